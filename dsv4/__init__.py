@@ -1,0 +1,22 @@
+"""dsv4: an inference engine for DeepSeek-V4. Start reading at `dsv4/engine.py`."""
+
+from typing import Any
+
+__all__ = ["Engine", "EngineConfig", "ModelConfig", "SamplingParams"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "dsv4.engine",
+    "EngineConfig": "dsv4.config",
+    "ModelConfig": "dsv4.config",
+    "SamplingParams": "dsv4.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Resolved on first use, so that `dsv4 --help` and the torch-free modules start at once.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
