@@ -1,0 +1,217 @@
+"""ModelConfig: facts about a checkpoint. EngineConfig: choices of the user. Both frozen.
+
+The three spellings of `config.json` are read in `util/config_json.py`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4.errors import ConfigError, OptionError
+from dsv4.util.config_json import read_fields
+
+LayerKind = Literal["swa", "csa", "hca"]
+KIND_OF_RATIO: dict[int, LayerKind] = {0: "swa", 4: "csa", 128: "hca"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a DeepSeek-V4 backbone; defaults are V4-Flash's published values."""
+
+    vocab_size: int = 129280
+    hidden_size: int = 4096
+    num_layers: int = 43
+    num_hash_layers: int = 3
+    num_heads: int = 64
+    head_dim: int = 512
+    rope_head_dim: int = 64
+    q_lora_rank: int = 1024
+    o_groups: int = 8
+    o_lora_rank: int = 1024
+    sliding_window: int = 128
+    compress_ratios: tuple[int, ...] = (0, 0, *([4, 128] * 20), 4)  # one per backbone block
+    num_draft_layers: int = 1
+    draft_kind: Literal["mtp", "dspark"] = "mtp"
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    yarn_factor: float = 16.0
+    yarn_original_len: int = 65536
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    max_positions: int = 1048576
+    index_num_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 512
+    num_experts: int = 256
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 2048
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    bos_id: int = 0
+    eos_id: int = 1
+
+    def __post_init__(self) -> None:
+        _check_model(self)
+
+    @property
+    def nope_head_dim(self) -> int:
+        """Channels of a head that carry no rotation; they come first."""
+        return self.head_dim - self.rope_head_dim
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(KIND_OF_RATIO[ratio] for ratio in self.compress_ratios)
+
+    @property
+    def mix_rows(self) -> int:
+        """Rows of an mHC projection: pre, post and the stream-to-stream matrix."""
+        return (2 + self.hc_mult) * self.hc_mult
+
+    def num_layers_of(self, kind: LayerKind) -> int:
+        return self.kinds.count(kind)
+
+    @classmethod
+    def builtin(cls, name: str) -> "ModelConfig":
+        if name == "flash":
+            return cls()
+        if name == "pro":
+            return cls(
+                hidden_size=7168,
+                num_layers=61,
+                num_heads=128,
+                q_lora_rank=1536,
+                o_groups=16,
+                compress_ratios=(128, 128, *([4, 128] * 29), 4),
+                index_topk=1024,
+                num_experts=384,
+                moe_intermediate_size=3072,
+                routed_scaling_factor=2.5,
+            )
+        raise OptionError(f"no built-in shape named {name!r}; there are 'flash' and 'pro'")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        path = folder / "config.json"
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is not a folder; expected one with config.json and safetensors files"
+            )
+        if not path.is_file():
+            raise ConfigError(f"{folder} has no config.json; is this the checkpoint's own folder?")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"{path} is not valid JSON ({error}); fetch the file again"
+            ) from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path} holds a {type(data).__name__}, expected a JSON object")
+        try:
+            return cls.from_dict(data)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
+        return cls(**read_fields(data))
+
+
+def _check_model(c: ModelConfig) -> None:
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise ConfigError(message)
+
+    for item in fields(c):
+        value = getattr(c, item.name)
+        zero_ok = ("num_hash_layers", "num_draft_layers", "bos_id", "eos_id")
+        if item.type in (int, float) and item.name not in zero_ok:
+            need(math.isfinite(value) and value > 0, f"{item.name} is {value}, expected it above 0")
+    need(
+        len(c.compress_ratios) == c.num_layers,
+        f"compress_ratios has {len(c.compress_ratios)} entries for {c.num_layers} layers",
+    )
+    for index, ratio in enumerate(c.compress_ratios):
+        need(ratio in KIND_OF_RATIO, f"compress_ratios[{index}] is {ratio}, expected 0, 4 or 128")
+    need(
+        0 <= c.num_hash_layers <= c.num_layers,
+        f"num_hash_layers is {c.num_hash_layers}, expected 0 to {c.num_layers}",
+    )
+    need(c.num_draft_layers >= 0, f"num_nextn_predict_layers is {c.num_draft_layers}")
+    need(
+        c.rope_head_dim % 2 == 0 and c.rope_head_dim <= c.head_dim,
+        f"qk_rope_head_dim is {c.rope_head_dim}, expected an even number up to head_dim "
+        f"({c.head_dim})",
+    )
+    need(
+        c.rope_head_dim <= c.index_head_dim,
+        f"index_head_dim is {c.index_head_dim}, below qk_rope_head_dim ({c.rope_head_dim})",
+    )
+    need(
+        c.index_head_dim & (c.index_head_dim - 1) == 0,
+        f"index_head_dim is {c.index_head_dim}; the Hadamard rotation needs a power of two",
+    )
+    need(
+        c.num_heads % c.o_groups == 0,
+        f"num_attention_heads ({c.num_heads}) is not divisible by o_groups ({c.o_groups})",
+    )
+    need(
+        c.num_experts_per_tok <= c.num_experts,
+        f"num_experts_per_tok ({c.num_experts_per_tok}) exceeds n_routed_experts ({c.num_experts})",
+    )
+    need(c.yarn_factor >= 1, f"rope_scaling.factor is {c.yarn_factor}, expected at least 1")
+    need(
+        0 <= c.bos_id < c.vocab_size and 0 <= c.eos_id < c.vocab_size,
+        f"bos_token_id {c.bos_id} or eos_token_id {c.eos_id} is outside the vocabulary "
+        f"({c.vocab_size})",
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user chooses; the same names on the command line, in Python and in the server."""
+
+    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda or cuda:N"})
+    dtype: str = field(default="auto", metadata={"help": "activations: auto, bfloat16, float32"})
+    kv_format: str = field(default="auto", metadata={"help": "auto, fp8, bf16 or fp32"})
+    index_format: str = field(default="auto", metadata={"help": "auto, fp4, fp8, bf16 or fp32"})
+    max_context: int | None = field(default=None, metadata={"help": "tokens of one sequence"})
+    max_sequences: int | None = field(default=None, metadata={"help": "sequences at once"})
+    chunk_tokens: int | None = field(default=None, metadata={"help": "prompt tokens in a step"})
+    prefix_cache: bool = field(default=True, metadata={"help": "share equal prompt beginnings"})
+    cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
+    ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _check_choice("kv_format", self.kv_format, ("auto", "fp8", "bf16", "fp32"))
+        _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
+        name, _, number = self.device.partition(":")
+        if name not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
+            raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
+        for name in ("max_context", "max_sequences", "chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
+
+    @classmethod
+    def make(cls, **choices: Any) -> "EngineConfig":
+        """The config with these choices; an unknown name is an error that lists the known ones."""
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(choices.keys() - known)
+        if unknown:
+            raise OptionError(
+                f"unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}"
+            )
+        return cls(**choices)
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
