@@ -1,0 +1,34 @@
+"""Cutting the last axis into groups whose last one may be short."""
+
+import torch
+
+from dsv4.errors import KernelError
+
+
+def grouped_amax(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Largest magnitude of each group of the last axis: [..., C] -> [..., ceil(C / group)]."""
+    return split(x.abs(), group).amax(dim=-1)
+
+
+def split(x: torch.Tensor, group: int) -> torch.Tensor:
+    """[..., C] -> [..., ceil(C / group), group], zeros behind the last channel."""
+    short = -x.shape[-1] % group
+    if short:
+        x = torch.nn.functional.pad(x, (0, short))
+    return x.unflatten(-1, (-1, group))
+
+
+def expand(scale: torch.Tensor, group: int, channels: int) -> torch.Tensor:
+    """Each group's value repeated over its channels: [..., G] -> [..., channels]."""
+    return scale.repeat_interleave(group, dim=-1)[..., :channels]
+
+
+def refuse_nonfinite(x: torch.Tensor, what: str) -> None:
+    """NaN and Inf have no encoding in 4 bits and poison a whole group's scale: refuse them."""
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        where = tuple((~finite).nonzero()[0].tolist())
+        raise KernelError(
+            f"{what}: found {float(x[where])} at {where}, expected finite values; "
+            "fix the source, low-precision formats cannot hold it"
+        )
