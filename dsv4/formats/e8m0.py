@@ -23,7 +23,7 @@ def ceil_exponent(amax: torch.Tensor, limit: float) -> torch.Tensor:
     `amax` is positive and normal; `limit` is the largest number of the element format.
     """
     bits = amax.view(torch.int32)
-    (limit_bits,) = struct.unpack("<i", struct.pack("<f", limit))
+    limit_bits: int = struct.unpack("<i", struct.pack("<f", limit))[0]
     exponent = (bits >> 23) - (limit_bits >> 23)
     return exponent + ((bits & _MANTISSA) > (limit_bits & _MANTISSA)).to(torch.int32)
 

@@ -64,8 +64,8 @@ def quantize_tiles(
     refuse_nonfinite(w, "FP8 tiles")
     rows, cols = w.shape[-2:]
     padded = torch.nn.functional.pad(w, (0, -cols % block, 0, -rows % block))
-    tiles = padded.unflatten(-1, (ceil(cols / block), block))
-    tiles = tiles.unflatten(-3, (ceil(rows / block), block))
+    grid = (ceil(rows / block), block, ceil(cols / block), block)
+    tiles = padded.reshape(*w.shape[:-2], *grid)
     amax = tiles.abs().amax(dim=(-3, -1)).clamp(min=torch.finfo(torch.float32).tiny)
     if power_of_two:
         exponent = e8m0.ceil_exponent(amax, E4M3_MAX).clamp(-127, 127)

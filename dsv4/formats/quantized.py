@@ -1,0 +1,219 @@
+"""Weights that carry their number format. Leading axes (stacked experts) are optional.
+
+`shape` is the logical, unpacked shape [..., N, K]. Nothing here changes a value: slicing follows
+the blocks, `dequantize` is exact up to one float32 rounding and the final cast.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from math import ceil, gcd
+from typing import Self
+
+import torch
+
+from dsv4.errors import KernelError
+from dsv4.formats import fp8, mxfp4, nvfp4
+from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
+
+
+class _Parts:
+    """What the three formats share: walking over their tensors."""
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        pairs = ((item.name, getattr(self, item.name)) for item in fields(self))  # type: ignore[arg-type]
+        return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same weight with `change` applied to each of its tensors."""
+        changed = {name: change(value) for name, value in self._tensors()}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensors()[0][1].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for _, value in self._tensors())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        return self.map(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def __getitem__(self, index: int | slice) -> Self:
+        """Experts of a stack."""
+        if self._tensors()[0][1].dim() < 3:
+            raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
+        return self.map(lambda value: value[index])
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise KernelError(message)
+
+
+@dataclass(frozen=True)
+class Nvfp4Tensor(_Parts):
+    """`packed` uint8 [..., N, K/2], `scale` E4M3 [..., N, K/16], `global_scale` float32 [..., P].
+
+    The N rows are cut into P equal parts; part p is multiplied by global_scale[..., p]. P is 2
+    for a joined w1 and w3 whose globals differ.
+    """
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        p, s, g = self.packed, self.scale, self.global_scale
+        _need(
+            p.dtype == torch.uint8 and s.dtype == torch.float8_e4m3fn and g.dtype == torch.float32,
+            f"NVFP4 parts are {p.dtype}, {s.dtype}, {g.dtype}; expected uint8, float8_e4m3fn, "
+            "float32",
+        )
+        _need(
+            p.dim() >= 2
+            and s.shape == (*p.shape[:-1], p.shape[-1] * 2 // NVFP4_GROUP)
+            and p.shape[-1] * 2 % NVFP4_GROUP == 0
+            and g.shape[:-1] == p.shape[:-2]
+            and g.dim() == p.dim() - 1
+            and p.shape[-2] % max(g.shape[-1], 1) == 0,
+            f"NVFP4 shapes packed {tuple(p.shape)}, scale {tuple(s.shape)}, global "
+            f"{tuple(g.shape)} do not fit [..., N, K/2], [..., N, K/16], [..., P]",
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return nvfp4.dequantize(self.packed, self.scale, self.global_scale, dtype)
+
+    def row_range(self, start: int, stop: int) -> "Nvfp4Tensor":
+        """Rows start:stop; with several globals the cut must give each part the same rows."""
+        num_parts = self.global_scale.shape[-1]
+        part_rows = self.shape[-2] // num_parts
+        first, last = start // part_rows, ceil(stop / part_rows)
+        whole = start % part_rows == 0 and stop % part_rows == 0
+        _need(
+            last - first == 1 or whole,
+            f"rows {start}:{stop} cut through parts of {part_rows} rows with different globals",
+        )
+        return Nvfp4Tensor(
+            self.packed[..., start:stop, :],
+            self.scale[..., start:stop, :],
+            self.global_scale[..., first:last],
+        )
+
+    def column_range(self, start: int, stop: int) -> "Nvfp4Tensor":
+        _need(start % NVFP4_GROUP == 0 and stop % NVFP4_GROUP == 0, _columns("NVFP4", start, stop))
+        return Nvfp4Tensor(
+            self.packed[..., start // 2 : stop // 2],
+            self.scale[..., start // NVFP4_GROUP : stop // NVFP4_GROUP],
+            self.global_scale,
+        )
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor(_Parts):
+    """`packed` uint8 [..., N, K/2], `scale` E8M0 bytes (uint8) [..., N, K/32]."""
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        p, s = self.packed, self.scale
+        _need(
+            p.dtype == torch.uint8 and s.dtype == torch.uint8,
+            f"MXFP4 parts are {p.dtype} and {s.dtype}; expected the bytes as uint8",
+        )
+        _need(
+            p.dim() >= 2
+            and p.shape[-1] * 2 % MXFP4_GROUP == 0
+            and s.shape == (*p.shape[:-1], p.shape[-1] * 2 // MXFP4_GROUP),
+            f"MXFP4 shapes packed {tuple(p.shape)}, scale {tuple(s.shape)} do not fit "
+            "[..., N, K/2], [..., N, K/32]",
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return mxfp4.dequantize(self.packed, self.scale, dtype)
+
+    def row_range(self, start: int, stop: int) -> "Mxfp4Tensor":
+        return self.map(lambda value: value[..., start:stop, :])
+
+    def column_range(self, start: int, stop: int) -> "Mxfp4Tensor":
+        _need(start % MXFP4_GROUP == 0 and stop % MXFP4_GROUP == 0, _columns("MXFP4", start, stop))
+        return Mxfp4Tensor(
+            self.packed[..., start // 2 : stop // 2],
+            self.scale[..., start // MXFP4_GROUP : stop // MXFP4_GROUP],
+        )
+
+
+@dataclass(frozen=True)
+class Fp8BlockTensor(_Parts):
+    """`data` E4M3 [..., N, K], `scale` float32 or E8M0 bytes [..., ceil(N/B), ceil(K/B)]."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    block: int
+
+    def __post_init__(self) -> None:
+        d, s = self.data, self.scale
+        _need(
+            d.dtype == torch.float8_e4m3fn and s.dtype in (torch.uint8, torch.float32),
+            f"FP8 parts are {d.dtype} and {s.dtype}; expected float8_e4m3fn and float32 or uint8",
+        )
+        _need(self.block >= 1, f"FP8 block is {self.block}, expected 1 or more")
+        _need(
+            d.dim() >= 2
+            and s.shape
+            == (*d.shape[:-2], ceil(d.shape[-2] / self.block), ceil(d.shape[-1] / self.block)),
+            f"FP8 shapes data {tuple(d.shape)}, scale {tuple(s.shape)} do not fit tiles of "
+            f"{self.block} x {self.block}",
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return fp8.dequantize_tiles(self.data, self.scale, self.block, dtype)
+
+    def refine(self, block: int) -> "Fp8BlockTensor":
+        """The same values with smaller tiles (a divisor of the block): scales are repeated."""
+        _need(self.block % block == 0, f"tiles of {self.block} cannot be cut into {block}")
+        times = self.block // block
+        rows, cols = (ceil(n / block) for n in self.shape[-2:])
+        scale = self.scale.repeat_interleave(times, dim=-2)[..., :rows, :]
+        scale = scale.repeat_interleave(times, dim=-1)[..., :cols]
+        return Fp8BlockTensor(self.data, scale, block)
+
+    def row_range(self, start: int, stop: int) -> "Fp8BlockTensor":
+        """Rows start:stop; a cut inside a tile refines the tiles first."""
+        rows = self.shape[-2]
+        block = self._block_for(start, stop, rows)
+        w = self if block == self.block else self.refine(block)
+        tiles = slice(start // block, ceil(stop / block))
+        return Fp8BlockTensor(w.data[..., start:stop, :], w.scale[..., tiles, :], block)
+
+    def column_range(self, start: int, stop: int) -> "Fp8BlockTensor":
+        block = self._block_for(start, stop, self.shape[-1])
+        w = self if block == self.block else self.refine(block)
+        tiles = slice(start // block, ceil(stop / block))
+        return Fp8BlockTensor(w.data[..., start:stop], w.scale[..., tiles], block)
+
+    def _block_for(self, start: int, stop: int, size: int) -> int:
+        # only the start must lie on a tile edge: the last tile of the cut may be short
+        _need(0 <= start <= stop <= size, f"range {start}:{stop} is outside 0:{size}")
+        return gcd(start, self.block) if start else self.block
+
+
+def _columns(name: str, start: int, stop: int) -> str:
+    return f"columns {start}:{stop} cut through a block of {name}; cut at block edges"
+
+
+QuantizedTensor = Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor
+Weight = torch.Tensor | QuantizedTensor
