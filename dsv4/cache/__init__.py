@@ -1,0 +1,1 @@
+"""The state a running sequence keeps: pages of entries, and fixed-size compressor rows."""

@@ -1,0 +1,96 @@
+"""Sizes of the state, without torch: the engine allocates by them and `plan` prints them.
+
+Three pools of pages, each with its own page table:
+
+    window   the key of every token, all layers; pages that left the window are given back
+    csa      one entry and one index key per 4 tokens, ratio-4 layers
+    hca      one entry per 128 tokens, ratio-128 layers
+
+All layers of a pool share page numbers: page 7 is page 7 in each of them. Beside the pages a
+sequence holds one slot with the compressors' newest rows.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dsv4.config import ModelConfig
+from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
+
+Pool = Literal["window", "csa", "hca"]
+POOLS: tuple[Pool, ...] = ("window", "csa", "hca")
+
+# Entries in a page. A window page and a csa page end on 128-token boundaries, where prefixes are
+# shared.
+PAGE_ENTRIES: dict[Pool, int] = {"window": 64, "csa": 32, "hca": 32}
+TOKENS_PER_ENTRY: dict[Pool, int] = {"window": 1, "csa": 4, "hca": 128}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How many pages and bytes sequences need, for one model and one choice of formats."""
+
+    config: ModelConfig
+    kv_format: str
+    index_format: str
+    chunk_tokens: int  # most tokens a sequence adds in one step
+
+    @property
+    def window_columns(self) -> int:
+        """Width of the window's page table: a ring that holds the window and one chunk."""
+        tokens = self.config.sliding_window - 1 + self.chunk_tokens
+        return -(-tokens // PAGE_ENTRIES["window"]) + 1
+
+    def pages_needed(self, pool: Pool, start: int, end: int) -> range:
+        """Page columns in use while a sequence goes from `start` to `end` tokens."""
+        page = PAGE_ENTRIES[pool]
+        if pool == "window":
+            oldest = max(start - self.config.sliding_window + 1, 0)
+            return range(oldest // page, -(-end // page))
+        if self.num_layers(pool) == 0:
+            return range(0)
+        return range(-(-(end // TOKENS_PER_ENTRY[pool]) // page))
+
+    def num_layers(self, pool: Pool) -> int:
+        if pool == "window":
+            return self.config.num_layers
+        return self.config.num_layers_of(pool)
+
+    def most_pages(self, pool: Pool, max_context: int) -> int:
+        """Most pages one sequence of up to `max_context` tokens can hold at once."""
+        if pool == "window":
+            whole = -(-max_context // PAGE_ENTRIES["window"])
+            return min(self.window_columns, whole)
+        return len(self.pages_needed(pool, 0, max_context))
+
+    def kv_entry_bytes(self) -> int:
+        return entry_bytes(
+            kv_entry(self.kv_format, self.config.head_dim, self.config.rope_head_dim)
+        )
+
+    def index_entry_bytes(self) -> int:
+        return entry_bytes(index_entry(self.index_format, self.config.index_head_dim))
+
+    def page_bytes(self, pool: Pool) -> int:
+        """Bytes of one page over all layers of its pool."""
+        size = self.kv_entry_bytes()
+        if pool == "csa":
+            size += self.index_entry_bytes()
+        return size * PAGE_ENTRIES[pool] * self.num_layers(pool)
+
+    def bytes_per_token(self, pool: Pool) -> float:
+        """Growth per token of context; the window does not grow."""
+        if pool == "window":
+            return 0.0
+        return self.page_bytes(pool) / PAGE_ENTRIES[pool] / TOKENS_PER_ENTRY[pool]
+
+    def slot_bytes(self) -> int:
+        """Compressor rows of one sequence: values and gates in fp32."""
+        c = self.config
+        csa = 8 * 2 * (c.head_dim + c.index_head_dim) * 2 * 4
+        hca = 128 * c.head_dim * 2 * 4
+        return c.num_layers_of("csa") * csa + c.num_layers_of("hca") * hca
+
+    def sequence_bytes(self, max_context: int) -> int:
+        """All state of one sequence of `max_context` tokens."""
+        pages = sum(self.page_bytes(p) * self.most_pages(p, max_context) for p in POOLS)
+        return pages + self.slot_bytes()

@@ -1,0 +1,34 @@
+"""Ratio-4 layers: the window, one entry and one index key per 4 tokens, two compressors' rows."""
+
+from dataclasses import dataclass
+
+from dsv4.cache.geometry import PAGE_ENTRIES, Geometry, Pool
+from dsv4.cache.kinds.hca import allocate_compressor
+from dsv4.cache.kinds.swa import allocate_entries
+from dsv4.formats.entry import index_entry
+from dsv4.ops.kv.compress import CompressorState
+from dsv4.ops.kv.pool import PagedPool, allocate_pool
+
+
+@dataclass(frozen=True)
+class CsaState:
+    window: PagedPool
+    entries: PagedPool
+    index: PagedPool
+    compressor: CompressorState
+    index_compressor: CompressorState
+
+    @classmethod
+    def allocate(
+        cls, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], device: str
+    ) -> "CsaState":
+        config = geometry.config
+        index_parts = index_entry(geometry.index_format, config.index_head_dim)
+        index_shape = (num_pages["csa"], PAGE_ENTRIES["csa"])
+        return cls(
+            allocate_entries(geometry, "window", num_pages["window"], device),
+            allocate_entries(geometry, "csa", num_pages["csa"], device),
+            allocate_pool(geometry.index_format, True, index_parts, index_shape, device),
+            allocate_compressor(num_slots, 4, 2 * config.head_dim, device),
+            allocate_compressor(num_slots, 4, 2 * config.index_head_dim, device),
+        )

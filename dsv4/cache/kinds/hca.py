@@ -1,0 +1,32 @@
+"""Ratio-128 layers: the window, one entry per 128 tokens, the open block's rows."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.cache.geometry import Geometry, Pool
+from dsv4.cache.kinds.swa import allocate_entries
+from dsv4.ops.kv.compress import CompressorState, state_rows
+from dsv4.ops.kv.pool import PagedPool
+
+
+def allocate_compressor(num_slots: int, ratio: int, width: int, device: str) -> CompressorState:
+    shape = (num_slots, state_rows(ratio), width)
+    return CompressorState(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+
+
+@dataclass(frozen=True)
+class HcaState:
+    window: PagedPool
+    entries: PagedPool
+    compressor: CompressorState
+
+    @classmethod
+    def allocate(
+        cls, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], device: str
+    ) -> "HcaState":
+        return cls(
+            allocate_entries(geometry, "window", num_pages["window"], device),
+            allocate_entries(geometry, "hca", num_pages["hca"], device),
+            allocate_compressor(num_slots, 128, geometry.config.head_dim, device),
+        )

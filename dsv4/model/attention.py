@@ -1,0 +1,122 @@
+"""Attention of one layer. Key and value are one vector per token, shared by all heads.
+
+All kinds look back over a window. Ratio-128 layers also see every compressed entry, ratio-4
+layers the ones their indexer selects. Matrices that read the same input run as one op.
+"""
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.kinds import CsaState, HcaState, LayerState
+from dsv4.config import ModelConfig
+from dsv4.formats.quantized import Weight
+from dsv4.model.compressor import Compressor
+from dsv4.model.indexer import Indexer
+from dsv4.model.inputs import StepInputs
+from dsv4.model.weights import Weights
+from dsv4.ops.attention.attention import Compressed, attention
+from dsv4.ops.attention.query import query_prepare
+from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
+from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.kv.kv_store import kv_store
+from dsv4.ops.norm.rms_norm import rms_norm
+from dsv4.parallel import Shard
+
+
+def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
+    """One table for everything a layer rotates; YaRN only where there is a compressor."""
+    if ratio == 0:
+        return rope_frequencies(config.rope_head_dim, config.rope_theta)
+    return yarn_frequencies(
+        config.rope_head_dim,
+        config.compress_rope_theta,
+        config.yarn_factor,
+        config.yarn_original_len,
+        config.yarn_beta_fast,
+        config.yarn_beta_slow,
+    )
+
+
+class Attention:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, shard: Shard) -> None:
+        ratio = config.compress_ratios[layer]
+        self.num_heads = len(shard.split(config.num_heads, "attention heads"))
+        self.num_groups = len(shard.split(config.o_groups, "output groups"))
+        self.head_dim = config.head_dim
+        self.window = config.sliding_window
+        self.ratio = ratio
+        self.eps = config.rms_norm_eps
+        self.wq_a = weights.take("wq_a.weight")
+        self.q_norm = weights.tensor("q_norm.weight")
+        self.wq_b = weights.take("wq_b.weight")
+        self.wkv = weights.take("wkv.weight")
+        self.kv_norm = weights.tensor("kv_norm.weight")
+        self.sink = weights.tensor("attn_sink")
+        self.wo_a = weights.take("wo_a.weight")
+        self.wo_b = weights.take("wo_b.weight")
+        self.frequencies = layer_frequencies(config, ratio).to(self.sink.device)
+        self.compressor = self.indexer = None
+        if ratio:
+            under = weights.under("compressor.")
+            self.compressor = Compressor(config, ratio, self.frequencies, under)
+        if ratio == 4:
+            self.indexer = Indexer(config, self.frequencies, weights.under("indexer."))
+
+    def __call__(self, x: Tensor, step: StepInputs, state: LayerState) -> Tensor:
+        """`x` `[tokens, hidden]`, normalised -> `[tokens, hidden]`; writes the layer's state."""
+        batch, dtype = step.batch, x.dtype
+        latent, kv, compressed_in, index_in = self._project_input(x)
+        kv_store(
+            kv, self.kv_norm, self.frequencies, self.eps, batch, state.window, step.window_table
+        )
+        latent = rms_norm(latent, self.q_norm, self.eps)
+        compressed = None
+        if self.indexer is not None:
+            assert self.compressor is not None
+            assert isinstance(state, CsaState)
+            q, index_q = linear_multi(latent, [self.wq_b, self.indexer.wq_b])
+            self.compressor.update(
+                compressed_in, dtype, batch, state.compressor, state.entries, step.csa_table
+            )
+            self.indexer.compressor.update(
+                index_in[:2], dtype, batch, state.index_compressor, state.index, step.csa_table
+            )
+            selected = self.indexer.select(index_q, index_in[2], step, state)
+            compressed = Compressed(state.entries, step.csa_table, self.ratio, selected)
+        else:
+            q = linear(latent, self.wq_b)
+            if self.compressor is not None:
+                assert isinstance(state, HcaState)
+                self.compressor.update(
+                    compressed_in, dtype, batch, state.compressor, state.entries, step.hca_table
+                )
+                compressed = Compressed(state.entries, step.hca_table, self.ratio, None)
+        q = query_prepare(
+            q.view(-1, self.num_heads, self.head_dim), batch.positions, self.frequencies, self.eps
+        )
+        out = attention(
+            q,
+            self.sink,
+            state.window,
+            step.window_table,
+            compressed,
+            batch,
+            self.window,
+            self.frequencies,
+        )
+        return linear(
+            grouped_linear(out.view(x.shape[0], self.num_groups, -1), self.wo_a), self.wo_b
+        )
+
+    def _project_input(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """Query latent, window key, and what compressor and indexer need (fp32)."""
+        matrices: list[Weight] = [self.wq_a, self.wkv]
+        dtypes = [x.dtype, x.dtype]
+        if self.compressor is not None:
+            matrices += self.compressor.matrices
+        if self.indexer is not None:
+            matrices += [*self.indexer.compressor.matrices, self.indexer.weights_proj]
+        dtypes += [torch.float32] * (len(matrices) - 2)
+        latent, kv, *rest = linear_multi(x, matrices, dtypes)
+        return latent, kv, rest[:2], rest[2:]

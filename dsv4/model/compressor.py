@@ -1,0 +1,50 @@
+"""A compressor: two projections of the layer's input that become entries block by block."""
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.formats.quantized import Weight
+from dsv4.model.weights import Weights
+from dsv4.ops.kv.compress import CompressorState, compress
+from dsv4.ops.kv.pool import PagedPool
+from dsv4.ops.ragged import Ragged
+
+
+class Compressor:
+    def __init__(
+        self, config: ModelConfig, ratio: int, frequencies: Tensor, weights: Weights
+    ) -> None:
+        self.ratio = ratio
+        self.eps = config.rms_norm_eps
+        self.frequencies = frequencies
+        # in the order in which their results come back
+        self.matrices: list[Weight] = [weights.take("wkv.weight"), weights.take("wgate.weight")]
+        self.ape = weights.tensor("ape")
+        self.norm = weights.tensor("norm.weight")
+
+    def update(
+        self,
+        projected: list[Tensor],
+        dtype: torch.dtype,
+        batch: Ragged,
+        state: CompressorState,
+        pool: PagedPool,
+        table: Tensor,
+    ) -> None:
+        """`projected`: this compressor's matrices applied to the layer's input, fp32."""
+        values, gates = projected
+        compress(
+            values,
+            gates,
+            self.ape,
+            self.norm,
+            self.frequencies,
+            self.eps,
+            self.ratio,
+            dtype,
+            state,
+            batch,
+            pool,
+            table,
+        )

@@ -1,0 +1,47 @@
+"""The operations of the model. `OPS` lists them; tests, benchmarks and `doctor` walk it."""
+
+from dsv4.ops.attention.attention import OP as ATTENTION
+from dsv4.ops.attention.index import SCORES as INDEX_SCORES
+from dsv4.ops.attention.index import SELECT as INDEX_SELECT
+from dsv4.ops.attention.query import INDEX as INDEX_QUERY
+from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
+from dsv4.ops.attention.rope import OP as ROPE
+from dsv4.ops.gemm.embed import OP as EMBED
+from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
+from dsv4.ops.gemm.linear import OP as LINEAR
+from dsv4.ops.kv.compress import OP as COMPRESS
+from dsv4.ops.kv.kv_store import OP as KV_STORE
+from dsv4.ops.mhc.mix import BOUNDARY as MHC_BOUNDARY
+from dsv4.ops.mhc.mix import HEAD as MHC_HEAD
+from dsv4.ops.mhc.mix import PRE as MHC_PRE
+from dsv4.ops.moe.experts import OP as EXPERTS
+from dsv4.ops.moe.router import OP as ROUTER
+from dsv4.ops.norm.rms_norm import OP as RMS_NORM
+from dsv4.ops.op import Case, Kernel, Op, choose_ops
+from dsv4.ops.sample.sample import OP as SAMPLE
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        EMBED,
+        RMS_NORM,
+        MHC_PRE,
+        MHC_BOUNDARY,
+        MHC_HEAD,
+        LINEAR,
+        GROUPED_LINEAR,
+        ROPE,
+        QUERY_PREPARE,
+        KV_STORE,
+        COMPRESS,
+        INDEX_QUERY,
+        INDEX_SCORES,
+        INDEX_SELECT,
+        ATTENTION,
+        ROUTER,
+        EXPERTS,
+        SAMPLE,
+    )
+}
+
+__all__ = ["OPS", "Case", "Kernel", "Op", "choose_ops"]

@@ -1,0 +1,211 @@
+"""Attention of new tokens over their window and their compressed entries, with a sink.
+
+Keys are values. Query `p` sees the window keys `p - window < j <= p` and, in compressed layers,
+the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One softmax over both;
+`exp(sink)` joins the denominator only. The result is rotated back at `p`.
+
+The order of summation belongs to the query, not to the batch: window keys by position, then
+entries ascending, KEY_TILE at a time with an online softmax that starts from the sink. A tile
+with nothing visible changes nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.entry import kv_entry
+from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.ragged import Ragged, make_ragged
+from dsv4.ops.rows import map_row_tiles
+
+KEY_TILE = 64
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A layer's compressed entries: all visible ones, or those selected for each token."""
+
+    pool: PagedPool
+    table: Tensor
+    ratio: int
+    selected: Tensor | None  # [tokens, k] entry numbers, ascending, -1 where there is none
+
+
+def _tiles(entries: Tensor) -> Iterable[Tensor]:
+    """Columns of `entries`, KEY_TILE at a time."""
+    return (entries[:, at : at + KEY_TILE] for at in range(0, entries.shape[1], KEY_TILE))
+
+
+def _pad_to_tiles(entries: Tensor) -> Tensor:
+    """`entries` with -1 appended up to a multiple of KEY_TILE."""
+    return torch.nn.functional.pad(entries, (0, -entries.shape[1] % KEY_TILE), value=-1)
+
+
+def _window_entries(positions: Tensor, window: int) -> Tensor:
+    """Positions of the window keys, oldest first, negative before the beginning."""
+    offsets = torch.arange(window, device=positions.device)
+    return _pad_to_tiles((positions + 1 - window).unsqueeze(1) + offsets)
+
+
+def _compressed_entries(compressed: Compressed, positions: Tensor) -> Tensor:
+    """Entry numbers of each token, ascending, -1 where there is none."""
+    if compressed.selected is not None:
+        return _pad_to_tiles(compressed.selected)
+    visible = torch.div(positions + 1, compressed.ratio, rounding_mode="floor")
+    numbers = torch.arange(int(visible.max()), device=positions.device)
+    return _pad_to_tiles(torch.where(numbers < visible.unsqueeze(1), numbers, -1))
+
+
+def _attend(
+    q: Tensor,
+    sink: Tensor,
+    sources: list[tuple[PagedPool, Tensor, Tensor]],
+    seq: Tensor,
+    scale: float,
+) -> Tensor:
+    """One tile of tokens: online softmax over `sources` (pool, table, entries), in order."""
+    top = sink.expand(q.shape[:2]).clone()
+    total = torch.ones_like(top)
+    out = torch.zeros_like(q, dtype=torch.float32)
+    wide_q = q.float() * scale
+    for pool, table, entries in sources:
+        for tile in _tiles(entries):
+            present = tile >= 0
+            if not present.any():
+                continue
+            where = locate(table, seq.unsqueeze(1), tile.clamp(min=0), pool.page_entries)
+            keys = load(pool, *where).masked_fill(~present.unsqueeze(-1), 0.0)
+            scores = torch.bmm(wide_q, keys.transpose(1, 2))
+            scores = scores.masked_fill(~present.unsqueeze(1), float("-inf"))
+            new_top = torch.maximum(top, scores.amax(-1))
+            shrink = torch.exp(top - new_top)
+            weights = torch.exp(scores - new_top.unsqueeze(-1))
+            total = total * shrink + weights.sum(-1)
+            rounded = weights.to(q.dtype).float()
+            out = out * shrink.unsqueeze(-1) + torch.bmm(rounded, keys)
+            top = new_top
+    return out / total.unsqueeze(-1)
+
+
+def attention_reference(
+    q: Tensor,
+    sink: Tensor,
+    pool: PagedPool,
+    table: Tensor,
+    compressed: Compressed | None,
+    batch: Ragged,
+    window: int,
+    frequencies: Tensor,
+) -> Tensor:
+    positions = batch.positions
+    rows = [q, batch.seq_idx, _window_entries(positions, window)]
+    if compressed is not None:
+        rows.append(_compressed_entries(compressed, positions))
+
+    def tile(q: Tensor, seq: Tensor, in_window: Tensor, *entries: Tensor) -> Tensor:
+        sources = [(pool, table, in_window)]
+        if compressed is not None:
+            sources.append((compressed.pool, compressed.table, entries[0]))
+        return _attend(q, sink.float(), sources, seq, q.shape[-1] ** -0.5)
+
+    out = map_row_tiles(tile, *rows).to(q.dtype)
+    return rope_reference(out, positions, frequencies, inverse=True)
+
+
+def _filled(generator: torch.Generator, fmt: str, dim: int, pages: int, entries: int) -> PagedPool:
+    pool = allocate_pool(fmt, False, kv_entry(fmt, dim, 16), (pages, entries), "cpu")
+    for page in range(pages):
+        keys = torch.randn(entries, dim, generator=generator)
+        store(pool, torch.full((entries,), page), torch.arange(entries), keys)
+    return pool
+
+
+def cases() -> Iterable[Case]:
+    def build(
+        fmt: str, starts: list[int], new: list[int], heads: int, window: int, ratio: int, topk: int
+    ) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            count, dim = len(starts), 48
+            batch = make_ragged(starts, new, list(range(count)), torch.device("cpu"))
+            last = int(batch.ends.max())
+            columns = -(-last // 8)
+            pages = torch.randperm(count * columns, generator=generator).view(count, columns)
+            compressed = None
+            if ratio:
+                width = max(-(-last // (ratio * 8)), 1)
+                table = torch.randperm(count * width, generator=generator).view(count, width)
+                selected = _random_selection(generator, batch, ratio, topk) if topk else None
+                entries = _filled(generator, fmt, dim, count * width, 8)
+                compressed = Compressed(entries, table, ratio, selected)
+            return {
+                "q": torch.randn(batch.num_tokens, heads, dim, generator=generator),
+                "sink": torch.randn(heads, generator=generator),
+                "pool": _filled(generator, fmt, dim, count * columns, 8),
+                "table": pages,
+                "compressed": compressed,
+                "batch": batch,
+                "window": window,
+                "frequencies": rope_frequencies(16, 10000.0),
+            }
+
+        name = f"{fmt} {starts}+{new} heads {heads} window {window} ratio {ratio} top {topk}"
+        return Case(name, make, 2e-3, 2e-3)
+
+    for fmt in ("fp32", "fp8"):
+        yield build(fmt, [0], [5], 2, 8, 0, 0)
+        yield build(fmt, [300, 17], [1, 3], 4, 32, 4, 16)
+        yield build(fmt, [255, 0], [2, 40], 3, 7, 128, 0)
+    yield build("bf16", [131], [1], 8, 128, 4, 8)
+
+
+def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, topk: int) -> Tensor:
+    rows = []
+    for position in batch.positions.tolist():
+        visible = (position + 1) // ratio
+        kept = torch.randperm(visible, generator=generator)[:topk].sort().values
+        rows.append(torch.nn.functional.pad(kept, (0, topk - kept.numel()), value=-1))
+    return torch.stack(rows)
+
+
+OP = Op("attention", attention_reference, cases)
+
+
+def attention(
+    q: Tensor,
+    sink: Tensor,
+    pool: PagedPool,
+    table: Tensor,
+    compressed: Compressed | None,
+    batch: Ragged,
+    window: int,
+    frequencies: Tensor,
+) -> Tensor:
+    """`q` `[tokens, heads, dim]` -> the same shape; window keys in `pool` under `table`."""
+    check(
+        q.dim() == 3 and q.shape[0] == batch.num_tokens,
+        OP.name,
+        f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, dim]",
+    )
+    check(
+        sink.shape == q.shape[1:2],
+        OP.name,
+        f"sink has shape {tuple(sink.shape)}, expected ({q.shape[1]},)",
+    )
+    if q.shape[0] == 0:
+        return torch.empty_like(q)
+    result: Tensor = OP(
+        q.device,
+        q=q,
+        sink=sink,
+        pool=pool,
+        table=table,
+        compressed=compressed,
+        batch=batch,
+        window=window,
+        frequencies=frequencies,
+    )
+    return result

@@ -1,0 +1,146 @@
+"""The indexer's choice: score every visible compressed entry, keep the best `topk`.
+
+    index_scores   score[t, b] = sum_h weight[t, h] * max(0, q[t, h] . key[b]);  -inf where hidden
+    index_select   the `topk` best of a row, ties to the lower index, in ascending order
+
+Entry `b` is visible to the token at `p` when `b < (p + 1) // 4`. Rows with at most `topk` visible
+entries keep all of them, so their scores are not computed (they are 0).
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.entry import index_entry
+from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.ragged import Ragged, make_ragged
+from dsv4.ops.rows import ROW_TILE, pad_rows
+
+RATIO = 4
+KEY_TILE = 64  # entries scored at a time: a fixed tile, so that a score never depends on others
+
+
+def num_visible(positions: Tensor) -> Tensor:
+    return torch.div(positions + 1, RATIO, rounding_mode="floor")
+
+
+def _score_tile(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """`[tile, heads, dim]`, `[tile, heads]`, `[keys, dim]` -> `[tile, keys]`."""
+    products = torch.nn.functional.linear(q.flatten(0, 1), keys).view(*q.shape[:2], -1)
+    return (products.relu() * weights.unsqueeze(-1)).sum(1)
+
+
+def index_scores_reference(
+    q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
+) -> Tensor:
+    visible = num_visible(batch.positions)
+    width = int(visible.max())
+    scores = torch.full((q.shape[0], -(-width // KEY_TILE) * KEY_TILE), float("-inf"))
+    scores = scores.to(q.device)
+    entry = torch.arange(scores.shape[1], device=q.device)
+    scores.masked_fill_(entry < visible.unsqueeze(1), 0.0)
+    wide_q, wide_weights = q.float(), weights.float()
+    for sequence in range(table.shape[0]):
+        rows = torch.nonzero((batch.seq_idx == sequence) & (visible > topk)).squeeze(1)
+        if rows.numel() == 0:
+            continue
+        most = int(visible[rows].max())
+        seq = torch.full((KEY_TILE,), sequence, device=q.device)
+        for first in range(0, most, KEY_TILE):
+            tile = entry[first : first + KEY_TILE]
+            keys = load(pool, *locate(table, seq, tile.clamp(max=most - 1), pool.page_entries))
+            for start in range(0, rows.numel(), ROW_TILE):
+                part = rows[start : start + ROW_TILE]
+                scored = _score_tile(pad_rows(wide_q[part]), pad_rows(wide_weights[part]), keys)
+                shown = tile < visible[part].unsqueeze(1)
+                hidden = scored.new_full((), float("-inf"))
+                scores[part, first : first + KEY_TILE] = torch.where(
+                    shown, scored[: part.numel()], hidden
+                )
+    return scores
+
+
+def index_select_reference(scores: Tensor, topk: int) -> Tensor:
+    width = min(topk, scores.shape[1])
+    best, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    missing = scores.shape[1]
+    kept = order[:, :width].masked_fill(best[:, :width] == float("-inf"), missing)
+    kept = kept.sort(dim=1).values
+    return kept.masked_fill(kept == missing, -1)
+
+
+def score_cases() -> Iterable[Case]:
+    def build(fmt: str, starts: list[int], new: list[int], heads: int, topk: int) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            count, dim = len(starts), 32
+            batch = make_ragged(starts, new, list(range(count)), torch.device("cpu"))
+            columns = -(-int(batch.ends.max()) // (RATIO * 8)) + 1
+            table = torch.randperm(count * columns, generator=generator).view(count, columns)
+            pool = allocate_pool(fmt, True, index_entry(fmt, dim), (count * columns, 8), "cpu")
+            for page in range(count * columns):
+                keys = torch.randn(8, dim, generator=generator)
+                store(pool, torch.full((8,), page), torch.arange(8), keys)
+            return {
+                "q": torch.randn(batch.num_tokens, heads, dim, generator=generator),
+                "weights": torch.randn(batch.num_tokens, heads, generator=generator),
+                "pool": pool,
+                "table": table,
+                "batch": batch,
+                "topk": topk,
+            }
+
+        return Case(f"{fmt} {starts}+{new} heads {heads} topk {topk}", make, 1e-3, 1e-3)
+
+    for fmt in ("fp32", "fp8", "fp4"):
+        yield build(fmt, [400, 90], [1, 1], 4, 8)
+        yield build(fmt, [0], [70], 3, 5)
+    yield build("bf16", [0, 2], [2, 40], 2, 100)
+
+
+def select_cases() -> Iterable[Case]:
+    def build(rows: int, width: int, topk: int, ties: bool) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            scores = torch.randn(rows, width, generator=generator)
+            if ties:
+                scores = (scores * 2).round()
+            hidden = torch.randint(0, width + 1, (rows, 1), generator=generator)
+            scores = scores.masked_fill(torch.arange(width) >= hidden, float("-inf"))
+            return {"scores": scores, "topk": topk}
+
+        return Case(f"{rows}x{width} top {topk}{' ties' if ties else ''}", make, 0.0, 0.0)
+
+    yield build(4, 64, 8, False)
+    yield build(7, 65, 16, True)
+    yield build(3, 5, 8, True)
+    yield build(2, 1000, 512, False)
+
+
+SCORES = Op("index_scores", index_scores_reference, score_cases)
+SELECT = Op("index_select", index_select_reference, select_cases)
+
+
+def index_scores(
+    q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
+) -> Tensor:
+    """`q` `[tokens, heads, dim]`, `weights` `[tokens, heads]` -> fp32 `[tokens, entries]`."""
+    check(
+        weights.shape == q.shape[:2],
+        SCORES.name,
+        f"weights has shape {tuple(weights.shape)}, expected {tuple(q.shape[:2])}",
+    )
+    if q.shape[0] == 0:
+        return q.new_empty(0, 0, dtype=torch.float32)
+    result: Tensor = SCORES(
+        q.device, q=q, weights=weights, pool=pool, table=table, batch=batch, topk=topk
+    )
+    return result
+
+
+def index_select(scores: Tensor, topk: int) -> Tensor:
+    """-> int64 `[tokens, min(topk, entries)]`, ascending; a shorter row ends in -1."""
+    if scores.numel() == 0:
+        return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
+    result: Tensor = SELECT(scores.device, scores=scores, topk=topk)
+    return result

@@ -1,0 +1,74 @@
+"""What happens to queries between their projection and their use.
+
+query_prepare   each head: RMS norm without weight, then rope
+index_query     each index head: rope, then the rotation and rounding the index keys have
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.kv.pool import round_trip_index
+from dsv4.ops.norm.rms_norm import rms_norm_reference
+from dsv4.ops.op import Arguments, Case, Op, check
+
+
+def query_prepare_reference(
+    q: Tensor, positions: Tensor, frequencies: Tensor, eps: float
+) -> Tensor:
+    return rope_reference(rms_norm_reference(q, None, eps), positions, frequencies, inverse=False)
+
+
+def index_query_reference(
+    q: Tensor, positions: Tensor, frequencies: Tensor, index_format: str
+) -> Tensor:
+    return round_trip_index(rope_reference(q, positions, frequencies, inverse=False), index_format)
+
+
+def _build(tokens: int, heads: int, dim: int, extra: Arguments, atol: float) -> Case:
+    def make(generator: torch.Generator) -> Arguments:
+        return {
+            "q": torch.randn(tokens, heads, dim, generator=generator) * 3,
+            "positions": torch.randint(0, 5000, (tokens,), generator=generator),
+            "frequencies": rope_frequencies(16, 10000.0),
+            **extra,
+        }
+
+    return Case(f"{tokens}x{heads}x{dim} {extra}", make, atol, atol)
+
+
+def query_cases() -> Iterable[Case]:
+    for shape in ((3, 4, 32), (1, 64, 512), (0, 2, 32), (9, 3, 48)):
+        yield _build(*shape, {"eps": 1e-6}, 1e-5)
+
+
+def index_cases() -> Iterable[Case]:
+    for index_format in ("fp32", "bf16", "fp8", "fp4"):
+        yield _build(3, 4, 32, {"index_format": index_format}, 1e-2)
+        yield _build(1, 64, 128, {"index_format": index_format}, 1e-2)
+
+
+PREPARE = Op("query_prepare", query_prepare_reference, query_cases)
+INDEX = Op("index_query", index_query_reference, index_cases)
+
+
+def query_prepare(q: Tensor, positions: Tensor, frequencies: Tensor, eps: float) -> Tensor:
+    """`[tokens, heads, dim]`, same shape and dtype."""
+    check(q.dim() == 3, PREPARE.name, f"q has shape {tuple(q.shape)}")
+    if q.numel() == 0:
+        return torch.empty_like(q)
+    result: Tensor = PREPARE(q.device, q=q, positions=positions, frequencies=frequencies, eps=eps)
+    return result
+
+
+def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format: str) -> Tensor:
+    """`[tokens, index heads, index dim]`, same shape and dtype."""
+    check(q.dim() == 3, INDEX.name, f"q has shape {tuple(q.shape)}")
+    if q.numel() == 0:
+        return torch.empty_like(q)
+    result: Tensor = INDEX(
+        q.device, q=q, positions=positions, frequencies=frequencies, index_format=index_format
+    )
+    return result

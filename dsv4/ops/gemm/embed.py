@@ -1,0 +1,46 @@
+"""Token embedding, copied into each of the residual streams."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.op import Arguments, Case, Op, check
+
+
+def embed_reference(
+    token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype
+) -> Tensor:
+    rows = table[token_ids].to(dtype)
+    return rows.unsqueeze(1).repeat(1, num_streams, 1)
+
+
+def cases() -> Iterable[Case]:
+    def build(tokens: int, size: int) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            return {
+                "token_ids": torch.randint(0, 50, (tokens,), generator=generator),
+                "table": torch.randn(50, size, generator=generator),
+                "num_streams": 4,
+                "dtype": torch.float32,
+            }
+
+        return Case(f"{tokens} tokens of {size}", make, 0.0, 0.0)
+
+    yield build(5, 64)
+    yield build(1, 63)
+    yield build(0, 64)
+
+
+OP = Op("embed", embed_reference, cases)
+
+
+def embed(token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype) -> Tensor:
+    """`[tokens] -> [tokens, streams, size]`; ids must lie inside the table."""
+    check(token_ids.dim() == 1, OP.name, f"token_ids has shape {tuple(token_ids.shape)}")
+    if token_ids.shape[0] == 0:
+        return table.new_empty(0, num_streams, table.shape[1], dtype=dtype)
+    result: Tensor = OP(
+        table.device, token_ids=token_ids, table=table, num_streams=num_streams, dtype=dtype
+    )
+    return result

@@ -1,0 +1,56 @@
+"""The first output projection: each group of heads has its own rows of one stored matrix.
+
+`u[t, g] = W[g] . x[t, g]`; rows `g * rank .. (g + 1) * rank` of the stored matrix belong to
+group `g`. fp32 accumulation; the results of all groups come back side by side.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.quantized import Weight
+from dsv4.ops.gemm.linear import dense
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.rows import matmul_rows
+
+
+def grouped_linear_reference(x: Tensor, weight: Weight) -> Tensor:
+    num_groups = x.shape[1]
+    rows = dense(weight).view(num_groups, -1, x.shape[2])
+    outputs = [matmul_rows(x[:, group], rows[group]) for group in range(num_groups)]
+    return torch.cat(outputs, dim=1).to(x.dtype)
+
+
+def cases() -> Iterable[Case]:
+    def build(tokens: int, groups: int, k: int, rank: int, dtype: torch.dtype) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            x = torch.randn(tokens, groups, k, generator=generator).to(dtype)
+            weight = torch.randn(groups * rank, k, generator=generator).to(dtype)
+            return {"x": x, "weight": weight}
+
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        return Case(f"{tokens}x{groups}x{k} rank {rank} {dtype}", make, tolerance, tolerance)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield build(3, 2, 64, 16, dtype)
+        yield build(9, 4, 31, 5, dtype)
+        yield build(0, 2, 64, 16, dtype)
+
+
+OP = Op("grouped_linear", grouped_linear_reference, cases)
+
+
+def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
+    """`[tokens, groups, k] x [groups * rank, k] -> [tokens, groups * rank]`."""
+    check(x.dim() == 3, OP.name, f"x has shape {tuple(x.shape)}, expected [tokens, groups, k]")
+    check(
+        weight.shape[1] == x.shape[2] and weight.shape[0] % x.shape[1] == 0,
+        OP.name,
+        f"weight has shape {tuple(weight.shape)}, expected "
+        f"[a multiple of {x.shape[1]}, {x.shape[2]}]",
+    )
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[0])
+    result: Tensor = OP(x.device, x=x, weight=weight)
+    return result

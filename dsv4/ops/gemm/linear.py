@@ -1,0 +1,80 @@
+"""Several matrices applied to one input: `y_i = x . W_i^T`, fp32 accumulation.
+
+The matrices of one call may have different formats and result dtypes; a kernel reads `x` once
+for all of them. A row's result does not depend on the other rows.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.quantized import Weight
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.rows import matmul_rows
+
+
+def dense(weight: Weight) -> Tensor:
+    """A weight as fp32 numbers, whatever its format."""
+    return weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+
+
+def linear_reference(
+    x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    return [
+        matmul_rows(x, dense(weight)).to(dtype)
+        for weight, dtype in zip(weights, out_dtypes, strict=True)
+    ]
+
+
+def cases() -> Iterable[Case]:
+    def build(rows: int, k: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            x = torch.randn(rows, k, generator=generator).to(dtype)
+            weights = [torch.randn(n, k, generator=generator).to(dtype) for n in sizes]
+            return {"x": x, "weights": weights, "out_dtypes": [dtype] * len(sizes)}
+
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        small = rows * k * sum(sizes) < 10**7
+        return Case(f"{rows}x{k} to {sizes} {dtype}", make, tolerance, tolerance, small)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield build(1, 64, (96,), dtype)
+        yield build(5, 63, (33, 7), dtype)
+        yield build(0, 64, (16,), dtype)
+        yield build(33, 256, (24, 128, 1), dtype)
+
+
+OP = Op("linear", linear_reference, cases)
+
+
+def linear_multi(
+    x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype] | None = None
+) -> list[Tensor]:
+    """`[rows, k]` and matrices `[n_i, k]` -> `[rows, n_i]` each, by default in x's dtype."""
+    dtypes = list(out_dtypes) if out_dtypes is not None else [x.dtype] * len(weights)
+    check(x.dim() == 2, OP.name, f"x has shape {tuple(x.shape)}, expected [rows, k]")
+    for weight in weights:
+        check(
+            len(weight.shape) == 2 and weight.shape[1] == x.shape[1],
+            OP.name,
+            f"weight has shape {tuple(weight.shape)}, expected [n, {x.shape[1]}]",
+        )
+        check(
+            weight.device == x.device,
+            OP.name,
+            f"weight is on {weight.device}, x on {x.device}",
+        )
+    if x.shape[0] == 0:
+        return [
+            x.new_empty(0, w.shape[0], dtype=dtype)
+            for w, dtype in zip(weights, dtypes, strict=True)
+        ]
+    result: list[Tensor] = OP(x.device, x=x, weights=weights, out_dtypes=dtypes)
+    return result
+
+
+def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """One matrix: `[rows, k] x [n, k] -> [rows, n]`."""
+    return linear_multi(x, [weight], None if out_dtype is None else [out_dtype])[0]

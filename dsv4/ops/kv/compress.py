@@ -1,0 +1,215 @@
+"""Compressor: every `ratio` tokens become one entry, written to its page when the block closes.
+
+A token contributes values V and gates Z (`ape` added to the gate only). An entry is, channel by
+channel, the softmax of the gates over its tokens applied to their values; then norm, rope at the
+block's first token, storage format.
+
+ratio 128  the block's own 128 tokens.
+ratio 4    eight slots: the second half of the channels of the block's own tokens, and the first
+           half of the channels of the previous block's tokens (absent for the first block).
+
+State per sequence: the last 8 (ratio 4) or 128 tokens' V and Z, token `p` in row `p % rows`.
+A block closes exactly at tokens with `(p + 1) % ratio == 0`; there is no host branch on that.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.entry import index_entry, kv_entry
+from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
+from dsv4.ops.norm.rms_norm import rms_norm_reference
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.ragged import Ragged, make_ragged
+from dsv4.ops.rows import softmax
+
+
+@dataclass(frozen=True)
+class CompressorState:
+    """V and Z (fp32) of the newest tokens, `[slots, rows, width]` each."""
+
+    values: Tensor
+    gates: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.values.shape[1]
+
+
+def overlaps(ratio: int) -> bool:
+    """Whether an entry also reads the previous block; its projections are then twice as wide."""
+    return ratio == 4
+
+
+def state_rows(ratio: int) -> int:
+    return 2 * ratio if overlaps(ratio) else ratio
+
+
+def reduce_block(values: Tensor, gates: Tensor) -> Tensor:
+    """`[blocks, slots, dim]` twice -> `[blocks, dim]`: softmax over slots, per channel."""
+    weights = softmax(gates, dim=1)
+    return (weights * values).sum(1)
+
+
+def _gather(new: Tensor, old: Tensor, batch: Ragged, seq: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of the tokens at `tokens` `[blocks, n]`: from this step, or else from the state."""
+    start = batch.starts[seq].unsqueeze(1)
+    rows = batch.first_rows[seq].unsqueeze(1) + tokens - start
+    is_new = (tokens >= start).unsqueeze(-1)
+    from_state = old[batch.slots[seq].unsqueeze(1), tokens % old.shape[1]]
+    return torch.where(is_new, new[rows.clamp(0, new.shape[0] - 1)], from_state)
+
+
+def _entries(
+    values: Tensor,
+    gates: Tensor,
+    state: CompressorState,
+    batch: Ragged,
+    ratio: int,
+    closing: Tensor,
+) -> Tensor:
+    seq, last = batch.seq_idx[closing], batch.positions[closing]
+    first = (last + 1 - ratio).unsqueeze(1)
+    own = first + torch.arange(ratio, device=last.device)
+    v = _gather(values, state.values, batch, seq, own)
+    z = _gather(gates, state.gates, batch, seq, own)
+    if not overlaps(ratio):
+        return reduce_block(v, z)
+    dim = values.shape[1] // 2
+    previous = own - ratio
+    absent = (previous < 0).unsqueeze(-1)
+    v_before = _gather(values, state.values, batch, seq, previous)[..., :dim]
+    z_before = _gather(gates, state.gates, batch, seq, previous)[..., :dim]
+    v_before = v_before.masked_fill(absent, 0.0)
+    z_before = z_before.masked_fill(absent, float("-inf"))
+    return reduce_block(
+        torch.cat((v_before, v[..., dim:]), dim=1), torch.cat((z_before, z[..., dim:]), dim=1)
+    )
+
+
+def compress_reference(
+    values: Tensor,
+    gates: Tensor,
+    ape: Tensor,
+    norm: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    ratio: int,
+    dtype: torch.dtype,
+    state: CompressorState,
+    batch: Ragged,
+    pool: PagedPool,
+    table: Tensor,
+) -> None:
+    positions = batch.positions
+    gates = gates + ape[positions % ratio]
+    closing = torch.nonzero((positions + 1) % ratio == 0).squeeze(1)
+    if closing.numel():
+        entries = _entries(values, gates, state, batch, ratio, closing).to(dtype)
+        entries = rms_norm_reference(entries, norm, eps)
+        block = torch.div(positions[closing], ratio, rounding_mode="floor")
+        entries = rope_reference(entries, block * ratio, frequencies, inverse=False)
+        where = locate(table, batch.seq_idx[closing], block, pool.page_entries)
+        store(pool, *where, entries)
+    # Only the newest rows stay; an older token of this step would land in the same row.
+    kept = torch.nonzero(positions >= batch.ends[batch.seq_idx] - state.rows).squeeze(1)
+    slots, rows = batch.slots[batch.seq_idx[kept]], positions[kept] % state.rows
+    state.values[slots, rows] = values[kept]
+    state.gates[slots, rows] = gates[kept]
+
+
+def cases() -> Iterable[Case]:
+    def build(
+        ratio: int, dim: int, entry_format: str, is_index: bool, starts: list[int], new: list[int]
+    ) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            count, width = len(starts), dim * (2 if overlaps(ratio) else 1)
+            batch = make_ragged(starts, new, list(range(count))[::-1], torch.device("cpu"))
+            shape = (count, state_rows(ratio), width)
+            tables = -(-max(s + n for s, n in zip(starts, new, strict=True)) // (ratio * 4)) + 1
+            parts = index_entry(entry_format, dim) if is_index else kv_entry(entry_format, dim, 16)
+            return {
+                "values": torch.randn(batch.num_tokens, width, generator=generator),
+                "gates": torch.randn(batch.num_tokens, width, generator=generator) * 3,
+                "ape": torch.randn(ratio, width, generator=generator),
+                "norm": torch.rand(dim, generator=generator) + 0.5,
+                "frequencies": rope_frequencies(16, 10000.0),
+                "eps": 1e-6,
+                "ratio": ratio,
+                "dtype": torch.float32,
+                "state": CompressorState(
+                    torch.randn(shape, generator=generator),
+                    torch.randn(shape, generator=generator),
+                ),
+                "batch": batch,
+                "pool": allocate_pool(entry_format, is_index, parts, (count * tables, 4), "cpu"),
+                "table": torch.randperm(count * tables, generator=generator).view(count, tables),
+            }
+
+        kind = "index" if is_index else "kv"
+        return Case(f"ratio {ratio} {kind} {entry_format} {starts}+{new}", make, 1e-2, 1e-2)
+
+    yield build(4, 32, "fp32", False, [0], [1])
+    yield build(4, 32, "fp32", False, [0, 3, 7], [4, 1, 10])
+    yield build(4, 96, "fp8", False, [6, 2], [2, 19])
+    yield build(4, 32, "fp4", True, [0, 5], [9, 3])
+    yield build(4, 64, "fp8", True, [11], [1])
+    yield build(128, 32, "fp32", False, [0, 127], [130, 1])
+    yield build(128, 48, "bf16", False, [100, 256], [300, 5])
+
+
+OP = Op("compress", compress_reference, cases, mutates=("state", "pool"))
+
+
+def compress(
+    values: Tensor,
+    gates: Tensor,
+    ape: Tensor,
+    norm: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    ratio: int,
+    dtype: torch.dtype,
+    state: CompressorState,
+    batch: Ragged,
+    pool: PagedPool,
+    table: Tensor,
+) -> None:
+    """Close the blocks that end in this step, then remember the newest tokens.
+
+    `values`, `gates` `[tokens, width]` fp32, `dtype` the activation dtype an entry is rounded to
+    before its norm; `state` and `pool` are written in place.
+    """
+    width = norm.shape[0] * (2 if overlaps(ratio) else 1)
+    for name, tensor in (("values", values), ("gates", gates)):
+        check(
+            tensor.shape == (batch.num_tokens, width) and tensor.dtype == torch.float32,
+            OP.name,
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 "
+            f"({batch.num_tokens}, {width})",
+        )
+    check(
+        ape.shape == (ratio, width),
+        OP.name,
+        f"ape has shape {tuple(ape.shape)}, expected ({ratio}, {width})",
+    )
+    if batch.num_tokens == 0:
+        return
+    OP(
+        values.device,
+        values=values,
+        gates=gates,
+        ape=ape,
+        norm=norm,
+        frequencies=frequencies,
+        eps=eps,
+        ratio=ratio,
+        dtype=dtype,
+        state=state,
+        batch=batch,
+        pool=pool,
+        table=table,
+    )

@@ -1,0 +1,88 @@
+"""The window key of each new token: RMS norm, rope, storage format, written to its page.
+
+Key and value are the same vector; every layer keeps it for the last `sliding_window` tokens.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.entry import kv_entry
+from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
+from dsv4.ops.norm.rms_norm import rms_norm_reference
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.ragged import Ragged, make_ragged
+
+
+def kv_store_reference(
+    kv: Tensor,
+    norm: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    batch: Ragged,
+    pool: PagedPool,
+    table: Tensor,
+) -> None:
+    keys = rms_norm_reference(kv, norm, eps)
+    keys = rope_reference(keys, batch.positions, frequencies, inverse=False)
+    store(pool, *locate(table, batch.seq_idx, batch.positions, pool.page_entries), keys)
+
+
+def cases() -> Iterable[Case]:
+    def build(kv_format: str, starts: list[int], num_new: list[int], dim: int) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            batch = make_ragged(starts, num_new, list(range(len(starts))), torch.device("cpu"))
+            pages = torch.randperm(len(starts) * 5, generator=generator).view(len(starts), 5)
+            pool = allocate_pool(
+                kv_format, False, kv_entry(kv_format, dim, 16), (len(starts) * 5, 8), "cpu"
+            )
+            return {
+                "kv": torch.randn(batch.num_tokens, dim, generator=generator) * 4,
+                "norm": torch.rand(dim, generator=generator) + 0.5,
+                "frequencies": rope_frequencies(16, 10000.0),
+                "eps": 1e-6,
+                "batch": batch,
+                "pool": pool,
+                "table": pages,
+            }
+
+        return Case(f"{kv_format} {starts}+{num_new} dim {dim}", make, 1e-2, 1e-2)
+
+    for kv_format in ("fp32", "bf16", "fp8"):
+        yield build(kv_format, [0, 37], [3, 1], 32)
+        yield build(kv_format, [5], [17], 80)
+    yield build("fp8", [0, 4096], [1, 1], 512)
+
+
+OP = Op("kv_store", kv_store_reference, cases, mutates=("pool",))
+
+
+def kv_store(
+    kv: Tensor,
+    norm: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    batch: Ragged,
+    pool: PagedPool,
+    table: Tensor,
+) -> None:
+    """`kv` `[tokens, dim]`: the projection before its norm; `pool` is written in place."""
+    check(
+        kv.shape == (batch.num_tokens, norm.shape[0]),
+        OP.name,
+        f"kv has shape {tuple(kv.shape)}, expected ({batch.num_tokens}, {norm.shape[0]})",
+    )
+    if kv.shape[0] == 0:
+        return
+    OP(
+        kv.device,
+        kv=kv,
+        norm=norm,
+        frequencies=frequencies,
+        eps=eps,
+        batch=batch,
+        pool=pool,
+        table=table,
+    )

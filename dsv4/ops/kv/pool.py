@@ -1,0 +1,144 @@
+"""Paged entries of one layer: where an entry lies and how its numbers are stored.
+
+A page table row lists a sequence's pages; entry `i` lies in page `table[(i // page) % width]`,
+so a table narrower than the sequence is long works as a ring (the window).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import fp4, fp8
+from dsv4.formats.entry import INDEX_GROUP, KV_GROUP, Part
+
+
+@dataclass(frozen=True)
+class PagedPool:
+    """Pages of one layer, `[pages, entries, width]` for each part of an entry."""
+
+    format: str  # fp8, fp4, bf16, fp32
+    is_index: bool  # index keys: rotated by a Hadamard matrix when stored in fp8 or fp4
+    parts: dict[str, Tensor]
+
+    @property
+    def data(self) -> Tensor:
+        return self.parts["data"]
+
+    @property
+    def page_entries(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+
+def allocate_pool(
+    entry_format: str, is_index: bool, parts: tuple[Part, ...], shape: tuple[int, ...], device: str
+) -> PagedPool:
+    """A pool of `shape` = (pages, entries), or (layers, pages, entries), filled with NaN or 0xFF.
+
+    Entries that were never written must not look plausible.
+    """
+    tensors = {}
+    for part in parts:
+        dtype = getattr(torch, part.dtype)
+        size = (*shape, part.width)
+        if dtype in (torch.float32, torch.bfloat16):
+            tensors[part.name] = torch.full(size, float("nan"), dtype=dtype, device=device)
+        else:
+            tensors[part.name] = torch.full(size, 255, dtype=torch.uint8, device=device).view(dtype)
+    return PagedPool(entry_format, is_index, tensors)
+
+
+def locate(
+    table: Tensor, seq_idx: Tensor, entries: Tensor, page_entries: int
+) -> tuple[Tensor, Tensor]:
+    """Page and offset of `entries` of the sequences `seq_idx` (same shapes, broadcast)."""
+    column = torch.div(entries, page_entries, rounding_mode="floor") % table.shape[1]
+    return table[seq_idx, column].long(), entries % page_entries
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard rotation of the last axis (a power of two), in fp32."""
+    size = x.shape[-1]
+    wide = x.float().reshape(-1, size)
+    step = 1
+    while step < size:
+        pairs = wide.view(-1, size // (2 * step), 2, step)
+        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
+        wide = torch.stack((upper + lower, upper - lower), dim=2).view(-1, size)
+        step *= 2
+    return (wide * (1.0 / math.sqrt(size))).view(x.shape).to(x.dtype)
+
+
+def rotates(index_format: str) -> bool:
+    """Whether index queries and keys pass the Hadamard rotation; without rounding it is free."""
+    return index_format in ("fp4", "fp8")
+
+
+def pack(pool: PagedPool, x: Tensor) -> dict[str, Tensor]:
+    """Entries `[m, dim]` as the pool's parts."""
+    if pool.format in ("bf16", "fp32"):
+        return {"data": x.to(pool.data.dtype)}
+    if not pool.is_index:
+        nope_dim = pool.data.shape[-1]
+        data, scale = fp8.quantize_groups(x[:, :nope_dim].float(), KV_GROUP)
+        padded = scale.new_zeros(x.shape[0], pool.parts["scale"].shape[-1])
+        padded[:, : scale.shape[1]] = scale
+        return {"data": data, "tail": x[:, nope_dim:].to(torch.bfloat16), "scale": padded}
+    x = hadamard(x).float()
+    if pool.format == "fp4":
+        packed, scale = fp4.quantize_groups(x, INDEX_GROUP)
+        return {"data": packed, "scale": scale}
+    data, scale = fp8.quantize_groups(x, x.shape[-1])
+    return {"data": data, "scale": torch.ldexp(torch.ones(()), scale.int() - 127)}
+
+
+def unpack(pool: PagedPool, parts: dict[str, Tensor]) -> Tensor:
+    """The numbers (fp32) that `pack` stored; index keys stay rotated."""
+    data = parts["data"]
+    if pool.format in ("bf16", "fp32"):
+        return data.float()
+    if not pool.is_index:
+        num_groups = -(-data.shape[-1] // KV_GROUP)
+        nope = fp8.dequantize_groups(data, parts["scale"][..., :num_groups], KV_GROUP)
+        return torch.cat((nope, parts["tail"].float()), dim=-1)
+    if pool.format == "fp4":
+        return fp4.dequantize_groups(data, parts["scale"], INDEX_GROUP)
+    return data.float() * parts["scale"]
+
+
+def store(pool: PagedPool, pages: Tensor, offsets: Tensor, x: Tensor) -> None:
+    """Write entries `[m, dim]` at `pages`, `offsets` `[m]`."""
+    for name, part in pack(pool, x).items():
+        target = pool.parts[name]
+        if part.dtype == torch.float8_e4m3fn:  # index assignment is not defined for fp8
+            target, part = target.view(torch.uint8), part.view(torch.uint8)
+        target[pages, offsets] = part
+
+
+def load(pool: PagedPool, pages: Tensor, offsets: Tensor) -> Tensor:
+    """Read entries as fp32, `[..., dim]`."""
+    gathered = {}
+    for name, part in pool.parts.items():
+        if part.dtype == torch.float8_e4m3fn:
+            gathered[name] = part.view(torch.uint8)[pages, offsets].view(part.dtype)
+        else:
+            gathered[name] = part[pages, offsets]
+    return unpack(pool, gathered)
+
+
+def round_trip_index(x: Tensor, index_format: str) -> Tensor:
+    """An index query as the stored keys are: rotated and rounded the same way."""
+    if not rotates(index_format):
+        return x.to(torch.bfloat16).to(x.dtype) if index_format == "bf16" else x
+    turned = hadamard(x).float().reshape(-1, x.shape[-1])
+    if index_format == "fp4":
+        rounded = fp4.dequantize_groups(*fp4.quantize_groups(turned, INDEX_GROUP), INDEX_GROUP)
+    else:
+        group = x.shape[-1]
+        rounded = fp8.dequantize_groups(*fp8.quantize_groups(turned, group), group)
+    return rounded.view(x.shape).to(x.dtype)

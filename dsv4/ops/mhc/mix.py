@@ -1,0 +1,181 @@
+"""mHC: several residual streams, mixed by coefficients computed from the streams themselves.
+
+    mhc_pre        coefficients of one site, collapse of the streams, RMS norm
+    mhc_boundary   the update after one half-block, then mhc_pre of the next site
+    mhc_head       the update after the last half-block, then the final collapse and norm
+
+The boundary is one op so that a kernel reads and writes the streams once between two
+half-blocks. Streams are `[tokens, streams, size]` in the activation dtype; coefficients stay
+fp32; the collapsed row is rounded to the activation dtype before its norm.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.norm.rms_norm import rms_norm_reference
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.rows import matmul_rows, sigmoid, softmax
+
+
+@dataclass(frozen=True)
+class MixSite:
+    """Parameters (fp32) of one place where streams are collapsed, and the norm after it."""
+
+    fn: Tensor  # [(2 + streams) * streams, streams * size]; head: [streams, streams * size]
+    base: Tensor  # [rows of fn]
+    scale: Tensor  # [3]; head: [1]
+    norm: Tensor  # [size]
+    eps: float  # of both norms
+    hc_eps: float
+    sinkhorn_iters: int
+
+
+def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
+    """`fn . v / rms(v)` with one statistic over all streams, `[tokens, rows]`."""
+    flat = streams.flatten(1).float()
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + site.eps)
+    return matmul_rows(flat, site.fn) * inverse_rms
+
+
+def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
+    """Alternately normalised rows and columns; `[..., source, destination]`."""
+    matrix = softmax(matrix, dim=-1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+def _collapse(streams: Tensor, weights: Tensor, site: MixSite) -> Tensor:
+    mixed = (streams.float() * weights.unsqueeze(-1)).sum(1).to(streams.dtype)
+    return rms_norm_reference(mixed, site.norm, site.eps)
+
+
+def mhc_pre_reference(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
+    n = streams.shape[1]
+    logits = _mixing_logits(streams, site)
+    pre = sigmoid(logits[:, :n] * site.scale[0] + site.base[:n]) + site.hc_eps
+    post = 2 * sigmoid(logits[:, n : 2 * n] * site.scale[1] + site.base[n : 2 * n])
+    comb = (logits[:, 2 * n :] * site.scale[2] + site.base[2 * n :]).view(-1, n, n)
+    return _collapse(streams, pre, site), post, sinkhorn(comb, site.hc_eps, site.sinkhorn_iters)
+
+
+def mhc_update_reference(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`X_k <- q_k y + sum_j M[j, k] X_j`: the first index of M is the source stream."""
+    mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
+    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(streams.dtype)
+
+
+def mhc_boundary_reference(
+    streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    streams = mhc_update_reference(streams, y, post, comb)
+    return (streams, *mhc_pre_reference(streams, site))
+
+
+def mhc_head_reference(
+    streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
+) -> Tensor:
+    streams = mhc_update_reference(streams, y, post, comb)
+    logits = _mixing_logits(streams, site)
+    weights = sigmoid(logits * site.scale[0] + site.base) + site.hc_eps
+    return _collapse(streams, weights, site)
+
+
+def _random_site(generator: torch.Generator, n: int, size: int, head: bool) -> MixSite:
+    rows = n if head else (2 + n) * n
+    return MixSite(
+        fn=torch.randn(rows, n * size, generator=generator) * 0.05,
+        base=torch.randn(rows, generator=generator),
+        scale=torch.rand(1 if head else 3, generator=generator) + 0.5,
+        norm=torch.rand(size, generator=generator) + 0.5,
+        eps=1e-6,
+        hc_eps=1e-6,
+        sinkhorn_iters=20,
+    )
+
+
+def _cases(with_update: bool, head: bool) -> Iterable[Case]:
+    def build(tokens: int, n: int, size: int, dtype: torch.dtype, scale: float) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            streams = (torch.randn(tokens, n, size, generator=generator) * scale).to(dtype)
+            arguments: Arguments = {"streams": streams}
+            if with_update:
+                arguments["y"] = torch.randn(tokens, size, generator=generator).to(dtype)
+                arguments["post"] = torch.rand(tokens, n, generator=generator) * 2
+                comb = torch.randn(tokens, n, n, generator=generator)
+                arguments["comb"] = sinkhorn(comb, 1e-6, 20)
+            return {**arguments, "site": _random_site(generator, n, size, head)}
+
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        name = f"{tokens}x{n}x{size} {dtype} x{scale}"
+        return Case(name, make, tolerance, tolerance, small=size < 1000)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield build(3, 4, 64, dtype, 1.0)
+        yield build(1, 4, 4096, dtype, 1.0)
+        yield build(5, 3, 33, dtype, 200.0)
+        yield build(0, 4, 64, dtype, 1.0)
+
+
+def pre_cases() -> Iterable[Case]:
+    return _cases(with_update=False, head=False)
+
+
+def boundary_cases() -> Iterable[Case]:
+    return _cases(with_update=True, head=False)
+
+
+def head_cases() -> Iterable[Case]:
+    return _cases(with_update=True, head=True)
+
+
+PRE = Op("mhc_pre", mhc_pre_reference, pre_cases)
+BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases)
+HEAD = Op("mhc_head", mhc_head_reference, head_cases)
+
+
+def _check(op: Op, streams: Tensor, site: MixSite, rows: int) -> None:
+    n, size = streams.shape[1:]
+    check(
+        site.fn.shape == (rows, n * size) and site.base.shape == (rows,),
+        op.name,
+        f"fn has shape {tuple(site.fn.shape)} and base {tuple(site.base.shape)}, expected "
+        f"({rows}, {n * size}) and ({rows},)",
+    )
+    check(
+        site.fn.dtype == torch.float32,
+        op.name,
+        f"mixing parameters are {site.fn.dtype}, expected float32",
+    )
+
+
+def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
+    """-> normalised input `[tokens, size]`, post `[tokens, n]`, comb `[tokens, n, n]`."""
+    n = streams.shape[1]
+    _check(PRE, streams, site, (2 + n) * n)
+    result: tuple[Tensor, Tensor, Tensor] = PRE(streams.device, streams=streams, site=site)
+    return result
+
+
+def mhc_boundary(
+    streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> updated streams, then as `mhc_pre`."""
+    n = streams.shape[1]
+    _check(BOUNDARY, streams, site, (2 + n) * n)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = BOUNDARY(
+        streams.device, streams=streams, y=y, post=post, comb=comb, site=site
+    )
+    return result
+
+
+def mhc_head(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite) -> Tensor:
+    """-> the normalised row the output head reads, `[tokens, size]`."""
+    _check(HEAD, streams, site, streams.shape[1])
+    result: Tensor = HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
+    return result

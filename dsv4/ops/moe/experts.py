@@ -1,0 +1,115 @@
+"""The chosen experts and the shared one: gate and up, clamp, SwiGLU, down, weighted sum.
+
+    g = min(W1 x, limit);  u = clamp(W3 x, -limit, limit);  z = weight * silu(g) * u
+    y = sum over chosen experts of W2 round(z)  +  the shared expert (weight 1)
+
+W1 and W3 are stored as one matrix, gate rows first. Products, activation and the sum over experts
+are fp32; the sum runs over a token's experts in the given order, the shared expert last, and is
+rounded once.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.quantized import Weight
+from dsv4.ops.gemm.linear import dense
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.rows import matmul_rows, silu
+
+
+def expert_reference(
+    x: Tensor, w13: Weight, w2: Weight, weight: Tensor | None, limit: float
+) -> Tensor:
+    """One expert on `[rows, size]`, fp32 out; `weight` `[rows]` multiplies before W2."""
+    gate, up = matmul_rows(x, dense(w13)).chunk(2, dim=1)
+    z = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    if weight is not None:
+        z = z * weight.unsqueeze(1)
+    return matmul_rows(z.to(x.dtype), dense(w2))
+
+
+def experts_reference(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w13: Weight,
+    w2: Weight,
+    shared_w13: Weight,
+    shared_w2: Weight,
+    limit: float,
+) -> Tensor:
+    parts = x.new_zeros(*experts.shape, x.shape[1], dtype=torch.float32)
+    for expert in sorted(set(experts.flatten().tolist())):
+        rows, places = torch.nonzero(experts == expert, as_tuple=True)
+        parts[rows, places] = expert_reference(
+            x[rows], w13[expert], w2[expert], weights[rows, places], limit
+        )
+    total = parts[:, 0]
+    for place in range(1, experts.shape[1]):
+        total = total + parts[:, place]
+    return (total + expert_reference(x, shared_w13, shared_w2, None, limit)).to(x.dtype)
+
+
+def cases() -> Iterable[Case]:
+    def build(tokens: int, size: int, inner: int, count: int, chosen: int, limit: float) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
+            experts = torch.stack(picks).sort(1).values if picks else torch.zeros(0, chosen).long()
+            return {
+                "x": torch.randn(tokens, size, generator=generator),
+                "experts": experts,
+                "weights": torch.rand(tokens, chosen, generator=generator),
+                "w13": torch.randn(count, 2 * inner, size, generator=generator) * 0.2,
+                "w2": torch.randn(count, size, inner, generator=generator) * 0.2,
+                "shared_w13": torch.randn(2 * inner, size, generator=generator) * 0.2,
+                "shared_w2": torch.randn(size, inner, generator=generator) * 0.2,
+                "limit": limit,
+            }
+
+        name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit}"
+        return Case(name, make, 1e-3, 1e-3)
+
+    yield build(1, 64, 32, 8, 2, 10.0)
+    yield build(17, 48, 16, 4, 4, 0.5)
+    yield build(9, 64, 48, 32, 6, 10.0)
+    yield build(0, 64, 32, 8, 2, 10.0)
+
+
+OP = Op("experts", experts_reference, cases)
+
+
+def experts_ffn(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w13: Weight,
+    w2: Weight,
+    shared_w13: Weight,
+    shared_w2: Weight,
+    limit: float,
+) -> Tensor:
+    """`x` `[tokens, size]`, `experts` and `weights` `[tokens, chosen]` -> `[tokens, size]`."""
+    size, inner = x.shape[1], w2.shape[2]
+    for name, found, expected in (
+        ("w13", tuple(w13.shape[1:]), (2 * inner, size)),
+        ("w2", tuple(w2.shape[1:]), (size, inner)),
+        ("shared_w13", tuple(shared_w13.shape), (2 * shared_w2.shape[1], size)),
+        ("shared_w2", tuple(shared_w2.shape[:1]), (size,)),
+    ):
+        check(found == expected, OP.name, f"{name} has shape {found}, expected {expected}")
+    if x.shape[0] == 0:
+        return torch.empty_like(x)
+    result: Tensor = OP(
+        x.device,
+        x=x,
+        experts=experts,
+        weights=weights,
+        w13=w13,
+        w2=w2,
+        shared_w13=shared_w13,
+        shared_w2=shared_w2,
+        limit=limit,
+    )
+    return result

@@ -1,0 +1,93 @@
+"""Router: which experts a token visits and with what weight.
+
+scores = sqrt(softplus(gate . x)) in fp32. Scored blocks take the largest `score + bias`, ties to
+the lower expert; hash blocks take a fixed row of a table by token id. Weights are the scores of
+the chosen experts, normalised, times `scaling`. Experts come back in ascending order, so that
+the sum over them has one order.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.rows import matmul_rows, softplus
+
+
+def router_reference(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor,
+    num_chosen: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    scores = softplus(matmul_rows(x, gate)).sqrt()
+    if table is not None:
+        chosen = table[token_ids]
+    else:
+        assert bias is not None
+        ranked = torch.sort(scores + bias.float(), dim=1, descending=True, stable=True).indices
+        chosen = ranked[:, :num_chosen]
+    chosen = chosen.sort(dim=1).values
+    weights = scores.gather(1, chosen)
+    total = weights.sum(1, keepdim=True)
+    return chosen, weights / total * scaling
+
+
+def cases() -> Iterable[Case]:
+    def build(tokens: int, size: int, experts: int, chosen: int, hashed: bool) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            rows = [torch.randperm(experts, generator=generator)[:chosen] for _ in range(20)]
+            return {
+                "x": torch.randn(tokens, size, generator=generator),
+                "gate": torch.randn(experts, size, generator=generator) * 0.1,
+                "bias": None if hashed else torch.randn(experts, generator=generator),
+                "table": torch.stack(rows) if hashed else None,
+                "token_ids": torch.randint(0, 20, (tokens,), generator=generator),
+                "num_chosen": chosen,
+                "scaling": 1.5,
+            }
+
+        return Case(f"{tokens}x{size} {chosen} of {experts} hashed {hashed}", make, 1e-4, 1e-4)
+
+    for hashed in (False, True):
+        yield build(5, 64, 8, 2, hashed)
+        yield build(1, 63, 256, 6, hashed)
+        yield build(0, 64, 8, 2, hashed)
+
+
+OP = Op("router", router_reference, cases)
+
+
+def router(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor,
+    num_chosen: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """`x` `[tokens, size]` -> experts `[tokens, chosen]` int64 and weights fp32."""
+    check(
+        (bias is None) != (table is None),
+        OP.name,
+        "a block has either a selection bias or a table of token ids",
+    )
+    check(gate.shape[1] == x.shape[1], OP.name, f"gate has shape {tuple(gate.shape)}")
+    if x.shape[0] == 0:
+        return token_ids.new_empty(0, num_chosen), x.new_empty(0, num_chosen, dtype=torch.float32)
+    result: tuple[Tensor, Tensor] = OP(
+        x.device,
+        x=x,
+        gate=gate,
+        bias=bias,
+        table=table,
+        token_ids=token_ids,
+        num_chosen=num_chosen,
+        scaling=scaling,
+    )
+    return result

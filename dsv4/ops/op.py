@@ -1,0 +1,125 @@
+"""The registry: an op is its PyTorch reference; kernels register against it.
+
+On a CPU the reference runs. On a GPU the first kernel that supports the arguments runs; where
+none does, the reference runs with one warning that names the op and the reason, or strict mode
+raises. `DSV4_OPS` (or `EngineConfig.ops`) forces ops to their reference for bisection:
+`reference` for all of them, or a comma list of names.
+"""
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4.errors import KernelError, OptionError
+
+log = logging.getLogger(__name__)
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs for one op, drawn afresh from a seed, and how far a kernel may be off.
+
+    A kernel passes when |kernel - reference| <= atol + rtol * |reference| everywhere.
+    """
+
+    name: str
+    build: Callable[[torch.Generator], Arguments]
+    atol: float = 1e-5
+    rtol: float = 1e-5
+    small: bool = True  # small enough for Triton's interpreter
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Triton form of an op, imported only when a GPU (or the interpreter) first asks for it.
+
+    `module` defines `supports(**arguments) -> str | None` (None means yes, a text says why not)
+    and `run(**arguments)`.
+    """
+
+    module: str
+
+    def supports(self, arguments: Arguments) -> str | None:
+        reason: str | None = importlib.import_module(self.module).supports(**arguments)
+        return reason
+
+    def run(self, arguments: Arguments) -> Any:
+        return importlib.import_module(self.module).run(**arguments)
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    reference: Callable[..., Any]
+    cases: Callable[[], Iterable[Case]]
+    kernels: tuple[Kernel, ...] = ()
+    mutates: tuple[str, ...] = ()  # arguments written in place
+    _warned: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    def __call__(self, device: torch.device, **arguments: Any) -> Any:
+        """Run on `device` what the policy says; the public function has checked the arguments."""
+        if device.type == "cpu" or _policy.forces_reference(self.name):
+            return self.reference(**arguments)
+        reasons = []
+        for kernel in self.kernels:
+            reason = kernel.supports(arguments)
+            if reason is None:
+                return kernel.run(arguments)
+            reasons.append(reason)
+        self._fall_back("; ".join(reasons) or "no kernel is written yet", device)
+        return self.reference(**arguments)
+
+    def _fall_back(self, reason: str, device: torch.device) -> None:
+        message = f"op {self.name} runs its slow reference on {device}: {reason}"
+        if _policy.strict:
+            raise KernelError(f"{message}; strict mode forbids that")
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning(message)
+
+
+class _Policy:
+    """Which ops are forced to their reference in this process, and whether fallbacks raise."""
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] | None = frozenset()  # None: all of them
+        self.strict = False
+
+    def forces_reference(self, name: str) -> bool:
+        return self.names is None or name in self.names
+
+
+_policy = _Policy()
+
+
+def choose_ops(choice: str, known: Iterable[str], *, strict: bool = False) -> None:
+    """Set the policy from `EngineConfig.ops`; `auto` defers to the variable DSV4_OPS."""
+    if choice == "auto":
+        choice = os.environ.get("DSV4_OPS", "auto")
+    _policy.strict = strict
+    if choice == "auto":
+        _policy.names = frozenset()
+    elif choice == "reference":
+        _policy.names = None
+    else:
+        names = frozenset(name.strip() for name in choice.split(","))
+        unknown = sorted(names - set(known))
+        if unknown:
+            raise OptionError(
+                f"ops names {unknown[0]!r}; expected auto, reference, or some of "
+                f"{', '.join(sorted(known))}"
+            )
+        _policy.names = names
+
+
+def check(condition: bool, op: str, message: str) -> None:
+    """Argument check of an op: found and expected, before anything runs."""
+    if not condition:
+        raise KernelError(f"{op}: {message}")

@@ -1,0 +1,58 @@
+"""How the references give a row the same bits in any batch.
+
+A CPU matrix library changes its order of summation with the number of rows. The references
+therefore multiply exactly ROW_TILE rows at a time, the last tile padded with zeros: a row's
+result then depends on that row alone.
+
+torch's sigmoid, silu, softplus and softmax round differently in the last few elements of a
+tensor than in the others; exp and log1p do not. So the former are built from the latter here.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ROW_TILE = 8
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """`x` with zero rows appended up to a multiple of ROW_TILE."""
+    missing = -x.shape[0] % ROW_TILE
+    if missing == 0:
+        return x
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def map_row_tiles(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """`function` on each tile of ROW_TILE rows of the arguments; the results' rows, in order."""
+    num_rows = rows[0].shape[0]
+    padded = [pad_rows(tensor) for tensor in rows]
+    tiles = [
+        function(*(tensor[start : start + ROW_TILE] for tensor in padded))
+        for start in range(0, max(num_rows, 1), ROW_TILE)
+    ]
+    return torch.cat(tiles)[:num_rows]
+
+
+def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, row by row independent."""
+    weight = weight.float()
+    return map_row_tiles(lambda tile: torch.nn.functional.linear(tile, weight), x.float())
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    weights = torch.exp(x - x.amax(dim, keepdim=True))
+    return weights / weights.sum(dim, keepdim=True)
