@@ -1,0 +1,285 @@
+"""One parameter from its stored matrices: checked, sliced, copied straight into its final place.
+
+Stacked experts are never built as a list: the final buffer is allocated first and each expert is
+copied into its slot, so the extra memory is one matrix's views on the mapped file.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from dsv4.checkpoint.files.header import TensorInfo
+from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.linears import Stored
+from dsv4.checkpoint.sources import Cell, Source
+from dsv4.errors import CheckpointError
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.formats.spec import E8M0_NAN
+
+log = logging.getLogger(__name__)
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that is wanted: whole experts, and a range of rows or columns."""
+
+    experts: range | None = None
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+
+def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> Weight:
+    """The parameter in the format it is stored in, in memory of its own."""
+    if source.parameter.kind == "table":
+        return _table(source, files, advance)
+    if source.cells[0].expert is None and source.num_parts == 1:
+        return _single(source, files, cut, advance)
+    return _stack(source, files, cut, advance)
+
+
+def read_matrix(stored: Stored, files: MappedFiles) -> Weight:
+    """One matrix as views on the file, its scales checked; plain tensors are not checked here."""
+    data = files.tensor(stored.data)
+    if stored.format == "plain":
+        return data
+    assert stored.scale is not None
+    scale = files.tensor(stored.scale)
+    if stored.format == "mxfp4":
+        _check_e8m0(scale, stored.scale)
+        return Mxfp4Tensor(data, scale)
+    if stored.format == "fp8":
+        return Fp8BlockTensor(data, _tile_scale(scale, stored.scale), stored.block)
+    _check_block_scale(scale, stored.scale)
+    return Nvfp4Tensor(data, scale, _global(stored, files))
+
+
+def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> Weight:
+    stored = source.stored
+    weight = read_matrix(stored, files)
+    if source.parameter.group == "routed experts" and cut.experts is not None:
+        weight = weight[cut.experts.start : cut.experts.stop]  # stacked on disk
+    weight = _cut(weight, cut)
+    if isinstance(weight, torch.Tensor):
+        copy = torch.empty(weight.shape, dtype=weight.dtype)
+        copy_checked(copy, weight, stored.data)
+        advance(source.nbytes)
+        return copy
+    whole = weight.map(lambda value: value.clone(memory_format=torch.contiguous_format))
+    advance(source.nbytes)
+    return whole
+
+
+def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> Weight:
+    """Experts beside each other, w1 above w3; cells are read in the order they lie on disk."""
+    num_parts = source.num_parts
+    first_expert = cut.experts.start if cut.experts is not None else 0
+    cells = [c for c in source.cells if _wanted(c, cut)]
+    if not cells:
+        raise CheckpointError(f"{source.name}: no expert in {cut.experts}; ask for existing ones")
+    has_experts = cells[0].expert is not None
+    buffers: list[torch.Tensor] = []
+    globals_: dict[tuple[int, int], torch.Tensor] = {}
+    block = 0
+    for cell in sorted(cells, key=lambda c: (str(c.stored.data.file), c.stored.data.start)):
+        weight = read_matrix(cell.stored, files)
+        slot = (cell.expert or 0) - (first_expert if has_experts else 0)
+        if isinstance(weight, Fp8BlockTensor):
+            weight = _align(weight, num_parts)
+            block = weight.block
+        if isinstance(weight, Nvfp4Tensor):
+            globals_[slot, cell.part] = weight.global_scale
+        pieces = _pieces(weight)
+        if not buffers:
+            count = len(cells) // num_parts
+            buffers = [
+                torch.empty((count, num_parts * p.shape[0], p.shape[1]), dtype=p.dtype)
+                for p in pieces
+            ]
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            rows = piece.shape[0]
+            place = buffer[slot, cell.part * rows : (cell.part + 1) * rows]
+            if cell.stored.format == "plain":
+                copy_checked(place, piece, cell.stored.data)
+            else:
+                place.copy_(piece)
+        advance(sum(info.nbytes for info in cell.stored.tensors))
+    if not has_experts:
+        buffers = [buffer[0] for buffer in buffers]
+    return _join(source, buffers, globals_, block, num_parts, has_experts)
+
+
+def _wanted(cell: Cell, cut: Cut) -> bool:
+    return cell.expert is None or cut.experts is None or cell.expert in cut.experts
+
+
+def _align(weight: Fp8BlockTensor, num_parts: int) -> Fp8BlockTensor:
+    """Smaller tiles where the joined halves would not start on a tile edge (tiny models only)."""
+    rows = weight.shape[0]
+    if num_parts == 1 or rows % weight.block == 0:
+        return weight
+    return weight.refine(gcd(rows, weight.block))
+
+
+def _pieces(weight: Weight) -> list[torch.Tensor]:
+    if isinstance(weight, torch.Tensor):
+        return [weight]
+    if isinstance(weight, Fp8BlockTensor):
+        return [weight.data, weight.scale]
+    return [weight.packed, weight.scale]
+
+
+def _join(
+    source: Source,
+    buffers: list[torch.Tensor],
+    globals_: dict[tuple[int, int], torch.Tensor],
+    block: int,
+    num_parts: int,
+    has_experts: bool,
+) -> Weight:
+    if source.format == "plain":
+        return buffers[0]
+    if source.format == "fp8":
+        return Fp8BlockTensor(buffers[0], buffers[1], block)
+    if source.format == "mxfp4":
+        return Mxfp4Tensor(buffers[0], buffers[1])
+    count = len(globals_) // num_parts
+    table = torch.cat([globals_[e, p] for e in range(count) for p in range(num_parts)])
+    table = table.reshape(count, num_parts)
+    if bool((table == table[:, :1]).all()):
+        table = table[:, :1].contiguous()  # one global for both halves, as careful files have it
+    return Nvfp4Tensor(buffers[0], buffers[1], table if has_experts else table[0])
+
+
+def _cut(weight: Weight, cut: Cut) -> Weight:
+    if cut.rows is not None:
+        start, stop = cut.rows
+        plain = isinstance(weight, torch.Tensor)
+        weight = weight[start:stop] if plain else weight.row_range(start, stop)  # type: ignore[union-attr]
+    if cut.columns is not None:
+        start, stop = cut.columns
+        if isinstance(weight, torch.Tensor):
+            return weight[..., start:stop]
+        return weight.column_range(start, stop)
+    return weight
+
+
+# --- checks that cost next to nothing beside reading --------------------------------------------
+
+_CHUNK = 1 << 20  # elements: the sum reads what the copy left in the processor's cache
+
+
+def copy_checked(place: torch.Tensor, data: torch.Tensor, info: TensorInfo) -> None:
+    """Copies and refuses NaN and Inf. A finite sum proves that all are finite; an infinite one
+    may be overflow and is looked at closely."""
+    if not data.is_contiguous() or not place.is_contiguous():
+        place.copy_(data)
+        _refuse_nonfinite(place, info)
+        return
+    to, source = place.view(-1), data.view(-1)
+    for start in range(0, source.numel(), _CHUNK):
+        part = to[start : start + _CHUNK]
+        part.copy_(source[start : start + _CHUNK])
+        if not bool(torch.isfinite(part.sum(dtype=torch.float32))):
+            _refuse_nonfinite(data, info)
+
+
+def _refuse_nonfinite(data: torch.Tensor, info: TensorInfo) -> None:
+    finite = torch.isfinite(data)
+    if not bool(finite.all()):
+        where = tuple((~finite).nonzero()[0].tolist())
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: found {float(data[where])} at {list(where)}, "
+            "expected finite values; the file is damaged, fetch it again"
+        )
+
+
+def _table(source: Source, files: MappedFiles, advance: Advance) -> torch.Tensor:
+    """The hash router's expert ids. An id out of range is refused; an expert named twice for a
+    token is only warned of, because fresh transformers models have all-zero tables."""
+    info = source.stored.data
+    table = files.tensor(info).to(torch.int64, copy=True)
+    problem = table_out_of_range(table, source.parameter.limit)
+    if problem:
+        raise CheckpointError(f"{info.file}: tensor {info.name!r}: {problem}")
+    repeated = table_repeats(table)
+    if repeated:
+        log.warning("%s: tensor %r: %s", info.file, info.name, repeated)
+    advance(info.nbytes)
+    return table
+
+
+def table_out_of_range(table: torch.Tensor, num_experts: int) -> str | None:
+    bad = (table < 0) | (table >= num_experts)
+    if not bool(bad.any()):
+        return None
+    token, column = bad.nonzero()[0].tolist()
+    found = int(table[token, column])
+    return f"found expert {found} for token {token}, expected 0 to {num_experts - 1}"
+
+
+def table_repeats(table: torch.Tensor) -> str | None:
+    ordered = table.sort(dim=-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+    if not bool(twice.any()):
+        return None
+    token = int(twice.nonzero()[0])
+    return (
+        f"found an expert twice for {int(twice.sum())} tokens, first token {token} "
+        f"({table[token].tolist()}), expected different experts"
+    )
+
+
+def _check_e8m0(scale: torch.Tensor, info: TensorInfo) -> None:
+    if scale.numel() and int(scale.max()) == E8M0_NAN:
+        where = (scale == E8M0_NAN).nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: found E8M0 byte 255 (NaN) at {where}, expected "
+            "0 to 254; the file is damaged, fetch it again"
+        )
+
+
+def _tile_scale(scale: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    if scale.dtype == torch.uint8:
+        _check_e8m0(scale, info)
+        return scale
+    wide = scale.to(torch.float32)
+    if not bool((torch.isfinite(wide) & (wide >= 0)).all()):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: found a negative, NaN or infinite scale, "
+            "expected positive numbers; the file is damaged"
+        )
+    return wide
+
+
+def _check_block_scale(scale: torch.Tensor, info: TensorInfo) -> None:
+    """E4M3 block scales are positive: byte 0x7F is NaN, everything above has the sign bit."""
+    if scale.numel() and int(scale.view(torch.uint8).max()) >= 0x7F:
+        where = (scale.view(torch.uint8) >= 0x7F).nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: found a negative or NaN block scale at {where}, "
+            "expected positive E4M3; the bytes are damaged or were converted instead of copied"
+        )
+
+
+def _global(stored: Stored, files: MappedFiles) -> torch.Tensor:
+    """The multiplier g as [1]; compressed-tensors' divisor is inverted once, in float64."""
+    info = stored.global_scale
+    assert info is not None
+    value = files.tensor(info).reshape(1).to(torch.float64)
+    number = float(value)
+    if not (0 < number < float("inf")):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: found {number}, expected a positive number"
+        )
+    if (number > 1) != stored.global_divides and number != 1:
+        side = "above 1 (it divides)" if stored.global_divides else "below 1 (it multiplies)"
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r}: found {number:g}, expected a value {side}; "
+            "the convention of the global scale looks inverted"
+        )
+    return (1 / value if stored.global_divides else value).to(torch.float32)

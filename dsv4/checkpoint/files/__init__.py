@@ -1,0 +1,1 @@
+"""safetensors files: headers, the index, mapped reading, writing."""

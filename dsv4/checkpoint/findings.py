@@ -1,0 +1,41 @@
+"""What a check found: one line for a person, fields for a program."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from dsv4.errors import CheckpointError
+
+Level = Literal["error", "warning", "note"]
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`check` is a short stable name; `message` says what was found and what was expected."""
+
+    level: Level
+    check: str
+    message: str
+    tensor: str | None = None
+    file: str | None = None
+    cause: str | None = None
+
+    def line(self) -> str:
+        where = ": ".join(part for part in (self.file, self.tensor) if part)
+        text = f"{where}: {self.message}" if where else self.message
+        return f"{text} (likely cause: {self.cause})" if self.cause else text
+
+
+def raise_errors(findings: Iterable[Finding], where: str) -> None:
+    """A CheckpointError with the first errors; nothing when there are none."""
+    errors = [item for item in findings if item.level == "error"]
+    if not errors:
+        return
+    lines = [item.line() for item in errors[:_SHOWN]]
+    more = len(errors) - len(lines)
+    if more:
+        lines.append(f"... and {more} more; `dsv4 check` lists them all")
+    if len(lines) == 1:
+        raise CheckpointError(f"{where}: {lines[0]}")
+    raise CheckpointError(f"{where}: {len(errors)} problems\n  " + "\n  ".join(lines))

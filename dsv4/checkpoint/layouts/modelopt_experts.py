@@ -1,0 +1,20 @@
+"""(c) ModelOpt NVFP4 for the routed experts only; the rest as in the official files."""
+
+from dsv4.checkpoint.layouts import Facts, Layout
+
+
+def _matches(facts: Facts) -> bool:
+    official = facts.family == "official" and not facts.global_divides
+    return official and facts.experts == {"nvfp4"} and "nvfp4" not in facts.dense
+
+
+def _claims(facts: Facts) -> list[str]:
+    if facts.method == "compressed-tensors":
+        return [
+            "config.json says quant_method 'compressed-tensors' (whose globals divide), the "
+            "experts carry ModelOpt's weight_scale_2 (which multiplies)"
+        ]
+    return []
+
+
+LAYOUT = Layout("modelopt-experts", "ModelOpt NVFP4, experts only", _matches, _claims)

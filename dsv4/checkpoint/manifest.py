@@ -1,0 +1,271 @@
+"""Which tensors on disk fill which parameter: every parameter once, every tensor accounted for.
+
+Built from headers and config alone (no torch), so `inspect` and `check` use it as the loader does.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dsv4.checkpoint import names
+from dsv4.checkpoint.files.header import TensorInfo
+from dsv4.checkpoint.files.index import Scan, scan_folder
+from dsv4.checkpoint.findings import Finding
+from dsv4.checkpoint.layouts import Facts, Layout, block_size, refusal
+from dsv4.checkpoint.linears import PLAIN_DTYPES, Stored, detect
+from dsv4.checkpoint.sources import Cell, Source
+from dsv4.config import ModelConfig
+
+_LISTED = 8  # of one name pattern; above, one finding stands for all
+ACTIVATION = "activation scale; activations are scaled as they come"
+DRAFT = "draft block; the backbone does not use it"
+
+Modules = dict[tuple[str, int | None], dict[str, TensorInfo]]
+
+
+@dataclass
+class Manifest:
+    folder: Path
+    config: ModelConfig
+    scan: Scan
+    families: list[names.Family] = field(default_factory=list)
+    layout: Layout | None = None
+    sources: dict[str, Source] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)  # tensor on disk -> why
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def family(self) -> names.Family | None:
+        return self.families[0] if len(self.families) == 1 else None
+
+    def labels(self, group: str) -> list[str]:
+        """Number formats found in a group of parameters."""
+        found = {s.stored.label for s in self.sources.values() if s.parameter.group == group}
+        return sorted(found)
+
+
+def build_manifest(folder: Path, config: ModelConfig, layouts: Iterable[Layout]) -> Manifest:
+    """Matches the folder's tensors with the parameters of `config`; problems become findings."""
+    scan = scan_folder(folder)
+    manifest = Manifest(folder, config, scan, findings=list(scan.findings))
+    found = list(scan.tensors)
+    manifest.families = names.families_in(found)
+    if not _one_family(manifest, found):
+        return manifest
+    modules, leaves, unknown = _place(manifest)
+    refused = refusal(scan.quantization, found)
+    if refused is not None:
+        manifest.findings.append(refused)
+        return manifest
+    used = _fill(manifest, modules, leaves)
+    spare = [info for key, group in modules.items() if key not in used for info in group.values()]
+    spare += [info for name, info in leaves.items() if (name, None) not in used]
+    _report(manifest, "unexpected", "is no parameter of this model", unknown + spare)
+    facts = Facts.of(manifest.family or "official", scan, manifest.sources.values())
+    manifest.layout = next((item for item in layouts if item.matches(facts)), None)
+    if manifest.layout is not None:
+        manifest.findings += manifest.layout.cross_check(facts)
+    return manifest
+
+
+def _one_family(manifest: Manifest, found: list[str]) -> bool:
+    if len(manifest.families) > 1:
+        both = " and ".join(manifest.families)
+        manifest.findings.append(
+            Finding(
+                "error",
+                "names",
+                f"tensors under {both} names in one folder, expected one family",
+                cause="files of two checkpoints lie in one folder",
+            )
+        )
+        return False
+    if not manifest.families and not any(f.level == "error" for f in manifest.findings):
+        shown = ", ".join(sorted(found)[:10]) or "none"
+        manifest.findings.append(
+            Finding(
+                "error",
+                "names",
+                "no DeepSeek-V4 tensor names, expected layers.0.attn..., model.layers.0.attn... "
+                f"or model.layers.0.self_attn...; found {shown}",
+            )
+        )
+    return bool(manifest.families)
+
+
+def _place(manifest: Manifest) -> tuple[Modules, dict[str, TensorInfo], list[TensorInfo]]:
+    """Every tensor sorted under its official module; draft tensors are set aside."""
+    modules: Modules = defaultdict(dict)
+    leaves: dict[str, TensorInfo] = {}
+    unknown: list[TensorInfo] = []
+    assert manifest.family is not None
+    for name, info in manifest.scan.tensors.items():
+        if name.startswith(("mtp.", "model.mtp.")):
+            manifest.ignored[name] = DRAFT
+            continue
+        place = names.locate(name, manifest.family)
+        if place is None:
+            unknown.append(info)
+        elif not place.suffix:
+            leaves[place.module] = info
+        elif place.suffix in modules[place.module, place.expert]:
+            other = modules[place.module, place.expert][place.suffix]
+            message = f"fills the same parameter as {other.name}, expected one of them"
+            manifest.findings.append(_finding("duplicate", message, info))
+        else:
+            modules[place.module, place.expert][place.suffix] = info
+    return modules, leaves, unknown
+
+
+def _fill(
+    manifest: Manifest, modules: Modules, leaves: dict[str, TensorInfo]
+) -> set[tuple[str, int | None]]:
+    """Makes a Source for each parameter; returns the modules and leaves that were used."""
+    used: set[tuple[str, int | None]] = set()
+    missing: list[str] = []
+    block = block_size(manifest.scan.quantization)
+    for name, parameter in names.parameters(manifest.config).items():
+        if name in leaves and parameter.kind != "table":
+            used.add((name, None))
+            stored = _leaf(leaves[name], parameter)
+            _add(manifest, name, parameter, [(stored, None, 0)])
+            continue
+        if parameter.kind == "table" and name in leaves:
+            used.add((name, None))
+            _add(manifest, name, parameter, [(_table(leaves[name], parameter), None, 0)])
+            continue
+        wanted = _wanted(name, parameter)
+        cells: list[tuple[Stored | Finding, int | None, int]] = []
+        for module, expert, part, shape in wanted:
+            found = modules.get((module, expert))
+            if found is None:
+                missing.append(_spell(module, expert, name))
+                continue
+            used.add((module, expert))
+            stored_or = detect(found, shape, block, may_quantize=parameter.kind == "linear")
+            for suffix in ("input_scale", "input_global_scale"):
+                if suffix in found:
+                    manifest.ignored[found[suffix].name] = ACTIVATION
+            cells.append((stored_or, expert, part))
+        if len(cells) == len(wanted):
+            _add(manifest, name, parameter, cells)
+        else:
+            _collect(manifest, cells)
+    _report_missing(manifest, missing)
+    return used
+
+
+def _wanted(
+    name: str, parameter: names.Parameter
+) -> list[tuple[str, int | None, int, tuple[int, ...]]]:
+    """(module, expert, part, shape) of each matrix a parameter is made of."""
+    prefix, _, leaf = name.rpartition(".")
+    if leaf == "w13" or leaf == "w2":
+        *lead, rows, cols = parameter.shape
+        parts = ("w1", "w3") if leaf == "w13" else ("w2",)
+        experts: list[int | None] = list(range(lead[0])) if lead else [None]
+        shape = (rows // len(parts), cols)
+        return [
+            (f"{prefix}.{part_name}", expert, part, shape)
+            for expert in experts
+            for part, part_name in enumerate(parts)
+        ]
+    module = name.removesuffix(".weight")
+    return [(module, None, 0, parameter.shape)]
+
+
+def _spell(module: str, expert: int | None, name: str) -> str:
+    """The official spelling of a missing matrix, for the message."""
+    if expert is not None:
+        prefix, _, leaf = module.rpartition(".")
+        return f"{prefix}.{expert}.{leaf}.weight"
+    return f"{module}.weight" if name.endswith((".weight", ".w13", ".w2")) else module
+
+
+def _leaf(info: TensorInfo, parameter: names.Parameter) -> Stored | Finding:
+    if info.dtype not in PLAIN_DTYPES:
+        return _finding("dtype", f"dtype {info.dtype}, expected {', '.join(PLAIN_DTYPES)}", info)
+    return _shaped(info, parameter)
+
+
+def _table(info: TensorInfo, parameter: names.Parameter) -> Stored | Finding:
+    if info.dtype not in ("I64", "I32"):
+        return _finding("dtype", f"dtype {info.dtype}, expected I64 expert ids", info)
+    return _shaped(info, parameter)
+
+
+def _shaped(info: TensorInfo, parameter: names.Parameter) -> Stored | Finding:
+    if info.shape == parameter.shape:
+        return Stored("plain", info)
+    message = f"shape {list(info.shape)}, expected {list(parameter.shape)}"
+    return _finding("shape", message, info)
+
+
+def _add(
+    manifest: Manifest,
+    name: str,
+    parameter: names.Parameter,
+    cells: list[tuple[Stored | Finding, int | None, int]],
+) -> None:
+    good = _collect(manifest, cells)
+    if len(good) < len(cells):
+        return
+    first = good[0].stored
+    for cell in good:
+        if _kind(cell.stored) != _kind(first):
+            message = (
+                f"stored as {_kind(cell.stored)}, but {first.data.name} of the same layer as "
+                f"{_kind(first)}; expected one format for all experts of a layer"
+            )
+            manifest.findings.append(_finding("format", message, cell.stored.data))
+            return
+    manifest.sources[name] = Source(name, parameter, tuple(good))
+
+
+def _collect(
+    manifest: Manifest, cells: list[tuple[Stored | Finding, int | None, int]]
+) -> list[Cell]:
+    good = []
+    for stored, expert, part in cells:
+        if isinstance(stored, Finding):
+            manifest.findings.append(stored)
+        else:
+            good.append(Cell(stored, expert, part))
+    return good
+
+
+def _kind(stored: Stored) -> str:
+    scale = stored.scale.dtype if stored.scale else "no"
+    return f"{stored.format} {stored.data.dtype} with {scale} scales"
+
+
+def _finding(check: str, message: str, info: TensorInfo) -> Finding:
+    return Finding("error", check, message, info.name, info.file.name)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def _report_missing(manifest: Manifest, missing: list[str]) -> None:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in missing:
+        groups[_pattern(name)].append(name)
+    for pattern, group in groups.items():
+        shown = group if len(group) <= _LISTED else group[:1]
+        more = f"; {len(group)} like {pattern} are" if len(group) > _LISTED else ""
+        for name in shown:
+            message = f"is missing{more}; the model needs it, fetch the checkpoint again"
+            manifest.findings.append(Finding("error", "missing", message, name))
+
+
+def _report(manifest: Manifest, check: str, what: str, infos: list[TensorInfo]) -> None:
+    groups: dict[str, list[TensorInfo]] = defaultdict(list)
+    for info in infos:
+        groups[_pattern(info.name)].append(info)
+    for pattern, group in groups.items():
+        shown = group if len(group) <= _LISTED else group[:1]
+        more = f" ({len(group)} like {pattern})" if len(group) > _LISTED else ""
+        manifest.findings += [_finding(check, what + more, info) for info in shown]

@@ -1,0 +1,211 @@
+"""Opening and loading a checkpoint: strict, streaming, in the order the bytes lie on disk."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dsv4.checkpoint import LAYOUTS
+from dsv4.checkpoint.assemble import Cut, assemble
+from dsv4.checkpoint.cast import cast_stack
+from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.findings import Finding, raise_errors
+from dsv4.checkpoint.manifest import Manifest, build_manifest
+from dsv4.checkpoint.sources import Source
+from dsv4.config import ModelConfig
+from dsv4.errors import OptionError
+from dsv4.formats.mxfp4 import CastReport
+from dsv4.formats.quantized import Mxfp4Tensor, Weight
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A rank's share. `layers` brings the embedding with the first and the head with the last
+    layer; `experts` are whole routed experts; `heads` must be whole output groups."""
+
+    layers: range | None = None
+    experts: range | None = None
+    heads: range | None = None
+
+
+@dataclass
+class LoadReport:
+    """What happened while loading, for the summary line and for `convert`."""
+
+    casts: dict[str, CastReport] = field(default_factory=dict)  # MXFP4 -> NVFP4, by parameter
+
+    @property
+    def inexact(self) -> list[str]:
+        return [name for name, cast in self.casts.items() if not cast.exact]
+
+
+class Checkpoint:
+    """An opened checkpoint: the headers are read and agree with the config."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.config = manifest.config
+        self.sources = manifest.sources
+        self.ignored = manifest.ignored  # tensor on disk -> why the model does not use it
+        self.nbytes = sum(source.nbytes for source in manifest.sources.values())
+
+    @property
+    def layout(self) -> str:
+        return self.manifest.layout.name if self.manifest.layout else "mixed"
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [item for item in self.manifest.findings if item.level == "warning"]
+
+    def load(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        select: Selection | None = None,
+        layers: range | None = None,
+        mxfp4_as_nvfp4: bool = False,
+        progress: Progress | None = None,
+        report: LoadReport | None = None,
+    ) -> dict[str, Weight]:
+        """Every selected parameter by canonical name.
+
+        Unquantised matrices keep their dtype unless `dtype` is given; norms and mixing parameters
+        are float32; quantised ones keep their format. `mxfp4_as_nvfp4` casts while loading: exact
+        for exponent spreads up to 17, and `report` says where it was not.
+        """
+        if layers is not None:
+            if select is not None:
+                raise OptionError("give either layers or select, not both")
+            select = Selection(layers=layers)
+        return dict(self.stream(dtype, device, select, mxfp4_as_nvfp4, progress, report))
+
+    def stream(
+        self,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        select: Selection | None = None,
+        mxfp4_as_nvfp4: bool = False,
+        progress: Progress | None = None,
+        report: LoadReport | None = None,
+    ) -> Iterator[tuple[str, Weight]]:
+        """The same one parameter at a time: host memory holds one of them, not the model."""
+        select = select or Selection()
+        self._check(select)
+        chosen = [s for s in self.sources.values() if self._wanted(s, select)]
+        chosen.sort(key=lambda s: (str(s.stored.data.file), s.stored.data.start))
+        done, total = 0, sum(source.nbytes for source in chosen)
+        files = MappedFiles()
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+        for source in chosen:
+            weight = assemble(source, files, self._cut(source, select), advance)
+            if isinstance(weight, torch.Tensor):
+                weight = _convert(weight, source, dtype)
+            elif mxfp4_as_nvfp4 and isinstance(weight, Mxfp4Tensor):
+                weight, cast = cast_stack(weight, source)
+                if report is not None:
+                    report.casts[source.name] = cast
+                if not cast.exact:
+                    log.warning(
+                        "%s: MXFP4 -> NVFP4 rounded %d of %d blocks (exponent spread %d, "
+                        "relative RMS %.1e)",
+                        source.name,
+                        cast.inexact_blocks,
+                        cast.blocks,
+                        cast.spread,
+                        cast.relative_rms,
+                    )
+            yield source.name, weight.to(device)
+        if progress is not None and done < total:
+            progress(total, total)  # experts of other ranks were skipped
+
+    def _wanted(self, source: Source, select: Selection) -> bool:
+        if select.layers is None:
+            return True
+        if source.layer is not None:
+            return source.layer in select.layers
+        if source.name == "embed.weight":
+            return 0 in select.layers
+        return self.config.num_layers - 1 in select.layers
+
+    def _check(self, select: Selection) -> None:
+        c = self.config
+        limits = (
+            ("layers", select.layers, c.num_layers),
+            ("experts", select.experts, c.num_experts),
+            ("heads", select.heads, c.num_heads),
+        )
+        for name, chosen, limit in limits:
+            if chosen is None:
+                continue
+            if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= limit:
+                raise OptionError(f"{name} {chosen} is outside 0 to {limit}")
+        if select.heads is not None:
+            per_group = c.num_heads // c.o_groups
+            if select.heads.start % per_group or select.heads.stop % per_group:
+                raise OptionError(
+                    f"heads {select.heads.start}:{select.heads.stop} cut through an output group "
+                    f"of {per_group} heads; cut between groups"
+                )
+
+    def _cut(self, source: Source, select: Selection) -> Cut:
+        if source.parameter.group == "routed experts":
+            return Cut(experts=select.experts)
+        if select.heads is None or source.layer is None:
+            return Cut()
+        c, start, stop = self.config, select.heads.start, select.heads.stop
+        low = c.o_groups * c.o_lora_rank // c.num_heads  # rows of wo_a for one head
+        place = source.name.split(".", 2)[2]
+        if place == "attn.wq_b.weight":
+            return Cut(rows=(start * c.head_dim, stop * c.head_dim))
+        if place == "attn.attn_sink":
+            return Cut(rows=(start, stop))
+        if place == "attn.wo_a.weight":
+            return Cut(rows=(start * low, stop * low))
+        if place == "attn.wo_b.weight":
+            return Cut(columns=(start * low, stop * low))
+        return Cut()
+
+
+def _convert(weight: torch.Tensor, source: Source, dtype: torch.dtype | None) -> torch.Tensor:
+    kind = source.parameter.kind
+    if kind in ("norm", "fp32"):
+        return weight.to(torch.float32)
+    if kind == "table" or dtype is None:
+        return weight
+    return weight.to(dtype)
+
+
+def open_checkpoint(
+    folder: Path | str, config: ModelConfig, *, trust_headers: bool = False
+) -> Checkpoint:
+    """Reads all headers and matches them with `config`; any contradiction is a CheckpointError.
+
+    A config.json whose quantisation claims contradict the tensors is an error too, unless
+    `trust_headers`: then the headers win and the contradiction is a warning.
+    """
+    manifest = build_manifest(Path(folder), config, LAYOUTS.values())
+    if trust_headers:
+        manifest.findings = [_lenient(item) for item in manifest.findings]
+    raise_errors(manifest.findings, str(folder))
+    for item in manifest.findings:
+        log.warning("%s", item.line())
+    return Checkpoint(manifest)
+
+
+def _lenient(item: Finding) -> Finding:
+    if item.check != "config":
+        return item
+    return Finding("warning", item.check, item.message, item.tensor, item.file, item.cause)

@@ -1,0 +1,44 @@
+"""A parameter of the model and the stored matrices that fill it. No torch."""
+
+from dataclasses import dataclass
+
+from dsv4.checkpoint.linears import Stored, StoredFormat
+from dsv4.checkpoint.names import Parameter
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One matrix of a parameter: `part` counts joined matrices (0 = w1, 1 = w3)."""
+
+    stored: Stored
+    expert: int | None = None
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter comes from. All cells have one format."""
+
+    name: str
+    parameter: Parameter
+    cells: tuple[Cell, ...]
+
+    @property
+    def stored(self) -> Stored:
+        return self.cells[0].stored
+
+    @property
+    def format(self) -> StoredFormat:
+        return self.stored.format
+
+    @property
+    def num_parts(self) -> int:
+        return 1 + max(cell.part for cell in self.cells)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for cell in self.cells for info in cell.stored.tensors)
+
+    @property
+    def layer(self) -> int | None:
+        return int(self.name.split(".")[1]) if self.name.startswith("layers.") else None
