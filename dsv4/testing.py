@@ -5,10 +5,13 @@ matters (norms, sinks, biases and `ape` far from neutral). A *nasty* model has a
 hundreds, nearly tied index scores and clamps that act on most values.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4.checkpoint.names import Parameter, parameters
@@ -105,3 +108,79 @@ def as_dtype(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 def _may_round(name: str) -> bool:
     leaf = name.rpartition(".")[2]
     return leaf not in ("ape", "tid2eid") and not leaf.endswith("_fn")
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The config in the published spelling."""
+    c = config
+    return {
+        "model_type": "deepseek_v4",
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "num_hidden_layers": c.num_layers,
+        "num_hash_layers": c.num_hash_layers,
+        "num_nextn_predict_layers": c.num_draft_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": 1,
+        "head_dim": c.head_dim,
+        "qk_rope_head_dim": c.rope_head_dim,
+        "q_lora_rank": c.q_lora_rank,
+        "o_groups": c.o_groups,
+        "o_lora_rank": c.o_lora_rank,
+        "sliding_window": c.sliding_window,
+        "compress_ratios": [*c.compress_ratios, *[0] * c.num_draft_layers],
+        "rope_theta": c.rope_theta,
+        "compress_rope_theta": c.compress_rope_theta,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": c.yarn_factor,
+            "original_max_position_embeddings": c.yarn_original_len,
+            "beta_fast": c.yarn_beta_fast,
+            "beta_slow": c.yarn_beta_slow,
+        },
+        "max_position_embeddings": c.max_positions,
+        "index_n_heads": c.index_num_heads,
+        "index_head_dim": c.index_head_dim,
+        "index_topk": c.index_topk,
+        "n_routed_experts": c.num_experts,
+        "num_experts_per_tok": c.num_experts_per_tok,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": c.routed_scaling_factor,
+        "swiglu_limit": c.swiglu_limit,
+        "hc_mult": c.hc_mult,
+        "hc_sinkhorn_iters": c.hc_sinkhorn_iters,
+        "hc_eps": c.hc_eps,
+        "rms_norm_eps": c.rms_norm_eps,
+        "bos_token_id": c.bos_id,
+        "eos_token_id": c.eos_id,
+        "tie_word_embeddings": False,
+    }
+
+
+def official_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Canonical weights under official names: experts one by one, gate and up apart."""
+    tensors: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        module, _, leaf = name.rpartition(".")
+        if not module.endswith("experts"):
+            tensors[name] = weight
+            continue
+        stacked = module.endswith(".experts")
+        for number, expert in enumerate(weight if stacked else [weight]):
+            prefix = f"{module}.{number}" if stacked else module
+            halves = zip(("w1", "w3"), expert.chunk(2), strict=True)
+            for part, matrix in halves if leaf == "w13" else [("w2", expert)]:
+                tensors[f"{prefix}.{part}.weight"] = matrix.contiguous()
+    return tensors
+
+
+def write_checkpoint(folder: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """An unquantised checkpoint under official names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n")
+    save_file(official_tensors(weights), folder / "model.safetensors")

@@ -1,0 +1,68 @@
+"""`dsv4 score`: teacher-forced logits or log-probabilities of given tokens."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from dsv4.cli.options import engine_options, load_engine
+from dsv4.errors import OptionError, RequestError
+
+
+def register(app: typer.Typer) -> None:
+    app.command("score")(engine_options(score))
+
+
+def score(
+    model: str = typer.Argument(..., help="A folder with config.json and safetensors, or 'tiny'."),
+    ids: Path = typer.Option(..., help="A JSON file: a list of token ids."),
+    output: Path = typer.Option(..., "--output", "-o", help="The safetensors file to write."),
+    logprobs: bool = typer.Option(False, help="Write only logprobs [tokens - 1], not logits."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    choices: dict[str, Any] | None = None,
+) -> None:
+    """Logits (fp32, [tokens, vocabulary]) of a token sequence, and its perplexity.
+
+    Example: dsv4 score tiny --ids ids.json -o logits.safetensors
+    """
+    token_ids = _read_ids(ids)
+    if not output.parent.is_dir():
+        raise OptionError(f"cannot write {output}: there is no folder {output.parent}")
+    console = Console(stderr=True)
+    engine = load_engine(model, choices or {}, console)
+    import torch
+    from safetensors.torch import save_file
+
+    parts = []
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("scoring", total=len(token_ids))
+        for part in engine.score(token_ids):
+            parts.append(part)
+            bar.advance(task, part.shape[0])
+    logits = torch.cat(parts).cpu()
+    targets = torch.tensor(token_ids[1:]).unsqueeze(1)
+    chosen = torch.log_softmax(logits[:-1], dim=-1).gather(1, targets).squeeze(1)
+    save_file({"logprobs": chosen} if logprobs else {"logits": logits}, output)
+    perplexity = math.exp(-float(chosen.mean())) if len(token_ids) > 1 else None
+    if as_json:
+        Console().print_json(data={"tokens": len(token_ids), "perplexity": perplexity})
+    elif perplexity is None:
+        Console().print("1 token: a perplexity needs at least 2")
+    else:
+        Console().print(f"{len(token_ids)} tokens, perplexity {perplexity:.4f}", highlight=False)
+
+
+def _read_ids(path: Path) -> list[int]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"cannot read the token ids: {error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RequestError(f"{path} is not valid JSON ({error}); expected [1, 2, 3]") from error
+    if not isinstance(data, list):
+        raise RequestError(f"{path} holds a {type(data).__name__}, expected a list of token ids")
+    return data

@@ -1,0 +1,1 @@
+"""From a batch of work to logits: settings, loading, the state, the step."""

@@ -1,0 +1,103 @@
+"""Every "auto" of EngineConfig decided, by a pure function whose result can be printed."""
+
+import os
+from dataclasses import dataclass, fields
+
+from dsv4.cache.geometry import POOLS, Geometry, Pool
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import CapacityError, OptionError
+
+DEFAULT_SEQUENCES = 8
+DEFAULT_CHUNK = 256
+DEFAULT_CONTEXT = 32768  # of one sequence on a CPU, where the model allows more
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine runs with."""
+
+    device: str
+    dtype: str
+    kv_format: str
+    index_format: str
+    max_context: int
+    max_sequences: int
+    chunk_tokens: int
+    prefix_cache: bool
+    cuda_graphs: bool
+    ops: str
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+    def geometry(self, config: ModelConfig) -> Geometry:
+        return Geometry(config, self.kv_format, self.index_format, self.chunk_tokens)
+
+    def num_pages(self, config: ModelConfig) -> dict[Pool, int]:
+        """Pages of each pool: every slot can hold a sequence of full length."""
+        geometry = self.geometry(config)
+        most = {pool: geometry.most_pages(pool, self.max_context) for pool in POOLS}
+        return {pool: count * self.max_sequences for pool, count in most.items()}
+
+
+def available_memory() -> int:
+    """Bytes of main memory that are free for use."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def resolve(
+    choices: EngineConfig, config: ModelConfig, *, has_gpu: bool, memory_bytes: int
+) -> Settings:
+    """`memory_bytes`: what the state may take; what does not fit lowers the defaults only."""
+    device = choices.device
+    if device == "auto":
+        device = "cuda" if has_gpu else "cpu"
+    if device.startswith("cuda") and not has_gpu:
+        raise OptionError(f"device is {device!r}, but torch sees no GPU here; use device=cpu")
+    on_gpu = device != "cpu"
+    context = choices.max_context or min(config.max_positions, DEFAULT_CONTEXT)
+    if context > config.max_positions:
+        raise OptionError(
+            f"max_context is {context}, the model's limit is {config.max_positions} tokens"
+        )
+    settings = Settings(
+        device=device,
+        dtype=_pick(choices.dtype, "bfloat16" if on_gpu else "float32"),
+        kv_format=_pick(choices.kv_format, "fp8" if on_gpu else "fp32"),
+        index_format=_pick(choices.index_format, "fp8" if on_gpu else "fp32"),
+        max_context=context,
+        max_sequences=choices.max_sequences or DEFAULT_SEQUENCES,
+        chunk_tokens=min(choices.chunk_tokens or DEFAULT_CHUNK, context),
+        prefix_cache=choices.prefix_cache,
+        cuda_graphs=choices.cuda_graphs and on_gpu,
+        ops=choices.ops,
+    )
+    return _fit(settings, choices, config, memory_bytes)
+
+
+def _fit(
+    settings: Settings, choices: EngineConfig, config: ModelConfig, memory_bytes: int
+) -> Settings:
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+
+    def state_bytes() -> int:
+        current = Settings(**values)
+        one = current.geometry(config).sequence_bytes(current.max_context)
+        return one * current.max_sequences
+
+    while state_bytes() > memory_bytes:
+        if choices.max_sequences is None and values["max_sequences"] > 1:
+            values["max_sequences"] //= 2
+        elif choices.max_context is None and values["max_context"] > 1024:
+            values["max_context"] //= 2
+        else:
+            raise CapacityError(
+                f"the state of {values['max_sequences']} sequences of {values['max_context']} "
+                f"tokens takes {state_bytes() / 2**30:.1f} GiB, {memory_bytes / 2**30:.1f} GiB "
+                "are free; lower max_context or max_sequences, or choose a smaller kv_format"
+            )
+    return Settings(**values)
+
+
+def _pick(choice: str, default: str) -> str:
+    return default if choice == "auto" else choice
