@@ -103,11 +103,11 @@ def read_content(value: object, path: str, role: str) -> tuple[Piece, ...]:
     for place, part in enumerate(read_list(value, path, MAX_MESSAGES)):
         if place:
             pieces.append("\n\n")
-        pieces.append(_read_part(part, f"{path}[{place}]", role))
+        pieces.append(read_part(part, f"{path}[{place}]", role))
     return tuple(pieces)
 
 
-def _read_part(part: object, path: str, role: str) -> Piece:
+def read_part(part: object, path: str, role: str) -> Piece:
     if isinstance(part, str):
         return read_text(part, path)
     fields = read_object(part, path)

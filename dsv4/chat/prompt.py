@@ -9,7 +9,7 @@ from dsv4.chat.dialect import Dialect
 from dsv4.chat.fields import MAX_TEXT_CHARS, fail
 from dsv4.chat.lexer import split_markers
 from dsv4.chat.messages import Call, Tool
-from dsv4.chat.parse import OutputParser
+from dsv4.chat.output.parse import OutputParser
 from dsv4.chat.tokenizer import Tokenizer
 
 # Markers that stand inside our own fixed texts, where they are control and not prose.

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from dsv4.chat import texts
-from dsv4.chat.arguments import ArgumentsWriter
+from dsv4.chat.output.arguments import ArgumentsWriter
 
 _INVOKE = 'invoke name="'
 _PARAMETER = 'parameter name="'

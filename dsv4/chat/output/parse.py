@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dsv4.chat import texts
-from dsv4.chat.block import CallBlock, Delta, Outcome
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.lexer import MarkerLexer
-from dsv4.chat.stops import StopMatcher
+from dsv4.chat.output.block import CallBlock, Delta, Outcome
+from dsv4.chat.output.stops import StopMatcher
 from dsv4.chat.tokenizer import Tokenizer
 
 __all__ = ["Delta", "OutputParser", "Parsed", "ParsedCall", "parse"]
