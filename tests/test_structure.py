@@ -1,0 +1,271 @@
+"""The shape of the package: who may import whom, what runs without torch, how long things are.
+
+Each rule is a function from sources to a list of complaints, so that it can be shown to see a
+violation as well as to find none.
+"""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dsv4"
+
+BASE = ("errors", "util", "config", "request")
+BANDS: dict[str, int] = {
+    **dict.fromkeys(BASE, 0),
+    **dict.fromkeys(("formats", "parallel"), 1),
+    "ops": 2,
+    **dict.fromkeys(("cache", "checkpoint", "chat", "sampling"), 3),
+    **dict.fromkeys(("model", "scheduler", "testing"), 4),
+    "runner": 5,
+    "engine": 6,
+    **dict.fromkeys(("server", "tools"), 7),
+    "cli": 8,
+}
+
+# These start without torch: their tests run anywhere and `--help` is instant. Some come later.
+WITHOUT_TORCH = (
+    "dsv4",
+    "dsv4.errors",
+    "dsv4.util.config_json",
+    "dsv4.config",
+    "dsv4.request",
+    "dsv4.formats.spec",
+    "dsv4.formats.entry",
+    "dsv4.chat",
+    "dsv4.scheduler",
+    "dsv4.cache.geometry",
+    "dsv4.cache.pages",
+    "dsv4.cache.prefix",
+    "dsv4.checkpoint.names",
+    "dsv4.checkpoint.files.header",
+    "dsv4.server.schemas",
+    "dsv4.cli",
+)
+
+MAX_FILE_LINES = 600
+EXPLAIN_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 150
+MAX_FILES = 12
+LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with its reason here
+
+# Lines of each part, with room to grow; more than this is a decision, not an accident.
+LINE_BUDGET = {
+    "engine.py": 400,
+    "config.py": 300,
+    "request.py": 200,
+    "errors.py": 80,
+    "testing.py": 300,
+    "util": 600,
+    "formats": 1500,
+    "parallel": 800,
+    "ops": 8000,
+    "cache": 1500,
+    "checkpoint": 3000,
+    "chat": 4500,
+    "sampling": 400,
+    "model": 1500,
+    "scheduler": 800,
+    "runner": 2000,
+    "server": 3500,
+    "tools": 3500,
+    "cli": 2500,
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """`dsv4/ops/kv/pool.py` belongs to `ops`, `dsv4/engine.py` to `engine`."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST, path: Path) -> Iterable[str]:
+    """Full names of everything imported anywhere in a file, relative imports resolved."""
+    package = ["dsv4", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            if module == "dsv4":  # `from dsv4 import errors`
+                yield from (f"dsv4.{alias.name}" for alias in node.names)
+
+
+def band_complaints(path: Path, source: str) -> list[str]:
+    part = part_of(path)
+    if path == PACKAGE / "__init__.py":
+        return []  # the lazy door: it names the public classes' homes and imports none
+    where = path.relative_to(ROOT)
+    if part not in BANDS:
+        return [f"{where}: {part!r} is in no band"]
+    complaints = []
+    for name in imported(ast.parse(source), path):
+        target = name.split(".")[1] if name.startswith("dsv4.") else None
+        if target is None or target == part:
+            continue
+        if target not in BANDS:
+            if name.count(".") > 1 or (PACKAGE / target).exists():
+                complaints.append(f"{where} imports {name}, which is in no band")
+            continue
+        in_base = part in BASE and target in BASE
+        allowed = BASE.index(target) < BASE.index(part) if in_base else BANDS[target] < BANDS[part]
+        if not allowed:
+            complaints.append(f"{where} imports {name}: {target} is not below {part}")
+    return complaints
+
+
+def triton_complaints(path: Path, source: str) -> list[str]:
+    may = path.name.endswith("_triton.py") or path == PACKAGE / "ops" / "device.py"
+    where = path.relative_to(ROOT)
+    complaints = []
+    names = {name.split(".")[0] for name in imported(ast.parse(source), path)}
+    if "triton" in names and not may:
+        complaints.append(f"{where} imports triton")
+    if "mypy: ignore-errors" in source and not may:
+        complaints.append(f"{where} switches mypy off")
+    return complaints
+
+
+def size_complaints(path: Path, source: str) -> list[str]:
+    where = path.relative_to(ROOT)
+    lines = source.splitlines()
+    complaints = []
+    if len(lines) >= MAX_FILE_LINES:
+        complaints.append(f"{where} has {len(lines)} lines; split it")
+    elif len(lines) > EXPLAIN_FILE_LINES and "long because" not in lines[0].lower():
+        complaints.append(f"{where} has {len(lines)} lines; its first line must say why")
+    most = MAX_KERNEL_LINES if path.name.endswith("_triton.py") else MAX_FUNCTION_LINES
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length >= most and f"{where}:{node.name}" not in LONG_FUNCTIONS:
+            complaints.append(f"{where}: {node.name} has {length} lines, expected below {most}")
+    return complaints
+
+
+RULES = {"bands": band_complaints, "triton": triton_complaints, "sizes": size_complaints}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_module_keeps_the_rules(rule: str) -> None:
+    found = [c for path in modules() for c in RULES[rule](path, path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "says"),
+    [
+        ("bands", "ops/op.py", "from dsv4.model import moe", "model is not below ops"),
+        ("bands", "cache/x.py", "from dsv4.chat.texts import BOS", "chat is not below cache"),
+        ("bands", "ops/x.py", "def f():\n    import dsv4.engine", "engine is not below ops"),
+        ("bands", "ops/x.py", "if TYPE_CHECKING:\n    from dsv4 import cache", "cache is not"),
+        ("bands", "ops/kv/x.py", "from ...engine import Engine", "engine is not below ops"),
+        ("bands", "util/x.py", "from dsv4.config import ModelConfig", "config is not below util"),
+        ("bands", "config.py", "from dsv4.request import Request", "request is not below config"),
+        ("bands", "model/x.py", "import dsv4.scheduler", "scheduler is not below model"),
+        ("bands", "model/x.py", "import dsv4.testing", "testing is not below model"),
+        ("bands", "newpart/x.py", "", "no band"),
+        ("bands", "cli/x.py", "import dsv4.unknown.part", "no band"),
+        ("triton", "ops/kv/pool.py", "import triton.language as tl", "imports triton"),
+        ("triton", "ops/kv/pool.py", "# mypy: ignore-errors", "switches mypy off"),
+        ("sizes", "ops/x.py", "\n" * 601, "split it"),
+        ("sizes", "ops/x.py", '"""Words."""\n' * 401, "must say why"),
+        ("sizes", "ops/x.py", "def f():\n" + "    pass\n" * 59, "f has 60 lines"),
+        ("sizes", "ops/x_triton.py", "def f():\n" + "    pass\n" * 149, "f has 150 lines"),
+    ],
+)
+def test_the_rules_see_violations(rule: str, path: str, source: str, says: str) -> None:
+    found = RULES[rule](PACKAGE / path, source)
+    assert len(found) == 1
+    assert says in found[0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        ("bands", "ops/x.py", "from dsv4.errors import KernelError\nimport torch"),
+        ("bands", "config.py", "from dsv4 import errors"),
+        ("bands", "cli/x.py", "from dsv4 import __version__"),
+        ("triton", "ops/x_triton.py", "# mypy: ignore-errors\nimport triton"),
+        ("triton", "ops/device.py", "import triton"),
+        ("sizes", "ops/x.py", '"""Long because it is a table."""\n' * 401),
+        ("sizes", "ops/x_triton.py", "def f():\n" + "    pass\n" * 100),
+    ],
+)
+def test_the_rules_leave_good_code_alone(rule: str, path: str, source: str) -> None:
+    assert RULES[rule](PACKAGE / path, source) == []
+
+
+def test_folders_stay_small() -> None:
+    files = Counter(path.parent for path in modules() if path.name != "__init__.py")
+    crowded = [f"{folder.relative_to(ROOT)}: {n}" for folder, n in files.items() if n > MAX_FILES]
+    assert not crowded
+
+
+def test_line_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: Counter[str] = Counter()
+    for path in modules():
+        top = path.relative_to(PACKAGE).parts[0]
+        lines[top] += len(path.read_text().splitlines())
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\nlines of dsv4: {sum(lines.values())} ("
+            + ", ".join(f"{name} {count}" for name, count in sorted(lines.items()))
+            + ")\n"
+        )
+    over = {n: c for n, c in lines.items() if n != "__init__.py" and c > LINE_BUDGET.get(n, 0)}
+    assert not over, f"over the budget (0 means none is set): {over}"
+
+
+BLOCK_TORCH = """
+import importlib, importlib.util, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton", "transformers"):
+            raise ImportError(f"{name} is blocked here")
+        return None
+
+sys.meta_path.insert(0, Block())
+failed = []
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failed.append(f"{name}: {error}")
+sys.exit("\\n".join(failed))
+"""
+
+
+def run_without_torch(names: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCK_TORCH, *names]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def exists(name: str) -> bool:
+    path = ROOT / Path(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def test_modules_that_need_no_torch() -> None:
+    result = run_without_torch(name for name in WITHOUT_TORCH if exists(name))
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_torch_block_works() -> None:
+    result = run_without_torch(["dsv4.engine"])
+    assert result.returncode != 0
+    assert "torch is blocked here" in result.stderr
