@@ -4,7 +4,7 @@ The three spellings of `config.json` are read in `util/config_json.py`.
 """
 
 import json
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -107,7 +107,9 @@ class ModelConfig:
             raise ConfigError(f"{folder} has no config.json; is this the checkpoint's own folder?")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless numbers
             raise ConfigError(
                 f"{path} is not valid JSON ({error}); fetch the file again"
             ) from error
@@ -123,6 +125,10 @@ class ModelConfig:
         return cls(**read_fields(data))
 
 
+# No real model comes near these; a damaged or hostile file must not cost hours or all memory.
+_LIMITS = {"num_layers": 1000, "num_draft_layers": 100, "hc_mult": 64, "hc_sinkhorn_iters": 1000}
+
+
 def _check_model(c: ModelConfig) -> None:
     def need(condition: bool, message: str) -> None:
         if not condition:
@@ -131,8 +137,11 @@ def _check_model(c: ModelConfig) -> None:
     for item in fields(c):
         value = getattr(c, item.name)
         zero_ok = ("num_hash_layers", "num_draft_layers", "bos_id", "eos_id")
-        if item.type in (int, float) and item.name not in zero_ok:
-            need(math.isfinite(value) and value > 0, f"{item.name} is {value}, expected it above 0")
+        if item.type in (int, float):
+            limit = _LIMITS.get(item.name, 2**31 if item.type is int else 1e30)
+            need(value <= limit, f"{item.name} is {str(value)[:40]}, expected at most {limit:.6g}")
+            positive = value > 0 or item.name in zero_ok
+            need(positive, f"{item.name} is {value}, expected it above 0")
     need(
         len(c.compress_ratios) == c.num_layers,
         f"compress_ratios has {len(c.compress_ratios)} entries for {c.num_layers} layers",
@@ -165,6 +174,11 @@ def _check_model(c: ModelConfig) -> None:
         c.num_experts_per_tok <= c.num_experts,
         f"num_experts_per_tok ({c.num_experts_per_tok}) exceeds n_routed_experts ({c.num_experts})",
     )
+    for name, theta in (
+        ("rope_theta", c.rope_theta),
+        ("compress_rope_theta", c.compress_rope_theta),
+    ):
+        need(theta > 1, f"{name} is {theta}, expected it above 1")
     need(c.yarn_factor >= 1, f"rope_scaling.factor is {c.yarn_factor}, expected at least 1")
     need(
         0 <= c.bos_id < c.vocab_size and 0 <= c.eos_id < c.vocab_size,
@@ -192,13 +206,17 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _check_choice("kv_format", self.kv_format, ("auto", "fp8", "bf16", "fp32"))
         _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
-        name, _, number = self.device.partition(":")
-        if name not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):
             raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         for name in ("max_context", "max_sequences", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
+        for name in ("prefix_cache", "cuda_graphs"):
+            if type(getattr(self, name)) is not bool:
+                raise OptionError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        if not isinstance(self.ops, str):
+            raise OptionError(f"ops is {self.ops!r}, expected auto, reference, or op names")
 
     @classmethod
     def make(cls, **choices: Any) -> "EngineConfig":

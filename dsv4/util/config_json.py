@@ -187,7 +187,7 @@ class _Reader:
             values[target] = self._float(self.data, name)
         values["rope_head_dim"] = self._rope_head_dim(values["head_dim"])
         values["max_positions"] = self._int(
-            "max_position_embeddings", default=int(self.data.get("max_seq_len", 1048576))
+            "max_position_embeddings", default=self._int("max_seq_len", default=1048576)
         )
         values["bos_id"] = self._int("bos_token_id", default=0)
         values["eos_id"] = self._int("eos_token_id", default=1)
@@ -221,14 +221,31 @@ class _Reader:
             raise ConfigError(f"{name} is missing; a DeepSeek-V4 config has it")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{name} is {value!r}, expected a number")
+        if not -1e30 < value < 1e30:  # NaN and Infinity too
+            raise ConfigError(f"{name} is {str(value)[:40]}, expected a finite number")
         return float(value)
+
+    def _table(self, data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """A nested object; absent and null are empty."""
+        value = data.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{name} is {value!r}, expected an object")
+        return value or {}
+
+    def _rope_tables(self) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+        """`rope_parameters`, and the two objects transformers puts into it."""
+        nested = self._table(self.data, "rope_parameters")
+        try:
+            return nested, self._table(nested, "main"), self._table(nested, "compress")
+        except ConfigError as error:
+            raise ConfigError(f"rope_parameters.{error}") from None
 
     def _rope_head_dim(self, head_dim: int) -> int:
         if "qk_rope_head_dim" in self.data:
             return self._int("qk_rope_head_dim")
-        main = (self.data.get("rope_parameters") or {}).get("main") or {}
+        _, main, _ = self._rope_tables()
         share = self.data.get("partial_rotary_factor", main.get("partial_rotary_factor"))
-        if not isinstance(share, int | float):
+        if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError("qk_rope_head_dim is missing; a DeepSeek-V4 config has it")
         return round(head_dim * share)
 
@@ -245,7 +262,7 @@ class _Reader:
                     f"layer_types has {len(types)} entries for num_hidden_layers {num_layers}"
                 )
             for index, name in enumerate(types):
-                if name not in RATIO_OF_LAYER_TYPE:
+                if not isinstance(name, str) or name not in RATIO_OF_LAYER_TYPE:
                     raise ConfigError(
                         f"layer_types[{index}] is {name!r}, expected one of "
                         f"{', '.join(RATIO_OF_LAYER_TYPE)}"
@@ -277,7 +294,7 @@ class _Reader:
         }
 
     def _check_rates(self) -> None:
-        rates = dict(self.data.get("compress_rates") or {})
+        rates = dict(self._table(self.data, "compress_rates"))
         rates.setdefault("compressed_sparse_attention", self.data.get("compress_rate_csa", 4))
         rates.setdefault("heavily_compressed_attention", self.data.get("compress_rate_hca", 128))
         for name, rate in rates.items():
@@ -302,15 +319,14 @@ class _Reader:
         return num_hash
 
     def _rope(self) -> dict[str, Any]:
-        nested = self.data.get("rope_parameters") or {}
+        nested, main, yarn = self._rope_tables()
         if "main" in nested or "compress" in nested:
-            main, yarn = nested.get("main") or {}, nested.get("compress") or {}
             theta = self._float(main, "rope_theta", self.data.get("rope_theta"))
             compress_theta = self._float(yarn, "rope_theta", self.data.get("compress_rope_theta"))
             if main.get("rope_type", "default") != "default":
                 raise ConfigError("rope_parameters.main must be plain rope (rope_type 'default')")
         else:
-            yarn = self.data.get("rope_scaling") or nested
+            yarn = self._table(self.data, "rope_scaling") or nested
             theta = self._float(self.data, "rope_theta", nested.get("rope_theta"))
             compress_theta = self._float(self.data, "compress_rope_theta")
         kind = yarn.get("rope_type", yarn.get("type", "default"))
@@ -324,7 +340,7 @@ class _Reader:
         if kind == "default":
             return {**values, "yarn_factor": 1.0}
         original = yarn.get("original_max_position_embeddings")
-        if not isinstance(original, int):
+        if type(original) is not int:
             raise ConfigError(
                 f"rope_scaling.original_max_position_embeddings is {original!r}, expected an "
                 "integer"
