@@ -21,7 +21,7 @@ import torch
 
 from dsv4.chat.dialect import Dialect, choose_dialect
 from dsv4.chat.encode import encode_prompt
-from dsv4.chat.stops import StopMatcher
+from dsv4.chat.output.stops import StopMatcher
 from dsv4.chat.tokenizer import Detokenizer, Tokenizer
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import Dsv4Error, RequestError

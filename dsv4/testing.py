@@ -56,7 +56,7 @@ def random_weights(config: ModelConfig, seed: int, *, nasty: bool = False) -> di
     for name, parameter in parameters(config).items():
         weights[name] = _random_tensor(name, parameter, config, generator)
     if nasty:
-        _make_nasty(weights, generator)
+        _make_nasty(weights, config.rope_head_dim, generator)
     return weights
 
 
@@ -85,9 +85,11 @@ def _random_tensor(
     return normal(1.5 * shape[-1] ** -0.5)
 
 
-def _make_nasty(weights: dict[str, Tensor], generator: torch.Generator) -> None:
+def _make_nasty(weights: dict[str, Tensor], rope_dim: int, generator: torch.Generator) -> None:
     for name, weight in weights.items():
-        if name.endswith("norm.weight"):  # a few channels carry values in the hundreds
+        if name.endswith("indexer.compressor.norm.weight"):
+            weight[-rope_dim:] *= 1e-6  # or the rotation would tell the keys apart
+        elif name.endswith("norm.weight"):  # a few channels carry values in the hundreds
             channels = torch.randperm(weight.shape[0], generator=generator)[:2]
             weight[channels] *= 200.0
         elif name.endswith("indexer.compressor.wkv.weight"):

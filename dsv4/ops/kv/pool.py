@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.formats import fp4, fp8
+from dsv4.formats import e8m0, fp4, fp8
 from dsv4.formats.entry import INDEX_GROUP, KV_GROUP, Part
 
 
@@ -94,7 +94,7 @@ def pack(pool: PagedPool, x: Tensor) -> dict[str, Tensor]:
         packed, scale = fp4.quantize_groups(x, INDEX_GROUP)
         return {"data": packed, "scale": scale}
     data, scale = fp8.quantize_groups(x, x.shape[-1])
-    return {"data": data, "scale": torch.ldexp(torch.ones(()), scale.int() - 127)}
+    return {"data": data, "scale": e8m0.decode(scale)}
 
 
 def unpack(pool: PagedPool, parts: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,91 @@
+"""Runs a model over any schedule of ragged steps and collects the logits of every token."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.model import indexer
+from dsv4.model.transformer import Transformer
+from dsv4.ops.attention.index import index_select
+from dsv4.runner.runner import Chunk, Runner
+from dsv4.runner.settings import resolve
+
+Schedule = list[list[tuple[int, int]]]  # steps of (sequence, number of new tokens)
+
+
+def exact_runner(
+    config: ModelConfig, weights: dict[str, Tensor], chunk_tokens: int = 256
+) -> Runner:
+    """fp32 everywhere, no round trip."""
+    choices = EngineConfig(
+        device="cpu", max_sequences=5, max_context=1024, chunk_tokens=chunk_tokens
+    )
+    settings = resolve(choices, config, has_gpu=False, memory_bytes=2**33)
+    return Runner(Transformer(config, weights, torch.float32), settings)
+
+
+def run_schedule(runner: Runner, sequences: list[list[int]], schedule: Schedule) -> list[Tensor]:
+    """Logits `[tokens, vocabulary]` of each sequence; everything is given back afterwards."""
+    pages = [runner.pages.open() for _ in sequences]
+    done = [0] * len(sequences)
+    parts: list[list[Tensor]] = [[] for _ in sequences]
+    for step in schedule:
+        chunks = []
+        for index, count in step:
+            ids = sequences[index][done[index] : done[index] + count]
+            chunks.append(Chunk(pages[index], ids, count))
+            done[index] += count
+        logits = runner.step(chunks)
+        for (index, _), rows in zip(step, logits.split([n for _, n in step]), strict=True):
+            parts[index].append(rows)
+    for held in pages:
+        runner.pages.close(held)
+    runner.pages.check_integrity()
+    assert done == [len(ids) for ids in sequences]
+    return [torch.cat(rows) for rows in parts]
+
+
+def whole(length: int, most: int = 256) -> Schedule:
+    """One sequence in as few steps as the runner takes."""
+    return [[(0, min(most, length - at))] for at in range(0, length, most)]
+
+
+def random_schedule(rng: random.Random, lengths: list[int]) -> Schedule:
+    """Sequences join, pause and advance by chunks of any size, one token often among them."""
+    left = list(lengths)
+    schedule: Schedule = []
+    while any(left):
+        step = []
+        for index in rng.sample(range(len(left)), len(left)):
+            if left[index] and rng.random() < 0.7:
+                size = rng.choice((1, 1, 2, 3, 4, 5, 17, 64, 100, 200))
+                count = min(size, left[index])
+                step.append((index, count))
+                left[index] -= count
+        if step:
+            schedule.append(step)
+    return schedule
+
+
+@contextmanager
+def tied_positions(margin: float = 1e-5) -> Iterator[set[int]]:
+    """Positions whose index selection was a tie (or nearly) at its border.
+
+    Two right implementations may then choose differently, and everything after follows.
+    """
+    found: set[int] = set()
+
+    def recording(scores: Tensor, topk: int) -> Tensor:
+        if scores.shape[1] > topk:
+            best = scores.sort(dim=1, descending=True).values[:, topk - 1 : topk + 1]
+            border = torch.isfinite(best).all(1) & ((best[:, 0] - best[:, 1]).abs() < margin)
+            found.update(torch.nonzero(border).flatten().tolist())
+        return index_select(scores, topk)
+
+    with patch.object(indexer, "index_select", recording):
+        yield found
