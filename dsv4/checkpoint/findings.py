@@ -21,6 +21,9 @@ class Finding:
     file: str | None = None
     cause: str | None = None
 
+    def __str__(self) -> str:
+        return self.line()
+
     def line(self) -> str:
         where = ": ".join(part for part in (self.file, self.tensor) if part)
         text = f"{where}: {self.message}" if where else self.message

@@ -200,8 +200,6 @@ def open_checkpoint(
     if trust_headers:
         manifest.findings = [_lenient(item) for item in manifest.findings]
     raise_errors(manifest.findings, str(folder))
-    for item in manifest.findings:
-        log.warning("%s", item.line())
     return Checkpoint(manifest)
 
 

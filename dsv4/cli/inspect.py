@@ -1,0 +1,65 @@
+"""`dsv4 inspect`: what a checkpoint is."""
+
+import json
+import sys
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dsv4.tools.inspect import Summary, checkpoint_folder, inspect_checkpoint
+
+
+def register(app: typer.Typer) -> None:
+    app.command("inspect")(inspect)
+
+
+def inspect(
+    model: str = typer.Argument("tiny", help="A folder with config.json and safetensors."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Layout, number formats, shapes and sizes of a checkpoint; reads headers only.
+
+    Example: dsv4 inspect ./DeepSeek-V4-Flash --json
+    """
+    summary = inspect_checkpoint(checkpoint_folder(model))
+    if as_json:
+        sys.stdout.write(json.dumps(summary.to_json(), indent=2) + "\n")
+        return
+    _print(summary, Console())
+
+
+def _print(summary: Summary, console: Console) -> None:
+    console.print(f"[bold]{escape(summary.title)}[/] ({summary.layout}), {summary.names} names")
+    console.print(
+        f"{summary.num_tensors:,} tensors in {summary.num_files} files, "
+        f"{summary.nbytes / 1e9:.2f} GB, {summary.num_parameters / 1e9:.2f} B parameters"
+    )
+    for line in summary.kinds:
+        console.print(f"  {line}")
+    table = Table("group", "formats", "tensors", "GB", "share", "example")
+    for group in summary.groups:
+        table.add_row(
+            group.name,
+            ", ".join(group.formats),
+            f"{group.num_tensors:,}",
+            f"{group.nbytes / 1e9:.3f}",
+            f"{100 * group.nbytes / max(summary.nbytes, 1):.1f} %",
+            escape(group.example),
+        )
+    console.print(table)
+    draft = summary.draft
+    if draft.kind == "none":
+        console.print("draft: none")
+    else:
+        console.print(
+            f"draft: {draft.kind}, {draft.num_blocks} block(s), {draft.num_tensors:,} tensors, "
+            f"{draft.nbytes / 1e9:.2f} GB, experts stored as {draft.expert_dtype}"
+        )
+    for reason, count in summary.ignored.items():
+        console.print(f"ignored: {count:,} x {escape(reason)}")
+    for line in summary.findings[:10]:
+        console.print(f"[yellow]finding:[/] {escape(line)}")
+    if len(summary.findings) > 10:
+        console.print(f"... {len(summary.findings) - 10} more; `dsv4 check` lists them")

@@ -1,0 +1,1 @@
+"""Plain functions behind the commands: inspect, check, plan, convert. No printing here."""

@@ -1,0 +1,234 @@
+"""The checks that read tensors. One matrix at a time: memory stays small."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from dsv4.checkpoint.assemble import read_matrix, table_out_of_range, table_repeats
+from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.findings import Finding
+from dsv4.checkpoint.linears import Stored
+from dsv4.checkpoint.manifest import Manifest
+from dsv4.checkpoint.sources import Source
+from dsv4.errors import CheckpointError
+from dsv4.formats import e2m1, e8m0
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.tools.check import Progress
+
+# A weight of K inputs has an RMS near 1/sqrt(K); trained ones stay within this factor of their
+# siblings in other layers, and all linears of a model within a larger one.
+SIBLING_FACTOR = 16.0
+ABSOLUTE_FACTOR = 8.0
+ZERO_SHARE = 0.25  # of a matrix's blocks, and all blocks of a row at that
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the numbers of one stored matrix are."""
+
+    source: Source
+    stored: Stored
+    gain: float  # RMS times sqrt(K): about 1 for an ordinary linear layer
+    global_: float | None = None
+    input_scale: float | None = None
+
+
+def check_values(manifest: Manifest, progress: Progress | None) -> list[Finding]:
+    files = MappedFiles()
+    findings: list[Finding] = []
+    sizes: list[Size] = []
+    total = sum(source.nbytes for source in manifest.sources.values())
+    done = 0
+    chosen = sorted(
+        manifest.sources.values(), key=lambda s: (str(s.stored.data.file), s.stored.data.start)
+    )
+    for source in chosen:
+        for cell in source.cells:
+            _check_cell(source, cell.stored, files, findings, sizes)
+            done += sum(info.nbytes for info in cell.stored.tensors)
+            if progress is not None:
+                progress(done, total)
+    findings += _magnitudes(sizes)
+    findings += _uncalibrated(sizes)
+    return findings
+
+
+def _finding(check: str, message: str, stored: Stored, cause: str | None = None) -> Finding:
+    return Finding("error", check, message, stored.data.name, stored.data.file.name, cause)
+
+
+def _check_cell(
+    source: Source,
+    stored: Stored,
+    files: MappedFiles,
+    findings: list[Finding],
+    sizes: list[Size],
+) -> None:
+    if source.parameter.kind == "table":
+        table = files.tensor(stored.data).to(torch.int64)
+        problems = [table_out_of_range(table, source.parameter.limit), table_repeats(table)]
+        findings += [_finding("table", text, stored) for text in problems if text]
+        return
+    try:
+        weight = read_matrix(stored, files)
+    except CheckpointError as error:
+        check = "global" if "global" in str(error) or "positive number" in str(error) else "scale"
+        text = str(error).removeprefix(f"{stored.data.file}: ")
+        findings.append(_finding(check, text, stored, _global_cause(check, text)))
+        return
+    if isinstance(weight, torch.Tensor) and not bool(torch.isfinite(weight).all()):
+        where = (~torch.isfinite(weight)).nonzero()[0].tolist()
+        findings.append(_finding("nan", f"NaN or Inf at {where}, expected finite values", stored))
+        return
+    input_scale = _input_scale(stored, files, findings)
+    if source.parameter.kind != "linear":
+        return
+    energy, zero_rows = _energy(weight)
+    count = weight.shape.numel()
+    if zero_rows > ZERO_SHARE:
+        findings.append(
+            _finding(
+                "zero",
+                f"{zero_rows:.0%} of the rows hold zeros only, expected hardly any",
+                stored,
+                "the file was cut off or written sparsely",
+            )
+        )
+    gain = (energy / max(count, 1) * weight.shape[-1]) ** 0.5
+    global_ = float(weight.global_scale[0]) if isinstance(weight, Nvfp4Tensor) else None
+    sizes.append(Size(source, stored, gain, global_, input_scale))
+
+
+def _global_cause(check: str, text: str) -> str | None:
+    if check == "global" and "inverted" in text:
+        return "the global scale is inverted (ModelOpt multiplies, compressed-tensors divides)"
+    return None
+
+
+def _input_scale(stored: Stored, files: MappedFiles, findings: list[Finding]) -> float | None:
+    info = stored.input_scale
+    if info is None:
+        return None
+    value = float(files.tensor(info).reshape(-1)[0])
+    if not (0 < value < float("inf")):
+        message = f"activation scale {info.name} is {value}, expected a positive number"
+        findings.append(_finding("input", message, stored))
+        return None
+    return 1 / value if stored.global_divides else value
+
+
+def _energy(weight: Weight) -> tuple[float, float]:
+    """Sum of squares, and the share of rows (of experts too) that are zero throughout."""
+    total, zero = 0.0, 0
+    rows = 0
+    for part in _chunks(weight):
+        squares = part.to(torch.float64).square().sum(dim=-1)
+        total += float(squares.sum())
+        zero += int((squares == 0).sum())
+        rows += squares.numel()
+    return total, zero / max(rows, 1)
+
+
+def _chunks(weight: Weight) -> Iterator[torch.Tensor]:
+    """Row-wise numbers whose squares add up to the weight's, some megabytes at a time."""
+    if isinstance(weight, torch.Tensor):
+        rows = weight.reshape(-1, weight.shape[-1])
+        for part in torch.split(rows, 2048):
+            yield part.float()
+        return
+    if isinstance(weight, Fp8BlockTensor):
+        for start in range(0, weight.shape[0], 2048 // weight.block * weight.block or weight.block):
+            stop = min(start + 2048, weight.shape[0])
+            yield weight.row_range(start, stop).dequantize()
+        return
+    yield from _packed_chunks(weight)
+
+
+def _packed_chunks(weight: Nvfp4Tensor | Mxfp4Tensor) -> Iterator[torch.Tensor]:
+    """One number per block: the root of its sum of squares, by a table over bytes."""
+    byte = torch.arange(256, dtype=torch.uint8)[:, None]
+    table = e2m1.decode_packed(byte).square().sum(dim=-1)
+    for start in range(0, weight.shape[0], 2048):
+        packed, scale = weight.packed[start : start + 2048], weight.scale[start : start + 2048]
+        if isinstance(weight, Nvfp4Tensor):
+            factor = scale.float() * weight.global_scale[0]
+        else:
+            factor = e8m0.decode(scale)
+        squares = table[packed.to(torch.int32)].reshape(*scale.shape, -1).sum(dim=-1)
+        yield squares.sqrt() * factor
+
+
+def _magnitudes(sizes: list[Size]) -> list[Finding]:
+    """Each matrix against its siblings in other layers and experts, and the kind as a whole
+    against the model's other linears."""
+    kinds: dict[str, list[Size]] = defaultdict(list)
+    for size in sizes:
+        if size.gain > 0:
+            kinds[_kind(size.source)].append(size)
+    trusted = [s.gain for s in sizes if s.gain > 0 and s.global_ is None]
+    findings = []
+    for kind, group in kinds.items():
+        middle = median(size.gain for size in group)
+        nvfp4 = group[0].global_ is not None
+        reference = median(trusted) if nvfp4 and trusted else 1.0
+        if not 1 / ABSOLUTE_FACTOR < middle / reference < ABSOLUTE_FACTOR and (
+            nvfp4 or not 1e-3 < middle < 1e3
+        ):
+            findings.append(_implausible(kind, group, middle, reference))
+            continue
+        findings += [
+            _outlier(size, middle, group)
+            for size in group
+            if not 1 / SIBLING_FACTOR < size.gain / middle < SIBLING_FACTOR
+        ]
+    return findings
+
+
+def _kind(source: Source) -> str:
+    return source.name.split(".", 2)[-1] if source.layer is not None else source.name
+
+
+def _implausible(kind: str, group: list[Size], middle: float, reference: float) -> Finding:
+    typical = min(group, key=lambda size: abs(size.gain - middle))
+    size = "small" if middle < reference else "large"
+    message = (
+        f"all {len(group)} matrices of {kind} are implausibly {size}: RMS x sqrt(K) is "
+        f"{middle:.2g}, expected about {reference:.2g}"
+    )
+    return _finding("magnitude", message, typical.stored, _cause(typical, reference))
+
+
+def _outlier(size: Size, middle: float, group: list[Size]) -> Finding:
+    message = (
+        f"RMS x sqrt(K) is {size.gain:.2g}, its {len(group) - 1} siblings in other layers and "
+        f"experts have {middle:.2g}"
+    )
+    return _finding("magnitude", message, size.stored, _cause(size, middle))
+
+
+def _cause(size: Size, expected: float) -> str | None:
+    """Which known mistake would explain this size; the one that comes closest is named."""
+    if size.global_ is None:
+        return None
+    name = "weight_global_scale" if size.stored.global_divides else "weight_scale_2"
+    ratio = size.gain / expected
+    if size.global_ == 1.0 and ratio > 1:
+        return f"{name} was left out or replaced by 1"
+    if ratio < 1 and size.input_scale is not None:
+        mended = ratio / size.input_scale
+        if 1 / ABSOLUTE_FACTOR < mended < ABSOLUTE_FACTOR:
+            return f"{name} was multiplied by input_scale, which belongs to the activation"
+    if ratio > 1:
+        return f"{name} is too large, as if it were inverted or left out"
+    return f"{name} is too small, as if another factor had been multiplied in"
+
+
+def _uncalibrated(sizes: list[Size]) -> list[Finding]:
+    scales = [size.input_scale for size in sizes if size.input_scale is not None]
+    if scales and all(scale == 1.0 for scale in scales):
+        message = "every input_scale is 1.0: the activations were never calibrated (harmless)"
+        return [Finding("note", "input", message)]
+    return []
