@@ -5,7 +5,7 @@ the block has ended. Text is never looked at twice except for the few characters
 a tag's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -14,8 +14,10 @@ from dsv4.chat.output.arguments import ArgumentsWriter
 
 _INVOKE = 'invoke name="'
 _PARAMETER = 'parameter name="'
-_OPEN = "<" + texts.DSML
-_CLOSE = "</" + texts.DSML
+_IS_STRING = 'string="true"'
+_IS_JSON = 'string="false"'
+TAG_OPEN = "<" + texts.DSML
+TAG_CLOSE = "</" + texts.DSML
 _MAX_BARE_CHARS = 512  # longer than this, an unfinished tag is text that lost its way
 
 
@@ -67,14 +69,26 @@ class CallBlock:
         self._state = _State.PROSE if already_open else _State.TAG
         # An unwrapped call is held back until it closes; None: the first tag is not decided.
         self._provisional: bool | None = False if already_open else None
-        self._raw: list[str] | None = [] if already_open else [before, _OPEN]
+        self._raw: list[str] | None = [] if already_open else [before, TAG_OPEN]
         self._tag_at = 1  # where in _raw the tag in question begins
         self._parts: list[str] = []
         self._tail = ""
         self._in_tag = False
+        self._tag_parts: list[str] = []
         self._num_tags = 0
         self._prose: list[str] = []
         self._deltas: list[Delta] = []
+        self._handlers: dict[_State, Callable[[str], str]] = {
+            _State.TAG: self._in_tag_name,
+            _State.PROSE: self._in_prose,
+            _State.NAME: self._in_name,
+            _State.INVOKE_REST: self._in_invoke_rest,
+            _State.KEY: self._in_key,
+            _State.PARAMETER_REST: self._in_parameter_rest,
+            _State.VALUE: self._in_value,
+            _State.BODY: self._in_body,
+            _State.CLOSER: self._in_closer,
+        }
         self.outcome = Outcome.OPEN
         self.given_back = ""
         self.rest: str | None = None  # set with TEXT: a new opening whose text follows
@@ -98,29 +112,18 @@ class CallBlock:
         """Take text; returns the part behind the block's end."""
         if self._raw is not None:
             self._raw.append(text)
-        handlers = {
-            _State.TAG: self._in_tag_name,
-            _State.PROSE: self._in_prose,
-            _State.NAME: self._in_name,
-            _State.INVOKE_REST: self._in_invoke_rest,
-            _State.KEY: self._in_key,
-            _State.PARAMETER_REST: self._in_parameter_rest,
-            _State.VALUE: self._in_value,
-            _State.BODY: self._in_body,
-            _State.CLOSER: self._in_closer,
-        }
         while text and self.outcome is Outcome.OPEN:
-            text = handlers[self._state](text)
+            text = self._handlers[self._state](text)
         if self.outcome is Outcome.TEXT and self.rest is None:
             self._give_back(len(text))
         return text
 
     def open(self) -> bool:
         """Take an opening. False: the block ended just before it, and it is still to be taken."""
-        return self._take_tag(_OPEN, _State.TAG)
+        return self._take_tag(TAG_OPEN, _State.TAG)
 
     def close(self) -> bool:
-        return self._take_tag(_CLOSE, _State.CLOSER)
+        return self._take_tag(TAG_CLOSE, _State.CLOSER)
 
     def retract(self) -> bool:
         """A thinking marker between tags: without a call so far, the block was only mentioned."""
@@ -130,8 +133,17 @@ class CallBlock:
         self._give_back(0)
         return True
 
-    def finish(self, *, cut: bool) -> None:
-        """The output ended inside the block; `cut` if by the length limit."""
+    def finish(self, held: str = "", *, cut: bool) -> None:
+        """The output ended inside the block; `cut` if by the length limit.
+
+        `held` might have become a tag. Between tags it is an unfinished one, elsewhere text.
+        """
+        if held and self._state is _State.PROSE:
+            self._end_state()
+            self._tail, self._in_tag, self._may_have_body = "", True, False
+            self._raw = None if self._raw is None else [*self._raw, held]
+        elif held:
+            self.push(held)
         if self._provisional:
             self._give_back(0)
         elif self._call is not None:
@@ -144,6 +156,8 @@ class CallBlock:
                 self._call.cut()
         elif not self._num_calls and not self._is_bare_markup(cut=cut):
             self._give_back(0)
+        elif not cut:
+            self._end_state()
 
     # States: each takes text and returns what it leaves to the next state.
 
@@ -195,10 +209,12 @@ class CallBlock:
         found = -1 if self._provisional else text.find(_INVOKE, 0, end)
         if found >= 0:
             self._skip(text[:found])
-            self._state, self._parts, self._in_tag = _State.NAME, [], False
+            self._leave_tag()
+            self._state, self._parts = _State.NAME, []
             return text[found + len(_INVOKE) :]
         if tag_end >= 0:
-            self._in_tag = False
+            self._skip(text[:tag_end])
+            self._leave_tag()
             self._num_tags += 1
             return text[tag_end + 1 :]
         keep = len(text) - _overlap(text, _INVOKE)
@@ -207,8 +223,18 @@ class CallBlock:
         return ""
 
     def _skip(self, text: str) -> None:
-        if not self._in_tag:
-            self._prose.append(text)
+        (self._tag_parts if self._in_tag else self._prose).append(text)
+
+    def _leave_tag(self) -> None:
+        """The end of a tag that opens no call. A block's name is markup; more than that is not."""
+        if self._in_tag:
+            self._keep_words("".join(self._tag_parts))
+        self._in_tag, self._tag_parts = False, []
+
+    def _keep_words(self, tag: str) -> None:
+        """Remember what stands in a tag beside its name: nothing that was written gets lost."""
+        if len(tag.split(maxsplit=1)) > 1:
+            self._prose.append(tag)
 
     def _in_name(self, text: str) -> str:
         name, rest = self._until('"', text)
@@ -218,6 +244,7 @@ class CallBlock:
             self._end_call()
         if not name.strip():
             self._state, self._in_tag = _State.PROSE, True
+            self._tag_parts = [f'{_INVOKE}{name}" ']
             return rest
         self._call_name, self._has_body, self._may_have_body = name, False, False
         index = self._first_index + self._num_calls
@@ -237,6 +264,7 @@ class CallBlock:
         if attributes is None:
             return ""
         self._state, self._in_tag, self._tail = _State.PROSE, False, ""
+        self._prose.append(attributes.strip(" /"))
         if attributes.rstrip().endswith("/"):
             self._end_call()
         else:
@@ -256,9 +284,10 @@ class CallBlock:
         if attributes is None:
             return ""
         self._state = _State.VALUE
+        self._prose.append(attributes.replace(_IS_STRING, "").replace(_IS_JSON, ""))
         assert self._call is not None
         if not self._has_body:
-            self._call.open_parameter(self._key, is_json='string="false"' in attributes)
+            self._call.open_parameter(self._key, is_json=_IS_JSON in attributes)
         return rest
 
     def _in_value(self, text: str) -> str:
@@ -316,6 +345,9 @@ class CallBlock:
         """A tag, or the end of the output, interrupts the present state."""
         if self._state is _State.PROSE:
             self._skip(self._tail)
+            self._leave_tag()
+        elif self._state in (_State.NAME, _State.KEY, _State.INVOKE_REST, _State.CLOSER):
+            self._prose += self._parts  # it never ended
         elif self._state is _State.BODY:
             assert self._call is not None
             self._call.body("".join(self._parts))
@@ -327,6 +359,7 @@ class CallBlock:
             self._prose += [self._key, *self._parts]  # a tag that never ended
 
     def _close_named(self, name: str) -> None:
+        self._keep_words(name)
         name = name.strip()
         self._state, self._parts, self._tail = _State.PROSE, [], ""
         self._num_tags += 1

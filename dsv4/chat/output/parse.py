@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from dsv4.chat import texts
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.lexer import MarkerLexer
-from dsv4.chat.output.block import CallBlock, Delta, Outcome
+from dsv4.chat.output.block import TAG_CLOSE, TAG_OPEN, CallBlock, Delta, Outcome
 from dsv4.chat.output.stops import StopMatcher
 from dsv4.chat.tokenizer import Tokenizer
 
@@ -117,8 +117,12 @@ class OutputParser:
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[Delta]:
         """The output is over; `reason` is ignored where an end marker or stop string ended it."""
         if not self.ended:
-            self._take_text(self._decoder.decode(b"", final=True) + self._lexer.finish())
-            self._end(cut=reason == "length")
+            self._take_text(self._decoder.decode(b"", final=True))
+            tail = self._lexer.finish()
+            if not any(tag.startswith(self._held + tail) for tag in (TAG_OPEN, TAG_CLOSE)):
+                self._take_text(tail)
+                tail = ""
+            self._end(cut=reason == "length", tail=tail)
         if self._finish_reason is None:
             self._finish_reason = "tool_calls" if self._calls else "stop"
         return self._take_deltas()
@@ -194,7 +198,7 @@ class OutputParser:
         else:
             self._malformed = True
             self._return_mode, self._mode = self._mode, "closer"
-            self._unparsed.append("</" + texts.DSML)
+            self._unparsed.append(TAG_CLOSE)
 
     def _open_block(self) -> None:
         if self._mode == "answer":
@@ -293,24 +297,25 @@ class OutputParser:
         else:
             self._text[delta.kind].append(delta.text)
 
-    def _end(self, *, cut: bool) -> None:
-        """An end marker, a stop string or the end of the input."""
-        held, self._held = self._held, ""
-        self._route(held)
-        if self.ended:
-            return  # a stop string was completed by what was held
+    def _end(self, *, cut: bool, tail: str = "") -> None:
+        """An end marker, a stop string or the end of the input; `tail` may be half a tag."""
+        held, self._held = self._held + tail, ""
         if self._mode == "block":
-            self._end_block(cut=cut)
-        if not self.ended and self._mode in ("reasoning", "answer"):
+            self._end_block(held, cut=cut)
+        else:
+            self._route(held)
+        if self.ended:
+            return  # what was held completed a stop string
+        if self._mode in ("reasoning", "answer"):
             self._release()
         self.ended = True
         if cut:
             self._finish_reason = "length"
 
-    def _end_block(self, *, cut: bool) -> None:
+    def _end_block(self, held: str, *, cut: bool) -> None:
         block = self._block
         assert block is not None
-        block.finish(cut=cut)
+        block.finish(held, cut=cut)
         for delta in block.take_deltas():
             self._add(delta)
         self._mode = "done" if block.num_calls else self._return_mode
