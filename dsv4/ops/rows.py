@@ -1,8 +1,9 @@
 """How the references give a row the same bits in any batch.
 
 A CPU matrix library changes its order of summation with the number of rows. The references
-therefore multiply exactly ROW_TILE rows at a time, the last tile padded with zeros: a row's
-result then depends on that row alone.
+therefore multiply exactly ROW_TILE rows at a time, the last tile padded with zeros. With very
+few columns the order also changes with a row's place in its tile, so there are at least
+MIN_COLUMNS of them. A row's result then depends on that row alone.
 
 torch's sigmoid, silu, softplus and softmax round differently in the last few elements of a
 tensor than in the others; exp and log1p do not. So the former are built from the latter here.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 ROW_TILE = 8
+MIN_COLUMNS = 8
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -37,8 +39,13 @@ def map_row_tiles(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, row by row independent."""
+    num_columns = weight.shape[0]
     weight = weight.float()
-    return map_row_tiles(lambda tile: torch.nn.functional.linear(tile, weight), x.float())
+    if num_columns < MIN_COLUMNS:
+        missing = MIN_COLUMNS - num_columns
+        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
+    product = map_row_tiles(lambda tile: torch.nn.functional.linear(tile, weight), x.float())
+    return product[:, :num_columns]
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -186,9 +186,9 @@ def attention(
 ) -> Tensor:
     """`q` `[tokens, heads, dim]` -> the same shape; window keys in `pool` under `table`."""
     check(
-        q.dim() == 3 and q.shape[0] == batch.num_tokens,
+        q.dim() == 3 and q.shape[0] == batch.num_tokens and q.shape[2] == pool.dim,
         OP.name,
-        f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, dim]",
+        f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
     )
     check(
         sink.shape == q.shape[1:2],

@@ -14,6 +14,8 @@ from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.norm.rms_norm import rms_norm_reference
 from dsv4.ops.op import Arguments, Case, Op, check
 
+INDEX_FORMATS = ("fp32", "bf16", "fp8", "fp4")
+
 
 def query_prepare_reference(
     q: Tensor, positions: Tensor, frequencies: Tensor, eps: float
@@ -45,7 +47,7 @@ def query_cases() -> Iterable[Case]:
 
 
 def index_cases() -> Iterable[Case]:
-    for index_format in ("fp32", "bf16", "fp8", "fp4"):
+    for index_format in INDEX_FORMATS:
         yield _build(3, 4, 32, {"index_format": index_format}, 1e-2)
         yield _build(1, 64, 128, {"index_format": index_format}, 1e-2)
 
@@ -54,9 +56,24 @@ PREPARE = Op("query_prepare", query_prepare_reference, query_cases)
 INDEX = Op("index_query", index_query_reference, index_cases)
 
 
+def _check(op: Op, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:
+    check(
+        q.dim() == 3 and positions.shape == q.shape[:1],
+        op.name,
+        f"q has shape {tuple(q.shape)} and positions {tuple(positions.shape)}, expected "
+        "[tokens, heads, dim] and [tokens]",
+    )
+    check(
+        2 * frequencies.shape[0] <= q.shape[2],
+        op.name,
+        f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
+        f"q has {q.shape[2]}",
+    )
+
+
 def query_prepare(q: Tensor, positions: Tensor, frequencies: Tensor, eps: float) -> Tensor:
     """`[tokens, heads, dim]`, same shape and dtype."""
-    check(q.dim() == 3, PREPARE.name, f"q has shape {tuple(q.shape)}")
+    _check(PREPARE, q, positions, frequencies)
     if q.numel() == 0:
         return torch.empty_like(q)
     result: Tensor = PREPARE(q.device, q=q, positions=positions, frequencies=frequencies, eps=eps)
@@ -65,7 +82,12 @@ def query_prepare(q: Tensor, positions: Tensor, frequencies: Tensor, eps: float)
 
 def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format: str) -> Tensor:
     """`[tokens, index heads, index dim]`, same shape and dtype."""
-    check(q.dim() == 3, INDEX.name, f"q has shape {tuple(q.shape)}")
+    _check(INDEX, q, positions, frequencies)
+    check(
+        index_format in INDEX_FORMATS,
+        INDEX.name,
+        f"index_format is {index_format!r}, expected one of {', '.join(INDEX_FORMATS)}",
+    )
     if q.numel() == 0:
         return torch.empty_like(q)
     result: Tensor = INDEX(

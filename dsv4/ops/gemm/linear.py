@@ -55,6 +55,11 @@ def linear_multi(
     """`[rows, k]` and matrices `[n_i, k]` -> `[rows, n_i]` each, by default in x's dtype."""
     dtypes = list(out_dtypes) if out_dtypes is not None else [x.dtype] * len(weights)
     check(x.dim() == 2, OP.name, f"x has shape {tuple(x.shape)}, expected [rows, k]")
+    check(
+        len(dtypes) == len(weights),
+        OP.name,
+        f"{len(dtypes)} result dtypes for {len(weights)} matrices",
+    )
     for weight in weights:
         check(
             len(weight.shape) == 2 and weight.shape[1] == x.shape[1],

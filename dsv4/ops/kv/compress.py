@@ -183,6 +183,7 @@ def compress(
     `values`, `gates` `[tokens, width]` fp32, `dtype` the activation dtype an entry is rounded to
     before its norm; `state` and `pool` are written in place.
     """
+    check(ratio in (4, 128), OP.name, f"ratio is {ratio}, expected 4 or 128")
     width = norm.shape[0] * (2 if overlaps(ratio) else 1)
     for name, tensor in (("values", values), ("gates", gates)):
         check(
@@ -195,6 +196,12 @@ def compress(
         ape.shape == (ratio, width),
         OP.name,
         f"ape has shape {tuple(ape.shape)}, expected ({ratio}, {width})",
+    )
+    check(
+        state.values.shape[1:] == (state_rows(ratio), width),
+        OP.name,
+        f"state has shape {tuple(state.values.shape)}, expected [slots, {state_rows(ratio)}, "
+        f"{width}]",
     )
     if batch.num_tokens == 0:
         return

@@ -31,6 +31,13 @@ class PagedPool:
         return self.data.shape[1]
 
     @property
+    def dim(self) -> int:
+        """Numbers in an entry."""
+        packed = 2 if self.format == "fp4" else 1
+        tail = self.parts["tail"].shape[-1] if "tail" in self.parts else 0
+        return self.data.shape[-1] * packed + tail
+
+    @property
     def device(self) -> torch.device:
         return self.data.device
 

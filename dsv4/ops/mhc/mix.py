@@ -139,8 +139,14 @@ BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases)
 HEAD = Op("mhc_head", mhc_head_reference, head_cases)
 
 
-def _check(op: Op, streams: Tensor, site: MixSite, rows: int) -> None:
+def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
+    check(
+        streams.dim() == 3,
+        op.name,
+        f"streams has shape {tuple(streams.shape)}, expected [tokens, streams, size]",
+    )
     n, size = streams.shape[1:]
+    rows = n if head else (2 + n) * n
     check(
         site.fn.shape == (rows, n * size) and site.base.shape == (rows,),
         op.name,
@@ -152,12 +158,29 @@ def _check(op: Op, streams: Tensor, site: MixSite, rows: int) -> None:
         op.name,
         f"mixing parameters are {site.fn.dtype}, expected float32",
     )
+    scale_shape, norm_shape = (1 if head else 3,), (size,)
+    check(
+        site.scale.shape == scale_shape and site.norm.shape == norm_shape,
+        op.name,
+        f"scale has shape {tuple(site.scale.shape)} and norm {tuple(site.norm.shape)}, expected "
+        f"{scale_shape} and {norm_shape}",
+    )
+
+
+def _check_update(op: Op, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> None:
+    tokens, n, size = streams.shape
+    for name, tensor, expected in (
+        ("y", y, (tokens, size)),
+        ("post", post, (tokens, n)),
+        ("comb", comb, (tokens, n, n)),
+    ):
+        found = tuple(tensor.shape)
+        check(found == expected, op.name, f"{name} has shape {found}, expected {expected}")
 
 
 def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     """-> normalised input `[tokens, size]`, post `[tokens, n]`, comb `[tokens, n, n]`."""
-    n = streams.shape[1]
-    _check(PRE, streams, site, (2 + n) * n)
+    _check(PRE, streams, site, head=False)
     result: tuple[Tensor, Tensor, Tensor] = PRE(streams.device, streams=streams, site=site)
     return result
 
@@ -166,8 +189,8 @@ def mhc_boundary(
     streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> updated streams, then as `mhc_pre`."""
-    n = streams.shape[1]
-    _check(BOUNDARY, streams, site, (2 + n) * n)
+    _check(BOUNDARY, streams, site, head=False)
+    _check_update(BOUNDARY, streams, y, post, comb)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = BOUNDARY(
         streams.device, streams=streams, y=y, post=post, comb=comb, site=site
     )
@@ -176,6 +199,7 @@ def mhc_boundary(
 
 def mhc_head(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite) -> Tensor:
     """-> the normalised row the output head reads, `[tokens, size]`."""
-    _check(HEAD, streams, site, streams.shape[1])
+    _check(HEAD, streams, site, head=True)
+    _check_update(HEAD, streams, y, post, comb)
     result: Tensor = HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
     return result

@@ -99,6 +99,12 @@ def experts_ffn(
         ("shared_w2", tuple(shared_w2.shape[:1]), (size,)),
     ):
         check(found == expected, OP.name, f"{name} has shape {found}, expected {expected}")
+    check(
+        experts.shape == weights.shape and experts.shape[:1] == x.shape[:1],
+        OP.name,
+        f"experts has shape {tuple(experts.shape)} and weights {tuple(weights.shape)}, expected "
+        f"[{x.shape[0]}, chosen] for both",
+    )
     if x.shape[0] == 0:
         return torch.empty_like(x)
     result: Tensor = OP(

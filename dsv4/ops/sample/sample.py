@@ -10,7 +10,7 @@ Log-probabilities are the model's own: of the logits as they came.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -125,6 +125,13 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
         OP.name,
         f"logits are {logits.dtype} {tuple(logits.shape)}, expected float32 [rows, vocabulary]",
     )
+    for item in fields(inputs):
+        tensor = getattr(inputs, item.name)
+        wide = item.name in ("prompt_counts", "output_counts", "bias")
+        expected = tuple(logits.shape) if wide else (logits.shape[0],)
+        if tensor is not None:
+            found = tuple(tensor.shape)
+            check(found == expected, OP.name, f"{item.name} has shape {found}, not {expected}")
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device), logits.clone()
     result: tuple[Tensor, Tensor] = OP(logits.device, logits=logits, inputs=inputs)

@@ -1,0 +1,46 @@
+"""Looking into an op's arguments: they are tensors, or dataclasses and lists of tensors."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside a value, with where it was found."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from leaves(getattr(value, item.name), f"{path}.{item.name}")
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, f"{path}.{name}" if path else name)
+    elif isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from leaves(part, f"{path}[{place}]")
+
+
+def copied(value: Any, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
+    """The same value with every tensor replaced by `change` of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if is_dataclass(value):
+        parts = {f.name: copied(getattr(value, f.name), change) for f in fields(value) if f.init}
+        return type(value)(**parts)  # type: ignore[operator]
+    if isinstance(value, dict):
+        return {name: copied(part, change) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(part, change) for part in value)
+    return value
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the last bit; NaN equals the same NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(
+        a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+    )
