@@ -266,3 +266,30 @@ def _transformers_layer(name: str) -> Place | None:
     if expert is None and module.startswith("mlp.experts."):
         return None
     return Place(prefix + _MODULES[module], suffix, int(expert[2]) if expert else None)
+
+
+_SPELL_MODULES: dict[str, str] = {}
+for _theirs, _ours in _MODULES.items():
+    _SPELL_MODULES.setdefault(_ours, _theirs)  # the first spelling is the newer one
+_SPELL_LEAVES = {ours: theirs for theirs, ours in _LEAVES.items()}
+_SPELL_TOP = {ours: theirs for theirs, ours in (_TOP_MODULES | _TOP_LEAVES).items()}
+_SPELL_HYBRID_TOP = {ours: theirs for theirs, ours in (_HYBRID_TOP_MODULES | _TOP_LEAVES).items()}
+
+
+def spell(place: Place, family: Family) -> str:
+    """The name of a place in a family: the inverse of `locate`."""
+    module = place.module
+    if family == "transformers" and module.startswith("layers."):
+        _, layer, inner = module.split(".", 2)
+        theirs = _SPELL_MODULES[inner] if place.suffix else _SPELL_LEAVES[inner]
+        module = f"model.layers.{layer}.{theirs}"
+    elif family == "hybrid" and module.startswith("layers."):
+        module = "model." + module
+        if module.endswith(".attn.kv_norm"):
+            module = module.removesuffix("kv_norm") + "norm"
+    elif family != "official":
+        module = (_SPELL_HYBRID_TOP if family == "hybrid" else _SPELL_TOP)[module]
+    if place.expert is not None:
+        parent, _, leaf = module.rpartition(".")
+        module = f"{parent}.{place.expert}.{leaf}"
+    return f"{module}.{place.suffix}" if place.suffix else module

@@ -53,6 +53,22 @@ class TensorInfo:
         return self.stop - self.start
 
 
+@dataclass(frozen=True)
+class OutTensor:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        bits = DTYPE_BITS[self.dtype]
+        for size in self.shape:
+            bits *= size
+        return bits // 8
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """All tensors of one file by name; any contradiction is a CheckpointError."""
     try:
