@@ -18,6 +18,10 @@ class MarkerLexer:
     def push(self, text: str) -> Iterator[tuple[str, bool]]:
         text = self._held + text
         self._held = ""
+        if not any(first in text for first in self._firsts):
+            if text:
+                yield text, False
+            return
         start = position = 0
         next_at = dict.fromkeys(self._firsts, -1)
         while True:

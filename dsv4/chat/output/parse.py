@@ -20,6 +20,8 @@ from dsv4.chat.tokenizer import Tokenizer
 
 __all__ = ["Delta", "OutputParser", "Parsed", "ParsedCall", "parse"]
 
+_MAX_PIECE_CHARS = 2048
+
 
 class ParsedCall(NamedTuple):
     name: str
@@ -105,13 +107,15 @@ class OutputParser:
         return self._take_deltas()
 
     def push_text(self, text: str) -> list[Delta]:
-        for piece, is_marker in self._lexer.push(text):
-            if self.ended:
-                break
-            if is_marker:
-                self._take_marker(piece)
-            else:
-                self._take_text(piece)
+        # States hand over the rest of a piece by copying it, so pieces have to be short.
+        for at in range(0, len(text), _MAX_PIECE_CHARS):
+            for piece, is_marker in self._lexer.push(text[at : at + _MAX_PIECE_CHARS]):
+                if self.ended:
+                    return self._take_deltas()
+                if is_marker:
+                    self._take_marker(piece)
+                else:
+                    self._take_text(piece)
         return self._take_deltas()
 
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[Delta]:
@@ -327,6 +331,8 @@ class OutputParser:
     def _take_deltas(self) -> list[Delta]:
         """Hand out what is new, neighbours of one kind joined."""
         deltas, self._deltas = self._deltas, []
+        if len(deltas) < 2:
+            return deltas
         joined: list[Delta] = []
         for (kind, call_index), group in itertools.groupby(
             deltas, key=lambda delta: (delta.kind, delta.call_index)
