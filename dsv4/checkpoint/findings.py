@@ -1,13 +1,15 @@
 """What a check found: one line for a person, fields for a program."""
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsv4.errors import CheckpointError
 
 Level = Literal["error", "warning", "note"]
-_SHOWN = 10
+_SHOWN = 10  # in an exception's message
+_ALIKE = 8  # findings that differ in layer and expert only; above, one stands for all
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,19 @@ def raise_errors(findings: Iterable[Finding], where: str) -> None:
     if len(lines) == 1:
         raise CheckpointError(f"{where}: {lines[0]}")
     raise CheckpointError(f"{where}: {len(errors)} problems\n  " + "\n  ".join(lines))
+
+
+def collapse(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings of the same kind in many layers and experts become one that says how many."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for item in findings:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", item.tensor or "")
+        groups.setdefault((item.check, item.message, pattern), []).append(item)
+    out = []
+    for (_, _, pattern), group in groups.items():
+        if len(group) <= _ALIKE:
+            out += group
+        else:
+            text = f"{group[0].message} ({len(group)} like {pattern})"
+            out.append(replace(group[0], message=text))
+    return out

@@ -3,7 +3,6 @@
 Built from headers and config alone (no torch), so `inspect` and `check` use it as the loader does.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,13 +11,12 @@ from pathlib import Path
 from dsv4.checkpoint import names
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.files.index import Scan, scan_folder
-from dsv4.checkpoint.findings import Finding
+from dsv4.checkpoint.findings import Finding, collapse
 from dsv4.checkpoint.layouts import Facts, Layout, block_size, refusal
 from dsv4.checkpoint.linears import PLAIN_DTYPES, Stored, detect
 from dsv4.checkpoint.sources import Cell, Source
 from dsv4.config import ModelConfig
 
-_LISTED = 8  # of one name pattern; above, one finding stands for all
 ACTIVATION = "activation scale; activations are scaled as they come"
 DRAFT = "draft block; the backbone does not use it"
 
@@ -62,11 +60,13 @@ def build_manifest(folder: Path, config: ModelConfig, layouts: Iterable[Layout])
     used = _fill(manifest, modules, leaves)
     spare = [info for key, group in modules.items() if key not in used for info in group.values()]
     spare += [info for name, info in leaves.items() if (name, None) not in used]
-    _report(manifest, "unexpected", "is no parameter of this model", unknown + spare)
+    what = "is no parameter of this model"
+    manifest.findings += [_finding("unexpected", what, info) for info in unknown + spare]
     facts = Facts.of(manifest.family or "official", scan, manifest.sources.values())
     manifest.layout = next((item for item in layouts if item.matches(facts)), None)
     if manifest.layout is not None:
         manifest.findings += manifest.layout.cross_check(facts)
+    manifest.findings = collapse(manifest.findings)
     return manifest
 
 
@@ -153,7 +153,8 @@ def _fill(
             _add(manifest, name, parameter, cells)
         else:
             _collect(manifest, cells)
-    _report_missing(manifest, missing)
+    what = "is missing; the model needs it, fetch the checkpoint again"
+    manifest.findings += [Finding("error", "missing", what, name) for name in missing]
     return used
 
 
@@ -243,29 +244,3 @@ def _kind(stored: Stored) -> str:
 
 def _finding(check: str, message: str, info: TensorInfo) -> Finding:
     return Finding("error", check, message, info.name, info.file.name)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.)", ".*", name)
-
-
-def _report_missing(manifest: Manifest, missing: list[str]) -> None:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in missing:
-        groups[_pattern(name)].append(name)
-    for pattern, group in groups.items():
-        shown = group if len(group) <= _LISTED else group[:1]
-        more = f"; {len(group)} like {pattern} are" if len(group) > _LISTED else ""
-        for name in shown:
-            message = f"is missing{more}; the model needs it, fetch the checkpoint again"
-            manifest.findings.append(Finding("error", "missing", message, name))
-
-
-def _report(manifest: Manifest, check: str, what: str, infos: list[TensorInfo]) -> None:
-    groups: dict[str, list[TensorInfo]] = defaultdict(list)
-    for info in infos:
-        groups[_pattern(info.name)].append(info)
-    for pattern, group in groups.items():
-        shown = group if len(group) <= _LISTED else group[:1]
-        more = f" ({len(group)} like {pattern})" if len(group) > _LISTED else ""
-        manifest.findings += [_finding(check, what + more, info) for info in shown]

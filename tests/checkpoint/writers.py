@@ -4,6 +4,8 @@ A writer returns a `Written`: the tensors as they lie on disk, what they mean (f
 official names) and the config keys that go with them.
 """
 
+import copy
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -252,6 +254,19 @@ LAYOUTS: dict[str, Callable[[tiny.Model], Written]] = {
     "plain-transformers": plain_transformers,
     "plain-hybrid": plain_hybrid,
 }
+
+
+@functools.cache
+def _made(layout: str) -> Written:
+    return LAYOUTS[layout](tiny.random_model())
+
+
+def made(layout: str) -> Written:
+    """The default model in this layout; tensors may be replaced in the copy."""
+    written = _made(layout)
+    quantization = copy.deepcopy(written.quantization)
+    return Written(dict(written.disk), written.truth, quantization, dict(written.config))
+
 
 _TRANSFORMERS = [  # the table of the spec's section 3, longest first
     ("attn.indexer.compressor.wkv", "self_attn.compressor.indexer.kv_proj"),
