@@ -12,7 +12,7 @@
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class Engine:
         self._runner = Runner(loaded.model, loaded.settings)
         self._scheduler = Scheduler(self._runner.pages, loaded.settings.chunk_tokens)
         self._live: dict[str, tuple[Running, _Text]] = {}
+        self._held: list[Output] = []  # brought by a step whose caller asked for other requests
         self._num_named = 0
 
     @classmethod
@@ -93,6 +94,11 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step of everything that can run; what it brought, request by request."""
+        outputs = self._run_step()
+        held, self._held = self._held, []
+        return held + outputs
+
+    def _run_step(self) -> list[Output]:
         work = self._scheduler.next_step()
         if not work:
             return []
@@ -101,7 +107,7 @@ class Engine:
             sampled = [item for item in work if item.samples]
             results = sample_batch(logits, [_draw(item.sequence) for item in sampled])
         except Exception as error:  # the step's requests end with the reason; the engine goes on
-            log.exception("a step failed")
+            log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
             return [self._fail(item.sequence, error) for item in work]
         return [
             self._accept(item.sequence, result)
@@ -116,7 +122,8 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        return self._scheduler.num_unfinished
+        """Requests about which `step` will still have something to say."""
+        return len(self._live.keys() | {output.request_id for output in self._held})
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -133,12 +140,7 @@ class Engine:
         """The answer piece by piece; closing the iterator aborts the request."""
         request = self._request(prompt, params)
         self.add(request)
-        try:
-            while request.id in self._live:
-                yield from (out for out in self.step() if out.request_id == request.id)
-        finally:
-            if request.id in self._live:
-                self.abort(request.id)
+        yield from self._outputs_of({request.id})
 
     def generate(
         self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None
@@ -152,15 +154,31 @@ class Engine:
             self._check(request)  # all or none
         for request in requests:
             self.add(request)
-        while any(request.id in self._live for request in requests):
-            for output in self.step():
-                if output.request_id in outputs:
-                    outputs[output.request_id].append(output)
+        for output in self._outputs_of(outputs.keys()):
+            outputs[output.request_id].append(output)
         return [join_outputs(request, outputs[request.id]) for request in requests]
+
+    def _outputs_of(self, ids: Collection[str]) -> Iterator[Output]:
+        """Step until these requests have ended; outputs of others wait for whoever asks next.
+
+        Whoever stops listening early ends them: nothing runs on unheard.
+        """
+        try:
+            while any(name in self._live for name in ids) or any(
+                output.request_id in ids for output in self._held
+            ):
+                outputs = self.step()
+                self._held = [output for output in outputs if output.request_id not in ids]
+                yield from (output for output in outputs if output.request_id in ids)
+        finally:
+            for name in ids:
+                if name in self._live:
+                    self.abort(name)
+            self._held = [output for output in self._held if output.request_id not in ids]
 
     def score(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
         """Teacher-forced logits fp32 `[tokens, vocabulary]`, chunk by chunk."""
-        self._check(Request("score", tuple(token_ids), SamplingParams(max_tokens=1)), added=0)
+        self._check_prompt(tuple(token_ids), self.settings.max_context)
         pages = self._runner.pages.open()
         try:
             size = self.settings.chunk_tokens
@@ -187,14 +205,27 @@ class Engine:
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is {prompt!r}, expected a text or a list of token ids")
         self._num_named += 1
         name = f"request-{self._num_named}"
         return Request(name, tuple(prompt), params or SamplingParams())
 
-    def _check(self, request: Request, added: int = 1) -> None:
-        ids, limit = request.prompt_ids, self.settings.max_context
+    def _check(self, request: Request) -> None:
         if request.id in self._live:
             raise RequestError(f"the request id {request.id!r} is in use")
+        # one place of the context is for the first token of the answer
+        self._check_prompt(request.prompt_ids, self.settings.max_context - 1)
+        last = self.config.vocab_size - 1
+        for name, tokens in (
+            ("logit_bias", request.params.logit_bias),
+            ("stop_ids", request.params.stop_ids or ()),
+        ):
+            for token in tokens:
+                if token > last:
+                    raise RequestError(f"{name} names token {token}, the last id is {last}")
+
+    def _check_prompt(self, ids: tuple[int, ...], limit: int) -> None:
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         vocab_size = self.config.vocab_size
@@ -204,20 +235,11 @@ class Engine:
                     f"token {place} of the prompt is {token!r}, expected an id from 0 to "
                     f"{vocab_size - 1}"
                 )
-        if len(ids) + added > limit:
+        if len(ids) > limit:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context holds {limit} with the answer; "
-                "shorten the prompt or raise max_context"
+                f"the prompt has {len(ids)} tokens, expected at most {limit} in a context of "
+                f"{self.settings.max_context}; shorten the prompt or raise max_context"
             )
-        for name, tokens in (
-            ("logit_bias", request.params.logit_bias),
-            ("stop_ids", request.params.stop_ids or ()),
-        ):
-            for token in tokens:
-                if not 0 <= token < vocab_size:
-                    raise RequestError(
-                        f"{name} names token {token}, the last id is {vocab_size - 1}"
-                    )
 
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
         """A sampled token joins its sequence; the output says what is new."""

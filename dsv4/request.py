@@ -11,6 +11,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
+MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 
@@ -61,6 +62,14 @@ class SamplingParams:
             whole("seed", -(2**63), 2**63 - 1, "a 64-bit integer")
         if self.logprobs is not None:
             whole("logprobs", 0, MAX_LOGPROBS, f"a whole number up to {MAX_LOGPROBS}")
+        if self.stop_ids is not None:
+            need(
+                isinstance(self.stop_ids, tuple)
+                and len(self.stop_ids) <= MAX_STOP_IDS
+                and all(type(token) is int and token >= 0 for token in self.stop_ids),
+                "stop_ids",
+                f"a tuple of at most {MAX_STOP_IDS} token ids",
+            )
         need(isinstance(self.stop, tuple), "stop", "a tuple of strings")
         need(
             len(self.stop) <= MAX_STOP_STRINGS
@@ -70,9 +79,13 @@ class SamplingParams:
             "characters",
         )
         need(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS
+            isinstance(self.logit_bias, dict)
+            and len(self.logit_bias) <= MAX_LOGIT_BIAS
             and all(
-                type(token) is int and token >= 0 and math.isfinite(bias) and abs(bias) <= 100
+                type(token) is int
+                and token >= 0
+                and type(bias) in (int, float)
+                and -100 <= bias <= 100
                 for token, bias in self.logit_bias.items()
             ),
             "logit_bias",

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.options import MODEL, engine_options, load_engine
-from dsv4.errors import OptionError, RequestError
+from dsv4.errors import Dsv4Error, OptionError, RequestError
 from dsv4.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _run(
                 sys.stdout.flush()
                 reason = output.finish_reason
                 if output.error:
-                    raise RequestError(output.error)
+                    raise Dsv4Error(f"the answer broke off: {output.error}")
         except KeyboardInterrupt:
             reason = "abort"
     sys.stdout.write("\n")

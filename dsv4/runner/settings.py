@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from dsv4.cache.geometry import POOLS, Geometry, Pool
 from dsv4.config import EngineConfig, ModelConfig
@@ -41,8 +42,13 @@ class Settings:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that are free for use."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of main memory that can be had without swapping; where unknown, half of all."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def resolve(
