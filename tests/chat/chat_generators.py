@@ -302,7 +302,7 @@ PLAIN_WORDS = [
     "e\u0301", "invoke name=", "string", "/>", "tool_calls",
 ]  # fmt: skip
 VALUE_WORDS = [*PLAIN_WORDS, fixed.THINK_OPEN, fixed.THINK_CLOSE, "<｜DSML｜", "\x01", "\u2028"]
-FALSE_STARTS = ("<", "</", "<thin", "｜", "<｜")
+FALSE_STARTS = ("<", "</", "<thin", "｜", "｜DSML")
 JSON_VALUES = ["1", "-2.5", "true", "null", "[]", "{}", '["a", {"k": [1]}]', '{"x":"é\\n"}', '"s"']
 
 

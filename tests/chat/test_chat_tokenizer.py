@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chat_fuzz import tiny_tokenizer, tokenizer_json
 from chat_support import FIXTURES, TOKENIZER_FILE, v4_tokenizer, v41_tokenizer, v41_tokenizer_text
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.chat import V4_PREVIEW, V41, Tokenizer, encode_prompt, texts
@@ -99,6 +99,7 @@ def test_specials_by_spelling_only_on_request() -> None:
     assert not set(tokenizer.encode(text)) & {128803, 128804}
 
 
+@settings(deadline=None, max_examples=200)
 @given(st.text(max_size=60))
 def test_encode_decode_round_trip(text: str) -> None:
     tokenizer = v4_tokenizer()
@@ -110,6 +111,7 @@ def test_encode_decode_round_trip(text: str) -> None:
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
+@settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 129_279), max_size=40))
 def test_incremental_equals_whole_for_any_ids(ids: list[int]) -> None:
     """Any ids, also such as make broken UTF-8: nothing reordered, nothing lost."""
@@ -119,6 +121,7 @@ def test_incremental_equals_whole_for_any_ids(ids: list[int]) -> None:
     assert text == tokenizer.decode(ids)
 
 
+@settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 127_999), max_size=40))
 def test_decode_equals_the_library(ids: list[int]) -> None:
     backend = v4_tokenizer()._backend
