@@ -251,6 +251,13 @@ def _collect(result: Conversion, journal: dict[str, Any], shards: list[Shard]) -
     result.exact = [name for name, s in result.groups.items() if s.exact == s.matrices]
 
 
+def _copy(source: Path, destination: Path) -> None:
+    try:
+        shutil.copyfile(source, destination)
+    except OSError as error:
+        raise write_error(destination, error) from error
+
+
 def _finish(
     checkpoint: Checkpoint,
     destination: Path,
@@ -275,7 +282,7 @@ def _finish(
     for pattern in _SIDE_FILES:
         for path in checkpoint.manifest.folder.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, destination / path.name)
+                _copy(path, destination / path.name)
     units = [unit for shard in shards for unit in shard.units]
     config, quantization = new_config(
         checkpoint.manifest.scan.config, target, units, dsv4.__version__

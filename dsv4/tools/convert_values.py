@@ -97,13 +97,22 @@ def _rows(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
             values = weight[span].to(torch.float32)
         else:
             values = weight.row_range(span.start, span.stop).dequantize()
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            raise KernelError("found NaN or Inf, which no low-precision format can hold")
+        _refuse_nonfinite(values)
         yield span, values
+
+
+def _refuse_nonfinite(values: torch.Tensor) -> None:
+    # a finite sum proves it; an infinite one may be overflow
+    total = values.sum(dtype=torch.float32)
+    if not bool(torch.isfinite(total)) and not bool(torch.isfinite(values).all()):
+        raise KernelError("found NaN or Inf, expected finite values; fetch the source again")
 
 
 def _keep(matrix: Matrix, weight: Weight, files: MappedFiles) -> list[torch.Tensor]:
     if isinstance(weight, torch.Tensor):
+        for part in torch.tensor_split(weight.reshape(-1), -(-weight.numel() // _CHUNK_ELEMENTS)):
+            if part.is_floating_point():
+                _refuse_nonfinite(part)
         return [weight]
     if isinstance(weight, Nvfp4Tensor):
         return [weight.packed, weight.scale, weight.global_scale, _input_scale(matrix, files)]

@@ -4,6 +4,7 @@ All names, dtypes and shapes of a shard are known before its first byte. It is w
 temporary name, read back and compared, and only then renamed.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -107,7 +108,10 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            # what is still buffered is thrown away with the file: a full disk may not hide the
+            # error that brought us here
+            with contextlib.suppress(OSError):
+                self._file.close()
         self.partial.unlink(missing_ok=True)
 
 
