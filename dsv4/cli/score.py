@@ -32,6 +32,8 @@ def score(
     token_ids = _read_ids(ids)
     if not output.parent.is_dir():
         raise OptionError(f"cannot write {output}: there is no folder {output.parent}")
+    if output.is_dir():
+        raise OptionError(f"cannot write {output}: it is a folder, expected a file's name")
     console = Console(stderr=True)
     engine = load_engine(model, choices or {}, console)
     import torch
@@ -61,7 +63,7 @@ def _read_ids(path: Path) -> list[int]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"cannot read the token ids: {error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless numbers
         raise RequestError(f"{path} is not valid JSON ({error}); expected [1, 2, 3]") from error
     if not isinstance(data, list):
         raise RequestError(f"{path} holds a {type(data).__name__}, expected a list of token ids")
