@@ -1,0 +1,101 @@
+"""inspect, check, plan and convert as commands: output, JSON, exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner, Result
+
+from dsv4.cli import check, convert, inspect, plan
+from dsv4.errors import CheckpointError, OptionError
+from tests.checkpoint import writers
+
+app = Typer()
+for command in (inspect, check, plan, convert):
+    command.register(app)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "150"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return writers.save(writers.made("official"), tmp_path_factory.mktemp("model") / "official")
+
+
+@pytest.mark.parametrize("name", ["inspect", "check", "plan", "convert"])
+def test_help_has_an_example(name: str) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert f"Example: dsv4 {name}" in result.stdout
+    assert "--json" in result.stdout
+
+
+def test_inspect(folder: Path) -> None:
+    text = run("inspect", folder)
+    assert text.exit_code == 0
+    for words in ("official FP8 + MXFP4 experts", "mxfp4", "draft: mtp, 1 block(s)", "ratio 128"):
+        assert words in text.stdout
+    found = json.loads(run("inspect", folder, "--json").stdout)
+    assert found["layout"] == "official"
+    assert found["num_tensors"] == len(writers.made("official").disk)
+
+
+def test_check_passes_and_fails_by_exit_code(folder: Path, tmp_path: Path) -> None:
+    assert run("check", folder).exit_code == 0
+    good = run("check", folder, "--values", "--json")
+    assert good.exit_code == 0
+    assert json.loads(good.stdout)["ok"] is True
+    written = writers.made("official")
+    del written.disk["norm.weight"]
+    broken = writers.save(written, tmp_path)
+    text = run("check", broken)
+    assert text.exit_code == 1
+    assert "norm.weight" in text.stdout
+    found = json.loads(run("check", broken, "--json").stdout)
+    assert found["ok"] is False
+    assert found["findings"][0]["tensor"] == "norm.weight"
+
+
+def test_plan(folder: Path) -> None:
+    text = run("plan", "flash")
+    assert text.exit_code == 0
+    assert "159.61 GB on disk" in text.stdout
+    assert "█" in text.stdout
+    found = json.loads(run("plan", "pro", "--json", "--gpus", "16", "--memory", "192").stdout)
+    assert found["checkpoint_bytes"] == 864_704_792_696
+    assert found["possible"] is True
+    too_small = run("plan", "pro", "--gpus", "1", "--memory", "80")
+    assert too_small.exit_code == 1
+    assert "to make it fit" in too_small.stdout
+    own = json.loads(run("plan", folder, "--json").stdout)
+    assert own["weights"] == "official"
+
+
+def test_convert(folder: Path, tmp_path: Path) -> None:
+    text = run("convert", folder, tmp_path / "a", "--to", "nvfp4")
+    assert text.exit_code == 0
+    assert "every tensor is exact" in text.stdout
+    found = json.loads(run("convert", folder, tmp_path / "b", "--to", "nvfp4-all", "--json").stdout)
+    assert found["groups"]["routed experts"]["relative_rms"] == 0
+    assert found["groups"]["attention"]["relative_rms"] > 0.05
+    assert found["dropped"] > 0
+
+
+def test_wrong_use_and_missing_folders(folder: Path, tmp_path: Path) -> None:
+    """Errors travel as exceptions; `main` prints them and exits with their code."""
+    cases = [
+        (("inspect", tmp_path / "none"), CheckpointError),
+        (("check", tmp_path / "none"), CheckpointError),
+        (("plan", tmp_path / "none"), CheckpointError),
+        (("convert", tmp_path / "none", tmp_path / "out"), CheckpointError),
+        (("plan", "flash", "--weights", "int4"), OptionError),
+        (("convert", folder, tmp_path / "out", "--to", "int4"), OptionError),
+    ]
+    for arguments, kind in cases:
+        result = run(*arguments)
+        assert isinstance(result.exception, kind), arguments
+    assert run("plan").exit_code == 2
+    assert run("inspect", folder, "--bogus").exit_code == 2
