@@ -13,11 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "chat"))
-
-from chat_fuzz import Case, check, make_case, tiny_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checks live in tests/
 
 from dsv4.chat import Tokenizer
+from tests.chat.fuzz import Case, check, make_case, tiny_tokenizer
 
 
 def failure(case: Case, tokenizer: Tokenizer) -> str | None:

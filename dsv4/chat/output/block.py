@@ -7,32 +7,21 @@ a tag's name.
 
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from typing import NamedTuple
 
-from dsv4.chat import texts
 from dsv4.chat.output.arguments import ArgumentsWriter
+from dsv4.chat.output.tags import (
+    INVOKE,
+    IS_JSON,
+    IS_STRING,
+    PARAMETER,
+    TAG_CLOSE,
+    TAG_OPEN,
+    Delta,
+    Outcome,
+    overlap,
+)
 
-_INVOKE = 'invoke name="'
-_PARAMETER = 'parameter name="'
-_IS_STRING = 'string="true"'
-_IS_JSON = 'string="false"'
-TAG_OPEN = "<" + texts.DSML
-TAG_CLOSE = "</" + texts.DSML
 _MAX_BARE_CHARS = 512  # longer than this, an unfinished tag is text that lost its way
-
-
-class Delta(NamedTuple):
-    """A new piece of the result. `kind`: reasoning, content, call (its name) or arguments."""
-
-    kind: str
-    text: str
-    call_index: int = 0  # which call
-
-
-class Outcome(Enum):
-    OPEN = auto()
-    CLOSED = auto()  # its closing tag arrived
-    TEXT = auto()  # it was no call after all: `given_back` returns to where it came from
 
 
 class _State(Enum):
@@ -164,14 +153,14 @@ class CallBlock:
     def _in_tag_name(self, text: str) -> str:
         self._tail = (self._tail + text).lstrip(" ")
         name = self._tail
-        if any(word.startswith(name) and word != name for word in (_INVOKE, _PARAMETER)):
+        if any(word.startswith(name) and word != name for word in (INVOKE, PARAMETER)):
             return ""
         rest_at = 0
-        if name.startswith(_INVOKE):
+        if name.startswith(INVOKE):
             self._next_call_tag(is_invoke=True)
-            self._state, rest_at = _State.NAME, len(_INVOKE)
-        elif name.startswith(_PARAMETER) and self._call is not None:
-            self._state, rest_at = _State.KEY, len(_PARAMETER)
+            self._state, rest_at = _State.NAME, len(INVOKE)
+        elif name.startswith(PARAMETER) and self._call is not None:
+            self._state, rest_at = _State.KEY, len(PARAMETER)
         else:
             self._next_call_tag(is_invoke=False)
             self._state, self._in_tag = _State.PROSE, True
@@ -206,18 +195,18 @@ class CallBlock:
         tag_end = text.find(">") if self._in_tag else -1
         end = len(text) if tag_end < 0 else tag_end
         # A call may have lost its opening; but in an unwrapped one, prose is prose.
-        found = -1 if self._provisional else text.find(_INVOKE, 0, end)
+        found = -1 if self._provisional else text.find(INVOKE, 0, end)
         if found >= 0:
             self._skip(text[:found])
             self._leave_tag()
             self._state, self._parts = _State.NAME, []
-            return text[found + len(_INVOKE) :]
+            return text[found + len(INVOKE) :]
         if tag_end >= 0:
             self._skip(text[:tag_end])
             self._leave_tag()
             self._num_tags += 1
             return text[tag_end + 1 :]
-        keep = len(text) - _overlap(text, _INVOKE)
+        keep = len(text) - overlap(text, INVOKE)
         self._skip(text[:keep])
         self._tail = text[keep:]
         return ""
@@ -244,7 +233,7 @@ class CallBlock:
             self._end_call()
         if not name.strip():
             self._state, self._in_tag = _State.PROSE, True
-            self._tag_parts = [f'{_INVOKE}{name}" ']
+            self._tag_parts = [f'{INVOKE}{name}" ']
             return rest
         self._call_name, self._has_body, self._may_have_body = name, False, False
         index = self._first_index + self._num_calls
@@ -284,10 +273,10 @@ class CallBlock:
         if attributes is None:
             return ""
         self._state = _State.VALUE
-        self._prose.append(attributes.replace(_IS_STRING, "").replace(_IS_JSON, ""))
+        self._prose.append(attributes.replace(IS_STRING, "").replace(IS_JSON, ""))
         assert self._call is not None
         if not self._has_body:
-            self._call.open_parameter(self._key, is_json=_IS_JSON in attributes)
+            self._call.open_parameter(self._key, is_json=IS_JSON in attributes)
         return rest
 
     def _in_value(self, text: str) -> str:
@@ -394,11 +383,3 @@ class CallBlock:
         if prose.strip() or sum(map(len, self._raw or [])) > _MAX_BARE_CHARS:
             return False
         return in_unfinished_tag or (cut and self._num_tags <= 1)
-
-
-def _overlap(text: str, word: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `word`."""
-    for length in range(min(len(text), len(word) - 1), 0, -1):
-        if text.endswith(word[:length]):
-            return length
-    return 0

@@ -7,6 +7,7 @@ is taken back.
 
 import codecs
 import itertools
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,11 +15,12 @@ from typing import Literal, NamedTuple
 from dsv4.chat import texts
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.lexer import MarkerLexer
-from dsv4.chat.output.block import TAG_CLOSE, TAG_OPEN, CallBlock, Delta, Outcome
+from dsv4.chat.output.block import CallBlock
 from dsv4.chat.output.stops import StopMatcher
+from dsv4.chat.output.tags import TAG_CLOSE, TAG_OPEN, Delta, Outcome
 from dsv4.chat.tokenizer import Tokenizer
 
-__all__ = ["Delta", "OutputParser", "Parsed", "ParsedCall", "parse"]
+__all__ = ["Delta", "OutputParser", "Parsed", "ParsedCall", "new_call_id", "parse"]
 
 _MAX_PIECE_CHARS = 2048
 
@@ -38,6 +40,11 @@ class Parsed:
     # Markup that could not be understood: it was returned as text, or stands in `unparsed`.
     malformed: bool = False
     unparsed: str = ""  # text inside or behind a block of calls that belongs to no call
+
+
+def new_call_id(position: int) -> str:
+    """An id for a call: its place first, so that ids sort as calls do; the rest unguessable."""
+    return f"call_{position:02d}_{secrets.token_hex(12)}"
 
 
 def end_markers(dialect: Dialect) -> tuple[str, ...]:

@@ -3,21 +3,19 @@
 from collections.abc import Sequence
 
 from dsv4.chat.fields import fail, read_list, read_text
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
+from dsv4.request import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 
 def read_stops(value: object, path: str = "stop") -> tuple[str, ...]:
     """One string or a list of them."""
     if value is None:
         return ()
-    entries = [value] if isinstance(value, str) else read_list(value, path, MAX_STOPS)
+    entries = [value] if isinstance(value, str) else read_list(value, path, MAX_STOP_STRINGS)
     stops = []
     for place, entry in enumerate(entries):
         stop = read_text(entry, f"{path}[{place}]")
-        if not 0 < len(stop) <= MAX_STOP_CHARS:
-            fail(f"{path}[{place}]", f"{len(stop)} characters", f"1 to {MAX_STOP_CHARS}")
+        if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            fail(f"{path}[{place}]", f"{len(stop)} characters", f"1 to {MAX_STOP_CHARACTERS}")
         stops.append(stop)
     return tuple(dict.fromkeys(stops))
 

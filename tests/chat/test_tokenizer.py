@@ -5,13 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_fuzz import tiny_tokenizer, tokenizer_json
-from chat_support import FIXTURES, TOKENIZER_FILE, v4_tokenizer, v41_tokenizer, v41_tokenizer_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.chat import V4_PREVIEW, V41, Tokenizer, encode_prompt, texts
 from dsv4.errors import CheckpointError, RequestError
+from tests.chat.fuzz import tiny_tokenizer, tokenizer_json
+from tests.chat.support import (
+    FIXTURES,
+    TOKENIZER_FILE,
+    v4_tokenizer,
+    v41_tokenizer,
+    v41_tokenizer_text,
+)
 
 ALPHABET = sorted(json.loads(TOKENIZER_FILE.read_text(encoding="utf-8"))["model"]["vocab"])
 BYTES = [char for char in ALPHABET if len(char) == 1]

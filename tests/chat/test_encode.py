@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from chat_support import v4_tokenizer, v41_tokenizer
 
 from dsv4.chat import V4_OFFICIAL, V4_PREVIEW, V41, choose_dialect, encode_prompt, texts
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.errors import OptionError, RequestError
+from tests.chat.support import v4_tokenizer, v41_tokenizer
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

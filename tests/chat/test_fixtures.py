@@ -5,8 +5,13 @@ import random
 from typing import Any
 
 import pytest
-from chat_fuzz import cut_at_random
-from chat_support import (
+
+from dsv4.chat import V41, Dialect, OutputParser, Prompt, encode_prompt, texts
+from dsv4.chat.dialect import V4_OFFICIAL, V4_PREVIEW
+from dsv4.chat.prompt import Segment, Start
+from dsv4.chat.requests import read_chat_completions, read_messages_api, read_responses
+from tests.chat.fuzz import cut_at_random
+from tests.chat.support import (
     FIXTURES,
     as_fixture,
     cases,
@@ -15,11 +20,6 @@ from chat_support import (
     tools_of_fixtures,
     v4_tokenizer,
 )
-
-from dsv4.chat import V41, Dialect, OutputParser, Prompt, encode_prompt, texts
-from dsv4.chat.dialect import V4_OFFICIAL, V4_PREVIEW
-from dsv4.chat.prompt import Segment, Start
-from dsv4.chat.requests import read_chat_completions, read_messages_api, read_responses
 
 
 def by_id(name: str) -> Any:

@@ -9,17 +9,17 @@ import random
 from typing import Any
 
 import pytest
-from chat_generators import NAMES, OutputMaker, RequestMaker
-from chat_support import (
+
+from dsv4.chat import V4_OFFICIAL, V41, Dialect, Parsed, Prompt, parse
+from dsv4.chat.requests import read_chat_completions, read_messages_api, read_responses
+from tests.chat.generators import NAMES, OutputMaker, RequestMaker
+from tests.chat.support import (
     oracle_conversation,
     oracle_ids,
     oracle_parse,
     oracle_prompt,
     tokenizer_of,
 )
-
-from dsv4.chat import V4_OFFICIAL, V41, Dialect, Parsed, Prompt, parse
-from dsv4.chat.requests import read_chat_completions, read_messages_api, read_responses
 
 READERS = {
     "chat": read_chat_completions,

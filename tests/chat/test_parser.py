@@ -5,18 +5,6 @@ import random
 from typing import Any
 
 import pytest
-from chat_fuzz import (
-    TOOLS,
-    check,
-    cut_at_random,
-    ends_in_half_marker,
-    make_case,
-    marker_ids,
-    parse_ids,
-    parse_text,
-    tiny_tokenizer,
-)
-from chat_support import cases, v4_tokenizer, v41_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +21,18 @@ from dsv4.chat import (
 from dsv4.chat import texts as fixed
 from dsv4.chat.output.stops import read_stops
 from dsv4.errors import RequestError
+from tests.chat.fuzz import (
+    TOOLS,
+    check,
+    cut_at_random,
+    ends_in_half_marker,
+    make_case,
+    marker_ids,
+    parse_ids,
+    parse_text,
+    tiny_tokenizer,
+)
+from tests.chat.support import cases, v4_tokenizer, v41_tokenizer
 
 TINY = tiny_tokenizer()
 NUM_SPLITS = {"characters": 600, "tokens": 250, "bytes": 200}
@@ -283,7 +283,7 @@ def test_stop_strings(stops: list[str], text: str, content: str, found: str | No
         assert (parser.result.content, parser.result.stop_sequence) == (content, found)
 
 
-@pytest.mark.parametrize("value", [3, [""], ["a"] * 17, [None], ["x" * 1025], {"a": 1}])
+@pytest.mark.parametrize("value", [3, [""], ["a"] * 65, [None], ["x" * 4097], {"a": 1}])
 def test_bad_stop_strings(value: Any) -> None:
     with pytest.raises(RequestError, match="stop"):
         read_stops(value)
