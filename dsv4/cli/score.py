@@ -21,11 +21,13 @@ def score(
     model: str = typer.Argument(..., help="A folder with config.json and safetensors, or 'tiny'."),
     ids: Path = typer.Option(..., help="A JSON file: a list of token ids."),
     output: Path = typer.Option(..., "--output", "-o", help="The safetensors file to write."),
-    logprobs: bool = typer.Option(False, help="Write only logprobs [tokens - 1], not logits."),
+    logprobs: bool = typer.Option(
+        False, help="Write logprobs (one per token after the first) instead."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Logits (fp32, [tokens, vocabulary]) of a token sequence, and its perplexity.
+    """Logits (fp32, tokens x vocabulary) of a token sequence, and its perplexity.
 
     Example: dsv4 score tiny --ids ids.json -o logits.safetensors
     """
