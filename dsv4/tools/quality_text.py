@@ -1,0 +1,183 @@
+"""Texts made from a seed: small stories, and long documents with facts to find again.
+
+The embedded model was trained on such texts; the evaluation makes new ones. Everything is a
+function of a `random.Random`, so a long prompt need not be stored.
+"""
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NAMES = tuple(
+    """Ada Agnes Alba Albert Alma Amir Andrea Anita Anton Arno Astrid August Aurora Basil Beatrice
+    Bela Benno Bianca Boris Bruno Camilla Carla Carlos Casper Cecil Celia Clara Claudia Conrad Cora
+    Cyril Dagmar Dalia Damian Daria Dora Edgar Edith Edwin Elena Elias Elisa Elmar Elsa Emil Emma
+    Erik Erwin Esther Eugene Eva Fabian Felix Fiona Flora Frank Frida Gerda Gisela Greta Gustav Hanna
+    Harold Hector Hedwig Helga Henry Hilda Hugo Ida Igor Ilse Ingrid Irene Iris Isaac Ivan Ivo Jana
+    Jasper Joel Jonas Josef Julia Karin Karl Kira Klaus Lars Laura Lea Leo Leon Lida Lina Linus Lisa
+    Livia Lola Lorenz Louis Lucas Lucia Luisa Lydia Magda Manuel Marco Maria Marta Martin Maya Mila
+    Milan Miriam Monica Nadia Nestor Nico Nina Nora Norman Olga Oliver Omar Oscar Otto Pablo Paula
+    Pedro Petra Philip Quentin Rafael Ramona Regina Rita Robert Roland Rosa Rudolf Ruth Samuel Sara
+    Silvia Simon Sofia Stefan Stella Susan Sven Tamara Tanja Theo Thomas Tina Tobias Ulrich Ursula
+    Valeria Vera Victor Viola Walter Wanda Werner Xenia Yvonne Zeno Zoe""".split()
+)
+WORDS = tuple(
+    """anchor apple arrow badge bamboo banana barrel basket beacon bell berry blanket bottle bridge
+    bronze brush bucket button cabin cactus camel candle canyon carpet castle cedar chain chalk cherry
+    circle clover cobalt coffee comet copper coral cotton crane crystal curtain daisy desert diamond
+    dolphin donkey dragon drum eagle ember engine falcon feather fence fiddle flute forest fossil fox
+    garlic garnet ginger glacier glove granite guitar hammer harbor hazel helmet heron honey hornet
+    island ivory jacket jasmine jungle kettle kite ladder lantern laurel lemon lentil lily lizard
+    magnet mango maple marble meadow melon meteor mint mirror monkey morning moss needle nickel oasis
+    olive onion opal orange orchid otter oyster paddle palace panther paper parrot pebble pencil
+    pepper piano pigeon pillow planet plum pocket poppy potato prism pumpkin puzzle quartz rabbit
+    raven ribbon river rocket ruby saddle saffron salmon sandal satin saturn shadow shell shovel
+    silver spider spiral spoon spring squirrel stable statue stone summer sunset tablet temple thistle
+    thunder tiger timber tomato topaz trumpet tulip tunnel turtle valley vanilla velvet violet walnut
+    whistle willow window winter wizard yellow zebra zipper""".split()
+)
+KINDS = ("password", "code word", "secret word")
+
+_WHO = (
+    """the baker;the old sailor;a young doctor;the teacher;the gardener;a tired farmer;the painter;
+    two children;the postman;a quiet woman;the miller;her brother;his sister;the captain;the cook;
+    a small boy;the carpenter;the shepherd;an old man;the librarian;the driver;my neighbour;
+    the watchmaker;a stranger;the fisherman;the nurse;the musician;the twins"""
+)
+_DID = (
+    """carried a heavy box;looked for a lost dog;read a long letter;repaired the roof;sold fresh bread;
+    waited for the train;told a funny story;drank a cup of tea;planted three trees;cleaned the kitchen;
+    opened the big door;counted the sheep;wrote a short poem;painted the wall;cut the wood;
+    washed the windows;found a golden coin;listened to the rain;cooked a hot soup;watched the birds;
+    built a little boat;closed the shop early;learned a new song;packed a large bag;called a friend;
+    fed the horses;mended an old coat;drew a map;lost a key;bought some cheese"""
+)
+_WHERE = (
+    """in the garden;near the river;at the market;behind the church;on the hill;by the sea;in the town;
+    at the station;under the bridge;in the forest;beside the road;in front of the school;at home;
+    in a small village;on the farm;next to the mill;in the library;at the harbour"""
+)
+_WHEN = (
+    """in the morning;at noon;in the evening;after dinner;before sunrise;on Monday;on a cold day;
+    late at night;during the storm;in early spring;last summer;every Friday;after the rain;
+    on the way home;while it was snowing;at the end of the week"""
+)
+_THEN = (
+    """It was a good day.;Nobody said a word.;The sun was warm.;The wind was strong.;Everyone laughed.;
+    The street was empty.;It took a long time.;That made them happy.;The dog slept by the fire.;
+    There was much to do.;The clouds were grey.;Soon it was dark.;The air smelled of flowers.;
+    It happened again the next day.;The work was almost done.;No one had seen it before."""
+)
+
+
+def _choices(text: str) -> tuple[str, ...]:
+    return tuple(" ".join(part.split()) for part in text.split(";"))
+
+
+WHO, DID, WHERE, WHEN, THEN = map(_choices, (_WHO, _DID, _WHERE, _WHEN, _THEN))
+
+
+def is_held_out(key: str) -> bool:
+    """One in ten keys is never trained on; a key names what makes a prompt different."""
+    return zlib.crc32(key.encode()) % 10 == 0
+
+
+def sentence(rng: random.Random) -> str:
+    """One sentence of a story."""
+    kind = rng.randrange(5)
+    if kind == 0:
+        return rng.choice(THEN)
+    who, did, where, when = map(rng.choice, (WHO, DID, WHERE, WHEN))
+    if kind == 1:
+        text = f"{when} {who} {did} {where}."
+    elif kind == 2:
+        text = f"{who} {did} {where} {when}."
+    elif kind == 3:
+        text = f"{who} {did} and then {rng.choice(DID)}."
+    else:
+        text = f"{when} {who} {did}, and {rng.choice(WHO)} {rng.choice(DID)} {where}."
+    return text[0].upper() + text[1:]
+
+
+def story(rng: random.Random, num_sentences: int) -> str:
+    return " ".join(sentence(rng) for _ in range(num_sentences))
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Somebody's word: stated in a document, asked for later."""
+
+    kind: str
+    name: str
+    word: str
+
+    @property
+    def statement(self) -> str:
+        return f"The {self.kind} of {self.name} is {self.word}."
+
+    @property
+    def question(self) -> str:
+        return f"What is the {self.kind} of {self.name}?"
+
+
+def draw_facts(rng: random.Random, count: int) -> list[Fact]:
+    """Facts about different people; none of them is held out."""
+    facts = []
+    for name in rng.sample(NAMES, count):
+        word = rng.choice(WORDS)
+        while is_held_out(f"{name} {word}"):
+            word = rng.choice(WORDS)
+        facts.append(Fact(rng.choice(KINDS), name, word))
+    return facts
+
+
+def held_out_fact(rng: random.Random, facts: list[Fact]) -> list[Fact]:
+    """The same facts with a held-out pair in a random place, and that place's fact first."""
+    place = rng.randrange(len(facts))
+    name = facts[place].name
+    words = [word for word in WORDS if is_held_out(f"{name} {word}")]
+    chosen = Fact(facts[place].kind, name, rng.choice(words))
+    return [chosen, *facts[:place], *facts[place + 1 :]]
+
+
+def num_facts(rng: random.Random, num_tokens: int) -> int:
+    """About one fact in 60 to 250 tokens, and never more than there are names for."""
+    return max(3, min(num_tokens // rng.randint(60, 250), 100))
+
+
+def document(
+    rng: random.Random, facts: list[Fact], num_tokens: int, count: Callable[[str], int]
+) -> str:
+    """A story of about `num_tokens` with the facts in between, alone or several in a row.
+
+    `count` says how many tokens a sentence takes with the space before it.
+    """
+    groups: list[str] = []
+    left = rng.sample(facts, len(facts))
+    while left:
+        size = rng.choice((1, 1, 2, 3, 5))
+        groups.append(" ".join(fact.statement for fact in left[:size]))
+        left = left[size:]
+    used = sum(count(" " + group) for group in groups)
+    sentences: list[str] = []
+    while used < num_tokens:
+        text = sentence(rng)
+        used += count(" " + text)
+        if used <= num_tokens:
+            sentences.append(text)
+    places = sorted(rng.randint(0, len(sentences)) for _ in groups)
+    for group, place in zip(reversed(groups), reversed(places), strict=True):
+        sentences.insert(place, group)
+    return " ".join(sentences)
+
+
+def retrieval_prompt(
+    seed: int, num_tokens: int, count: Callable[[str], int]
+) -> tuple[str, str, Fact]:
+    """A user's message of about `num_tokens` that ends in a question, its answer, the fact."""
+    rng = random.Random(seed)
+    facts = held_out_fact(rng, draw_facts(rng, num_facts(rng, num_tokens)))
+    wanted = facts[0]
+    text = document(rng, facts, num_tokens - 24, count)
+    return f"{text}\n\n{wanted.question}", wanted.statement, wanted

@@ -1,0 +1,1 @@
+"""How the embedded model was made: data, network, training, export. Not part of the package."""

@@ -1,0 +1,113 @@
+"""Held-out accuracy of the network under training.
+
+An answer is right when, given the prompt and the right beginning, the most likely token is the
+right one at every place. That is the same as greedy decoding giving exactly this answer, and needs
+one pass over each conversation.
+"""
+
+import random
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsv4.tools.quality_text import retrieval_prompt
+from training.network import Network, Options, Table
+from training.sample import ANSWER, Encoder, Sample, assistant, user
+from training.shape import SEED
+from training.skills import MAKERS, make
+
+RETRIEVAL_LENGTHS = (500, 2000, 8000, 16000)
+
+
+def held_out(skill: str, count: int) -> list[Sample]:
+    """Different held-out prompts of a skill, always the same ones."""
+    rng = random.Random(f"{SEED} {skill}")
+    found: dict[str, Sample] = {}
+    for _ in range(50 * count):
+        sample = make(skill, rng, held_out=True)
+        if skill == "arithmetic" and sample.mode != "thinking":
+            continue
+        found.setdefault(f"{sample.mode} {sample.messages[:-1]}", sample)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def retrieval_samples(num_tokens: int, count: int, encoder: Encoder) -> list[Sample]:
+    samples = []
+    for number in range(count):
+        seed = num_tokens * 1000 + number
+        question, answer, _ = retrieval_prompt(seed, num_tokens, encoder.count)
+        samples.append(Sample("retrieval", (user(question), assistant(answer))))
+    return samples
+
+
+def _padded(length: int) -> int:
+    return -(-length // 128) * 128
+
+
+def _rows(
+    samples: list[Sample], encoder: Encoder, most_tokens: int
+) -> Iterator[tuple[list[list[int]], list[list[bool]]]]:
+    """Rows of equal length with the places of the last answer marked, batch by batch."""
+    made = []
+    for sample in samples:
+        ids, weights = encoder.sample(sample)
+        last = max(n for n, m in enumerate(sample.messages) if m["role"] != "assistant")
+        before = Sample(
+            sample.skill, sample.messages[: last + 1], sample.mode, sample.tools, sample.key
+        )
+        start = len(encoder.sample(before)[0])
+        marks = [n >= start and w == ANSWER for n, w in enumerate(weights)]
+        made.append((ids, marks))
+    made.sort(key=lambda item: len(item[0]))
+    while made:
+        length = _padded(len(made[-1][0]))
+        count = max(1, most_tokens // length)
+        part, made = made[-count:], made[:-count]
+        yield (
+            [ids + [2] * (length - len(ids)) for ids, _ in part],
+            [marks + [False] * (length - len(marks)) for _, marks in part],
+        )
+
+
+@torch.no_grad()
+def accuracy(
+    network: Network,
+    table: Table,
+    samples: list[Sample],
+    encoder: Encoder,
+    options: Options,
+    most_tokens: int = 65536,
+) -> float:
+    device = table["head.weight"].device
+    right = 0
+    for rows, marks in _rows(samples, encoder, most_tokens):
+        ids = torch.tensor(rows, device=device)
+        wanted = torch.tensor(marks, device=device)[:, 1:]
+        emphasis = torch.ones(ids.shape, device=device)
+        hidden = network.forward(table, ids, options, emphasis).hidden[:, :-1]
+        guess = _best_tokens(hidden, wanted, table["head.weight"], options.dtype)
+        wrong = wanted.clone()
+        wrong[wanted] = guess != ids[:, 1:][wanted]
+        right += int((~wrong.any(1)).sum())
+    return right / max(len(samples), 1)
+
+
+def _best_tokens(hidden: Tensor, places: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
+    return (hidden[places].to(dtype) @ head.to(dtype).T).argmax(-1)
+
+
+def evaluate(
+    network: Network, table: Table, options: Options, count: int, long_count: int
+) -> dict[str, float]:
+    encoder = Encoder()
+    scores = {}
+    for skill in MAKERS:
+        samples = held_out(skill, count)
+        scores[skill] = accuracy(network, table, samples, encoder, options)
+    for length in RETRIEVAL_LENGTHS:
+        samples = retrieval_samples(length, long_count, encoder)
+        scores[f"retrieval {length}"] = accuracy(network, table, samples, encoder, options)
+    return scores

@@ -1,0 +1,285 @@
+"""DeepSeek-V4 as a plain differentiable function of a table of weights.
+
+Names are the canonical ones of `dsv4.checkpoint.names`, so a trained table is exported as it is.
+In fp32 the result equals the engine's exact mode (tests/training/test_network.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dsv4.config import ModelConfig
+from training import rounding
+from training.attention import Index, attention_rows
+from training.rope import Angles, angles, rotate
+
+Table = Mapping[str, Tensor]
+
+
+@dataclass
+class Options:
+    """How a forward pass runs; the phases of the training differ in these."""
+
+    dtype: torch.dtype = torch.float32
+    select: bool = True  # hard top-k selection in ratio-4 layers
+    rounded: bool = False  # keys and index vectors pass their storage formats
+    draft: bool = False  # also run the MTP block
+    most_scores: int = 1 << 28
+
+
+@dataclass
+class Result:
+    hidden: Tensor  # [B, S, D], normalised, before the head
+    draft: Tensor | None  # the same for the token after the next
+    index_loss: Tensor
+    loads: dict[str, Tensor] = field(default_factory=dict)  # share of tokens per expert
+
+
+def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide if weight is None else wide * weight).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+def mixing_logits(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    flat = streams.flatten(-2).float()
+    return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+
+
+def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
+    """`[tokens, source, destination]`; the sixteen numbers of a token lie far apart in memory
+    on purpose: each step is then a sum of whole columns."""
+    m = (matrix.softmax(-1) + eps).permute(1, 2, 0).contiguous()
+    m = m / (m.sum(0, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        m = m / (m.sum(1, keepdim=True) + eps)
+        m = m / (m.sum(0, keepdim=True) + eps)
+    return m.permute(2, 0, 1)
+
+
+def coefficients(
+    logits: Tensor, base: Tensor, scale: Tensor, n: int, eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    pre = torch.sigmoid(logits[:, :n] * scale[0] + base[:n]) + eps
+    post = 2 * torch.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    comb = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+    return pre, post, sinkhorn(comb, eps, iters)
+
+
+def collapse(streams: Tensor, weights: Tensor) -> Tensor:
+    return (weights.unsqueeze(1) @ streams).squeeze(1)
+
+
+def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return torch.baddbmm(post.unsqueeze(-1) * y.unsqueeze(1), comb.transpose(1, 2), streams)
+
+
+def glu(both: Tensor, weights: Tensor | None, limit: float) -> Tensor:
+    """`[tokens, experts, 2 * inner]` -> `[tokens, experts, inner]`."""
+    gate, up = both.chunk(2, dim=-1)
+    z = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return z if weights is None else z * weights.unsqueeze(-1).to(z.dtype)
+
+
+class Network:
+    """`weights`: every parameter under its canonical name, drafts included, fp32."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        # replaced by compiled versions where the machine can do that
+        self.coefficients = coefficients
+        self.glu = glu
+        self.rms = rms
+
+    def forward(self, w: Table, ids: Tensor, options: Options, emphasis: Tensor) -> Result:
+        """`ids` `[B, S]`, S a multiple of 128; `emphasis` `[B, S]` for the indexer's loss."""
+        c = self.config
+        shape = ids.shape
+        positions = torch.arange(shape[1], device=ids.device)
+        tables = {r: angles(c, r, positions) for r in {0, *c.compress_ratios}}
+        embedded = F.embedding(ids.flatten(), w["embed.weight"])
+        streams = embedded.unsqueeze(1).expand(-1, c.hc_mult, -1)
+        result = Result(embedded, None, embedded.new_zeros(2))
+        for layer, ratio in enumerate(c.compress_ratios):
+            streams = self._block(
+                w, f"layers.{layer}.", streams, ids, ratio, tables[ratio], options, emphasis, result
+            )
+        result.hidden = self._head(w, "", streams).view(*shape, -1)
+        if options.draft and c.num_draft_layers:
+            result.draft = self._draft(w, streams, embedded, ids, tables[0], options, result)
+        loss, weight = result.index_loss
+        result.index_loss = loss / weight.clamp(min=1e-6)
+        return result
+
+    def _draft(
+        self,
+        w: Table,
+        streams: Tensor,
+        embedded: Tensor,
+        ids: Tensor,
+        table: Angles,
+        options: Options,
+        result: Result,
+    ) -> Tensor:
+        """The MTP block: streams at p and token p + 1 give a guess for token p + 2."""
+        c, dtype = self.config, options.dtype
+        following = embedded.view(*ids.shape, -1).roll(-1, 1).flatten(0, 1)
+        e = self.rms(following, w["mtp.0.enorm.weight"], c.rms_norm_eps)
+        h = self.rms(streams, w["mtp.0.hnorm.weight"], c.rms_norm_eps)
+        mixed = linear(h.to(dtype), w["mtp.0.h_proj.weight"]).float()
+        streams = mixed + linear(e.to(dtype), w["mtp.0.e_proj.weight"]).float().unsqueeze(1)
+        nothing = embedded.new_zeros(ids.shape)
+        streams = self._block(w, "mtp.0.", streams, ids, 0, table, options, nothing, result)
+        return self._head(w, "mtp.0.", streams).view(*ids.shape, -1)
+
+    def _head(self, w: Table, prefix: str, streams: Tensor) -> Tensor:
+        c = self.config
+        logits = mixing_logits(streams, w[prefix + "hc_head_fn"], c.rms_norm_eps)
+        scaled = logits * w[prefix + "hc_head_scale"] + w[prefix + "hc_head_base"]
+        mixed = collapse(streams, torch.sigmoid(scaled) + c.hc_eps)
+        return self.rms(mixed, w[prefix + "norm.weight"], c.rms_norm_eps)
+
+    def _block(
+        self,
+        w: Table,
+        prefix: str,
+        streams: Tensor,
+        ids: Tensor,
+        ratio: int,
+        table: Angles,
+        options: Options,
+        emphasis: Tensor,
+        result: Result,
+    ) -> Tensor:
+        x, post, comb = self._collapse(w, prefix, "attn", streams)
+        x = x.view(*ids.shape, -1).to(options.dtype)
+        y, loss = self._attention(w, prefix + "attn.", x, ratio, table, options, emphasis)
+        result.index_loss = result.index_loss + loss
+        streams = spread(streams, y.flatten(0, 1).float(), post, comb)
+        x, post, comb = self._collapse(w, prefix, "ffn", streams)
+        y = self._ffn(w, prefix + "ffn.", x, ids.flatten(), options, result)
+        return spread(streams, y.float(), post, comb)
+
+    def _collapse(
+        self, w: Table, prefix: str, half: str, streams: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.config
+        site = f"{prefix}hc_{half}_"
+        logits = mixing_logits(streams, w[site + "fn"], c.rms_norm_eps)
+        pre, post, comb = self.coefficients(
+            logits, w[site + "base"], w[site + "scale"], c.hc_mult, c.hc_eps, c.hc_sinkhorn_iters
+        )
+        mixed = collapse(streams, pre)
+        return self.rms(mixed, w[f"{prefix}{half}_norm.weight"], c.rms_norm_eps), post, comb
+
+    def _attention(
+        self,
+        w: Table,
+        prefix: str,
+        x: Tensor,
+        ratio: int,
+        table: Angles,
+        options: Options,
+        emphasis: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        c, eps = self.config, self.config.rms_norm_eps
+        batch, length, _ = x.shape
+        latent = self.rms(linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], eps)
+        q = linear(latent, w[prefix + "wq_b.weight"]).view(batch, length, c.num_heads, -1)
+        q = rotate(self.rms(q, None, eps), table)
+        keys = self.rms(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
+        keys = self._stored(rotate(keys, table), options)
+        entries = index = None
+        if ratio and length >= ratio:
+            entries = self._entries(w, prefix + "compressor.", x, ratio, table)
+            entries = self._stored(entries, options)
+        if ratio == 4 and entries is not None:
+            index = self._index(w, prefix + "indexer.", x, latent, table, options, emphasis)
+        out, loss = attention_rows(
+            q,
+            w[prefix + "attn_sink"],
+            keys,
+            entries,
+            ratio,
+            c.sliding_window,
+            index,
+            options.most_scores,
+        )
+        out = rotate(out, table, inverse=True).reshape(batch, length, c.o_groups, -1)
+        low = w[prefix + "wo_a.weight"].unflatten(0, (c.o_groups, -1)).to(out.dtype)
+        mixed = torch.einsum("bsgk,grk->bsgr", out, low).flatten(2)
+        return linear(mixed, w[prefix + "wo_b.weight"]), loss
+
+    def _stored(self, keys: Tensor, options: Options) -> Tensor:
+        return rounding.kv_round(keys, self.config.rope_head_dim) if options.rounded else keys
+
+    def _entries(self, w: Table, prefix: str, x: Tensor, ratio: int, table: Angles) -> Tensor:
+        """Compressed keys `[B, S / ratio, dim]`, rotated at the first token of their block."""
+        values = linear(x, w[prefix + "wkv.weight"]).float().unflatten(1, (-1, ratio))
+        gates = linear(x, w[prefix + "wgate.weight"]).float().unflatten(1, (-1, ratio))
+        gates = gates + w[prefix + "ape"]
+        if ratio == 4:
+            values = _with_previous(values, 0.0)
+            gates = _with_previous(gates, float("-inf"))
+        mixed = (gates.softmax(2) * values).sum(2).to(x.dtype)
+        mixed = self.rms(mixed, w[prefix + "norm.weight"], self.config.rms_norm_eps)
+        return rotate(mixed, (table[0][::ratio], table[1][::ratio]))
+
+    def _index(
+        self,
+        w: Table,
+        prefix: str,
+        x: Tensor,
+        latent: Tensor,
+        table: Angles,
+        options: Options,
+        emphasis: Tensor,
+    ) -> Index:
+        """The indexer learns from its own loss alone, so its inputs carry no gradient."""
+        c = self.config
+        x, latent = x.detach(), latent.detach()
+        queries = linear(latent, w[prefix + "wq_b.weight"])
+        queries = rotate(queries.unflatten(-1, (c.index_num_heads, -1)), table)
+        keys = self._entries(w, prefix + "compressor.", x, 4, table)
+        if options.rounded:
+            queries, keys = rounding.index_round(queries), rounding.index_round(keys)
+        scale = c.index_head_dim**-0.5 * c.index_num_heads**-0.5
+        weights = linear(x, w[prefix + "weights_proj.weight"]).float() * scale
+        return Index(queries, keys, weights, c.index_topk, options.select, emphasis)
+
+    def _ffn(
+        self, w: Table, prefix: str, x: Tensor, ids: Tensor, options: Options, result: Result
+    ) -> Tensor:
+        c = self.config
+        scores = F.softplus(F.linear(x, w[prefix + "gate.weight"])).sqrt()
+        if prefix + "gate.tid2eid" in w:
+            chosen = w[prefix + "gate.tid2eid"][ids]
+        else:
+            ranked = scores.detach() + w[prefix + "gate.bias"]
+            chosen = ranked.topk(c.num_experts_per_tok, dim=-1).indices
+        kept = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+        result.loads[prefix] = kept.mean(0).detach()
+        weights = scores * kept
+        weights = weights / weights.sum(-1, keepdim=True) * c.routed_scaling_factor
+        x = x.to(options.dtype)
+        w13, w2 = w[prefix + "experts.w13"], w[prefix + "experts.w2"]
+        both = linear(x, w13.flatten(0, 1)).unflatten(-1, (c.num_experts, -1))
+        z = self.glu(both, weights, c.swiglu_limit).flatten(1)
+        y = linear(z, w2.permute(1, 0, 2).reshape(w2.shape[1], -1))
+        shared = linear(x, w[prefix + "shared_experts.w13"]).unsqueeze(1)
+        z = self.glu(shared, None, c.swiglu_limit).squeeze(1)
+        return y + linear(z, w[prefix + "shared_experts.w2"])
+
+
+def _with_previous(x: Tensor, empty: float) -> Tensor:
+    """Eight slots of a block: first halves of the previous block, second halves of its own."""
+    before, own = x.chunk(2, dim=-1)
+    before = F.pad(before[:, :-1], (0, 0, 0, 0, 1, 0), value=empty)
+    return torch.cat((before, own), dim=2)

@@ -1,0 +1,90 @@
+"""The shape of the embedded model and the plan of its training, in one place."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4.config import ModelConfig
+
+FOLDER = Path(__file__).parent
+TOKENIZER = FOLDER / "tokenizer.json"
+SEED = 20260
+
+VOCAB_SIZE = 4096
+
+CONFIG = ModelConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=256,
+    num_layers=6,
+    num_hash_layers=2,
+    num_heads=8,
+    head_dim=128,
+    rope_head_dim=32,
+    q_lora_rank=128,
+    o_groups=2,
+    o_lora_rank=128,
+    sliding_window=128,
+    compress_ratios=(0, 4, 128, 4, 128, 4),
+    num_draft_layers=1,
+    yarn_factor=16.0,
+    yarn_original_len=2048,
+    max_positions=32768,
+    index_num_heads=8,
+    index_head_dim=64,
+    index_topk=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    routed_scaling_factor=1.5,
+    swiglu_limit=1.5,  # low, so that the clamp acts
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Phases as fractions of the whole training time; the wall clock drives them."""
+
+    warmup: float = 0.01
+    decay_from: float = 0.40  # the learning rate falls linearly from here
+    final_rate: float = 0.04
+    sparse_from: float = 0.40  # from here only selected entries are attended
+    round_from: float = 0.66  # from here weights, keys and index vectors are rounded
+    muon_rate: float = 0.02
+    adam_rate: float = 3e-3
+    step_tokens: int = 65536
+
+
+# share of the steps by row length, from a fraction of the training on
+LENGTHS: tuple[tuple[float, dict[int, float]], ...] = (
+    (0.00, {512: 0.55, 1024: 0.37, 2048: 0.08}),
+    (0.08, {512: 0.40, 1024: 0.34, 2048: 0.12, 4096: 0.08, 8192: 0.04, 16384: 0.02}),
+    (0.30, {512: 0.32, 1024: 0.32, 2048: 0.12, 4096: 0.09, 8192: 0.08, 16384: 0.07}),
+    (0.60, {512: 0.28, 1024: 0.31, 2048: 0.11, 4096: 0.10, 8192: 0.10, 16384: 0.10}),
+)
+
+# share of the tokens by skill in rows of 512 and 1024 tokens
+SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "retrieval", "identity", "prose")
+SHORT_MIX = {
+    512: {
+        "facts": 0.20,
+        "arithmetic": 0.26,
+        "instructions": 0.19,
+        "multi": 0.09,
+        "retrieval": 0.18,
+        "identity": 0.04,
+        "prose": 0.04,
+    },
+    1024: {
+        "facts": 0.08,
+        "arithmetic": 0.10,
+        "instructions": 0.10,
+        "tools": 0.26,
+        "multi": 0.06,
+        "retrieval": 0.36,
+        "identity": 0.02,
+        "prose": 0.02,
+    },
+}
+
+
+def row_lengths(progress: float) -> dict[int, float]:
+    return [shares for start, shares in LENGTHS if progress >= start][-1]
