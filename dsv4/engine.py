@@ -203,13 +203,11 @@ class Engine:
         return encode_prompt(messages, dialect=self.dialect, mode=mode).ids(self.tokenizer)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        if isinstance(prompt, str):
-            prompt = self.encode(prompt)
         if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is {prompt!r}, expected a text or a list of token ids")
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         self._num_named += 1
-        name = f"request-{self._num_named}"
-        return Request(name, tuple(prompt), params or SamplingParams())
+        return Request(f"request-{self._num_named}", tuple(ids), params or SamplingParams())
 
     def _check(self, request: Request) -> None:
         if request.id in self._live:
