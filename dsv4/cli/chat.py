@@ -286,8 +286,8 @@ class Terminal:
                         status.stop()
                     self._change(kind, delta)
                     kind = delta.kind
-                if kind == "reasoning" and self.is_folded:
-                    self._note_thought()
+            if kind == "reasoning" and self.is_folded:
+                self._note_thought()
         except KeyboardInterrupt:
             self._end_line()
             self._note("stopped")
