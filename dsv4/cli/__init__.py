@@ -1,0 +1,52 @@
+"""The `dsv4` command: arguments in, printing out; the work is done elsewhere."""
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from dsv4.cli import chat, check, convert, generate, inspect, plan, score
+from dsv4.errors import Dsv4Error
+
+COMMANDS = (generate, chat, score, inspect, check, plan, convert)
+
+app = typer.Typer(
+    name="dsv4",
+    help="Run, check and convert DeepSeek-V4 models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in COMMANDS:
+    command.register(app)
+
+
+@app.callback()
+def options(
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks and debug messages."),
+) -> None:
+    level = logging.DEBUG if debug else logging.WARNING
+    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=debug)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
+
+
+def main() -> None:
+    try:
+        app()
+    except Dsv4Error as error:
+        if "--debug" in sys.argv:
+            raise
+        text = f"[bold red]error:[/] {_plain(str(error))}"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output is gone; nothing is left to say
+        raise SystemExit(1) from None
+
+
+def _plain(text: str) -> str:
+    """Brackets in messages are not markup."""
+    return text.replace("[", "\\[")
