@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.chat import texts
+from dsv4.chat.fields import show
 from dsv4.errors import OptionError, RequestError
 
 log = logging.getLogger(__name__)
@@ -46,18 +47,18 @@ class Dialect:
         if isinstance(effort, int) and not isinstance(effort, bool):
             if not self.is_v41:
                 raise RequestError(
-                    f"reasoning_effort: found the number {effort}, expected one of"
+                    f"reasoning_effort: found the number {show(effort)}, expected one of"
                     f" {', '.join(EFFORT_NAMES)}; only V4.1 models take a number"
                 )
             if not 1 <= effort <= 100:
                 raise RequestError(
-                    f"reasoning_effort: found {effort}, expected a whole number from 1 to 100"
+                    f"reasoning_effort: found {show(effort)}, expected a whole number from 1 to 100"
                 )
             return texts.EFFORT_V41.replace("{budget}", str(effort))
         if not (effort is None or isinstance(effort, str)) or effort not in _EFFORT_LEVELS:
             numbers = " or a whole number from 1 to 100" if self.is_v41 else ""
             raise RequestError(
-                f"reasoning_effort: found {effort!r}, expected one of"
+                f"reasoning_effort: found {show(effort)}, expected one of"
                 f" {', '.join(EFFORT_NAMES)}{numbers}"
             )
         level = _EFFORT_LEVELS[effort]

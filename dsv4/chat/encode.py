@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4.chat import jsontext, texts
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.fields import check_json, fail, read_object, read_text
+from dsv4.chat.fields import check_json, fail, read_object, read_text, show
 from dsv4.chat.messages import Image, Message, Piece, Tool, check_unique, read_messages, read_tools
 from dsv4.chat.prompt import Prompt, PromptWriter, Start, write_calls, write_tools
 from dsv4.chat.turns import Turn, build_turns, check_results
@@ -72,7 +72,7 @@ def encode_prompt(
 ) -> Prompt:
     """Encode messages in the shape of chat completions. See `Conversation` for `at_server`."""
     if mode not in ("thinking", "chat"):
-        fail("mode", repr(mode), "'thinking' or 'chat'")
+        fail("mode", show(mode), "'thinking' or 'chat'")
     return Conversation(
         messages=read_messages(messages, as_received=not at_server),
         tools=read_tools(tools, "tools", as_received=not at_server),
@@ -93,7 +93,7 @@ def read_tool_choice(value: object) -> ToolChoice:
         return ToolChoice()
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
-            fail("tool_choice", repr(value), "auto, none, required or a named function")
+            fail("tool_choice", show(value), "auto, none, required or a named function")
         return ToolChoice(value)
     function = read_object(value, "tool_choice").get("function")
     name = read_object(function, "tool_choice.function").get("name")
@@ -118,7 +118,7 @@ def response_schema(value: object, dialect: Dialect) -> tuple[str, Any] | None:
         schema = read_object(outer.get("schema"), path)
         check_json(schema, path)
         return texts.RESPONSE_FORMAT, schema
-    fail("response_format.type", repr(kind), "text, json_object, json_schema or regex")
+    fail("response_format.type", show(kind), "text, json_object, json_schema or regex")
 
 
 class _Encoder:
@@ -158,7 +158,7 @@ class _Encoder:
         if choice.kind == "named":
             tools = tuple(tool for tool in tools if tool.name == choice.name)
             if not tools:
-                fail("tool_choice", f"the name {choice.name!r}", "the name of a declared tool")
+                fail("tool_choice", f"the name {show(choice.name)}", "the name of a declared tool")
         elif choice.kind == "required" and not tools:
             fail("tool_choice", "'required' without tools", "at least one tool, or 'auto'")
         return tools

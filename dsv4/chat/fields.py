@@ -11,6 +11,8 @@ from dsv4.chat import jsontext
 from dsv4.errors import RequestError
 
 MAX_TEXT_CHARS = 8_000_000  # more text than the longest context holds
+_MAX_INT_BITS = 8192  # Python refuses to write much longer ones
+_MAX_SHOWN_CHARS = 80
 
 
 def fail(path: str, found: str, expected: str) -> NoReturn:
@@ -22,7 +24,18 @@ def kind_of(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     if value is None:
         return "null"
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else repr(value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "a number"
+    return names.get(type(value), type(value).__name__)
+
+
+def show(value: object) -> str:
+    """A value in an error message: itself if it is short, else what it is."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= _MAX_SHOWN_CHARS else value[:_MAX_SHOWN_CHARS] + "…")
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 64):
+        return repr(value)
+    return kind_of(value)
 
 
 def read_object(value: object, path: str) -> Mapping[str, Any]:
@@ -68,7 +81,7 @@ def check_json(value: object, path: str, depth: int = 0) -> None:
     elif isinstance(value, Mapping):
         for key, member in value.items():
             if not isinstance(key, str):
-                fail(path, f"the key {key!r}", "keys that are strings")
+                fail(path, f"the key {show(key)}", "keys that are strings")
             read_text(key, path)
             check_json(member, path, depth + 1)
     elif isinstance(value, (list, tuple)):
@@ -76,6 +89,8 @@ def check_json(value: object, path: str, depth: int = 0) -> None:
             check_json(member, path, depth + 1)
     elif isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
-            fail(path, repr(value), "a number that JSON can write")
+            fail(path, show(value), "a number that JSON can write")
+    elif isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        fail(path, "a number of thousands of digits", "a shorter one")
     elif value is not None and not isinstance(value, (bool, int)):
         fail(path, type(value).__name__, "a JSON value")

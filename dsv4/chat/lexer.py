@@ -12,74 +12,60 @@ class MarkerLexer:
 
     def __init__(self, markers: Sequence[str]) -> None:
         self._markers = tuple(markers)
-        self._firsts = tuple(sorted({marker[0] for marker in markers}))
+        self._longest = max(map(len, markers))
+        self._firsts = frozenset(marker[0] for marker in markers)
         self._held = ""
 
     def push(self, text: str) -> Iterator[tuple[str, bool]]:
         text = self._held + text
         self._held = ""
-        if not any(first in text for first in self._firsts):
+        if self._firsts.isdisjoint(text):  # most pieces of an output
             if text:
                 yield text, False
             return
-        start = position = 0
-        next_at = dict.fromkeys(self._firsts, -1)
-        while True:
-            position = self._candidate(text, position, next_at)
-            if position < 0:
-                break
-            marker = self._marker_at(text, position)
-            if marker is not None:
-                if position > start:
-                    yield text[start:position], False
-                yield marker, True
-                start = position = position + len(marker)
-            elif self._may_become_marker(text, position):
-                self._held = text[position:]
-                break
-            else:
-                position += 1
-        end = len(text) - len(self._held)
-        if end > start:
-            yield text[start:end], False
+        end = 0
+        for piece, is_marker in split_markers(text, self._markers):
+            end += len(piece)
+            if not is_marker and end == len(text):
+                hold_at = self._hold_at(piece)
+                self._held = piece[hold_at:]
+                piece = piece[:hold_at]
+            if piece:
+                yield piece, is_marker
 
     def finish(self) -> str:
         """The held piece, which can no longer become a marker."""
         held, self._held = self._held, ""
         return held
 
-    def _candidate(self, text: str, position: int, next_at: dict[str, int]) -> int:
-        # Each first character's next place is remembered: searching again for one that is far
-        # away, at every place of another, would take quadratic time.
-        nearest = -1
-        for first in self._firsts:
-            place = next_at[first]
-            if place < position:
-                place = text.find(first, position)
-                place = len(text) if place < 0 else place
-                next_at[first] = place
-            if place < len(text) and (nearest < 0 or place < nearest):
-                nearest = place
-        return nearest
-
-    def _marker_at(self, text: str, position: int) -> str | None:
-        for marker in self._markers:
-            if text.startswith(marker, position):
-                return marker
-        return None
-
-    def _may_become_marker(self, text: str, position: int) -> bool:
-        rest_len = len(text) - position
-        return any(
-            rest_len < len(marker) and marker.startswith(text[position:])
-            for marker in self._markers
-        )
+    def _hold_at(self, text: str) -> int:
+        """Where at the end of the text a marker may have begun."""
+        for place in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[place] in self._firsts and any(
+                len(marker) > len(text) - place and marker.startswith(text[place:])
+                for marker in self._markers
+            ):
+                return place
+        return len(text)
 
 
 def split_markers(text: str, markers: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Cut a whole text into (piece, is_marker)."""
-    lexer = MarkerLexer(markers)
-    yield from lexer.push(text)
-    rest = lexer.finish()
-    if rest:
-        yield rest, False
+    """Cut a whole text into (piece, is_marker). No marker is part of another."""
+    # Each marker's next place is remembered, so no part of the text is searched twice for it.
+    next_at = {marker: text.find(marker) for marker in markers}
+    next_at = {marker: place for marker, place in next_at.items() if place >= 0}
+    start = 0
+    while next_at:
+        marker = min(next_at, key=next_at.__getitem__)
+        place = next_at[marker]
+        if place > start:
+            yield text[start:place], False
+        yield marker, True
+        start = place + len(marker)
+        following = text.find(marker, start)
+        if following < 0:
+            del next_at[marker]
+        else:
+            next_at[marker] = following
+    if start < len(text):
+        yield text[start:], False

@@ -15,6 +15,7 @@ from dsv4.chat.fields import (
     read_object,
     read_optional_text,
     read_text,
+    show,
 )
 
 MAX_MESSAGES = 20_000
@@ -85,9 +86,9 @@ def read_name(value: object, path: str) -> str:
     if len(name) > MAX_NAME_CHARS:
         fail(path, f"a name of {len(name)} characters", f"at most {MAX_NAME_CHARS}")
     if any(char in '"<>' or not char.isprintable() for char in name):
-        fail(path, f"the name {name!r}", "a name without quotes, angle brackets or line breaks")
+        fail(path, f"the name {show(name)}", "a name without quotes, angle brackets or line breaks")
     if name.count("::") > 1:
-        fail(path, f"the name {name!r}", "at most one '::' between namespace and name")
+        fail(path, f"the name {show(name)}", "at most one '::' between namespace and name")
     return name
 
 
@@ -119,7 +120,7 @@ def read_part(part: object, path: str, role: str) -> Piece:
         return Image.PLACEHOLDER
     if role == "tool":
         return texts.UNSUPPORTED_PART.replace("{type}", kind)
-    fail(f"{path}.type", repr(kind), "'text' or an image; convert other parts to text")
+    fail(f"{path}.type", show(kind), "'text' or an image; convert other parts to text")
 
 
 def read_calls(value: object, path: str) -> tuple[Call, ...]:
@@ -135,7 +136,11 @@ def read_calls(value: object, path: str) -> tuple[Call, ...]:
         if call_id is not None:
             call_id = read_text(call_id, f"{where}.id")
             if call_id in seen:
-                fail(f"{where}.id", f"{call_id!r} a second time", "an id of its own for each call")
+                fail(
+                    f"{where}.id",
+                    f"{show(call_id)} a second time",
+                    "an id of its own for each call",
+                )
             seen.add(call_id)
         arguments = function.get("arguments")
         calls.append(
@@ -172,7 +177,7 @@ def read_tools(value: object, path: str, *, as_received: bool) -> tuple[Tool, ..
         where = f"{path}[{place}]"
         fields = read_object(entry, where)
         if fields.get("type", "function") != "function":
-            fail(f"{where}.type", repr(fields["type"]), "'function'")
+            fail(f"{where}.type", show(fields["type"]), "'function'")
         function = read_object(fields.get("function"), f"{where}.function")
         tools.append(read_function(function, f"{where}.function", as_received=as_received))
     check_unique(tools)
@@ -202,7 +207,11 @@ def check_unique(tools: Sequence[Tool]) -> None:
     seen: set[str] = set()
     for tool in tools:
         if tool.name in seen:
-            fail(f"{tool.path}.name", f"{tool.name!r} a second time", "a name of its own per tool")
+            fail(
+                f"{tool.path}.name",
+                f"{show(tool.name)} a second time",
+                "a name of its own per tool",
+            )
         seen.add(tool.name)
 
 
@@ -221,7 +230,7 @@ def read_message(entry: object, path: str, *, as_received: bool = False) -> Mess
     fields = read_object(entry, path)
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        fail(f"{path}.role", repr(role), f"one of {', '.join(ROLES)}")
+        fail(f"{path}.role", show(role), f"one of {', '.join(ROLES)}")
     _refuse_misplaced(fields, role, path)
     message = Message(role, path, read_content(fields.get("content"), f"{path}.content", role))
     if role == "assistant":
@@ -257,7 +266,7 @@ def _read_assistant(fields: Mapping[str, Any], message: Message) -> Message:
 def _read_task(fields: Mapping[str, Any], path: str) -> str | None:
     task = fields.get("task")
     if task is not None and (not isinstance(task, str) or task not in texts.TASKS):
-        fail(f"{path}.task", repr(task), f"one of {', '.join(texts.TASKS)}")
+        fail(f"{path}.task", show(task), f"one of {', '.join(texts.TASKS)}")
     return task
 
 

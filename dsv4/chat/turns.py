@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.fields import fail
+from dsv4.chat.fields import fail, show
 from dsv4.chat.messages import Call, Message, Piece, Tool
 
 
@@ -82,14 +82,14 @@ def _check_result(
 ) -> None:
     path = f"{message.path}.tool_call_id"
     if message.call_id not in open_calls:
-        known = ", ".join(repr(call_id) for call_id in open_calls) or "none"
+        known = ", ".join(show(call_id) for call_id in list(open_calls)[:4]) or "none"
         fail(
             path,
-            repr(message.call_id),
+            show(message.call_id),
             f"the id of a call of the assistant message before it ({known})",
         )
     if message.call_id in answered:
-        fail(path, f"a second result for {message.call_id!r}", "one result for each call")
+        fail(path, f"a second result for {show(message.call_id)}", "one result for each call")
     answered.add(message.call_id)
 
 
@@ -98,7 +98,7 @@ def _check_all_answered(open_calls: dict[str | None, Message], answered: set[str
         if call_id not in answered:
             fail(
                 f"{message.path}.tool_calls",
-                f"no result for the call {call_id!r}",
+                f"no result for the call {show(call_id)}",
                 "a tool message for each call before the next assistant message",
             )
 

@@ -1,5 +1,6 @@
 """Bodies of the three request shapes: what is refused, and where the error points."""
 
+import random
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from dsv4.chat import V4_OFFICIAL, V41
 from dsv4.chat.requests import read_chat_completions, read_messages_api, read_responses
 from dsv4.errors import RequestError
+from tests.chat.generators import RequestMaker
 
 USER = {"role": "user", "content": "q"}
 
@@ -179,3 +181,56 @@ def test_text_before_a_result_keeps_its_place() -> None:
     }
     text = read_messages_api(body, V41).encode(V41).text
     assert "<｜User｜>before\n\n<tool_result>r</tool_result>\n\nafter<｜Assistant｜>" in text
+
+
+ODD_VALUES: list[Any] = [
+    None, True, 0, -1, 1.5, 10**5000, float("nan"), "", "x", "\ud800", "x" * 300, [], {}, [[]],
+    [None], [{}], {"type": []}, {"type": {}}, {"type": "text"}, {"type": "tool_result"},
+    {"type": "function"}, {"type": "image"}, {1: 2}, {"function": {"name": "f"}}, {"name": ["f"]},
+    {"role": "user"}, {"role": "tool", "content": "x"}, b"bytes", object(),
+]  # fmt: skip
+
+
+def deep(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a body."""
+    found = []
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    for key in keys:
+        found.append((value, key))
+        found += places(value[key])
+    return found
+
+
+@pytest.mark.parametrize("shape", ["chat", "messages", "responses"])
+@pytest.mark.parametrize("dialect", [V4_OFFICIAL, V41], ids=lambda d: d.name)
+def test_a_damaged_body_is_read_or_refused(shape: str, dialect: Any) -> None:
+    """One value of a good body is replaced by an odd one: a prompt or a RequestError, no more."""
+    readers = {
+        "chat": read_chat_completions,
+        "messages": read_messages_api,
+        "responses": read_responses,
+    }
+    odd_values = [*ODD_VALUES, deep(50_000)]
+    refusals = []
+    for seed in range(400):
+        rng = random.Random(f"{shape} {seed}")
+        body = getattr(RequestMaker(rng, dialect), shape)()
+        container, key = rng.choice(places(body))
+        container[key] = rng.choice(odd_values)
+        try:
+            prompt = readers[shape](body, dialect).encode(dialect)
+        except RequestError as error:
+            refusals.append(str(error))
+        else:
+            prompt.text.encode()
+    assert len(refusals) > 130
+    assert all("found" in text and len(text) < 1000 for text in refusals)

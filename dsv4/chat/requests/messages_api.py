@@ -6,7 +6,7 @@ from typing import Any
 from dsv4.chat import texts
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.encode import Conversation, ToolChoice
-from dsv4.chat.fields import fail, read_list, read_object, read_text
+from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -79,7 +79,7 @@ def _message(entry: object, path: str, dialect: Dialect) -> Iterator[Message]:
             before, _, after = texts.SYSTEM_REMINDER.partition("{content}")
             yield Message("user", path, (before, *pieces, after))
     else:
-        fail(f"{path}.role", repr(role), "user, assistant or system")
+        fail(f"{path}.role", show(role), "user, assistant or system")
 
 
 def _user(content: object, path: str) -> Iterator[Message]:
@@ -122,6 +122,7 @@ def _assistant(content: object, path: str) -> Message:
     reasoning: list[str] = []
     answer: list[Piece] = []
     calls: list[Call] = []
+    call_ids: set[str] = set()
     for place, part in enumerate(content):
         where = f"{path}[{place}]"
         fields = read_object(part, where)
@@ -129,7 +130,7 @@ def _assistant(content: object, path: str) -> Message:
         if kind == "thinking":
             reasoning.append(read_text(fields.get("thinking"), f"{where}.thinking"))
         elif kind == "tool_use":
-            calls.append(_tool_use(fields, where, calls))
+            calls.append(_tool_use(fields, where, call_ids))
         else:
             answer += ["\n\n"] if answer else []
             answer.append(read_part(part, where, "assistant"))
@@ -142,10 +143,11 @@ def _assistant(content: object, path: str) -> Message:
     )
 
 
-def _tool_use(fields: Mapping[str, Any], path: str, earlier: list[Call]) -> Call:
+def _tool_use(fields: Mapping[str, Any], path: str, earlier: set[str]) -> Call:
     call_id = read_text(fields.get("id"), f"{path}.id")
-    if any(call.id == call_id for call in earlier):
-        fail(f"{path}.id", f"{call_id!r} a second time", "an id of its own for each call")
+    if call_id in earlier:
+        fail(f"{path}.id", f"{show(call_id)} a second time", "an id of its own for each call")
+    earlier.add(call_id)
     arguments = read_object(fields.get("input"), f"{path}.input")
     return Call(
         id=call_id,
@@ -162,7 +164,7 @@ def _tools(value: object) -> tuple[Tool, ...]:
         path = f"tools[{place}]"
         fields = read_object(entry, path)
         if fields.get("type") not in (None, "custom"):
-            fail(f"{path}.type", repr(fields["type"]), "a tool of the client, with input_schema")
+            fail(f"{path}.type", show(fields["type"]), "a tool of the client, with input_schema")
         function = {
             "name": fields.get("name"),
             "description": fields.get("description"),
@@ -178,10 +180,10 @@ def _tool_choice(value: object) -> ToolChoice:
         return ToolChoice()
     fields = read_object(value, "tool_choice")
     kind = fields.get("type")
-    if kind not in _CHOICES:
-        fail("tool_choice.type", repr(kind), f"one of {', '.join(_CHOICES)}")
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        fail("tool_choice.type", show(kind), f"one of {', '.join(_CHOICES)}")
     name = read_text(fields.get("name"), "tool_choice.name") if kind == "tool" else None
-    return ToolChoice(_CHOICES[str(kind)], name)
+    return ToolChoice(_CHOICES[kind], name)
 
 
 def _format(value: object) -> Mapping[str, Any] | None:
@@ -189,5 +191,5 @@ def _format(value: object) -> Mapping[str, Any] | None:
         return None
     fields = read_object(value, "output_config.format")
     if fields.get("type") != "json_schema":
-        fail("output_config.format.type", repr(fields.get("type")), "json_schema")
+        fail("output_config.format.type", show(fields.get("type")), "json_schema")
     return {"type": "json_schema", "json_schema": {"schema": fields.get("schema")}}

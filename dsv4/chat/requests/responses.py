@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.encode import Conversation, ToolChoice
-from dsv4.chat.fields import fail, read_list, read_object, read_text
+from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -64,6 +64,7 @@ class _Items:
         self._reasoning: list[str] = []
         self._content: list[Piece] = []
         self._calls: list[Call] = []
+        self._call_ids: set[str] = set()
         self._is_open = False
 
     def read(self, value: object) -> None:
@@ -97,14 +98,14 @@ class _Items:
         else:
             fail(
                 f"{path}.type",
-                repr(kind),
+                show(kind),
                 "message, reasoning, function_call or function_call_output",
             )
 
     def _message(self, item: Mapping[str, Any], path: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            fail(f"{path}.role", repr(role), f"one of {', '.join(_ROLES)}")
+            fail(f"{path}.role", show(role), f"one of {', '.join(_ROLES)}")
         content = read_content(item.get("content"), f"{path}.content", role)
         if role != "assistant":
             self._close()
@@ -118,8 +119,13 @@ class _Items:
 
     def _call(self, item: Mapping[str, Any], path: str) -> Call:
         call_id = read_text(item.get("call_id"), f"{path}.call_id")
-        if any(call.id == call_id for call in self._calls):
-            fail(f"{path}.call_id", f"{call_id!r} a second time", "an id of its own for each call")
+        if call_id in self._call_ids:
+            fail(
+                f"{path}.call_id",
+                f"{show(call_id)} a second time",
+                "an id of its own for each call",
+            )
+        self._call_ids.add(call_id)
         name = read_call_name(item.get("name"), f"{path}.name")
         if item.get("namespace") is not None:
             name = _namespace(item["namespace"], f"{path}.namespace", self._dialect) + name
@@ -142,6 +148,7 @@ class _Items:
             )
         self._is_open = False
         self._reasoning, self._content, self._calls = [], [], []
+        self._call_ids = set()
 
 
 def _reasoning_texts(item: Mapping[str, Any], path: str) -> list[str]:
@@ -160,7 +167,7 @@ def _namespace(value: object, path: str, dialect: Dialect) -> str:
     """How a namespace stands before a name: V4.1 was trained on '::', V4 on plain names."""
     name = read_name(value, path)
     if "::" in name:
-        fail(path, f"the namespace {name!r}", "one without '::'")
+        fail(path, f"the namespace {show(name)}", "one without '::'")
     return name + ("::" if dialect.is_v41 else "__")
 
 
@@ -182,7 +189,7 @@ def _tools(value: object, dialect: Dialect) -> tuple[tuple[Tool, ...], tuple[str
         elif kind in _HOSTED_TOOLS:
             notes.append(f"{path}: {kind} is not available and was left out")
         else:
-            fail(f"{path}.type", repr(kind), "function or namespace")
+            fail(f"{path}.type", show(kind), "function or namespace")
     check_unique(tools)
     return tuple(tools), tuple(notes)
 
@@ -192,11 +199,11 @@ def _tool_choice(value: object, dialect: Dialect) -> ToolChoice:
         return ToolChoice()
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
-            fail("tool_choice", repr(value), "auto, none, required or a named function")
+            fail("tool_choice", show(value), "auto, none, required or a named function")
         return ToolChoice(value)
     fields = read_object(value, "tool_choice")
     if fields.get("type") != "function":
-        fail("tool_choice.type", repr(fields.get("type")), "function")
+        fail("tool_choice.type", show(fields.get("type")), "function")
     name = read_text(fields.get("name"), "tool_choice.name")
     if fields.get("namespace") is not None:
         name = _namespace(fields["namespace"], "tool_choice.namespace", dialect) + name

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.fields import fail, kind_of, read_object
+from dsv4.chat.fields import fail, kind_of, read_object, show
 from dsv4.errors import RequestError
 
 
@@ -13,7 +13,7 @@ def read_switch(value: object, path: str) -> bool | None:
         return None
     kind = read_object(value, path).get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
-        fail(f"{path}.type", repr(kind), "enabled, disabled or adaptive")
+        fail(f"{path}.type", show(kind), "enabled, disabled or adaptive")
     return bool(kind != "disabled")
 
 
