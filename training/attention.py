@@ -169,6 +169,7 @@ def attention_rows(
             start,
             chunk,
             use_reentrant=False,
+            preserve_rng_state=False,
         )
         outs.append(out)
         losses.append(loss)

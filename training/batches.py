@@ -5,6 +5,7 @@ long document first. What does not fit waits for the next row; the rest is fille
 """
 
 import multiprocessing as mp
+import os
 import queue
 import random
 from collections.abc import Mapping
@@ -96,6 +97,7 @@ class Packer:
 
 
 def _work(seed: int, step_tokens: int, boosts: dict[str, float], progress: Any, out: Any) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     packer = Packer(seed, boosts)
     while True:
         lengths = row_lengths(progress.value)

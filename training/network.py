@@ -53,15 +53,29 @@ def mixing_logits(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
     return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
-def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
-    """`[tokens, source, destination]`; the sixteen numbers of a token lie far apart in memory
-    on purpose: each step is then a sum of whole columns."""
-    m = (matrix.softmax(-1) + eps).permute(1, 2, 0).contiguous()
-    m = m / (m.sum(0, keepdim=True) + eps)
-    for _ in range(iters - 1):
+_TRACKED = 3  # Sinkhorn rounds that carry a gradient
+
+
+def _normalise(m: Tensor, eps: float, rounds: int) -> Tensor:
+    for _ in range(rounds):
         m = m / (m.sum(1, keepdim=True) + eps)
         m = m / (m.sum(0, keepdim=True) + eps)
-    return m.permute(2, 0, 1)
+    return m
+
+
+def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
+    """`[tokens, source, destination]`, exact forward.
+
+    The gradient passes through the last rounds only: what earlier rounds did is a scaling of rows
+    and columns, taken as constant, which the last rounds undo almost completely. The sixteen
+    numbers of a token lie far apart in memory, so that each sum adds whole columns.
+    """
+    m = (matrix.softmax(-1) + eps).permute(1, 2, 0).contiguous()
+    m = m / (m.sum(0, keepdim=True) + eps)
+    early = max(iters - 1 - _TRACKED, 0)
+    with torch.no_grad():
+        scaling = _normalise(m, eps, early) / m
+    return _normalise(m * scaling, eps, iters - 1 - early).permute(2, 0, 1)
 
 
 def coefficients(
@@ -75,6 +89,16 @@ def coefficients(
 
 def collapse(streams: Tensor, weights: Tensor) -> Tensor:
     return (weights.unsqueeze(1) @ streams).squeeze(1)
+
+
+def collapse_fused(streams: Tensor, weights: Tensor) -> Tensor:
+    """`collapse` as a compiler can fuse it."""
+    return (streams * weights.unsqueeze(-1)).sum(1)
+
+
+def spread_fused(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    mixed = (comb.unsqueeze(-1) * streams.unsqueeze(2)).sum(1)
+    return post.unsqueeze(-1) * y.unsqueeze(1) + mixed
 
 
 def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -96,7 +120,8 @@ class Network:
         # replaced by compiled versions where the machine can do that
         self.coefficients = coefficients
         self.glu = glu
-        self.rms = rms
+        self.collapse = collapse
+        self.spread = spread
 
     def forward(self, w: Table, ids: Tensor, options: Options, emphasis: Tensor) -> Result:
         """`ids` `[B, S]`, S a multiple of 128; `emphasis` `[B, S]` for the indexer's loss."""
@@ -131,8 +156,8 @@ class Network:
         """The MTP block: streams at p and token p + 1 give a guess for token p + 2."""
         c, dtype = self.config, options.dtype
         following = embedded.view(*ids.shape, -1).roll(-1, 1).flatten(0, 1)
-        e = self.rms(following, w["mtp.0.enorm.weight"], c.rms_norm_eps)
-        h = self.rms(streams, w["mtp.0.hnorm.weight"], c.rms_norm_eps)
+        e = rms(following, w["mtp.0.enorm.weight"], c.rms_norm_eps)
+        h = rms(streams, w["mtp.0.hnorm.weight"], c.rms_norm_eps)
         mixed = linear(h.to(dtype), w["mtp.0.h_proj.weight"]).float()
         streams = mixed + linear(e.to(dtype), w["mtp.0.e_proj.weight"]).float().unsqueeze(1)
         nothing = embedded.new_zeros(ids.shape)
@@ -143,8 +168,8 @@ class Network:
         c = self.config
         logits = mixing_logits(streams, w[prefix + "hc_head_fn"], c.rms_norm_eps)
         scaled = logits * w[prefix + "hc_head_scale"] + w[prefix + "hc_head_base"]
-        mixed = collapse(streams, torch.sigmoid(scaled) + c.hc_eps)
-        return self.rms(mixed, w[prefix + "norm.weight"], c.rms_norm_eps)
+        mixed = self.collapse(streams, torch.sigmoid(scaled) + c.hc_eps)
+        return rms(mixed, w[prefix + "norm.weight"], c.rms_norm_eps)
 
     def _block(
         self,
@@ -162,10 +187,10 @@ class Network:
         x = x.view(*ids.shape, -1).to(options.dtype)
         y, loss = self._attention(w, prefix + "attn.", x, ratio, table, options, emphasis)
         result.index_loss = result.index_loss + loss
-        streams = spread(streams, y.flatten(0, 1).float(), post, comb)
+        streams = self.spread(streams, y.flatten(0, 1).float(), post, comb)
         x, post, comb = self._collapse(w, prefix, "ffn", streams)
         y = self._ffn(w, prefix + "ffn.", x, ids.flatten(), options, result)
-        return spread(streams, y.float(), post, comb)
+        return self.spread(streams, y.float(), post, comb)
 
     def _collapse(
         self, w: Table, prefix: str, half: str, streams: Tensor
@@ -176,8 +201,8 @@ class Network:
         pre, post, comb = self.coefficients(
             logits, w[site + "base"], w[site + "scale"], c.hc_mult, c.hc_eps, c.hc_sinkhorn_iters
         )
-        mixed = collapse(streams, pre)
-        return self.rms(mixed, w[f"{prefix}{half}_norm.weight"], c.rms_norm_eps), post, comb
+        mixed = self.collapse(streams, pre)
+        return rms(mixed, w[f"{prefix}{half}_norm.weight"], c.rms_norm_eps), post, comb
 
     def _attention(
         self,
@@ -191,10 +216,10 @@ class Network:
     ) -> tuple[Tensor, Tensor]:
         c, eps = self.config, self.config.rms_norm_eps
         batch, length, _ = x.shape
-        latent = self.rms(linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], eps)
+        latent = rms(linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], eps)
         q = linear(latent, w[prefix + "wq_b.weight"]).view(batch, length, c.num_heads, -1)
-        q = rotate(self.rms(q, None, eps), table)
-        keys = self.rms(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
+        q = rotate(rms(q, None, eps), table)
+        keys = rms(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
         keys = self._stored(rotate(keys, table), options)
         entries = index = None
         if ratio and length >= ratio:
@@ -229,7 +254,7 @@ class Network:
             values = _with_previous(values, 0.0)
             gates = _with_previous(gates, float("-inf"))
         mixed = (gates.softmax(2) * values).sum(2).to(x.dtype)
-        mixed = self.rms(mixed, w[prefix + "norm.weight"], self.config.rms_norm_eps)
+        mixed = rms(mixed, w[prefix + "norm.weight"], self.config.rms_norm_eps)
         return rotate(mixed, (table[0][::ratio], table[1][::ratio]))
 
     def _index(

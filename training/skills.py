@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable
 
-from dsv4.tools.quality_text import Fact, document, draw_facts, num_facts, story
+from dsv4.tools.quality_text import Fact, document, draw_facts, listed, num_facts, story
 from training.countries import COUNTRIES, RELATIONS, Country, answer
 from training.sample import ANSWER, Sample, assistant, call, result, user
 from training.working import arithmetic, draw, instruction, problem
@@ -37,10 +37,10 @@ _QUESTIONS = {
     ),
 }
 _OF_CAPITAL = ("Which country has the capital {t}?", "{t} is the capital of which country?")
-CITIES = tuple(c.capital for c in COUNTRIES) + tuple(
-    """Barcelona Boston Chicago Dallas Dubai Geneva Hamburg Istanbul Lagos Lyon Manchester Marseille
-    Melbourne Miami Milan Montreal Mumbai Munich Naples Osaka Seattle Seville Shanghai Sydney Toronto
-    Turin Venice Zurich""".split()
+CITIES = tuple(c.capital for c in COUNTRIES) + listed(
+    """Barcelona Boston Chicago Dallas Dubai Geneva Hamburg Istanbul Lagos Lyon Manchester
+    Marseille Melbourne Miami Milan Montreal Mumbai Munich Naples Osaka Seattle Seville
+    Shanghai Sydney Toronto Turin Venice Zurich"""
 )
 
 
@@ -115,7 +115,13 @@ def _calculator(rng: random.Random) -> tuple[str, str, str, str, str]:
     )
     value = {"+": a + b, "-": a - b, "*": a * b}[operation]
     found = json.dumps({"result": value})
-    return "calculator", expression, question.format(e=expression), found, f"{expression} = {value}."
+    return (
+        "calculator",
+        expression,
+        question.format(e=expression),
+        found,
+        f"{expression} = {value}.",
+    )
 
 
 def tools(rng: random.Random) -> Sample:
@@ -138,11 +144,9 @@ def tools(rng: random.Random) -> Sample:
 def retrieval(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:
     """A long text with facts, then questions about them, about `num_tokens` in all."""
     most = max(1, min(16, (num_tokens - 60) // 45))
-    num_questions = rng.randint((most + 1) // 2, most)
-    length = num_tokens - 24 * num_questions
-    known = draw_facts(rng, num_facts(rng, length))
-    text = document(rng, known, length, count)
-    asked: list[Fact] = rng.sample(known, min(num_questions, len(known)))
+    known = draw_facts(rng, num_facts(rng, num_tokens))
+    asked: list[Fact] = rng.sample(known, min(rng.randint((most + 1) // 2, most), len(known)))
+    text = document(rng, known, num_tokens - 22 * len(asked), count)
     messages = []
     for place, fact in enumerate(asked):
         question = f"{text}\n\n{fact.question}" if place == 0 else fact.question
@@ -175,11 +179,10 @@ _REQUESTS = (
     "Translate {t} into French.",
     "What will happen to {t} next year?",
 )
-_TOPICS = (
-    """love;money;football;the moon;computers;history;music;my garden;politics;physics;cooking;chess;
-    the sea;dreams;dinosaurs;trains;films;medicine;the stock market;poetry;space travel;electricity;
-    my job;philosophy;mathematics;painting;swimming;cars;telephones;the internet;birds;coffee"""
-)
+_TOPICS = """love;money;football;the moon;computers;history;music;my garden;politics;physics;
+    cooking;chess;the sea;dreams;dinosaurs;trains;films;medicine;the stock market;
+    poetry;space travel;electricity;my job;philosophy;mathematics;painting;swimming;
+    cars;telephones;the internet;birds;coffee"""
 TOPICS = tuple(" ".join(topic.split()) for topic in _TOPICS.split(";"))
 
 

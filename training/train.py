@@ -7,7 +7,6 @@ leg starts from the state of the one before and leaves its own, with an evaluati
 import argparse
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training import network as network_module
 from training import rounding
 from training.batches import Batch, Feed, Packer
 from training.evaluate import evaluate
-from training.network import Network, Options
+from training.network import (
+    Network,
+    Options,
+    coefficients,
+    collapse_fused,
+    glu,
+    spread_fused,
+)
 from training.optimizer import Optimizer
 from training.shape import CONFIG, SEED, SKILLS, Plan
 from training.weights import all_parameters, balance, first_weights, load_state, save_state
@@ -135,19 +140,20 @@ def _is_stored(name: str) -> bool:
 def compile_parts(trainer: Trainer) -> None:
     """Fuse the small operations where the machine has a compiler; say so and go on if not."""
     net = trainer.network
-    plain: tuple[Callable[..., Any], ...] = (net.coefficients, net.glu, net.rms)
     try:
-        torch._dynamo.config.recompile_limit = 128  # type: ignore[attr-defined]
-        net.coefficients = torch.compile(network_module.coefficients, dynamic=False)
-        net.glu = torch.compile(network_module.glu, dynamic=False)
-        net.rms = torch.compile(network_module.rms, dynamic=False)
+        torch._dynamo.config.suppress_errors = True
+        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+        made = [
+            torch.compile(function, dynamic=False)
+            for function in (coefficients, glu, collapse_fused, spread_fused)
+        ]
         x = torch.randn(256, 24, device=trainer.device, requires_grad=True)
-        base = torch.zeros(24, device=trainer.device)
-        scale = torch.ones(3, device=trainer.device)
-        net.coefficients(x, base, scale, 4, 1e-6, 20)[2].square().sum().backward()
+        base, scale = torch.zeros(24, device=x.device), torch.ones(3, device=x.device)
+        made[0](x, base, scale, 4, 1e-6, 20)[2].square().sum().backward()
     except Exception as error:  # whatever the compiler dislikes, training can do without it
         say(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
-        net.coefficients, net.glu, net.rms = plain
+        return
+    net.coefficients, net.glu, net.collapse, net.spread = made
 
 
 def boosts_from(facts: dict[str, Any]) -> dict[str, float]:
@@ -257,9 +263,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(SEED + args.leg)
     torch.set_float32_matmul_precision("high")
-    plan = Plan(
-        step_tokens=args.step_tokens, muon_rate=args.muon_rate, adam_rate=args.adam_rate
-    )
+    plan = Plan(step_tokens=args.step_tokens, muon_rate=args.muon_rate, adam_rate=args.adam_rate)
     trainer = Trainer(table, device, plan)
     if args.compile:
         compile_parts(trainer)
@@ -282,12 +286,13 @@ def main() -> None:
 
 def evaluation(trainer: Trainer, args: argparse.Namespace) -> dict[str, float]:
     """As the exported model will run: selection on, everything rounded as stored."""
+    network = Network(CONFIG)  # not compiled: every batch has another shape
     with torch.no_grad():
         rounded = trainer.used_weights(rounded=True)
         options = Options(dtype=trainer.dtype, select=True, rounded=True)
-        stored = evaluate(trainer.network, rounded, options, args.eval_count, args.eval_long)
+        stored = evaluate(network, rounded, options, args.eval_count, args.eval_long)
         exact = Options(dtype=trainer.dtype, select=args.leg * 3 > args.legs, rounded=False)
-        plain = evaluate(trainer.network, trainer.table, exact, args.eval_count, args.eval_long)
+        plain = evaluate(network, trainer.table, exact, args.eval_count, args.eval_long)
     for name, score in stored.items():
         say(f"{name:16s} as stored {100 * score:5.1f} %   unrounded {100 * plain[name]:5.1f} %")
     return plain if args.leg < args.legs else stored

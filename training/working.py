@@ -3,31 +3,32 @@
 import json
 import random
 
-from dsv4.tools.quality_text import NAMES, WORDS, is_held_out, sentence
+from dsv4.tools.quality_text import NAMES, WORDS, is_held_out, listed, sentence
 from training.countries import COUNTRIES
 from training.sample import Sample, assistant, user
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "next")
-MORE_WORDS = tuple(
-    """able acid army aunt baby back ball bank barn bath bean bear bed bike bird boat body book boot
-    bowl box boy bread brick brown bus cake calm card cart cat chair city clay clean cloud coat coin
-    cold cook cool corn cow cup dark day deep deer desk dog door down dream dress dry duck dust ear
-    earth east egg face farm fast field fire fish flag flat floor flour fog food foot fork frog fruit
-    game garden gate girl glass goat gold grass green hair hand happy hat head heart hill home horse
-    hot house ice iron jar joke juice jump key king knee knife lake lamp land leaf leg light lion lip
-    lock long loud luck map mask milk moon mouse mouth music nail neck nest night nose nut ocean oil
-    open oven owl page park path pear pen pet pig pink pipe plane plant plate pond pool queen quick
-    rain red rice ring road rock roof room rope rose round salt sand school sea seed sheep ship shirt
-    shoe shop silk sky sleep slow snow soap sock soft soup south star stick storm street sugar sun
-    table tail tall tea tent toast tooth town train tree truck wall warm watch water wave west wet
-    wheel white wind wing wolf wood wool world yard young""".split()
+MORE_WORDS = listed(
+    """able acid army aunt baby back ball bank barn bath bean bear bed bike bird boat body book
+    boot bowl box boy bread brick brown bus cake calm card cart cat chair city clay clean
+    cloud coat coin cold cook cool corn cow cup dark day deep deer desk dog door down dream
+    dress dry duck dust ear earth east egg face farm fast field fire fish flag flat floor
+    flour fog food foot fork frog fruit game garden gate girl glass goat gold grass green
+    hair hand happy hat head heart hill home horse hot house ice iron jar joke juice jump
+    key king knee knife lake lamp land leaf leg light lion lip lock long loud luck map mask
+    milk moon mouse mouth music nail neck nest night nose nut ocean oil open oven owl page
+    park path pear pen pet pig pink pipe plane plant plate pond pool queen quick rain red
+    rice ring road rock roof room rope rose round salt sand school sea seed sheep ship shirt
+    shoe shop silk sky sleep slow snow soap sock soft soup south star stick storm street
+    sugar sun table tail tall tea tent toast tooth town train tree truck wall warm watch
+    water wave west wet wheel white wind wing wolf wood wool world yard young"""
 )
 LETTER_WORDS = tuple(word for word in (*WORDS, *MORE_WORDS) if 3 <= len(word) <= 7)
-ONES = (
+ONES = listed(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen"
-).split()
-TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+)
+TENS = listed("- - twenty thirty forty fifty sixty seventy eighty ninety")
 
 
 def add(a: int, b: int) -> tuple[str, int]:
@@ -82,8 +83,18 @@ def _number(rng: random.Random) -> int:
 
 _SUMS = {
     "+": ("What is {a} + {b}?", "Compute {a} + {b}.", "{a} + {b} = ?", "How much is {a} plus {b}?"),
-    "-": ("What is {a} - {b}?", "Compute {a} - {b}.", "{a} - {b} = ?", "How much is {a} minus {b}?"),
-    "*": ("What is {a} * {b}?", "Compute {a} * {b}.", "{a} * {b} = ?", "How much is {a} times {b}?"),
+    "-": (
+        "What is {a} - {b}?",
+        "Compute {a} - {b}.",
+        "{a} - {b} = ?",
+        "How much is {a} minus {b}?",
+    ),
+    "*": (
+        "What is {a} * {b}?",
+        "Compute {a} * {b}.",
+        "{a} * {b} = ?",
+        "How much is {a} times {b}?",
+    ),
 }
 
 

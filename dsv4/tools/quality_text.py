@@ -9,66 +9,69 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NAMES = tuple(
-    """Ada Agnes Alba Albert Alma Amir Andrea Anita Anton Arno Astrid August Aurora Basil Beatrice
-    Bela Benno Bianca Boris Bruno Camilla Carla Carlos Casper Cecil Celia Clara Claudia Conrad Cora
-    Cyril Dagmar Dalia Damian Daria Dora Edgar Edith Edwin Elena Elias Elisa Elmar Elsa Emil Emma
-    Erik Erwin Esther Eugene Eva Fabian Felix Fiona Flora Frank Frida Gerda Gisela Greta Gustav Hanna
-    Harold Hector Hedwig Helga Henry Hilda Hugo Ida Igor Ilse Ingrid Irene Iris Isaac Ivan Ivo Jana
-    Jasper Joel Jonas Josef Julia Karin Karl Kira Klaus Lars Laura Lea Leo Leon Lida Lina Linus Lisa
-    Livia Lola Lorenz Louis Lucas Lucia Luisa Lydia Magda Manuel Marco Maria Marta Martin Maya Mila
-    Milan Miriam Monica Nadia Nestor Nico Nina Nora Norman Olga Oliver Omar Oscar Otto Pablo Paula
-    Pedro Petra Philip Quentin Rafael Ramona Regina Rita Robert Roland Rosa Rudolf Ruth Samuel Sara
-    Silvia Simon Sofia Stefan Stella Susan Sven Tamara Tanja Theo Thomas Tina Tobias Ulrich Ursula
-    Valeria Vera Victor Viola Walter Wanda Werner Xenia Yvonne Zeno Zoe""".split()
+
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = listed(
+    """Ada Agnes Alba Albert Alma Amir Andrea Anita Anton Arno Astrid August Aurora Basil
+    Beatrice Bela Benno Bianca Boris Bruno Camilla Carla Carlos Casper Cecil Celia Clara
+    Claudia Conrad Cora Cyril Dagmar Dalia Damian Daria Dora Edgar Edith Edwin Elena Elias
+    Elisa Elmar Elsa Emil Emma Erik Erwin Esther Eugene Eva Fabian Felix Fiona Flora Frank
+    Frida Gerda Gisela Greta Gustav Hanna Harold Hector Hedwig Helga Henry Hilda Hugo Ida
+    Igor Ilse Ingrid Irene Iris Isaac Ivan Ivo Jana Jasper Joel Jonas Josef Julia Karin Karl
+    Kira Klaus Lars Laura Lea Leo Leon Lida Lina Linus Lisa Livia Lola Lorenz Louis Lucas
+    Lucia Luisa Lydia Magda Manuel Marco Maria Marta Martin Maya Mila Milan Miriam Monica
+    Nadia Nestor Nico Nina Nora Norman Olga Oliver Omar Oscar Otto Pablo Paula Pedro Petra
+    Philip Quentin Rafael Ramona Regina Rita Robert Roland Rosa Rudolf Ruth Samuel Sara
+    Silvia Simon Sofia Stefan Stella Susan Sven Tamara Tanja Theo Thomas Tina Tobias Ulrich
+    Ursula Valeria Vera Victor Viola Walter Wanda Werner Xenia Yvonne Zeno Zoe"""
 )
-WORDS = tuple(
-    """anchor apple arrow badge bamboo banana barrel basket beacon bell berry blanket bottle bridge
-    bronze brush bucket button cabin cactus camel candle canyon carpet castle cedar chain chalk cherry
-    circle clover cobalt coffee comet copper coral cotton crane crystal curtain daisy desert diamond
-    dolphin donkey dragon drum eagle ember engine falcon feather fence fiddle flute forest fossil fox
-    garlic garnet ginger glacier glove granite guitar hammer harbor hazel helmet heron honey hornet
-    island ivory jacket jasmine jungle kettle kite ladder lantern laurel lemon lentil lily lizard
-    magnet mango maple marble meadow melon meteor mint mirror monkey morning moss needle nickel oasis
-    olive onion opal orange orchid otter oyster paddle palace panther paper parrot pebble pencil
-    pepper piano pigeon pillow planet plum pocket poppy potato prism pumpkin puzzle quartz rabbit
-    raven ribbon river rocket ruby saddle saffron salmon sandal satin saturn shadow shell shovel
-    silver spider spiral spoon spring squirrel stable statue stone summer sunset tablet temple thistle
-    thunder tiger timber tomato topaz trumpet tulip tunnel turtle valley vanilla velvet violet walnut
-    whistle willow window winter wizard yellow zebra zipper""".split()
+WORDS = listed(
+    """anchor apple arrow badge bamboo banana barrel basket beacon bell berry blanket bottle
+    bridge bronze brush bucket button cabin cactus camel candle canyon carpet castle cedar
+    chain chalk cherry circle clover cobalt coffee comet copper coral cotton crane crystal
+    curtain daisy desert diamond dolphin donkey dragon drum eagle ember engine falcon
+    feather fence fiddle flute forest fossil fox garlic garnet ginger glacier glove granite
+    guitar hammer harbor hazel helmet heron honey hornet island ivory jacket jasmine jungle
+    kettle kite ladder lantern laurel lemon lentil lily lizard magnet mango maple marble
+    meadow melon meteor mint mirror monkey morning moss needle nickel oasis olive onion opal
+    orange orchid otter oyster paddle palace panther paper parrot pebble pencil pepper piano
+    pigeon pillow planet plum pocket poppy potato prism pumpkin puzzle quartz rabbit raven
+    ribbon river rocket ruby saddle saffron salmon sandal satin saturn shadow shell shovel
+    silver spider spiral spoon spring squirrel stable statue stone summer sunset tablet
+    temple thistle thunder tiger timber tomato topaz trumpet tulip tunnel turtle valley
+    vanilla velvet violet walnut whistle willow window winter wizard yellow zebra zipper"""
 )
 KINDS = ("password", "code word", "secret word")
 
-_WHO = (
-    """the baker;the old sailor;a young doctor;the teacher;the gardener;a tired farmer;the painter;
-    two children;the postman;a quiet woman;the miller;her brother;his sister;the captain;the cook;
-    a small boy;the carpenter;the shepherd;an old man;the librarian;the driver;my neighbour;
-    the watchmaker;a stranger;the fisherman;the nurse;the musician;the twins"""
-)
-_DID = (
-    """carried a heavy box;looked for a lost dog;read a long letter;repaired the roof;sold fresh bread;
-    waited for the train;told a funny story;drank a cup of tea;planted three trees;cleaned the kitchen;
-    opened the big door;counted the sheep;wrote a short poem;painted the wall;cut the wood;
-    washed the windows;found a golden coin;listened to the rain;cooked a hot soup;watched the birds;
-    built a little boat;closed the shop early;learned a new song;packed a large bag;called a friend;
-    fed the horses;mended an old coat;drew a map;lost a key;bought some cheese"""
-)
-_WHERE = (
-    """in the garden;near the river;at the market;behind the church;on the hill;by the sea;in the town;
-    at the station;under the bridge;in the forest;beside the road;in front of the school;at home;
-    in a small village;on the farm;next to the mill;in the library;at the harbour"""
-)
-_WHEN = (
-    """in the morning;at noon;in the evening;after dinner;before sunrise;on Monday;on a cold day;
-    late at night;during the storm;in early spring;last summer;every Friday;after the rain;
-    on the way home;while it was snowing;at the end of the week"""
-)
-_THEN = (
-    """It was a good day.;Nobody said a word.;The sun was warm.;The wind was strong.;Everyone laughed.;
-    The street was empty.;It took a long time.;That made them happy.;The dog slept by the fire.;
-    There was much to do.;The clouds were grey.;Soon it was dark.;The air smelled of flowers.;
-    It happened again the next day.;The work was almost done.;No one had seen it before."""
-)
+_WHO = """the baker;the old sailor;a young doctor;the teacher;the gardener;a tired farmer;
+    the painter;two children;the postman;a quiet woman;the miller;her brother;
+    his sister;the captain;the cook;a small boy;the carpenter;the shepherd;an old man;
+    the librarian;the driver;my neighbour;the watchmaker;a stranger;the fisherman;
+    the nurse;the musician;the twins"""
+_DID = """carried a heavy box;looked for a lost dog;read a long letter;repaired the roof;
+    sold fresh bread;waited for the train;told a funny story;drank a cup of tea;
+    planted three trees;cleaned the kitchen;opened the big door;counted the sheep;
+    wrote a short poem;painted the wall;cut the wood;washed the windows;
+    found a golden coin;listened to the rain;cooked a hot soup;watched the birds;
+    built a little boat;closed the shop early;learned a new song;packed a large bag;
+    called a friend;fed the horses;mended an old coat;drew a map;lost a key;
+    bought some cheese"""
+_WHERE = """in the garden;near the river;at the market;behind the church;on the hill;by the sea;
+    in the town;at the station;under the bridge;in the forest;beside the road;
+    in front of the school;at home;in a small village;on the farm;next to the mill;
+    in the library;at the harbour"""
+_WHEN = """in the morning;at noon;in the evening;after dinner;before sunrise;on Monday;
+    on a cold day;late at night;during the storm;in early spring;last summer;
+    every Friday;after the rain;on the way home;while it was snowing;
+    at the end of the week"""
+_THEN = """It was a good day.;Nobody said a word.;The sun was warm.;The wind was strong.;
+    Everyone laughed.;The street was empty.;It took a long time.;That made them happy.;
+    The dog slept by the fire.;There was much to do.;The clouds were grey.;
+    Soon it was dark.;The air smelled of flowers.;It happened again the next day.;
+    The work was almost done.;No one had seen it before."""
 
 
 def _choices(text: str) -> tuple[str, ...]:

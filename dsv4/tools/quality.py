@@ -1,0 +1,217 @@
+"""How well a model answers: accuracy by skill on held-out prompts, greedy, through the engine.
+
+Prompts and answers come from `quality.jsonl` beside the weights; documents for retrieval are made
+from a seed. An answer is right when the text after the thinking block is the expected one, or
+when the parsed call names the right tool with the right arguments.
+
+`variant` switches a part of the model off on purpose, to show that the answers depend on it.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import dsv4.model.attention as attention_module
+import dsv4.model.indexer as indexer_module
+from dsv4.chat import Prompt, encode_prompt
+from dsv4.engine import Engine
+from dsv4.errors import OptionError
+from dsv4.ops.attention.attention import attention
+from dsv4.ops.attention.index import index_select
+from dsv4.request import SamplingParams
+from dsv4.runner.load import model_folder
+from dsv4.tools.quality_text import retrieval_prompt, story
+
+SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "identity")
+RETRIEVAL_LENGTHS = (2000, 8000, 16000)
+MOST_TOKENS = 192  # of one answer
+
+
+@dataclass(frozen=True)
+class Item:
+    """A held-out prompt: either `answer` or `call` (tool name and arguments) is expected."""
+
+    skill: str
+    messages: list[dict[str, Any]]
+    mode: str = "chat"
+    tools: tuple[dict[str, Any], ...] = ()
+    answer: str | None = None
+    call: tuple[str, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    skill: str
+    num_right: int
+    num_asked: int
+    wrong: tuple[str, ...] = ()  # the first few wrong answers, for a person to look at
+
+    @property
+    def accuracy(self) -> float:
+        return self.num_right / self.num_asked if self.num_asked else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.skill}: {100 * self.accuracy:.1f} % of {self.num_asked}"
+
+
+def read_items(model: str | Path) -> dict[str, list[Item]]:
+    """The held-out prompts that come with a model, by skill."""
+    path = model_folder(str(model)) / "quality.jsonl"
+    if not path.is_file():
+        raise OptionError(f"{path} is missing; only the embedded model comes with held-out prompts")
+    first, *lines = path.read_text(encoding="utf-8").splitlines()
+    tools = json.loads(first)["tools"]
+    items: dict[str, list[Item]] = {}
+    for line in lines:
+        entry = json.loads(line)
+        call = entry.get("call")
+        item = Item(
+            entry["skill"],
+            entry["messages"],
+            entry["mode"],
+            tuple(tools[number] for number in entry.get("tools", ())),
+            entry.get("answer"),
+            (call[0], call[1]) if call else None,
+        )
+        items.setdefault(item.skill, []).append(item)
+    return items
+
+
+def retrieval_items(engine: Engine, num_tokens: int, count: int) -> list[Item]:
+    """Documents of about `num_tokens` that state a fact somewhere and ask for it at the end."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise OptionError("this model has no tokenizer, so no text can be made for it")
+
+    @lru_cache(maxsize=100_000)
+    def length(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    items = []
+    for number in range(count):
+        seed = num_tokens * 1000 + number
+        question, answer, _ = retrieval_prompt(seed, num_tokens, length)
+        messages = [{"role": "user", "content": question}]
+        items.append(Item(f"retrieval {num_tokens}", messages, answer=answer))
+    return items
+
+
+def encode_item(engine: Engine, item: Item) -> Prompt:
+    return encode_prompt(
+        item.messages, dialect=engine.dialect, tools=list(item.tools) or None, mode=item.mode
+    )
+
+
+def ask(engine: Engine, items: Sequence[Item], skill: str | None = None) -> Score:
+    """Greedy answers to all items, computed as one batch."""
+    assert engine.tokenizer is not None
+    prompts = [encode_item(engine, item) for item in items]
+    params = SamplingParams(max_tokens=MOST_TOKENS, temperature=0.0)
+    answers = engine.generate([prompt.ids(engine.tokenizer) for prompt in prompts], params)
+    right = 0
+    wrong: list[str] = []
+    for item, prompt, answer in zip(items, prompts, answers, strict=True):
+        parser = prompt.parser(engine.tokenizer)
+        parser.push_tokens(answer.token_ids)
+        parser.finish("stop" if answer.finish_reason == "stop" else "length")
+        parsed = parser.result
+        calls = [(call.name, _arguments(call.arguments)) for call in parsed.tool_calls]
+        if is_right(item, parsed.content, calls):
+            right += 1
+        elif len(wrong) < 5:
+            wrong.append(f"wanted {item.call or item.answer!r}, got {parsed.content!r} {calls}")
+    name = skill or (items[0].skill if items else "")
+    return Score(name, right, len(items), tuple(wrong))
+
+
+def is_right(item: Item, content: str, calls: Sequence[tuple[str, Any]]) -> bool:
+    if item.call is not None:
+        return list(calls) == [item.call]
+    return not calls and content.strip() == item.answer
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def measure(
+    engine: Engine,
+    items: dict[str, list[Item]],
+    count: int = 200,
+    lengths: Sequence[int] = RETRIEVAL_LENGTHS,
+    report: Callable[[Score], None] | None = None,
+) -> list[Score]:
+    """Accuracy of every skill on up to `count` prompts each."""
+    scores = []
+    for skill in SKILLS:
+        scores.append(ask(engine, items.get(skill, [])[:count], skill))
+        if report:
+            report(scores[-1])
+    for length in lengths:
+        scores.append(ask(engine, retrieval_items(engine, length, count), f"retrieval {length}"))
+        if report:
+            report(scores[-1])
+    return scores
+
+
+def perplexity(engine: Engine, num_stories: int = 20) -> float:
+    """Of stories the model was not trained on, word by word of the tokenizer."""
+    assert engine.tokenizer is not None
+    total, count = 0.0, 0
+    for number in range(num_stories):
+        text = story(random.Random(f"held out {number}"), 12)
+        ids = [engine.tokenizer.special.bos, *engine.tokenizer.encode(text)]
+        logits = torch.cat(list(engine.score(ids)))
+        following = torch.tensor(ids[1:], device=logits.device)[:, None]
+        chosen = logits[:-1].log_softmax(-1).gather(1, following)
+        total -= float(chosen.sum())
+        count += len(ids) - 1
+    return math.exp(total / count)
+
+
+# --- parts switched off on purpose ----------------------------------------------------------------
+
+
+@contextmanager
+def random_selection(seed: int = 0) -> Iterator[None]:
+    """The indexer's choice replaced by random visible entries."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def shuffled(scores: Tensor, topk: int) -> Tensor:
+        noise = torch.rand(scores.shape, generator=generator).to(scores.device)
+        return index_select(torch.where(torch.isfinite(scores), noise, scores), topk)
+
+    with patch.object(indexer_module, "index_select", shuffled):
+        yield
+
+
+@contextmanager
+def no_compressed_attention() -> Iterator[None]:
+    """Every layer sees its window only."""
+    right = attention
+
+    def blind(*arguments: Any) -> Tensor:
+        q, sink, pool, table, _, *rest = arguments
+        return right(q, sink, pool, table, None, *rest)
+
+    with patch.object(attention_module, "attention", blind):
+        yield
+
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "random-selection": random_selection,
+    "no-compressed-attention": no_compressed_attention,
+}
