@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4.formats.entry import kv_entry
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import map_row_tiles
 
@@ -171,7 +171,12 @@ def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, top
     return torch.stack(rows)
 
 
-OP = Op("attention", attention_reference, cases)
+OP = Op(
+    "attention",
+    attention_reference,
+    cases,
+    kernels=(Kernel("dsv4.ops.attention.attention_triton"),),
+)
 
 
 def attention(

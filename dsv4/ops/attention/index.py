@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.formats.entry import index_entry
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import ROW_TILE, pad_rows
 
@@ -117,8 +117,18 @@ def select_cases() -> Iterable[Case]:
     yield build(2, 1000, 512, False)
 
 
-SCORES = Op("index_scores", index_scores_reference, score_cases)
-SELECT = Op("index_select", index_select_reference, select_cases)
+SCORES = Op(
+    "index_scores",
+    index_scores_reference,
+    score_cases,
+    kernels=(Kernel("dsv4.ops.attention.index_scores_triton"),),
+)
+SELECT = Op(
+    "index_select",
+    index_select_reference,
+    select_cases,
+    kernels=(Kernel("dsv4.ops.attention.index_select_triton"),),
+)
 
 
 def index_scores(

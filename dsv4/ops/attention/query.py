@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
 INDEX_FORMATS = ("fp32", "bf16", "fp8", "fp4")
 
@@ -52,8 +52,18 @@ def index_cases() -> Iterable[Case]:
         yield _build(1, 64, 128, {"index_format": index_format}, 1e-2)
 
 
-PREPARE = Op("query_prepare", query_prepare_reference, query_cases)
-INDEX = Op("index_query", index_query_reference, index_cases)
+PREPARE = Op(
+    "query_prepare",
+    query_prepare_reference,
+    query_cases,
+    kernels=(Kernel("dsv4.ops.attention.query_triton"),),
+)
+INDEX = Op(
+    "index_query",
+    index_query_reference,
+    index_cases,
+    kernels=(Kernel("dsv4.ops.attention.query_triton"),),
+)
 
 
 def _check(op: Op, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:

@@ -22,7 +22,7 @@ from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import softmax
 
@@ -161,7 +161,13 @@ def cases() -> Iterable[Case]:
     yield build(128, 48, "bf16", False, [100, 256], [300, 5])
 
 
-OP = Op("compress", compress_reference, cases, mutates=("state", "pool"))
+OP = Op(
+    "compress",
+    compress_reference,
+    cases,
+    kernels=(Kernel("dsv4.ops.kv.compress_triton"),),
+    mutates=("state", "pool"),
+)
 
 
 def compress(

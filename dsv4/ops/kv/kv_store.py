@@ -12,7 +12,7 @@ from dsv4.formats.entry import kv_entry
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 
 
@@ -56,7 +56,13 @@ def cases() -> Iterable[Case]:
     yield build("fp8", [0, 4096], [1, 1], 512)
 
 
-OP = Op("kv_store", kv_store_reference, cases, mutates=("pool",))
+OP = Op(
+    "kv_store",
+    kv_store_reference,
+    cases,
+    kernels=(Kernel("dsv4.ops.kv.kv_store_triton"),),
+    mutates=("pool",),
+)
 
 
 def kv_store(

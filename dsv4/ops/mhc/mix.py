@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, sigmoid, softmax
 
 
@@ -134,9 +134,14 @@ def head_cases() -> Iterable[Case]:
     return _cases(with_update=True, head=True)
 
 
-PRE = Op("mhc_pre", mhc_pre_reference, pre_cases)
-BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases)
-HEAD = Op("mhc_head", mhc_head_reference, head_cases)
+PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
+BOUNDARY = Op(
+    "mhc_boundary",
+    mhc_boundary_reference,
+    boundary_cases,
+    kernels=(Kernel("dsv4.ops.mhc.mix_triton"),),
+)
+HEAD = Op("mhc_head", mhc_head_reference, head_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
 
 
 def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -38,7 +38,7 @@ def cases() -> Iterable[Case]:
         yield build(257, 7168, True, dtype, 1e-4)
 
 
-OP = Op("rms_norm", rms_norm_reference, cases)
+OP = Op("rms_norm", rms_norm_reference, cases, kernels=(Kernel("dsv4.ops.norm.rms_norm_triton"),))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.sample.random import uniform_row
 
 
@@ -115,7 +115,7 @@ def cases() -> Iterable[Case]:
     yield build(1, 129280, 1.0, False)
 
 
-OP = Op("sample", sample_reference, cases)
+OP = Op("sample", sample_reference, cases, kernels=(Kernel("dsv4.ops.sample.sample_triton"),))
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:

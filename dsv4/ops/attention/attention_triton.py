@@ -1,0 +1,366 @@
+# mypy: ignore-errors
+"""`attention` on a GPU: all heads of a block against tiles of BT gathered entries.
+
+A query's list of entries is its window, oldest first, then its compressed entries, ascending. It
+is cut by index into segments of SEGMENT tiles. A segment has its own online softmax; segments are
+merged in ascending order, starting from the sink. With few queries each segment has a program and
+a second launch merges; with many a program walks a query's segments and parks the merged sum
+between them. Same sums, same bits. Sums over entries are matrix products (the softmax
+denominator too), so no result depends on how a tile is laid out over threads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.attention.merge_triton import (
+    BT,
+    LOG2E,
+    SEGMENT,
+    merge_segments,
+    num_programs,
+    piece_first,
+    piece_width,
+    pieces,
+)
+from dsv4.ops.device import (
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+    workspace,
+)
+from dsv4.ops.kv.entry_triton import (
+    FP8,
+    FP32,
+    append,
+    index_tensors_reason,
+    pool_constants,
+    pool_format,
+    pool_reason,
+    pool_tensors,
+    power_of_two,
+    rope_tile,
+)
+
+FEW = 100  # up to this many blocks of 64 heads, segments run in parallel
+
+
+@triton.jit
+def _load_piece(
+    data, tail, scale, slot, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+    MT: tl.constexpr,
+):  # fmt: skip
+    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT; absent ones are 0."""
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]
+    mask = present[:, None] & (channel >= 0)
+    if FORMAT != 2:
+        k = tl.load(data + slot[:, None] * DIM + channel, mask=mask, other=0.0).to(MT)
+    elif FIRST >= NOPE:
+        at = slot[:, None] * (DIM - NOPE) + (channel - NOPE)
+        k = tl.load(tail + at, mask=mask, other=0.0).to(MT)
+    else:
+        code = tl.load(data + slot[:, None] * NOPE + channel, mask=mask, other=0)
+        GROUPS: tl.constexpr = (WIDTH + 63) // 64
+        group = FIRST // 64 + tl.arange(0, GROUPS)[None, :]
+        live = present[:, None] & (group >= 0)
+        byte = tl.load(scale + slot[:, None] * SCALES + group, mask=live, other=127)
+        factor = power_of_two(byte.to(tl.int32)).to(MT)
+        if GROUPS > 1:
+            factor = factor[:, :, None].broadcast_to(BT, GROUPS, 64).reshape(BT, WIDTH)
+        k = code.to(tl.float8e4nv, bitcast=True).to(MT) * factor
+    return k
+
+
+@triton.jit
+def _dot(a, b, acc, MT: tl.constexpr):
+    if tl.float32 == MT:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _tile_slots(
+    tile, position, visible, seq, row, window, selected, num_selected,
+    w_table, w_width, w_entries, c_table, c_width, c_entries,
+    WT: tl.constexpr, BT: tl.constexpr, SELECTED: tl.constexpr,
+):  # fmt: skip
+    """Where the entries of a tile lie (int64) and which are present."""
+    lane = tl.arange(0, BT)
+    in_window = tile < WT
+    i = tile * BT + lane
+    recent = position + 1 - window + i
+    recent = tl.where(i < window, recent, -1)
+    j = i - WT * BT
+    if SELECTED:
+        live = (j >= 0) & (j < num_selected)
+        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int64)
+    else:
+        older = tl.where(j < visible, j, -1).to(tl.int64)
+    entry = tl.where(in_window, recent, older)
+    present = entry >= 0
+    entry = tl.maximum(entry, 0)
+    page_entries = tl.where(in_window, w_entries, c_entries)
+    width = tl.where(in_window, w_width, c_width)
+    column = seq * width + (entry // page_entries) % width
+    table = tl.where(in_window, w_table, c_table)
+    page = tl.load(table + column, mask=present, other=0).to(tl.int64)
+    return page * page_entries + entry % page_entries, present
+
+
+@triton.jit
+def _segment(
+    queries, first_tile, last_tile, position, visible, seq, row, window, selected, num_selected,
+    w_data, w_tail, w_scale, w_table, w_width, w_entries,
+    c_data, c_tail, c_scale, c_table, c_width, c_entries, qk_scale,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+    ROPE: tl.constexpr, COUNT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
+    BT: tl.constexpr, WT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over tiles: weighted sums by piece, denominator `[BH, 16]`, maximum."""
+    ones = tl.full((BT, 16), 1.0, MT)
+    top = tl.full((BH,), -1e30, tl.float32)
+    total = tl.zeros((BH, 16), tl.float32)
+    acc = ()
+    for i in tl.static_range(COUNT):
+        acc = append(acc, tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32))
+    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
+        slot, present = _tile_slots(
+            tile, position, visible, seq, row, window, selected, num_selected,
+            w_table, w_width, w_entries, c_table, c_width, c_entries, WT, BT, SELECTED,
+        )  # fmt: skip
+        data = tl.where(tile < WT, w_data, c_data)
+        tail = tl.where(tile < WT, w_tail, c_tail)
+        scale = tl.where(tile < WT, w_scale, c_scale)
+        keys = ()
+        scores = tl.zeros((BH, BT), tl.float32)
+        for i in tl.static_range(COUNT):
+            k = _load_piece(
+                data, tail, scale, slot, present, piece_first(DIM, ROPE, i),
+                piece_width(DIM, ROPE, i), BT, FORMAT, NOPE, DIM, SCALES, MT,
+            )  # fmt: skip
+            scores = _dot(queries[i], tl.trans(k), scores, MT)
+            keys = append(keys, k)
+        scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = tl.exp2(top - new_top)[:, None]
+        weights = tl.exp2(scores - new_top[:, None]).to(MT)
+        total = _dot(weights, ones, total * shrink, MT)
+        grown = ()
+        for i in tl.static_range(COUNT):
+            grown = append(grown, _dot(weights, keys[i], acc[i] * shrink, MT))
+        acc = grown
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def _attend_kernel(
+    q, sink, out, acc_out, stat_out, parked, positions, seq_idx, selected, num_selected,
+    w_data, w_tail, w_scale, w_table, w_width, w_entries,
+    c_data, c_tail, c_scale, c_table, c_width, c_entries,
+    frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+    ROPE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr,
+    SELECTED: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SEG: tl.constexpr,
+    WT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Items are (segment if SPLIT, token, block of heads), the last fastest."""
+    start_dependents(ASM)
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(num_heads, BH)
+    for item in tl.range(pid, num_items, tl.num_programs(0)):
+        row = ((item // blocks) % num_tokens).to(tl.int64)
+        head = (item % blocks) * BH + tl.arange(0, BH)
+        live = head < num_heads
+        position = tl.load(positions + row).to(tl.int64)
+        seq = tl.load(seq_idx + row).to(tl.int64)
+        visible = tl.minimum((position + 1) // ratio, num_selected)
+        tiles = WT + tl.cdiv(visible, BT).to(tl.int32)
+        first_seg = 0
+        last_seg = tl.cdiv(tiles, SEG)
+        if SPLIT:
+            first_seg = item // blocks // num_tokens
+            last_seg = tl.minimum(last_seg, first_seg + 1)
+        q_at = (row * num_heads + head)[:, None] * DIM
+        queries = ()
+        for i in tl.static_range(COUNT):
+            channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+            x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
+            queries = append(queries, x.to(MT))
+        best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        total = tl.full((BH,), 1.0, tl.float32)
+        for seg in tl.range(first_seg, last_seg):
+            acc, part_total, top = _segment(
+                queries, seg * SEG, tl.minimum((seg + 1) * SEG, tiles), position, visible, seq,
+                row, window, selected, num_selected, w_data, w_tail, w_scale, w_table, w_width,
+                w_entries, c_data, c_tail, c_scale, c_table, c_width, c_entries, qk_scale,
+                FORMAT, NOPE, DIM, SCALES, ROPE, COUNT, SELECTED, BH, BT, WT, STAGES, MT,
+            )  # fmt: skip
+            part = tl.max(part_total, axis=1)  # its columns are equal
+            if SPLIT:
+                at = (seg * num_tokens + row) * num_heads + head
+                tl.store(stat_out + at * 2, top, mask=live)
+                tl.store(stat_out + at * 2 + 1, part, mask=live)
+                for i in tl.static_range(COUNT):
+                    channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+                    acc_at = at[:, None] * DIM + channel[None, :]
+                    tl.store(acc_out + acc_at, acc[i], mask=live[:, None])
+            else:
+                new_best = tl.maximum(best, top)
+                old_part = tl.exp2(best - new_best)
+                new_part = tl.exp2(top - new_best)
+                total = tl.fma(part, new_part, total * old_part)
+                best = new_best
+                tl.debug_barrier()  # what this program parked is read by other threads
+                for i in tl.static_range(COUNT):
+                    _merge_piece(
+                        acc[i], parked, out, q_at, live, old_part, new_part, total, position,
+                        frequencies, seg > 0, seg == last_seg - 1, pid,
+                        piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
+                    )  # fmt: skip
+                tl.debug_barrier()
+
+
+@triton.jit
+def _merge_piece(
+    acc, parked, out, q_at, live, old_part, new_part, total, position, frequencies, is_later,
+    is_last, pid, FIRST: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+):  # fmt: skip
+    """Add a segment's piece to the sum of those before; park it, or finish after the last."""
+    channel = FIRST + tl.arange(0, WIDTH)
+    mine = parked + pid.to(tl.int64) * (BH * DIM) + tl.arange(0, BH)[:, None] * DIM
+    mine = mine + channel[None, :]
+    before = tl.load(mine, mask=live[:, None] & is_later, other=0.0)
+    acc = tl.fma(acc, new_part[:, None].broadcast_to(BH, WIDTH), before * old_part[:, None])
+    tl.store(mine, acc, mask=live[:, None] & (is_last == 0))
+    if is_last:
+        x = (acc / total[:, None]).to(out.dtype.element_ty)
+        if FIRST >= DIM - ROPE:
+            table = frequencies + (FIRST - (DIM - ROPE)) // 2
+            x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, 0, WIDTH, WIDTH)
+        tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@dataclass(frozen=True)
+class Config:
+    heads: int  # of a program
+    split: bool
+    num_warps: int
+    num_stages: int
+
+
+def choose_config(num_tokens: int, num_heads: int, num_segments: int, narrow: bool) -> Config:
+    """None of this changes a bit of the result."""
+    blocks = num_tokens * triton.cdiv(num_heads, 64)
+    split = num_segments > 1 and blocks <= FEW
+    if not narrow:
+        return Config(16, split, 4, 1)
+    if num_heads <= 16 or blocks * (num_segments if split else 1) <= 32:
+        return Config(16, split, 4, 2)
+    return Config(64, split, 8, 2)
+
+
+def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
+    if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
+        return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
+    if min(pieces(pool.dim, 2 * frequencies.shape[0]), default=0) < 16:
+        return f"entries of {pool.dim} with {2 * frequencies.shape[0]} rotated, not multiples of 16"
+    tensors = {"table": table, "positions": batch.positions, "seq_idx": batch.seq_idx}
+    pools = [pool]
+    if compressed is not None:
+        pools.append(compressed.pool)
+        tensors["compressed table"] = compressed.table
+        if compressed.selected is not None:
+            tensors["selected"] = compressed.selected
+        if compressed.pool.format != pool.format or compressed.pool.dim != pool.dim:
+            return f"window in {pool.format}, compressed entries in {compressed.pool.format}"
+    for each in pools:
+        tail = each.parts["tail"].shape[-1] if "tail" in each.parts else None
+        if tail not in (None, 2 * frequencies.shape[0]):
+            return f"entries keep {tail} channels apart, {frequencies.shape[0]} frequencies"
+        reason = pool_reason(each)
+        if reason is not None:
+            return reason
+    return device_reason(q.device) or index_tensors_reason(**tensors)
+
+
+def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None):
+    tokens, heads, dim = q.shape
+    constants = pool_constants(pool)
+    other = pool if compressed is None else compressed.pool
+    other_table = table if compressed is None else compressed.table
+    selected = None if compressed is None else compressed.selected
+    most = 0
+    if compressed is not None:
+        most = other_table.shape[1] * other.page_entries if selected is None else selected.shape[1]
+    num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
+    num_segments = triton.cdiv(num_tiles, SEGMENT)
+    narrow = q.dtype == torch.bfloat16 and pool_format(pool) != FP32
+    config = config or choose_config(tokens, heads, num_segments, narrow)
+    out = torch.empty_like(q)
+    blocks = triton.cdiv(heads, config.heads)
+    items = tokens * blocks * (num_segments if config.split else 1)
+    programs = items if config.split else min(items, num_programs(q.device))
+    room = num_segments * tokens * heads if config.split else programs * config.heads
+    acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
+    stats = workspace(q.device, "attention_stats", 2 * room if config.split else 1, torch.float32)
+    mt = tl.float32 if not narrow else (tl.float16 if pool_format(pool) == FP8 else tl.bfloat16)
+    _attend_kernel[(programs,)](
+        q,
+        sink,
+        out,
+        acc,
+        stats,
+        acc,
+        batch.positions,
+        batch.seq_idx,
+        batch.positions if selected is None else selected,
+        most,
+        *pool_tensors(pool),
+        table,
+        table.shape[1],
+        pool.page_entries,
+        *pool_tensors(other),
+        other_table,
+        other_table.shape[1],
+        other.page_entries,
+        frequencies,
+        heads,
+        tokens,
+        items,
+        window,
+        1 if compressed is None else compressed.ratio,
+        dim**-0.5 * LOG2E.value,
+        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM", "SCALES")},
+        ROPE=2 * frequencies.shape[0],
+        COUNT=len(pieces(dim, 2 * frequencies.shape[0])),
+        SPLIT=config.split,
+        SELECTED=selected is not None,
+        BH=config.heads,
+        BT=BT,
+        SEG=SEGMENT,
+        WT=triton.cdiv(window, BT),
+        STAGES=config.num_stages,
+        MT=mt,
+        ASM=not interpreting(),
+        **launch_options(config.num_warps),
+    )
+    if config.split:
+        merge_segments(
+            q,
+            sink,
+            out,
+            acc,
+            stats,
+            batch.positions,
+            frequencies,
+            window,
+            most,
+            1 if compressed is None else compressed.ratio,
+        )
+    return out

@@ -1,0 +1,124 @@
+# mypy: ignore-errors
+"""`index_select` on a GPU: the exact set by bisection over the bits of the scores.
+
+A chunk of a row stays in registers. Its k-th largest score is found bit by bit: 32 counts, no
+sorting, no atomics. Ties at that score go to the lower index. A long row is cut into chunks that
+each pass on their k best, in ascending order of index, until one chunk is left.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import (
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+    workspace,
+)
+
+CHUNK = 8192  # scores of a program while several chunks remain
+LAST = 32768  # most candidates of the last program
+
+
+@triton.jit
+def sort_key(score):
+    """uint32 in the order of the scores; 0 for -inf, so that hidden entries never count."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0 ties with 0
+    bits = score.to(tl.uint32, bitcast=True)
+    flipped = tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
+    return tl.where(score == float("-inf"), tl.zeros_like(bits), flipped)
+
+
+@triton.jit
+def _select_kernel(
+    scores, indices, out_scores, out_indices, width, topk, out_width, num_chunks,
+    FIRST: tl.constexpr, FINAL: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Keep the `topk` best of a chunk. FIRST: a candidate's index is its place in the row."""
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    lane = tl.arange(0, CHUNK)
+    place = chunk * CHUNK + lane
+    live = place < width
+    score = tl.load(scores + row * width + place, mask=live, other=float("-inf"))
+    key = sort_key(score)
+    threshold = tl.zeros((), tl.uint32)
+    bit = tl.full((), 0x80000000, tl.uint32)
+    for _ in tl.range(0, 32):
+        trial = threshold | bit
+        count = tl.sum((key >= trial).to(tl.int32), axis=0)
+        threshold = tl.where(count >= topk, trial, threshold)
+        bit = bit >> 1
+    above = key > threshold
+    room = topk - tl.sum(above.to(tl.int32), axis=0)
+    equal = (key == threshold) & (key > 0)
+    rank = tl.cumsum(equal.to(tl.int32), axis=0)
+    kept = above | (equal & (rank <= room))
+    order = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    count = tl.sum(kept.to(tl.int32), axis=0)
+    if FIRST:
+        index = place.to(tl.int64)
+    else:
+        index = tl.load(indices + row * width + place, mask=live, other=-1).to(tl.int64)
+    base = (row * num_chunks + chunk) * out_width
+    tl.store(out_indices + base + order, index, mask=kept)
+    if not FINAL:
+        tl.store(out_scores + base + order, score, mask=kept)
+    for start in tl.range(count, out_width, CHUNK):
+        rest = start + lane
+        tl.store(out_indices + base + rest, lane.to(tl.int64) * 0 - 1, mask=rest < out_width)
+        if not FINAL:
+            tl.store(out_scores + base + rest, score * 0.0 - float("inf"), mask=rest < out_width)
+
+
+def choose_config(width: int, topk: int) -> tuple[int, int]:
+    """Chunk length and warps: 32 scores a thread in long chunks."""
+    chunk = triton.next_power_of_2(width) if width <= 2 * CHUNK else CHUNK
+    if width > 2 * CHUNK and 2 * topk > CHUNK:  # chunks that keep most would never end
+        chunk = LAST
+    chunk = max(chunk, 32)
+    return chunk, max(1, min(32, chunk // 512))
+
+
+def supports(scores, topk) -> str | None:
+    if scores.dtype != torch.float32 or not scores.is_contiguous():
+        return f"scores are {scores.dtype} with strides {scores.stride()}, not contiguous float32"
+    if topk > LAST // 4:
+        return f"topk is {topk}, kernels select up to {LAST // 4}"
+    return device_reason(scores.device)
+
+
+def run(scores, topk):
+    rows, width = scores.shape
+    out_width = min(topk, width)
+    out = torch.empty(rows, out_width, dtype=torch.int64, device=scores.device)
+    indices, level = out, 0
+    while True:
+        chunk, warps = choose_config(width, topk)
+        chunks = triton.cdiv(width, chunk)
+        final = chunks == 1
+        size = rows * chunks * out_width
+        names = (f"select_scores{level % 2}", f"select_indices{level % 2}")
+        next_scores = scores if final else workspace(scores.device, names[0], size, torch.float32)
+        next_indices = out if final else workspace(scores.device, names[1], size, torch.int64)
+        _select_kernel[(rows, chunks)](
+            scores,
+            indices,
+            next_scores,
+            next_indices,
+            width,
+            topk,
+            out_width,
+            chunks,
+            FIRST=level == 0,
+            FINAL=final,
+            CHUNK=chunk,
+            ASM=not interpreting(),
+            **launch_options(warps),
+        )
+        if final:
+            return out
+        scores, indices, width, level = next_scores, next_indices, chunks * out_width, level + 1

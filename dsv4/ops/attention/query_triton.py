@@ -1,0 +1,129 @@
+# mypy: ignore-errors
+"""`query_prepare` and `index_query` on a GPU: a program per token and block of heads."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.kv.entry_triton import (
+    e2m1_value,
+    fp4_groups,
+    fp8_groups,
+    hadamard_tile,
+    is_power_of_two,
+    power_of_two,
+    rope_tile,
+    scale_byte,
+)
+
+HEADS = 16  # heads of a program; part of the tile a head's norm is summed in, so never varied
+
+
+@triton.jit
+def _prepare_kernel(
+    q, out, positions, frequencies, eps, num_heads,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start_dependents(ASM)
+    position = tl.load(positions + row)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    channel = tl.arange(0, PAD)
+    at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
+    mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
+    x = tl.load(q + at, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    x = (x * inverse[:, None]).to(q.dtype.element_ty).to(tl.float32)
+    x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
+    tl.store(out + at, x.to(q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _index_kernel(
+    q, out, positions, frequencies, num_heads,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4."""
+    row = tl.program_id(0)
+    start_dependents(ASM)
+    position = tl.load(positions + row)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    channel = tl.arange(0, PAD)
+    at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
+    mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
+    x = tl.load(q + at, mask=mask, other=0.0).to(tl.float32)
+    x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
+    x = x.to(q.dtype.element_ty).to(tl.float32)
+    if FORMAT == 1:
+        x = x.to(tl.bfloat16).to(tl.float32)
+    if FORMAT >= 3:
+        x = hadamard_tile(x, FACTOR, LOG, BH, DIM).to(q.dtype.element_ty).to(tl.float32)
+    if FORMAT == 3:
+        codes, exponent = fp8_groups(x, channel[None, :] >= 0)
+        x = codes.to(tl.float32) * power_of_two(scale_byte(exponent))[:, None]
+    if FORMAT == 4:
+        codes, exponent = fp4_groups(x.reshape(BH * DIM // 32, 32))
+        x = e2m1_value(codes) * power_of_two(scale_byte(exponent))[:, None]
+        x = x.reshape(BH, DIM)
+    tl.store(out + at, x.to(q.dtype.element_ty), mask=mask)
+
+
+def _supports(q, positions, frequencies) -> str | None:
+    if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
+        return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
+    if q.shape[2] % 2 or not positions.is_contiguous():
+        return f"q has {q.shape[2]} channels, positions strides {positions.stride()}"
+    return device_reason(q.device)
+
+
+def _sizes(q, frequencies) -> dict[str, object]:
+    dim = q.shape[2]
+    return {
+        "BH": HEADS,
+        "DIM": dim,
+        "PAD": triton.next_power_of_2(dim),
+        "ROPE": 2 * frequencies.shape[0],
+        "ASM": not interpreting(),
+    }
+
+
+def supports(q, positions, frequencies, eps=None, index_format=None) -> str | None:
+    if index_format in ("fp4", "fp8") and (not is_power_of_two(q.shape[2]) or q.shape[2] < 32):
+        return f"{q.shape[2]} channels, the rotation needs a power of two from 32 on"
+    return _supports(q, positions, frequencies)
+
+
+def run(q, positions, frequencies, eps=None, index_format=None):
+    """`query_prepare` with `eps`, `index_query` with `index_format`."""
+    out = torch.empty_like(q)
+    grid = (q.shape[0], triton.cdiv(q.shape[1], HEADS))
+    if index_format is None:
+        _prepare_kernel[grid](
+            q,
+            out,
+            positions,
+            frequencies,
+            eps,
+            q.shape[1],
+            **_sizes(q, frequencies),
+            **launch_options(4),
+        )
+        return out
+    dim = q.shape[2]
+    _index_kernel[grid](
+        q,
+        out,
+        positions,
+        frequencies,
+        q.shape[1],
+        **_sizes(q, frequencies),
+        FORMAT={"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}[index_format],
+        LOG=dim.bit_length() - 1,
+        FACTOR=1.0 / math.sqrt(dim),
+        **launch_options(4),
+    )
+    return out

@@ -1,0 +1,214 @@
+# mypy: ignore-errors
+"""`compress` on a GPU: a program per token; those whose token ends a block write its entry.
+
+Rows of the state that a block still needs are overwritten by later tokens of the same step, so
+blocks are closed in one launch and the newest tokens remembered in a second. With one new token
+per sequence no such row exists and the first launch does both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.kv.entry_triton import (
+    entry_slot,
+    finish_entry,
+    index_tensors_reason,
+    pool_constants,
+    pool_reason,
+    pool_tensors,
+    tl_dtype,
+)
+
+
+@triton.jit
+def _block_softmax(
+    values, gates, ape, state_v, state_z, last, start, first_row, state_row,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
+    OVERLAP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[PAD]`: the block that ends at token `last`, softmax per channel, STEP slots a time."""
+    WIDTH: tl.constexpr = 2 * DIM if OVERLAP else DIM
+    channel = tl.arange(0, PAD)
+    inside = channel < DIM
+    top = tl.full((PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((PAD,), tl.float32)
+    acc = tl.zeros((PAD,), tl.float32)
+    for base in tl.range(0, SLOTS, STEP):
+        place = base + tl.arange(0, STEP)
+        token = last + 1 - SLOTS + place
+        half = (place >= RATIO).to(tl.int32) * DIM if OVERLAP else place * 0
+        column = half[:, None] + channel[None, :]
+        is_new = token >= start
+        is_old = (token >= 0) & (token < start)
+        new_at = ((first_row + token - start) * WIDTH)[:, None] + column
+        old_at = ((state_row + token % ROWS) * WIDTH)[:, None] + column
+        ape_at = ((token % RATIO) * WIDTH)[:, None] + column
+        new_mask = is_new[:, None] & inside[None, :]
+        old_mask = is_old[:, None] & inside[None, :]
+        v = tl.load(values + new_at, mask=new_mask, other=0.0)
+        v += tl.load(state_v + old_at, mask=old_mask, other=0.0)
+        z = tl.load(gates + new_at, mask=new_mask, other=0.0)
+        z += tl.load(ape + ape_at, mask=new_mask, other=0.0)
+        z += tl.load(state_z + old_at, mask=old_mask, other=0.0)
+        z = tl.where((token >= 0)[:, None], z, float("-inf"))
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        shrink = tl.exp(top - new_top)
+        weight = tl.exp(z - new_top[None, :])
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink + tl.sum(weight * v, axis=0)
+        top = new_top
+    return tl.where(inside, acc / total, 0.0)
+
+
+@triton.jit
+def _remember(
+    values, gates, ape, state_v, state_z, row, position, state_row, RATIO: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, WPAD)
+    live = column < WIDTH
+    source = row.to(tl.int64) * WIDTH + column
+    target = (state_row + position % ROWS) * WIDTH + column
+    v = tl.load(values + source, mask=live, other=0.0)
+    z = tl.load(gates + source, mask=live, other=0.0)
+    z += tl.load(ape + (position % RATIO) * WIDTH + column, mask=live, other=0.0)
+    tl.store(state_v + target, v, mask=live)
+    tl.store(state_z + target, z, mask=live)
+
+
+@triton.jit
+def _close_kernel(
+    values, gates, ape, norm, frequencies, state_v, state_z, positions, seq_idx, first_rows,
+    starts, slots, table, table_width, page_entries, eps, data, tail, scale,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
+    OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr, APPEND: tl.constexpr,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start_dependents(ASM)
+    position = tl.load(positions + row).to(tl.int64)
+    seq = tl.load(seq_idx + row).to(tl.int64)
+    state_row = tl.load(slots + seq).to(tl.int64) * ROWS
+    if (position + 1) % RATIO == 0:
+        start = tl.load(starts + seq).to(tl.int64)
+        first_row = tl.load(first_rows + seq).to(tl.int64)
+        x = _block_softmax(
+            values, gates, ape, state_v, state_z, position, start, first_row, state_row,
+            RATIO, ROWS, SLOTS, STEP, OVERLAP, DIM, PAD,
+        )  # fmt: skip
+        x = x.to(DT).to(tl.float32)[None, :]
+        slot = entry_slot(table, table_width, seq, position // RATIO, page_entries)
+        finish_entry(
+            x, norm, frequencies, position + 1 - RATIO, eps, data, tail, scale, slot,
+            FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
+        )  # fmt: skip
+    if APPEND:
+        _remember(
+            values, gates, ape, state_v, state_z, row, position, state_row,
+            RATIO, ROWS, WIDTH, WPAD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _append_kernel(
+    values, gates, ape, state_v, state_z, positions, seq_idx, ends, slots,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start_dependents(ASM)
+    position = tl.load(positions + row).to(tl.int64)
+    seq = tl.load(seq_idx + row).to(tl.int64)
+    if position >= tl.load(ends + seq) - ROWS:
+        state_row = tl.load(slots + seq).to(tl.int64) * ROWS
+        _remember(
+            values, gates, ape, state_v, state_z, row, position, state_row,
+            RATIO, ROWS, WIDTH, WPAD,
+        )  # fmt: skip
+
+
+def choose_config(ratio: int) -> tuple[int, int]:
+    """Slots a step, warps; fixed by the ratio, because they set the order of summation."""
+    return (8, 4) if ratio == 4 else (16, 8)
+
+
+def supports(
+    values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
+) -> str | None:
+    tensors = {"values": values, "gates": gates, "ape": ape, "state": state.values}
+    for name, tensor in (*tensors.items(), ("state gates", state.gates)):
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            return f"{name} is {tensor.dtype} with strides {tensor.stride()}, not contiguous fp32"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"entries rounded to {dtype}, kernels know bfloat16 and float32"
+    if 2 * frequencies.shape[0] > pool.dim:
+        return f"{frequencies.shape[0]} frequencies for entries of {pool.dim}"
+    return (
+        device_reason(values.device)
+        or pool_reason(pool)
+        or index_tensors_reason(
+            table=table, positions=batch.positions, seq_idx=batch.seq_idx, slots=batch.slots
+        )
+    )
+
+
+def run(
+    values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
+) -> None:
+    step, warps = choose_config(ratio)
+    overlap = ratio == 4
+    width = values.shape[1]
+    one_each = batch.num_tokens == batch.starts.shape[0]
+    sizes = {
+        "RATIO": ratio,
+        "ROWS": state.rows,
+        "WIDTH": width,
+        "WPAD": triton.next_power_of_2(width),
+        "ASM": not interpreting(),
+    }
+    _close_kernel[(batch.num_tokens,)](
+        values,
+        gates,
+        ape,
+        norm,
+        frequencies,
+        state.values,
+        state.gates,
+        batch.positions,
+        batch.seq_idx,
+        batch.first_rows,
+        batch.starts,
+        batch.slots,
+        table,
+        table.shape[1],
+        pool.page_entries,
+        eps,
+        *pool_tensors(pool),
+        **sizes,
+        **pool_constants(pool),
+        SLOTS=2 * ratio if overlap else ratio,
+        STEP=step,
+        OVERLAP=overlap,
+        APPEND=one_each,
+        ROPE=2 * frequencies.shape[0],
+        DT=tl_dtype(dtype),
+        **launch_options(warps),
+    )
+    if not one_each:
+        _append_kernel[(batch.num_tokens,)](
+            values,
+            gates,
+            ape,
+            state.values,
+            state.gates,
+            batch.positions,
+            batch.seq_idx,
+            batch.ends,
+            batch.slots,
+            **sizes,
+            **launch_options(4),
+        )

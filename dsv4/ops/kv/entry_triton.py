@@ -1,0 +1,262 @@
+# mypy: ignore-errors
+"""Device code that the state kernels share: rope, Hadamard rotation, rounding, entries of pages.
+
+Every function works on fp32 values that were already rounded to the activation dtype where the
+reference rounds them. Nothing here depends on how many rows a launch has.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+FP32, BF16, FP8, INDEX_FP8, INDEX_FP4 = 0, 1, 2, 3, 4
+
+
+@triton.jit
+def append(values, value):
+    return values + (value,)  # noqa: RUF005 - the compiler does not know unpacking
+
+
+@triton.jit
+def sin_cos(angle):
+    """fp32 angles -> sin, cos. The angle is reduced in fp64: a million radians cost no accuracy."""
+    wide = angle.to(tl.float64)
+    turns = tl.floor(wide * 0.6366197723675814 + 0.5)
+    r = (wide - turns * 1.5707963267948966).to(tl.float32)
+    quadrant = turns.to(tl.int32) & 3
+    z = r * r
+    s = tl.fma(z, -1.9515295891e-4, 8.3321608736e-3)
+    s = tl.fma(s, z, -1.6666654611e-1)
+    s = tl.fma(s * z, r, r)
+    c = tl.fma(z, 2.443315711809948e-5, -1.388731625493765e-3)
+    c = tl.fma(c, z, 4.166664568298827e-2)
+    c = tl.fma(c * z, z, tl.fma(z, -0.5, 1.0))
+    swap = (quadrant & 1) == 1
+    sine = tl.where(swap, c, s)
+    cosine = tl.where(swap, s, c)
+    sine = tl.where(quadrant >= 2, -sine, sine)
+    cosine = tl.where((quadrant == 1) | (quadrant == 2), -cosine, cosine)
+    return sine, cosine
+
+
+@triton.jit
+def rope_tile(
+    x, position, frequencies, SIGN: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Rotate channels FIRST to DIM of fp32 `[R, PAD]` at one position, interleaved pairs."""
+    pair = tl.arange(0, PAD // 2)
+    live = (pair >= FIRST // 2) & (pair < DIM // 2)
+    frequency = tl.load(frequencies + pair - FIRST // 2, mask=live, other=0.0)
+    sine, cosine = sin_cos(position.to(tl.float32) * frequency)
+    sine = sine * SIGN
+    u, v = tl.split(x.reshape(R, PAD // 2, 2))
+    turned_u = u * cosine[None, :] - v * sine[None, :]
+    turned_v = v * cosine[None, :] + u * sine[None, :]
+    u = tl.where(live[None, :], turned_u, u)
+    v = tl.where(live[None, :], turned_v, v)
+    return tl.join(u, v).reshape(R, PAD)
+
+
+@triton.jit
+def hadamard_tile(x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr):
+    """Orthonormal rotation of fp32 `[R, DIM]`, the same sums as the reference.
+
+    Each round splits off the lowest index bit and puts it on top; after LOG rounds all are back.
+    """
+    for _ in tl.static_range(LOG):
+        u, v = tl.split(x.reshape(R, DIM // 2, 2))
+        x = tl.trans(tl.join(u + v, u - v), 0, 2, 1).reshape(R, DIM)
+    return x * FACTOR
+
+
+@triton.jit
+def ceil_exponent(amax, LIMIT_BITS: tl.constexpr):
+    """The smallest k with amax <= limit * 2^k, from the bits of both."""
+    bits = amax.to(tl.int32, bitcast=True)
+    above = (bits & 0x7FFFFF) > (LIMIT_BITS & 0x7FFFFF)
+    return (bits >> 23) - (LIMIT_BITS >> 23) + above.to(tl.int32)
+
+
+@triton.jit
+def scale_byte(exponent):
+    return tl.minimum(tl.maximum(exponent + 127, 0), 254)
+
+
+@triton.jit
+def power_of_two(byte):
+    """fp32 2^(byte - 127) of E8M0 bytes 0 to 254."""
+    return tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp8_groups(x, live):
+    """`[groups, channels]` fp32 -> E4M3 of the scaled values, exponents `[groups]`."""
+    amax = tl.max(tl.where(live, tl.abs(x), 0.0), axis=1)
+    exponent = ceil_exponent(tl.maximum(amax, 1e-4), 0x43E00000)  # 448
+    y = x * power_of_two(scale_byte(-exponent))[:, None]
+    return tl.minimum(tl.maximum(y, -448.0), 448.0).to(tl.float8e4nv), exponent
+
+
+@triton.jit
+def fp4_groups(x):
+    """`[groups, channels]` fp32 -> E2M1 codes (int32), exponents `[groups]`."""
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 7.052966104933725e-38)  # 6 * 2^-126
+    exponent = ceil_exponent(amax, 0x40C00000)  # 6
+    y = x * power_of_two(scale_byte(-exponent))[:, None]
+    m = tl.abs(y)
+    code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32)
+    code += (m >= 1.75).to(tl.int32) + (m > 2.5).to(tl.int32) + (m >= 3.5).to(tl.int32)
+    code += (m > 5.0).to(tl.int32)
+    sign = (y.to(tl.int32, bitcast=True) >> 28) & 8
+    return code | sign, exponent
+
+
+@triton.jit
+def e2m1_value(code):
+    m = code & 7
+    small = m.to(tl.float32) * 0.5
+    large = tl.where(m == 4, 2.0, tl.where(m == 5, 3.0, tl.where(m == 6, 4.0, 6.0)))
+    value = tl.where(m < 4, small, large)
+    return tl.where(code >= 8, -value, value)
+
+
+@triton.jit
+def _store_kv_fp8(
+    x, data, tail, scale, slot, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    channel = tl.arange(0, PAD // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    live = channel < NOPE
+    groups = x.reshape(PAD // 64, 64)
+    codes, exponent = fp8_groups(groups, live)
+    tl.store(data + slot * NOPE + channel, codes.to(tl.uint8, bitcast=True), mask=live)
+    tail_ptrs = tail + slot * (DIM - NOPE) + channel - NOPE
+    tl.store(tail_ptrs, groups.to(tl.bfloat16), mask=(channel >= NOPE) & (channel < DIM))
+    group = tl.arange(0, PAD // 64)
+    NUM: tl.constexpr = (NOPE + 63) // 64
+    tl.store(scale + slot * SCALES + group, scale_byte(exponent).to(tl.uint8), mask=group < NUM)
+    pad = tl.arange(0, 8) + SCALES - 8
+    tl.store(scale + slot * SCALES + pad, (pad * 0).to(tl.uint8), mask=pad >= NUM)
+
+
+@triton.jit
+def store_entry(
+    x, data, tail, scale, slot, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
+    DT: tl.constexpr,
+):  # fmt: skip
+    """Write one row, fp32 `[1, PAD]` rounded to DT, as entry `slot` (int64) of a pool."""
+    if FORMAT == 0 or FORMAT == 1:
+        channel = tl.arange(0, PAD)[None, :]
+        out = data + slot * DIM + channel
+        tl.store(out, x.to(data.dtype.element_ty), mask=channel < DIM)
+    elif FORMAT == 2:
+        _store_kv_fp8(x, data, tail, scale, slot, NOPE, DIM, PAD, SCALES)
+    else:
+        x = hadamard_tile(x, FACTOR, LOG, 1, DIM).to(DT).to(tl.float32)
+        if FORMAT == 3:
+            channel = tl.arange(0, DIM)[None, :]
+            codes, exponent = fp8_groups(x, channel >= 0)
+            tl.store(data + slot * DIM + channel, codes.to(tl.uint8, bitcast=True))
+            one = tl.arange(0, 1)
+            tl.store(scale + slot + one, power_of_two(scale_byte(exponent)))
+        else:
+            codes, exponent = fp4_groups(x.reshape(DIM // 32, 32))
+            low, high = tl.split(codes.reshape(DIM // 2, 2))
+            packed = (low | (high << 4)).to(tl.uint8)
+            tl.store(data + slot * (DIM // 2) + tl.arange(0, DIM // 2), packed)
+            group = tl.arange(0, DIM // 32)
+            tl.store(scale + slot * (DIM // 32) + group, scale_byte(exponent).to(tl.uint8))
+
+
+@triton.jit
+def entry_slot(table, table_width, seq, entry, page_entries):
+    """Where entry `entry` (int64) of a sequence lies, counted in entries from the pool's start."""
+    column = (entry // page_entries) % table_width
+    page = tl.load(table + seq * table_width + column).to(tl.int64)
+    return page * page_entries + entry % page_entries
+
+
+@triton.jit
+def finish_entry(
+    x, norm, frequencies, position, eps, data, tail, scale, slot, FORMAT: tl.constexpr,
+    NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SCALES: tl.constexpr,
+    LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Norm with weight, rope at `position`, storage; `x` fp32 `[1, PAD]`, zero beyond DIM."""
+    channel = tl.arange(0, PAD)
+    weight = tl.load(norm + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    x = (x * inverse[:, None] * weight[None, :]).to(DT).to(tl.float32)
+    x = rope_tile(x, position, frequencies, 1.0, 1, DIM - ROPE, DIM, PAD).to(DT).to(tl.float32)
+    store_entry(
+        x, data, tail, scale, slot, FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, DT
+    )  # fmt: skip
+
+
+def pool_format(pool) -> int:
+    if pool.format in ("fp32", "bf16"):
+        return FP32 if pool.format == "fp32" else BF16
+    if not pool.is_index:
+        return FP8
+    return INDEX_FP4 if pool.format == "fp4" else INDEX_FP8
+
+
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def pool_reason(pool) -> str | None:
+    """Why kernels cannot read or write a pool, or None."""
+    for name, part in pool.parts.items():
+        if not part.is_contiguous():
+            return f"pool part {name} has strides {part.stride()}, kernels need it contiguous"
+    if pool.is_index and pool.format in ("fp4", "fp8") and not is_power_of_two(pool.dim):
+        return f"index keys of {pool.dim} numbers, the rotation needs a power of two"
+    if pool.is_index and pool.format == "fp4" and pool.dim < 32:
+        return f"FP4 index keys of {pool.dim} numbers, kernels need at least 32"
+    if pool.dim % 2:
+        return f"entries of {pool.dim} numbers, kernels need an even number"
+    return None
+
+
+def pool_tensors(pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """data, tail and scale as kernels take them; FP8 as bytes, a missing part is any tensor."""
+    data = pool.data
+    if data.dtype == torch.float8_e4m3fn:
+        data = data.view(torch.uint8)
+    return data, pool.parts.get("tail", data), pool.parts.get("scale", data)
+
+
+def pool_constants(pool) -> dict[str, object]:
+    dim = pool.dim
+    return {
+        "FORMAT": pool_format(pool),
+        "NOPE": pool.data.shape[-1] if "tail" in pool.parts else dim,
+        "DIM": dim,
+        "PAD": max(triton.next_power_of_2(dim), 64) if not pool.is_index else row_pad(dim),
+        "SCALES": pool.parts["scale"].shape[-1] if "scale" in pool.parts else 0,
+        "LOG": dim.bit_length() - 1,
+        "FACTOR": 1.0 / math.sqrt(dim),
+    }
+
+
+def row_pad(size: int) -> int:
+    return triton.next_power_of_2(size)
+
+
+def tl_dtype(dtype: torch.dtype):
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
+
+
+def index_tensors_reason(**tensors) -> str | None:
+    """Index tensors are int64 and contiguous; the first that is not, by name."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.int64, torch.int32) or not tensor.is_contiguous():
+            return f"{name} is {tensor.dtype} with strides {tensor.stride()}, kernels read integers"
+    return None

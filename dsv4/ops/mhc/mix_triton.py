@@ -1,0 +1,292 @@
+# mypy: ignore-errors
+"""mHC on a GPU, two launches: update and projection over channels, then the rest per token.
+
+The projection walks chunks of CHANNELS channels, all streams of a chunk in one sum; chunks of a
+group are added in ascending order, then the groups. With few tokens each chunk has its own
+program, with many a program walks a group: same sums, same bits. Updated streams are bf16, so the
+product with the fp32 matrix is made of three bf16 products that together are exact.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import (
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+    workspace,
+)
+from dsv4.ops.kv.entry_triton import append
+
+CHANNELS = 32
+GROUPS = 8
+
+
+@triton.jit
+def _dot_exact(v, f, acc, DT: tl.constexpr):
+    """`acc + v . f` for `v` `[BM, K]` of dtype DT held in fp32 and fp32 `f` `[K, rows]`."""
+    if tl.bfloat16 == DT:
+        high = f.to(tl.bfloat16)
+        rest = f - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        narrow = v.to(tl.bfloat16)
+        acc = tl.dot(narrow, high, acc)
+        acc = tl.dot(narrow, middle, acc)
+        acc = tl.dot(narrow, low, acc)
+    else:
+        acc = tl.dot(v, f, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _update_kernel(
+    streams, y, post, comb, fn, out, partials, num_tokens,
+    N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
+    UPDATE: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """COUNT chunks from `COUNT * program`: new streams to `out`, the projection to `partials`."""
+    part = tl.program_id(0)
+    token = tl.program_id(1) * BM + tl.arange(0, BM)
+    live = token < num_tokens
+    rows = tl.arange(0, RPAD)
+    row64 = token.to(tl.int64)
+    start_dependents(ASM)
+    total = tl.zeros((BM, RPAD), tl.float32)
+    for chunk in tl.range(part * COUNT, (part + 1) * COUNT):
+        channel = chunk * BD + tl.arange(0, BD)
+        inside = channel < D
+        mask = live[:, None] & inside[None, :]
+        at = (row64 * (N * D))[:, None] + channel[None, :]
+        acc = tl.zeros((BM, RPAD), tl.float32)
+        old = ()
+        for j in tl.static_range(N):
+            old = append(old, tl.load(streams + at + j * D, mask=mask, other=0.0).to(tl.float32))
+        if UPDATE:
+            y_at = (row64 * D)[:, None] + channel[None, :]
+            new_part = tl.load(y + y_at, mask=mask, other=0.0).to(tl.float32)
+        for k in tl.static_range(N):
+            f_at = rows[None, :] * (N * D) + k * D + channel[:, None]
+            f_mask = inside[:, None] & (rows < ROWS)[None, :]
+            f = tl.load(fn + f_at, mask=f_mask, other=0.0)
+            v = old[k]
+            if UPDATE:
+                v = tl.zeros((BM, BD), tl.float32)
+                for j in tl.static_range(N):
+                    m = tl.load(comb + row64 * (N * N) + j * N + k, mask=live, other=0.0)
+                    v = tl.fma(old[j], m[:, None].broadcast_to(BM, BD), v)
+                q = tl.load(post + row64 * N + k, mask=live, other=0.0)
+                v = tl.fma(new_part, q[:, None].broadcast_to(BM, BD), v).to(DT)
+                tl.store(out + at + k * D, v, mask=mask)
+                v = v.to(tl.float32)
+            acc = _dot_exact(v, f, acc, DT)
+        total = total + acc
+    at = (part.to(tl.int64) * num_tokens + row64)[:, None] * RPAD + rows[None, :]
+    tl.store(partials + at, total, mask=live[:, None])
+
+
+@triton.jit
+def _normal4(a, b, c, d, eps):
+    """Four numbers divided by their sum + eps."""
+    r = 1.0 / (((a + b) + (c + d)) + eps)
+    return a * r, b * r, c * r, d * r
+
+
+@triton.jit
+def _softmax4(z, row, first, eps):
+    a = tl.sum(tl.where(row == first, z, 0.0))
+    b = tl.sum(tl.where(row == first + 1, z, 0.0))
+    c = tl.sum(tl.where(row == first + 2, z, 0.0))
+    d = tl.sum(tl.where(row == first + 3, z, 0.0))
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = _normal4(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
+    return a + eps, b + eps, c + eps, d + eps
+
+
+@triton.jit
+def _store4(out, a, b, c, d):
+    tl.store(out, a)
+    tl.store(out + 1, b)
+    tl.store(out + 2, c)
+    tl.store(out + 3, d)
+
+
+@triton.jit
+def _sinkhorn4(z, row, out, eps, ITERS: tl.constexpr):
+    """4 x 4 in scalars: sums need no exchange between threads."""
+    a0, a1, a2, a3 = _softmax4(z, row, 8, eps)
+    b0, b1, b2, b3 = _softmax4(z, row, 12, eps)
+    c0, c1, c2, c3 = _softmax4(z, row, 16, eps)
+    d0, d1, d2, d3 = _softmax4(z, row, 20, eps)
+    a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps)
+    a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps)
+    a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps)
+    a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps)
+    for _ in tl.range(0, ITERS - 1):
+        a0, a1, a2, a3 = _normal4(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _normal4(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _normal4(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _normal4(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps)
+    _store4(out, a0, a1, a2, a3)
+    _store4(out + 4, b0, b1, b2, b3)
+    _store4(out + 8, c0, c1, c2, c3)
+    _store4(out + 12, d0, d1, d2, d3)
+
+
+@triton.jit
+def _sinkhorn(z, row, out, eps, N: tl.constexpr, NP: tl.constexpr, ITERS: tl.constexpr):
+    """N x N as a tile; `z` holds entry (j, k) at row 2N + jN + k."""
+    j = tl.arange(0, NP)[:, None]
+    k = tl.arange(0, NP)[None, :]
+    live = (j < N) & (k < N)
+    place = 2 * N + j * N + k
+    m = tl.sum(tl.where(place[:, :, None] == row[None, None, :], z[None, None, :], 0.0), axis=2)
+    m = tl.where(live, m, float("-inf"))
+    top = tl.max(m, axis=1)
+    m = tl.exp(m - tl.where(tl.arange(0, NP) < N, top, 0.0)[:, None])
+    m = tl.where(live, m / tl.maximum(tl.sum(m, axis=1), 1e-30)[:, None] + eps, 0.0)
+    m = m / (tl.sum(m, axis=0) + eps)[None, :]
+    for _ in tl.range(0, ITERS - 1):
+        m = m / (tl.sum(m, axis=1) + eps)[:, None]
+        m = m / (tl.sum(m, axis=0) + eps)[None, :]
+    tl.store(out + j * N + k, m, mask=live)
+
+
+@triton.jit
+def _mix_kernel(
+    streams, partials, base, scale, norm, x, post, comb, num_tokens, eps, hc_eps,
+    N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, ITERS: tl.constexpr,
+    HEAD: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One token: coefficients from the sums of the projection, collapse, norm."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, RPAD)
+    stream = tl.arange(0, NP)
+    channel = tl.arange(0, PAD)
+    used = row < ROWS
+    shift = tl.load(base + row, mask=used, other=0.0)
+    which = (row >= N).to(tl.int32) + (row >= 2 * N).to(tl.int32)
+    factor = tl.load(scale + which, mask=used, other=0.0)
+    weight = tl.load(norm + channel, mask=channel < D, other=0.0).to(tl.float32)
+    start_dependents(ASM)
+    at = (token * N + stream)[:, None] * D + channel[None, :]
+    mask = (stream < N)[:, None] & (channel < D)[None, :]
+    v = tl.load(streams + at, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(tl.sum(v * v, axis=0), axis=0) / (N * D) + eps)
+    group = tl.arange(0, G).to(tl.int64)[:, None] * MEMBERS
+    sums = tl.zeros((G, RPAD), tl.float32)
+    for member in tl.static_range(MEMBERS):
+        p_at = ((group + member) * num_tokens + token) * RPAD + row[None, :]
+        sums = sums + tl.load(partials + p_at)
+    z = tl.sum(sums, axis=0) * inverse * factor + shift
+    gate = 1.0 / (1.0 + tl.exp(-z))
+    picked = tl.where(stream[:, None] == row[None, :], (gate + hc_eps)[None, :], 0.0)
+    mixed = tl.sum(v * tl.sum(picked, axis=1)[:, None], axis=0).to(DT).to(tl.float32)
+    mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
+    tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
+    if not HEAD:
+        tl.store(post + token * N + row - N, 2.0 * gate, mask=(row >= N) & (row < 2 * N))
+        if N == 4:
+            _sinkhorn4(z, row, comb + token * 16, hc_eps, ITERS)
+        else:
+            _sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
+
+
+@dataclass(frozen=True)
+class Config:
+    bm: int  # tokens of a program of the first launch
+    split: bool  # a program per chunk, not per group
+    num_warps: int
+    mix_warps: int
+
+
+def choose_config(num_tokens: int, size: int) -> Config:
+    """Only `mix_warps` sets an order of summation; it depends on the size alone."""
+    mix_warps = max(1, min(16, triton.next_power_of_2(size) // 256))
+    if num_tokens <= 64:
+        return Config(16, True, 4, mix_warps)
+    return Config(64, False, 4, mix_warps)
+
+
+def supports(streams, site, y=None, post=None, comb=None) -> str | None:
+    if streams.dtype not in (torch.float32, torch.bfloat16):
+        return f"streams are {streams.dtype}, kernels know bfloat16 and float32"
+    tensors = {"streams": streams, "fn": site.fn, "y": y, "post": post, "comb": comb}
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
+    if y is not None and y.dtype != streams.dtype:
+        return f"y is {y.dtype}, streams are {streams.dtype}"
+    if streams.shape[1] > 8:
+        return f"{streams.shape[1]} streams, kernels know up to 8"
+    return device_reason(streams.device)
+
+
+def run(streams, site, y=None, post=None, comb=None):
+    """`mhc_pre` without `y`; `mhc_head` where the site has one row per stream; or the boundary."""
+    tokens, n, size = streams.shape
+    head = site.fn.shape[0] == n
+    update = y is not None
+    config = choose_config(tokens, size)
+    members = triton.cdiv(triton.cdiv(size, CHANNELS), GROUPS)
+    parts = GROUPS * members if config.split else GROUPS
+    rpad = max(16, triton.next_power_of_2(site.fn.shape[0]))
+    partials = workspace(streams.device, "mhc_partials", parts * tokens * rpad, torch.float32)
+    new = torch.empty_like(streams) if update else streams
+    x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
+    options = {"dtype": torch.float32, "device": streams.device}
+    new_post = x if head else torch.empty(tokens, n, **options)
+    new_comb = x if head else torch.empty(tokens, n, n, **options)
+    shape = {"N": n, "D": size, "ROWS": site.fn.shape[0], "RPAD": rpad}
+    shape["DT"] = tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32
+    shape["ASM"] = not interpreting()
+    _update_kernel[(parts, triton.cdiv(tokens, config.bm))](
+        streams,
+        y if update else streams,
+        post if update else partials,
+        comb if update else partials,
+        site.fn,
+        new,
+        partials,
+        tokens,
+        **shape,
+        UPDATE=update,
+        COUNT=1 if config.split else members,
+        BM=config.bm,
+        BD=CHANNELS,
+        **launch_options(config.num_warps, 2),
+    )
+    _mix_kernel[(tokens,)](
+        new,
+        partials,
+        site.base,
+        site.scale,
+        site.norm,
+        x,
+        new_post,
+        new_comb,
+        tokens,
+        site.eps,
+        site.hc_eps,
+        **shape,
+        NP=triton.next_power_of_2(n),
+        PAD=triton.next_power_of_2(size),
+        G=GROUPS,
+        MEMBERS=members if config.split else 1,
+        ITERS=site.sinkhorn_iters,
+        HEAD=head,
+        **launch_options(config.mix_warps),
+    )
+    if head:
+        return x
+    return (new, x, new_post, new_comb) if update else (x, new_post, new_comb)

@@ -1,0 +1,58 @@
+# mypy: ignore-errors
+"""`rms_norm` on a GPU: one program per row; the tile depends on the row's length alone."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, out, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr, WEIGHTED: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, PAD)
+    live = channel < SIZE
+    if WEIGHTED:
+        factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+    start_dependents(ASM)
+    wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    if WEIGHTED:
+        wide = wide * factor
+    tl.store(out + row * SIZE + channel, wide.to(out.dtype.element_ty), mask=live)
+
+
+def choose_config(size: int) -> int:
+    """Warps of a row: 16 channels a thread."""
+    return max(1, min(16, triton.next_power_of_2(size) // 512))
+
+
+def supports(x, weight, eps) -> str | None:
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(-1) != 1:
+        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 or float32 rows"
+    if x.dim() > 2 and not x.is_contiguous():
+        return f"x has strides {x.stride()}, kernels read rows or contiguous tensors"
+    return device_reason(x.device)
+
+
+def run(x, weight, eps):
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size = x.shape[-1]
+    rows = x if x.dim() == 2 else x.view(-1, size)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows,
+        rows if weight is None else weight,
+        out,
+        rows.stride(0),
+        eps,
+        SIZE=size,
+        PAD=triton.next_power_of_2(size),
+        WEIGHTED=weight is not None,
+        ASM=not interpreting(),
+        **launch_options(choose_config(size)),
+    )
+    return out

@@ -1,0 +1,267 @@
+# mypy: ignore-errors
+"""`sample` on a GPU, four launches: statistics of chunks, filters, draw in chunks, best of a row.
+
+What passes top-k and top-p is the beginning of the row in descending order. So it is described by
+the order-preserving key of the last token that passes and, for ties, the last id: found bit by
+bit, without sorting. Rows without these filters skip that. All sums have a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import (
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+    workspace,
+)
+
+CHUNK = 4096  # logits of a program
+TILE = 8192  # logits a filter looks at at a time
+
+
+@triton.jit
+def _key(x):
+    """uint32 in the order of `x`; -0 ties with 0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _adjusted(
+    raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts, output_counts,
+    bias, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Logits after bias, penalties and temperature; -inf where there is no logit."""
+    x = raw
+    if BIAS:
+        x = x + tl.load(bias + at, mask=live, other=0.0).to(tl.float32)
+    if COUNTS:
+        output = tl.load(output_counts + at, mask=live, other=0)
+        seen = (tl.load(prompt_counts + at, mask=live, other=0) + output) > 0
+        factor = tl.load(repetition + row)
+        x = tl.where(seen, tl.where(x > 0, x / factor, x * factor), x)
+        x = x - tl.load(frequency + row) * output.to(tl.float32)
+        x = x - tl.where(output > 0, tl.load(presence + row), 0.0)
+    heat = tl.load(temperature + row)
+    x = tl.where(heat > 0, x / tl.where(heat > 0, heat, 1.0), x)
+    return tl.where(live, x, float("-inf"))
+
+
+@triton.jit
+def _stats_kernel(
+    logits, stats, temperature, repetition, presence, frequency, prompt_counts, output_counts,
+    bias, size, num_chunks,
+    CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Largest logit and sum of exponentials of a chunk, as they came and adjusted."""
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = place < size
+    at = row * size + place
+    raw = tl.load(logits + at, mask=live, other=float("-inf"))
+    x = _adjusted(
+        raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
+        output_counts, bias, COUNTS, BIAS,
+    )  # fmt: skip
+    raw_top = tl.max(raw, axis=0)
+    x_top = tl.max(x, axis=0)
+    out = stats + (row * num_chunks + chunk) * 4
+    tl.store(out, raw_top)
+    tl.store(out + 1, tl.sum(tl.exp(raw - tl.where(raw_top > -3e38, raw_top, 0.0)), axis=0))
+    tl.store(out + 2, x_top)
+    tl.store(out + 3, tl.sum(tl.exp(x - tl.where(x_top > -3e38, x_top, 0.0)), axis=0))
+
+
+@triton.jit
+def _row_stat(stats, row, num_chunks, offset, CHUNKS: tl.constexpr):
+    """Largest number of a row and the sum of exponentials relative to it."""
+    chunk = tl.arange(0, CHUNKS)
+    at = stats + (row * num_chunks + chunk) * 4 + offset
+    live = chunk < num_chunks
+    top = tl.load(at, mask=live, other=float("-inf"))
+    part = tl.load(at + 1, mask=live, other=0.0)
+    best = tl.max(top, axis=0)
+    return best, tl.sum(part * tl.exp(top - best), axis=0)
+
+
+@triton.jit
+def _filter_kernel(
+    logits, stats, limits, temperature, top_k, top_p, repetition, presence, frequency,
+    prompt_counts, output_counts, bias, size, num_chunks,
+    CHUNKS: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
+    keep = tl.load(top_k + row).to(tl.int64)
+    keep = tl.where(keep > 0, keep, size)
+    share = tl.load(top_p + row).to(tl.float32)
+    hot = tl.load(temperature + row) > 0
+    lane = tl.arange(0, TILE)
+    threshold = tl.zeros((), tl.uint32)
+    last_id = tl.zeros((), tl.int64) + size
+    if hot & ((share < 1.0) | (keep < size)):
+        bit = tl.full((), 0x80000000, tl.uint32)
+        count_above = tl.zeros((), tl.int64)
+        mass_above = tl.zeros((), tl.float32)
+        for step in tl.range(0, 33):  # the last round looks strictly above the threshold
+            trial = tl.where(step < 32, threshold | bit, threshold + 1)
+            count_above = tl.zeros((), tl.int64)
+            mass_above = tl.zeros((), tl.float32)
+            for start in tl.range(0, size, TILE):
+                at = row * size + start + lane
+                live = start + lane < size
+                raw = tl.load(logits + at, mask=live, other=float("-inf"))
+                x = _adjusted(
+                    raw, row, at, live, temperature, repetition, presence, frequency,
+                    prompt_counts, output_counts, bias, COUNTS, BIAS,
+                )  # fmt: skip
+                above = live & (_key(x) >= trial)
+                count_above += tl.sum(above.to(tl.int32), axis=0)
+                mass_above += tl.sum(tl.where(above, tl.exp(x - best), 0.0), axis=0)
+            mass_above = mass_above / mass
+            passes = (count_above < keep) & ((mass_above < share) | (share >= 1.0))
+            passes = passes | (count_above == 0)
+            threshold = tl.where((step < 32) & (passes == 0), trial, threshold)
+            bit = bit >> 1
+        bits = tl.where(threshold >= 0x80000000, threshold ^ 0x80000000, ~threshold)
+        tie = tl.exp(bits.to(tl.float32, bitcast=True) - best) / mass
+        room = tl.where(share < 1.0, tl.ceil((share - mass_above) / tie), 2147483520.0)
+        room = tl.minimum(tl.minimum(room, 2147483520.0).to(tl.int64), keep - count_above)
+        room = tl.maximum(room, tl.where(count_above == 0, 1, 0))
+        passed = tl.zeros((), tl.int64)
+        for start in tl.range(0, size, TILE):
+            at = row * size + start + lane
+            live = start + lane < size
+            raw = tl.load(logits + at, mask=live, other=float("-inf"))
+            x = _adjusted(
+                raw, row, at, live, temperature, repetition, presence, frequency,
+                prompt_counts, output_counts, bias, COUNTS, BIAS,
+            )  # fmt: skip
+            equal = (live & (_key(x) == threshold)).to(tl.int32)
+            rank = passed + tl.cumsum(equal, axis=0)
+            hit = (equal == 1) & (rank == room)
+            last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
+            passed += tl.sum(equal, axis=0)
+    tl.store(limits + row * 2, threshold.to(tl.int64))
+    tl.store(limits + row * 2 + 1, last_id)
+
+
+@triton.jit
+def _gumbel(seed, position, first, CHUNK: tl.constexpr):
+    """Number i of the row's stream: word i % 4 of counter (i // 4, position, 0, 0)."""
+    block = (first // 4 + tl.arange(0, CHUNK // 4)).to(tl.uint32)
+    zero = block * 0
+    w0, w1, w2, w3 = tl.philox(
+        seed.to(tl.uint64), block, zero + position.to(tl.uint32), zero, zero, 10
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(CHUNK)
+    number = (words >> 9).to(tl.float32) + 0.5
+    u = number * 1.1920928955078125e-07  # 2^-23
+    d = (8388608.0 - number) * 1.1920928955078125e-07  # 1 - u, exact
+    series = d * tl.fma(d, tl.fma(d, tl.fma(d, 0.25, 0.3333333333333333), 0.5), 1.0)
+    return -tl.log(tl.where(d < 0.01, series, -tl.log(u)))
+
+
+@triton.jit
+def _draw_kernel(
+    logits, stats, limits, logprobs, best_value, best_id, temperature, min_p, repetition, presence,
+    frequency, seeds, positions, prompt_counts, output_counts, bias, size, num_chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = place < size
+    at = row * size + place
+    raw = tl.load(logits + at, mask=live, other=float("-inf"))
+    raw_best, raw_mass = _row_stat(stats, row, num_chunks, 0, CHUNKS)
+    tl.store(logprobs + at, (raw - raw_best) - tl.log(raw_mass), mask=live)
+    x = _adjusted(
+        raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
+        output_counts, bias, COUNTS, BIAS,
+    )  # fmt: skip
+    if tl.load(temperature + row) > 0:
+        best, _ = _row_stat(stats, row, num_chunks, 2, CHUNKS)
+        threshold = tl.load(limits + row * 2).to(tl.uint32)
+        last_id = tl.load(limits + row * 2 + 1)
+        key = _key(x)
+        keep = live & ((key > threshold) | ((key == threshold) & (place <= last_id)))
+        keep = keep & (tl.exp(x - best) >= tl.load(min_p + row))
+        noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), chunk * CHUNK, CHUNK)
+        x = tl.where(keep, x + noise, float("-inf"))
+    top = tl.max(x, axis=0)
+    tl.store(best_value + row * num_chunks + chunk, top)
+    first = tl.min(tl.where((x == top) & live, place, 2147483647), axis=0)
+    tl.store(best_id + row * num_chunks + chunk, first)
+
+
+@triton.jit
+def _best_kernel(best_value, best_id, tokens, num_chunks, CHUNKS: tl.constexpr, ASM: tl.constexpr):
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    live = chunk < num_chunks
+    value = tl.load(best_value + row * num_chunks + chunk, mask=live, other=float("-inf"))
+    ids = tl.load(best_id + row * num_chunks + chunk, mask=live, other=2147483647)
+    top = tl.max(value, axis=0)
+    tl.store(tokens + row, tl.min(tl.where(value == top, ids, 2147483647), axis=0).to(tl.int64))
+
+
+def supports(logits, inputs) -> str | None:
+    if not logits.is_contiguous():
+        return f"logits have strides {logits.stride()}, kernels need them contiguous"
+    for name in ("prompt_counts", "output_counts", "bias"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
+    if triton.cdiv(logits.shape[1], CHUNK) > 1024:
+        return f"vocabulary of {logits.shape[1]}, kernels know up to {1024 * CHUNK}"
+    return device_reason(logits.device)
+
+
+def run(logits, inputs):
+    rows, size = logits.shape
+    device = logits.device
+    chunks = triton.cdiv(size, CHUNK)
+    counted = inputs.prompt_counts is not None and inputs.output_counts is not None
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, size, dtype=torch.float32, device=device)
+    stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
+    limits = workspace(device, "sample_limits", rows * 2, torch.int64)
+    best_value = workspace(device, "sample_values", rows * chunks, torch.float32)
+    best_id = workspace(device, "sample_ids", rows * chunks, torch.int32)
+    penalties = (inputs.repetition, inputs.presence, inputs.frequency)
+    wide = (
+        inputs.prompt_counts if counted else logits,
+        inputs.output_counts if counted else logits,
+        logits if inputs.bias is None else inputs.bias,
+    )
+    flags = {"COUNTS": counted, "BIAS": inputs.bias is not None, "ASM": not interpreting()}
+    padded = {"CHUNKS": triton.next_power_of_2(chunks)}
+    _stats_kernel[(rows, chunks)](
+        logits, stats, inputs.temperature, *penalties, *wide, size, chunks,
+        CHUNK=CHUNK, **flags, **launch_options(8),
+    )  # fmt: skip
+    _filter_kernel[(rows,)](
+        logits, stats, limits, inputs.temperature, inputs.top_k, inputs.top_p, *penalties, *wide,
+        size, chunks, TILE=TILE, **padded, **flags, **launch_options(16),
+    )  # fmt: skip
+    _draw_kernel[(rows, chunks)](
+        logits, stats, limits, logprobs, best_value, best_id, inputs.temperature, inputs.min_p,
+        *penalties, inputs.seeds, inputs.positions, *wide, size, chunks,
+        CHUNK=CHUNK, **padded, **flags, **launch_options(8),
+    )  # fmt: skip
+    _best_kernel[(rows,)](
+        best_value, best_id, tokens, chunks, **padded, ASM=flags["ASM"], **launch_options(1)
+    )  # fmt: skip
+    return tokens, logprobs
