@@ -5,7 +5,7 @@ copied into its slot, so the extra memory is one matrix's views on the mapped fi
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
 
@@ -70,6 +70,8 @@ def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> W
         advance(source.nbytes)
         return copy
     whole = weight.map(lambda value: value.clone(memory_format=torch.contiguous_format))
+    if isinstance(whole, Fp8BlockTensor):
+        refuse_nan_codes(whole.data, stored.data)
     advance(source.nbytes)
     return whole
 
@@ -107,6 +109,8 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> We
                 copy_checked(place, piece, cell.stored.data)
             else:
                 place.copy_(piece)
+                if piece.dtype == torch.float8_e4m3fn and cell.stored.format == "fp8":
+                    refuse_nan_codes(place, cell.stored.data)
         advance(sum(info.nbytes for info in cell.stored.tensors))
     if not has_experts:
         buffers = [buffer[0] for buffer in buffers]
@@ -178,17 +182,36 @@ def copy_checked(place: torch.Tensor, data: torch.Tensor, info: TensorInfo) -> N
     may be overflow and is looked at closely."""
     if not data.is_contiguous() or not place.is_contiguous():
         place.copy_(data)
-        _refuse_nonfinite(place, info)
+        refuse_nonfinite(place, info)
         return
     to, source = place.view(-1), data.view(-1)
+    # torch adds BF16 in float32 anyway, several times faster when not asked to; F16 overflows soon
+    wide = torch.float32 if data.dtype == torch.float16 else None
     for start in range(0, source.numel(), _CHUNK):
         part = to[start : start + _CHUNK]
         part.copy_(source[start : start + _CHUNK])
-        if not bool(torch.isfinite(part.sum(dtype=torch.float32))):
-            _refuse_nonfinite(data, info)
+        if not bool(torch.isfinite(part.sum(dtype=wide))):
+            refuse_nonfinite(data, info)
 
 
-def _refuse_nonfinite(data: torch.Tensor, info: TensorInfo) -> None:
+def refuse_nan_codes(data: torch.Tensor, info: TensorInfo) -> None:
+    """FP8 elements have two codes for NaN: the largest signed byte and the largest unsigned."""
+    for part in _pieces_of(data):
+        if int(part.view(torch.int8).max()) == 0x7F or int(part.view(torch.uint8).max()) == 0xFF:
+            where = torch.isnan(data.float()).nonzero()[0].tolist()
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r}: found NaN at {where}, expected finite values; "
+                "the file is damaged, fetch it again"
+            )
+
+
+def _pieces_of(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = data.reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        yield flat[start : start + _CHUNK]
+
+
+def refuse_nonfinite(data: torch.Tensor, info: TensorInfo) -> None:
     finite = torch.isfinite(data)
     if not bool(finite.all()):
         where = tuple((~finite).nonzero()[0].tolist())

@@ -34,7 +34,7 @@ HEADER_CHECKS = {
     "draft": "draft blocks are complete or absent",
 }
 VALUE_CHECKS = {
-    "nan": "no NaN or Inf in unquantised tensors",
+    "nan": "no NaN or Inf in unquantised and FP8 tensors",
     "scale": "no negative or NaN scale",
     "global": "global scales are positive and on the right side of 1",
     "input": "activation scales are positive",

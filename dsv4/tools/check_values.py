@@ -7,7 +7,13 @@ from statistics import median
 
 import torch
 
-from dsv4.checkpoint.assemble import read_matrix, table_out_of_range, table_repeats
+from dsv4.checkpoint.assemble import (
+    read_matrix,
+    refuse_nan_codes,
+    refuse_nonfinite,
+    table_out_of_range,
+    table_repeats,
+)
 from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.checkpoint.findings import Finding
 from dsv4.checkpoint.linears import Stored
@@ -79,9 +85,14 @@ def _check_cell(
         text = str(error).removeprefix(f"{stored.data.file}: ")
         findings.append(_finding(check, text, stored, _global_cause(check, text)))
         return
-    if isinstance(weight, torch.Tensor) and not bool(torch.isfinite(weight).all()):
-        where = (~torch.isfinite(weight)).nonzero()[0].tolist()
-        findings.append(_finding("nan", f"NaN or Inf at {where}, expected finite values", stored))
+    try:
+        if isinstance(weight, Fp8BlockTensor):
+            refuse_nan_codes(weight.data, stored.data)
+        elif isinstance(weight, torch.Tensor):
+            refuse_nonfinite(weight, stored.data)
+    except CheckpointError as error:
+        text = str(error).removeprefix(f"{stored.data.file}: ")
+        findings.append(_finding("nan", text, stored))
         return
     input_scale = _input_scale(stored, files, findings)
     if source.parameter.kind != "linear":

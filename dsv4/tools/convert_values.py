@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.checkpoint.assemble import read_matrix
+from dsv4.checkpoint.assemble import read_matrix, refuse_nan_codes
 from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.errors import CheckpointError, KernelError
 from dsv4.formats import fp8, mxfp4, nvfp4
@@ -103,7 +103,7 @@ def _rows(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
 
 def _refuse_nonfinite(values: torch.Tensor) -> None:
     # a finite sum proves it; an infinite one may be overflow
-    total = values.sum(dtype=torch.float32)
+    total = values.sum()
     if not bool(torch.isfinite(total)) and not bool(torch.isfinite(values).all()):
         raise KernelError("found NaN or Inf, expected finite values; fetch the source again")
 
@@ -118,6 +118,7 @@ def _keep(matrix: Matrix, weight: Weight, files: MappedFiles) -> list[torch.Tens
         return [weight.packed, weight.scale, weight.global_scale, _input_scale(matrix, files)]
     if isinstance(weight, Mxfp4Tensor):
         return [weight.packed, weight.scale]
+    refuse_nan_codes(weight.data, matrix.stored.data)
     return [weight.data, weight.scale]
 
 

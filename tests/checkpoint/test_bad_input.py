@@ -361,9 +361,7 @@ def test_two_checkpoints_side_by_side(nvfp4, tmp_path) -> None:
         ("base", {}, {"weight_block_size": [32, 32]}, ["tiles of 128", "32"]),
     ],
 )
-def test_config_that_contradicts_the_tensors(
-    layout, config, quantization, words, tmp_path
-) -> None:
+def test_config_that_contradicts_the_tensors(layout, config, quantization, words, tmp_path) -> None:
     written = writers.made(layout)
     written.config |= config
     written.quantization = {**(written.quantization or {}), **quantization}
@@ -418,6 +416,8 @@ def poke(array: np.ndarray, value: object, where: object = 0) -> np.ndarray:
         ("official", "layers.0.hc_attn_base", lambda a: poke(a, np.nan), ["nan"]),
         ("official", "layers.2.ffn.experts.3.w2.scale", lambda a: poke(a, 255), ["255"]),
         ("official", "layers.2.attn.wkv.scale", lambda a: poke(a, 255), ["255"]),
+        ("base", "layers.2.attn.wkv.weight", lambda a: poke(a, 0x7F, 161), ["NaN at [1, 1]"]),
+        ("base", f"{W1}.weight", lambda a: poke(a, 0xFF), ["NaN at [0, 0]"]),
         ("base", "layers.2.attn.wkv.scale", lambda a: poke(a, -1.0), ["negative"]),
         ("base", "layers.2.attn.wkv.scale", lambda a: poke(a, np.nan), ["negative"]),
         ("modelopt-experts", f"{W1}.weight_scale", lambda a: poke(a, 0x7F), ["NaN"]),

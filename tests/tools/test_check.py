@@ -124,6 +124,7 @@ def poke(array: np.ndarray, value: object, where: object = 0) -> np.ndarray:
     ("layout", "name", "how", "check"),
     [
         ("plain-official", "norm.weight", lambda a: poke(a, 0x7FC0), "nan"),
+        ("base", f"{W1}.weight", lambda a: poke(a, 0xFF), "nan"),
         ("official", f"{W1}.scale", lambda a: poke(a, 255), "scale"),
         ("modelopt-experts", f"{W1}.weight_scale", lambda a: poke(a, 0xFF), "scale"),
         ("modelopt-experts", f"{W1}.weight_scale_2", lambda a: -a, "global"),
