@@ -51,6 +51,8 @@ class Tool:
     name: str
     schema: Mapping[str, Any]
     path: str
+    namespace: str | None = None  # as the client named it; `name` then begins with it
+    local_name: str = ""
 
     @property
     def properties(self) -> frozenset[str]:
@@ -185,22 +187,28 @@ def read_tools(value: object, path: str, *, as_received: bool) -> tuple[Tool, ..
 
 
 def read_function(
-    function: Mapping[str, Any], path: str, *, as_received: bool = False, namespace: str = ""
+    function: Mapping[str, Any],
+    path: str,
+    *,
+    as_received: bool = False,
+    namespace: str | None = None,
+    separator: str = "::",
 ) -> Tool:
-    name = namespace + read_name(function.get("name"), f"{path}.name")
+    local_name = read_name(function.get("name"), f"{path}.name")
+    name = local_name if namespace is None else namespace + separator + local_name
     description = read_optional_text(function.get("description"), f"{path}.description")
     parameters = function.get("parameters")
     if parameters is not None:
         check_json(read_object(parameters, f"{path}.parameters"), f"{path}.parameters")
     if as_received:
         check_json(function, path)
-        return Tool(name=name, schema=function, path=path)
+        return Tool(name, function, path, namespace, local_name)
     schema = {
         "name": name,
         "description": description,
         "parameters": {} if parameters is None else parameters,
     }
-    return Tool(name=name, schema=schema, path=path)
+    return Tool(name, schema, path, namespace, local_name)
 
 
 def check_unique(tools: Sequence[Tool]) -> None:

@@ -162,7 +162,8 @@ def test_namespaces(dialect: Any, name: str) -> None:
     prompt = read_responses(body, dialect).encode(dialect)
     assert f'{{"name": "{name}"' in prompt.text
     assert f'invoke name="{name}">' in prompt.text
-    assert [tool.name for tool in prompt.tools] == [name]
+    (tool,) = prompt.tools
+    assert (tool.name, tool.namespace, tool.local_name) == (name, "ns", "f")
 
 
 def test_text_before_a_result_keeps_its_place() -> None:

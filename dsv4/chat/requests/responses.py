@@ -128,7 +128,8 @@ class _Items:
         self._call_ids.add(call_id)
         name = read_call_name(item.get("name"), f"{path}.name")
         if item.get("namespace") is not None:
-            name = _namespace(item["namespace"], f"{path}.namespace", self._dialect) + name
+            namespace = _namespace(item["namespace"], f"{path}.namespace")
+            name = namespace + _separator(self._dialect) + name
         return Call(call_id, name, read_text(item.get("arguments"), f"{path}.arguments"))
 
     def _open(self, path: str) -> None:
@@ -163,12 +164,16 @@ def _reasoning_texts(item: Mapping[str, Any], path: str) -> list[str]:
     ]
 
 
-def _namespace(value: object, path: str, dialect: Dialect) -> str:
-    """How a namespace stands before a name: V4.1 was trained on '::', V4 on plain names."""
+def _separator(dialect: Dialect) -> str:
+    """Between namespace and name: V4.1 was trained on '::', V4 on plain names."""
+    return "::" if dialect.is_v41 else "__"
+
+
+def _namespace(value: object, path: str) -> str:
     name = read_name(value, path)
     if "::" in name:
         fail(path, f"the namespace {show(name)}", "one without '::'")
-    return name + ("::" if dialect.is_v41 else "__")
+    return name
 
 
 def _tools(value: object, dialect: Dialect) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
@@ -181,11 +186,18 @@ def _tools(value: object, dialect: Dialect) -> tuple[tuple[Tool, ...], tuple[str
         if kind == "function":
             tools.append(read_function(fields, path))
         elif kind == "namespace":
-            prefix = _namespace(fields.get("name"), f"{path}.name", dialect)
+            namespace = _namespace(fields.get("name"), f"{path}.name")
             members = read_list(fields.get("tools"), f"{path}.tools", MAX_TOOLS)
             for inner, member in enumerate(members):
                 where = f"{path}.tools[{inner}]"
-                tools.append(read_function(read_object(member, where), where, namespace=prefix))
+                tools.append(
+                    read_function(
+                        read_object(member, where),
+                        where,
+                        namespace=namespace,
+                        separator=_separator(dialect),
+                    )
+                )
         elif kind in _HOSTED_TOOLS:
             notes.append(f"{path}: {kind} is not available and was left out")
         else:
@@ -206,7 +218,8 @@ def _tool_choice(value: object, dialect: Dialect) -> ToolChoice:
         fail("tool_choice.type", show(fields.get("type")), "function")
     name = read_text(fields.get("name"), "tool_choice.name")
     if fields.get("namespace") is not None:
-        name = _namespace(fields["namespace"], "tool_choice.namespace", dialect) + name
+        namespace = _namespace(fields["namespace"], "tool_choice.namespace")
+        name = namespace + _separator(dialect) + name
     return ToolChoice("named", name)
 
 
