@@ -99,15 +99,19 @@ def _best_tokens(hidden: Tensor, places: Tensor, head: Tensor, dtype: torch.dtyp
     return (hidden[places].to(dtype) @ head.to(dtype).T).argmax(-1)
 
 
+def all_samples(count: int, long_count: int) -> dict[str, list[Sample]]:
+    """Held-out samples of everything that is measured."""
+    encoder = Encoder()
+    found = {skill: held_out(skill, count) for skill in MAKERS}
+    for length in RETRIEVAL_LENGTHS:
+        found[f"retrieval {length}"] = retrieval_samples(length, long_count, encoder)
+    return found
+
+
 def evaluate(
-    network: Network, table: Table, options: Options, count: int, long_count: int
+    network: Network, table: Table, options: Options, samples: dict[str, list[Sample]]
 ) -> dict[str, float]:
     encoder = Encoder()
-    scores = {}
-    for skill in MAKERS:
-        samples = held_out(skill, count)
-        scores[skill] = accuracy(network, table, samples, encoder, options)
-    for length in RETRIEVAL_LENGTHS:
-        samples = retrieval_samples(length, long_count, encoder)
-        scores[f"retrieval {length}"] = accuracy(network, table, samples, encoder, options)
-    return scores
+    return {
+        name: accuracy(network, table, part, encoder, options) for name, part in samples.items()
+    }

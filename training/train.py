@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from training import rounding
 from training.batches import Batch, Feed, Packer
-from training.evaluate import evaluate
+from training.evaluate import all_samples, evaluate
 from training.network import (
     Network,
     Options,
@@ -55,6 +55,7 @@ class Trainer:
         self.sums = torch.zeros(2, len(SKILLS), device=device)
         self.extra = torch.zeros(3, device=device)  # index loss, draft loss, steps
         self.rate_factor = 1.0
+        self.most_scores = Options.most_scores
 
     def options(self, progress: float, *, draft: bool) -> Options:
         return Options(
@@ -62,7 +63,16 @@ class Trainer:
             select=progress >= self.plan.sparse_from,
             rounded=progress >= self.plan.round_from,
             draft=draft,
+            most_scores=self.most_scores,
         )
+
+    def make_room(self, shape: tuple[int, ...]) -> None:
+        """After a step that did not fit: forget it and attend in smaller pieces from now on."""
+        self.most_scores //= 2
+        say(f"rows {shape} did not fit; scores at once now {self.most_scores:,}")
+        for weight in self.table.values():
+            weight.grad = None
+        torch.cuda.empty_cache()
 
     def used_weights(self, rounded: bool) -> dict[str, Tensor]:
         """The table the forward pass sees: rounded as it will be stored, in the last phase."""
@@ -200,7 +210,11 @@ def train(trainer: Trainer, feed: Feed, leg: int, legs: int, seconds: float) -> 
         progress = (leg - 1 + elapsed / seconds) / legs
         feed.progress.value = progress
         batch = feed.next()
-        trainer.step(batch, progress, elapsed)
+        try:
+            trainer.step(batch, progress, elapsed)
+        except torch.OutOfMemoryError:
+            trainer.make_room(batch.ids.shape)
+            continue
         steps += 1
         tokens += batch.ids.size
         if steps % 4 == 0:
@@ -286,13 +300,14 @@ def main() -> None:
 
 def evaluation(trainer: Trainer, args: argparse.Namespace) -> dict[str, float]:
     """As the exported model will run: selection on, everything rounded as stored."""
+    samples = all_samples(args.eval_count, args.eval_long)
     network = Network(CONFIG)  # not compiled: every batch has another shape
     with torch.no_grad():
         rounded = trainer.used_weights(rounded=True)
         options = Options(dtype=trainer.dtype, select=True, rounded=True)
-        stored = evaluate(network, rounded, options, args.eval_count, args.eval_long)
+        stored = evaluate(network, rounded, options, samples)
         exact = Options(dtype=trainer.dtype, select=args.leg * 3 > args.legs, rounded=False)
-        plain = evaluate(network, trainer.table, exact, args.eval_count, args.eval_long)
+        plain = evaluate(network, trainer.table, exact, samples)
     for name, score in stored.items():
         say(f"{name:16s} as stored {100 * score:5.1f} %   unrounded {100 * plain[name]:5.1f} %")
     return plain if args.leg < args.legs else stored

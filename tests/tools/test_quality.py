@@ -1,0 +1,124 @@
+"""The evaluation: reads held-out prompts, judges answers, and switches parts off."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.chat import Tokenizer
+from dsv4.engine import Engine
+from dsv4.errors import OptionError
+from dsv4.tools import quality
+from dsv4.tools.quality import Item, Score, ask, is_right, read_items, retrieval_items
+from dsv4.tools.quality_text import is_held_out, retrieval_prompt, story
+from training import export
+from training.shape import CONFIG, TOKENIZER
+from training.weights import first_weights
+
+SMALL = replace(
+    CONFIG,
+    hidden_size=64,
+    num_layers=3,
+    num_hash_layers=1,
+    compress_ratios=(0, 4, 128),
+    num_heads=2,
+    head_dim=64,
+    q_lora_rank=32,
+    o_lora_rank=32,
+    num_experts=3,
+    moe_intermediate_size=32,
+    hc_sinkhorn_iters=4,
+    max_positions=4096,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    weights = first_weights(SMALL, 3)
+    for name, weight in weights.items():  # untrained attention is too even to depend on its keys
+        if name.endswith(("wq_b.weight", "wo_b.weight", "head.weight")):
+            weight *= 20
+    export.export(weights, path, SMALL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder, device="cpu", max_sequences=2, max_context=2048)
+
+
+def test_every_skill_has_held_out_prompts(folder: Path) -> None:
+    items = read_items(folder)
+    assert set(items) == set(quality.SKILLS)
+    for skill in ("facts", "arithmetic", "instructions", "tools", "multi"):
+        assert len(items[skill]) == 200
+    assert any(item.call for item in items["tools"])
+    assert all(len(item.tools) == 3 for item in items["tools"])
+    assert all(item.mode == "thinking" for item in items["arithmetic"])
+
+
+def test_a_model_without_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="held-out prompts"):
+        read_items(tmp_path)
+
+
+def test_answers_are_judged() -> None:
+    fact = Item("facts", [], answer="It is Paris.")
+    assert is_right(fact, " It is Paris.\n", [])
+    assert not is_right(fact, "It is Rome.", [])
+    assert not is_right(fact, "It is Paris.", [("get_time", {})])
+    call = Item("tools", [], call=("get_time", {"city": "Lima"}))
+    assert is_right(call, "", [("get_time", {"city": "Lima"})])
+    assert not is_right(call, "", [("get_time", {"city": "Rome"})])
+    assert not is_right(call, "It is late.", [])
+
+
+def test_an_untrained_model_knows_nothing(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "MOST_TOKENS", 6)
+    items = read_items(folder)
+    score = ask(engine, [*items["facts"][:2], *items["tools"][:1]], "mixed")
+    assert score.num_asked == 3
+    assert score.num_right == 0
+    assert score.wrong
+    assert str(score) == "mixed: 0.0 % of 3"
+    assert str(Score("none", 0, 0)) == "none: nan % of 0"
+
+
+def test_retrieval_prompts_have_the_wanted_length(engine: Engine) -> None:
+    (item,) = retrieval_items(engine, 900, 1)
+    assert engine.tokenizer is not None
+    ids = quality.encode_item(engine, item).ids(engine.tokenizer)
+    assert 850 < len(ids) < 950
+    tokenizer = Tokenizer.from_file(TOKENIZER)
+    text, answer, fact = retrieval_prompt(5, 900, lambda part: len(tokenizer.encode(part)))
+    assert text.endswith(fact.question)
+    assert answer in text
+    assert is_held_out(f"{fact.name} {fact.word}")
+
+
+def test_perplexity_of_an_untrained_model_is_high(engine: Engine) -> None:
+    assert quality.perplexity(engine, 1) > 500
+
+
+@pytest.mark.parametrize("variant", quality.VARIANTS)
+def test_variants_change_the_logits(variant: str, engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode(story(random.Random(1), 40))[:300]
+    right = torch.cat(list(engine.score(ids)))
+    with quality.VARIANTS[variant]():
+        wrong = torch.cat(list(engine.score(ids)))
+    assert float((right - wrong)[-1].abs().max()) > 1e-3
+    again = torch.cat(list(engine.score(ids)))
+    torch.testing.assert_close(again, right, atol=0, rtol=0)
+
+
+def test_tools_in_the_file_are_whole(folder: Path) -> None:
+    first = (folder / "quality.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    names = [tool["function"]["name"] for tool in json.loads(first)["tools"]]
+    assert names == ["get_weather", "calculator", "get_time"]
