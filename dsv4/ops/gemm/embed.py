@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
 
 def embed_reference(
@@ -32,7 +32,7 @@ def cases() -> Iterable[Case]:
     yield build(0, 64)
 
 
-OP = Op("embed", embed_reference, cases)
+OP = Op("embed", embed_reference, cases, (Kernel("dsv4.ops.gemm.embed_triton"),))
 
 
 def embed(token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype) -> Tensor:

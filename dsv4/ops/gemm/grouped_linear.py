@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsv4.formats.quantized import Weight
 from dsv4.ops.gemm.linear import dense
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows
 
 
@@ -37,8 +38,19 @@ def cases() -> Iterable[Case]:
         yield build(9, 4, 31, 5, dtype)
         yield build(0, 2, 64, 16, dtype)
 
+    def tiled(generator: torch.Generator) -> Arguments:
+        x = torch.randn(3, 2, 208, generator=generator).bfloat16()
+        return {"x": x, "weight": random_tiled(256, 208, generator)}
 
-OP = Op("grouped_linear", grouped_linear_reference, cases)
+    yield Case("3x2x208 rank 128 NVFP4", tiled, 2e-2, 2e-2)
+
+
+OP = Op(
+    "grouped_linear",
+    grouped_linear_reference,
+    cases,
+    (Kernel("dsv4.ops.gemm.grouped_linear_triton"),),
+)
 
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dsv4.formats.quantized import Weight
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.formats import fp8
+from dsv4.formats.quantized import Fp8BlockTensor, Weight
+from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows
 
 
@@ -44,9 +46,31 @@ def cases() -> Iterable[Case]:
         yield build(5, 63, (33, 7), dtype)
         yield build(0, 64, (16,), dtype)
         yield build(33, 256, (24, 128, 1), dtype)
+    yield from _stored_cases()
 
 
-OP = Op("linear", linear_reference, cases)
+def _stored_cases() -> Iterable[Case]:
+    """Weights as kernels read them: tiled NVFP4, FP8 tiles and bf16 in one call."""
+
+    def build(rows: int, k: int, sizes: tuple[int, ...], block: int) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            x = torch.randn(rows, k, generator=generator).bfloat16()
+            weights: list[Weight] = [random_tiled(n, k, generator) for n in sizes]
+            values = torch.randn(sizes[0], k, generator=generator)
+            tiles, scale = fp8.quantize_tiles(values, block, power_of_two=block == 32)
+            weights += [Fp8BlockTensor(tiles, scale, block), values.bfloat16()]
+            dtypes = [torch.bfloat16, torch.float32] * len(weights)
+            return {"x": x, "weights": weights, "out_dtypes": dtypes[: len(weights)]}
+
+        return Case(f"{rows}x{k} to {sizes} NVFP4, FP8 {block}, bf16", make, 2e-2, 2e-2)
+
+    yield build(1, 256, (96,), 32)
+    yield build(5, 208, (33, 70), 128)
+    yield build(17, 1040, (128, 7, 64), 32)
+    yield build(0, 128, (64,), 128)
+
+
+OP = Op("linear", linear_reference, cases, (Kernel("dsv4.ops.gemm.linear_triton"),))
 
 
 def linear_multi(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dsv4.formats.quantized import Weight
 from dsv4.ops.gemm.linear import dense
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, silu
 
 
@@ -75,9 +76,31 @@ def cases() -> Iterable[Case]:
     yield build(17, 48, 16, 4, 4, 0.5)
     yield build(9, 64, 48, 32, 6, 10.0)
     yield build(0, 64, 32, 8, 2, 10.0)
+    yield _tiled_case(1, 160, 48, 8, 2, 10.0)
+    yield _tiled_case(5, 128, 64, 4, 3, 0.5)
 
 
-OP = Op("experts", experts_reference, cases)
+def _tiled_case(tokens: int, size: int, inner: int, count: int, chosen: int, limit: float) -> Case:
+    """bf16 activations and weights as kernels read them."""
+
+    def make(generator: torch.Generator) -> Arguments:
+        picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
+        return {
+            "x": torch.randn(tokens, size, generator=generator).bfloat16(),
+            "experts": torch.stack(picks).sort(1).values,
+            "weights": torch.rand(tokens, chosen, generator=generator),
+            "w13": random_tiled(2 * inner, size, generator, count=count, paired=True),
+            "w2": random_tiled(size, inner, generator, count=count),
+            "shared_w13": random_tiled(2 * inner, size, generator, paired=True),
+            "shared_w2": random_tiled(size, inner, generator),
+            "limit": limit,
+        }
+
+    name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit} NVFP4"
+    return Case(name, make, 5e-2, 2e-2)
+
+
+OP = Op("experts", experts_reference, cases, (Kernel("dsv4.ops.moe.experts_triton"),))
 
 
 def experts_ffn(

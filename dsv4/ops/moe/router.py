@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, softplus
 
 
@@ -38,12 +38,19 @@ def router_reference(
 
 
 def cases() -> Iterable[Case]:
-    def build(tokens: int, size: int, experts: int, chosen: int, hashed: bool) -> Case:
+    def build(
+        tokens: int,
+        size: int,
+        experts: int,
+        chosen: int,
+        hashed: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             rows = [torch.randperm(experts, generator=generator)[:chosen] for _ in range(20)]
             return {
-                "x": torch.randn(tokens, size, generator=generator),
-                "gate": torch.randn(experts, size, generator=generator) * 0.1,
+                "x": torch.randn(tokens, size, generator=generator).to(dtype),
+                "gate": (torch.randn(experts, size, generator=generator) * 0.1).to(dtype),
                 "bias": None if hashed else torch.randn(experts, generator=generator),
                 "table": torch.stack(rows) if hashed else None,
                 "token_ids": torch.randint(0, 20, (tokens,), generator=generator),
@@ -51,15 +58,18 @@ def cases() -> Iterable[Case]:
                 "scaling": 1.5,
             }
 
-        return Case(f"{tokens}x{size} {chosen} of {experts} hashed {hashed}", make, 1e-4, 1e-4)
+        name = f"{tokens}x{size} {chosen} of {experts} hashed {hashed} {dtype}"
+        return Case(name, make, 1e-4, 1e-4)
 
     for hashed in (False, True):
         yield build(5, 64, 8, 2, hashed)
         yield build(1, 63, 256, 6, hashed)
         yield build(0, 64, 8, 2, hashed)
+        yield build(3, 1040, 48, 6, hashed, torch.bfloat16)
+        yield build(70, 128, 24, 3, hashed, torch.bfloat16)
 
 
-OP = Op("router", router_reference, cases)
+OP = Op("router", router_reference, cases, (Kernel("dsv4.ops.moe.router_triton"),))
 
 
 def router(

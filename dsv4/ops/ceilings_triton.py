@@ -1,0 +1,24 @@
+# mypy: ignore-errors
+"""Reading a large buffer and nothing else: the bandwidth that floors are worked out with."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import launch_options
+
+
+@triton.jit
+def _read_kernel(data, out, per_program, BLOCK: tl.constexpr):
+    base = data + tl.program_id(0).to(tl.int64) * per_program
+    total = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in tl.range(0, per_program, BLOCK, num_stages=4):
+        total += tl.load(base + start + tl.arange(0, BLOCK))
+    tl.store(out + tl.program_id(0), tl.sum(total))
+
+
+def read(data: torch.Tensor, out: torch.Tensor, num_programs: int = 132 * 8) -> None:
+    """Read int32 `data`; `out` `[num_programs]` int32 keeps the compiler from dropping it."""
+    block = 2048
+    per_program = data.numel() // num_programs // block * block
+    _read_kernel[(num_programs,)](data, out, per_program, BLOCK=block, **launch_options(4))

@@ -1,0 +1,334 @@
+# mypy: ignore-errors
+"""What the kernels share: device code for reading weights, and launch-side helpers.
+
+K is walked in an order that belongs to the weight: in *ranges* whose bounds depend on the
+weight's shape alone, each range summed on its own and the ranges added in ascending order. Every
+form of a kernel (few rows or many) keeps that order, so a row has the same bits in all of them.
+"""
+
+import os
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+STEP = 128  # columns of K that one tile of a weight covers
+MIN_CAPABILITY = (9, 0)
+DEPENDENT_LAUNCH = True  # a kernel's start overlaps the end of the one before
+WIDE_PROGRAMS = 512  # ranges are made until a matrix gives about this many programs
+
+# Each lane of a 32-bit register is one int16 word; the result's lanes are bf16.
+_SLOT0 = tl.constexpr("and.b32 $0, $1, 0x81C081C0;")
+_SLOT1 = tl.constexpr("{ .reg .b32 u; shl.b32 u, $1, 3; and.b32 $0, u, 0x81C081C0; }")
+_SLOT2 = tl.constexpr("{ .reg .b32 u; shl.b32 u, $1, 6; and.b32 $0, u, 0x81C081C0; }")
+_SLOT3 = tl.constexpr(
+    "{ .reg .b32 u; shr.u32 u, $1, 7; and.b32 u, u, 0x00D800D8; "
+    "mul.lo.u32 u, u, 0x821; and.b32 $0, u, 0x81C081C0; }"
+)
+
+
+@triton.jit
+def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
+    """One weight of each int16 word as bf16, times 2^-126 (the layout is in gemm/packed.py)."""
+    if ASM:
+        CODE: tl.constexpr = (
+            _SLOT0 if SLOT == 0 else (_SLOT1 if SLOT == 1 else (_SLOT2 if SLOT == 2 else _SLOT3))
+        )
+        return tl.inline_asm_elementwise(
+            CODE, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    if SLOT == 0:
+        bits = words
+    elif SLOT == 1:
+        bits = words << 3
+    elif SLOT == 2:
+        bits = words << 6
+    else:
+        bits = ((words >> 7) & 0xD8) * 0x821
+    return (bits & -32320).to(tl.bfloat16, bitcast=True)  # -32320 is int16(0x81C0)
+
+
+@triton.jit
+def start_dependents(ASM: tl.constexpr):
+    """Let the next kernel's programs start, then wait for the previous kernel's results."""
+    if ASM:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _half_scale(codes, HALF: tl.constexpr, BN: tl.constexpr):
+    """bf16 scales `[BN, 16]` of a tile's words 0..15 (codes in the low bytes) or 16..31 (high)."""
+    bits = (codes << 4) & 0xFF0 if HALF == 0 else (codes >> 4) & 0xFF0
+    scale = (bits + 30336).to(tl.bfloat16, bitcast=True)
+    return scale[:, :, None].broadcast_to(BN, 4, 4).reshape(BN, 16)
+
+
+@triton.jit
+def _whole_tile(low, high, scale_low, scale_high, BN: tl.constexpr, ASM: tl.constexpr):
+    """A tile's weights `[BN, 128]` in the order of summation: slot, half, word."""
+    a0 = unpack_slot(low, 0, ASM) * scale_low
+    b0 = unpack_slot(high, 0, ASM) * scale_high
+    a1 = unpack_slot(low, 1, ASM) * scale_low
+    b1 = unpack_slot(high, 1, ASM) * scale_high
+    a2 = unpack_slot(low, 2, ASM) * scale_low
+    b2 = unpack_slot(high, 2, ASM) * scale_high
+    a3 = unpack_slot(low, 3, ASM) * scale_low
+    b3 = unpack_slot(high, 3, ASM) * scale_high
+    even = tl.join(tl.join(a0, b0), tl.join(a2, b2))  # [BN, 16, half, slot // 2]
+    odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+    both = tl.join(even, odd)  # [BN, 16, half, slot // 2, slot % 2]
+    return both.permute(0, 3, 4, 2, 1).reshape(BN, 128)
+
+
+@triton.jit
+def dot_nvfp4(
+    words,
+    codes,
+    x,
+    x_rows,
+    x_mask,
+    first,
+    last,
+    total_steps,
+    num_columns,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """fp32 `[BN, BM]` over steps `first` to `last` of K, without the factor 128 * global.
+
+    `words` and `codes` point at the first of BN/64 row tiles; input row i starts at `x +
+    x_rows[i]`. Forms of the same sum: 0, eight small products a step (few rows); 1, one product
+    with the weights in registers; 2, one with the weights in shared memory (many rows). UNROLL
+    steps share a turn of the loop in form 0; it must divide the number of steps.
+    """
+    rn = tl.arange(0, BN)
+    rc = tl.arange(0, 16)
+    tile = (rn // 64) * total_steps + first
+    w_ptrs = words + (tile * 2048 + (rn % 64) * 16)[:, None] + rc[None, :]
+    s_ptrs = codes + (tile * 256 + (rn % 64) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    x += first * 128
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    if FORM == 0:
+        columns = 16 * (rc // 4) + rc % 4
+        offsets = x_rows[None, :] + columns[:, None]
+        for step in tl.range(first, last, UNROLL, num_stages=STAGES):
+            for sub in tl.static_range(UNROLL):
+                low = tl.load(w_ptrs + sub * 2048)
+                high = tl.load(w_ptrs + (sub * 2048 + 1024))
+                code = tl.load(s_ptrs + sub * 256)
+                scale_low = _half_scale(code, 0, BN)
+                scale_high = _half_scale(code, 1, BN)
+                for slot in tl.static_range(4):
+                    at = sub * 128 + 4 * slot
+                    mask = x_mask[None, :]
+                    high_mask = mask
+                    if not EVEN_K:
+                        column = step * 128 + at + columns
+                        high_mask = mask & (column + 64 < num_columns)[:, None]
+                        mask = mask & (column < num_columns)[:, None]
+                    part = tl.load(x + at + offsets, mask=mask, other=0.0)
+                    acc = tl.dot(unpack_slot(low, slot, ASM) * scale_low, part, acc)
+                    part = tl.load(x + (at + 64) + offsets, mask=high_mask, other=0.0)
+                    acc = tl.dot(unpack_slot(high, slot, ASM) * scale_high, part, acc)
+            w_ptrs += UNROLL * 2048
+            s_ptrs += UNROLL * 256
+            x += UNROLL * 128
+        return acc
+    rk = tl.arange(0, 128)
+    columns = 16 * ((rk // 4) % 8) + 4 * (rk // 32) + rk % 4
+    offsets = x_rows[None, :] + columns[:, None]
+    if FORM == 2:
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        low = tl.load(w_ptrs)
+        high = tl.load(w_ptrs + 1024)
+        code = tl.load(s_ptrs)
+        mask = x_mask[None, :]
+        if not EVEN_K:
+            mask = mask & (step * 128 + columns < num_columns)[:, None]
+        part = tl.load(x + offsets, mask=mask, other=0.0)
+        weights = _whole_tile(
+            low, high, _half_scale(code, 0, BN), _half_scale(code, 1, BN), BN, ASM
+        )
+        acc = tl.dot(part.T, weights.T, acc) if FORM == 2 else tl.dot(weights, part, acc)
+        w_ptrs += 2048
+        s_ptrs += 256
+        x += 128
+    return acc.T if FORM == 2 else acc
+
+
+@triton.jit
+def dot_bf16(
+    weight,
+    n_mask,
+    x,
+    x_rows,
+    x_mask,
+    first,
+    last,
+    num_columns,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """fp32 `[BN, BM]` over steps of 128 columns; `weight` points at BN rows of bf16."""
+    rn = tl.arange(0, BN)
+    rk = tl.arange(0, 64)
+    k0 = first * 128
+    w_ptrs = weight + (rn.to(tl.int64) * num_columns)[:, None] + (k0 + rk)[None, :]
+    x_ptrs = x + x_rows[None, :] + (k0 + rk)[:, None]
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    for step in tl.range(first * 2, last * 2, num_stages=STAGES):
+        w_mask = n_mask[:, None]
+        mask = x_mask[None, :]
+        if not EVEN_K:
+            inside = (step * 64 + rk) < num_columns
+            w_mask = w_mask & inside[None, :]
+            mask = mask & inside[:, None]
+        w = tl.load(w_ptrs, mask=w_mask, other=0.0)
+        part = tl.load(x_ptrs, mask=mask, other=0.0)
+        acc = tl.dot(w, part, acc)
+        w_ptrs += 64
+        x_ptrs += 64
+    return acc
+
+
+@triton.jit
+def dot_fp8(
+    weight,
+    scale,
+    scale_rows,
+    n_mask,
+    x,
+    x_rows,
+    x_mask,
+    first,
+    last,
+    num_columns,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    E8M0: tl.constexpr,
+):
+    """As `dot_bf16` for E4M3 tiles; a product over BK columns is scaled in fp32, then added.
+
+    `scale_rows` `[BN]`: offset of each weight row's scales.
+    """
+    rn = tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    k0 = first * 128
+    w_ptrs = weight + (rn.to(tl.int64) * num_columns)[:, None] + (k0 + rk)[None, :]
+    x_ptrs = x + x_rows[None, :] + (k0 + rk)[:, None]
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    per_step: tl.constexpr = 128 // BK
+    for step in tl.range(first * per_step, last * per_step, num_stages=STAGES):
+        w_mask = n_mask[:, None]
+        mask = x_mask[None, :]
+        if not EVEN_K:
+            inside = (step * BK + rk) < num_columns
+            w_mask = w_mask & inside[None, :]
+            mask = mask & inside[:, None]
+        w = tl.load(w_ptrs, mask=w_mask, other=0.0)
+        part = tl.load(x_ptrs, mask=mask, other=0.0)
+        live = n_mask & (step * BK < num_columns)
+        factor = tl.load(scale + scale_rows + step * BK // BLOCK, mask=live, other=0)
+        if E8M0:  # 2^(byte - 127); byte 0 is a subnormal, which no published weight uses
+            factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        product = tl.dot(w.to(tl.bfloat16), part)
+        acc = tl.fma(product, factor[:, None].broadcast_to(BN, BM), acc)
+        w_ptrs += BK
+        x_ptrs += BK
+    return acc
+
+
+@triton.jit
+def finish_ranges(
+    acc, partials, counters, slot, split, num_splits, BN: tl.constexpr, BM: tl.constexpr
+):
+    """Store this program's range; the last of an output tile's programs gets the sum and True.
+
+    The ranges are added in ascending order, so it does not matter which program is the last.
+    """
+    offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    base = partials + slot.to(tl.int64) * (BN * BM)
+    tl.store(base + split * (BN * BM) + offsets, acc)
+    tl.debug_barrier()  # every thread's part is written before the count goes up
+    arrived = tl.atomic_add(counters + slot, 1, sem="acq_rel")
+    is_last = arrived == num_splits - 1
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    # several loads in flight; adding +0 for the missing ones changes nothing, as total is never -0
+    UNROLL: tl.constexpr = 8 if BM <= 16 else 2
+    if is_last:
+        for group in tl.range(0, num_splits, UNROLL):
+            for index in tl.static_range(UNROLL):
+                live = (offsets >= 0) & (group + index < num_splits)
+                part_ptrs = base + (group + index) * (BN * BM) + offsets
+                total += tl.load(part_ptrs, mask=live, other=0.0, cache_modifier=".cg")
+        tl.store(counters + slot, 0)
+    return total, is_last
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=8)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why no kernel runs on `device`, or None."""
+    if interpreting():
+        return None
+    if device.type != "cuda":
+        return f"kernels need a CUDA device, found {device}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = _capability(index)
+    if found < MIN_CAPABILITY:
+        return f"compute capability {found[0]}.{found[1]}, kernels need 9.0 or newer"
+    return None
+
+
+def launch_options(num_warps: int) -> dict[str, object]:
+    if interpreting():
+        return {}
+    return {"num_warps": num_warps, "launch_pdl": DEPENDENT_LAUNCH}
+
+
+def num_ranges(rows: int, columns: int) -> tuple[int, int]:
+    """How K is cut for a matrix: (ranges, steps of 128 columns in each). A pure function of the
+    shape: it fixes the order of summation, so every kernel must use it."""
+    steps = triton.cdiv(columns, STEP)
+    wanted = triton.cdiv(WIDE_PROGRAMS, triton.cdiv(rows, 64))
+    ranges = max(1, min(wanted, columns // 512))
+    per_range = triton.cdiv(steps, ranges)
+    return triton.cdiv(steps, per_range), per_range
+
+
+_workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+
+def workspace(device: torch.device, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer of at least `size`, zero when new, kept and grown; one stream per device uses it.
+
+    After a warm-up with the largest batch nothing is allocated any more, so graphs may be
+    captured.
+    """
+    found = _workspaces.get((device, name))
+    if found is None or found.numel() < size:
+        found = torch.zeros(max(size, 1024), dtype=dtype, device=device)
+        _workspaces[device, name] = found
+    return found

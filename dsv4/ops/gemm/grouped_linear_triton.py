@@ -1,0 +1,25 @@
+# mypy: ignore-errors
+"""`grouped_linear` on a GPU: the kernel of `linear`, with each group's own columns of the input."""
+
+import torch
+
+from dsv4.ops.gemm import linear_triton
+from dsv4.ops.gemm.linear_triton import BF16, NVFP4, choose_config
+
+__all__ = ["choose_config", "run", "supports"]
+_WIDEST = max(choose_config(rows, fmt).bn for rows in (1, 8192) for fmt in (NVFP4, BF16))
+
+
+def supports(x, weight) -> str | None:
+    if not x.is_contiguous():
+        return "x is not contiguous"
+    rank = weight.shape[0] // x.shape[1]
+    if x.shape[1] > 1 and rank % _WIDEST:
+        return f"groups of {rank} rows, kernels need multiples of {_WIDEST}"
+    return linear_triton.supports(x.flatten(1), [weight], [x.dtype])
+
+
+def run(x, weight):
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    linear_triton.launch(x.flatten(1), [weight], [out], num_groups=x.shape[1])
+    return out

@@ -1,0 +1,309 @@
+# mypy: ignore-errors
+"""`linear` on a GPU: up to eight matrices of one format in a launch, weights in the MMA's M slot.
+
+A program makes BN outputs for BM rows. With few rows each range of K has its own program and the
+last one to finish adds the ranges; with many rows one program walks all ranges. Same sums, same
+bits.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.formats.quantized import Fp8BlockTensor
+from dsv4.ops.device import (
+    device_reason,
+    dot_bf16,
+    dot_fp8,
+    dot_nvfp4,
+    finish_ranges,
+    interpreting,
+    launch_options,
+    num_ranges,
+    start_dependents,
+    workspace,
+)
+from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
+
+MAX_MATRICES = 8
+NVFP4, BF16, FP8 = 0, 1, 2
+
+
+@triton.jit
+def _select(values, firsts, pid, NUM: tl.constexpr):
+    chosen = values[0]
+    for i in tl.static_range(1, NUM):
+        chosen = tl.where(pid >= firsts[i], values[i], chosen)
+    return chosen
+
+
+@triton.jit
+def _range_sum(
+    words, scales, tile, live_n, x, x_rows, live_m, first, last, total_steps, num_columns,
+    FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr,
+    EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The sum over one range of K, whatever the format; `words` and `scales` are addresses."""
+    row = tile.to(tl.int64) * BN
+    if FORMAT == 0:
+        w = words.to(tl.pointer_type(tl.int16)) + row * total_steps * 32
+        s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
+        acc = dot_nvfp4(
+            tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, x_rows, live_m, first, last,
+            total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        )  # fmt: skip
+    elif FORMAT == 1:
+        w = tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
+        acc = dot_bf16(
+            w, live_n, x, x_rows, live_m, first, last, num_columns, BN, BM, STAGES, EVEN_K
+        )
+    else:
+        w = tl.multiple_of(words.to(tl.pointer_type(tl.float8e4nv)), 16) + row * num_columns
+        SCALE: tl.constexpr = tl.uint8 if E8M0 else tl.float32
+        s = scales.to(tl.pointer_type(SCALE))
+        scale_rows = (row + tl.arange(0, BN)) // BLOCK * tl.cdiv(num_columns, BLOCK)
+        acc = dot_fp8(
+            w, s, scale_rows, live_n, x, x_rows, live_m, first, last, num_columns,
+            BN, BM, BK, BLOCK, STAGES, EVEN_K, E8M0,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _linear_kernel(
+    x, x_stride, num_rows, num_columns, group_rows, total_steps,
+    words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps,
+    partials, counters,
+    NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
+    E8M0: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
+    when matrix i has fp32 results."""
+    pid = tl.program_id(0)
+    size = _select(sizes, firsts, pid, NUM)
+    count = _select(ranges, firsts, pid, NUM)
+    per_range = _select(range_steps, firsts, pid, NUM)
+    tile = pid - _select(firsts, firsts, pid, NUM)
+    split = 0
+    if PARALLEL:
+        split = tile % count
+        tile = tile // count
+    words_at = _select(words, firsts, pid, NUM)
+    scales_at = _select(scales, firsts, pid, NUM)
+    rn = tile * BN + tl.arange(0, BN)
+    live_n = rn < size
+    rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    live_m = rm < num_rows
+    group = (tile * BN) // group_rows
+    x_rows = rm * x_stride + group * num_columns
+    if FORMAT == 0:  # long before it is used: the first access to it is slow
+        factors = _select(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+        part_rows = _select(parts, firsts, pid, NUM)
+        factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
+    start_dependents(ASM)
+
+    is_last = count > 0
+    if PARALLEL:
+        total = _range_sum(
+            words_at, scales_at, tile, live_n, x, x_rows, live_m, split * per_range,
+            tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
+            FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ASM,
+        )  # fmt: skip
+        if count > 1:
+            slot = tl.program_id(1) * tl.num_programs(0) + pid - split
+            total, is_last = finish_ranges(total, partials, counters, slot, split, count, BN, BM)
+    else:
+        total = tl.zeros((BN, BM), dtype=tl.float32)
+        for index in tl.range(0, count):
+            part = _range_sum(
+                words_at, scales_at, tile, live_n, x, x_rows, live_m, index * per_range,
+                tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
+                FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ASM,
+            )  # fmt: skip
+            total = total + part
+    if FORMAT == 0:
+        total = total * factor[:, None]
+    out = _select(outs, firsts, pid, NUM)
+    offsets = rm.to(tl.int64)[None, :] * size + rn[:, None]
+    mask = (rn < tl.where(is_last, size, 0))[:, None] & live_m[None, :]
+    if F32 == 0:
+        tl.store(out.to(tl.pointer_type(tl.bfloat16)) + offsets, total.to(tl.bfloat16), mask=mask)
+    elif F32 == 2**NUM - 1:
+        tl.store(out.to(tl.pointer_type(tl.float32)) + offsets, total, mask=mask)
+    else:
+        wide = tl.where(pid >= 0, F32 % 2, 0)
+        for i in tl.static_range(1, NUM):
+            wide = tl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
+        if wide == 1:
+            tl.store(out.to(tl.pointer_type(tl.float32)) + offsets, total, mask=mask)
+        else:
+            narrow = total.to(tl.bfloat16)
+            tl.store(out.to(tl.pointer_type(tl.bfloat16)) + offsets, narrow, mask=mask)
+
+
+@dataclass(frozen=True)
+class Config:
+    bm: int  # input rows of a program
+    bn: int  # weight rows of a program
+    num_warps: int
+    num_stages: int
+    form: int = 0  # of the product; see dot_nvfp4
+    unroll: int = 1
+
+
+def choose_config(num_rows: int, fmt: int) -> Config:
+    """Tile sizes; none of this changes a bit of the result."""
+    if fmt == NVFP4:
+        table = (
+            (8, Config(8, 64, 2, 9)),
+            (16, Config(16, 64, 2, 5)),
+            (32, Config(32, 128, 4, 3, 1)),
+            (128, Config(64, 128, 4, 3, 1)),
+        )
+        last = Config(128, 128, 8, 2, 2)
+    else:
+        table = (
+            (8, Config(8, 64, 4, 5)),
+            (16, Config(16, 64, 4, 5)),
+            (32, Config(32, 64, 4, 4)),
+            (64, Config(64, 64, 4, 4)),
+        )
+        last = Config(128, 128, 8, 3)
+    return next((config for limit, config in table if num_rows <= limit), last)
+
+
+def weight_format(weight) -> int | str:
+    """The format's number, or why kernels cannot read the weight."""
+    if isinstance(weight, TiledNvfp4):
+        if weight.paired:
+            return "weight is tiled in gate and up pairs, which only the experts read"
+        return NVFP4
+    if isinstance(weight, Fp8BlockTensor):
+        if weight.block % 32 or not weight.data.is_contiguous():
+            return f"FP8 tiles of {weight.block}, kernels read contiguous multiples of 32"
+        return FP8
+    if isinstance(weight, torch.Tensor):
+        if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+            return f"weight is {weight.dtype}, kernels read contiguous bfloat16"
+        return BF16
+    return f"{type(weight).__name__} is in checkpoint order; call repack_weights after loading"
+
+
+def supports(x, weights, out_dtypes) -> str | None:
+    reason = device_reason(x.device)
+    if reason is not None:
+        return reason
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
+    if x.shape[0] * x.stride(0) >= 2**31:
+        return f"x has {x.shape[0]} rows of {x.stride(0)}, kernels reach 2^31 elements"
+    for weight, dtype in zip(weights, out_dtypes, strict=True):
+        found = weight_format(weight)
+        if isinstance(found, str):
+            return found
+        if dtype not in (torch.bfloat16, torch.float32):
+            return f"results in {dtype}, kernels write bfloat16 and float32"
+    return None
+
+
+def run(x, weights, out_dtypes):
+    outs = [
+        torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+        for weight, dtype in zip(weights, out_dtypes, strict=True)
+    ]
+    order = sorted(range(len(weights)), key=lambda i: launch_key(weights[i]))
+    for _, same in groupby(order, key=lambda i: launch_key(weights[i])):
+        indices = list(same)
+        for start in range(0, len(indices), MAX_MATRICES):
+            chosen = indices[start : start + MAX_MATRICES]
+            launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
+    return outs
+
+
+def launch_key(weight) -> tuple[int, int, bool]:
+    """Matrices with the same key share a launch."""
+    fmt = weight_format(weight)
+    if fmt == FP8:
+        return fmt, weight.block, weight.scale.dtype == torch.uint8
+    return fmt, 0, False
+
+
+def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> None:
+    """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
+    weight rows reads its own k columns."""
+    fmt, block, e8m0 = launch_key(weights[0])
+    num_rows, columns = x.shape[0], weights[0].shape[1]
+    config = config or choose_config(num_rows, fmt)
+    m_tiles = triton.cdiv(num_rows, config.bm)
+    tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
+    cuts = [num_ranges(*w.shape) for w in weights]
+    if parallel is None:
+        parallel = m_tiles * sum(tiles) < 2 * 132 or all(count == 1 for count, _ in cuts)
+    programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, cuts, strict=True)]
+    firsts = [sum(programs[:i]) for i in range(len(programs))]
+    total = sum(programs)
+    grid = (total, m_tiles)
+    split = parallel and any(count > 1 for count, _ in cuts)
+    size = total * m_tiles if split else 1
+    partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
+    counters = workspace(x.device, "counters", size, torch.int32)
+    even = all(steps * count == triton.cdiv(columns, 128) for count, steps in cuts)
+    even = even and all(steps % config.unroll == 0 for _, steps in cuts)
+    f32 = sum(1 << i for i, out in enumerate(outs) if out.dtype == torch.float32)
+    _linear_kernel[grid](
+        x,
+        x.stride(0),
+        num_rows,
+        columns,
+        weights[0].shape[0] // num_groups if num_groups > 1 else 2**30,
+        triton.cdiv(columns, 128),
+        tuple(_data(w).data_ptr() for w in weights),
+        tuple(_scale(w).data_ptr() for w in weights),
+        tuple(_factor(w).data_ptr() for w in weights),
+        tuple(out.data_ptr() for out in outs),
+        tuple(w.shape[0] for w in weights),
+        tuple(w.shape[0] // _factor(w).shape[-1] if fmt == NVFP4 else 1 for w in weights),
+        tuple(firsts),
+        tuple(count for count, _ in cuts),
+        tuple(steps for _, steps in cuts),
+        partials,
+        counters,
+        NUM=len(weights),
+        F32=f32,
+        FORMAT=fmt,
+        PARALLEL=parallel,
+        BM=config.bm,
+        BN=config.bn,
+        BK=128 if block % 128 == 0 else 32,
+        BLOCK=max(block, 1),
+        STAGES=config.num_stages,
+        FORM=config.form,
+        UNROLL=config.unroll if even else 1,
+        EVEN_K=columns % 128 == 0,
+        E8M0=e8m0,
+        ASM=not interpreting(),
+        **launch_options(config.num_warps),
+    )
+
+
+def _data(weight):
+    if isinstance(weight, TiledNvfp4):
+        return weight.packed
+    return weight.data if isinstance(weight, Fp8BlockTensor) else weight
+
+
+def _scale(weight):
+    return weight if isinstance(weight, torch.Tensor) else weight.scale
+
+
+def _factor(weight):
+    return weight.global_scale if isinstance(weight, TiledNvfp4) else _scale(weight)
+
+
+assert TILE_ROWS == 64

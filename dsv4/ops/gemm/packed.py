@@ -1,0 +1,272 @@
+"""NVFP4 weights in the order in which the kernels read them. Made once, at load; no value changes.
+
+A matrix `[N, K]` is cut into tiles of 64 rows by 128 columns, each contiguous in memory:
+
+    packed  int16  [..., N/64, K/128, 2, 64, 16]   four weights to a word
+    scale   int16  [..., N/64, K/128, 64, 4]       the codes of two groups of 16 columns
+
+A row of a tile has 32 words, 16 in each half. Word `4g + i` (group g = 0..7, i = 0..3) holds
+columns `16g + i`, `+4`, `+8`, `+12` (slots 0..3). A weight is sign and magnitude `eem`; in slots
+0 to 2 the magnitude lies at bits 6..8, 3..5, 0..2 and the sign at 15, 12, 9, so that one shift
+and one mask give a bf16 whose value is the weight times 2^-126. Slot 3 takes what is left: bits
+13, 14, 10 (low to high), sign 11.
+
+The scale code is bits 4..11 of bf16(scale * 2^119), less the smallest one: `(code << 4) + 237 *
+128` are the bits of that bf16. Element g of a row of `scale` holds the code of group g in its low
+byte and that of group g + 4 in its high byte. E4M3 subnormals come out normalised; a zero scale
+has no code, so the weights of its group are set to zero.
+
+Missing rows and columns of the last tiles are zero. A *paired* matrix (gate rows above up rows)
+has 32 gate rows and the 32 up rows that belong to them in each tile.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import KernelError
+from dsv4.formats import e2m1, mxfp4, nvfp4
+from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.formats.spec import NVFP4_GROUP
+
+TILE_ROWS = 64
+TILE_COLUMNS = 128
+ROW_MULTIPLE = 128  # the widest kernels take two tiles of rows at a time
+_LOWEST_SCALE = 237 << 7  # bits of bf16(2^-9 * 2^119)
+_SCALE_POWER = 119
+_PAIRED_NAMES = (".w13",)
+
+
+@dataclass(frozen=True)
+class TiledNvfp4(Nvfp4Tensor):
+    """An `Nvfp4Tensor` whose `packed` and `scale` are tiled as this file says."""
+
+    rows: int
+    columns: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        p, s, g = self.packed, self.scale, self.global_scale
+        padded = ceil(self.rows / ROW_MULTIPLE) * ROW_MULTIPLE
+        if self.paired:
+            padded = 2 * ceil(self.rows / 2 / TILE_ROWS) * TILE_ROWS
+        grid = (padded // TILE_ROWS, ceil(self.columns / TILE_COLUMNS))
+        if (
+            p.dtype != torch.int16
+            or s.dtype != torch.int16
+            or p.shape[-5:] != (*grid, 2, TILE_ROWS, TILE_COLUMNS // 8)
+            or s.shape != (*p.shape[:-5], *grid, TILE_ROWS, TILE_COLUMNS // NVFP4_GROUP // 2)
+            or g.shape[:-1] != p.shape[:-5]
+            or self.rows % g.shape[-1]
+        ):
+            raise KernelError(
+                f"tiled NVFP4 parts {p.dtype} {tuple(p.shape)}, {s.dtype} {tuple(s.shape)}, "
+                f"global {tuple(g.shape)} do not fit {self.rows} x {self.columns}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.packed.shape[:-5], self.rows, self.columns))
+
+    @property
+    def num_steps(self) -> int:
+        """Tiles along K."""
+        return self.packed.shape[-4]
+
+    def __getitem__(self, index: int | slice) -> "TiledNvfp4":
+        if self.packed.dim() < 6:
+            raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
+        return self.map(lambda value: value[index])
+
+    def plain(self) -> Nvfp4Tensor:
+        """The weight as a checkpoint stores it."""
+        lead = self.packed.shape[:-5]
+        rows = self.packed.shape[-5] * TILE_ROWS
+        words = self.packed.movedim(-2, -4).reshape(*lead, rows, -1)
+        both = self.scale.to(torch.int32) & 0xFFFF
+        codes = torch.cat((both & 0xFF, both >> 8), dim=-1)
+        codes = codes.transpose(-3, -2).reshape(*lead, rows, -1)
+        if self.paired:
+            words, codes = _unpair(words), _unpair(codes)
+        half = self.rows // 2
+        parts = []
+        for value in (words, codes):
+            if self.paired:
+                gate, up = value.chunk(2, dim=-2)
+                value = torch.cat((gate[..., :half, :], up[..., :half, :]), dim=-2)
+            parts.append(value[..., : self.rows, :])
+        packed = e2m1.pack(_codes_of_words(parts[0])[..., : self.columns])
+        scale = _scale_of_codes(parts[1])[..., : self.columns // NVFP4_GROUP]
+        return Nvfp4Tensor(packed.contiguous(), scale.contiguous(), self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.plain().dequantize(dtype)
+
+    def row_range(self, start: int, stop: int) -> Nvfp4Tensor:
+        raise KernelError(f"rows {start}:{stop} of a tiled weight: cut weights before tiling them")
+
+    def column_range(self, start: int, stop: int) -> Nvfp4Tensor:
+        raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
+
+
+def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
+    """`weight` (a matrix or a stack) tiled; one matrix of a stack at a time, to save memory."""
+    rows, columns = weight.shape[-2:]
+    if paired and rows % 2:
+        raise KernelError(f"gate and up rows together are {rows}, expected an even number")
+    if weight.packed.dim() > 2:
+        tiles = [tile_nvfp4(weight[index], paired=paired) for index in range(weight.shape[0])]
+        if not tiles:
+            raise KernelError("a stack of no matrices cannot be tiled")
+        packed = torch.stack([tile.packed for tile in tiles])
+        scale = torch.stack([tile.scale for tile in tiles])
+        return TiledNvfp4(packed, scale, weight.global_scale, rows, columns, paired)
+    codes = e2m1.unpack(weight.packed)
+    magnitude = weight.scale.float()
+    codes = codes * (magnitude > 0).repeat_interleave(NVFP4_GROUP, dim=-1)
+    words, scale = _words_of_codes(codes), _codes_of_scale(magnitude)
+    if paired:
+        words, scale = _pair(words), _pair(scale)
+    return TiledNvfp4(
+        _halve(_tile(words, TILE_COLUMNS // 4)),
+        _join_codes(_tile(scale, TILE_COLUMNS // NVFP4_GROUP)),
+        weight.global_scale.contiguous(),
+        rows,
+        columns,
+        paired,
+    )
+
+
+def repack(name: str, weight: Weight) -> Weight:
+    """The weight of a canonical name as the kernels want it; formats they read as stored stay."""
+    if isinstance(weight, TiledNvfp4):
+        return weight
+    if isinstance(weight, Mxfp4Tensor):
+        weight = mxfp4_as_nvfp4(weight)
+    if isinstance(weight, Nvfp4Tensor):
+        return tile_nvfp4(weight, paired=name.endswith(_PAIRED_NAMES))
+    return weight
+
+
+def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Every weight of a model repacked. A mutable `table` is emptied on the way, so that the
+    old and the new form of only one weight exist at a time."""
+    repacked: dict[str, Weight] = {}
+    for name in list(table):
+        weight = table.pop(name) if isinstance(table, MutableMapping) else table[name]
+        repacked[name] = repack(name, weight)
+        del weight
+    return repacked
+
+
+def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
+    """The pinned cast (exact where a matrix's block exponents spread by at most 17)."""
+    if weight.packed.dim() > 2:
+        parts = [mxfp4_as_nvfp4(weight[index]) for index in range(weight.shape[0])]
+        return Nvfp4Tensor(
+            torch.stack([part.packed for part in parts]),
+            torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
+            torch.stack([part.global_scale for part in parts]),
+        )
+    packed, scale, global_, _ = mxfp4.to_nvfp4(weight.packed, weight.scale)
+    return Nvfp4Tensor(packed, scale, global_.reshape(1))
+
+
+def random_tiled(
+    rows: int,
+    columns: int,
+    generator: torch.Generator,
+    *,
+    count: int | None = None,
+    paired: bool = False,
+) -> TiledNvfp4:
+    """A random matrix, or `count` of them stacked, for cases; paired ones have two globals."""
+    num_parts = 2 if paired else 1
+    parts = []
+    for index in range((count or 1) * num_parts):
+        values = torch.randn(rows // num_parts, columns, generator=generator)
+        parts.append(nvfp4.quantize(values * (0.2 + 0.1 * (index % num_parts))))
+    lead = () if count is None else (count,)
+    packed, scale, factor = (
+        torch.stack([part[place].view(torch.uint8) if place < 2 else part[place] for part in parts])
+        for place in range(3)
+    )
+    weight = Nvfp4Tensor(
+        packed.reshape(*lead, rows, -1),
+        scale.reshape(*lead, rows, -1).view(torch.float8_e4m3fn),
+        factor.reshape(*lead, num_parts),
+    )
+    return tile_nvfp4(weight, paired=paired)
+
+
+def _tile(value: Tensor, width: int) -> Tensor:
+    """`[N, W] -> [N/64, W/width, 64, width]`, zeros where rows or columns are missing."""
+    rows, columns = value.shape
+    value = torch.nn.functional.pad(value, (0, -columns % width, 0, -rows % ROW_MULTIPLE))
+    grid = value.reshape(value.shape[0] // TILE_ROWS, TILE_ROWS, -1, width)
+    return grid.transpose(1, 2).contiguous()
+
+
+def _halve(tiles: Tensor) -> Tensor:
+    """`[..., 64, 32] -> [..., 2, 64, 16]`: the halves of a tile one after the other."""
+    return tiles.unflatten(-1, (2, -1)).transpose(-3, -2).contiguous()
+
+
+def _join_codes(tiles: Tensor) -> Tensor:
+    """Codes `[..., 8]` -> `[..., 4]` int16: group g in the low byte, g + 4 in the high one."""
+    low, high = tiles.to(torch.int32).chunk(2, dim=-1)
+    both = low | high << 8
+    return ((both ^ 0x8000) - 0x8000).to(torch.int16)
+
+
+def _pair(value: Tensor) -> Tensor:
+    """Gate rows above up rows -> 32 gate rows, their 32 up rows, and so on."""
+    half = value.shape[0] // 2
+    halves = value.reshape(2, half, -1)
+    halves = torch.nn.functional.pad(halves, (0, 0, 0, -half % TILE_ROWS))
+    grid = halves.reshape(2, -1, TILE_ROWS // 2, value.shape[1])
+    return grid.transpose(0, 1).reshape(-1, value.shape[1])
+
+
+def _unpair(value: Tensor) -> Tensor:
+    *lead, rows, width = value.shape
+    grid = value.reshape(*lead, rows // TILE_ROWS, 2, TILE_ROWS // 2, width)
+    return grid.transpose(-4, -3).reshape(*lead, rows, width)
+
+
+def _words_of_codes(codes: Tensor) -> Tensor:
+    """`[N, K]` E2M1 codes -> `[N, K/4]` int16."""
+    slots = codes.to(torch.int32).reshape(codes.shape[0], -1, 4, 4)  # group, slot, i
+    sign, mag = slots >> 3, slots & 7
+    word = sign[:, :, 0] << 15 | mag[:, :, 0] << 6
+    word |= sign[:, :, 1] << 12 | mag[:, :, 1] << 3
+    word |= sign[:, :, 2] << 9 | mag[:, :, 2]
+    low, mid, high = mag[:, :, 3] & 1, mag[:, :, 3] >> 1 & 1, mag[:, :, 3] >> 2
+    word |= sign[:, :, 3] << 11 | low << 13 | mid << 14 | high << 10
+    return ((word ^ 0x8000) - 0x8000).to(torch.int16).reshape(codes.shape[0], -1)
+
+
+def _codes_of_words(words: Tensor) -> Tensor:
+    word = words.to(torch.int32) & 0xFFFF
+    slots = [
+        (word >> 15) << 3 | word >> 6 & 7,
+        (word >> 12 & 1) << 3 | word >> 3 & 7,
+        (word >> 9 & 1) << 3 | word & 7,
+        (word >> 11 & 1) << 3 | (word >> 10 & 1) << 2 | word >> 13 & 3,
+    ]
+    grouped = [slot.reshape(*words.shape[:-1], -1, 4) for slot in slots]
+    return torch.stack(grouped, dim=-2).flatten(-3).to(torch.uint8)
+
+
+def _codes_of_scale(scale: Tensor) -> Tensor:
+    bits = (scale * 2.0**_SCALE_POWER).to(torch.bfloat16).view(torch.int16).to(torch.int32)
+    return ((bits - _LOWEST_SCALE) >> 4).clamp(min=0).to(torch.uint8)
+
+
+def _scale_of_codes(codes: Tensor) -> Tensor:
+    bits = (codes.to(torch.int32) << 4) + _LOWEST_SCALE
+    value = bits.to(torch.int16).view(torch.bfloat16).float() * 2.0**-_SCALE_POWER
+    return value.to(torch.float8_e4m3fn)

@@ -1,0 +1,289 @@
+# mypy: ignore-errors
+"""`experts` on a GPU. Two passes over tiled NVFP4 weights: gate and up with SwiGLU, then down.
+
+A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens.
+One token needs no sorting: each of its experts is a tile of one row, and the last of them to
+finish an output tile adds the parts. With more tokens the parts go to a buffer and a small kernel
+adds them. K is one range for both matrices; parts are added in the order of a token's experts,
+the shared one last.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import (
+    device_reason,
+    dot_nvfp4,
+    finish_ranges,
+    interpreting,
+    launch_options,
+    start_dependents,
+    workspace,
+)
+from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.moe.route_triton import Route, route
+
+
+@triton.jit
+def _tile(
+    index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed, num_experts,
+    BM: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """(expert, first row, one past the last row) of a tile; expert -1: nothing to do."""
+    routed = index < num_routed
+    shared_start = num_pairs + (index - num_routed) * BM
+    if DIRECT:
+        expert = tl.load(experts + index, mask=routed, other=0).to(tl.int32)
+        start = index
+        end = index + 1
+    else:
+        expert = tl.load(tile_expert + index, mask=routed, other=0)
+        start = tl.load(tile_start + index, mask=routed, other=0)
+        end = tl.load(ends + tl.maximum(expert, 0))
+    expert = tl.where(routed, expert, num_experts)
+    start = tl.where(routed, start, shared_start)
+    end = tl.where(routed, end, num_pairs + num_tokens)
+    return expert, start, end
+
+
+@triton.jit
+def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
+    """(token, place) of sorted rows; the shared expert's place is the last."""
+    routed = rows < num_pairs
+    pair = rows
+    if not DIRECT:
+        pair = tl.load(sorted_pairs + rows, mask=live & routed, other=0)
+    token = tl.where(routed, pair // chosen, rows - num_pairs)
+    place = tl.where(routed, pair % chosen, chosen)
+    return token, place
+
+
+@triton.jit
+def _up_kernel(
+    x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
+    words, scales, factors, shared_words, shared_scales, shared_factors,
+    num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
+    total_steps, expert_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    UNROLL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
+    DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`shared_*` are distances in elements from the routed experts' tensors."""
+    start_dependents(ASM)
+    n_tile = tl.program_id(0)
+    expert, start, end = _tile(
+        tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
+        num_routed, num_experts, BM, DIRECT,
+    )  # fmt: skip
+    if expert < 0:
+        return
+    is_shared = expert == num_experts
+    rows = start + tl.arange(0, BM)
+    live = rows < end
+    at = tl.where(is_shared, shared_factors, expert * PARTS)
+    parts = tl.where(is_shared, SHARED_PARTS, PARTS)
+    gate_factor = tl.load(factors + at) * 128.0
+    up_factor = tl.load(factors + at + parts - 1) * 128.0
+    token, _ = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
+    token = tl.where(live, token, 0)
+    tile = n_tile * (BN // 64)
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
+    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    acc = dot_nvfp4(
+        tl.multiple_of(words + word_at, 64), tl.multiple_of(scales + scale_at, 64),
+        x, token * x_stride, live, 0, total_steps, total_steps, size,
+        BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+    )  # fmt: skip
+    pairs = acc.reshape(BN // 64, 2, 32, BM).permute(0, 2, 3, 1)
+    gate, up = tl.split(pairs)
+    gate = tl.minimum(gate.reshape(BN // 2, BM) * gate_factor, limit)
+    up = tl.minimum(tl.maximum(up.reshape(BN // 2, BM) * up_factor, -limit), limit)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    if not is_shared:
+        weight_rows = rows
+        if not DIRECT:
+            weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
+        result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
+    column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
+    mask = (column < inner)[:, None] & live[None, :]
+    out = z + rows.to(tl.int64)[None, :] * inner + column[:, None]
+    tl.store(out, result.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _down_kernel(
+    z, y, parts_at, partials, counters, experts, sorted_pairs, tile_expert, tile_start, ends,
+    words, scales, factors, shared_words, shared_scales, shared_factors,
+    num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
+    total_steps, expert_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    UNROLL: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    start_dependents(ASM)
+    n_tile = tl.program_id(0)
+    expert, start, end = _tile(
+        tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
+        num_routed, num_experts, BM, DIRECT,
+    )  # fmt: skip
+    if expert < 0:
+        return
+    is_shared = expert == num_experts
+    rows = start + tl.arange(0, BM)
+    live = rows < end
+    factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
+    tile = n_tile * (BN // 64)
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
+    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    acc = dot_nvfp4(
+        tl.multiple_of(words + word_at, 64), tl.multiple_of(scales + scale_at, 64),
+        z, rows * inner, live, 0, total_steps, total_steps, inner,
+        BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+    )  # fmt: skip
+    acc = acc * factor
+    column = n_tile * BN + tl.arange(0, BN)
+    if DIRECT:  # one token: a tile is one row, and its index is the place
+        slot = n_tile * places
+        total, is_last = finish_ranges(
+            acc, partials, counters, slot, tl.program_id(1), places, BN, BM
+        )
+        mask = (column < tl.where(is_last, size, 0))[:, None] & (tl.arange(0, BM) == 0)[None, :]
+        out = y + column[:, None] + (tl.arange(0, BM) * size)[None, :]
+        tl.store(out, total.to(tl.bfloat16), mask=mask)
+    else:
+        token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
+        row = (token.to(tl.int64) * places + place) * size
+        mask = (column < size)[:, None] & live[None, :]
+        tl.store(parts_at + row[None, :] + column[:, None], acc, mask=mask)
+
+
+@triton.jit
+def _combine_kernel(parts_at, y, size, PLACES: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
+    start_dependents(ASM)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BN,), dtype=tl.float32)
+    for place in tl.static_range(PLACES):
+        at = (row * PLACES + place) * size + column
+        total += tl.load(parts_at + at, mask=column < size, other=0.0)
+    tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
+
+
+@dataclass(frozen=True)
+class Config:
+    bm: int
+    bn: int
+    num_warps: int
+    num_stages: int
+    form: int = 0  # of the product; see dot_nvfp4
+    unroll: int = 1
+
+
+def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
+    """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
+    rows = num_tokens * chosen / num_experts
+    if num_tokens == 1 or rows <= 2:
+        return Config(8, 64, 2, 5)
+    if rows <= 8:
+        return Config(16, 64, 2, 4)
+    if rows <= 24:
+        return Config(32, 64, 4, 4)
+    if rows <= 64:
+        return Config(64, 128, 4, 3)
+    return Config(128, 128, 8, 3)
+
+
+def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
+    reason = device_reason(x.device)
+    if reason is not None:
+        return reason
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
+    named = {"w13": w13, "w2": w2, "shared_w13": shared_w13, "shared_w2": shared_w2}
+    for name, weight in named.items():
+        if not isinstance(weight, TiledNvfp4):
+            return f"{name} is {type(weight).__name__}; kernels read NVFP4 after repack_weights"
+        if weight.paired != name.endswith("w13"):
+            return f"{name} is tiled for another use"
+    if shared_w2.columns != w2.columns:
+        return f"the shared expert is {shared_w2.columns} wide, the others {w2.columns}"
+    if experts.dtype != torch.int64 or weights.dtype != torch.float32:
+        return f"experts are {experts.dtype}, weights {weights.dtype}; expected int64 and float32"
+    if not (experts.is_contiguous() and weights.is_contiguous()):
+        return "experts and weights are not contiguous"
+    return None
+
+
+def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
+    return launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
+
+
+def launch(
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None
+):  # fmt: skip
+    """`shared_w13` and `shared_w2` may be None (benchmarks of the routed experts alone)."""
+    num_tokens, chosen = experts.shape
+    size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
+    up = up or choose_config(num_tokens, chosen, num_experts)
+    down = down or up
+    direct = num_tokens == 1
+    shared = shared_w13 is not None
+    table = None if direct else route(experts, num_experts, up.bm)
+    num_pairs, num_routed = num_tokens * chosen, chosen if direct else table.num_tiles
+    shared_tiles = triton.cdiv(num_tokens, up.bm) if shared else 0
+    places = chosen + (1 if shared else 0)
+    z_rows = num_pairs + num_tokens
+    z = workspace(x.device, "experts_z", z_rows * inner, torch.bfloat16)
+    y = torch.empty_like(x)
+    tiles = _table(table, experts)
+    counts = (num_tokens, num_pairs, chosen)
+    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm}
+    _up_kernel[(triton.cdiv(2 * inner, up.bn), num_routed + shared_tiles)](
+        x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
+        *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
+        BN=up.bn, STAGES=up.num_stages, FORM=up.form, UNROLL=_unroll(up, w13),
+        PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
+        EVEN_K=size % 128 == 0, **common, **launch_options(up.num_warps),
+    )  # fmt: skip
+    n_tiles = triton.cdiv(size, down.bn)
+    parts_size = 1 if direct else num_tokens * places * size
+    parts = workspace(x.device, "experts_parts", parts_size, torch.float32)
+    partials = workspace(x.device, "partials", n_tiles * places * up.bm * down.bn, torch.float32)
+    counters = workspace(x.device, "counters", n_tiles * places, torch.int32)
+    _down_kernel[(n_tiles, num_routed + shared_tiles)](
+        z, y, parts, partials, counters, experts, *tiles, *_weights(w2, shared_w2),
+        *counts, places, num_routed, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
+        BN=down.bn, STAGES=down.num_stages, FORM=down.form, UNROLL=_unroll(down, w2),
+        EVEN_K=inner % 128 == 0,
+        **common, **launch_options(down.num_warps),
+    )  # fmt: skip
+    if not direct:
+        grid = (triton.cdiv(size, 1024), num_tokens)
+        options = {"PLACES": places, "BN": 1024, "ASM": common["ASM"]}
+        _combine_kernel[grid](parts, y, size, **options, **launch_options(4))
+    return y
+
+
+def _unroll(config: Config, weight) -> int:
+    return config.unroll if weight.num_steps % config.unroll == 0 else 1
+
+
+def _table(table: Route | None, experts) -> tuple[torch.Tensor, ...]:
+    if table is None:
+        return (experts, experts, experts, experts)  # not read
+    return table.sorted_pairs, table.tile_expert, table.tile_start, table.ends
+
+
+def _weights(weight, shared):
+    """Tensors of the routed experts and how far behind them the shared expert's lie."""
+    parts = (weight.packed, weight.scale, weight.global_scale)
+    if shared is None:
+        return (*parts, 0, 0, 0)
+    others = (shared.packed, shared.scale, shared.global_scale)
+    pairs = zip(parts, others, strict=True)
+    return (*parts, *((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairs))

@@ -1,0 +1,363 @@
+"""Time the weight ops at the sizes of V4-Flash and V4-Pro, next to floors measured in the same run.
+
+A floor is the larger of bytes over read bandwidth and operations over the matrix rate. Each op is
+captured into a graph that walks several sets of inputs, together larger than the cache, and the
+graph's replays are timed.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import import_module, metadata
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import OptionError
+from dsv4.ops.gemm.embed import embed
+from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.linear import linear_multi
+from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.moe.experts import experts_ffn
+from dsv4.ops.moe.router import router
+
+ROTATED_BYTES = 300 << 20  # several times the level-2 cache
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one model that the ops need."""
+
+    name: str
+    hidden: int
+    inner: int
+    num_experts: int
+    q_rank: int
+    heads: int
+    groups: int
+    vocabulary: int = 129280
+    chosen: int = 6
+    head_dim: int = 512
+    o_rank: int = 1024
+
+
+SHAPES = {
+    "flash": Shape("flash", 4096, 2048, 256, 1024, 64, 8),
+    "pro": Shape("pro", 7168, 3072, 384, 1536, 128, 16),
+}
+DEFAULT_TOKENS = (1, 8, 32, 128, 8192)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    read_gbs: float
+    matrix_tflops: float
+
+    def floor_us(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.read_gbs / 1e3, flops / self.matrix_tflops / 1e6)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op at one size: calls over rotated inputs, and what a call must move and compute."""
+
+    op: str
+    shape: str
+    tokens: int
+    calls: list[Call]
+    num_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Result:
+    op: str
+    shape: str
+    tokens: int
+    median_us: float
+    spread_us: float
+    bytes: float
+    gbs: float
+    tflops: float
+    floor_us: float
+    ratio: float
+
+
+def random_nvfp4(rows: int, columns: int, count: int | None = None, paired: bool = False) -> Any:
+    """Any bits are weights; scales are kept near one so that results stay finite."""
+    lead = () if count is None else (count,)
+    grid = (*lead, ceil(rows / 128) * 2, ceil(columns / 128))
+    words = torch.randint(-(2**15), 2**15, (*grid, 2, 64, 16), dtype=torch.int16, device="cuda")
+    bytes_ = torch.randint(64, 80, (*grid, 64, 8), dtype=torch.uint8, device="cuda")
+    codes = bytes_.view(torch.int16)
+    factor = torch.full((*lead, 1), 0.02, device="cuda")
+    return TiledNvfp4(words, codes, factor, rows, columns, paired)
+
+
+def _rotate(num_bytes: float) -> int:
+    return max(2, min(24, ceil(ROTATED_BYTES / num_bytes)))
+
+
+def _rows(tokens: int, size: int) -> Tensor:
+    return torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16)
+
+
+def linear_work(
+    name: str, shape: str, tokens: int, sizes: list[int], columns: int, *, dense: bool = False
+) -> Work:
+    rows = sum(sizes)
+    weight_bytes = rows * columns * (2.0 if dense else 0.5625)
+    num_bytes = weight_bytes + 2.0 * tokens * (columns + rows)
+    calls: list[Call] = []
+    for _ in range(_rotate(num_bytes)):
+        x = _rows(tokens, columns)
+        if dense:
+            weights = [torch.randn(n, columns, device="cuda").bfloat16() for n in sizes]
+        else:
+            weights = [random_nvfp4(n, columns) for n in sizes]
+        calls.append(lambda x=x, weights=weights: linear_multi(x, weights))  # type: ignore[misc]
+    return Work(name, shape, tokens, calls, num_bytes, 2.0 * tokens * rows * columns)
+
+
+def grouped_work(shape: Shape, tokens: int) -> Work:
+    columns, rows = shape.heads * shape.head_dim // shape.groups, shape.groups * shape.o_rank
+    num_bytes = rows * columns * 0.5625 + 2.0 * tokens * (shape.heads * shape.head_dim + rows)
+    calls: list[Call] = []
+    for _ in range(_rotate(num_bytes)):
+        x = _rows(tokens, shape.groups * columns).view(tokens, shape.groups, columns)
+        weight = random_nvfp4(rows, columns)
+        calls.append(lambda x=x, weight=weight: grouped_linear(x, weight))  # type: ignore[misc]
+    return Work("wo_a", shape.name, tokens, calls, num_bytes, 2.0 * tokens * rows * columns)
+
+
+def random_routing(shape: Shape, tokens: int) -> tuple[Tensor, Tensor]:
+    scores = torch.rand(tokens, shape.num_experts, device="cuda")
+    experts = scores.topk(shape.chosen, dim=1).indices.sort(1).values
+    return experts, torch.rand(tokens, shape.chosen, device="cuda")
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    w13: Any
+    w2: Any
+    shared: list[tuple[Any, Any]]
+
+
+def expert_weights(shape: Shape) -> ExpertWeights:
+    size, inner, count = shape.hidden, shape.inner, shape.num_experts
+    shared = [
+        (random_nvfp4(2 * inner, size, paired=True), random_nvfp4(size, inner)) for _ in range(6)
+    ]
+    w13 = random_nvfp4(2 * inner, size, count, paired=True)
+    return ExpertWeights(w13, random_nvfp4(size, inner, count), shared)
+
+
+def experts_work(
+    shape: Shape,
+    tokens: int,
+    weights: ExpertWeights,
+    *,
+    shared: bool,
+    configs: dict[str, Any] | None = None,
+) -> Work:
+    """With or without the shared expert; peers are timed without."""
+    kernel = import_module("dsv4.ops.moe.experts_triton")
+    calls: list[Call] = []
+    distinct = []
+    for index in range(6):
+        x = _rows(tokens, shape.hidden) * 0.1
+        experts, routing = random_routing(shape, tokens)
+        distinct.append(int((experts.flatten().bincount() > 0).sum()))
+        w13, w2 = weights.shared[index]
+
+        def call(
+            x: Tensor = x, e: Tensor = experts, r: Tensor = routing, w13: Any = w13, w2: Any = w2
+        ) -> object:
+            if shared and configs is None:
+                return experts_ffn(x, e, r, weights.w13, weights.w2, w13, w2, 10.0)
+            one, two = (w13, w2) if shared else (None, None)
+            return kernel.launch(x, e, r, weights.w13, weights.w2, one, two, 10.0, **configs or {})
+
+        calls.append(call)
+    extra = 1 if shared else 0
+    per_expert = 3 * shape.hidden * shape.inner
+    num_bytes = (statistics.mean(distinct) + extra) * per_expert * 0.5625
+    num_bytes += 4.0 * tokens * shape.hidden
+    flops = 2.0 * tokens * (shape.chosen + extra) * per_expert
+    name = "experts+shared" if shared else "experts"
+    return Work(name, shape.name, tokens, calls, num_bytes, flops)
+
+
+def router_work(shape: Shape, tokens: int) -> Work:
+    calls: list[Call] = []
+    num_bytes = shape.num_experts * shape.hidden * 2.0 + tokens * shape.hidden * 2.0
+    for _ in range(_rotate(num_bytes)):
+        x = _rows(tokens, shape.hidden)
+        gate = torch.randn(shape.num_experts, shape.hidden, device="cuda").bfloat16() * 0.02
+        bias = torch.randn(shape.num_experts, device="cuda")
+        ids = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+
+        def call(x: Tensor = x, gate: Tensor = gate, bias: Tensor = bias, i: Tensor = ids) -> Any:
+            return router(x, gate, bias, None, i, shape.chosen, 1.5)
+
+        calls.append(call)
+    flops = 2.0 * tokens * shape.num_experts * shape.hidden
+    return Work("router", shape.name, tokens, calls, num_bytes, flops)
+
+
+def embed_work(shape: Shape, tokens: int) -> Work:
+    table = torch.randn(shape.vocabulary, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    calls: list[Call] = []
+    for _ in range(8):
+        ids = torch.randint(0, shape.vocabulary, (tokens,), device="cuda")
+        calls.append(lambda ids=ids: embed(ids, table, 4, torch.bfloat16))  # type: ignore[misc]
+    return Work("embed", shape.name, tokens, calls, tokens * shape.hidden * 10.0, 0.0)
+
+
+def all_work(shape: Shape, tokens: Iterable[int], only: str = "") -> Iterator[Work]:
+    """Every op of the issue at one model's sizes; weights of one op at a time are in memory."""
+    h, heads = shape.hidden, shape.heads * shape.head_dim
+    csa = [shape.q_rank, 512, 1024, 1024, 256, 256]
+    plans: list[tuple[str, Callable[[int], Work]]] = [
+        ("csa inputs", lambda t: linear_work("csa inputs", shape.name, t, csa, h)),
+        ("wq_b", lambda t: linear_work("wq_b", shape.name, t, [heads], shape.q_rank)),
+        ("wo_a", lambda t: grouped_work(shape, t)),
+        (
+            "wo_b",
+            lambda t: linear_work("wo_b", shape.name, t, [h], shape.groups * shape.o_rank),
+        ),
+        (
+            "shared gate/up",
+            lambda t: linear_work("shared gate/up", shape.name, t, [2 * shape.inner], h),
+        ),
+        ("router", lambda t: router_work(shape, t)),
+        ("embed", lambda t: embed_work(shape, t)),
+        (
+            "head",
+            lambda t: linear_work(
+                "head", shape.name, min(t, 128), [shape.vocabulary], h, dense=True
+            ),
+        ),
+    ]
+    for name, plan in plans:
+        if only in name:
+            for count in tokens:
+                if name != "head" or count <= 128:
+                    yield plan(count)
+    if only in "experts":
+        weights = expert_weights(shape)
+        for count in tokens:
+            yield experts_work(shape, count, weights, shared=False)
+            yield experts_work(shape, count, weights, shared=True)
+
+
+def time_calls(
+    calls: list[Call], repeats: int = 15, budget_us: float = 3000.0
+) -> tuple[float, float]:
+    """Microseconds of a call: median and spread (largest less smallest) over graph replays."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    first = _elapsed_us(lambda: [call() for call in calls]) / len(calls)
+    rounds = max(1, int(budget_us / (first * len(calls))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    for _ in range(2):
+        graph.replay()
+    times = [_elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeats)]
+    del graph
+    return statistics.median(times), max(times) - min(times)
+
+
+def _elapsed_us(action: Callable[[], object]) -> float:
+    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    stop: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    action()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3
+
+
+def measure_ceilings() -> Ceilings:
+    """Read bandwidth over 4 GB, and a large bf16 product on random data."""
+    kernel = import_module("dsv4.ops.ceilings_triton")
+    data = torch.randint(0, 100, (1 << 30,), dtype=torch.int32, device="cuda")
+    out = torch.empty(132 * 8, dtype=torch.int32, device="cuda")
+    read_us, _ = time_calls([lambda: kernel.read(data, out)])
+    gbs = data.nbytes / read_us / 1e3
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_us, _ = time_calls([lambda: a @ b], budget_us=20000.0)
+    return Ceilings(gbs, 2 * 8192**3 / product_us / 1e6)
+
+
+def measure(work: Work, ceilings: Ceilings) -> Result:
+    median, spread = time_calls(work.calls)
+    floor = ceilings.floor_us(work.num_bytes, work.flops)
+    return Result(
+        work.op,
+        work.shape,
+        work.tokens,
+        round(median, 2),
+        round(spread, 2),
+        work.num_bytes,
+        round(work.num_bytes / median / 1e3, 1),
+        round(work.flops / median / 1e6, 1),
+        round(floor, 2),
+        round(median / floor, 2),
+    )
+
+
+def bench_ops(
+    shapes: Iterable[str], tokens: Iterable[int], only: str = ""
+) -> Iterator[Ceilings | Result]:
+    """The ceilings first, then one result per op, shape and number of tokens."""
+    if not torch.cuda.is_available():
+        raise OptionError("bench ops needs a CUDA device; none was found")
+    ceilings = measure_ceilings()
+    yield ceilings
+    for name in shapes:
+        if name not in SHAPES:
+            raise OptionError(f"shape {name!r}, expected one of {', '.join(SHAPES)}")
+        for work in all_work(SHAPES[name], tokens, only):
+            yield measure(work, ceilings)
+            work.calls.clear()
+            torch.cuda.empty_cache()
+
+
+def run_facts() -> dict[str, Any]:
+    """What a record must say about the run it comes from."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit or "unknown",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": metadata.version("triton"),
+        "python": platform.python_version(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def write_record(path: Path, rows: list[Ceilings | Result]) -> None:
+    """One JSON object per line: the facts, the ceilings, the results."""
+    lines = [json.dumps({"run": run_facts()})]
+    for row in rows:
+        kind = "ceilings" if isinstance(row, Ceilings) else "result"
+        lines.append(json.dumps({kind: asdict(row)}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""Repairs of Triton's interpreter, without which bf16 and FP8 are silently wrong.
+
+bf16 products, casts and arithmetic go through torch: round to nearest even, FP8 saturating.
+Import it after setting TRITON_INTERPRET=1 and before any module with kernels.
+"""
+
+import os
+import sys
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter as interp
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("the interpreter shim needs TRITON_INTERPRET=1 before triton is imported")
+_EARLY = [name for name in sys.modules if name.startswith("dsv4.ops") and name.endswith("_triton")]
+if _EARLY:
+    raise RuntimeError(f"{_EARLY[0]} was imported before the interpreter shim")
+
+Handle, Builder = interp.TensorHandle, interp.InterpreterBuilder
+TORCH = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+STORAGE = {
+    8: (np.uint8, torch.uint8),
+    16: (np.int16, torch.int16),
+    32: (np.int32, torch.int32),
+}
+COMPARE = (np.less, np.greater, np.less_equal, np.greater_equal, np.equal, np.not_equal)
+BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+LIMIT = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+
+_convert, _cast = interp._convert_float, Builder.cast_impl
+_binary, _unary = Builder.binary_op, Builder.unary_op
+
+
+def _value(data, dtype):
+    bits = np.ascontiguousarray(data).view(STORAGE[dtype.primitive_bitwidth][0])
+    return torch.from_numpy(bits).view(TORCH[dtype])
+
+
+def _f32(handle):
+    return _value(handle.data, handle.dtype.scalar).float().numpy()
+
+
+def _down(x, dtype):
+    value = torch.from_numpy(np.ascontiguousarray(x)).float()
+    if dtype in LIMIT:
+        value = torch.where(value.isnan(), value, value.clamp(-LIMIT[dtype], LIMIT[dtype]))
+    bits = value.to(TORCH[dtype]).contiguous().view(STORAGE[dtype.primitive_bitwidth][1])
+    return bits.numpy().view(interp._get_np_dtype(dtype))
+
+
+def convert(x, source, target, mode):
+    if source not in TORCH or target not in TORCH or mode == interp._ir.ROUNDING_MODE.RTZ:
+        return _convert(x, source, target, mode)
+    unsigned = getattr(np, f"uint{target.primitive_bitwidth}")
+    return _down(_value(x, source).float().numpy(), target).view(unsigned).reshape(x.shape)
+
+
+def cast(self, source, target):
+    old, new = source.dtype.scalar, target.scalar
+    if tl.bfloat16 not in (old, new) or old == new:
+        return _cast(self, source, target)
+    x = _f32(source) if old in TORCH else source.data.astype(np.float32)
+    return Handle(_down(x, new) if new in TORCH else x.astype(interp._get_np_dtype(target)), new)
+
+
+def binary(self, left, right, op):
+    if left.dtype.scalar != tl.bfloat16 or op in BITWISE:
+        return _binary(self, left, right, op)
+    result = op(_f32(left), _f32(right))
+    if op in COMPARE:
+        return Handle(result, tl.int1)
+    return Handle(_down(result, tl.bfloat16), tl.bfloat16)
+
+
+def unary(self, value, op):
+    if value.dtype.scalar != tl.bfloat16:
+        return _unary(self, value, op)
+    return Handle(_down(op(_f32(value)), tl.bfloat16), tl.bfloat16)
+
+
+def dot(self, a, b, acc, precision, imprecise):
+    kind = acc.dtype.scalar
+    if not a.dtype.scalar.is_floating():
+        product = a.data.astype(np.int64) @ b.data.astype(np.int64)
+        return Handle(product.astype(acc.data.dtype) + acc.data, kind)
+    return Handle(_down(_f32(a) @ _f32(b) + _f32(acc), kind), kind)
+
+
+def bf16_constant(self, value):
+    return Handle(_down(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
+
+
+def _bool_mask(name, position):
+    # a scalar condition spread over a tile comes out as uint8, which loads and stores refuse
+    original = getattr(Builder, name)
+
+    def patched(self, *args):
+        mask = args[position]
+        if mask is not None and mask.data.dtype != np.bool_:
+            mask = Handle(mask.data.astype(np.bool_), mask.dtype.scalar)
+        return original(self, *args[:position], mask, *args[position + 1 :])
+
+    setattr(Builder, name, patched)
+
+
+_bool_mask("create_masked_load", 1)
+_bool_mask("create_masked_store", 2)
+interp._convert_float, Builder.cast_impl = convert, cast
+Builder.binary_op, Builder.unary_op = binary, unary
+Builder.create_dot, Builder.get_bf16 = dot, bf16_constant

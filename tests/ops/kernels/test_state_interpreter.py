@@ -1,0 +1,270 @@
+"""The state kernels in Triton's interpreter against their references, without a GPU.
+
+The interpreter is chosen when a kernel's module is imported, so each group of checks runs in its
+own process: this file is both the test and the program it starts.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
+    "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope"),
+    "attention": ("attention", "attention forms"),
+    "index": ("index_scores", "index_select", "select levels"),
+    "sample": ("sample", "sample edges"),
+}
+# the same work in another format, too slow to repeat here; the GPU tests run them
+SLOW = ("fp32 [0]+[70]", "fp8 [0]+[70]", "fp32 [255, 0]+[2, 40]")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_match_references(group: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.ops.kernels.test_state_interpreter", *GROUPS[group]]
+    found = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+
+
+def compare(
+    label: str, wanted: torch.Tensor, found: torch.Tensor, atol: float, rtol: float
+) -> None:
+    """Bytes exactly, numbers within the case's tolerance, -inf and NaN in the same places."""
+    assert wanted.shape == found.shape, f"{label}: {tuple(found.shape)}, not {tuple(wanted.shape)}"
+    assert wanted.dtype == found.dtype, f"{label}: {found.dtype}, not {wanted.dtype}"
+    if wanted.dtype in (torch.uint8, torch.float8_e4m3fn, torch.int64):
+        different = int((wanted.view(torch.uint8) != found.view(torch.uint8)).sum())
+        assert different == 0, f"{label}: {different} bytes differ of {wanted.nbytes}"
+        return
+    a, b = wanted.double(), found.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    error = torch.where(same, 0.0, (a - b).abs() - rtol * a.abs())
+    assert bool((error <= atol).all()), f"{label}: off by {float(error.nan_to_num(9e9).max())}"
+
+
+def kernel_module(name: str):  # type: ignore[no-untyped-def]
+    from dsv4.ops import OPS
+
+    return importlib.import_module(OPS[name].kernels[0].module)
+
+
+def check_cases(name: str) -> None:
+    from dsv4.ops import OPS
+    from tests.ops.arguments import copied, leaves
+
+    op, module = OPS[name], kernel_module(name)
+    for case in op.cases():
+        arguments = case.build(torch.Generator().manual_seed(1))
+        if not case.small or any(t.numel() == 0 for _, t in leaves(arguments)):
+            continue
+        if case.name.startswith(SLOW):
+            continue
+        mine = copied(arguments)
+        assert module.supports(**mine) is None, f"{name} {case.name}: {module.supports(**mine)}"
+        wanted, found = op.reference(**arguments), module.run(**mine)
+        if name == "index_scores":
+            wanted, found = cut_hidden(wanted, found)
+        changed = {m: arguments[m] for m in op.mutates}, {m: mine[m] for m in op.mutates}
+        expected = dict(leaves({"out": wanted, **changed[0]}))
+        results = dict(leaves({"out": found, **changed[1]}))
+        for path, value in expected.items():
+            compare(f"{name} {case.name} {path}", value, results[path], case.atol, case.rtol)
+
+
+def cut_hidden(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both to the smaller width; columns beyond it are -inf."""
+    width = min(a.shape[1], b.shape[1])
+    for scores in (a, b):
+        assert bool((scores[:, width:] == float("-inf")).all())
+    return a[:, :width], b[:, :width]
+
+
+def check_mhc_forms() -> None:
+    """A program per chunk and a program per group give the same bits."""
+    from dsv4.ops import OPS
+    from tests.ops.arguments import same_bits
+
+    module = kernel_module("mhc_boundary")
+    case = next(c for c in OPS["mhc_boundary"].cases() if "bfloat16" in c.name)
+    arguments = case.build(torch.Generator().manual_seed(2))
+    few = module.run(**arguments)
+    chosen = module.choose_config
+    module.choose_config = lambda tokens, size: module.Config(32, False, 4, 1)
+    many = module.run(**arguments)
+    module.choose_config = chosen
+    assert all(same_bits(a, b) for a, b in zip(few, many, strict=True))
+
+
+def check_compress_forms() -> None:
+    """A chunk at once, and its tokens one by one, leave the same state and the same entries."""
+    from dsv4.ops import OPS
+    from dsv4.ops.kv.compress import compress_reference
+    from dsv4.ops.ragged import make_ragged
+    from tests.ops.arguments import copied, leaves, same_bits
+
+    module = kernel_module("compress")
+    names = ("ratio 4 kv fp8 [6, 2]", "ratio 4 index fp4")
+    for case in OPS["compress"].cases():
+        if not case.name.startswith(names):
+            continue
+        whole = case.build(torch.Generator().manual_seed(3))
+        single, wanted = copied(whole), copied(whole)
+        batch = whole["batch"]
+        module.run(**whole)
+        compress_reference(**wanted)
+        for row in range(batch.num_tokens):
+            seq = int(batch.seq_idx[row])
+            one = make_ragged(
+                [int(batch.positions[row])], [1], [int(batch.slots[seq])], torch.device("cpu")
+            )
+            part = {name: single[name][row : row + 1] for name in ("values", "gates")}
+            table = single["table"][seq : seq + 1]
+            module.run(**{**single, **part, "batch": one, "table": table})
+        for name in ("state", "pool"):
+            pairs = zip(leaves(whole[name]), leaves(single[name]), strict=True)
+            assert all(same_bits(a, b) for (_, a), (_, b) in pairs), case.name
+
+
+def check_attention_forms() -> None:
+    """Segments in parallel and one after another, 16 and 64 heads a program: the same bits."""
+    from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
+    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.ragged import make_ragged
+    from tests.ops.arguments import same_bits
+
+    module = kernel_module("attention")
+    generator = torch.Generator().manual_seed(4)
+    batch = make_ragged([1700, 40], [2, 1], [0, 1], torch.device("cpu"))
+    rows = []
+    for position in batch.positions.tolist():
+        kept = torch.randperm((position + 1) // 4, generator=generator)[:400].sort().values
+        rows.append(torch.nn.functional.pad(kept, (0, 400 - kept.numel()), value=-1))
+    entries = _filled(generator, "fp8", 48, 2 * 54, 8)
+    table = torch.randperm(2 * 54, generator=generator).view(2, 54)
+    arguments = {
+        "q": torch.randn(3, 20, 48, generator=generator).bfloat16(),
+        "sink": torch.randn(20, generator=generator),
+        "pool": _filled(generator, "fp8", 48, 2 * 20, 8),
+        "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
+        "compressed": Compressed(entries, table, 4, torch.stack(rows)),
+        "batch": batch,
+        "window": 128,
+        "frequencies": rope_frequencies(16, 10000.0),
+    }
+    forms = [
+        module.run(**arguments, config=module.Config(heads, split, 4, 1))
+        for heads in (16, 32)
+        for split in (True, False)
+    ]
+    assert all(same_bits(form, forms[0]) for form in forms[1:])
+    compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
+
+
+def check_select_levels() -> None:
+    """Rows cut into chunks, with ties across their borders and hidden entries."""
+    from dsv4.ops.attention.index import index_select_reference
+
+    module = kernel_module("index_select")
+    module.CHUNK = 64
+    generator = torch.Generator().manual_seed(5)
+    scores = (torch.randn(3, 700, generator=generator) * 2).round()
+    scores[1, 300:] = float("-inf")
+    scores[2] = -0.0
+    scores[2, 5::7] = 0.0
+    for topk in (17, 32):
+        compare("levels", index_select_reference(scores, topk), module.run(scores, topk), 0.0, 0.0)
+
+
+def check_rope() -> None:
+    """Angles up to a million radians, against fp64."""
+    import triton
+    import triton.language as tl
+
+    from dsv4.ops.kv.entry_triton import sin_cos
+
+    @triton.jit
+    def kernel(x, s, c, N: tl.constexpr):
+        at = tl.arange(0, N)
+        sine, cosine = sin_cos(tl.load(x + at))
+        tl.store(s + at, sine)
+        tl.store(c + at, cosine)
+
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(6)) ** 4 * 1048576
+    s, c = torch.empty_like(x), torch.empty_like(x)
+    kernel[(1,)](x, s, c, N=4096)
+    compare("sin", x.double().sin(), s.double(), 3e-7, 0.0)
+    compare("cos", x.double().cos(), c.double(), 3e-7, 0.0)
+
+
+def check_sample_edges() -> None:
+    """Filters that keep one token, all tokens, and part of a tie; rows of different kinds."""
+    from dataclasses import replace
+
+    from dsv4.ops import OPS
+    from dsv4.ops.sample.sample import sample_reference
+
+    module = kernel_module("sample")
+    case = next(c for c in OPS["sample"].cases() if "temperature 0.8" in c.name)
+    arguments = case.build(torch.Generator().manual_seed(7))
+    inputs = replace(
+        arguments["inputs"],
+        temperature=torch.tensor([0.7, 0.0, 1.0, 1.0, 2.0]),
+        top_k=torch.tensor([1, 3, 0, 7, 0]),
+        top_p=torch.tensor([0.5, 0.1, 1.0, 1.0, 0.0]),
+        min_p=torch.tensor([0.0, 0.5, 0.0, 0.0, 0.2]),
+        prompt_counts=None,
+        output_counts=None,
+        bias=None,
+    )
+    logits = arguments["logits"].round()
+    wanted, found = sample_reference(logits, inputs), module.run(logits, inputs)
+    compare("tokens", wanted[0], found[0], 0.0, 0.0)
+    compare("logprobs", wanted[1], found[1], 1e-4, 1e-4)
+
+
+def fill_with_nan() -> None:
+    """What a kernel forgets to write must not look plausible."""
+
+    def filled(make):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan") if out.is_floating_point() else -77)
+
+        return call
+
+    torch.empty, torch.empty_like = filled(torch.empty), filled(torch.empty_like)
+
+
+EXTRA = {
+    "mhc forms": check_mhc_forms,
+    "compress forms": check_compress_forms,
+    "attention forms": check_attention_forms,
+    "select levels": check_select_levels,
+    "rope": check_rope,
+    "sample edges": check_sample_edges,
+}
+
+
+def main(names: list[str]) -> None:
+    import tests.ops.kernels.shim  # noqa: F401 - repairs the interpreter
+
+    fill_with_nan()
+    for name in names:
+        if name in EXTRA:
+            EXTRA[name]()
+        else:
+            check_cases(name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
