@@ -4,30 +4,23 @@ Prompts and answers come from `quality.jsonl` beside the weights; documents for 
 from a seed. An answer is right when the text after the thinking block is the expected one, or
 when the parsed call names the right tool with the right arguments.
 
-`variant` switches a part of the model off on purpose, to show that the answers depend on it.
+`quality_variants` breaks a part of the model on purpose, to show that the answers depend on it.
 """
 
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-import dsv4.model.attention as attention_module
-import dsv4.model.indexer as indexer_module
 from dsv4.chat import Prompt, encode_prompt
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
-from dsv4.ops.attention.attention import attention
-from dsv4.ops.attention.index import index_select
 from dsv4.request import SamplingParams
 from dsv4.runner.load import model_folder
 from dsv4.tools.quality_text import retrieval_prompt, story
@@ -180,38 +173,3 @@ def perplexity(engine: Engine, num_stories: int = 20) -> float:
         total -= float(chosen.sum())
         count += len(ids) - 1
     return math.exp(total / count)
-
-
-# --- parts switched off on purpose ----------------------------------------------------------------
-
-
-@contextmanager
-def random_selection(seed: int = 0) -> Iterator[None]:
-    """The indexer's choice replaced by random visible entries."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def shuffled(scores: Tensor, topk: int) -> Tensor:
-        noise = torch.rand(scores.shape, generator=generator).to(scores.device)
-        return index_select(torch.where(torch.isfinite(scores), noise, scores), topk)
-
-    with patch.object(indexer_module, "index_select", shuffled):
-        yield
-
-
-@contextmanager
-def no_compressed_attention() -> Iterator[None]:
-    """Every layer sees its window only."""
-    right = attention
-
-    def blind(*arguments: Any) -> Tensor:
-        q, sink, pool, table, _, *rest = arguments
-        return right(q, sink, pool, table, None, *rest)
-
-    with patch.object(attention_module, "attention", blind):
-        yield
-
-
-VARIANTS: dict[str, Callable[[], Any]] = {
-    "random-selection": random_selection,
-    "no-compressed-attention": no_compressed_attention,
-}

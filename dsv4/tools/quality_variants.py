@@ -1,0 +1,169 @@
+"""Parts of the model broken on purpose, for as long as a `with` block lasts. References only.
+
+Two switch a mechanism off (the indexer's choice, compressed attention); the others are mistakes
+that implementations of DeepSeek-V4 really had. A trained model must answer worse under each.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import dsv4.model.attention as attention_module
+import dsv4.model.compressor as compressor_module
+import dsv4.model.indexer as indexer_module
+import dsv4.ops.kv.compress as compress_module
+import dsv4.ops.mhc.mix as mix_module
+import dsv4.ops.moe.experts as experts_module
+from dsv4.engine import Engine
+from dsv4.ops.attention.attention import attention
+from dsv4.ops.attention.index import index_select
+from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
+from dsv4.ops.kv.compress import compress
+from dsv4.ops.mhc.mix import mhc_update_reference
+from dsv4.ops.moe.experts import expert_reference
+
+Broken = AbstractContextManager[Any]
+_COMPRESS_ARGUMENTS = compress.__code__.co_varnames[: compress.__code__.co_argcount]
+
+
+def random_selection(engine: Engine) -> Broken:
+    """The indexer's choice replaced by random visible entries."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(scores: Tensor, topk: int) -> Tensor:
+        noise = torch.rand(scores.shape, generator=generator).to(scores.device)
+        return index_select(torch.where(torch.isfinite(scores), noise, scores), topk)
+
+    return patch.object(indexer_module, "index_select", shuffled)
+
+
+def no_compressed_attention(engine: Engine) -> Broken:
+    """Every layer sees its window only."""
+
+    def blind(*arguments: Any) -> Tensor:
+        q, sink, pool, table, _, *rest = arguments
+        return attention(q, sink, pool, table, None, *rest)
+
+    return patch.object(attention_module, "attention", blind)
+
+
+def _compress_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Broken:
+    def wrong(*arguments: Any) -> None:
+        given = dict(zip(_COMPRESS_ARGUMENTS, arguments, strict=True))
+        compress(**{**given, **change(given)})
+
+    return patch.object(compressor_module, "compress", wrong)
+
+
+def bias_on_values(engine: Engine) -> Broken:
+    return _compress_with(
+        lambda a: {"values": a["values"] + a["ape"][a["batch"].positions % a["ratio"]]}
+    )
+
+
+def swapped_halves(engine: Engine) -> Broken:
+    def swap(a: dict[str, Any]) -> dict[str, Any]:
+        if a["ratio"] != 4:
+            return {}
+        return {key: torch.cat(a[key].chunk(2, -1)[::-1], -1) for key in ("values", "gates", "ape")}
+
+    return _compress_with(swap)
+
+
+@contextmanager
+def _entries_turned(turn: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> Iterator[None]:
+    ratio = 0
+
+    def remember(a: dict[str, Any]) -> dict[str, Any]:
+        nonlocal ratio
+        ratio = a["ratio"]
+        return {}
+
+    def wrong(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
+        return turn(x, positions, frequencies, ratio)
+
+    with _compress_with(remember), patch.object(compress_module, "rope_reference", wrong):
+        yield
+
+
+def rope_at_last_token(engine: Engine) -> Broken:
+    return _entries_turned(lambda x, p, f, ratio: rope_reference(x, p + ratio - 1, f, False))
+
+
+def no_rope_on_index_keys(engine: Engine) -> Broken:
+    width = engine.config.index_head_dim
+
+    def turn(x: Tensor, p: Tensor, f: Tensor, ratio: int) -> Tensor:
+        return x if x.shape[-1] == width else rope_reference(x, p, f, False)
+
+    return _entries_turned(turn)
+
+
+def transposed_mixing(engine: Engine) -> Broken:
+    def wrong(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return mhc_update_reference(streams, y, post, comb.transpose(1, 2))
+
+    return patch.object(mix_module, "mhc_update_reference", wrong)
+
+
+def shared_expert_unclamped(engine: Engine) -> Broken:
+    def wrong(x: Tensor, w13: Any, w2: Any, weight: Tensor | None, limit: float) -> Tensor:
+        return expert_reference(x, w13, w2, weight, float("inf") if weight is None else limit)
+
+    return patch.object(experts_module, "expert_reference", wrong)
+
+
+def _in_attention(engine: Engine, name: str, value: Any, *, compressed: bool | None) -> Broken:
+    """An attribute of the attention of some layers (all, or those with or without entries)."""
+    stack = ExitStack()
+    for block in engine._runner.model.blocks:
+        if compressed is None or (block.attention.ratio > 0) == compressed:
+            stack.enter_context(patch.object(block.attention, name, value))
+    return stack
+
+
+def plain_base_in_compressed_layers(engine: Engine) -> Broken:
+    """For queries, window keys and the rotation back; compressors keep theirs."""
+    c = engine.config
+    wrong = rope_frequencies(c.rope_head_dim, c.rope_theta)
+    return _in_attention(engine, "frequencies", wrong, compressed=True)
+
+
+def yarn_in_window_layers(engine: Engine) -> Broken:
+    c = engine.config
+    wrong = yarn_frequencies(
+        c.rope_head_dim,
+        c.rope_theta,
+        c.yarn_factor,
+        c.yarn_original_len,
+        c.yarn_beta_fast,
+        c.yarn_beta_slow,
+    )
+    return _in_attention(engine, "frequencies", wrong, compressed=False)
+
+
+def window_one_too_long(engine: Engine) -> Broken:
+    longer = engine.config.sliding_window + 1
+    return _in_attention(engine, "window", longer, compressed=None)
+
+
+SWITCHED_OFF: dict[str, Callable[[Engine], Broken]] = {
+    "random-selection": random_selection,
+    "no-compressed-attention": no_compressed_attention,
+}
+MISTAKES: dict[str, Callable[[Engine], Broken]] = {
+    "bias-on-values": bias_on_values,
+    "rope-at-last-token": rope_at_last_token,
+    "no-rope-on-index-keys": no_rope_on_index_keys,
+    "transposed-mixing": transposed_mixing,
+    "swapped-halves": swapped_halves,
+    "plain-base-in-compressed-layers": plain_base_in_compressed_layers,
+    "yarn-in-window-layers": yarn_in_window_layers,
+    "shared-expert-unclamped": shared_expert_unclamped,
+    "window-one-too-long": window_one_too_long,
+}
+VARIANTS = SWITCHED_OFF | MISTAKES
