@@ -496,11 +496,11 @@ def test_defaults_shrink_until_they_fit(memory_mib: int) -> None:
     config = small_config(max_positions=100_000, num_layers=7, head_dim=512, rope_head_dim=16)
     memory = memory_mib * 2**20
     settings = resolve(EngineConfig(), config, has_gpu=False, memory_bytes=memory)
-    one = settings.geometry(config).sequence_bytes(settings.max_context)
-    assert one * settings.max_sequences <= memory
+    geometry = settings.geometry(config)
+    assert geometry.state_bytes(settings.max_context, settings.max_sequences) <= memory
     # and no further: the next larger step would not have fitted, or is the default already
     if settings.max_sequences < DEFAULT_SEQUENCES:
-        assert one * settings.max_sequences * 2 > memory
+        assert geometry.state_bytes(settings.max_context, settings.max_sequences * 2) > memory
 
 
 def test_not_enough_memory() -> None:

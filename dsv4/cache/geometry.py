@@ -32,7 +32,7 @@ class Geometry:
     config: ModelConfig
     kv_format: str
     index_format: str
-    chunk_tokens: int  # most tokens a sequence adds in one step
+    chunk_tokens: int  # most prompt tokens of one step, over all sequences
 
     @property
     def window_columns(self) -> int:
@@ -56,11 +56,24 @@ class Geometry:
         return self.config.num_layers_of(pool)
 
     def most_pages(self, pool: Pool, max_context: int) -> int:
-        """Most pages one sequence of up to `max_context` tokens can hold at once."""
+        """Most pages one sequence of up to `max_context` tokens holds; see also `chunk_pages`."""
         if pool == "window":
-            whole = -(-max_context // PAGE_ENTRIES["window"])
-            return min(self.window_columns, whole)
+            page = PAGE_ENTRIES["window"]
+            spanned = -(-(self.config.sliding_window - 1) // page) + 2
+            return min(spanned, -(-max_context // page))
         return len(self.pages_needed(pool, 0, max_context))
+
+    @property
+    def chunk_pages(self) -> int:
+        """Window pages that a step's prompt tokens take beyond `most_pages`, all sequences
+        together; they come back when the step is done."""
+        return -(-self.chunk_tokens // PAGE_ENTRIES["window"])
+
+    def num_pages(self, max_context: int, max_sequences: int) -> dict[Pool, int]:
+        """Pages of each pool with which every slot can hold a sequence of full length."""
+        pages = {pool: self.most_pages(pool, max_context) * max_sequences for pool in POOLS}
+        pages["window"] += self.chunk_pages
+        return pages
 
     def kv_entry_bytes(self) -> int:
         return entry_bytes(
@@ -91,6 +104,11 @@ class Geometry:
         return c.num_layers_of("csa") * csa + c.num_layers_of("hca") * hca
 
     def sequence_bytes(self, max_context: int) -> int:
-        """All state of one sequence of `max_context` tokens."""
+        """All state of one sequence of `max_context` tokens, between two steps."""
         pages = sum(self.page_bytes(p) * self.most_pages(p, max_context) for p in POOLS)
         return pages + self.slot_bytes()
+
+    def state_bytes(self, max_context: int, max_sequences: int) -> int:
+        """All state of an engine."""
+        shared = self.page_bytes("window") * self.chunk_pages
+        return self.sequence_bytes(max_context) * max_sequences + shared

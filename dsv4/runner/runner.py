@@ -29,7 +29,7 @@ class Runner:
         self.model = model
         self.device = torch.device(settings.device)
         geometry = settings.geometry(config)
-        num_pages = settings.num_pages(config)
+        num_pages = geometry.num_pages(settings.max_context, settings.max_sequences)
         self.pages = StatePages(geometry, settings.max_sequences, num_pages)
         self._window_columns = geometry.window_columns
         self._state: list[LayerState] = [

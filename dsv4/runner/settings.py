@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dsv4.cache.geometry import POOLS, Geometry, Pool
+from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 
@@ -33,12 +33,6 @@ class Settings:
 
     def geometry(self, config: ModelConfig) -> Geometry:
         return Geometry(config, self.kv_format, self.index_format, self.chunk_tokens)
-
-    def num_pages(self, config: ModelConfig) -> dict[Pool, int]:
-        """Pages of each pool: every slot can hold a sequence of full length."""
-        geometry = self.geometry(config)
-        most = {pool: geometry.most_pages(pool, self.max_context) for pool in POOLS}
-        return {pool: count * self.max_sequences for pool, count in most.items()}
 
 
 def available_memory() -> int:
@@ -88,8 +82,8 @@ def _fit(
 
     def state_bytes() -> int:
         current = Settings(**values)
-        one = current.geometry(config).sequence_bytes(current.max_context)
-        return one * current.max_sequences
+        geometry = current.geometry(config)
+        return geometry.state_bytes(current.max_context, current.max_sequences)
 
     while state_bytes() > memory_bytes:
         if choices.max_sequences is None and values["max_sequences"] > 1:

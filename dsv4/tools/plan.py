@@ -115,6 +115,15 @@ def buffers(config: ModelConfig, chunk_tokens: int, num_sequences: int) -> dict[
     }
 
 
+def _held(geometry: Geometry) -> dict[str, int]:
+    """What a GPU holds beside weights and sequences."""
+    return {
+        **buffers(geometry.config, geometry.chunk_tokens, LOGIT_ROWS),
+        "window of a chunk": geometry.page_bytes("window") * geometry.chunk_pages,
+        "reserve": RESERVE_BYTES,
+    }
+
+
 def make_plan(
     subject: Subject,
     machine: Machine,
@@ -128,7 +137,7 @@ def make_plan(
     config = subject.config
     geometry = Geometry(config, kv_format, index_format, chunk_tokens)
     per_gpu = _per_gpu(subject, machine)
-    held = buffers(config, chunk_tokens, LOGIT_ROWS) | {"reserve": RESERVE_BYTES}
+    held = _held(geometry)
     free = machine.gpu_bytes - sum(per_gpu.values()) - sum(held.values())
     fits = []
     for context in contexts:
@@ -226,6 +235,7 @@ def _one_fits(subject: Subject, machine: Machine, options: dict[str, Any]) -> bo
     chunk = options["chunk_tokens"]
     geometry = Geometry(config, options["kv_format"], options["index_format"], chunk)
     weights = sum(_per_gpu(subject, machine).values())
-    held = sum(buffers(config, chunk, LOGIT_ROWS).values()) + RESERVE_BYTES
-    need = weights + held + geometry.sequence_bytes(min(options["contexts"]))
+    need = (
+        weights + sum(_held(geometry).values()) + geometry.sequence_bytes(min(options["contexts"]))
+    )
     return need <= machine.gpu_bytes

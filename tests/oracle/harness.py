@@ -18,13 +18,9 @@ from dsv4.runner.settings import resolve
 Schedule = list[list[tuple[int, int]]]  # steps of (sequence, number of new tokens)
 
 
-def exact_runner(
-    config: ModelConfig, weights: dict[str, Tensor], chunk_tokens: int = 256
-) -> Runner:
-    """fp32 everywhere, no round trip."""
-    choices = EngineConfig(
-        device="cpu", max_sequences=5, max_context=1024, chunk_tokens=chunk_tokens
-    )
+def exact_runner(config: ModelConfig, weights: dict[str, Tensor]) -> Runner:
+    """fp32 everywhere, no round trip; a step may hold whole prompts."""
+    choices = EngineConfig(device="cpu", max_sequences=5, max_context=1024, chunk_tokens=1000)
     settings = resolve(choices, config, has_gpu=False, memory_bytes=2**33)
     return Runner(Transformer(config, weights, torch.float32), settings)
 

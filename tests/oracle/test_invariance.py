@@ -43,6 +43,7 @@ def make_runner(config: ModelConfig, nasty: bool, dtype: str, kv: str, index: st
         index_format=index,
         max_sequences=4,
         max_context=256,
+        chunk_tokens=256,
     )
     settings = resolve(choices, config, has_gpu=False, memory_bytes=2**32)
     weights = random_weights(config, 99, nasty=nasty)

@@ -78,7 +78,6 @@ def check_config(config: ModelConfig, rng: random.Random) -> bool:
     weights = random_weights(config, rng.getrandbits(32))
     oracle = transformers_model(config, weights)
     runner = exact_runner(config, weights)
-    wide = exact_runner(config, weights, chunk_tokens=512)
     lengths = [rng.randint(401, 430), *(rng.randint(1, 160) for _ in range(rng.randint(0, 4)))]
     sequences = [[rng.randrange(config.vocab_size) for _ in range(n)] for n in lengths]
     assert lengths[0] // 128 >= 2
@@ -88,7 +87,7 @@ def check_config(config: ModelConfig, rng: random.Random) -> bool:
     borders = []
     for ids in sequences:  # alone and in one step, so that rows are positions
         with tied_positions() as tied:
-            run_schedule(wide, [ids], [[(0, len(ids))]])
+            run_schedule(runner, [ids], [[(0, len(ids))]])
         borders.append(min(tied, default=len(ids)))
     long, first_tie = sequences[0], borders[0]
     prefix = rng.choice((120, 250, 380))
@@ -144,7 +143,7 @@ def test_nasty_weights() -> None:
     with torch.inference_mode():
         expected = transformers_model(config, weights)(torch.tensor([ids])).logits[0]
     with tied_positions(1e-3) as tied:
-        runner = exact_runner(config, weights, chunk_tokens=512)
+        runner = exact_runner(config, weights)
         ours = run_schedule(runner, [ids], [[(0, len(ids))]])[0]
     border = min(tied)
     assert border >= 4 * config.index_topk  # up to there every entry is taken without a choice

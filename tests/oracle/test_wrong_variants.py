@@ -187,7 +187,7 @@ VARIANTS = (
 
 def distance(config: ModelConfig, variant: object, setting: object) -> float:
     weights, ids, expected = setting  # type: ignore[misc]
-    runner = exact_runner(config, weights, chunk_tokens=512)
+    runner = exact_runner(config, weights)
     with variant(runner) if variant else ExitStack():  # type: ignore[operator]
         ours = run_schedule(runner, [ids], [[(0, len(ids))]])[0]
     return float((ours - expected).abs().max())
