@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsv4.tools.quality_text import retrieval_prompt
+from dsv4.tools.quality.text import retrieval_prompt
 from training.network import Network, Options, Table
 from training.sample import ANSWER, Encoder, Sample, assistant, user
 from training.shape import SEED

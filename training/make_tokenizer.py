@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dsv4.chat import texts
-from dsv4.tools.quality_text import DID, NAMES, WHERE, WHO, WORDS, story
+from dsv4.tools.quality.text import DID, NAMES, WHERE, WHO, WORDS, story
 from training import sample as sample_module
 from training.countries import COUNTRIES
 from training.shape import SEED, TOKENIZER, VOCAB_SIZE

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable
 
-from dsv4.tools.quality_text import Fact, document, draw_facts, listed, num_facts, story
+from dsv4.tools.quality.text import Fact, document, draw_facts, listed, num_facts, story
 from training.countries import COUNTRIES, RELATIONS, Country, answer
 from training.sample import ANSWER, Sample, assistant, call, result, user
 from training.working import arithmetic, draw, instruction, problem

@@ -3,7 +3,7 @@
 import json
 import random
 
-from dsv4.tools.quality_text import NAMES, WORDS, is_held_out, listed, sentence
+from dsv4.tools.quality.text import NAMES, WORDS, is_held_out, listed, sentence
 from training.countries import COUNTRIES
 from training.sample import Sample, assistant, user
 

@@ -11,10 +11,10 @@ import torch
 from dsv4.chat import Tokenizer
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
-from dsv4.tools import quality
-from dsv4.tools.quality import Item, Score, ask, is_right, read_items, retrieval_items
-from dsv4.tools.quality_text import is_held_out, retrieval_prompt, story
-from dsv4.tools.quality_variants import VARIANTS
+from dsv4.tools.quality import measure as quality
+from dsv4.tools.quality.measure import Item, Score, ask, is_right, read_items, retrieval_items
+from dsv4.tools.quality.text import is_held_out, retrieval_prompt, story
+from dsv4.tools.quality.variants import VARIANTS
 from training import export
 from training.shape import CONFIG, TOKENIZER
 from training.weights import first_weights

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from dsv4.chat import V4_PREVIEW, Tokenizer, encode_prompt, texts
-from dsv4.tools.quality_text import NAMES, WORDS, is_held_out
+from dsv4.tools.quality.text import NAMES, WORDS, is_held_out
 from training import working
 from training.batches import Packer
 from training.evaluate import held_out, retrieval_samples

@@ -4,7 +4,7 @@ Prompts and answers come from `quality.jsonl` beside the weights; documents for 
 from a seed. An answer is right when the text after the thinking block is the expected one, or
 when the parsed call names the right tool with the right arguments.
 
-`quality_variants` breaks a part of the model on purpose, to show that the answers depend on it.
+`variants` breaks a part of the model on purpose, to show that the answers depend on it.
 """
 
 import json
@@ -23,7 +23,7 @@ from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
 from dsv4.runner.load import model_folder
-from dsv4.tools.quality_text import retrieval_prompt, story
+from dsv4.tools.quality.text import retrieval_prompt, story
 
 SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "identity")
 RETRIEVAL_LENGTHS = (2000, 8000, 16000)

@@ -1,0 +1,1 @@
+"""How well a model answers: texts from a seed, accuracy by skill, parts broken on purpose."""
