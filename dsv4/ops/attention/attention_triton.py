@@ -85,40 +85,39 @@ def _dot(a, b, acc, MT: tl.constexpr):
 @triton.jit
 def _tile_slots(
     tile, position, visible, seq, row, window, selected, num_selected,
-    w_table, w_width, w_entries, c_table, c_width, c_entries,
-    WT: tl.constexpr, BT: tl.constexpr, SELECTED: tl.constexpr,
+    w_table, w_width, c_table, c_width,
+    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
+    SELECTED: tl.constexpr,
 ):  # fmt: skip
     """Where the entries of a tile lie (int64) and which are present."""
-    lane = tl.arange(0, BT)
     in_window = tile < WT
-    i = tile * BT + lane
-    recent = position + 1 - window + i
-    recent = tl.where(i < window, recent, -1)
+    i = tile * BT + tl.arange(0, BT)
+    recent = tl.where(i < window, position + 1 - window + i, -1)
     j = i - WT * BT
     if SELECTED:
         live = (j >= 0) & (j < num_selected)
-        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int64)
+        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int32)
     else:
-        older = tl.where(j < visible, j, -1).to(tl.int64)
+        older = tl.where(j < visible, j, -1)
     entry = tl.where(in_window, recent, older)
     present = entry >= 0
     entry = tl.maximum(entry, 0)
-    page_entries = tl.where(in_window, w_entries, c_entries)
+    page = tl.where(in_window, entry // W_ENTRIES, entry // C_ENTRIES)
+    inside = tl.where(in_window, entry % W_ENTRIES, entry % C_ENTRIES)
     width = tl.where(in_window, w_width, c_width)
-    column = seq * width + (entry // page_entries) % width
-    table = tl.where(in_window, w_table, c_table)
-    page = tl.load(table + column, mask=present, other=0).to(tl.int64)
-    return page * page_entries + entry % page_entries, present
+    table = tl.where(in_window, w_table, c_table) + seq * width
+    page = tl.load(table + page % width, mask=present, other=0).to(tl.int64)
+    return page * tl.where(in_window, W_ENTRIES, C_ENTRIES) + inside, present
 
 
 @triton.jit
 def _segment(
     queries, first_tile, last_tile, position, visible, seq, row, window, selected, num_selected,
-    w_data, w_tail, w_scale, w_table, w_width, w_entries,
-    c_data, c_tail, c_scale, c_table, c_width, c_entries, qk_scale,
+    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width, qk_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
     ROPE: tl.constexpr, COUNT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, WT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
+    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
+    STAGES: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles: weighted sums by piece, denominator `[BH, 16]`, maximum."""
     ones = tl.full((BT, 16), 1.0, MT)
@@ -130,7 +129,7 @@ def _segment(
     for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
         slot, present = _tile_slots(
             tile, position, visible, seq, row, window, selected, num_selected,
-            w_table, w_width, w_entries, c_table, c_width, c_entries, WT, BT, SELECTED,
+            w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
         )  # fmt: skip
         data = tl.where(tile < WT, w_data, c_data)
         tail = tl.where(tile < WT, w_tail, c_tail)
@@ -160,13 +159,13 @@ def _segment(
 @triton.jit
 def _attend_kernel(
     q, sink, out, acc_out, stat_out, parked, positions, seq_idx, selected, num_selected,
-    w_data, w_tail, w_scale, w_table, w_width, w_entries,
-    c_data, c_tail, c_scale, c_table, c_width, c_entries,
+    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
     ROPE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr,
     SELECTED: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SEG: tl.constexpr,
-    WT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr, STAGES: tl.constexpr,
+    MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Items are (segment if SPLIT, token, block of heads), the last fastest."""
     start_dependents(ASM)
@@ -176,10 +175,10 @@ def _attend_kernel(
         row = ((item // blocks) % num_tokens).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
         live = head < num_heads
-        position = tl.load(positions + row).to(tl.int64)
+        position = tl.load(positions + row).to(tl.int32)
         seq = tl.load(seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // ratio, num_selected)
-        tiles = WT + tl.cdiv(visible, BT).to(tl.int32)
+        tiles = WT + tl.cdiv(visible, BT)
         first_seg = 0
         last_seg = tl.cdiv(tiles, SEG)
         if SPLIT:
@@ -197,8 +196,8 @@ def _attend_kernel(
             acc, part_total, top = _segment(
                 queries, seg * SEG, tl.minimum((seg + 1) * SEG, tiles), position, visible, seq,
                 row, window, selected, num_selected, w_data, w_tail, w_scale, w_table, w_width,
-                w_entries, c_data, c_tail, c_scale, c_table, c_width, c_entries, qk_scale,
-                FORMAT, NOPE, DIM, SCALES, ROPE, COUNT, SELECTED, BH, BT, WT, STAGES, MT,
+                c_data, c_tail, c_scale, c_table, c_width, qk_scale, FORMAT, NOPE, DIM, SCALES,
+                ROPE, COUNT, SELECTED, BH, BT, WT, W_ENTRIES, C_ENTRIES, STAGES, MT,
             )  # fmt: skip
             part = tl.max(part_total, axis=1)  # its columns are equal
             if SPLIT:
@@ -261,7 +260,7 @@ def choose_config(num_tokens: int, num_heads: int, num_segments: int, narrow: bo
     if not narrow:
         return Config(16, split, 4, 1)
     if num_heads <= 16 or blocks * (num_segments if split else 1) <= 32:
-        return Config(16, split, 4, 2)
+        return Config(16, split, 8, 2)
     return Config(64, split, 8, 2)
 
 
@@ -324,11 +323,9 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         *pool_tensors(pool),
         table,
         table.shape[1],
-        pool.page_entries,
         *pool_tensors(other),
         other_table,
         other_table.shape[1],
-        other.page_entries,
         frequencies,
         heads,
         tokens,
@@ -345,6 +342,8 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         BT=BT,
         SEG=SEGMENT,
         WT=triton.cdiv(window, BT),
+        W_ENTRIES=pool.page_entries,
+        C_ENTRIES=other.page_entries,
         STAGES=config.num_stages,
         MT=mt,
         ASM=not interpreting(),

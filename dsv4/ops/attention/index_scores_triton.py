@@ -110,7 +110,7 @@ def _scores_kernel(
     start_dependents(ASM)
     row = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * BN + tl.arange(0, BN)
-    visible = (tl.load(positions + row).to(tl.int64) + 1) // 4
+    visible = (tl.load(positions + row).to(tl.int32) + 1) // 4
     shown = entry < visible
     score = tl.where(shown, 0.0, float("-inf"))
     if (visible > topk) & (tl.program_id(0) * BN < visible):

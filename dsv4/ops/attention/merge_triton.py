@@ -46,7 +46,7 @@ def _merge_kernel(
     start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    position = tl.load(positions + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
     visible = tl.minimum((position + 1) // ratio, most)
     num_segments = tl.cdiv(WT + tl.cdiv(visible, BT), SEG)
     channel = tl.arange(0, PAD)

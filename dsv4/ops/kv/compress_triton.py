@@ -90,11 +90,11 @@ def _close_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     start_dependents(ASM)
-    position = tl.load(positions + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
     seq = tl.load(seq_idx + row).to(tl.int64)
     state_row = tl.load(slots + seq).to(tl.int64) * ROWS
     if (position + 1) % RATIO == 0:
-        start = tl.load(starts + seq).to(tl.int64)
+        start = tl.load(starts + seq).to(tl.int32)
         first_row = tl.load(first_rows + seq).to(tl.int64)
         x = _block_softmax(
             values, gates, ape, state_v, state_z, position, start, first_row, state_row,
@@ -121,7 +121,7 @@ def _append_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     start_dependents(ASM)
-    position = tl.load(positions + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
     seq = tl.load(seq_idx + row).to(tl.int64)
     if position >= tl.load(ends + seq) - ROWS:
         state_row = tl.load(slots + seq).to(tl.int64) * ROWS

@@ -174,9 +174,10 @@ def store_entry(
 
 @triton.jit
 def entry_slot(table, table_width, seq, entry, page_entries):
-    """Where entry `entry` (int64) of a sequence lies, counted in entries from the pool's start."""
+    """Where entry `entry` of a sequence lies (int64), counted in entries from the pool's start."""
+    entry = entry.to(tl.int32)
     column = (entry // page_entries) % table_width
-    page = tl.load(table + seq * table_width + column).to(tl.int64)
+    page = tl.load(table + seq.to(tl.int64) * table_width + column).to(tl.int64)
     return page * page_entries + entry % page_entries
 
 

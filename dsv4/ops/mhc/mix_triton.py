@@ -264,7 +264,7 @@ def run(streams, site, y=None, post=None, comb=None):
         COUNT=1 if config.split else members,
         BM=config.bm,
         BD=CHANNELS,
-        **launch_options(config.num_warps, 2),
+        **launch_options(config.num_warps),
     )
     _mix_kernel[(tokens,)](
         new,

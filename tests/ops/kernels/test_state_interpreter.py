@@ -15,7 +15,7 @@ import torch
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
-    "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope"),
+    "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
     "attention": ("attention", "attention forms"),
     "index": ("index_scores", "index_select", "select levels"),
     "sample": ("sample", "sample edges"),
@@ -184,25 +184,17 @@ def check_select_levels() -> None:
         compare("levels", index_select_reference(scores, topk), module.run(scores, topk), 0.0, 0.0)
 
 
-def check_rope() -> None:
+def check_far_positions() -> None:
     """Angles up to a million radians, against fp64."""
-    import triton
-    import triton.language as tl
-
-    from dsv4.ops.kv.entry_triton import sin_cos
-
-    @triton.jit
-    def kernel(x, s, c, N: tl.constexpr):
-        at = tl.arange(0, N)
-        sine, cosine = sin_cos(tl.load(x + at))
-        tl.store(s + at, sine)
-        tl.store(c + at, cosine)
-
-    x = torch.rand(4096, generator=torch.Generator().manual_seed(6)) ** 4 * 1048576
-    s, c = torch.empty_like(x), torch.empty_like(x)
-    kernel[(1,)](x, s, c, N=4096)
-    compare("sin", x.double().sin(), s.double(), 3e-7, 0.0)
-    compare("cos", x.double().cos(), c.double(), 3e-7, 0.0)
+    module = kernel_module("rope")
+    positions = torch.tensor([0, 1, 77, 65535, 999_999, 1_048_575])
+    frequencies = torch.tensor([1.0, 0.7310585, 0.33333334, 0.01, 1e-4, 1e-6])
+    x = torch.zeros(6, 12)
+    x[:, 0::2] = 1.0
+    found = module.run(x, positions, frequencies, False)
+    angles = (positions.float().unsqueeze(1) * frequencies).double()
+    compare("cos", angles.cos(), found[:, 0::2].double(), 3e-7, 0.0)
+    compare("sin", angles.sin(), found[:, 1::2].double(), 3e-7, 0.0)
 
 
 def check_sample_edges() -> None:
@@ -249,7 +241,7 @@ EXTRA = {
     "compress forms": check_compress_forms,
     "attention forms": check_attention_forms,
     "select levels": check_select_levels,
-    "rope": check_rope,
+    "far": check_far_positions,
     "sample edges": check_sample_edges,
 }
 
