@@ -1,0 +1,294 @@
+"""The state kernels on a GPU: all cases, model sizes, and rows that never depend on the batch."""
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import state_ops as inputs
+from dsv4.ops import OPS
+from dsv4.ops.op import Arguments
+from dsv4.ops.ragged import make_ragged
+from dsv4.tools.bench_ops import SHAPES
+from tests.ops.arguments import copied, leaves, same_bits
+from tests.ops.kernels.test_state_interpreter import compare, cut_hidden
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+NAMES = (
+    "rms_norm", "mhc_pre", "mhc_boundary", "mhc_head", "rope", "query_prepare", "index_query",
+    "kv_store", "compress", "index_scores", "index_select", "attention", "sample",
+)  # fmt: skip
+FLASH, PRO = SHAPES["flash"], SHAPES["pro"]
+BATCHES = (1, 2, 3, 8, 9, 17, 64, 65, 128, 257)
+
+
+def module_of(name: str) -> Any:
+    return import_module(OPS[name].kernels[0].module)
+
+
+def on(device: str, value: Any) -> Any:
+    return copied(value, lambda tensor: tensor.to(device))
+
+
+def run_both(name: str, arguments: Arguments) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The reference on the CPU and the kernel on the GPU: results and what they wrote."""
+    op = OPS[name]
+    here, there = on("cpu", arguments), on("cuda", arguments)
+    reason = module_of(name).supports(**there)
+    assert reason is None, f"{name}: {reason}"
+    wanted, found = op.reference(**here), on("cpu", module_of(name).run(**there))
+    if name == "index_scores":
+        wanted, found = cut_hidden(wanted, found)
+    written = {key: on("cpu", there[key]) for key in op.mutates}
+    expected = dict(leaves({"out": wanted, **{key: here[key] for key in op.mutates}}))
+    return expected, dict(leaves({"out": found, **written}))
+
+
+def compare_loosely(label: str, wanted: Tensor, found: Tensor, atol: float, rtol: float) -> None:
+    """As `compare`, but of rounded codes one in a thousand may be the neighbour."""
+    if wanted.dtype in (torch.uint8, torch.float8_e4m3fn):
+        different = (wanted.view(torch.uint8) != found.view(torch.uint8)).float().mean()
+        assert float(different) <= 1e-3, f"{label}: {float(different):.2%} of the bytes differ"
+        return
+    compare(label, wanted, found, atol, rtol)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cases(name: str) -> None:
+    for case in OPS[name].cases():
+        arguments = case.build(torch.Generator().manual_seed(1))
+        if any(t.numel() == 0 for _, t in leaves(arguments)):
+            continue
+        wanted, found = run_both(name, arguments)
+        for path, value in wanted.items():
+            label = f"{name} {case.name} {path}"
+            compare_loosely(label, value, found[path], case.atol, case.rtol)
+
+
+def model_cases() -> Iterator[tuple[str, str, Callable[[], Arguments], float]]:
+    """(op, label, arguments on the CPU, tolerance)"""
+    cpu = "cpu"
+    for shape in (FLASH, PRO):
+        tag, topk = shape.name, inputs.TOPK[shape.name]
+        for t in (1, 3, 70):
+            yield (
+                "mhc_boundary",
+                f"{tag} {t}",
+                lambda s=shape, t=t: inputs.mhc_arguments(s, t, cpu),
+                3e-2,
+            )
+        yield "mhc_head", tag, lambda s=shape: inputs.mhc_arguments(s, 2, cpu, head=True), 3e-2
+        for starts, new in (([9000, 100], [1, 1]), ([3], [150])):
+            ragged = make_ragged(starts, new, list(range(len(starts))), torch.device(cpu))
+            yield (
+                "attention",
+                f"{tag} csa {starts}",
+                lambda s=shape, b=ragged, k=topk: inputs.attention_arguments(s, b, 4, k, cpu, 400),
+                2e-2,
+            )
+            yield (
+                "attention",
+                f"{tag} hca {starts}",
+                lambda s=shape, b=ragged: inputs.attention_arguments(s, b, 128, 0, cpu, 400),
+                2e-2,
+            )
+            yield (
+                "attention",
+                f"{tag} swa {starts}",
+                lambda s=shape, b=ragged: inputs.attention_arguments(s, b, 0, 0, cpu, 400),
+                2e-2,
+            )
+            yield (
+                "query_prepare",
+                f"{tag} {starts}",
+                lambda s=shape, b=ragged: inputs.query_arguments(s, b, cpu),
+                2e-2,
+            )
+    for starts, new in (([9000, 100, 131], [1, 1, 1]), ([126], [150]), ([5, 7], [2, 6])):
+        ragged = make_ragged(starts, new, list(range(len(starts))), torch.device(cpu))
+        label = f"{starts}+{new}"
+        yield "kv_store", label, lambda b=ragged: distinct(inputs.kv_arguments(b, cpu)), 2e-2
+        yield (
+            "index_query",
+            label,
+            lambda b=ragged: inputs.query_arguments(FLASH, b, cpu, True),
+            2e-2,
+        )
+        for ratio, index in ((4, False), (4, True), (128, False)):
+            yield (
+                "compress",
+                f"{ratio} {index} {label}",
+                lambda b=ragged, r=ratio, i=index: distinct(
+                    inputs.compress_arguments(b, r, i, cpu)
+                ),
+                2e-2,
+            )
+        yield "index_scores", label, lambda b=ragged: inputs.scores_arguments(b, 16, cpu, 64), 2e-3
+    for width, topk in ((4096, 512), (32768, 512), (262144, 1024)):
+        for ties in (False, True):
+            yield (
+                "index_select",
+                f"{width} {topk} {ties}",
+                lambda w=width, k=topk, t=ties: scores_row(w, k, t),
+                0.0,
+            )
+    for filtered in (False, True):
+        yield (
+            "sample",
+            f"{filtered}",
+            lambda f=filtered: inputs.sample_arguments(3, cpu, 129280, f),
+            1e-3,
+        )
+
+
+def distinct(arguments: Arguments) -> Arguments:
+    """A page table without repeated pages, where entries are written."""
+    table = arguments["table"]
+    pages = torch.randperm(arguments["pool"].data.shape[0])[: table.numel()]
+    return {**arguments, "table": pages.view(table.shape)}
+
+
+def scores_row(width: int, topk: int, ties: bool) -> Arguments:
+    scores = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
+    scores[1, width // 3 :] = float("-inf")
+    return {"scores": (scores * 3).round() if ties else scores, "topk": topk}
+
+
+def test_model_sizes() -> None:
+    for name, label, build, tolerance in model_cases():
+        torch.manual_seed(8)
+        wanted, found = run_both(name, build())
+        for path, value in wanted.items():
+            compare_loosely(f"{name} {label} {path}", value, found[path], tolerance, tolerance)
+
+
+def outputs(name: str, arguments: Arguments) -> list[Tensor]:
+    found = module_of(name).run(**arguments)
+    return [tensor for _, tensor in leaves({"out": found})]
+
+
+def first_rows(value: Any, rows: int, total: int) -> Any:
+    """Every tensor with one row per token cut to its first rows."""
+    return copied(value, lambda t: t[:rows].contiguous() if t.shape[:1] == (total,) else t)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "mhc_boundary", "mhc_head", "index_select", "sample"])
+def test_rows_do_not_depend_on_the_batch(name: str) -> None:
+    torch.manual_seed(9)
+    total = 64 if name == "sample" else BATCHES[-1]
+    if name == "rms_norm":
+        x = torch.randn(total, 4096, device="cuda").bfloat16()
+        arguments: Arguments = {"x": x, "weight": torch.randn(4096, device="cuda"), "eps": 1e-6}
+    elif name == "index_select":
+        arguments = {"scores": torch.randn(total, 20000, device="cuda"), "topk": 512}
+    elif name == "sample":
+        arguments = inputs.sample_arguments(total, "cuda", 129280, True)
+    else:
+        arguments = inputs.mhc_arguments(FLASH, total, "cuda", head=name == "mhc_head")
+    whole = outputs(name, arguments)
+    site = {"site": arguments["site"]} if "site" in arguments else {}
+    for rows in BATCHES:
+        if rows < total:
+            part = outputs(name, {**first_rows(arguments, rows, total), **site})
+            assert all(same_bits(a, b[:rows]) for a, b in zip(part, whole, strict=True)), rows
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
+def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> None:
+    """Segments in parallel or in a row, 16 or 64 heads a program, 1 query or many."""
+    torch.manual_seed(10)
+    module = module_of("attention")
+    ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
+    batch = make_ragged([90000, 700], [5, 300], [0, 1], torch.device("cuda"))
+    arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
+    whole = module.run(**arguments)
+    for heads, split, warps in ((64, True, 8), (64, False, 8), (16, True, 8), (16, False, 8)):
+        form = module.run(**arguments, config=module.Config(heads, split, warps, 2))
+        assert same_bits(form, whole), f"{heads} heads, split {split}"
+    for row in (0, 4, 5, 304):
+        seq = int(batch.seq_idx[row])
+        one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
+        compressed = arguments["compressed"]
+        if compressed is not None:
+            chosen = compressed.selected
+            chosen = None if chosen is None else chosen[row : row + 1].contiguous()
+            table = compressed.table[seq : seq + 1].contiguous()
+            compressed = type(compressed)(compressed.pool, table, ratio, chosen)
+        alone = module.run(
+            **{
+                **arguments,
+                "q": arguments["q"][row : row + 1].contiguous(),
+                "table": arguments["table"][seq : seq + 1].contiguous(),
+                "compressed": compressed,
+                "batch": one,
+            }
+        )
+        assert same_bits(alone, whole[row : row + 1]), row
+
+
+@pytest.mark.parametrize("name", ["query_prepare", "index_query", "index_scores"])
+def test_query_rows_do_not_depend_on_the_batch(name: str) -> None:
+    torch.manual_seed(11)
+    batch = inputs.prefill_batch(257, 20000, "cuda")
+    if name == "index_scores":
+        arguments = inputs.scores_arguments(batch, 64, "cuda")
+    else:
+        arguments = inputs.query_arguments(FLASH, batch, "cuda", name == "index_query")
+    whole = outputs(name, arguments)[0]
+    for row in (0, 100, 256):
+        one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
+        part = {**arguments, "q": arguments["q"][row : row + 1].contiguous()}
+        if name == "index_scores":
+            part |= {"weights": arguments["weights"][row : row + 1].contiguous(), "batch": one}
+        else:
+            part |= {"positions": one.positions}
+        assert same_bits(outputs(name, part)[0], whole[row : row + 1]), row
+
+
+@pytest.mark.parametrize(("ratio", "index"), [(4, False), (4, True), (128, False)])
+def test_compress_by_chunk_and_by_token(ratio: int, index: bool) -> None:
+    torch.manual_seed(12)
+    module = module_of("compress")
+    batch = make_ragged([3, 250], [300, 9], [1, 0], torch.device("cuda"))
+    whole = distinct(on("cpu", inputs.compress_arguments(batch, ratio, index, "cuda")))
+    whole = on("cuda", whole)
+    single = copied(whole)
+    module.run(**whole)
+    for row in range(batch.num_tokens):
+        seq = int(batch.seq_idx[row])
+        slot = int(batch.slots[seq])
+        one = make_ragged([int(batch.positions[row])], [1], [slot], torch.device("cuda"))
+        part = {key: single[key][row : row + 1] for key in ("values", "gates")}
+        table = single["table"][seq : seq + 1].contiguous()
+        module.run(**{**single, **part, "batch": one, "table": table})
+    for key in ("state", "pool"):
+        pairs = zip(leaves(whole[key]), leaves(single[key]), strict=True)
+        assert all(same_bits(a, b) for (_, a), (_, b) in pairs), key
+
+
+def test_graph_capture_allocates_nothing_new() -> None:
+    """A decode step's ops replay in a graph and give what they gave outside it."""
+    torch.manual_seed(13)
+    batch = inputs.decode_batch(4, 9000, "cuda")
+    todo = [
+        ("attention", inputs.attention_arguments(FLASH, batch, 4, 512, "cuda")),
+        ("index_scores", inputs.scores_arguments(batch, 64, "cuda")),
+        ("mhc_boundary", inputs.mhc_arguments(FLASH, 4, "cuda")),
+        ("sample", inputs.sample_arguments(4, "cuda", 129280, True)),
+    ]
+    before = [outputs(name, arguments) for name, arguments in todo]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        after = [outputs(name, arguments) for name, arguments in todo]
+    graph.replay()
+    torch.cuda.synchronize()
+    for old, new in zip(before, after, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(old, new, strict=True))
