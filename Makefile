@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz clean
+.PHONY: help demo test lint fuzz clean fuzz-checkpoint
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,3 +39,6 @@ fuzz: $(VENV)/.installed-dev ## throw damaged outputs at the chat parser for a m
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+fuzz-checkpoint: $(VENV)/.installed-dev ## damage checkpoints at random for a minute
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz_checkpoint.py --seconds 60

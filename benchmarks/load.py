@@ -13,6 +13,7 @@ of the mapped files are not counted.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -162,10 +164,6 @@ def peak_memory() -> Iterator[Callable[[], int]]:
 def read_once(reader: str, folder: Path, watch: bool) -> dict[str, float]:
     """Runs in a process of its own; watching the memory would slow a timed run down."""
     checkpoint = open_checkpoint(folder, ModelConfig.from_folder(folder))
-    layer = max(
-        sum(s.nbytes for s in checkpoint.sources.values() if s.layer == number)
-        for number in range(checkpoint.config.num_layers)
-    )
     with peak_memory() if watch else nullcontext(lambda: 0) as peak:
         begin, busy = time.perf_counter(), time.process_time()
         if reader == "safetensors":
@@ -180,50 +178,54 @@ def read_once(reader: str, folder: Path, watch: bool) -> dict[str, float]:
             for _ in checkpoint.stream(mxfp4_as_nvfp4=reader == "cast"):
                 pass
         seconds, busy = time.perf_counter() - begin, time.process_time() - busy
-    return {
-        "seconds": seconds,
-        "cpu_seconds": busy,
-        "peak_bytes": peak(),
-        "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-        "layer_bytes": layer,
-    }
+    return {"seconds": seconds, "cpu_seconds": busy, "peak_bytes": peak()}
+
+
+def in_child(reader: str, folder: Path, watch: bool) -> dict[str, float]:
+    """A forked process starts with untouched memory and costs no second import of torch."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(sink, json.dumps(read_once(reader, folder, watch)).encode())
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with open(source) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(text))
 
 
 def measure(folder: Path, form: str, num_runs: int) -> dict[str, Any]:
     readers = READERS if form == "mxfp4" else READERS[:3]
-    runs: dict[str, list[dict[str, float]]] = {reader: [] for reader in readers}
-
-    def once(reader: str, watch: str) -> dict[str, float]:
-        command = [sys.executable, __file__, "--once", reader, watch, str(folder)]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-        return dict(json.loads(result.stdout))
-
+    checkpoint = open_checkpoint(folder, ModelConfig.from_folder(folder))
+    layers: Counter[int | None] = Counter()
+    for source in checkpoint.sources.values():
+        layers[source.layer] += source.nbytes
+    gigabytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e9
     # the round that looks at memory also fills the page cache
-    peaks = {reader: once(reader, "watch")["peak_bytes"] for reader in readers}
-    for number in range(num_runs):
-        for reader in readers if number == 0 else readers[:2]:
-            runs[reader].append(once(reader, "time"))
-    line: dict[str, Any] = {"format": form, "gigabytes": round(runs["load"][0]["bytes"] / 1e9, 3)}
-    line["layer_gb"] = round(runs["load"][0]["layer_bytes"] / 1e9, 3)
+    peaks = {reader: in_child(reader, folder, True)["peak_bytes"] for reader in readers}
+    runs: dict[str, list[dict[str, float]]] = {reader: [] for reader in readers}
+    for _ in range(num_runs):
+        for reader in readers:
+            runs[reader].append(in_child(reader, folder, False))
+    line: dict[str, Any] = {"format": form, "gigabytes": round(gigabytes, 3)}
+    line["layer_gb"] = round(max(layers.values()) / 1e9, 3)
     for reader, found in runs.items():
-        rates = [run["bytes"] / 1e9 / run["seconds"] for run in found]
+        rates = [gigabytes / run["seconds"] for run in found]
         line[reader] = {
             "gb_per_s": round(statistics.median(rates), 3),
             "lowest": round(min(rates), 3),
             "highest": round(max(rates), 3),
-            "cpu_gb_per_s": round(
-                statistics.median(run["bytes"] / 1e9 / run["cpu_seconds"] for run in found), 3
-            ),
+            "gb_per_cpu_s": round(gigabytes / min(run["cpu_seconds"] for run in found), 3),
             "peak_gb": round(peaks[reader] / 1e9, 3),
         }
-    ratios = [
-        ours["bytes"] / ours["seconds"] / (plain["bytes"] / plain["seconds"])
-        for ours, plain in zip(runs["load"], runs["safetensors"], strict=True)
-    ]
+    pairs = zip(runs["load"], runs["safetensors"], strict=True)
+    ratios = [plain["seconds"] / ours["seconds"] for ours, plain in pairs]
     line["load_over_safetensors"] = round(statistics.median(ratios), 3)
-    line["load_over_safetensors_cpu"] = round(
-        line["load"]["cpu_gb_per_s"] / line["safetensors"]["cpu_gb_per_s"], 3
-    )
+    fastest = line["load"]["gb_per_cpu_s"] / line["safetensors"]["gb_per_cpu_s"]
+    line["load_over_safetensors_cpu"] = round(fastest, 3)
     return line
 
 
@@ -237,13 +239,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.once:
-        reader, watch, folder = arguments.once
-        found = read_once(reader, Path(folder), watch == "watch")
-        sys.stdout.write(json.dumps(found) + "\n")
-        return
+    torch.set_num_threads(1)
     context = {
         "commit": commit(),
         "python": platform.python_version(),

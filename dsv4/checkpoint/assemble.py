@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from dsv4.checkpoint.files.header import TensorInfo
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.mapped import MappedFiles, empty
 from dsv4.checkpoint.linears import Stored
 from dsv4.checkpoint.sources import Cell, Source
 from dsv4.errors import CheckpointError
@@ -65,11 +65,11 @@ def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> W
         weight = weight[cut.experts.start : cut.experts.stop]  # stacked on disk
     weight = _cut(weight, cut)
     if isinstance(weight, torch.Tensor):
-        copy = torch.empty(weight.shape, dtype=weight.dtype)
+        copy = empty(tuple(weight.shape), weight.dtype)
         copy_checked(copy, weight, stored.data)
         advance(source.nbytes)
         return copy
-    whole = weight.map(lambda value: value.clone(memory_format=torch.contiguous_format))
+    whole = weight.map(lambda value: empty(tuple(value.shape), value.dtype).copy_(value))
     if isinstance(whole, Fp8BlockTensor):
         refuse_nan_codes(whole.data, stored.data)
     advance(source.nbytes)
@@ -98,10 +98,7 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> We
         pieces = _pieces(weight)
         if not buffers:
             count = len(cells) // num_parts
-            buffers = [
-                torch.empty((count, num_parts * p.shape[0], p.shape[1]), dtype=p.dtype)
-                for p in pieces
-            ]
+            buffers = [empty((count, num_parts * p.shape[0], p.shape[1]), p.dtype) for p in pieces]
         for buffer, piece in zip(buffers, pieces, strict=True):
             rows = piece.shape[0]
             place = buffer[slot, cell.part * rows : (cell.part + 1) * rows]

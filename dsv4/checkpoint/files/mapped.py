@@ -1,5 +1,6 @@
 """Tensors as views on memory-mapped files. Bytes are reinterpreted, never converted."""
 
+import logging
 import mmap
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import torch
 
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 # E8M0 scales and packed nibbles stay bytes: a converting copy would turn exponents into numbers
 TORCH_DTYPES = {
@@ -23,6 +26,24 @@ TORCH_DTYPES = {
     "I64": torch.int64,
 }
 _MAX_OPEN = 4
+_HUGE = 4 << 20
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a weight. Large ones ask for huge pages: the first touch of 4 kB pages costs as
+    much as the copy itself."""
+    count = 1
+    for size in shape:
+        count *= size
+    nbytes = count * dtype.itemsize
+    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        log.debug("this kernel has no huge pages; loading is slower")
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
 class MappedFiles:
