@@ -50,11 +50,13 @@ FEW = 100  # up to this many blocks of 64 heads, segments run in parallel
 
 @triton.jit
 def _load_piece(
-    data, tail, scale, slot, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
-    MT: tl.constexpr,
+    data, tail, scales, slot, present, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT; absent ones are 0."""
+    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT; absent ones are 0.
+
+    `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
+    """
     channel = FIRST + tl.arange(0, WIDTH)[None, :]
     mask = present[:, None] & (channel >= 0)
     if FORMAT != 2:
@@ -64,13 +66,11 @@ def _load_piece(
         k = tl.load(tail + at, mask=mask, other=0.0).to(MT)
     else:
         code = tl.load(data + slot[:, None] * NOPE + channel, mask=mask, other=0)
-        GROUPS: tl.constexpr = (WIDTH + 63) // 64
-        group = FIRST // 64 + tl.arange(0, GROUPS)[None, :]
-        live = present[:, None] & (group >= 0)
-        byte = tl.load(scale + slot[:, None] * SCALES + group, mask=live, other=127)
-        factor = power_of_two(byte.to(tl.int32)).to(MT)
-        if GROUPS > 1:
-            factor = factor[:, :, None].broadcast_to(BT, GROUPS, 64).reshape(BT, WIDTH)
+        GROUP: tl.constexpr = FIRST // 64
+        factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
+        if WIDTH > 64:
+            second = power_of_two(((scales >> (8 * GROUP + 8)) & 255).to(tl.int32)).to(MT)
+            factor = tl.where(channel < FIRST + 64, factor, second[:, None])
         k = code.to(tl.float8e4nv, bitcast=True).to(MT) * factor
     return k
 
@@ -114,8 +114,8 @@ def _tile_slots(
 def _segment(
     queries, first_tile, last_tile, position, visible, seq, row, window, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width, qk_scale,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
-    ROPE: tl.constexpr, COUNT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    COUNT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
     BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
     STAGES: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
@@ -133,13 +133,16 @@ def _segment(
         )  # fmt: skip
         data = tl.where(tile < WT, w_data, c_data)
         tail = tl.where(tile < WT, w_tail, c_tail)
-        scale = tl.where(tile < WT, w_scale, c_scale)
+        scales = slot
+        if FORMAT == 2:
+            scale = tl.where(tile < WT, w_scale, c_scale)
+            scales = tl.load(scale + slot, mask=present, other=0)
         keys = ()
         scores = tl.zeros((BH, BT), tl.float32)
         for i in tl.static_range(COUNT):
             k = _load_piece(
-                data, tail, scale, slot, present, piece_first(DIM, ROPE, i),
-                piece_width(DIM, ROPE, i), BT, FORMAT, NOPE, DIM, SCALES, MT,
+                data, tail, scales, slot, present, piece_first(DIM, ROPE, i),
+                piece_width(DIM, ROPE, i), FORMAT, NOPE, DIM, MT,
             )  # fmt: skip
             scores = _dot(queries[i], tl.trans(k), scores, MT)
             keys = append(keys, k)
@@ -161,11 +164,10 @@ def _attend_kernel(
     q, sink, out, acc_out, stat_out, parked, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
-    ROPE: tl.constexpr, COUNT: tl.constexpr, SPLIT: tl.constexpr,
-    SELECTED: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, SEG: tl.constexpr,
-    WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr, STAGES: tl.constexpr,
-    MT: tl.constexpr, ASM: tl.constexpr,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    COUNT: tl.constexpr, SPLIT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
+    BT: tl.constexpr, SEG: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
+    C_ENTRIES: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Items are (segment if SPLIT, token, block of heads), the last fastest."""
     start_dependents(ASM)
@@ -196,7 +198,7 @@ def _attend_kernel(
             acc, part_total, top = _segment(
                 queries, seg * SEG, tl.minimum((seg + 1) * SEG, tiles), position, visible, seq,
                 row, window, selected, num_selected, w_data, w_tail, w_scale, w_table, w_width,
-                c_data, c_tail, c_scale, c_table, c_width, qk_scale, FORMAT, NOPE, DIM, SCALES,
+                c_data, c_tail, c_scale, c_table, c_width, qk_scale, FORMAT, NOPE, DIM,
                 ROPE, COUNT, SELECTED, BH, BT, WT, W_ENTRIES, C_ENTRIES, STAGES, MT,
             )  # fmt: skip
             part = tl.max(part_total, axis=1)  # its columns are equal
@@ -282,10 +284,18 @@ def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> st
         tail = each.parts["tail"].shape[-1] if "tail" in each.parts else None
         if tail not in (None, 2 * frequencies.shape[0]):
             return f"entries keep {tail} channels apart, {frequencies.shape[0]} frequencies"
+        if "scale" in each.parts and each.parts["scale"].shape[-1] != 8:
+            return f"{each.parts['scale'].shape[-1]} scale bytes an entry, kernels read 8"
         reason = pool_reason(each)
         if reason is not None:
             return reason
     return device_reason(q.device) or index_tensors_reason(**tensors)
+
+
+def _parts(pool):
+    """data, tail and the scale bytes of an entry as one integer."""
+    data, tail, scale = pool_tensors(pool)
+    return data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data
 
 
 def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None):
@@ -320,10 +330,10 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         batch.seq_idx,
         batch.positions if selected is None else selected,
         most,
-        *pool_tensors(pool),
+        *_parts(pool),
         table,
         table.shape[1],
-        *pool_tensors(other),
+        *_parts(other),
         other_table,
         other_table.shape[1],
         frequencies,
@@ -333,7 +343,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         window,
         1 if compressed is None else compressed.ratio,
         dim**-0.5 * LOG2E.value,
-        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM", "SCALES")},
+        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
         ROPE=2 * frequencies.shape[0],
         COUNT=len(pieces(dim, 2 * frequencies.shape[0])),
         SPLIT=config.split,
