@@ -158,7 +158,9 @@ def _chunks(weight: Weight) -> Iterator[torch.Tensor]:
 
 def _block_norms(values: torch.Tensor) -> torch.Tensor:
     width = 16 if values.shape[-1] % 16 == 0 else values.shape[-1]
-    return values.reshape(values.shape[0], -1, width).norm(dim=-1)
+    blocks = values.reshape(values.shape[0], -1, width)
+    norms: torch.Tensor = torch.linalg.vector_norm(blocks, dim=-1)
+    return norms
 
 
 def _packed_chunks(weight: Nvfp4Tensor | Mxfp4Tensor) -> Iterator[torch.Tensor]:
