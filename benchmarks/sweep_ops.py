@@ -31,43 +31,43 @@ LINEARS = {
     "shared13": ([4096], 4096),
     "csa": ([1024, 512, 1024, 1024, 256, 256], 4096),
 }
-# (BM, BN, warps, stages, form, unroll)
+# (BM, BN, warps, stages, form, unroll); form 3 writes the weights out as bf16 first
 SMALL = {
-    1: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 3, 0, 2), (8, 64, 2, 5, 0, 2),
-        (8, 64, 2, 3, 0, 4), (8, 64, 4, 4, 0, 2)],
-    8: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 3, 0, 2), (8, 64, 2, 5, 0, 2)],
-    32: [(32, 128, 4, 3, 1), (32, 64, 4, 3, 1), (32, 128, 4, 4, 1), (16, 64, 2, 3, 0, 2),
-         (32, 64, 2, 3, 0, 1)],
-    128: [(64, 128, 4, 3, 1), (64, 128, 4, 3, 2), (128, 128, 8, 2, 2)],
+    1: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 3, 0, 2),
+        (8, 64, 2, 5, 0, 2)],
+    8: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 5, 0, 2)],
+    32: [(32, 64, 4, 3, 1), (32, 128, 4, 4, 1)],
 }  # fmt: skip
-WIDE = [(128, 128, 8, 2, 2), (128, 128, 8, 3, 2), (64, 128, 4, 2, 2), (128, 256, 8, 2, 2),
-        (128, 128, 8, 2, 1), (64, 128, 4, 3, 1), (64, 256, 8, 2, 2)]  # fmt: skip
+WIDE = [(128, 128, 8, 4, 3), (128, 256, 8, 3, 3), (256, 128, 8, 3, 3), (128, 256, 8, 4, 3)]
 EXPERTS = {
-    1: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 3, 0, 2), (8, 64, 2, 5, 0, 2),
-        (8, 64, 2, 3, 0, 4), (8, 64, 4, 4, 0, 2)],
-    8: [(8, 64, 2, 4, 0, 1), (8, 64, 2, 3, 0, 2)],
-    32: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 3, 0, 2), (16, 64, 2, 3, 0, 1)],
-    128: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 3, 0, 2), (16, 64, 2, 3, 0, 1), (16, 64, 2, 3, 0, 2)],
-    8192: [(128, 128, 8, 2, 2), (128, 128, 8, 3, 2), (64, 128, 4, 2, 2), (128, 256, 8, 2, 2),
-           (128, 128, 8, 2, 1), (64, 256, 8, 2, 2), (64, 128, 4, 3, 1)],
+    1: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 3, 0, 2),
+        (8, 64, 2, 5, 0, 2)],
+    8: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 3, 0, 2)],
+    32: [(8, 64, 2, 3, 0, 1)],
 }  # fmt: skip
 
 
 def jobs(phases):
+    for dependent in (True, False):
+        dev.DEPENDENT_LAUNCH = dependent
+        yield from _jobs(phases, dependent)
+
+
+def _jobs(phases, dependent):
     if "linear" in phases:
         for name in LINEARS if "others" in phases else ("wq_b", "wo_b", "shared13"):
             for tokens, configs in SMALL.items():
                 for config in configs:
                     for wide in (512, 1024) if name != "wq_b" and tokens <= 8 else (512,):
-                        yield "linear", name, tokens, config, wide
+                        yield "linear", name, tokens, config, wide, dependent
     if "prefill" in phases:
-        for name in ("wq_b", "wo_b"):
+        for name in ("wq_b", "wo_b") if dependent else ():
             for config in WIDE:
-                yield "linear", name, 8192, config, 512
+                yield "linear", name, 8192, config, 512, dependent
     if "experts" in phases:
         for tokens, configs in EXPERTS.items():
             for config in configs:
-                yield "experts", "experts", tokens, config, 512
+                yield "experts", "experts", tokens, config, 512, dependent
 
 
 _cache = {}
@@ -104,8 +104,8 @@ def experts_calls(tokens, config):
 
 
 def calls_of(job, sets):
-    kind, name, tokens, config, wide = job
-    dev.WIDE_PROGRAMS = wide
+    kind, name, tokens, config, wide, dependent = job
+    dev.WIDE_PROGRAMS, dev.DEPENDENT_LAUNCH = wide, dependent
     if kind == "linear":
         return linear_calls(name, tokens, config, sets if tokens < 8192 else min(sets, 2))
     return experts_calls(tokens, config)
@@ -190,7 +190,7 @@ def main():
                 print("NO COMPILE", job, error)
     print(f"compiled after {time.time() - begin:.0f} s")
     for job in jobs(phases):
-        if (*job[:4], 512) in failed:
+        if (*job[:4], 512, job[5]) in failed:
             continue
         try:
             calls = calls_of(job, 12)
@@ -200,7 +200,7 @@ def main():
         except Exception as error:
             print("FAILED", job, repr(error)[:200])
             continue
-        line = {"op": job[1], "tokens": job[2], "config": job[3], "wide": job[4]}
+        line = {"op": job[1], "tokens": job[2], "config": job[3], "wide": job[4], "pdl": job[5]}
         lines.append({**line, "us": round(median, 2), "spread": round(spread, 2)})
         print(*job[1:], round(median, 2), round(spread, 2), flush=True)
     if "others" in phases:

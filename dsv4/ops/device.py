@@ -51,11 +51,25 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def start_dependents(ASM: tl.constexpr):
-    """Let the next kernel's programs start, then wait for the previous kernel's results."""
+def await_previous(ASM: tl.constexpr):
+    """Wait for the kernel before; nothing of its may be read or overwritten sooner."""
+    if ASM:
+        gdc_wait()
+
+
+@triton.jit
+def release_next(ASM: tl.constexpr):
+    """Let the next kernel's programs start. Late in a kernel: programs that start while this
+    kernel still fills the processors crowd onto the few that have room."""
     if ASM:
         gdc_launch_dependents()
-        gdc_wait()
+
+
+@triton.jit
+def start_dependents(ASM: tl.constexpr):
+    """Both at once, for small kernels."""
+    release_next(ASM)
+    await_previous(ASM)
 
 
 @triton.jit
@@ -163,6 +177,52 @@ def dot_nvfp4(
         s_ptrs += 256
         x += 128
     return acc.T if FORM == 2 else acc
+
+
+@triton.jit
+def dot_expanded(
+    weight, x, x_rows, x_mask, first, last, total_steps, num_columns,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """`dot_nvfp4` on weights that `expand_kernel` has written out: BN rows of bf16."""
+    rn = tl.arange(0, BN)
+    rk = tl.arange(0, 64)
+    columns = 16 * ((rk // 4) % 8) + 4 * (rk // 32) + rk % 4
+    offsets = x_rows[None, :] + columns[:, None]
+    w_ptrs = weight + (rn * (total_steps * 128) + first * 128)[:, None] + rk[None, :]
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    for step in tl.range(first * 2, last * 2, num_stages=STAGES):
+        base = (step // 2) * 128 + (step % 2) * 8
+        mask = x_mask[None, :]
+        if not EVEN_K:
+            mask = mask & (base + columns < num_columns)[:, None]
+        part = tl.load(x + base + offsets, mask=mask, other=0.0)
+        acc = tl.dot(tl.load(w_ptrs), part, acc)
+        w_ptrs += 64
+    return acc
+
+
+@triton.jit
+def expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
+    """One tile as bf16 without its global, its columns in the order of summation."""
+    await_previous(ASM)
+    step = tl.program_id(0)
+    row_tile = tl.program_id(1).to(tl.int64)
+    rn = tl.arange(0, 64)
+    tile = row_tile * total_steps + step
+    w_ptrs = words + tile * 2048 + (rn * 16)[:, None] + tl.arange(0, 16)[None, :]
+    code = tl.load(codes + tile * 256 + (rn * 4)[:, None] + tl.arange(0, 4)[None, :])
+    weights = _whole_tile(
+        tl.load(w_ptrs),
+        tl.load(w_ptrs + 1024),
+        _half_scale(code, 0, 64),
+        _half_scale(code, 1, 64),
+        64,
+        ASM,
+    )
+    row = (row_tile * 64 + rn) * (total_steps * 128) + step * 128
+    tl.store(out + row[:, None] + tl.arange(0, 128)[None, :], weights)
+    release_next(ASM)
 
 
 @triton.jit
@@ -302,10 +362,10 @@ def device_reason(device: torch.device) -> str | None:
     return None
 
 
-def launch_options(num_warps: int) -> dict[str, object]:
+def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, object]:
     if interpreting():
         return {}
-    return {"num_warps": num_warps, "launch_pdl": DEPENDENT_LAUNCH}
+    return {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": DEPENDENT_LAUNCH}
 
 
 def num_ranges(rows: int, columns: int) -> tuple[int, int]:

@@ -5,7 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import (
+    await_previous,
+    device_reason,
+    interpreting,
+    launch_options,
+    release_next,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -14,7 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _embed_kernel(
     token_ids, table, out, size, STREAMS: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr
 ):
-    start_dependents(ASM)
+    await_previous(ASM)
+    release_next(ASM)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < size

@@ -15,21 +15,25 @@ import triton.language as tl
 
 from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops.device import (
+    await_previous,
     device_reason,
     dot_bf16,
+    dot_expanded,
     dot_fp8,
     dot_nvfp4,
+    expand_kernel,
     finish_ranges,
     interpreting,
     launch_options,
     num_ranges,
-    start_dependents,
+    release_next,
     workspace,
 )
 from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
 
 MAX_MATRICES = 8
-NVFP4, BF16, FP8 = 0, 1, 2
+NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
+EXPAND_ROWS = 1024  # from here on NVFP4 weights are written out as bf16 first
 
 
 @triton.jit
@@ -55,6 +59,12 @@ def _range_sum(
         acc = dot_nvfp4(
             tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, x_rows, live_m, first, last,
             total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        )  # fmt: skip
+    elif FORMAT == 3:
+        w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
+        acc = dot_expanded(
+            tl.multiple_of(w, 64), x, x_rows, live_m, first, last, total_steps, num_columns,
+            BN, BM, STAGES, EVEN_K,
         )  # fmt: skip
     elif FORMAT == 1:
         w = tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
@@ -102,11 +112,11 @@ def _linear_kernel(
     live_m = rm < num_rows
     group = (tile * BN) // group_rows
     x_rows = rm * x_stride + group * num_columns
-    if FORMAT == 0:  # long before it is used: the first access to it is slow
+    if FORMAT == 0 or FORMAT == 3:  # long before it is used: the first access to it is slow
         factors = _select(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
         part_rows = _select(parts, firsts, pid, NUM)
         factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
-    start_dependents(ASM)
+    await_previous(ASM)
 
     is_last = count > 0
     if PARALLEL:
@@ -116,6 +126,7 @@ def _linear_kernel(
             FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ASM,
         )  # fmt: skip
         if count > 1:
+            release_next(ASM)
             slot = tl.program_id(1) * tl.num_programs(0) + pid - split
             total, is_last = finish_ranges(total, partials, counters, slot, split, count, BN, BM)
     else:
@@ -127,7 +138,8 @@ def _linear_kernel(
                 FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ASM,
             )  # fmt: skip
             total = total + part
-    if FORMAT == 0:
+    release_next(ASM)
+    if FORMAT == 0 or FORMAT == 3:
         total = total * factor[:, None]
     out = _select(outs, firsts, pid, NUM)
     offsets = rm.to(tl.int64)[None, :] * size + rn[:, None]
@@ -166,10 +178,13 @@ def choose_config(num_rows: int, fmt: int) -> Config:
             (32, Config(32, 128, 4, 3, 1)),
             (128, Config(64, 128, 4, 3, 1)),
         )
-        last = Config(128, 128, 8, 2, 2)
+        last = Config(64, 128, 4, 3, 1)
+    elif fmt == EXPANDED:
+        table, last = (), Config(128, 128, 8, 4)
     else:
+        # FP8 starts at 16 rows: with 8, Triton takes the columns in another order
         table = (
-            (8, Config(8, 64, 4, 5)),
+            (8 if fmt == BF16 else 0, Config(8, 64, 4, 5)),
             (16, Config(16, 64, 4, 5)),
             (32, Config(32, 64, 4, 4)),
             (64, Config(64, 64, 4, 4)),
@@ -220,8 +235,9 @@ def run(x, weights, out_dtypes):
     order = sorted(range(len(weights)), key=lambda i: launch_key(weights[i]))
     for _, same in groupby(order, key=lambda i: launch_key(weights[i])):
         indices = list(same)
-        for start in range(0, len(indices), MAX_MATRICES):
-            chosen = indices[start : start + MAX_MATRICES]
+        most = MAX_MATRICES if x.shape[0] < EXPAND_ROWS else 1  # one workspace to expand into
+        for start in range(0, len(indices), most):
+            chosen = indices[start : start + most]
             launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
     return outs
 
@@ -239,6 +255,17 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
     weight rows reads its own k columns."""
     fmt, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
+    expand = fmt == NVFP4 and (
+        num_rows >= EXPAND_ROWS if config is None else config.form == EXPANDED
+    )
+    data, fmt = (
+        ([_expand(w) for w in weights], EXPANDED)
+        if expand
+        else (
+            [_data(w) for w in weights],
+            fmt,
+        )
+    )
     config = config or choose_config(num_rows, fmt)
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
@@ -263,12 +290,14 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
         columns,
         weights[0].shape[0] // num_groups if num_groups > 1 else 2**30,
         triton.cdiv(columns, 128),
-        tuple(_data(w).data_ptr() for w in weights),
+        tuple(item.data_ptr() for item in data),
         tuple(_scale(w).data_ptr() for w in weights),
         tuple(_factor(w).data_ptr() for w in weights),
         tuple(out.data_ptr() for out in outs),
         tuple(w.shape[0] for w in weights),
-        tuple(w.shape[0] // _factor(w).shape[-1] if fmt == NVFP4 else 1 for w in weights),
+        tuple(
+            w.shape[0] // _factor(w).shape[-1] if fmt in (NVFP4, EXPANDED) else 1 for w in weights
+        ),
         tuple(firsts),
         tuple(count for count, _ in cuts),
         tuple(steps for _, steps in cuts),
@@ -292,6 +321,17 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
     )
 
 
+def _expand(weight: TiledNvfp4) -> torch.Tensor:
+    """The weights as bf16 in a workspace; a launch with many rows reads each of them often."""
+    row_tiles, steps = weight.packed.shape[:2]
+    size = row_tiles * steps * TILE_ROWS * 128
+    out = workspace(weight.device, "expanded", size, torch.bfloat16)
+    expand_kernel[(steps, row_tiles)](
+        weight.packed, weight.scale, out, steps, ASM=not interpreting(), **launch_options(4)
+    )
+    return out
+
+
 def _data(weight):
     if isinstance(weight, TiledNvfp4):
         return weight.packed
@@ -300,6 +340,10 @@ def _data(weight):
 
 def _scale(weight):
     return weight if isinstance(weight, torch.Tensor) else weight.scale
+
+
+def _part_rows(weight) -> int:
+    return weight.rows // weight.global_scale.shape[-1] if isinstance(weight, TiledNvfp4) else 1
 
 
 def _factor(weight):

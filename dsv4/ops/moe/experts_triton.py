@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
+    await_previous,
     device_reason,
     dot_nvfp4,
     finish_ranges,
     interpreting,
     launch_options,
-    start_dependents,
+    release_next,
     workspace,
 )
 from dsv4.ops.gemm.packed import TiledNvfp4
@@ -72,7 +73,7 @@ def _up_kernel(
     DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`shared_*` are distances in elements from the routed experts' tensors."""
-    start_dependents(ASM)
+    await_previous(ASM)
     n_tile = tl.program_id(0)
     expert, start, end = _tile(
         tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
@@ -98,6 +99,7 @@ def _up_kernel(
         x, token * x_stride, live, 0, total_steps, total_steps, size,
         BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
     )  # fmt: skip
+    release_next(ASM)
     pairs = acc.reshape(BN // 64, 2, 32, BM).permute(0, 2, 3, 1)
     gate, up = tl.split(pairs)
     gate = tl.minimum(gate.reshape(BN // 2, BM) * gate_factor, limit)
@@ -123,7 +125,7 @@ def _down_kernel(
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     UNROLL: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    start_dependents(ASM)
+    await_previous(ASM)
     n_tile = tl.program_id(0)
     expert, start, end = _tile(
         tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
@@ -144,6 +146,7 @@ def _down_kernel(
         z, rows * inner, live, 0, total_steps, total_steps, inner,
         BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
     )  # fmt: skip
+    release_next(ASM)
     acc = acc * factor
     column = n_tile * BN + tl.arange(0, BN)
     if DIRECT:  # one token: a tile is one row, and its index is the place
@@ -163,7 +166,8 @@ def _down_kernel(
 
 @triton.jit
 def _combine_kernel(parts_at, y, size, PLACES: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
-    start_dependents(ASM)
+    await_previous(ASM)
+    release_next(ASM)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BN,), dtype=tl.float32)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import interpreting, launch_options, start_dependents, workspace
+from dsv4.ops.device import await_previous, interpreting, launch_options, release_next, workspace
 
 SMALL_PAIRS = 1024  # up to here one block holds all pairs and the tile list has no gaps
 
@@ -22,7 +22,8 @@ def _route_kernel(
     BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, SMALL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    start_dependents(ASM)
+    await_previous(ASM)
+    release_next(ASM)
     e = tl.program_id(0)
     lanes = tl.arange(0, CHUNK)
     few = tl.arange(0, 128)

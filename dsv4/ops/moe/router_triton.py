@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
+    await_previous,
     device_reason,
     dot_bf16,
     interpreting,
     launch_options,
     num_ranges,
-    start_dependents,
+    release_next,
     workspace,
 )
 from dsv4.ops.gemm import linear_triton
@@ -91,7 +92,7 @@ def _router_kernel(
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    start_dependents(ASM)
+    await_previous(ASM)
     m_tile = tl.program_id(2)
     split = tl.program_id(1)
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -102,6 +103,7 @@ def _router_kernel(
         x, rows * x_stride, live, split * per_range,
         tl.minimum((split + 1) * per_range, total_steps), num_columns, BN, BM, 4, EVEN_K,
     )  # fmt: skip
+    release_next(ASM)
     lane = tl.arange(0, BM)
     base = partials + m_tile * (RANGES * BE * BM)
     own = split * (BE * BM) + rn[:, None] * BM + lane[None, :]
@@ -128,7 +130,8 @@ def _choose_kernel(
     CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    start_dependents(ASM)
+    await_previous(ASM)
+    release_next(ASM)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     live = rows < num_rows
     expert = tl.arange(0, BE)

@@ -103,17 +103,17 @@ def row_invariance(most: int = 8192) -> Iterator[tuple[str, bool]]:
     for label, make in makers.items():
         name = label.split()[0]
         arguments = make()
-        whole = _list(OPS[name].kernels[0].run(arguments))
+        whole = results(OPS[name].kernels[0].run(arguments))
         for count in BATCHES:
             start = min(37, most - count)
             few = dict(arguments)
             for key in ROWS[name]:
                 few[key] = arguments[key][start : start + count].contiguous()
-            part = _list(OPS[name].kernels[0].run(few))
+            part = results(OPS[name].kernels[0].run(few))
             pairs = list(zip(part, whole, strict=True))
             wrong = [i for i, (a, b) in enumerate(pairs) if not a.equal(b[start : start + count])]
             yield f"{label}: {count} rows of {most}, results {wrong} differ", not wrong
 
 
-def _list(result: Any) -> list[Tensor]:
+def results(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, list | tuple) else [result]

@@ -1,0 +1,180 @@
+"""The weight kernels in Triton's interpreter against their references, without a GPU.
+
+The interpreter is chosen when a kernel's module is imported, so the checks run in a process of
+their own: this file is both the test and the program it starts.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+GROUPS = ("linear", "linear forms", "experts", "others", "shim")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_match_references(group: str) -> None:
+    pytest.importorskip("triton", reason="the interpreter is absent")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.ops.kernels.test_weight_interpreter", group]
+    found = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[3],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+
+
+def test_shim_refuses_to_do_nothing() -> None:
+    pytest.importorskip("triton", reason="the interpreter is absent")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", "import tests.ops.kernels.shim"]
+    found = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[3],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode != 0
+    assert "TRITON_INTERPRET=1" in found.stderr
+
+
+def compare(label: str, wanted: Any, found: Any, atol: float, rtol: float) -> None:
+    pairs = zip(_list(wanted), _list(found), strict=True)
+    for place, (a, b) in enumerate(pairs):
+        assert a.shape == b.shape, f"{label}[{place}]: {tuple(b.shape)}, not {tuple(a.shape)}"
+        assert a.dtype == b.dtype, f"{label}[{place}]: {b.dtype}, not {a.dtype}"
+        off = (a.double() - b.double()).abs() - rtol * a.double().abs()
+        assert bool((off <= atol).all()), f"{label}[{place}]: off by {float(off.max())}"
+
+
+def _list(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def poison_new_buffers() -> None:
+    """Unwritten results and workspaces show up as NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(10**6))
+
+    torch.empty = poisoned
+
+
+def module_of(name: str) -> Any:
+    from dsv4.ops import OPS
+
+    return importlib.import_module(OPS[name].kernels[0].module)
+
+
+def check_cases(name: str, seed: int = 1) -> None:
+    from dsv4.ops import OPS
+
+    op, module, num_run = OPS[name], module_of(name), 0
+    for case in op.cases():
+        arguments = case.build(torch.Generator().manual_seed(seed))
+        rows = arguments["token_ids" if name == "embed" else "x"].shape[0]
+        if not case.small or rows == 0 or module.supports(**arguments) is not None:
+            continue
+        num_run += 1
+        wanted, found = op.reference(**arguments), module.run(**arguments)
+        compare(f"{name} {case.name}", wanted, found, case.atol, case.rtol)
+    assert num_run >= 1, f"{name}: no case fits its kernel"
+
+
+def check_linear_forms() -> None:
+    """Every form gives the same numbers; groups, bf16 and FP8 with an uneven K."""
+    from dsv4.ops.gemm import linear_triton as kernel
+    from dsv4.ops.gemm.linear import linear_reference
+    from dsv4.ops.gemm.packed import random_tiled
+
+    generator = torch.Generator().manual_seed(2)
+    weight = random_tiled(130, 1024, generator)
+    x = torch.randn(3, 1024, generator=generator).bfloat16()
+    wanted = linear_reference(x, [weight], [torch.float32])
+    configs = [
+        kernel.Config(8, 64, 2, 3, 0, 2),
+        kernel.Config(16, 128, 4, 3, 1),
+        kernel.Config(16, 128, 4, 3, 2),
+        kernel.Config(16, 128, 4, 3, kernel.EXPANDED),
+    ]
+    for config in configs:
+        for parallel in (True, False):
+            out = torch.full((3, 130), float("nan"))
+            kernel.launch(x, [weight], [out], config=config, parallel=parallel)
+            compare(f"{config} {parallel}", wanted, [out], 1e-4, 1e-4)
+
+
+def check_experts() -> None:
+    check_cases("experts")
+    from dsv4.ops.moe import route_triton
+
+    generator = torch.Generator().manual_seed(3)
+    for num_tokens, num_experts, bm in ((1, 5, 8), (40, 5, 8), (600, 7, 16)):
+        experts = torch.randint(0, num_experts, (num_tokens, 2), generator=generator)
+        found = route_triton.route(experts, num_experts, bm)
+        pairs = found.sorted_pairs[: experts.numel()].tolist()
+        order = sorted(range(experts.numel()), key=lambda i: (int(experts.flatten()[i]), i))
+        assert pairs == order
+        covered = []
+        for tile in range(found.num_tiles):
+            expert, start = int(found.tile_expert[tile]), int(found.tile_start[tile])
+            if expert >= 0:
+                rows = range(start, min(start + bm, int(found.ends[expert])))
+                covered += rows
+                assert all(int(experts.flatten()[pairs[row]]) == expert for row in rows)
+        assert covered == list(range(experts.numel()))
+
+
+def check_shim() -> None:
+    """Rounding to nearest even, FP8 saturating, as the GPU does."""
+    import triton
+    import triton.language as tl
+
+    global _cast_kernel
+
+    @triton.jit
+    def _cast_kernel(x, y, z):
+        value = tl.load(x + tl.arange(0, 4))
+        tl.store(y + tl.arange(0, 4), value.to(tl.bfloat16))
+        tl.store(z + tl.arange(0, 4), value.to(tl.float8e4nv))
+
+    x = torch.tensor([1.00390625, 500.0, -1.01171875, 0.3])
+    y, z = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.float8_e4m3fn)
+    _cast_kernel[(1,)](x, y, z)
+    assert torch.equal(y, x.bfloat16())
+    assert z.float()[1] == 448.0
+
+
+def main(group: str) -> None:
+    importlib.import_module("tests.ops.kernels.shim")
+    torch.set_num_threads(1)
+    poison_new_buffers()
+    if group == "linear":
+        check_cases("linear")
+    elif group == "linear forms":
+        check_linear_forms()
+        check_cases("grouped_linear")
+    elif group == "experts":
+        check_experts()
+    elif group == "shim":
+        check_shim()
+    else:
+        check_cases("router")
+        check_cases("embed")
+
+
+if __name__ == "__main__":
+    main(" ".join(sys.argv[1:]))
