@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""`sample` on a GPU, four launches: statistics of chunks, filters, draw in chunks, best of a row.
+"""`sample` on a GPU, five launches: statistics, candidates, filters, draw, best of a row.
 
 What passes top-k and top-p is the beginning of the row in descending order. So it is described by
 the order-preserving key of the last token that passes and, for ties, the last id: found bit by
-bit, without sorting. Rows without these filters skip that. All sums have a fixed order.
+bit, without sorting, among candidates that a bound on either filter leaves; or in the whole row
+where these are too many. Rows without filters skip both. All sums have a fixed order.
 """
 
 import torch
@@ -20,6 +21,8 @@ from dsv4.ops.device import (
 
 CHUNK = 4096  # logits of a program
 TILE = 8192  # logits a filter looks at at a time
+PARTS = 16  # parts of a chunk whose largest logits bound top-k
+CANDIDATES = 512  # most of a chunk
 
 
 @triton.jit
@@ -52,9 +55,10 @@ def _adjusted(
 
 @triton.jit
 def _stats_kernel(
-    logits, stats, temperature, repetition, presence, frequency, prompt_counts, output_counts,
-    bias, size, num_chunks,
-    CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    logits, stats, tops, temperature, repetition, presence, frequency, prompt_counts,
+    output_counts, bias, size, num_chunks,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Largest logit and sum of exponentials of a chunk, as they came and adjusted."""
     start_dependents(ASM)
@@ -75,6 +79,8 @@ def _stats_kernel(
     tl.store(out + 1, tl.sum(tl.exp(raw - tl.where(raw_top > -3e38, raw_top, 0.0)), axis=0))
     tl.store(out + 2, x_top)
     tl.store(out + 3, tl.sum(tl.exp(x - tl.where(x_top > -3e38, x_top, 0.0)), axis=0))
+    part = (row * num_chunks + chunk) * PARTS + tl.arange(0, PARTS)
+    tl.store(tops + part, tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1))
 
 
 @triton.jit
@@ -90,53 +96,95 @@ def _row_stat(stats, row, num_chunks, offset, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _filter_kernel(
-    logits, stats, limits, temperature, top_k, top_p, repetition, presence, frequency,
-    prompt_counts, output_counts, bias, size, num_chunks,
-    CHUNKS: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
-    start_dependents(ASM)
-    row = tl.program_id(0).to(tl.int64)
-    best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
-    keep = tl.load(top_k + row).to(tl.int64)
-    keep = tl.where(keep > 0, keep, size)
+def _limits(temperature, top_k, top_p, row, size):
+    """How many tokens and what share may pass, and whether that filters anything."""
+    keep = tl.load(top_k + row).to(tl.int32)
+    keep = tl.where((keep > 0) & (keep < size), keep, size)
     share = tl.load(top_p + row).to(tl.float32)
     hot = tl.load(temperature + row) > 0
+    return keep, share, hot & ((share < 1.0) | (keep < size))
+
+
+@triton.jit
+def _candidates_kernel(
+    logits, stats, tops, values, ids, counts, temperature, top_k, top_p, repetition, presence,
+    frequency, prompt_counts, output_counts, bias, size, num_chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
+    COUNTS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Tokens of a chunk that may pass, in order of id; `counts` says how many there are."""
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    keep, share, filters = _limits(temperature, top_k, top_p, row, size)
+    if filters:
+        best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
+        # at least `keep` parts, so at least that many tokens, reach the keep-th largest top
+        part = tl.arange(0, CHUNKS * PARTS)
+        used = part < num_chunks * PARTS
+        top = tl.load(tops + row * num_chunks * PARTS + part, mask=used, other=float("-inf"))
+        top_key = tl.where(used, _key(top), tl.zeros_like(part).to(tl.uint32))
+        bound = tl.zeros((), tl.uint32)
+        bit = tl.full((), 0x80000000, tl.uint32)
+        for _ in tl.range(0, 32):
+            reached = tl.sum((top_key >= (bound | bit)).to(tl.int32), axis=0)
+            bound = tl.where(reached >= keep, bound | bit, bound)
+            bit = bit >> 1
+        # tokens below (1 - share) / size together weigh less than 1 - share
+        least = best + tl.log(tl.maximum(1.0 - share, 1e-30) * mass / size) - 1e-3
+        least = tl.where(share < 1.0, least, float("-inf"))
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        live = place < size
+        at = row * size + place
+        raw = tl.load(logits + at, mask=live, other=float("-inf"))
+        x = _adjusted(
+            raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
+            output_counts, bias, COUNTS, BIAS,
+        )  # fmt: skip
+        may = (live & (_key(x) >= bound) & (x >= least)).to(tl.int32)
+        order = tl.cumsum(may, axis=0) - 1
+        base = (row * num_chunks + chunk) * ROOM
+        tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
+        tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
+        tl.store(counts + row * num_chunks + chunk, tl.sum(may, axis=0))
+
+
+@triton.jit
+def _passes(count, mass, keep, share):
+    """Whether a token with `count` tokens of `mass` before it passes; the first always does."""
+    return ((count < keep) & ((mass < share) | (share >= 1.0))) | (count == 0)
+
+
+@triton.jit
+def _tie_room(threshold, count, above, best, mass, keep, share):
+    """How many of the tokens whose key is the threshold pass."""
+    bits = tl.where(threshold >= 0x80000000, threshold ^ 0x80000000, ~threshold)
+    weight = tl.exp(bits.to(tl.float32, bitcast=True) - best) / mass
+    room = tl.where(share < 1.0, tl.ceil((share - above) / weight), 2147483520.0)
+    room = tl.minimum(tl.minimum(room, 2147483520.0).to(tl.int32), keep - count)
+    return tl.maximum(room, tl.where(count == 0, 1, 0))
+
+
+@triton.jit
+def _filter_row(
+    logits, row, best, mass, keep, share, temperature, repetition, presence, frequency,
+    prompt_counts, output_counts, bias, size, TILE: tl.constexpr, COUNTS: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Threshold and last id by looking at the whole row again and again."""
     lane = tl.arange(0, TILE)
     threshold = tl.zeros((), tl.uint32)
-    last_id = tl.zeros((), tl.int64) + size
-    if hot & ((share < 1.0) | (keep < size)):
-        bit = tl.full((), 0x80000000, tl.uint32)
-        count_above = tl.zeros((), tl.int64)
-        mass_above = tl.zeros((), tl.float32)
-        for step in tl.range(0, 33):  # the last round looks strictly above the threshold
-            trial = tl.where(step < 32, threshold | bit, threshold + 1)
-            count_above = tl.zeros((), tl.int64)
-            mass_above = tl.zeros((), tl.float32)
-            for start in tl.range(0, size, TILE):
-                at = row * size + start + lane
-                live = start + lane < size
-                raw = tl.load(logits + at, mask=live, other=float("-inf"))
-                x = _adjusted(
-                    raw, row, at, live, temperature, repetition, presence, frequency,
-                    prompt_counts, output_counts, bias, COUNTS, BIAS,
-                )  # fmt: skip
-                above = live & (_key(x) >= trial)
-                count_above += tl.sum(above.to(tl.int32), axis=0)
-                mass_above += tl.sum(tl.where(above, tl.exp(x - best), 0.0), axis=0)
-            mass_above = mass_above / mass
-            passes = (count_above < keep) & ((mass_above < share) | (share >= 1.0))
-            passes = passes | (count_above == 0)
-            threshold = tl.where((step < 32) & (passes == 0), trial, threshold)
-            bit = bit >> 1
-        bits = tl.where(threshold >= 0x80000000, threshold ^ 0x80000000, ~threshold)
-        tie = tl.exp(bits.to(tl.float32, bitcast=True) - best) / mass
-        room = tl.where(share < 1.0, tl.ceil((share - mass_above) / tie), 2147483520.0)
-        room = tl.minimum(tl.minimum(room, 2147483520.0).to(tl.int64), keep - count_above)
-        room = tl.maximum(room, tl.where(count_above == 0, 1, 0))
-        passed = tl.zeros((), tl.int64)
+    bit = tl.full((), 0x80000000, tl.uint32)
+    count = tl.zeros((), tl.int32)
+    above = tl.zeros((), tl.float32)
+    room = tl.zeros((), tl.int32)
+    last_id = tl.zeros((), tl.int32) + size
+    # 32 rounds for the bits, one strictly above the threshold, one to find the last of its ties
+    for step in tl.range(0, 34):
+        trial = tl.where(step < 32, threshold | bit, threshold + 1)
+        passed = tl.zeros((), tl.int32)
+        weight = tl.zeros((), tl.float32)
+        ties = tl.zeros((), tl.int32)
         for start in tl.range(0, size, TILE):
             at = row * size + start + lane
             live = start + lane < size
@@ -145,13 +193,73 @@ def _filter_kernel(
                 raw, row, at, live, temperature, repetition, presence, frequency,
                 prompt_counts, output_counts, bias, COUNTS, BIAS,
             )  # fmt: skip
-            equal = (live & (_key(x) == threshold)).to(tl.int32)
-            rank = passed + tl.cumsum(equal, axis=0)
-            hit = (equal == 1) & (rank == room)
-            last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
-            passed += tl.sum(equal, axis=0)
+            key = _key(x)
+            over = live & (key >= trial)
+            passed += tl.sum(over.to(tl.int32), axis=0)
+            weight += tl.sum(tl.where(over, tl.exp(x - best), 0.0), axis=0)
+            if step == 33:
+                equal = (live & (key == threshold)).to(tl.int32)
+                hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)
+                last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
+                ties += tl.sum(equal, axis=0)
+        count = passed
+        above = weight / mass
+        ok = _passes(count, above, keep, share)
+        threshold = tl.where((step < 32) & (ok == 0), trial, threshold)
+        room = _tie_room(threshold, count, above, best, mass, keep, share)
+        bit = bit >> 1
+    return threshold, last_id
+
+
+@triton.jit
+def _filter_kernel(
+    logits, stats, limits, values, ids, counts, temperature, top_k, top_p, repetition, presence,
+    frequency, prompt_counts, output_counts, bias, size, num_chunks,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr,
+    BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    keep, share, filters = _limits(temperature, top_k, top_p, row, size)
+    threshold = tl.zeros((), tl.uint32)
+    last_id = tl.zeros((), tl.int32) + size
+    if filters:
+        best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
+        chunk = tl.arange(0, CHUNKS)
+        held = tl.load(counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
+        if tl.max(held, axis=0) <= ROOM:
+            place = tl.arange(0, CHUNKS * ROOM)
+            owner = place // ROOM
+            mine = tl.load(counts + row * num_chunks + owner, mask=owner < num_chunks, other=0)
+            live = place % ROOM < mine
+            at = row * num_chunks * ROOM + place
+            x = tl.load(values + at, mask=live, other=float("-inf"))
+            key = tl.where(live, _key(x), tl.zeros_like(place).to(tl.uint32))
+            weight = tl.where(live, tl.exp(x - best), 0.0)
+            bit = tl.full((), 0x80000000, tl.uint32)
+            for _ in tl.range(0, 32):
+                over = key >= (threshold | bit)
+                count = tl.sum(over.to(tl.int32), axis=0)
+                above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
+                ok = _passes(count, above, keep, share)
+                threshold = tl.where(ok, threshold, threshold | bit)
+                bit = bit >> 1
+            over = key > threshold
+            count = tl.sum(over.to(tl.int32), axis=0)
+            above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
+            room = _tie_room(threshold, count, above, best, mass, keep, share)
+            equal = (live & (key == threshold)).to(tl.int32)
+            hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
+            token = tl.load(ids + at, mask=hit, other=2147483647)
+            last_id = tl.minimum(last_id, tl.min(token, axis=0))
+        else:
+            threshold, last_id = _filter_row(
+                logits, row, best, mass, keep, share, temperature, repetition, presence,
+                frequency, prompt_counts, output_counts, bias, size, TILE, COUNTS, BIAS,
+            )  # fmt: skip
     tl.store(limits + row * 2, threshold.to(tl.int64))
-    tl.store(limits + row * 2 + 1, last_id)
+    tl.store(limits + row * 2 + 1, last_id.to(tl.int64))
 
 
 @triton.jit
@@ -224,8 +332,8 @@ def supports(logits, inputs) -> str | None:
         tensor = getattr(inputs, name)
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
-    if triton.cdiv(logits.shape[1], CHUNK) > 1024:
-        return f"vocabulary of {logits.shape[1]}, kernels know up to {1024 * CHUNK}"
+    if triton.cdiv(logits.shape[1], CHUNK) > 64:
+        return f"vocabulary of {logits.shape[1]}, kernels know up to {64 * CHUNK}"
     return device_reason(logits.device)
 
 
@@ -237,6 +345,13 @@ def run(logits, inputs):
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, size, dtype=torch.float32, device=device)
     stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
+    tops = workspace(device, "sample_tops", rows * chunks * PARTS, torch.float32)
+    held = rows * chunks * CANDIDATES
+    found = (
+        workspace(device, "sample_candidates", held, torch.float32),
+        workspace(device, "sample_candidate_ids", held, torch.int32),
+        workspace(device, "sample_counts", rows * chunks, torch.int32),
+    )
     limits = workspace(device, "sample_limits", rows * 2, torch.int64)
     best_value = workspace(device, "sample_values", rows * chunks, torch.float32)
     best_id = workspace(device, "sample_ids", rows * chunks, torch.int32)
@@ -249,12 +364,17 @@ def run(logits, inputs):
     flags = {"COUNTS": counted, "BIAS": inputs.bias is not None, "ASM": not interpreting()}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
-        logits, stats, inputs.temperature, *penalties, *wide, size, chunks,
-        CHUNK=CHUNK, **flags, **launch_options(8),
+        logits, stats, tops, inputs.temperature, *penalties, *wide, size, chunks,
+        CHUNK=CHUNK, PARTS=PARTS, **flags, **launch_options(8),
+    )  # fmt: skip
+    filters = (inputs.temperature, inputs.top_k, inputs.top_p)
+    _candidates_kernel[(rows, chunks)](
+        logits, stats, tops, *found, *filters, *penalties, *wide, size, chunks,
+        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **flags, **launch_options(8),
     )  # fmt: skip
     _filter_kernel[(rows,)](
-        logits, stats, limits, inputs.temperature, inputs.top_k, inputs.top_p, *penalties, *wide,
-        size, chunks, TILE=TILE, **padded, **flags, **launch_options(16),
+        logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
+        ROOM=CANDIDATES, TILE=TILE, **padded, **flags, **launch_options(16),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, logprobs, best_value, best_id, inputs.temperature, inputs.min_p,

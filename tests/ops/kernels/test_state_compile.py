@@ -33,6 +33,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_scores_kernel": ("HGMMA|HMMA", 0),
     "_select_kernel": ("SHFL|REDUX", 0),
     "_stats_kernel": ("MUFU", 0),
+    "_candidates_kernel": ("MUFU", 0),
     "_filter_kernel": ("MUFU", 0),
     "_draw_kernel": ("IMAD", 0),
     "_best_kernel": ("SHFL", 0),
