@@ -81,7 +81,7 @@ def check_checkpoint(
         report.checks.append(_check(name, title, findings, undecided))
     if manifest.layout is None and not stopped and manifest.sources:
         report.checks.append(
-            Check("config", "layout", "not decided", "a mixture no single layout describes")
+            Check("mixture", "one layout", "not decided", "a mixture that no layout describes")
         )
     if values and manifest.sources:
         from dsv4.tools.check_values import check_values
