@@ -39,13 +39,13 @@ def test_kernels_compile(capability: int) -> None:
     assert found.returncode == 0, found.stderr[-4000:]
     rows = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
     kernels = {row["kernel"] for row in rows}
-    assert kernels >= {"_linear_kernel", "_up_kernel", "_down_kernel", "_router_kernel"}
+    assert kernels >= {"_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"}
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         assert row["shared"] <= MAX_SHARED, label
         assert row["tensor_columns"] <= MAX_TENSOR_COLUMNS, label
         assert row["instructions"] > 20, f"{label}: nothing but a trap"
-        if row["kernel"] in ("_linear_kernel", "_up_kernel", "_down_kernel", "_router_kernel"):
+        if row["kernel"] in ("_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"):
             assert MATRIX.search(" ".join(row["mix"])), f"{label}: no matrix instruction"
         if capability == 90 and HOT.search(row["case"]):
             assert row["reloads"] == 0, f"{label}: {row['reloads']} reloads from local memory"
