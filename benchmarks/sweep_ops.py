@@ -33,18 +33,16 @@ LINEARS = {
 }
 # (BM, BN, warps, stages, form, unroll); form 3 writes the weights out as bf16 first
 SMALL = {
-    1: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 3, 0, 2),
-        (8, 64, 2, 5, 0, 2)],
-    8: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 5, 0, 2)],
+    1: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 5, 0, 2)],
+    8: [(8, 64, 2, 9, 0, 1)],
     32: [(32, 64, 4, 3, 1), (32, 128, 4, 4, 1)],
-}  # fmt: skip
-WIDE = [(128, 128, 8, 4, 3), (128, 256, 8, 3, 3), (256, 128, 8, 3, 3), (128, 256, 8, 4, 3)]
+}
+WIDE = [(128, 128, 8, 4, 3), (128, 256, 8, 3, 3), (256, 128, 8, 3, 3)]
 EXPERTS = {
-    1: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 3, 0, 2),
-        (8, 64, 2, 5, 0, 2)],
-    8: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 3, 0, 2)],
+    1: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 5, 0, 2)],
+    8: [(8, 64, 2, 3, 0, 1)],
     32: [(8, 64, 2, 3, 0, 1)],
-}  # fmt: skip
+}
 
 
 def jobs(phases):
@@ -55,7 +53,7 @@ def jobs(phases):
 
 def _jobs(phases, dependent):
     if "linear" in phases:
-        for name in LINEARS if "others" in phases else ("wq_b", "wo_b", "shared13"):
+        for name in LINEARS:
             for tokens, configs in SMALL.items():
                 for config in configs:
                     for wide in (512, 1024) if name != "wq_b" and tokens <= 8 else (512,):
@@ -152,26 +150,21 @@ def check(out):
     print(f"{sum(line['ok'] for line in out)} of {len(out)} checks passed", flush=True)
 
 
-def time_others(out):
+def time_all(out):
+    """`dsv4 bench ops` for Flash, with its record."""
     _cache.clear()
     torch.cuda.empty_cache()
-    ceilings = bench.measure_ceilings()
-    print(ceilings)
-    for only in ("router", "embed", "wo_a", "head"):
-        for work in bench.all_work(FLASH, (1, 32, 8192), only):
-            try:
-                result = bench.measure(work, ceilings)
-            except Exception as error:
-                print("FAILED", work.op, work.tokens, repr(error)[:300])
-                continue
-            out.append({"op": work.op, "tokens": work.tokens, "us": result.median_us})
-            print(work.op, work.tokens, result.median_us, result.floor_us, flush=True)
+    rows = []
+    for row in bench.bench_ops(["flash"], bench.DEFAULT_TOKENS):
+        rows.append(row)
+        print(row, flush=True)
+        bench.write_record(Path(out) / "record.jsonl", rows)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--phase", default="check,linear,prefill,experts,others")
+    parser.add_argument("--phase", default="check,linear,prefill,experts,bench")
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     phases = args.phase.split(",")
@@ -203,8 +196,15 @@ def main():
         line = {"op": job[1], "tokens": job[2], "config": job[3], "wide": job[4], "pdl": job[5]}
         lines.append({**line, "us": round(median, 2), "spread": round(spread, 2)})
         print(*job[1:], round(median, 2), round(spread, 2), flush=True)
-    if "others" in phases:
-        time_others(lines)
+    dev.WIDE_PROGRAMS = 512
+    if "bench" in phases:
+        keep = {True: 0.0, False: 0.0}
+        for line in lines:
+            if line.get("tokens") == 1:
+                keep[line["pdl"]] += line["us"]
+        dev.DEPENDENT_LAUNCH = keep[True] <= keep[False]
+        print("dependent launch", keep, flush=True)
+        time_all(args.out)
     text = "\n".join(json.dumps(line) for line in lines)
     (Path(args.out) / "sweep.jsonl").write_text(text + "\n", encoding="utf-8")
     print(f"done after {time.time() - begin:.0f} s")

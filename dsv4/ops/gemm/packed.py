@@ -212,7 +212,8 @@ def _tile(value: Tensor, width: int) -> Tensor:
 
 def _halve(tiles: Tensor) -> Tensor:
     """`[..., 64, 32] -> [..., 2, 64, 16]`: the halves of a tile one after the other."""
-    return tiles.unflatten(-1, (2, -1)).transpose(-3, -2).contiguous()
+    halves = tiles.reshape(*tiles.shape[:-1], 2, tiles.shape[-1] // 2)
+    return halves.transpose(-3, -2).contiguous()
 
 
 def _join_codes(tiles: Tensor) -> Tensor:
