@@ -190,15 +190,15 @@ class Config:
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
     """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
     rows = num_tokens * chosen / num_experts
-    if num_tokens == 1 or rows <= 2:
-        return Config(8, 64, 2, 5)
-    if rows <= 8:
-        return Config(16, 64, 2, 4)
-    if rows <= 24:
-        return Config(32, 64, 4, 4)
-    if rows <= 64:
-        return Config(64, 128, 4, 3)
-    return Config(128, 128, 8, 3)
+    if num_tokens == 1:
+        return Config(8, 64, 2, 9)
+    if rows <= 4:
+        return Config(8, 64, 2, 3)
+    if rows <= 10:
+        return Config(16, 64, 2, 3)
+    if rows <= 28:
+        return Config(32, 128, 4, 3, 1)
+    return Config(64, 128, 4, 3, 1)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:

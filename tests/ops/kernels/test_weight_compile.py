@@ -85,8 +85,8 @@ def launches() -> Any:
     yield "linear prefill", lambda: linear_triton.run(wide, [matrix], [wide.dtype])
     x = torch.zeros(1, 1024, dtype=torch.bfloat16)
     yield "linear bf16", lambda: linear_triton.run(x, [dense, matrix, matrix], [torch.float32] * 3)
-    w13 = random_tiled(256, 256, generator, count=2, paired=True)
-    w2 = random_tiled(256, 128, generator, count=2)
+    w13 = random_tiled(512, 256, generator, count=2, paired=True)
+    w2 = random_tiled(256, 256, generator, count=2)
     for rows, case in ((1, "decode"), (2048, "prefill")):
         x = torch.zeros(rows, 256, dtype=torch.bfloat16)
         ids = torch.zeros(rows, 2, dtype=torch.int64)
