@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from dsv4.config import ModelConfig
-from dsv4.runner.load import BUILTIN_MODELS
 from dsv4.testing import random_weights, small_config, write_checkpoint
+from dsv4.util.models import BUILTIN_MODELS
 
 
 def fast_config() -> ModelConfig:

@@ -7,10 +7,14 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from dsv4.cli import chat, check, convert, generate, inspect, plan, score
+from dsv4.cli.chat import register as add_chat
+from dsv4.cli.check import register as add_check
+from dsv4.cli.convert import register as add_convert
+from dsv4.cli.generate import register as add_generate
+from dsv4.cli.inspect import register as add_inspect
+from dsv4.cli.plan import register as add_plan
+from dsv4.cli.score import register as add_score
 from dsv4.errors import Dsv4Error
-
-COMMANDS = (generate, chat, score, inspect, check, plan, convert)
 
 app = typer.Typer(
     name="dsv4",
@@ -20,8 +24,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in COMMANDS:
-    command.register(app)
+for add in (
+    add_generate,
+    add_chat,
+    add_score,
+    add_inspect,
+    add_check,
+    add_plan,
+    add_convert,
+):
+    add(app)
 
 
 @app.callback()

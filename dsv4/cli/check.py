@@ -10,7 +10,7 @@ from rich.table import Table
 
 from dsv4.cli.options import loading
 from dsv4.tools.check import Report, check_checkpoint
-from dsv4.tools.inspect import checkpoint_folder
+from dsv4.util.models import model_folder
 
 _COLORS = {"pass": "green", "fail": "red", "not decided": "yellow"}
 _LISTED = 50
@@ -29,7 +29,7 @@ def check(
 
     Example: dsv4 check ./DeepSeek-V4-Flash --values
     """
-    folder = checkpoint_folder(model)
+    folder = model_folder(model)
     if values:
         with loading(Console(stderr=True)) as progress:
             report = check_checkpoint(folder, values=True, progress=progress)

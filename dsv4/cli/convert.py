@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4.cli.options import loading
-from dsv4.tools.inspect import checkpoint_folder
+from dsv4.cli.plan import size_text
+from dsv4.util.models import model_folder
 
 if TYPE_CHECKING:
     from dsv4.tools.convert import Conversion
@@ -39,7 +40,7 @@ def convert(
 
     with loading(Console(stderr=True)) as progress:
         result = tool.convert(
-            checkpoint_folder(source),
+            model_folder(source),
             destination,
             cast(Any, to),
             scales=cast(Any, scales),
@@ -76,6 +77,6 @@ def _print(result: "Conversion", destination: Path, console: Console) -> None:
     if result.dropped:
         console.print(f"{result.dropped:,} draft tensors were left out: the layout has none")
     console.print(
-        f"{escape(str(destination))}: {result.num_shards} files, {result.nbytes / 1e9:.2f} GB"
+        f"{escape(str(destination))}: {result.num_shards} files, {size_text(result.nbytes)}"
         + (f", {result.resumed} from an earlier run" if result.resumed else "")
     )

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.tools.inspect import Summary, checkpoint_folder, inspect_checkpoint
+from dsv4.cli.plan import size_text
+from dsv4.tools.inspect import Summary, inspect_checkpoint
+from dsv4.util.models import model_folder
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +25,7 @@ def inspect(
 
     Example: dsv4 inspect ./DeepSeek-V4-Flash --json
     """
-    summary = inspect_checkpoint(checkpoint_folder(model))
+    summary = inspect_checkpoint(model_folder(model))
     if as_json:
         sys.stdout.write(json.dumps(summary.to_json(), indent=2) + "\n")
         return
@@ -34,17 +36,17 @@ def _print(summary: Summary, console: Console) -> None:
     console.print(f"[bold]{escape(summary.title)}[/] ({summary.layout}), {summary.names} names")
     console.print(
         f"{summary.num_tensors:,} tensors in {summary.num_files} files, "
-        f"{summary.nbytes / 1e9:.2f} GB, {summary.num_parameters / 1e9:.2f} B parameters"
+        f"{size_text(summary.nbytes)}, {summary.num_parameters / 1e6:,.2f} M parameters"
     )
     for line in summary.kinds:
         console.print(f"  {line}")
-    table = Table("group", "formats", "tensors", "GB", "share", "example")
+    table = Table("group", "formats", "tensors", "size", "share", "example")
     for group in summary.groups:
         table.add_row(
             group.name,
             ", ".join(group.formats),
             f"{group.num_tensors:,}",
-            f"{group.nbytes / 1e9:.3f}",
+            size_text(group.nbytes),
             f"{100 * group.nbytes / max(summary.nbytes, 1):.1f} %",
             escape(group.example),
         )
@@ -55,7 +57,7 @@ def _print(summary: Summary, console: Console) -> None:
     else:
         console.print(
             f"draft: {draft.kind}, {draft.num_blocks} block(s), {draft.num_tensors:,} tensors, "
-            f"{draft.nbytes / 1e9:.2f} GB, experts stored as {draft.expert_dtype}"
+            f"{size_text(draft.nbytes)}, experts stored as {draft.expert_dtype}"
         )
     for reason, count in summary.ignored.items():
         console.print(f"ignored: {count:,} x {escape(reason)}")

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.tools.inspect import checkpoint_folder
 from dsv4.tools.plan import CONTEXTS, Machine, Plan, make_plan, subject_of
+from dsv4.util.models import model_folder
 
 SHAPES = ("flash", "pro")
 _BAR = 30
@@ -38,7 +38,7 @@ def plan(
 
     Example: dsv4 plan pro --gpus 8 --memory 192 --weights nvfp4
     """
-    folder = None if model in SHAPES else checkpoint_folder(model)
+    folder = None if model in SHAPES else model_folder(model)
     result = make_plan(
         subject_of(model, weights, folder),
         Machine(gpus, int(memory * 1e9)),
@@ -55,7 +55,7 @@ def plan(
         raise typer.Exit(1)
 
 
-def _gb(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     """At least three digits, whatever the size."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= size:
@@ -67,7 +67,8 @@ def _print(result: Plan, console: Console) -> None:
     machine = result.machine
     console.print(
         f"[bold]{escape(result.model)}[/], {result.weights} weights: "
-        f"{_gb(result.checkpoint_bytes)} on disk, {_gb(result.backbone_bytes)} without the draft; "
+        f"{size_text(result.checkpoint_bytes)} on disk, "
+        f"{size_text(result.backbone_bytes)} without the draft; "
         f"{machine.num_gpus} x {machine.gpu_bytes / 1e9:g} GB"
     )
     table = Table("per GPU", "bytes", "", title_justify="left")
@@ -75,7 +76,7 @@ def _print(result: Plan, console: Console) -> None:
 
     def row(name: str, nbytes: int) -> None:
         filled = round(_BAR * max(nbytes, 0) / machine.gpu_bytes)
-        table.add_row(name, _gb(nbytes), "█" * min(filled, _BAR))
+        table.add_row(name, size_text(nbytes), "█" * min(filled, _BAR))
 
     for group, nbytes in sorted(result.weight_bytes.items(), key=lambda item: -item[1]):
         row(f"weights: {group}", nbytes)
@@ -87,7 +88,7 @@ def _print(result: Plan, console: Console) -> None:
         f"state with kv {result.kv_format}, index {result.index_format}: "
         + ", ".join(f"{size:,.2f} B/token {kind}" for kind, size in result.token_bytes.items())
         + "; per sequence "
-        + ", ".join(f"{_gb(size)} {name}" for name, size in result.fixed_bytes.items())
+        + ", ".join(f"{size_text(size)} {name}" for name, size in result.fixed_bytes.items())
     )
     fits = Table("context", "one sequence", "sequences that fit")
     for column in fits.columns:
@@ -95,7 +96,7 @@ def _print(result: Plan, console: Console) -> None:
     for fit in result.fits:
         color = "green" if fit.sequences else "red"
         count = f"[{color}]{fit.sequences:,}[/]"
-        fits.add_row(f"{fit.context:,}", _gb(fit.sequence_bytes), count)
+        fits.add_row(f"{fit.context:,}", size_text(fit.sequence_bytes), count)
     console.print(fits)
     for line in result.advice:
         console.print(f"[yellow]to make it fit:[/] {escape(line)}")

@@ -10,15 +10,14 @@ import torch
 
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
 from dsv4.runner.settings import Settings, available_memory, resolve
+from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
 
-BUILTIN_MODELS = Path(__file__).parent.parent / "models"
 STATE_SHARE = 0.25  # of free memory, for the state of sequences
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -29,24 +28,6 @@ class Loaded:
     model: Transformer
     settings: Settings
     folder: Path
-
-
-def model_folder(name: str) -> Path:
-    """The folder a user means: a path, or a model that comes with the package."""
-    embedded = BUILTIN_MODELS / name
-    if name.isidentifier() and embedded.is_dir():
-        return embedded
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{name!r} is neither a folder nor an embedded model; expected a folder with "
-            f"config.json and safetensors files, or one of: {', '.join(_embedded())}"
-        )
-    return folder
-
-
-def _embedded() -> list[str]:
-    return sorted(path.name for path in BUILTIN_MODELS.iterdir() if path.is_dir())
 
 
 def load_model(name: str, choices: EngineConfig, progress: Progress | None = None) -> Loaded:

@@ -7,29 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import dsv4
 from dsv4.checkpoint import LAYOUTS
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.manifest import Manifest, build_manifest
 from dsv4.config import ModelConfig
-from dsv4.errors import CheckpointError
 
-BUILTIN_MODELS = Path(dsv4.__file__).parent / "models"
 _TITLES = {"swa": "window only", "csa": "ratio 4", "hca": "ratio 128"}
-
-
-def checkpoint_folder(name: str) -> Path:
-    """The folder a user means: a path, or a model that comes with the package."""
-    embedded = BUILTIN_MODELS / name
-    if name.isidentifier() and embedded.is_dir() and not Path(name).is_dir():
-        return embedded
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{name!r} is not a folder; expected one with config.json and safetensors files, or "
-            "'tiny'"
-        )
-    return folder
 
 
 @dataclass

@@ -9,7 +9,8 @@ import pytest
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.tools.inspect import checkpoint_folder, inspect_checkpoint
+from dsv4.tools.inspect import inspect_checkpoint
+from dsv4.util.models import model_folder
 from tests.checkpoint import tiny, writers
 
 
@@ -48,9 +49,9 @@ def test_a_broken_checkpoint_is_described_not_raised(tmp_path) -> None:
 
 
 def test_folders() -> None:
-    assert (checkpoint_folder("tiny") / "config.json").is_file()
-    with pytest.raises(CheckpointError, match="not a folder"):
-        checkpoint_folder("no/such/folder")
+    assert (model_folder("tiny") / "config.json").is_file()
+    with pytest.raises(CheckpointError, match="neither a folder"):
+        model_folder("no/such/folder")
 
 
 def test_no_config(tmp_path) -> None:

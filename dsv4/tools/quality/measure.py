@@ -22,8 +22,8 @@ from dsv4.chat import Prompt, encode_prompt
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
-from dsv4.runner.load import model_folder
 from dsv4.tools.quality.text import retrieval_prompt, story
+from dsv4.util.models import model_folder
 
 SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "identity")
 RETRIEVAL_LENGTHS = (2000, 8000, 16000)

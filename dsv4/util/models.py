@@ -1,0 +1,22 @@
+"""Which folder a user means by a model's name."""
+
+from pathlib import Path
+
+from dsv4.errors import CheckpointError
+
+BUILTIN_MODELS = Path(__file__).parent.parent / "models"
+
+
+def model_folder(name: str) -> Path:
+    """A model that comes with the package, or else a path; `./tiny` is always a path."""
+    embedded = BUILTIN_MODELS / name
+    if name.isidentifier() and embedded.is_dir():
+        return embedded
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        names = ", ".join(sorted(path.name for path in BUILTIN_MODELS.iterdir() if path.is_dir()))
+        raise CheckpointError(
+            f"{name!r} is neither a folder nor an embedded model; expected a folder with "
+            f"config.json and safetensors files, or one of: {names}"
+        )
+    return folder
