@@ -303,7 +303,7 @@ def state_work(shape: Shape, only: str) -> Iterator[Work]:
     for op, label, tokens, build, num_bytes, flops in plans(shape):
         if only not in label:
             continue
-        copies = max(2, min(8, int(ROTATED_BYTES // max(num_bytes, 1)) + 1))
+        copies = max(2, min(48, int(ROTATED_BYTES // max(num_bytes, 1)) + 1))
         sets = [build() for _ in range(copies)]
         kernel = OPS[op].kernels[0]
         reason = kernel.supports(sets[0])

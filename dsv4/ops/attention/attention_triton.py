@@ -255,13 +255,20 @@ class Config:
     num_stages: int
 
 
-def choose_config(num_tokens: int, num_heads: int, num_segments: int, narrow: bool) -> Config:
+def has_tensor_memory() -> bool:
+    """sm_100: sums of 64 heads do not fit its tensor memory; 16 heads stay in registers."""
+    return not interpreting() and triton.runtime.driver.active.get_current_target().arch >= 100
+
+
+def choose_config(
+    num_tokens: int, num_heads: int, num_segments: int, narrow: bool, few_heads: bool = False
+) -> Config:
     """None of this changes a bit of the result."""
     blocks = num_tokens * triton.cdiv(num_heads, 64)
     split = num_segments > 1 and blocks <= FEW
     if not narrow:
         return Config(16, split, 4, 1)
-    if num_heads <= 16 or blocks * (num_segments if split else 1) <= 32:
+    if few_heads or num_heads <= 16 or blocks * (num_segments if split else 1) <= 32:
         return Config(16, split, 8, 2)
     return Config(64, split, 8, 2)
 
@@ -310,7 +317,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
     num_segments = triton.cdiv(num_tiles, SEGMENT)
     narrow = q.dtype == torch.bfloat16 and pool_format(pool) != FP32
-    config = config or choose_config(tokens, heads, num_segments, narrow)
+    config = config or choose_config(tokens, heads, num_segments, narrow, has_tensor_memory())
     out = torch.empty_like(q)
     blocks = triton.cdiv(heads, config.heads)
     items = tokens * blocks * (num_segments if config.split else 1)

@@ -58,7 +58,7 @@ def _update_kernel(
     row64 = token.to(tl.int64)
     start_dependents(ASM)
     total = tl.zeros((BM, RPAD), tl.float32)
-    for chunk in tl.range(part * COUNT, (part + 1) * COUNT):
+    for chunk in tl.range(part * COUNT, (part + 1) * COUNT, num_stages=2):
         channel = chunk * BD + tl.arange(0, BD)
         inside = channel < D
         mask = live[:, None] & inside[None, :]
