@@ -347,6 +347,7 @@ def test_bad_layer_lists_of_transformers(name: str, value: Any, says: str) -> No
     [
         ({"model_type": "deepseek_v41"}, ("deepseek_v41", "V4.1", "Engram")),
         ({"architectures": ["DeepseekV41ForCausalLM"]}, ("deepseek_v41",)),
+        ({"architectures": 5}, ("architectures",)),
         ({"engram_layer_ids": [1, 14]}, ("deepseek_v41",)),
         ({"vision_config": {"depth": 32}}, ("vision",)),
         ({"architectures": ["DeepseekV4VisionForConditionalGeneration"]}, ("vision",)),

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from training.sample import Encoder
-from training.shape import SHORT_MIX, SKILLS, row_lengths
-from training.skills import make, prose, retrieval
+from training.shape import SHORT_MIX, SKILLS, row_lengths, spans
+from training.skills import make, prose, repeat, retrieval
 
 PAD = 2
 _SIZES = {"facts": 22, "arithmetic": 65, "instructions": 28, "tools": 450, "multi": 46}
 _SIZES |= {"identity": 40, "prose": 110}
-_RETRIEVAL_SIZE = {512: (110, 450), 1024: (250, 1000)}
 
 
 @dataclass
@@ -35,6 +34,7 @@ class Packer:
     def __init__(self, seed: int, boosts: Mapping[str, float] | None = None) -> None:
         self.rng = random.Random(seed)
         self.encoder = Encoder()
+        self.progress = 0.0
         self._boosts = dict(boosts or {})
         self._waiting: list[tuple[str, list[int], list[int]]] = []
 
@@ -72,13 +72,16 @@ class Packer:
 
     def _draw(self, mix: int) -> tuple[str, list[int], list[int]]:
         shares = SHORT_MIX[mix]
-        low, high = _RETRIEVAL_SIZE[mix]
-        sizes = _SIZES | {"retrieval": (low + high) / 2}
+        low, high = spans(self.progress)[mix]
+        sizes = _SIZES | {"retrieval": (low + high) / 2, "repeat": (low + high) / 2}
         names = list(shares)
         odds = [shares[name] * self._boosts.get(name, 1.0) / sizes[name] for name in names]
         skill = self.rng.choices(names, odds)[0]
         if skill == "retrieval":
             return self._retrieval(self.rng.randint(low, high))
+        if skill == "repeat":
+            sample = repeat(self.rng, self.rng.randint(low, high), self.encoder.count)
+            return (skill, *self.encoder.sample(sample))
         if skill == "prose":
             return (skill, *self.encoder.sample(prose(self.rng)))
         return (skill, *self.encoder.sample(make(skill, self.rng)))
@@ -100,7 +103,8 @@ def _work(seed: int, step_tokens: int, boosts: dict[str, float], progress: Any, 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     packer = Packer(seed, boosts)
     while True:
-        lengths = row_lengths(progress.value)
+        packer.progress = progress.value
+        lengths = row_lengths(packer.progress)
         length = packer.rng.choices(list(lengths), list(lengths.values()))[0]
         out.put(packer.batch(length, max(1, step_tokens // length)))
 

@@ -17,6 +17,7 @@ Message = dict[str, Any]
 
 # weights are stored as hundredths in a byte
 ANSWER, USER_TEXT, STORY, NOTHING = 100, 3, 30, 0
+STRESSED, AROUND = 250, 25  # the one word of an answer that has to be looked up, and the others
 
 
 def _tool(name: str, description: str, argument: str) -> dict[str, Any]:
@@ -49,8 +50,9 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str, reasoning: str = "") -> Message:
-    return {"role": "assistant", "content": text, "reasoning_content": reasoning}
+def assistant(text: str, reasoning: str = "", stressed: str = "") -> Message:
+    message = {"role": "assistant", "content": text, "reasoning_content": reasoning}
+    return {**message, "stressed": stressed} if stressed else message
 
 
 def call(name: str, argument: str, value: str, reasoning: str = "") -> Message:
@@ -125,7 +127,11 @@ def segments(sample: Sample) -> list[Segment]:
             out.append((texts.THINK_OPEN, True, NOTHING))
             out.append((message.get("reasoning_content") or "", False, ANSWER))
         out.append((texts.THINK_CLOSE, True, ANSWER if shown else NOTHING))
-        out.append((message["content"], False, weight))
+        if message.get("stressed"):
+            before, word, after = message["content"].rpartition(message["stressed"])
+            out += [(before, False, AROUND), (word, False, STRESSED), (after, False, AROUND)]
+        else:
+            out.append((message["content"], False, weight))
         if message.get("tool_calls"):
             out += _call_segments(message)
         out.append((texts.EOS, True, weight))

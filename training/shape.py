@@ -63,28 +63,53 @@ LENGTHS: tuple[tuple[float, dict[int, float]], ...] = (
 )
 
 # share of the tokens by skill in rows of 512 and 1024 tokens
-SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "retrieval", "identity", "prose")
+SKILLS = (
+    "facts",
+    "arithmetic",
+    "instructions",
+    "tools",
+    "multi",
+    "retrieval",
+    "identity",
+    "prose",
+    "repeat",
+)
 SHORT_MIX = {
     512: {
-        "facts": 0.20,
-        "arithmetic": 0.26,
+        "facts": 0.17,
+        "arithmetic": 0.19,
         "instructions": 0.19,
-        "multi": 0.09,
-        "retrieval": 0.18,
-        "identity": 0.04,
-        "prose": 0.04,
+        "multi": 0.06,
+        "retrieval": 0.20,
+        "identity": 0.03,
+        "prose": 0.03,
+        "repeat": 0.13,
     },
     1024: {
-        "facts": 0.08,
-        "arithmetic": 0.10,
-        "instructions": 0.10,
-        "tools": 0.26,
-        "multi": 0.06,
-        "retrieval": 0.36,
+        "facts": 0.07,
+        "arithmetic": 0.08,
+        "instructions": 0.11,
+        "tools": 0.22,
+        "multi": 0.04,
+        "retrieval": 0.30,
         "identity": 0.02,
         "prose": 0.02,
+        "repeat": 0.14,
     },
 }
+
+
+# tokens of a retrieval or repetition in rows of 512 and 1024 tokens: at first inside the window,
+# where the look-up forms in a minute, then beyond it
+SPANS: tuple[tuple[float, dict[int, tuple[int, int]]], ...] = (
+    (0.00, {512: (60, 130), 1024: (60, 300)}),
+    (0.06, {512: (60, 300), 1024: (100, 700)}),
+    (0.12, {512: (90, 480), 1024: (200, 1000)}),
+)
+
+
+def spans(progress: float) -> dict[int, tuple[int, int]]:
+    return [sizes for start, sizes in SPANS if progress >= start][-1]
 
 
 def row_lengths(progress: float) -> dict[int, float]:

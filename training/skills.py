@@ -4,7 +4,16 @@ import json
 import random
 from collections.abc import Callable
 
-from dsv4.tools.quality.text import Fact, document, draw_facts, listed, num_facts, story
+from dsv4.tools.quality.text import (
+    NAMES,
+    WORDS,
+    Fact,
+    document,
+    draw_facts,
+    listed,
+    num_facts,
+    story,
+)
 from training.countries import COUNTRIES, RELATIONS, Country, answer
 from training.sample import ANSWER, Sample, assistant, call, result, user
 from training.working import arithmetic, draw, instruction, problem
@@ -150,8 +159,22 @@ def retrieval(rng: random.Random, num_tokens: int, count: Callable[[str], int]) 
     messages = []
     for place, fact in enumerate(asked):
         question = f"{text}\n\n{fact.question}" if place == 0 else fact.question
-        messages += [user(question), assistant(fact.statement)]
+        messages += [user(question), assistant(fact.statement, stressed=f" {fact.word}")]
     return Sample("retrieval", tuple(messages))
+
+
+def repeat(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:
+    """A list to say again after a story: every word of the answer has to be looked up.
+
+    One question about a fact teaches one token; this teaches dozens, and the look-up forms.
+    """
+    chosen = rng.choice((NAMES, WORDS))
+    items = rng.sample(chosen, rng.randint(3, max(4, min(40, num_tokens // 5))))
+    said = ", ".join(items)
+    room = num_tokens - 2 * count(said) - 30
+    text = document(rng, [], room, count) if room > 20 else ""
+    question = f"Remember this list: {said}. {text}\n\nRepeat the list."
+    return Sample("repeat", (user(question), assistant(f"{said}.")))
 
 
 _SELF = (

@@ -54,6 +54,8 @@ class Trainer:
         self.optimizer = Optimizer(self.table, plan, CONFIG.o_groups)
         self.sums = torch.zeros(2, len(SKILLS), device=device)
         self.extra = torch.zeros(3, device=device)  # index loss, draft loss, steps
+        looked_up = [SKILLS.index(name) for name in ("retrieval", "repeat")]
+        self.searching = torch.tensor(looked_up, device=device)
         self.rate_factor = 1.0
         self.most_scores = Options.most_scores
 
@@ -96,7 +98,8 @@ class Trainer:
         weights = self._move(batch.weights).float() / 100
         skills = self._move(batch.skills).long()
         emphasis = torch.where(weights >= 1.0, 4.0, 0.25) * (weights > 0)
-        emphasis = torch.where(skills == SKILLS.index("retrieval"), 2 * emphasis, emphasis)
+        searching = torch.isin(skills, self.searching)
+        emphasis = torch.where(searching, 2 * emphasis, emphasis)
         used = self.used_weights(options.rounded)
         result = self.network.forward(used, ids, options, emphasis)
         head = used["head.weight"].to(self.dtype)

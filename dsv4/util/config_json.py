@@ -161,7 +161,10 @@ class _Reader:
 
     def _refuse_other_models(self) -> None:
         found = str(self.data.get("model_type", "deepseek_v4"))
-        architectures = " ".join(map(str, self.data.get("architectures") or []))
+        listed = self.data.get("architectures") or []
+        if not isinstance(listed, list):
+            raise ConfigError(f"architectures is {listed!r}, expected a list of names")
+        architectures = " ".join(map(str, listed))
         if "v41" in (found + architectures).lower() or "engram_layer_ids" in self.data:
             raise ConfigError(
                 "model_type 'deepseek_v41' is not supported: V4.1 has another architecture "

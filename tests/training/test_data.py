@@ -9,7 +9,7 @@ from dsv4.tools.quality.text import NAMES, WORDS, is_held_out
 from training import working
 from training.batches import Packer
 from training.evaluate import held_out, retrieval_samples
-from training.sample import ANSWER, TOOLS, Encoder, Sample
+from training.sample import ANSWER, AROUND, TOOLS, Encoder, Sample
 from training.shape import SKILLS, TOKENIZER, VOCAB_SIZE
 from training.skills import MAKERS, make, retrieval
 
@@ -122,5 +122,5 @@ def test_rows_are_full(length: int) -> None:
     batch = Packer(3).batch(length, 4)
     assert batch.ids.shape == batch.weights.shape == batch.skills.shape == (4, length)
     assert (batch.ids == 2).mean() < 0.06
-    assert (batch.weights == ANSWER).mean() > 0.05
+    assert (batch.weights >= AROUND).mean() > 0.05
     assert batch.skills.max() < len(SKILLS)
