@@ -33,22 +33,22 @@ LINEARS = {
 }
 # (BM, BN, warps, stages, form, unroll); form 3 writes the weights out as bf16 first
 SMALL = {
-    1: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 5, 0, 2)],
-    8: [(8, 64, 2, 9, 0, 1)],
-    32: [(32, 64, 4, 3, 1), (32, 128, 4, 4, 1)],
+    1: [(8, 64, 2, 4, 0, 1), (8, 64, 2, 5, 0, 1), (8, 64, 2, 6, 0, 1), (8, 64, 2, 7, 0, 1)],
+    8: [(8, 64, 2, 5, 0, 1)],
+    32: [(32, 64, 4, 3, 1), (32, 64, 4, 4, 1)],
+    128: [(64, 128, 4, 3, 1), (64, 64, 4, 3, 1), (32, 64, 4, 3, 1)],
 }
-WIDE = [(128, 128, 8, 4, 3), (128, 256, 8, 3, 3), (256, 128, 8, 3, 3)]
+WIDE = [(128, 256, 8, 3, 3), (128, 256, 8, 4, 3), (128, 128, 8, 4, 3), (64, 128, 4, 3, 1),
+        (128, 128, 8, 2, 1)]  # fmt: skip
 EXPERTS = {
-    1: [(8, 64, 2, 5, 0, 1), (8, 64, 2, 9, 0, 1), (8, 64, 2, 5, 0, 2)],
-    8: [(8, 64, 2, 3, 0, 1)],
-    32: [(8, 64, 2, 3, 0, 1)],
+    1: [(8, 64, 2, 4, 0, 1), (8, 64, 2, 5, 0, 1), (8, 64, 2, 6, 0, 1), (8, 64, 2, 7, 0, 1)],
+    128: [(8, 64, 2, 3, 0, 1), (8, 64, 2, 4, 0, 1)],
+    8192: [(64, 128, 4, 3, 1), (64, 128, 4, 2, 1), (128, 256, 8, 2), (64, 256, 8, 2, 1)],
 }
 
 
 def jobs(phases):
-    for dependent in (True, False):
-        dev.DEPENDENT_LAUNCH = dependent
-        yield from _jobs(phases, dependent)
+    yield from _jobs(phases, True)
 
 
 def _jobs(phases, dependent):
@@ -56,7 +56,7 @@ def _jobs(phases, dependent):
         for name in LINEARS:
             for tokens, configs in SMALL.items():
                 for config in configs:
-                    for wide in (512, 1024) if name != "wq_b" and tokens <= 8 else (512,):
+                    for wide in (256, 512) if name != "wq_b" and tokens <= 8 else (512,):
                         yield "linear", name, tokens, config, wide, dependent
     if "prefill" in phases:
         for name in ("wq_b", "wo_b") if dependent else ():

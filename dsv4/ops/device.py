@@ -315,15 +315,16 @@ def dot_fp8(
 
 @triton.jit
 def finish_ranges(
-    acc, partials, counters, slot, split, num_splits, BN: tl.constexpr, BM: tl.constexpr
+    acc, live, partials, counters, slot, split, num_splits, BN: tl.constexpr, BM: tl.constexpr
 ):
-    """Store this program's range; the last of an output tile's programs gets the sum and True.
+    """Store this range of the live rows; the last of a tile's programs gets the sum and True.
 
     The ranges are added in ascending order, so it does not matter which program is the last.
     """
-    offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    offsets = tl.arange(0, BN)[:, None] + (tl.arange(0, BM) * BN)[None, :]
+    rows = live[None, :] & (offsets >= 0)
     base = partials + slot.to(tl.int64) * (BN * BM)
-    tl.store(base + split * (BN * BM) + offsets, acc)
+    tl.store(base + split * (BN * BM) + offsets, acc, mask=rows)
     tl.debug_barrier()  # every thread's part is written before the count goes up
     arrived = tl.atomic_add(counters + slot, 1, sem="acq_rel")
     is_last = arrived == num_splits - 1
@@ -333,9 +334,9 @@ def finish_ranges(
     if is_last:
         for group in tl.range(0, num_splits, UNROLL):
             for index in tl.static_range(UNROLL):
-                live = (offsets >= 0) & (group + index < num_splits)
+                present = rows & (group + index < num_splits)
                 part_ptrs = base + (group + index) * (BN * BM) + offsets
-                total += tl.load(part_ptrs, mask=live, other=0.0, cache_modifier=".cg")
+                total += tl.load(part_ptrs, mask=present, other=0.0, cache_modifier=".cg")
         tl.store(counters + slot, 0)
     return total, is_last
 

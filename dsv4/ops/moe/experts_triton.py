@@ -152,7 +152,7 @@ def _down_kernel(
     if DIRECT:  # one token: a tile is one row, and its index is the place
         slot = n_tile * places
         total, is_last = finish_ranges(
-            acc, partials, counters, slot, tl.program_id(1), places, BN, BM
+            acc, live, partials, counters, slot, tl.program_id(1), places, BN, BM
         )
         mask = (column < tl.where(is_last, size, 0))[:, None] & (tl.arange(0, BM) == 0)[None, :]
         out = y + column[:, None] + (tl.arange(0, BM) * size)[None, :]
@@ -191,7 +191,7 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
     """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if num_tokens == 1:
-        return Config(8, 64, 2, 9)
+        return Config(8, 64, 2, 5)
     if rows <= 4:
         return Config(8, 64, 2, 3)
     if rows <= 10:
