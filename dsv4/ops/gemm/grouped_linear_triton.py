@@ -4,18 +4,18 @@
 import torch
 
 from dsv4.ops.gemm import linear_triton
-from dsv4.ops.gemm.linear_triton import BF16, NVFP4, choose_config
+from dsv4.ops.gemm.linear_triton import choose_config
 
 __all__ = ["choose_config", "run", "supports"]
-_WIDEST = max(choose_config(rows, fmt).bn for rows in (1, 8192) for fmt in (NVFP4, BF16))
+GROUP_MULTIPLE = 128
 
 
 def supports(x, weight) -> str | None:
     if not x.is_contiguous():
         return "x is not contiguous"
     rank = weight.shape[0] // x.shape[1]
-    if x.shape[1] > 1 and rank % _WIDEST:
-        return f"groups of {rank} rows, kernels need multiples of {_WIDEST}"
+    if x.shape[1] > 1 and rank % GROUP_MULTIPLE:
+        return f"groups of {rank} rows, kernels need multiples of {GROUP_MULTIPLE}"
     return linear_triton.supports(x.flatten(1), [weight], [x.dtype])
 
 

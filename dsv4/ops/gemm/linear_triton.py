@@ -6,7 +6,7 @@ last one to finish adds the ranges; with many rows one program walks all ranges.
 bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -272,6 +272,8 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
         )
     )
     config = config or choose_config(num_rows, fmt)
+    if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
+        config = replace(config, bn=128)  # a program's rows lie in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
     cuts = [num_ranges(*w.shape) for w in weights]
