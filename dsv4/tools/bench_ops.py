@@ -349,7 +349,7 @@ def run_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": metadata.version("triton"),
         "python": platform.python_version(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(part).name if "/" in part else part for part in sys.argv),
     }
 
 

@@ -33,7 +33,7 @@ from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
-EXPAND_ROWS = 1024  # from here on NVFP4 weights are written out as bf16 first
+EXPAND_ROWS, EXPAND_COLUMNS = 1024, 2048  # from here on NVFP4 weights become bf16 first
 
 
 @triton.jit
@@ -240,7 +240,8 @@ def run(x, weights, out_dtypes):
     order = sorted(range(len(weights)), key=lambda i: launch_key(weights[i]))
     for _, same in groupby(order, key=lambda i: launch_key(weights[i])):
         indices = list(same)
-        most = MAX_MATRICES if x.shape[0] < EXPAND_ROWS else 1  # one workspace to expand into
+        # there is one workspace to expand into
+        most = 1 if _expands(x.shape[0], x.shape[1], None) else MAX_MATRICES
         for start in range(0, len(indices), most):
             chosen = indices[start : start + most]
             launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
@@ -260,17 +261,9 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
     weight rows reads its own k columns."""
     fmt, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
-    expand = fmt == NVFP4 and (
-        num_rows >= EXPAND_ROWS if config is None else config.form == EXPANDED
-    )
-    data, fmt = (
-        ([_expand(w) for w in weights], EXPANDED)
-        if expand
-        else (
-            [_data(w) for w in weights],
-            fmt,
-        )
-    )
+    data = [_data(w) for w in weights]
+    if fmt == NVFP4 and _expands(num_rows, columns, config):
+        fmt, data = EXPANDED, [_expand(w) for w in weights]
     config = config or choose_config(num_rows, fmt)
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows lie in one group
@@ -326,6 +319,12 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
         ASM=not interpreting(),
         **launch_options(config.num_warps),
     )
+
+
+def _expands(num_rows: int, columns: int, config: Config | None) -> bool:
+    if config is not None:
+        return config.form == EXPANDED
+    return num_rows >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
 
 
 def _expand(weight: TiledNvfp4) -> torch.Tensor:

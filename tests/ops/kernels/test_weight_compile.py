@@ -81,8 +81,11 @@ def launches() -> Any:
     for rows, case in ((1, "decode"), (32, "decode")):
         x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
         yield f"linear {rows} {case}", lambda x=x: linear_triton.run(x, [matrix], [x.dtype])
-    wide = torch.zeros(2048, 1024, dtype=torch.bfloat16)
-    yield "linear prefill", lambda: linear_triton.run(wide, [matrix], [wide.dtype])
+    long = random_tiled(256, 2048, generator)
+    wide = torch.zeros(2048, 2048, dtype=torch.bfloat16)
+    yield "linear prefill", lambda: linear_triton.run(wide, [long], [wide.dtype])
+    short = torch.zeros(2048, 1024, dtype=torch.bfloat16)
+    yield "linear short prefill", lambda: linear_triton.run(short, [matrix], [short.dtype])
     x = torch.zeros(1, 1024, dtype=torch.bfloat16)
     yield "linear bf16", lambda: linear_triton.run(x, [dense, matrix, matrix], [torch.float32] * 3)
     w13 = random_tiled(512, 256, generator, count=2, paired=True)
