@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dsv4.cli.bench import register as add_bench
 from dsv4.cli.chat import register as add_chat
 from dsv4.cli.check import register as add_check
 from dsv4.cli.convert import register as add_convert
@@ -32,6 +33,7 @@ for add in (
     add_check,
     add_plan,
     add_convert,
+    add_bench,
 ):
     add(app)
 
