@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz clean fuzz-checkpoint
+.PHONY: help demo test kernels lint fuzz clean fuzz-checkpoint
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ test: lint ## lint, types and every test that needs no GPU
 
 fuzz: $(VENV)/.installed-dev ## throw damaged outputs at the chat parser for a minute
 	@$(BIN)/python scripts/fuzz_chat.py --seconds 60
+
+kernels: $(VENV)/.installed-dev ## compile every Triton kernel for sm_90 and sm_100 and check the result
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m compile tests/ops/kernels
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

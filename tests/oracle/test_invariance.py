@@ -19,7 +19,7 @@ from dsv4.testing import random_weights, small_config
 from tests.oracle.harness import random_schedule, run_schedule
 
 CONFIG = small_config(num_layers=4, compress_ratios=(128, 4, 0, 4), num_hash_layers=1)
-LENGTHS = (150, 131, 60, 33, 20, 5, 1)
+LENGTHS = (140, 60, 33, 20, 5, 1)
 SCHEDULES_PER_SHARD = 26
 
 # (shard, nasty weights, activations, key format, index format)

@@ -28,7 +28,7 @@ CONFIGS_PER_SHARD = int(os.environ.get("DSV4_ORACLE_CONFIGS", "32")) // SHARDS
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Small models of any shape with at least one layer of each compressed kind."""
-    num_layers = draw(st.integers(3, 5))
+    num_layers = draw(st.integers(3, 4))
     ratios = draw(st.permutations([4, 128, *draw(st.lists(st.sampled_from((0, 4, 128)),
         min_size=num_layers - 2, max_size=num_layers - 2))]))  # fmt: skip
     heads, groups = draw(st.sampled_from(((4, 2), (6, 3), (8, 4), (5, 1))))

@@ -52,9 +52,10 @@ def refusal(quantization: dict[str, Any], names: list[str]) -> Finding | None:
             f"group_size is {group}; only groups of 16 (NVFP4) and 32 (MXFP4) are read; {_INSTEAD}",
             file="config.json",
         )
+    suffixes = tuple(_SUFFIXES)
     for name in names:
-        for suffix, meaning in _SUFFIXES.items():
-            if name.endswith(suffix) and not name.startswith("mtp."):
-                message = f"belongs to {meaning}, which is not supported; {_INSTEAD}"
-                return Finding("error", "layout", message, name)
+        if name.endswith(suffixes) and not name.startswith("mtp."):
+            meaning = next(text for suffix, text in _SUFFIXES.items() if name.endswith(suffix))
+            message = f"belongs to {meaning}, which is not supported; {_INSTEAD}"
+            return Finding("error", "layout", message, name)
     return None

@@ -15,8 +15,8 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return high & _MASK, (a * b) & _MASK
 
 
-def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Four 32-bit words (in int64) for each counter, `[..., 4]`."""
+def philox(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Four 32-bit words (in int64) for each counter, `[..., 4]`; a tensor of seeds broadcasts."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -27,13 +27,14 @@ def philox(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def uniform_row(seed: int, position: int, size: int, device: torch.device) -> Tensor:
-    """`size` numbers in (0, 1), fp32, for one sampled position of one request.
+def uniform_rows(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
+    """`[rows, size]` numbers in (0, 1), fp32; a row is one sampled position of one request.
 
     Number `i` is word `i % 4` of counter `(i // 4, position, 0, 0)`; 23 bits and a half, so that
     neither 0 nor 1 can occur.
     """
-    blocks = torch.arange(-(-size // 4), device=device)
+    blocks = torch.arange(-(-size // 4), device=seeds.device).expand(seeds.shape[0], -1)
     zero = torch.zeros_like(blocks)
-    words = philox(seed, (blocks, zero + position, zero, zero)).flatten()[:size]
+    counter = (blocks, zero + positions.unsqueeze(1), zero, zero)
+    words = philox(seeds.unsqueeze(1), counter).flatten(1)[:, :size]
     return ((words >> 9).float() + 0.5) * 2.0**-23

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
-from dsv4.ops.sample.random import uniform_row
+from dsv4.ops.sample.random import uniform_rows
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ def _kept(row: Tensor, s: SampleInputs, i: int) -> Tensor:
 def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     logprobs = torch.empty_like(logits, dtype=torch.float32)
+    drawn = inputs.temperature > 0
+    uniform = uniform_rows(inputs.seeds[drawn], inputs.positions[drawn], logits.shape[1])
+    noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel, a row for each that draws
     for i, raw in enumerate(logits.float()):
         logprobs[i] = torch.log_softmax(raw, dim=0)
         row = _penalised(raw, inputs, i)
-        if float(inputs.temperature[i]) > 0:
+        if drawn[i]:
             row = row / inputs.temperature[i]
-            seed, position = int(inputs.seeds[i]), int(inputs.positions[i])
-            uniform = uniform_row(seed, position, row.shape[0], row.device)
-            gumbel = -torch.log(-torch.log(uniform))
-            row = torch.where(_kept(row, inputs, i), row + gumbel, float("-inf"))
+            row = torch.where(_kept(row, inputs, i), row + next(noise), float("-inf"))
         tokens[i] = torch.nonzero(row == row.max())[0, 0]
     return tokens, logprobs
 
