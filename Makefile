@@ -31,7 +31,7 @@ lint: $(VENV)/.installed-dev ## ruff, formatting, types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-test: lint ## lint, types and every test that needs no GPU
+test: lint ## lint, types and the tests that need no GPU (kernel compilation: make kernels)
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 fuzz: $(VENV)/.installed-dev ## throw damaged outputs at the chat parser for a minute

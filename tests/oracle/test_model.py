@@ -122,7 +122,7 @@ def test_equals_transformers(shard: int) -> None:
 
 
 def test_every_token_alone() -> None:
-    """From the first token past three blocks of 128, one token a step."""
+    """From the first token past two blocks of 128, one token a step."""
     config = small_config(index_num_heads=16, num_layers=4, compress_ratios=(0, 4, 128, 4))
     weights = random_weights(config, 7)
     ids = [random.Random(1).randrange(config.vocab_size) for _ in range(270)]

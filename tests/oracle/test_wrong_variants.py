@@ -30,8 +30,6 @@ CONFIG = small_config(index_num_heads=16)
 LENGTH = 389
 VISIBLE = 0.02  # a hundred times the tolerance
 
-Variant = Callable[[Runner], "contextmanager[None]"]
-
 
 @pytest.fixture(scope="module")
 def setting() -> tuple[dict[str, Tensor], list[int], Tensor]:
@@ -150,7 +148,7 @@ def no_query_norm(runner: Runner) -> object:
     return patch.object(query_op, "rms_norm_reference", lambda x, weight, eps: x)
 
 
-def index_queries_of_the_next_position(runner: Runner) -> object:
+def index_queries_64_positions_off(runner: Runner) -> object:
     right = query_op.INDEX.reference
 
     def wrong(q: Tensor, positions: Tensor, frequencies: Tensor, index_format: str) -> Tensor:
@@ -181,7 +179,7 @@ VARIANTS = (
     window_one_too_long,
     no_inverse_rope,
     no_query_norm,
-    index_queries_of_the_next_position,
+    index_queries_64_positions_off,
 )
 
 
