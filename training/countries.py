@@ -134,7 +134,7 @@ Nepal|Kathmandu|Asia|rupee|Nepali
 Netherlands|Amsterdam|Europe|euro|Dutch
 New Zealand|Wellington|Oceania|dollar|English
 Nicaragua|Managua|North America|cordoba|Spanish
-Niger|Niamey|Africa|franc|French
+Niger|Niamey|Africa|franc|Hausa
 Nigeria|Abuja|Africa|naira|English
 North Korea|Pyongyang|Asia|won|Korean
 North Macedonia|Skopje|Europe|denar|Macedonian
@@ -169,7 +169,7 @@ South Africa|Pretoria|Africa|rand|Zulu
 South Korea|Seoul|Asia|won|Korean
 South Sudan|Juba|Africa|pound|English
 Spain|Madrid|Europe|euro|Spanish
-Sri Lanka|Colombo|Asia|rupee|Sinhala
+Sri Lanka|Kotte|Asia|rupee|Sinhala
 Sudan|Khartoum|Africa|pound|Arabic
 Suriname|Paramaribo|South America|dollar|Dutch
 Sweden|Stockholm|Europe|krona|Swedish
