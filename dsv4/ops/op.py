@@ -9,7 +9,8 @@ raises. `DSV4_OPS` (or `EngineConfig.ops`) forces ops to their reference for bis
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +65,13 @@ class Op:
     _warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, device: torch.device, **arguments: Any) -> Any:
-        """Run on `device` what the policy says; the public function has checked the arguments."""
+        """The public function has checked the arguments; `observe` may look on."""
+        if _policy.observer is None:
+            return self.run(device, arguments)
+        return _policy.observer(self, arguments, lambda: self.run(device, arguments))
+
+    def run(self, device: torch.device, arguments: Arguments) -> Any:
+        """Run on `device` what the policy says."""
         if device.type == "cpu" or _policy.forces_reference(self.name):
             return self.reference(**arguments)
         reasons = []
@@ -85,12 +92,17 @@ class Op:
             log.warning(message)
 
 
+# called in place of an op with its arguments; it calls the third one and returns what that gave
+Observer = Callable[[Op, Arguments, Callable[[], Any]], Any]
+
+
 class _Policy:
     """Which ops are forced to their reference in this process, and whether fallbacks raise."""
 
     def __init__(self) -> None:
         self.names: frozenset[str] | None = frozenset()  # None: all of them
         self.strict = False
+        self.observer: Observer | None = None
 
     def forces_reference(self, name: str) -> bool:
         return self.names is None or name in self.names
@@ -117,6 +129,16 @@ def choose_ops(choice: str, known: Iterable[str], *, strict: bool = False) -> No
                 f"{', '.join(sorted(known))}"
             )
         _policy.names = names
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Show every op call inside the block to `observer`; `doctor` compares them."""
+    outer, _policy.observer = _policy.observer, observer
+    try:
+        yield
+    finally:
+        _policy.observer = outer
 
 
 def check(condition: bool, op: str, message: str) -> None:
