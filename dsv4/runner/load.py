@@ -8,17 +8,20 @@ from pathlib import Path
 
 import torch
 
-from dsv4.checkpoint.reader import open_checkpoint
+from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import CapacityError
 from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
+from dsv4.ops.gemm.packed import repack
 from dsv4.runner.settings import Settings, available_memory, resolve
 from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
 
-STATE_SHARE = 0.25  # of free memory, for the state of sequences
+STATE_SHARE = 0.25  # of free main memory, for the state of sequences
+STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU, for activations, workspaces, graphs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -33,16 +36,15 @@ class Loaded:
 def load_model(name: str, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
     folder = model_folder(name)
     config = ModelConfig.from_folder(folder)
-    memory = int(available_memory() * STATE_SHARE)
-    settings = resolve(choices, config, has_gpu=torch.cuda.is_available(), memory_bytes=memory)
-    choose_ops(settings.ops, OPS)
     begin = time.perf_counter()
     checkpoint = open_checkpoint(folder, config)
     for finding in checkpoint.warnings:
         log.warning("%s", finding)
-    weights = {}
-    for parameter, weight in checkpoint.stream(device=settings.device, progress=progress):
-        weights[parameter] = _expand(weight) if settings.device == "cpu" else weight
+    has_gpu = torch.cuda.is_available()
+    memory = state_memory(choices.device, checkpoint.nbytes, has_gpu=has_gpu)
+    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
+    choose_ops(settings.ops, OPS)
+    weights = _read_weights(checkpoint, settings, progress)
     seconds = time.perf_counter() - begin
     log.info(
         "%s: %s layout, %d parameters, %.2f GB in %.1f s, %d tensors knowingly ignored",
@@ -55,6 +57,36 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     )
     model = Transformer(config, weights, getattr(torch, settings.dtype))
     return Loaded(model, settings, folder)
+
+
+def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
+    """What the state of sequences may take: on a GPU what weights and a step leave free."""
+    if device == "cpu" or not has_gpu:
+        return int(available_memory() * STATE_SHARE)
+    free, total = torch.cuda.mem_get_info("cuda" if device == "auto" else device)
+    left = free - weight_bytes - max(STEP_BYTES, int(STEP_SHARE * total))
+    if left <= 0:
+        raise CapacityError(
+            f"the weights take {weight_bytes / 1e9:.1f} GB and a step about "
+            f"{STEP_SHARE * total / 1e9:.1f} GB, the GPU has {free / 1e9:.1f} of "
+            f"{total / 1e9:.1f} GB free; use smaller weights, fewer layers or another GPU"
+        )
+    return left
+
+
+def _read_weights(
+    checkpoint: Checkpoint, settings: Settings, progress: Progress | None
+) -> dict[str, Weight]:
+    """On a GPU as the kernels read them: matrices in the activations' dtype, four-bit weights
+    tiled one by one, so that the old and the new form of only one exist at a time."""
+    on_cpu = settings.device == "cpu"
+    stream = checkpoint.stream(
+        dtype=None if on_cpu else getattr(torch, settings.dtype),
+        device=settings.device,
+        mxfp4_as_nvfp4=not on_cpu,
+        progress=progress,
+    )
+    return {name: _expand(weight) if on_cpu else repack(name, weight) for name, weight in stream}
 
 
 def _expand(weight: Weight) -> Weight:

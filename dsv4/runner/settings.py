@@ -8,9 +8,9 @@ from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 
-DEFAULT_SEQUENCES = 8
-DEFAULT_CHUNK = 256
-DEFAULT_CONTEXT = 32768  # of one sequence on a CPU, where the model allows more
+DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
+DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
+DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # of one sequence, where the model allows more
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def resolve(
     if device.startswith("cuda") and not has_gpu:
         raise OptionError(f"device is {device!r}, but torch sees no GPU here; use device=cpu")
     on_gpu = device != "cpu"
-    context = choices.max_context or min(config.max_positions, DEFAULT_CONTEXT)
+    longest = GPU_CONTEXT if on_gpu else DEFAULT_CONTEXT
+    context = choices.max_context or min(config.max_positions, longest)
     if context > config.max_positions:
         raise OptionError(
             f"max_context is {context}, the model's limit is {config.max_positions} tokens"
@@ -66,8 +67,8 @@ def resolve(
         kv_format=_pick(choices.kv_format, "fp8" if on_gpu else "fp32"),
         index_format=_pick(choices.index_format, "fp8" if on_gpu else "fp32"),
         max_context=context,
-        max_sequences=choices.max_sequences or DEFAULT_SEQUENCES,
-        chunk_tokens=min(choices.chunk_tokens or DEFAULT_CHUNK, context),
+        max_sequences=choices.max_sequences or (GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES),
+        chunk_tokens=min(choices.chunk_tokens or (GPU_CHUNK if on_gpu else DEFAULT_CHUNK), context),
         prefix_cache=choices.prefix_cache,
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
