@@ -12,6 +12,8 @@
 
 import logging
 import random
+import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ from dsv4.request import (
     Output,
     Request,
     SamplingParams,
+    Stats,
     TokenLogprobs,
     join_outputs,
 )
@@ -65,6 +68,9 @@ class Engine:
         self._live: dict[str, tuple[Running, _Text]] = {}
         self._held: list[Output] = []  # brought by a step whose caller asked for other requests
         self._num_named = 0
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._last_step_s = 0.0
+        self._num_finished: Counter[str] = Counter()
 
     @classmethod
     def load(
@@ -90,11 +96,15 @@ class Engine:
         stop_ids = params.stop_ids
         ends = self.stop_ids if stop_ids is None else frozenset(stop_ids)
         self._live[request.id] = (sequence, _Text(detokenizer, StopMatcher(params.stop), ends))
+        self._num_prompt_tokens += len(request.prompt_ids)
         self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
         """Run one step of everything that can run; what it brought, request by request."""
+        begin = time.perf_counter()
         outputs = self._run_step()
+        self._num_steps += 1
+        self._last_step_s = time.perf_counter() - begin
         held, self._held = self._held, []
         return held + outputs
 
@@ -130,6 +140,26 @@ class Engine:
         """Tokens that end an answer unless a request says otherwise."""
         own = {self.config.eos_id}
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
+
+    def stats(self) -> Stats:
+        pages = self._runner.pages
+        total = {str(pool): a.num_pages for pool, a in pages.allocators.items()}
+        free = {str(pool): a.num_free for pool, a in pages.allocators.items()}
+        return Stats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_unfinished - self._scheduler.num_waiting,
+            pages_total=total,
+            pages_used={pool: total[pool] - free[pool] for pool in total},
+            pages_cached=dict.fromkeys(total, 0),
+            num_prefix_asked=0,
+            num_prefix_hit=0,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=0,
+            num_steps=self._num_steps,
+            last_step_s=self._last_step_s,
+            num_finished=dict(self._num_finished),
+        )
 
     def check_integrity(self) -> None:
         self._runner.pages.check_integrity()
@@ -214,6 +244,8 @@ class Engine:
             raise RequestError(f"the request id {request.id!r} is in use")
         # one place of the context is for the first token of the answer
         self._check_prompt(request.prompt_ids, self.settings.max_context - 1)
+        if request.params.guide is not None:
+            raise RequestError("guided output is not built in yet; leave out the guide")
         last = self.config.vocab_size - 1
         for name, tokens in (
             ("logit_bias", request.params.logit_bias),
@@ -243,6 +275,7 @@ class Engine:
         """A sampled token joins its sequence; the output says what is new."""
         request, text = sequence.request, self._live[sequence.request.id][1]
         sequence.token_ids.append(result.token_id)
+        self._num_output_tokens += 1
         logprobs = (result,) if request.params.logprobs is not None else ()
         new = (result.token_id,)
         if result.token_id in text.stop_ids:
@@ -255,7 +288,8 @@ class Engine:
         full = len(sequence.token_ids) >= self.settings.max_context
         if full or len(sequence.output_ids) >= request.params.max_tokens:
             return self._finish(sequence, new, shown, "length", None, logprobs)
-        return Output(request.id, new, shown, logprobs=logprobs)
+        num_cached = 0 if len(sequence.output_ids) == 1 else None
+        return Output(request.id, new, shown, logprobs=logprobs, num_cached=num_cached)
 
     def _finish(
         self,
@@ -274,7 +308,17 @@ class Engine:
             shown += tail
             if stop is None:
                 shown += text.stops.finish()
-        return Output(sequence.request.id, token_ids, shown, reason, stop_reason, logprobs, error)
+        self._num_finished[reason] += 1
+        return Output(
+            sequence.request.id,
+            token_ids,
+            shown,
+            reason,
+            stop_reason,
+            logprobs,
+            error,
+            num_cached=0,
+        )
 
     def _fail(self, sequence: Running, error: Exception) -> Output:
         reason = str(error) if isinstance(error, Dsv4Error) else f"internal error: {error}"

@@ -1,9 +1,12 @@
-"""What goes in and out of the engine: Request, SamplingParams, Output, FinishReason."""
+"""What goes in and out of the engine: Request, SamplingParams, Guide, Output, Stats."""
 
+import functools
+import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dsv4.errors import RequestError
 
@@ -14,6 +17,84 @@ MAX_STOP_CHARACTERS = 4096
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
+MAX_GUIDE_CHARACTERS = 65536
+MAX_GUIDE_DEPTH = 64
+MAX_CHOICES = 4096
+MAX_PRIORITY = 100
+MAX_SALT_CHARACTERS = 1024
+
+GUIDE_KINDS = ("json_schema", "json_object", "regex", "choice")
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What an answer must look like.
+
+    `value`: a JSON schema (as an object or its text), nothing for `json_object`, a regular
+    expression, or a sequence of strings to choose from. With `after_id` the answer is free until
+    that token has come (the end of the reasoning).
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice"]
+    value: Any = None
+    after_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in GUIDE_KINDS:
+            raise RequestError(f"guide.kind is {self.kind!r}, expected one of {GUIDE_KINDS}")
+        if self.after_id is not None and (type(self.after_id) is not int or self.after_id < 0):
+            raise RequestError(f"guide.after_id is {self.after_id!r}, expected a token id")
+        if len(self.text) > MAX_GUIDE_CHARACTERS:
+            raise RequestError(
+                f"guide.value has {len(self.text)} characters, expected at most "
+                f"{MAX_GUIDE_CHARACTERS}; simplify the {self.kind}"
+            )
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The value in one canonical spelling, checked as far as that is quick."""
+        if self.kind == "json_object":
+            _need_guide(self.value is None, self, "no value")
+            return ""
+        if self.kind == "regex":
+            _need_guide(isinstance(self.value, str) and self.value != "", self, "a text")
+            return _regex(self.value)
+        if self.kind == "choice":
+            good = isinstance(self.value, Sequence) and not isinstance(self.value, str | bytes)
+            good = good and 0 < len(self.value) <= MAX_CHOICES
+            good = good and all(isinstance(item, str) and item for item in self.value)
+            _need_guide(good, self, f"1 to {MAX_CHOICES} non-empty texts")
+            return json.dumps(list(self.value))
+        return _schema(self)
+
+
+def _need_guide(condition: bool, guide: Guide, expected: str) -> None:
+    if not condition:
+        found = repr(guide.value)[:200]
+        raise RequestError(f"the value of a {guide.kind} guide is {found}, expected {expected}")
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RequestError(f"the guide's regular expression cannot be read: {error}") from error
+    return pattern
+
+
+def _schema(guide: Guide) -> str:
+    try:
+        schema = json.loads(guide.value) if isinstance(guide.value, str) else guide.value
+        _need_guide(isinstance(schema, dict | bool), guide, "an object")
+        text = json.dumps(schema, sort_keys=True)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"the guide's JSON schema cannot be read: {error}") from error
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "{[") - (character in "}]")
+        deepest = max(deepest, depth)
+    _need_guide(deepest <= MAX_GUIDE_DEPTH, guide, f"at most {MAX_GUIDE_DEPTH} levels")
+    return text
 
 
 @dataclass(frozen=True)
@@ -33,6 +114,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] | None = None  # None: the model's own end markers
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best ones'
+    guide: Guide | None = None  # None: any text
 
     def __post_init__(self) -> None:
         def need(condition: bool, name: str, expected: str) -> None:
@@ -91,6 +173,7 @@ class SamplingParams:
             "logit_bias",
             f"at most {MAX_LOGIT_BIAS} token ids with a bias from -100 to 100",
         )
+        need(self.guide is None or isinstance(self.guide, Guide), "guide", "a Guide")
 
     @property
     def has_penalties(self) -> bool:
@@ -106,6 +189,22 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0  # higher runs earlier; later arrivals of a lower one still get their turn
+    deadline: float | None = None  # seconds after `add`; then the request is aborted
+    cache_salt: str = ""  # prefixes are shared only among requests with the same salt
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority is {self.priority!r}, expected a whole number from -{MAX_PRIORITY} to "
+                f"{MAX_PRIORITY}"
+            )
+        if self.deadline is not None:
+            good = type(self.deadline) in (int, float) and 0 < self.deadline < math.inf
+            if not good:
+                raise RequestError(f"deadline is {self.deadline!r}, expected seconds above 0")
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARACTERS:
+            raise RequestError(f"cache_salt: expected at most {MAX_SALT_CHARACTERS} characters")
 
 
 @dataclass(frozen=True)
@@ -127,7 +226,9 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or id that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
+    error: str | None = None  # why it was aborted or failed
+    refused: bool = False  # the error lies in the request, not in the engine
+    num_cached: int | None = None  # prompt tokens taken from the prefix cache: first output and end
 
     @property
     def finished(self) -> bool:
@@ -146,6 +247,26 @@ class Completion:
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprobs, ...]
     error: str | None
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The engine at this moment, and its counts since it started."""
+
+    num_waiting: int
+    num_running: int
+    pages_total: dict[str, int]  # by pool: window, csa, hca
+    pages_used: dict[str, int]  # held by running sequences
+    pages_cached: dict[str, int]  # held by the prefix cache alone; given up when needed
+    num_prefix_asked: int  # prompt tokens looked up in the prefix cache
+    num_prefix_hit: int  # and found there
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_steps: int
+    last_step_s: float
+    num_finished: dict[str, int]  # by finish reason
 
 
 def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:
@@ -160,4 +281,5 @@ def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:
         stop_reason=last.stop_reason,
         logprobs=tuple(item for output in outputs for item in output.logprobs),
         error=last.error,
+        num_cached=last.num_cached or 0,
     )

@@ -58,9 +58,9 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
-    "engine.py": 400,
+    "engine.py": 550,
     "config.py": 300,
-    "request.py": 200,
+    "request.py": 350,
     "errors.py": 80,
     "testing.py": 300,
     "util": 600,

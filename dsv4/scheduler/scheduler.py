@@ -57,6 +57,10 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self._waiting) + len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def sequences(self) -> list[Sequence]:
         return [*self._running, *self._waiting]
 
