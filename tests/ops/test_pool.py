@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
+from dsv4.ops.arguments import same_bits
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
-from tests.ops.arguments import same_bits
 
 DIM, ROPE = 512, 64
 NOPE = DIM - ROPE

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.ops import OPS, Case
+from dsv4.ops.arguments import copied, leaves, same_bits
 from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
@@ -25,7 +26,6 @@ from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.moe.router import router
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.sample.sample import sample
-from tests.ops.arguments import copied, leaves, same_bits
 
 Arguments = dict[str, Any]
 PUBLIC: dict[str, Callable[..., Any]] = {

@@ -9,9 +9,9 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops import OPS, Op
+from dsv4.ops.arguments import copied
 from dsv4.ops.op import Arguments
 from dsv4.tools.bench_ops import SHAPES, random_nvfp4, random_routing
-from tests.ops.arguments import copied
 
 BATCHES = (1, 2, 8, 9, 16, 32, 33, 64, 65, 128, 300, 1024)
 

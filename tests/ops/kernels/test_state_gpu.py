@@ -10,10 +10,10 @@ from torch import Tensor
 
 from benchmarks import state_ops as inputs
 from dsv4.ops import OPS
+from dsv4.ops.arguments import copied, leaves, same_bits
 from dsv4.ops.op import Arguments
 from dsv4.ops.ragged import make_ragged
 from dsv4.tools.bench_ops import SHAPES
-from tests.ops.arguments import copied, leaves, same_bits
 from tests.ops.kernels.test_state_interpreter import compare, cut_hidden
 
 pytestmark = [

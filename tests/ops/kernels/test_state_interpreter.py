@@ -59,7 +59,7 @@ def kernel_module(name: str):  # type: ignore[no-untyped-def]
 
 def check_cases(name: str) -> None:
     from dsv4.ops import OPS
-    from tests.ops.arguments import copied, leaves
+    from dsv4.ops.arguments import copied, leaves
 
     op, module = OPS[name], kernel_module(name)
     for case in op.cases():
@@ -91,7 +91,7 @@ def cut_hidden(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def check_mhc_forms() -> None:
     """A program per chunk and a program per group give the same bits."""
     from dsv4.ops import OPS
-    from tests.ops.arguments import same_bits
+    from dsv4.ops.arguments import same_bits
 
     module = kernel_module("mhc_boundary")
     case = next(c for c in OPS["mhc_boundary"].cases() if "bfloat16" in c.name)
@@ -107,9 +107,9 @@ def check_mhc_forms() -> None:
 def check_compress_forms() -> None:
     """A chunk at once, and its tokens one by one, leave the same state and the same entries."""
     from dsv4.ops import OPS
+    from dsv4.ops.arguments import copied, leaves, same_bits
     from dsv4.ops.kv.compress import compress_reference
     from dsv4.ops.ragged import make_ragged
-    from tests.ops.arguments import copied, leaves, same_bits
 
     module = kernel_module("compress")
     names = ("ratio 4 kv fp8 [6, 2]", "ratio 4 index fp4")
@@ -136,10 +136,10 @@ def check_compress_forms() -> None:
 
 def check_attention_forms() -> None:
     """Segments in parallel and one after another, 16 and 64 heads a program: the same bits."""
+    from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
     from dsv4.ops.attention.rope import rope_frequencies
     from dsv4.ops.ragged import make_ragged
-    from tests.ops.arguments import same_bits
 
     module = kernel_module("attention")
     generator = torch.Generator().manual_seed(4)
