@@ -1,15 +1,14 @@
 """How the references give a row the same bits in any batch.
 
 A CPU matrix library changes its order of summation with the number of rows. The references
-therefore multiply exactly ROW_TILE rows at a time, the last tile padded with zeros. With very
-few columns the order also changes with a row's place in its tile, so there are at least
-MIN_COLUMNS of them. A row's result then depends on that row alone.
+therefore multiply exactly ROW_TILE rows at a time, the last tile padded with zeros; many tiles
+are one batched product of equal parts. With very few columns the order also changes with a row's
+place in its tile, so there are at least MIN_COLUMNS of them. A row's result then depends on that
+row alone.
 
 torch's sigmoid, silu, softplus and softmax round differently in the last few elements of a
 tensor than in the others; exp and log1p do not. So the former are built from the latter here.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,26 +25,20 @@ def pad_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def map_row_tiles(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """`function` on each tile of ROW_TILE rows of the arguments; the results' rows, in order."""
-    num_rows = rows[0].shape[0]
-    padded = [pad_rows(tensor) for tensor in rows]
-    tiles = [
-        function(*(tensor[start : start + ROW_TILE] for tensor in padded))
-        for start in range(0, max(num_rows, 1), ROW_TILE)
-    ]
-    return torch.cat(tiles)[:num_rows]
-
-
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, row by row independent."""
-    num_columns = weight.shape[0]
+    num_rows, num_columns = x.shape[0], weight.shape[0]
     weight = weight.float()
     if num_columns < MIN_COLUMNS:
         missing = MIN_COLUMNS - num_columns
         weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
-    product = map_row_tiles(lambda tile: torch.nn.functional.linear(tile, weight), x.float())
-    return product[:, :num_columns]
+    padded = pad_rows(x.float())
+    if padded.shape[0] == ROW_TILE:
+        product = torch.nn.functional.linear(padded, weight)
+    else:
+        tiles = padded.reshape(-1, ROW_TILE, padded.shape[1])
+        product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1)).flatten(0, 1)
+    return product[:num_rows, :num_columns]
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.errors import KernelError
 from dsv4.ops import OPS, Case
 from dsv4.ops.arguments import copied, leaves, same_bits
+from dsv4.ops.attention import index
 from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
@@ -116,8 +117,8 @@ def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], tor
     if name == "grouped_linear":
         return [((rows, a["weight"].shape[0]), a["x"].dtype)]
     if name == "index_scores":
-        most = int((a["batch"].positions.max() + 1) // 4)
-        return [((rows, -(-most // 64) * 64), fp32)]
+        most = int((a["batch"].positions.max() + 1) // index.RATIO)
+        return [((rows, -(-most // index.KEY_TILE) * index.KEY_TILE), fp32)]
     if name == "index_select":
         return [((rows, min(a["topk"], a["scores"].shape[1])), int64)]
     if name == "router":

@@ -4,9 +4,10 @@ Keys are values. Query `p` sees the window keys `p - window < j <= p` and, in co
 the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One softmax over both;
 `exp(sink)` joins the denominator only. The result is rotated back at `p`.
 
-The order of summation belongs to the query, not to the batch: window keys by position, then
-entries ascending, KEY_TILE at a time with an online softmax that starts from the sink. A tile
-with nothing visible changes nothing.
+The order of summation belongs to the query, not to the batch: the window's keys by position as
+one tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the
+sink. A tile with nothing visible changes nothing. Every query is a product of its own in a batch
+of equal products.
 """
 
 from collections.abc import Iterable
@@ -20,9 +21,9 @@ from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
-from dsv4.ops.rows import map_row_tiles
 
 KEY_TILE = 64
+QUERIES_AT_ONCE = 64  # bounds the memory of gathered keys
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,6 @@ class Compressed:
     selected: Tensor | None  # [tokens, k] entry numbers, ascending, -1 where there is none
 
 
-def _tiles(entries: Tensor) -> Iterable[Tensor]:
-    """Columns of `entries`, KEY_TILE at a time."""
-    return (entries[:, at : at + KEY_TILE] for at in range(0, entries.shape[1], KEY_TILE))
-
-
 def _pad_to_tiles(entries: Tensor) -> Tensor:
     """`entries` with -1 appended up to a multiple of KEY_TILE."""
     return torch.nn.functional.pad(entries, (0, -entries.shape[1] % KEY_TILE), value=-1)
@@ -47,8 +43,8 @@ def _pad_to_tiles(entries: Tensor) -> Tensor:
 
 def _window_entries(positions: Tensor, window: int) -> Tensor:
     """Positions of the window keys, oldest first, negative before the beginning."""
-    offsets = torch.arange(window, device=positions.device)
-    return _pad_to_tiles((positions + 1 - window).unsqueeze(1) + offsets)
+    offsets = torch.arange(1 - window, 1, device=positions.device)
+    return positions.unsqueeze(1) + offsets
 
 
 def _compressed_entries(compressed: Compressed, positions: Tensor) -> Tensor:
@@ -63,32 +59,30 @@ def _compressed_entries(compressed: Compressed, positions: Tensor) -> Tensor:
 def _attend(
     q: Tensor,
     sink: Tensor,
-    sources: list[tuple[PagedPool, Tensor, Tensor]],
+    tiles: list[tuple[PagedPool, Tensor, Tensor]],
     seq: Tensor,
     scale: float,
 ) -> Tensor:
-    """One tile of tokens: online softmax over `sources` (pool, table, entries), in order."""
-    top = sink.expand(q.shape[:2]).clone()
+    """Some queries: online softmax over `tiles` (pool, table, entries), in order."""
+    top = sink.view(1, -1, 1).expand(q.shape[0], -1, 1)
     total = torch.ones_like(top)
     out = torch.zeros_like(q, dtype=torch.float32)
     wide_q = q.float() * scale
-    for pool, table, entries in sources:
-        for tile in _tiles(entries):
-            present = tile >= 0
-            if not present.any():
-                continue
-            where = locate(table, seq.unsqueeze(1), tile.clamp(min=0), pool.page_entries)
-            keys = load(pool, *where).masked_fill(~present.unsqueeze(-1), 0.0)
-            scores = torch.bmm(wide_q, keys.transpose(1, 2))
-            scores = scores.masked_fill(~present.unsqueeze(1), float("-inf"))
-            new_top = torch.maximum(top, scores.amax(-1))
-            shrink = torch.exp(top - new_top)
-            weights = torch.exp(scores - new_top.unsqueeze(-1))
-            total = total * shrink + weights.sum(-1)
-            rounded = weights.to(q.dtype).float()
-            out = out * shrink.unsqueeze(-1) + torch.bmm(rounded, keys)
-            top = new_top
-    return out / total.unsqueeze(-1)
+    for pool, table, entries in tiles:
+        absent = entries < 0
+        if absent.all():
+            continue
+        where = locate(table, seq.unsqueeze(1), entries.clamp(min=0), pool.page_entries)
+        keys = load(pool, *where).masked_fill_(absent.unsqueeze(-1), 0.0)
+        scores = torch.bmm(wide_q, keys.transpose(1, 2))
+        scores.masked_fill_(absent.unsqueeze(1), float("-inf"))
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        shrink = torch.exp(top - new_top)
+        weights = torch.exp(scores - new_top)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + torch.bmm(weights.to(q.dtype).float(), keys)
+        top = new_top
+    return out / total
 
 
 def attention_reference(
@@ -102,18 +96,18 @@ def attention_reference(
     frequencies: Tensor,
 ) -> Tensor:
     positions = batch.positions
-    rows = [q, batch.seq_idx, _window_entries(positions, window)]
+    sources = [(pool, table, _window_entries(positions, window))]
     if compressed is not None:
-        rows.append(_compressed_entries(compressed, positions))
-
-    def tile(q: Tensor, seq: Tensor, in_window: Tensor, *entries: Tensor) -> Tensor:
-        sources = [(pool, table, in_window)]
-        if compressed is not None:
-            sources.append((compressed.pool, compressed.table, entries[0]))
-        return _attend(q, sink.float(), sources, seq, q.shape[-1] ** -0.5)
-
-    out = map_row_tiles(tile, *rows).to(q.dtype)
-    return rope_reference(out, positions, frequencies, inverse=True)
+        entries = _compressed_entries(compressed, positions)
+        sources += [
+            (compressed.pool, compressed.table, tile) for tile in entries.split(KEY_TILE, dim=1)
+        ]
+    parts = []
+    for at in range(0, q.shape[0], QUERIES_AT_ONCE):
+        rows = slice(at, at + QUERIES_AT_ONCE)
+        tiles = [(pool, table, entries[rows]) for pool, table, entries in sources]
+        parts.append(_attend(q[rows], sink.float(), tiles, batch.seq_idx[rows], q.shape[2] ** -0.5))
+    return rope_reference(torch.cat(parts).to(q.dtype), positions, frequencies, inverse=True)
 
 
 def _filled(generator: torch.Generator, fmt: str, dim: int, pages: int, entries: int) -> PagedPool:

@@ -19,7 +19,7 @@ from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import ROW_TILE, pad_rows
 
 RATIO = 4
-KEY_TILE = 64  # entries scored at a time: a fixed tile, so that a score never depends on others
+KEY_TILE = 256  # entries scored at a time: a fixed tile, so that a score never depends on others
 
 
 def num_visible(positions: Tensor) -> Tensor:
@@ -27,9 +27,11 @@ def num_visible(positions: Tensor) -> Tensor:
 
 
 def _score_tile(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """`[tile, heads, dim]`, `[tile, heads]`, `[keys, dim]` -> `[tile, keys]`."""
-    products = torch.nn.functional.linear(q.flatten(0, 1), keys).view(*q.shape[:2], -1)
-    return (products.relu() * weights.unsqueeze(-1)).sum(1)
+    """`[rows, heads, dim]`, `[rows, heads]`, `[keys, dim]` -> `[rows, keys]`, by tiles of rows."""
+    tiles = pad_rows(q).view(-1, ROW_TILE * q.shape[1], q.shape[2])
+    products = torch.bmm(tiles, keys.t().expand(tiles.shape[0], -1, -1))
+    products = products.view(-1, q.shape[1], keys.shape[0])[: q.shape[0]]
+    return (products.relu_() * weights.unsqueeze(-1)).sum(1)
 
 
 def index_scores_reference(
@@ -51,14 +53,9 @@ def index_scores_reference(
         for first in range(0, most, KEY_TILE):
             tile = entry[first : first + KEY_TILE]
             keys = load(pool, *locate(table, seq, tile.clamp(max=most - 1), pool.page_entries))
-            for start in range(0, rows.numel(), ROW_TILE):
-                part = rows[start : start + ROW_TILE]
-                scored = _score_tile(pad_rows(wide_q[part]), pad_rows(wide_weights[part]), keys)
-                shown = tile < visible[part].unsqueeze(1)
-                hidden = scored.new_full((), float("-inf"))
-                scores[part, first : first + KEY_TILE] = torch.where(
-                    shown, scored[: part.numel()], hidden
-                )
+            scored = _score_tile(wide_q[rows], wide_weights[rows], keys)
+            scored.masked_fill_(tile >= visible[rows].unsqueeze(1), float("-inf"))
+            scores[rows, first : first + KEY_TILE] = scored
     return scores
 
 

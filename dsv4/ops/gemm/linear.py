@@ -13,7 +13,7 @@ from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
-from dsv4.ops.rows import matmul_rows
+from dsv4.ops.rows import matmul_rows, pad_rows
 
 
 def dense(weight: Weight) -> Tensor:
@@ -24,8 +24,9 @@ def dense(weight: Weight) -> Tensor:
 def linear_reference(
     x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
+    num_rows, padded = x.shape[0], pad_rows(x.float())
     return [
-        matmul_rows(x, dense(weight)).to(dtype)
+        matmul_rows(padded, dense(weight))[:num_rows].to(dtype)
         for weight, dtype in zip(weights, out_dtypes, strict=True)
     ]
 

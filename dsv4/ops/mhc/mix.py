@@ -43,10 +43,10 @@ def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
 def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
     """Alternately normalised rows and columns; `[..., source, destination]`."""
     matrix = softmax(matrix, dim=-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    matrix /= matrix.sum(-2, keepdim=True).add_(eps)
     for _ in range(iters - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+        matrix /= matrix.sum(-1, keepdim=True).add_(eps)
+        matrix /= matrix.sum(-2, keepdim=True).add_(eps)
     return matrix
 
 

@@ -9,7 +9,7 @@ logit. Ties go to the lower id everywhere.
 Log-probabilities are the model's own: of the logits as they came.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -66,8 +66,10 @@ def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tens
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     logprobs = torch.empty_like(logits, dtype=torch.float32)
     drawn = inputs.temperature > 0
-    uniform = uniform_rows(inputs.seeds[drawn], inputs.positions[drawn], logits.shape[1])
-    noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel, a row for each that draws
+    noise: Iterator[Tensor] = iter(())
+    if drawn.any():
+        uniform = uniform_rows(inputs.seeds[drawn], inputs.positions[drawn], logits.shape[1])
+        noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel, a row for each that draws
     for i, raw in enumerate(logits.float()):
         logprobs[i] = torch.log_softmax(raw, dim=0)
         row = _penalised(raw, inputs, i)
