@@ -27,9 +27,11 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Selection:
     """A rank's share. `layers` brings the embedding with the first and the head with the last
-    layer; `experts` are whole routed experts; `heads` must be whole output groups."""
+    layer; `experts` are whole routed experts; `heads` must be whole output groups; `names`
+    instead of `layers` asks for single parameters."""
 
     layers: range | None = None
+    names: frozenset[str] | None = None
     experts: range | None = None
     heads: range | None = None
 
@@ -132,6 +134,8 @@ class Checkpoint:
             progress(total, total)  # experts of other ranks were skipped
 
     def _wanted(self, source: Source, select: Selection) -> bool:
+        if select.names is not None:
+            return source.name in select.names
         if select.layers is None:
             return True
         if source.layer is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
+from dsv4.checkpoint.reader import Checkpoint, Selection, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError
 from dsv4.formats.quantized import Weight
@@ -44,7 +44,7 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     memory = state_memory(choices.device, checkpoint.nbytes, has_gpu=has_gpu)
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
     choose_ops(settings.ops, OPS)
-    weights = _read_weights(checkpoint, settings, progress)
+    weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
         "%s: %s layout, %d parameters, %.2f GB in %.1f s, %d tensors knowingly ignored",
@@ -74,8 +74,11 @@ def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
     return left
 
 
-def _read_weights(
-    checkpoint: Checkpoint, settings: Settings, progress: Progress | None
+def read_weights(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    select: Selection | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Weight]:
     """On a GPU as the kernels read them: matrices in the activations' dtype, four-bit weights
     tiled one by one, so that the old and the new form of only one exist at a time."""
@@ -83,6 +86,7 @@ def _read_weights(
     stream = checkpoint.stream(
         dtype=None if on_cpu else getattr(torch, settings.dtype),
         device=settings.device,
+        select=select,
         mxfp4_as_nvfp4=not on_cpu,
         progress=progress,
     )
