@@ -22,8 +22,8 @@ from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 
-KEY_TILE = 64
-QUERIES_AT_ONCE = 64  # bounds the memory of gathered keys
+KEY_TILE = 32
+QUERIES_AT_ONCE = 32  # bounds the memory of gathered keys
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,16 @@ def _attend(
     wide_q = q.float() * scale
     for pool, table, entries in tiles:
         absent = entries < 0
-        if absent.all():
+        num_absent = int(absent.sum())
+        if num_absent == entries.numel():
             continue
         where = locate(table, seq.unsqueeze(1), entries.clamp(min=0), pool.page_entries)
-        keys = load(pool, *where).masked_fill_(absent.unsqueeze(-1), 0.0)
+        keys = load(pool, *where)
+        if num_absent:
+            keys.masked_fill_(absent.unsqueeze(-1), 0.0)
         scores = torch.bmm(wide_q, keys.transpose(1, 2))
-        scores.masked_fill_(absent.unsqueeze(1), float("-inf"))
+        if num_absent:
+            scores.masked_fill_(absent.unsqueeze(1), float("-inf"))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         shrink = torch.exp(top - new_top)
         weights = torch.exp(scores - new_top)

@@ -129,12 +129,12 @@ def store(pool: PagedPool, pages: Tensor, offsets: Tensor, x: Tensor) -> None:
 
 def load(pool: PagedPool, pages: Tensor, offsets: Tensor) -> Tensor:
     """Read entries as fp32, `[..., dim]`."""
+    entries = pages * pool.page_entries + offsets
     gathered = {}
     for name, part in pool.parts.items():
-        if part.dtype == torch.float8_e4m3fn:
-            gathered[name] = part.view(torch.uint8)[pages, offsets].view(part.dtype)
-        else:
-            gathered[name] = part[pages, offsets]
+        stored = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+        rows = stored.view(-1, part.shape[-1]).index_select(0, entries.flatten())
+        gathered[name] = rows.view(part.dtype).view(*entries.shape, -1)
     return unpack(pool, gathered)
 
 

@@ -11,6 +11,7 @@ fp32; the collapsed row is rounded to the activation dtype before its norm.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,12 +33,19 @@ class MixSite:
     hc_eps: float
     sinkhorn_iters: int
 
+    @cached_property
+    def row_scale(self) -> Tensor:
+        """`scale` for each row of fn: pre, post and the mixing matrix have one each."""
+        n = self.fn.shape[1] // self.norm.shape[0]
+        counts = (n, n, n * n)[: len(self.scale)]
+        return torch.cat([s.expand(c) for s, c in zip(self.scale, counts, strict=True)])
+
 
 def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
-    """`fn . v / rms(v)` with one statistic over all streams, `[tokens, rows]`."""
+    """`fn . v / rms(v) * scale + base`, one statistic over all streams, `[tokens, rows]`."""
     flat = streams.flatten(1).float()
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + site.eps)
-    return matmul_rows(flat, site.fn) * inverse_rms
+    return matmul_rows(flat, site.fn) * inverse_rms * site.row_scale + site.base
 
 
 def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
@@ -57,11 +65,9 @@ def _collapse(streams: Tensor, weights: Tensor, site: MixSite) -> Tensor:
 
 def mhc_pre_reference(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     n = streams.shape[1]
-    logits = _mixing_logits(streams, site)
-    pre = sigmoid(logits[:, :n] * site.scale[0] + site.base[:n]) + site.hc_eps
-    post = 2 * sigmoid(logits[:, n : 2 * n] * site.scale[1] + site.base[n : 2 * n])
-    comb = (logits[:, 2 * n :] * site.scale[2] + site.base[2 * n :]).view(-1, n, n)
-    return _collapse(streams, pre, site), post, sinkhorn(comb, site.hc_eps, site.sinkhorn_iters)
+    pre, post, comb = _mixing_logits(streams, site).split((n, n, n * n), dim=1)
+    comb = sinkhorn(comb.view(-1, n, n), site.hc_eps, site.sinkhorn_iters)
+    return _collapse(streams, sigmoid(pre) + site.hc_eps, site), 2 * sigmoid(post), comb
 
 
 def mhc_update_reference(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -81,8 +87,7 @@ def mhc_head_reference(
     streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
 ) -> Tensor:
     streams = mhc_update_reference(streams, y, post, comb)
-    logits = _mixing_logits(streams, site)
-    weights = sigmoid(logits * site.scale[0] + site.base) + site.hc_eps
+    weights = sigmoid(_mixing_logits(streams, site)) + site.hc_eps
     return _collapse(streams, weights, site)
 
 

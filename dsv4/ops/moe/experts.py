@@ -41,15 +41,16 @@ def experts_reference(
     shared_w2: Weight,
     limit: float,
 ) -> Tensor:
-    parts = x.new_zeros(*experts.shape, x.shape[1], dtype=torch.float32)
-    for expert in sorted(set(experts.flatten().tolist())):
-        rows, places = torch.nonzero(experts == expert, as_tuple=True)
-        parts[rows, places] = expert_reference(
-            x[rows], w13[expert], w2[expert], weights[rows, places], limit
-        )
-    total = parts[:, 0]
-    for place in range(1, experts.shape[1]):
-        total = total + parts[:, place]
+    num_chosen = experts.shape[1]
+    chosen, flat_weights = experts.flatten(), weights.flatten()
+    parts = x.new_empty(chosen.shape[0], x.shape[1], dtype=torch.float32)
+    for expert in sorted(set(chosen.tolist())):
+        places = torch.nonzero(chosen == expert).squeeze(1)
+        rows = x[torch.div(places, num_chosen, rounding_mode="floor")]
+        parts[places] = expert_reference(rows, w13[expert], w2[expert], flat_weights[places], limit)
+    total, *others = parts.view(*experts.shape, -1).unbind(1)
+    for part in others:
+        total = total + part
     return (total + expert_reference(x, shared_w13, shared_w2, None, limit)).to(x.dtype)
 
 
