@@ -15,6 +15,7 @@ from dsv4.cli.generate import register as add_generate
 from dsv4.cli.inspect import register as add_inspect
 from dsv4.cli.plan import register as add_plan
 from dsv4.cli.score import register as add_score
+from dsv4.cli.serve import register as add_serve
 from dsv4.errors import Dsv4Error
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 for add in (
     add_generate,
     add_chat,
+    add_serve,
     add_score,
     add_inspect,
     add_check,

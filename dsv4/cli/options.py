@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,20 @@ if TYPE_CHECKING:
 MODEL = typer.Argument("tiny", help="A folder with config.json and safetensors, or 'tiny'.")
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every field of EngineConfig as an option; it gets them as `choices`."""
+def engine_options(
+    command: Callable[..., None], aliases: Mapping[str, tuple[str, ...]] | None = None
+) -> Callable[..., None]:
+    """Give a command every field of EngineConfig as an option; it gets them as `choices`.
+
+    `aliases`: other spellings of a field's option.
+    """
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.name != "choices"]
     added = []
     for item in fields(EngineConfig):
         flag = "--" + item.name.replace("_", "-")
-        names = (f"{flag}/--no-{flag[2:]}",) if item.type is bool else (flag,)
+        own_name = f"{flag}/--no-{flag[2:]}" if item.type is bool else flag
+        names = (own_name, *(aliases or {}).get(item.name, ()))
         option = typer.Option(
             item.default, *names, help=item.metadata["help"], rich_help_panel="Engine"
         )

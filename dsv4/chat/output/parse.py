@@ -139,6 +139,16 @@ class OutputParser:
         return self._take_deltas()
 
     @property
+    def part(self) -> str:
+        """What the next text belongs to: reasoning, answer, or something else (calls)."""
+        return self._mode
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that ended the output, if one did."""
+        return self._stop_sequence
+
+    @property
     def result(self) -> Parsed:
         assert self._finish_reason is not None, "finish() comes first"
         unparsed = "".join(self._unparsed).strip()

@@ -1,0 +1,140 @@
+"""`dsv4 serve`: the HTTP server and the web page."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from dsv4.cli.options import MODEL, engine_options
+from dsv4.errors import OptionError
+
+# How other servers spell the same choices.
+ALIASES = {
+    "max_context": ("--max-model-len", "--context-length", "--ctx-size"),
+    "max_sequences": ("--max-num-seqs", "--max-running-requests", "--parallel"),
+}
+_MAX_KEY_FILE_BYTES = 1 << 20
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve")(engine_options(serve, ALIASES))
+
+
+def serve(
+    model: str = MODEL,
+    host: str = typer.Option("127.0.0.1", help="Address to listen on."),
+    port: int = typer.Option(8000, help="Port to listen on; 0 takes a free one."),
+    api_key: list[str] = typer.Option(
+        [], envvar="DSV4_API_KEY", help="A key that clients must send; may be given several times."
+    ),
+    api_key_file: Path | None = typer.Option(None, help="A file with one key on each line."),
+    served_model_name: list[str] = typer.Option(
+        [], "--served-model-name", "--alias", help="The model's name; may be given several times."
+    ),
+    any_model: bool = typer.Option(False, "--any-model", help="Answer whatever model is asked."),
+    cors_origin: list[str] = typer.Option([], help="A web page's origin that may call; or '*'."),
+    max_waiting: int = typer.Option(256, min=0, help="Requests that may wait; others get 429."),
+    drain_seconds: float = typer.Option(30.0, min=0, help="Time for running answers at the end."),
+    trace: Path | None = typer.Option(None, help="Append prompts and raw outputs to this file."),
+    choices: dict[str, Any] | None = None,
+) -> None:
+    """Serve a model to OpenAI and Anthropic clients, and to the browser.
+
+    Example: dsv4 serve --port 8000 --api-key secret
+    """
+    try:
+        from dsv4.server.options import ServerOptions
+        from dsv4.server.run import serve as run
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"the server needs the package {error.name!r}, which is not installed; "
+            "install it with: pip install 'dsv4[server]'"
+        ) from error
+
+    options = ServerOptions(
+        host=host,
+        port=port,
+        api_keys=(*_clean_keys(api_key, "--api-key"), *_read_keys(api_key_file)),
+        names=tuple(served_model_name),
+        any_model=any_model,
+        cors_origins=tuple(cors_origin),
+        max_waiting=max_waiting,
+        drain_seconds=drain_seconds,
+        trace=trace,
+    )
+    _log_requests()
+    with _Screen() as screen:
+        run(model, choices or {}, options, screen.show)
+
+
+def _log_requests() -> None:
+    """One line per request on stderr, whatever the level of other messages."""
+    logger = logging.getLogger("dsv4.requests")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+
+
+def _clean_keys(keys: list[str], name: str) -> list[str]:
+    for key in keys:
+        if not key or key != key.strip() or not key.isascii() or not key.isprintable():
+            raise OptionError(
+                f"{name}: found a key that is empty or has spaces at its ends or odd characters, "
+                "expected printable ASCII"
+            )
+    return keys
+
+
+def _read_keys(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = path.read_bytes()[:_MAX_KEY_FILE_BYTES].decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--api-key-file: cannot be read: {error}") from error
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise OptionError(f"--api-key-file: {path} has no key in it, expected one on each line")
+    return _clean_keys(keys, "--api-key-file")
+
+
+class _Screen:
+    """Plan, progress, and the line with the address, on stderr."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._bar = Progress(console=self._console, transient=True)
+        self._task = self._bar.add_task("loading weights", total=None)
+        self._is_open = True
+
+    def __enter__(self) -> "_Screen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, message: dict[str, Any]) -> None:
+        try:
+            self._show(message)
+        except OSError:  # nobody can read it (a full disk, a closed terminal); serving goes on
+            self._is_open = False
+
+    def _show(self, message: dict[str, Any]) -> None:
+        if not self._is_open:
+            return
+        kind = message["kind"]
+        if kind == "plan":
+            self._console.print(f"plan: {message['text']}", soft_wrap=True)
+            if self._console.is_terminal:
+                self._bar.start()
+        elif kind == "progress":
+            self._bar.update(self._task, completed=message["done"], total=message["total"])
+        elif kind == "ready":
+            self._bar.stop()
+            self._console.print(f"ready: {message['address']}", soft_wrap=True)
+        elif kind == "failed":
+            self._console.print(f"the engine could not be restarted: {message['error']}")

@@ -1,0 +1,278 @@
+"""Answers in progress: what the engine brings becomes reasoning, text and calls, piece by piece.
+
+The three protocols that speak in messages share this; they differ only in how they write it.
+"""
+
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+
+from dsv4.chat import Delta, OutputParser, Parsed, Tokenizer
+from dsv4.request import Output, Request, TokenLogprobs
+from dsv4.server.api_error import ApiError, internal_error
+from dsv4.server.metrics import Record
+from dsv4.server.options import KEEP_ALIVE_SECONDS
+from dsv4.server.orders import Order, Phase
+from dsv4.server.service import Service
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Step:
+    """What is new in one choice."""
+
+    choice: int
+    deltas: list[Delta] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reasoning_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    is_last: bool = False
+
+
+class Choice:
+    """One answer: its phases, its parser, its counts."""
+
+    def __init__(self, order: Order, index: int, name: str, tokenizer: Tokenizer) -> None:
+        self._order = order
+        self._tokenizer = tokenizer
+        self._parser: OutputParser = order.prompt.parser(tokenizer, stop=order.stops)
+        self._ids: list[int] = []  # sampled and forced
+        self._phase = 0
+        self._name = name
+        self._forced_deltas: list[Delta] = []
+        self.index = index
+        self.num_output = 0
+        self.num_reasoning = 0
+        self.num_cached = 0
+        self.is_finished = False
+        self.logprobs = Step(index)  # of all steps
+        self._put(self._current.forced)
+
+    @property
+    def _current(self) -> Phase:
+        return self._order.phases[self._phase]
+
+    @property
+    def request_id(self) -> str:
+        return f"{self._name}-{self.index}-{self._phase}"
+
+    @property
+    def ids(self) -> list[int]:
+        return self._ids
+
+    @property
+    def result(self) -> Parsed:
+        result = self._parser.result
+        if self._order.parallel_calls or len(result.tool_calls) < 2:
+            return result
+        return replace(result, tool_calls=result.tool_calls[:1], finish_reason="tool_calls")
+
+    def request(self) -> Request:
+        """What the engine is to do for the current phase."""
+        order, phase = self._order, self._current
+        params = order.params
+        left = params.max_tokens - self.num_output
+        seed = None if params.seed is None else _wrap(params.seed + self.index)
+        stop_ids = None if phase.until is None else (*self._ends, phase.until)
+        params = replace(
+            params,
+            max_tokens=left if phase.limit is None else min(left, phase.limit),
+            seed=seed,
+            guide=phase.guide,
+            stop_ids=stop_ids,
+        )
+        return Request(
+            id=self.request_id,
+            prompt_ids=(*order.prompt_ids, *self._ids),
+            params=params,
+            priority=order.priority,
+            cache_salt=order.cache_salt,
+        )
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(sorted(self._tokenizer.stop_ids(self._order.prompt.dialect)))
+
+    def take(self, output: Output) -> Step:
+        """Parse new tokens. Afterwards the choice is finished, or in its next phase, or goes on."""
+        step = Step(self.index, self._forced_deltas)
+        self._forced_deltas = []
+        if output.num_cached is not None and self._phase == 0:
+            self.num_cached = output.num_cached
+        tokens = output.token_ids[:-1] if self._drops_end(output) else output.token_ids
+        self.num_output += len(output.token_ids)
+        for place, token in enumerate(tokens):
+            logprobs = output.logprobs[place] if output.logprobs else None
+            self._push(token, logprobs, step)
+        self.logprobs.logprobs += step.logprobs
+        self.logprobs.reasoning_logprobs += step.reasoning_logprobs
+        if self._must_end(step):
+            self._finish(step, "stop")
+        elif output.finished:
+            self._end_phase(output, step)
+        return step
+
+    def _drops_end(self, output: Output) -> bool:
+        """An end marker that ends a phase only, because something must still follow."""
+        if output.finish_reason != "stop":
+            return False
+        ends_reasoning = output.stop_reason == self._current.until
+        return self._current.is_bare or (self._is_forced_next and not ends_reasoning)
+
+    def _push(self, token: int, logprobs: TokenLogprobs | None, step: Step) -> None:
+        if self._parser.ended:
+            return
+        self._ids.append(token)
+        part = self._parser.part
+        step.deltas += self._parser.push_tokens((token,))
+        if self._tokenizer.is_marker(token):
+            return
+        is_reasoning = part == self._parser.part == "reasoning"
+        self.num_reasoning += is_reasoning
+        if logprobs is not None and is_reasoning:
+            step.reasoning_logprobs.append(logprobs)
+        elif logprobs is not None and self._parser.part == "answer":
+            step.logprobs.append(logprobs)
+
+    def _must_end(self, step: Step) -> bool:
+        """A stop string came, or a second call where one was asked for."""
+        if not self._order.parallel_calls:
+            kept = [delta for delta in step.deltas if delta.call_index == 0]
+            if len(kept) < len(step.deltas):
+                step.deltas = kept
+                return True
+        return self._parser.ended and self._parser.stop_sequence is not None
+
+    def _end_phase(self, output: Output, step: Step) -> None:
+        """The engine is done with a phase: on to the next one, or the answer is over."""
+        if output.finish_reason in ("error", "abort"):
+            raise _failure(output)
+        has_next = self._phase + 1 < len(self._order.phases)
+        is_full = self.num_output >= self._order.params.max_tokens
+        phase = self._current
+        reached = output.finish_reason == "length" or output.stop_reason == phase.until
+        goes_on = has_next and not is_full and (reached or phase.is_bare or self._is_forced_next)
+        if not goes_on:
+            self._finish(step, "length" if output.finish_reason == "length" else "stop")
+            return
+        if phase.until is not None and output.stop_reason != phase.until:
+            step.deltas += self._force((phase.until,))
+        self._phase += 1
+        step.deltas += self._force(self._current.forced)
+
+    @property
+    def _is_forced_next(self) -> bool:
+        following = self._order.phases[self._phase + 1 : self._phase + 2]
+        return bool(following and following[0].forced)
+
+    def _force(self, tokens: tuple[int, ...]) -> list[Delta]:
+        self._ids += tokens
+        return self._parser.push_tokens(tokens)
+
+    def _put(self, tokens: tuple[int, ...]) -> None:
+        self._forced_deltas += self._force(tokens)
+
+    def _finish(self, step: Step, reason: str) -> None:
+        step.deltas += self._parser.finish("length" if reason == "length" else "stop")
+        if not self._order.parallel_calls:
+            step.deltas = [delta for delta in step.deltas if delta.call_index == 0]
+        step.is_last = self.is_finished = True
+
+
+class Answers:
+    """All choices of one request. Close it, or run `steps` to the end, and nothing runs on."""
+
+    def __init__(self, service: Service, order: Order, record: Record) -> None:
+        self._service = service
+        self._order = order
+        self._box = service.link.open()
+        self._is_closed = False
+        self.record = record
+        self.choices = [
+            Choice(order, index, record.id, service.tokenizer) for index in range(order.num_choices)
+        ]
+        record.num_prompt = len(order.prompt_ids)
+
+    async def start(self) -> None:
+        """Hand everything to the engine; raises if it refuses."""
+        try:
+            for choice in self.choices:
+                await self._box.add(choice.request())
+        except BaseException as error:
+            self.record.finish = "refused" if isinstance(error, ApiError) else "abort"
+            self.close()
+            raise
+
+    async def steps(self) -> AsyncGenerator[list[Step], None]:
+        """What is new, choice by choice; an empty list when nothing came for a while."""
+        try:
+            while not all(choice.is_finished for choice in self.choices):
+                outputs = await self._box.next(KEEP_ALIVE_SECONDS)
+                yield [await self._take(output) for output in outputs]
+            self.record.finish = self.choices[0].result.finish_reason
+        except ApiError:
+            self.record.finish = "error"
+            raise
+        finally:
+            self.close()
+
+    async def finish(self) -> None:
+        async for _ in self.steps():
+            pass
+
+    async def _take(self, output: Output) -> Step:
+        _, index, _ = output.request_id.rsplit("-", 2)
+        choice = self.choices[int(index)]
+        self._service.metrics.count_tokens(self.record, len(output.token_ids))
+        if output.error is not None and not output.refused:
+            _log_failure(self.record.id, output)
+        step = choice.take(output)
+        if choice.is_finished:
+            self._box.abort(output.request_id)  # without effect if the engine ended it
+        elif output.finished:
+            await self._box.add(choice.request())
+        return step
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._box.close()
+        record = self.record
+        record.num_cached = self.choices[0].num_cached
+        record.num_reasoning = sum(choice.num_reasoning for choice in self.choices)
+        finished = [choice.result for choice in self.choices if choice.is_finished]
+        record.num_calls = sum(len(result.tool_calls) for result in finished)
+        record.num_malformed = sum(result.malformed for result in finished)
+        self._service.metrics.close(record)
+        self._trace()
+
+    def _trace(self) -> None:
+        decode = self._service.tokenizer.decode
+        if self._service.options.trace is not None:
+            self._service.trace.write(
+                {
+                    "id": self.record.id,
+                    "path": self.record.path,
+                    "prompt": decode(self._order.prompt_ids),
+                    "outputs": [decode(choice.ids) for choice in self.choices],
+                    "finish": self.record.finish,
+                }
+            )
+
+
+def _wrap(seed: int) -> int:
+    """Seeds of later choices stay 64-bit numbers."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _failure(output: Output) -> ApiError:
+    if output.refused:
+        return ApiError(400, str(output.error))
+    if output.finish_reason == "abort":
+        return ApiError(503, f"the request was aborted: {output.error or 'no reason given'}")
+    return internal_error(output.request_id)
+
+
+def _log_failure(name: str, output: Output) -> None:
+    log.error("%s: the engine failed on it: %s", name, output.error)

@@ -1,0 +1,96 @@
+"""The application: which paths there are, and how errors leave it. READ FIRST in this folder.
+
+A chat request goes: `gate.py` (key, size) -> `routes/chat.py` -> `orders.py` (what to ask the
+engine) -> `answers.py` (phases, parsing) -> `worker/link.py` -> the engine process, and back.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+
+from dsv4 import __version__
+from dsv4.server.api_error import ApiError, bad_fields
+from dsv4.server.gate import Gate
+from dsv4.server.routes import chat, operation
+from dsv4.server.service import Service
+
+ROUTERS = (chat.router,)  # each at /v1 and, for clients without that prefix, at /
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {}}}
+    for status, text in (
+        (400, "the request is wrong; the message names the field"),
+        (401, "no key, or a wrong one"),
+        (404, "no such model or path"),
+        (413, "the body is too large"),
+        (429, "the queue is full"),
+        (503, "the model is starting, restarting or shutting down"),
+    )
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.link.start()
+        try:
+            yield
+        finally:
+            await service.link.stop()
+
+    app = FastAPI(
+        title="dsv4",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # the documentation pages would load scripts from elsewhere
+        redoc_url=None,
+        responses=_ERRORS,
+    )
+    app.state.service = service
+    app.include_router(operation.router)
+    for router in ROUTERS:
+        app.include_router(router, prefix="/v1")
+        app.include_router(router, include_in_schema=False)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_bad_fields)
+    app.add_middleware(Gate, service=service)
+    if service.options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _rejected(request: Request, error: ApiError) -> Response:
+    request.app.state.service.metrics.count_rejected(error.status_code)
+    return error.response(request.url.path)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _rejected(request, error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path[:200]
+    known = {404: f"there is no path {path!r} here", 405: f"{path!r} takes no {method}"}
+    message = known.get(error.status_code, str(error.detail))
+    return _rejected(request, ApiError(error.status_code, message))
+
+
+async def _on_bad_fields(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    kind = request.headers.get("content-type", "")
+    if "json" not in kind.lower():
+        message = f"content-type: found {kind[:80]!r}, expected application/json"
+        return _rejected(request, ApiError(400, message, code="wrong_content_type"))
+    return _rejected(request, bad_fields(error.errors()))

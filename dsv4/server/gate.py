@@ -1,0 +1,161 @@
+"""What every request passes first: who asks, how much, how slowly; and how a failure looks."""
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dsv4.server.api_error import ApiError, internal_error
+from dsv4.server.options import BODY_SECONDS, MAX_BODY_BYTES
+from dsv4.server.service import Service
+from dsv4.server.sse import ClientGone
+
+log = logging.getLogger(__name__)
+
+_FREE_PATHS = ("/", "/health", "/ready", "/favicon.ico")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._keys = [key.encode() for key in service.options.api_keys]
+        # Without keys, whoever reaches the port may ask. A web page elsewhere must not reach it
+        # by pointing its own name at this machine, so the name that was asked for is checked.
+        self._checks_host = not self._keys and is_loopback(service.options.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", "")
+        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = name
+        reply = _Reply(send, name)
+        try:
+            self._check(scope, headers)
+            body = await _read_body(headers, receive)
+            await self._app(scope, _replay(body, receive), reply)
+        except ApiError as error:
+            self._service.metrics.count_rejected(error.status_code)
+            await self._refuse(error, scope, receive, reply)
+        except ClientGone:
+            log.debug("%s: the client has gone", name)
+        except Exception:
+            log.exception("%s: %s failed", name, scope["path"])
+            await self._refuse(internal_error(name), scope, receive, reply)
+
+    def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        path = scope["path"]
+        if self._checks_host and not _is_local_name(headers.get(b"host", "")):
+            raise ApiError(
+                400,
+                f"host: found {headers.get(b'host', '')[:80]!r}, expected localhost or 127.0.0.1; "
+                "a server without API keys on a loopback address answers to no other name",
+                code="wrong_host",
+            )
+        if self._keys and path not in _FREE_PATHS and not path.startswith("/static/"):
+            self._check_key(headers)
+        encoding = headers.get(b"content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise ApiError(
+                400, f"content-encoding: found {encoding[:40]!r}, expected an uncompressed body"
+            )
+
+    def _check_key(self, headers: dict[bytes, str]) -> None:
+        scheme, _, token = headers.get(b"authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
+        given = token.encode("utf-8", "replace")
+        # Every key is compared, so that the time tells nothing about which one came close.
+        if not sum(hmac.compare_digest(given, key) for key in self._keys):
+            word = "a key that is not valid" if token else "no key"
+            raise ApiError(
+                401,
+                f"authorization: found {word}, expected 'Authorization: Bearer KEY' or 'x-api-key'",
+                code="invalid_api_key",
+            )
+
+    async def _refuse(
+        self, error: ApiError, scope: Scope, receive: Receive, reply: "_Reply"
+    ) -> None:
+        if reply.has_begun:
+            return  # the connection is closed by the server, which shows the client a broken answer
+        await error.response(scope["path"])(scope, receive, reply)
+
+
+class _Reply:
+    """`send` with headers of our own on top."""
+
+    def __init__(self, send: Send, name: str) -> None:
+        self._send = send
+        self._own = (*_HEADERS, (b"x-request-id", name.encode()))
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            message["headers"] = [*message.get("headers", ()), *self._own]
+        await self._send(message)
+
+
+async def _read_body(headers: dict[bytes, str], receive: Receive) -> bytes:
+    """The whole body, within its limits of size and time."""
+    too_large = ApiError(
+        413, f"body: larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large"
+    )
+    length = headers.get(b"content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as error:
+        text = f"body: not complete after {BODY_SECONDS:g} seconds"
+        raise ApiError(408, text, code="body_too_slow") from error
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """`receive` for the application: the body in one piece, then only the disconnect."""
+    waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def read() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return read
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_local_name(host: str) -> bool:
+    """A Host header that names this machine: localhost, or an address instead of a name."""
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name.lower() == "localhost" or name.lower().endswith(".localhost")
+    return True

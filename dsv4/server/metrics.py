@@ -1,0 +1,165 @@
+"""Prometheus figures, named as the field's dashboards know them, with our own prefix."""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from dsv4.server.worker.link import EngineLink
+
+log = logging.getLogger("dsv4.requests")
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_TOKENS = tuple(4**power for power in range(11))
+
+
+@dataclass
+class Record:
+    """One request as the log and the metrics see it; times in seconds of a monotonic clock."""
+
+    id: str
+    path: str
+    model: str
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    num_reasoning: int = 0
+    num_calls: int = 0
+    num_malformed: int = 0
+    finish: str = "abort"  # what it stays if the client goes away
+    begin: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    last: float | None = None
+
+
+class _EngineFigures:
+    """Figures of the engine itself, read when they are asked for."""
+
+    def __init__(self, labels: dict[str, str], link: "EngineLink") -> None:
+        self._labels = labels
+        self._link = link
+
+    def collect(self) -> Iterable[Metric]:
+        stats, names = self._link.stats, list(self._labels)
+        values = list(self._labels.values())
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            metric = GaugeMetricFamily(f"dsv4:{name}", text, labels=names)
+            metric.add_metric(values, value)
+            return metric
+
+        def counter(name: str, text: str, value: float) -> Metric:
+            metric = CounterMetricFamily(f"dsv4:{name}", text, labels=names)
+            metric.add_metric(values, value)
+            return metric
+
+        yield gauge("engine_up", "1 while the engine answers", self._link.is_healthy)
+        yield counter("engine_restarts", "Times the engine was restarted", self._link.num_restarts)
+        if not stats:
+            return
+        total, used = sum(stats["pages_total"].values()), sum(stats["pages_used"].values())
+        yield gauge("num_requests_running", "Running sequences", stats["num_running"])
+        yield gauge("num_requests_waiting", "Waiting sequences", stats["num_waiting"])
+        yield gauge("kv_cache_usage_perc", "Share of pages in use, 0 to 1", used / max(total, 1))
+        yield gauge("last_step_seconds", "Duration of the last step", stats["last_step_s"])
+        yield counter("num_preemptions", "Sequences set back", stats["num_preemptions"])
+        yield counter("prefix_cache_queries", "Tokens looked up", stats["num_prefix_asked"])
+        yield counter("prefix_cache_hits", "Tokens found", stats["num_prefix_hit"])
+        yield counter("engine_steps", "Steps of the engine", stats["num_steps"])
+        for kind in ("total", "used", "cached"):
+            metric = GaugeMetricFamily(
+                f"dsv4:pages_{kind}", f"Pages ({kind}) by pool", labels=[*names, "pool"]
+            )
+            for pool, count in stats[f"pages_{kind}"].items():
+                metric.add_metric([*values, pool], count)
+            yield metric
+
+
+class Metrics:
+    def __init__(self, model: str, link: "EngineLink") -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model}
+        self._registry.register(_EngineFigures(self._labels, link))
+        self._success = self._counter("request_success", "Finished requests", "finished_reason")
+        self._rejected = self._counter("request_rejected", "Refused requests", "status")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens")
+        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens not computed again")
+        self._output = self._counter("generation_tokens", "Generated tokens")
+        self._reasoning = self._counter("reasoning_tokens", "Of them, reasoning")
+        self._calls = self._counter("tool_calls", "Tool calls in answers")
+        self._malformed = self._counter("malformed_outputs", "Answers with markup that is no call")
+        self._first = self._histogram("time_to_first_token_seconds", _SECONDS)
+        self._between = self._histogram("inter_token_latency_seconds", _SHORT)
+        self._per_token = self._histogram("request_time_per_output_token_seconds", _SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", _SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", _SECONDS)
+        self._prompt_size = self._histogram("request_prompt_tokens", _TOKENS)
+        self._output_size = self._histogram("request_generation_tokens", _TOKENS)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        names = [*self._labels, *labels]
+        return Counter(f"dsv4:{name}", text, names, registry=self._registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        text = name.replace("_", " ")
+        made = Histogram(
+            f"dsv4:{name}", text, list(self._labels), registry=self._registry, buckets=buckets
+        )
+        return made.labels(**self._labels)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def count_rejected(self, status: int) -> None:
+        self._rejected.labels(**self._labels, status=str(status)).inc()
+
+    def count_tokens(self, record: Record, count: int) -> None:
+        """Called when tokens of an answer arrive."""
+        now = time.monotonic()
+        if record.first is None:
+            record.first = now
+            self._first.observe(now - record.begin)
+        elif record.last is not None:
+            self._between.observe(now - record.last)
+        record.last = now
+        record.num_output += count
+        self._output.labels(**self._labels).inc(count)
+
+    def close(self, record: Record) -> None:
+        """The request has ended: one line in the log, and its figures."""
+        now = time.monotonic()
+        total = now - record.begin
+        labels = self._labels
+        self._success.labels(**labels, finished_reason=record.finish).inc()
+        self._prompt.labels(**labels).inc(record.num_prompt)
+        self._cached.labels(**labels).inc(record.num_cached)
+        self._reasoning.labels(**labels).inc(record.num_reasoning)
+        self._calls.labels(**labels).inc(record.num_calls)
+        self._malformed.labels(**labels).inc(record.num_malformed)
+        self._whole.observe(total)
+        self._prompt_size.observe(record.num_prompt)
+        self._output_size.observe(record.num_output)
+        if record.first is not None and record.num_output > 1:
+            self._decode.observe(now - record.first)
+            self._per_token.observe((now - record.first) / (record.num_output - 1))
+        first = "-" if record.first is None else f"{record.first - record.begin:.3f}s"
+        log.info(
+            "%s %s model=%s prompt=%d cached=%d reasoning=%d output=%d finish=%s first=%s"
+            " total=%.3fs",
+            record.id,
+            record.path,
+            record.model,
+            record.num_prompt,
+            record.num_cached,
+            record.num_reasoning,
+            record.num_output,
+            record.finish,
+            first,
+            total,
+        )

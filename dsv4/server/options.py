@@ -1,0 +1,28 @@
+"""What an operator chooses, and the limits on what a client may ask."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Limits of single fields stand in `schemas.py`, those of conversations in `chat`.
+MAX_BODY_BYTES = 32 << 20
+BODY_SECONDS = 30.0  # for a client to send the whole body
+HEADER_SECONDS = 10.0  # and for the headers
+MAX_HEADER_BYTES = 64 << 10
+WRITE_SECONDS = 120.0  # a client that reads nothing for so long is cut off
+KEEP_ALIVE_SECONDS = 10.0  # between signs of life while an answer is waited for
+
+# The publisher's limits where a client names none, each cut to what the context leaves.
+DEFAULT_MAX_TOKENS = {"chat": 8192, "thinking": 65536}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()  # none: everyone who reaches the port may use it
+    names: tuple[str, ...] = ()  # the model's names; none: that of its folder
+    any_model: bool = False  # answer under whatever name a client asks for
+    cors_origins: tuple[str, ...] = ()
+    max_waiting: int = 256
+    drain_seconds: float = 30.0
+    trace: Path | None = None  # prompts and raw outputs, one JSON object a line

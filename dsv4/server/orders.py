@@ -1,0 +1,166 @@
+"""From a checked body to what the engine is asked: prompt, sampling, and the phases of an answer.
+
+Most answers have one phase. A thinking budget or a forced call cuts an answer after its
+reasoning: the engine stops there, tokens are put in place, and it goes on from them. The prefix
+cache makes going on cheap.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsv4.chat import Conversation, Dialect, Prompt, Tokenizer, texts
+from dsv4.chat.encode import ToolChoice
+from dsv4.chat.fields import fail, read_object, read_text, show
+from dsv4.chat.lexer import split_markers
+from dsv4.chat.messages import Tool
+from dsv4.request import Guide, SamplingParams
+from dsv4.server.schemas import Sampling, StructuredOutputs
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`forced` tokens come first; then the model goes on, at most until `until` or `limit`."""
+
+    forced: tuple[int, ...] = ()
+    guide: Guide | None = None
+    until: int | None = None
+    limit: int | None = None
+    is_bare: bool = False  # the end marker only ends the phase and is not part of the answer
+
+
+@dataclass(frozen=True)
+class Order:
+    """One request for `num_choices` answers."""
+
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    phases: tuple[Phase, ...] = (Phase(),)
+    num_choices: int = 1
+    stops: tuple[str, ...] = ()
+    parallel_calls: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+
+
+def sampling_params(body: Sampling, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Fields left out keep the engine's defaults."""
+    top_k = None if body.top_k is None else max(body.top_k, 0)  # -1 is how others say "off"
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": top_k,
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": bias,
+        "logprobs": logprobs,
+    }
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(max_tokens=max_tokens, **values)
+
+
+def structured_guide(outputs: StructuredOutputs | None) -> Guide | None:
+    if outputs is None:
+        return None
+    named = {
+        "json_schema": outputs.json_schema,
+        "regex": outputs.regex,
+        "choice": outputs.choice,
+    }
+    given = [(kind, value) for kind, value in named.items() if value is not None]
+    if len(given) != 1:
+        fail("structured_outputs", f"{len(given)} constraints", "one of json, regex and choice")
+    [(kind, value)] = given
+    return Guide(kind, value)  # type: ignore[arg-type]
+
+
+def format_guide(response_format: object) -> Guide | None:
+    """The constraint that a response format asks for; its shape was checked by the encoder."""
+    if response_format is None:
+        return None
+    fields = read_object(response_format, "response_format")
+    kind = fields.get("type")
+    if kind == "json_object":
+        return Guide("json_object")
+    if kind == "json_schema":
+        return Guide("json_schema", dict(fields["json_schema"]["schema"]))
+    if kind == "regex":
+        return Guide("regex", read_text(fields.get("regex"), "response_format.regex"))
+    return None
+
+
+def plan_phases(
+    conversation: Conversation,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    guide: Guide | None = None,
+    budget: int | None = None,
+) -> tuple[Phase, ...]:
+    """How an answer is put together; `budget` limits the tokens of the reasoning."""
+    if guide is not None and prompt.tools:
+        fail(
+            "response_format",
+            "a constraint together with tools",
+            "one of them, or tool_choice 'none'",
+        )
+    thinks = prompt.start.state == "reasoning"
+    close = tokenizer.special.think_close
+    if conversation.tool_choice.is_forced:
+        reasoning = (Phase(until=close, limit=budget),) if thinks else ()
+        return (*reasoning, *_call_phases(conversation, prompt.dialect, tokenizer, thinks=thinks))
+    if thinks and budget is not None:
+        return (Phase(until=close, limit=budget), Phase(guide=guide))
+    if guide is not None and thinks:
+        guide = replace(guide, after_id=close)
+    return (Phase(guide=guide),)
+
+
+def _call_phases(
+    conversation: Conversation, dialect: Dialect, tokenizer: Tokenizer, *, thinks: bool
+) -> tuple[Phase, ...]:
+    """A call that must come: its markup is put in place up to what the model has to decide."""
+    tools = _callable(conversation.tools, conversation.tool_choice)
+    block = f"\n\n<{texts.DSML}{dialect.block_tag}>\n" if thinks else ""
+    opening = f'{block}<{texts.DSML}{dialect.invoke_tag} name="'
+    if len(tools) > 1:
+        names = Guide("choice", [tool.name for tool in tools])
+        return (
+            Phase(_ids(opening, tokenizer), guide=names, is_bare=True),
+            Phase(_ids('">\n', tokenizer)),
+        )
+    [tool] = tools
+    forced = _ids(f'{opening}{tool.name}">\n', tokenizer)
+    return (Phase(forced),)
+
+
+def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
+    return [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
+
+
+def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids: list[int] = []
+    for piece, is_marker in split_markers(text, (texts.DSML,)):
+        ids += [tokenizer.marker_id(piece)] if is_marker else tokenizer.encode(piece)
+    return tuple(ids)
+
+
+def read_budget(fields: Mapping[str, Any]) -> int | None:
+    """The most reasoning tokens, under any of the names that clients use for it."""
+    thinking = fields.get("thinking")
+    nested = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
+    for path, value in (
+        ("thinking_token_budget", fields.get("thinking_token_budget")),
+        ("thinking_budget", fields.get("thinking_budget")),
+        ("thinking.budget_tokens", nested),
+    ):
+        if value is not None:
+            if type(value) is not int or value < 1:
+                fail(path, show(value), "a whole number above 0")
+            return value
+    return None

@@ -1,0 +1,1 @@
+"""One file per protocol; each offers a `router` that `app.py` includes."""

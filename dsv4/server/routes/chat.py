@@ -1,0 +1,252 @@
+"""POST /v1/chat/completions."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from dsv4.chat import Delta, new_call_id
+from dsv4.chat.output.stops import read_stops
+from dsv4.chat.requests import read_chat_completions
+from dsv4.errors import RequestError
+from dsv4.request import TokenLogprobs
+from dsv4.server.answers import Answers, Choice, Step
+from dsv4.server.api_error import ApiError
+from dsv4.server.json_route import make_router
+from dsv4.server.metrics import Record
+from dsv4.server.options import DEFAULT_MAX_TOKENS
+from dsv4.server.orders import (
+    Order,
+    format_guide,
+    plan_phases,
+    read_budget,
+    sampling_params,
+    structured_guide,
+)
+from dsv4.server.schemas import ChatBody
+from dsv4.server.service import FINGERPRINT, Service, in_thread
+from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected
+
+router = make_router()
+
+LEAST_LOGPROB = -9999.0  # JSON knows no minus infinity
+
+
+@router.post("/chat/completions")
+async def chat_completions(request: Request, body: ChatBody) -> Response:
+    service: Service = request.app.state.service
+    name = service.accept(body, body.n or 1)
+    fields = await request.json()
+    order = await in_thread(lambda: _order(service, body, fields))
+    record = Record(request.state.request_id, "/v1/chat/completions", name)
+    answers = Answers(service, order, record)
+    await while_connected(request, answers.start())
+    writer = _Writer(service, body, answers)
+    if body.stream:
+        return EventStream(writer.stream(), {})
+    await while_connected(request, answers.finish())
+    return JSONResponse(writer.whole())
+
+
+def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs: found it without logprobs, expected logprobs: true")
+    conversation = read_chat_completions(fields, service.dialect)
+    prompt = conversation.encode(service.dialect)
+    ids = tuple(prompt.ids(service.tokenizer))
+    asked = body.max_completion_tokens or body.max_tokens
+    default = DEFAULT_MAX_TOKENS["thinking" if conversation.thinking else "chat"]
+    guide = structured_guide(body.structured_outputs) or format_guide(body.response_format)
+    phases = plan_phases(
+        conversation, prompt, service.tokenizer, guide=guide, budget=read_budget(fields)
+    )
+    return Order(
+        prompt=prompt,
+        prompt_ids=ids,
+        params=sampling_params(
+            body,
+            max_tokens=service.limit_tokens(asked, len(ids), default),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
+        phases=phases,
+        num_choices=body.n or 1,
+        stops=read_stops(body.stop),
+        parallel_calls=body.parallel_tool_calls is not False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+class _Writer:
+    """Answers in the shape of chat completions, whole or in chunks."""
+
+    def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
+        self._tokenizer = service.tokenizer
+        self._answers = answers
+        self._shows_reasoning = body.include_reasoning is not False
+        self._has_logprobs = bool(body.logprobs)
+        options = body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+        self._base = {
+            "id": f"chatcmpl-{answers.record.id}",
+            "created": int(time.time()),
+            "model": answers.record.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    # --- whole --------------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(choice) for choice in self._answers.choices]
+        return {
+            **self._base,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage(self._answers),
+        }
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        result = choice.result
+        message: dict[str, Any] = {"role": "assistant", "content": result.content}
+        if result.reasoning and self._shows_reasoning:
+            message["reasoning_content"] = message["reasoning"] = result.reasoning
+        if result.tool_calls:
+            message["content"] = result.content or None
+            message["tool_calls"] = [
+                {
+                    "id": new_call_id(place),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for place, call in enumerate(result.tool_calls)
+            ]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs) if self._has_logprobs else None,
+            "finish_reason": result.finish_reason,
+            "stop_reason": result.stop_sequence,
+        }
+
+    # --- in chunks ----------------------------------------------------------------------------
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for choice in self._answers.choices:
+                yield self._chunk(choice.index, {"role": "assistant", "content": ""})
+            async for steps in self._answers.steps():
+                if not steps:
+                    yield KEEP_ALIVE
+                for step in steps:
+                    for data in self._chunks(step):
+                        yield data
+            if self._has_usage:
+                last = {**self._base, "object": "chat.completion.chunk", "choices": []}
+                yield event({**last, "usage": usage(self._answers)})
+        except ApiError as error:
+            yield event(error.body("/v1/chat/completions"))
+        yield DONE
+
+    def _chunks(self, step: Step) -> list[bytes]:
+        logprobs = self._logprobs(step) if self._has_logprobs else None
+        found = []
+        for delta in step.deltas:
+            content = self._delta(delta)
+            if content is not None:
+                found.append(self._chunk(step.choice, content, logprobs))
+                logprobs = None
+        if logprobs is not None and (step.logprobs or step.reasoning_logprobs):
+            found.append(self._chunk(step.choice, {}, logprobs))  # the text is held back for now
+        if step.is_last:
+            result = self._answers.choices[step.choice].result
+            extra = {"stop_reason": result.stop_sequence}
+            found.append(self._chunk(step.choice, {}, None, result.finish_reason, extra))
+        return found
+
+    def _delta(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.kind == "content":
+            return {"content": delta.text}
+        if delta.kind == "reasoning":
+            if not self._shows_reasoning:
+                return None
+            return {"reasoning_content": delta.text, "reasoning": delta.text}
+        call: dict[str, Any] = {"index": delta.call_index}
+        if delta.kind == "call":
+            call["id"] = new_call_id(delta.call_index)
+            call["type"] = "function"
+            call["function"] = {"name": delta.text, "arguments": ""}
+        else:
+            call["function"] = {"arguments": delta.text}
+        return {"tool_calls": [call]}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            **(extra or {}),
+        }
+        chunk = {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
+        if self._has_usage:
+            chunk["usage"] = None
+        return event(chunk)
+
+    # --- logprobs -----------------------------------------------------------------------------
+
+    def _logprobs(self, step: Step) -> dict[str, Any]:
+        found: dict[str, Any] = {"content": self._entries(step.logprobs), "refusal": None}
+        if self._shows_reasoning and step.reasoning_logprobs:
+            found["reasoning_content"] = self._entries(step.reasoning_logprobs)
+        return found
+
+    def _entries(self, items: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        return [
+            {
+                **self._entry(item.token_id, item.logprob),
+                "top_logprobs": [self._entry(token, value) for token, value in item.top],
+            }
+            for item in items
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token)
+        return {
+            "token": token_text(data),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(data),
+        }
+
+
+def token_text(data: bytes) -> str:
+    """A token's text; incomplete characters as their bytes in hexadecimal."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def usage(answers: Answers) -> dict[str, Any]:
+    choices = answers.choices
+    num_prompt, num_cached = answers.record.num_prompt, choices[0].num_cached
+    num_output = sum(choice.num_output for choice in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.num_reasoning for choice in choices)
+        },
+        "prompt_cache_hit_tokens": num_cached,
+        "prompt_cache_miss_tokens": num_prompt - num_cached,
+    }

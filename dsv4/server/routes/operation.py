@@ -1,0 +1,54 @@
+"""For operators: health, readiness, version, metrics, and the figures that the page draws."""
+
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from dsv4 import __version__
+from dsv4.server.json_route import make_router
+from dsv4.server.service import Service
+
+router = make_router()
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """200 while the engine's loop answers."""
+    link = request.app.state.service.link
+    status = 200 if link.is_healthy else 503
+    return JSONResponse({"status": "ok" if status == 200 else link.state}, status)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """200 while new requests are taken."""
+    service: Service = request.app.state.service
+    state = "draining" if service.is_draining else service.link.state
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    text = request.app.state.service.metrics.text()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """What the engine last said of itself, with the bytes of its pages."""
+    service: Service = request.app.state.service
+    link = service.link
+    return {
+        "model": service.names[0],
+        "state": "draining" if service.is_draining else link.state,
+        "restarts": link.num_restarts,
+        "page_bytes": link.facts.get("page_bytes", {}),
+        **link.stats,
+    }

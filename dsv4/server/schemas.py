@@ -1,0 +1,200 @@
+"""The bodies of requests: which fields there are, their types and bounds.
+
+Conversations themselves (messages, tools, input items) are read by `dsv4.chat.requests`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_STOPS = 16
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Object = dict[str, Any]
+Text = Annotated[str, StringConstraints(max_length=8_000_000)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2_000_000)]
+
+_NO_TEMPLATE = "the prompt format is built in"
+_NO_BEAMS = "answers are sampled; use n"
+_NO_OTHER_GUIDES = "use response_format or structured_outputs"
+
+
+class Body(BaseModel):
+    """Strict types; fields nobody knows pass, those we know and do not offer are refused."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    UNSUPPORTED: ClassVar[dict[str, str]] = {}
+
+    model: Annotated[str, StringConstraints(max_length=512)] | None = None
+    stream: bool | None = None
+
+
+class Sampling(Body):
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[Number, Field(ge=1e-3, le=1e3)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
+                Annotated[Number, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    include_usage: bool | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """One of three ways to say what an answer looks like."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    json_schema: Object | Text | None = Field(default=None, alias="json")
+    regex: Annotated[str, StringConstraints(max_length=65536)] | None = None
+    choice: Annotated[list[Stop], Field(min_length=1, max_length=4096)] | None = None
+
+
+class ChatBody(Sampling):
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "there is no audio",
+        "prediction": "answers are not predicted by clients",
+        "web_search_options": "there is no search",
+        "best_of": _NO_BEAMS,
+        "use_beam_search": _NO_BEAMS,
+        "min_tokens": "an answer ends where the model ends it",
+        "ignore_eos": "only /v1/completions offers it",
+        "prompt_logprobs": "use /v1/completions with echo and logprobs",
+        "truncate_prompt_tokens": "shorten the conversation",
+        "chat_template": _NO_TEMPLATE,
+        "documents": _NO_TEMPLATE,
+        "guided_json": _NO_OTHER_GUIDES,
+        "guided_regex": _NO_OTHER_GUIDES,
+        "guided_choice": _NO_OTHER_GUIDES,
+        "guided_grammar": _NO_OTHER_GUIDES,
+        "bad_words": "use logit_bias",
+        "allowed_token_ids": "use logit_bias",
+        "logits_processors": "code from clients is not run",
+    }
+    messages: list[Object]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Stops | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[Object] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Object | None = None
+    structured_outputs: StructuredOutputs | None = None
+    reasoning_effort: str | int | None = None
+    thinking: Object | None = None
+    thinking_token_budget: Count | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: Object | None = None
+    continue_final_message: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class CompletionBody(Sampling):
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        "suffix": "the model was not trained to fill in the middle",
+        "best_of": _NO_BEAMS,
+        "use_beam_search": _NO_BEAMS,
+        "min_tokens": "an answer ends where the model ends it",
+        "prompt_logprobs": "use echo and logprobs",
+        "truncate_prompt_tokens": "shorten the prompt",
+        "response_format": "use structured_outputs",
+        "logits_processors": "code from clients is not run",
+    }
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stops | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class ResponsesBody(Sampling):
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        "background": "responses are not stored",
+        "conversation": "responses are not stored; send the whole conversation in 'input'",
+        "prompt": "there are no stored prompts",
+        "max_tool_calls": "tools are run by the client",
+    }
+    input: Text | list[Object]
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    reasoning: Object | None = None
+    text: Object | None = None
+    tools: list[Object] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    previous_response_id: str | None = None
+
+
+class CountBody(Body):
+    UNSUPPORTED: ClassVar[dict[str, str]] = {
+        "mcp_servers": "tools are run by the client",
+        "container": "there are no containers",
+    }
+    messages: list[Object]
+    system: Text | list[Object] | None = None
+    tools: list[Object] | None = None
+    tool_choice: Object | None = None
+    thinking: Object | None = None
+    output_config: Object | None = None
+
+
+class MessagesBody(CountBody):
+    max_tokens: Count
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+
+
+class TokenizeBody(Body):
+    """A raw text, or a conversation as in chat completions."""
+
+    prompt: Text | None = None
+    messages: list[Object] | None = None
+    tools: list[Object] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: Ids

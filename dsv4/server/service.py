@@ -1,0 +1,140 @@
+"""What all endpoints share: the engine, the tokenizer, the model's names, metrics and traces."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dsv4 import __version__
+from dsv4.chat import DIALECTS, Dialect, Tokenizer
+from dsv4.errors import Dsv4Error, RequestError
+from dsv4.server.api_error import ApiError, bad_request
+from dsv4.server.metrics import Metrics
+from dsv4.server.options import ServerOptions
+from dsv4.server.schemas import Body
+from dsv4.server.worker.link import EngineLink
+from dsv4.util.models import model_folder
+
+log = logging.getLogger(__name__)
+
+FINGERPRINT = f"dsv4-{__version__}"
+T = TypeVar("T")
+
+
+class Service:
+    def __init__(self, model: str, options: ServerOptions, link: EngineLink) -> None:
+        folder = model_folder(model)
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        self._tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+        self.options = options
+        self.link = link
+        self.names = options.names or (folder.resolve().name,)
+        self.metrics = Metrics(self.names[0], link)
+        self.trace = Trace(options.trace)
+        self.created = int(time.time())
+        self.is_draining = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ApiError(
+                400,
+                "this model has no tokenizer.json, so it reads no text; send token ids to "
+                "/v1/completions",
+            )
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.link.facts["dialect"]]
+
+    @property
+    def max_context(self) -> int:
+        return int(self.link.facts["max_context"])
+
+    def accept(self, body: Body, count: int = 1) -> str:
+        """Check what every generating request must pass; the name to answer under."""
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+        self._refuse_unsupported(body)
+        name = self.model_name(body.model)
+        self.link.check_room(count)
+        return name
+
+    def model_name(self, name: str | None) -> str:
+        if name is None:
+            return self.names[0]
+        if name not in self.names and not self.options.any_model:
+            known = ", ".join(self.names)
+            raise ApiError(
+                404,
+                f"model: found {name[:80]!r}, expected {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def _refuse_unsupported(self, body: Body) -> None:
+        extra = body.model_extra or {}
+        for name, value in extra.items():
+            if name in body.UNSUPPORTED and value not in (None, False, [], {}, 0, ""):
+                raise ApiError(
+                    400,
+                    f"{name}: not supported here; {body.UNSUPPORTED[name]}",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        unknown = sorted(extra.keys() - body.UNSUPPORTED.keys())
+        if unknown:
+            log.debug("fields without effect: %s", ", ".join(unknown)[:500])
+
+    def limit_tokens(self, asked: int | None, num_prompt: int, default: int) -> int:
+        """How many tokens may be generated; an ask that the context cannot hold is refused."""
+        room = self.max_context - num_prompt
+        if room < 1 or (asked or 0) > room:
+            raise ApiError(
+                400,
+                f"messages: found a prompt of {num_prompt} tokens and {asked or 1} to generate, "
+                f"expected at most {self.max_context} in all; shorten the prompt or lower "
+                "max_tokens",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return asked or min(default, room)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Long texts are encoded beside the event loop. RequestErrors become answers."""
+    try:
+        return await asyncio.to_thread(work)
+    except RequestError as error:
+        raise bad_request(error) from error
+    except Dsv4Error as error:
+        raise ApiError(400, str(error)) from error
+
+
+class Trace:
+    """Exact prompts and raw outputs in a file, if the operator asked for it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._is_broken = False
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            self._is_broken = False
+        except OSError as error:  # a full disk must not stop the serving
+            if not self._is_broken:
+                log.error("the trace cannot be written (%s); serving goes on without it", error)
+            self._is_broken = True

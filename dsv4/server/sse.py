@@ -1,0 +1,82 @@
+"""Answers that end when their client does: event streams, and whole answers that may be dropped."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from dsv4.server.options import WRITE_SECONDS
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {text}\n\n".encode()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; it is cancelled when the client disconnects."""
+    return await _race(work, request.receive)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator, which is closed when the client disconnects."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "x-accel-buffering": "no"})
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self.headers["cache-control"] = "no-cache"
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _race(self._send_all(send), receive)
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for data in self._events:
+            await _write(send, {"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _write(send: Send, message: Message) -> None:
+    try:
+        async with asyncio.timeout(WRITE_SECONDS):
+            await send(message)
+    except TimeoutError as error:
+        raise ClientGone from error
+
+
+async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for item in (task, gone):
+            item.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

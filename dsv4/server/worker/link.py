@@ -1,0 +1,314 @@
+"""The web process's end: starts the engine process, hands out its outputs, restarts it."""
+
+import asyncio
+import json
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dsv4.errors import RequestError
+from dsv4.request import Output, Request, TokenLogprobs
+from dsv4.server.api_error import ApiError, bad_request
+from dsv4.server.worker.wire import (
+    LENGTH_BYTES,
+    Message,
+    logprobs_from_wire,
+    message_size,
+    output_from_wire,
+    pack,
+    request_to_wire,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
+STALL_SECONDS = 120.0  # without a word from the engine it counts as stuck
+BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # between restarts, when one after the other fails
+
+ENGINE = ("-m", "dsv4.server.worker.main")
+
+Notify = Callable[[Message], None]  # gets plan, progress, ready and failed
+
+
+class Mailbox:
+    """Outputs of some requests in the order they come. Closing it aborts what still runs."""
+
+    def __init__(self, link: "EngineLink") -> None:
+        self._link = link
+        self._running: set[str] = set()
+        self._outputs: list[Output] = []
+        self._wake = asyncio.Event()
+        self._error: ApiError | None = None
+
+    async def add(self, request: Request) -> None:
+        """Hand a request to the engine; returns when it is accepted, raises if it is refused."""
+        self._running.add(request.id)
+        message = {"kind": "add", "id": request.id, "request": request_to_wire(request)}
+        await self._link.send(message, self)
+
+    async def next(self, timeout: float) -> list[Output]:
+        """What has come in; an empty list when nothing comes within `timeout`."""
+        if not self._outputs and self._error is None:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """End one request; nothing more comes of it."""
+        if request_id in self._running:
+            self._running.discard(request_id)
+            self._link.forget(request_id)
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+
+    def close(self) -> None:
+        for request_id in list(self._running):
+            self.abort(request_id)
+
+    def take(self, output: Output) -> bool:
+        """Called by the link. False: the client does not read; the request is to be aborted."""
+        if output.finished:
+            self._running.discard(output.request_id)
+        self._outputs.append(output)
+        self._wake.set()
+        if len(self._outputs) <= MAX_UNREAD:
+            return True
+        self.fail(ApiError(503, "the answer was not read for too long", code="slow_reader"))
+        return False
+
+    def fail(self, error: ApiError) -> None:
+        self._error = error
+        self._wake.set()
+
+
+class EngineLink:
+    """One engine process at a time. `state`: starting, ready, restarting, failed or stopped."""
+
+    def __init__(
+        self,
+        model: str,
+        choices: dict[str, Any],
+        notify: Notify,
+        *,
+        max_waiting: int,
+        engine: tuple[str, ...] = ENGINE,
+    ) -> None:
+        level = logging.getLogger().getEffectiveLevel()
+        self._order = {"kind": "load", "model": model, "choices": choices, "log_level": level}
+        self._notify = notify
+        self._max_waiting = max_waiting
+        self._engine = engine
+        self._live: dict[str, Mailbox] = {}
+        self._answers: dict[str, asyncio.Future[None]] = {}
+        self._scores: dict[str, asyncio.Queue[Message]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._heard_at = time.monotonic()
+        self.state = "starting"
+        self.facts: Message = {}
+        self.stats: Message = {}
+        self.num_restarts = 0
+
+    # --- requests -----------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live) + len(self._scores)
+
+    @property
+    def is_healthy(self) -> bool:
+        """The engine's loop has spoken lately."""
+        return self.state == "ready" and time.monotonic() - self._heard_at < STALL_SECONDS
+
+    def check_ready(self) -> None:
+        if self.state != "ready":
+            raise ApiError(
+                503, f"the model is {self.state}; try again", code=self.state, retry_after=2
+            )
+
+    def check_room(self, count: int) -> None:
+        """Refuse what would wait behind too many others."""
+        self.check_ready()
+        most = self.facts["max_sequences"] + self._max_waiting
+        if self.num_live + count > most:
+            raise ApiError(
+                429,
+                f"{self.num_live} requests are running or waiting, expected at most {most - count} "
+                "before this one; try again later",
+                code="queue_full",
+                retry_after=1,
+            )
+
+    def open(self) -> Mailbox:
+        return Mailbox(self)
+
+    async def send(self, message: Message, box: Mailbox) -> None:
+        """Send `add` for a box and wait until the engine has taken or refused the request."""
+        self.check_ready()
+        name = message["id"]
+        assert self._writer is not None
+        answer = asyncio.get_running_loop().create_future()
+        self._live[name], self._answers[name] = box, answer
+        self._writer.write(pack(message))
+        try:
+            await self._writer.drain()
+            await answer
+        except BaseException:
+            self.forget(name)
+            raise
+
+    async def score(self, name: str, ids: list[int], top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of all tokens of a prompt but the first."""
+        self.check_ready()
+        assert self._writer is not None
+        answers = self._scores[name] = asyncio.Queue()
+        self._writer.write(pack({"kind": "score", "id": name, "ids": ids, "top": top}))
+        found: list[TokenLogprobs] = []
+        try:
+            while True:
+                message = await answers.get()
+                if message["kind"] == "failed":
+                    raise ApiError(503, message["error"], code="engine_died", retry_after=2)
+                if message["kind"] == "refused" or "error" in message:
+                    raise bad_request(RequestError(message["error"]))
+                if message["kind"] == "scores":
+                    if message["scores"] is None:
+                        return found
+                    found += logprobs_from_wire(message["scores"])
+        finally:
+            del self._scores[name]
+            self._tell_abort(name)
+
+    def forget(self, name: str) -> None:
+        """Abort a request whose outputs nobody wants any more."""
+        self._answers.pop(name, None)
+        if self._live.pop(name, None) is not None:
+            self._tell_abort(name)
+
+    def _tell_abort(self, name: str) -> None:
+        if self.state == "ready" and self._writer is not None:
+            self._writer.write(pack({"kind": "abort", "id": name}))
+
+    def fail_all(self, error: ApiError) -> None:
+        for name, box in list(self._live.items()):
+            box.fail(error)
+            self.forget(name)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._answers = {}
+        for scores in self._scores.values():
+            scores.put_nowait({"kind": "failed", "error": error.message})
+
+    # --- the process --------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def stop(self) -> None:
+        self.state = "stopped"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while True:
+            begin = time.monotonic()
+            try:
+                await self._run_once()
+            finally:
+                self._end_process()
+            if self.state == "failed":
+                return
+            # One that ran for a while gets a quick restart; one that keeps dying, a slow one.
+            failures = 0 if time.monotonic() - begin > 60 else failures + 1
+            self.state = "restarting"
+            self.num_restarts += 1
+            error = "the engine stopped in the middle of this request; it is being restarted"
+            self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
+            pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
+            log.error("the engine process ended; restarting it in %.1f s", pause)
+            await asyncio.sleep(pause)
+
+    async def _run_once(self) -> None:
+        """Start a process and listen to it until it is gone."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *self._engine, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the web process; it drains first
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(pack(self._order))
+        try:
+            while True:
+                size = message_size(await reader.readexactly(LENGTH_BYTES))
+                self._take(json.loads(await reader.readexactly(size)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def _end_process(self) -> None:
+        if self._writer is not None:
+            self._writer.close()  # the engine notices between two steps
+            self._writer = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _take(self, message: Message) -> None:
+        self._heard_at = time.monotonic()
+        kind = message["kind"]
+        if kind == "outputs":
+            for output in message["outputs"]:
+                self._take_output(output_from_wire(output))
+        elif kind == "stats":
+            self.stats = message["stats"]
+        elif kind in ("accepted", "refused", "scores"):
+            self._take_answer(message)
+        else:
+            if kind == "ready":
+                self.facts, self.state = message["facts"], "ready"
+            elif kind == "failed":
+                # At the first start this is the user's mistake; later the files may come back.
+                self.state = "failed" if self.num_restarts == 0 else "restarting"
+            self._notify(message)
+
+    def _take_answer(self, message: Message) -> None:
+        name = message["id"]
+        if name in self._scores:
+            self._scores[name].put_nowait(message)
+        elif name in self._answers:
+            answer = self._answers.pop(name)
+            if answer.done():
+                return
+            if message["kind"] == "accepted":
+                answer.set_result(None)
+            else:
+                answer.set_exception(bad_request(RequestError(message["error"])))
+
+    def _take_output(self, output: Output) -> None:
+        box = self._live.get(output.request_id)
+        if box is None:
+            return  # aborted in the meantime
+        if output.finished:
+            del self._live[output.request_id]
+        if not box.take(output):
+            self.forget(output.request_id)

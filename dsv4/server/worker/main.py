@@ -1,0 +1,201 @@
+"""The engine process: load, then add, step and abort as the web process asks.
+
+    python -m dsv4.server.worker.main FD
+
+FD is one end of a socket pair. When the other end is gone, so is this process.
+"""
+
+import dataclasses
+import logging
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dsv4.cache.geometry import POOLS
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine import Engine
+from dsv4.errors import Dsv4Error, RequestError
+from dsv4.request import SamplingParams
+from dsv4.runner.load import state_memory
+from dsv4.runner.settings import Settings, resolve
+from dsv4.server.worker.wire import Channel, Message, output_to_wire, request_from_wire
+from dsv4.util.models import model_folder
+
+STATS_SECONDS = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    # The web process decides when to end; a signal to the whole group must not cut answers off.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(arguments[1])))
+    order = channel.receive()
+    if order is None:
+        return 1
+    logging.basicConfig(level=order["log_level"], format="engine: %(message)s")
+    try:
+        engine = _load(order, channel)
+    except Dsv4Error as error:
+        channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
+        return error.exit_code
+    Worker(engine, channel).run()
+    return 0
+
+
+def _load(order: Message, channel: Channel) -> Engine:
+    choices = EngineConfig.make(**order["choices"])
+    folder = model_folder(order["model"])
+    config = ModelConfig.from_folder(folder)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    has_gpu = torch.cuda.is_available()
+    memory = state_memory(choices.device, num_bytes, has_gpu=has_gpu)
+    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
+    channel.send({"kind": "plan", "text": _plan_text(settings, config, num_bytes)})
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.1 or done == total:
+            last = time.monotonic()
+            channel.send({"kind": "progress", "done": done, "total": total})
+
+    engine = Engine.load(order["model"], progress=progress, **order["choices"])
+    warm_up = SamplingParams(max_tokens=2, temperature=0)
+    engine.generate([[config.bos_id]], warm_up)  # through every op: nothing is built later
+    channel.send({"kind": "ready", "facts": _facts(engine)})
+    return engine
+
+
+def _plan_text(settings: Settings, config: ModelConfig, num_bytes: int) -> str:
+    state = settings.geometry(config).state_bytes(settings.max_context, settings.max_sequences)
+    return (
+        f"{num_bytes / 1e6:,.1f} MB of weights on {settings.device}; "
+        f"{settings.max_sequences} sequences of {settings.max_context:,} tokens at once in "
+        f"{state / 1e6:,.1f} MB of state (kv {settings.kv_format}, index {settings.index_format})"
+    )
+
+
+def _facts(engine: Engine) -> Message:
+    config, settings = engine.config, engine.settings
+    geometry = settings.geometry(config)
+    return {
+        "max_context": settings.max_context,
+        "max_sequences": settings.max_sequences,
+        "vocab_size": config.vocab_size,
+        "bos_id": config.bos_id,
+        "stop_ids": sorted(engine.stop_ids),
+        "dialect": engine.dialect.name,
+        "settings": dataclasses.asdict(settings),
+        "page_bytes": {pool: geometry.page_bytes(pool) for pool in POOLS},
+    }
+
+
+class Worker:
+    """The loop around `Engine.step`. A thread reads what comes in, so that no step waits for it."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._scores: deque[tuple[str, Iterator[list[Any]]]] = deque()
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+        while self._take_messages():
+            outputs = self._engine.step()
+            if outputs:
+                found = [output_to_wire(output) for output in outputs]
+                self._channel.send({"kind": "outputs", "outputs": found})
+            self._score_on()
+            self._send_stats()
+
+    def _read(self) -> None:
+        message: Message | None = {}
+        while message is not None:
+            message = self._channel.receive()
+            self._inbox.put(message)
+
+    def _take_messages(self) -> bool:
+        """Everything that has come in; waits for it only if there is nothing to do."""
+        busy = bool(self._engine.num_unfinished or self._scores)
+        try:
+            while True:
+                message = self._inbox.get(block=not busy, timeout=STATS_SECONDS)
+                if message is None:
+                    return False
+                self._take(message)
+                busy = True
+        except queue.Empty:
+            return True
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "abort":
+            self._abort(message["id"])
+            return
+        try:
+            if message["kind"] == "add":
+                self._engine.add(request_from_wire(message["request"]))
+            else:
+                self._scores.append((message["id"], self._score(message)))
+        except RequestError as error:
+            self._channel.send({"kind": "refused", "id": message["id"], "error": str(error)})
+            return
+        self._channel.send({"kind": "accepted", "id": message["id"]})
+
+    def _abort(self, name: str) -> None:
+        self._scores = deque(item for item in self._scores if item[0] != name)
+        try:
+            self._engine.abort(name)
+        except RequestError:
+            logging.debug("%s had ended before it was aborted", name)
+
+    def _score(self, message: Message) -> Iterator[list[Any]]:
+        """Log-probabilities of a prompt's own tokens, chunk by chunk, as in `logprobs_to_wire`."""
+        ids, top = message["ids"], message["top"]
+        place = 1
+        for logits in self._engine.score(ids):
+            rows = torch.log_softmax(logits.float(), -1)[: len(ids) - place]
+            best, tokens = torch.topk(rows, min(top, rows.shape[1]))
+            following = torch.tensor(ids[place : place + len(rows)], device=rows.device)
+            chosen = rows.gather(1, following.unsqueeze(1)).squeeze(1)
+            yield [
+                (token, logprob, list(zip(others, values, strict=True)))
+                for token, logprob, others, values in zip(
+                    following.tolist(), chosen.tolist(), tokens.tolist(), best.tolist(), strict=True
+                )
+            ]
+            place += len(rows)
+
+    def _score_on(self) -> None:
+        """One chunk of the first scoring job; steps of other requests come in between."""
+        if not self._scores:
+            return
+        name, chunks = self._scores[0]
+        try:
+            chunk = next(chunks, None)
+        except Dsv4Error as error:
+            self._scores.popleft()
+            self._channel.send({"kind": "scores", "id": name, "error": str(error)})
+            return
+        if chunk is None:
+            self._scores.popleft()
+        self._channel.send({"kind": "scores", "id": name, "scores": chunk})
+
+    def _send_stats(self) -> None:
+        if time.monotonic() - self._stats_at >= STATS_SECONDS:
+            self._stats_at = time.monotonic()
+            stats = dataclasses.asdict(self._engine.stats())
+            self._channel.send({"kind": "stats", "stats": stats})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

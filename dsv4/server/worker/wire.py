@@ -1,0 +1,112 @@
+"""What the two processes say to each other: JSON objects, each behind its length.
+
+A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it: `plan`,
+`progress`, `ready`, `failed`, `accepted`, `refused`, `outputs`, `scores`, `stats`.
+"""
+
+import json
+import socket
+from dataclasses import fields
+from typing import Any
+
+from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
+
+LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 1 << 28  # a prompt of ten million tokens
+
+Message = dict[str, Any]
+
+
+def pack(message: Message) -> bytes:
+    data = json.dumps(message, separators=(",", ":")).encode()
+    assert len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes"
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def message_size(head: bytes) -> int:
+    size = int.from_bytes(head, "big")
+    assert size <= MAX_MESSAGE_BYTES, f"a message of {size} bytes; the line is out of step"
+    return size
+
+
+class Channel:
+    """The blocking end, used by the engine process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: Message) -> None:
+        self._connection.sendall(pack(message))
+
+    def receive(self) -> Message | None:
+        """The next message; None when the other side is gone."""
+        head = self._read(LENGTH_BYTES)
+        data = None if head is None else self._read(message_size(head))
+        return None if data is None else json.loads(data)
+
+    def _read(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            part = self._connection.recv(min(size - len(data), 1 << 20))
+            if not part:
+                return None
+            data += part
+        return bytes(data)
+
+
+def request_to_wire(request: Request) -> Message:
+    message = {item.name: getattr(request, item.name) for item in fields(request)}
+    params = {item.name: getattr(request.params, item.name) for item in fields(request.params)}
+    guide = request.params.guide
+    if guide is not None:
+        params["guide"] = {item.name: getattr(guide, item.name) for item in fields(guide)}
+    return {**message, "params": params}
+
+
+def request_from_wire(message: Message) -> Request:
+    """The request; RequestError where a value is not allowed."""
+    params = dict(message["params"])
+    params["stop"] = tuple(params["stop"])
+    params["stop_ids"] = None if params["stop_ids"] is None else tuple(params["stop_ids"])
+    params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+    if params["guide"] is not None:
+        params["guide"] = Guide(**params["guide"])
+    values = {**message, "prompt_ids": tuple(message["prompt_ids"])}
+    return Request(**{**values, "params": SamplingParams(**params)})
+
+
+def output_to_wire(output: Output) -> Message:
+    message: Message = {"id": output.request_id, "tokens": output.token_ids}
+    if output.text:
+        message["text"] = output.text
+    if output.logprobs:
+        message["logprobs"] = [(item.token_id, item.logprob, item.top) for item in output.logprobs]
+    if output.num_cached is not None:
+        message["cached"] = output.num_cached
+    if output.finish_reason is not None:
+        message["finish"] = output.finish_reason
+        message["stop"] = output.stop_reason
+        message["error"] = output.error
+        message["refused"] = output.refused
+    return message
+
+
+def output_from_wire(message: Message) -> Output:
+    return Output(
+        request_id=message["id"],
+        token_ids=tuple(message["tokens"]),
+        text=message.get("text", ""),
+        finish_reason=message.get("finish"),
+        stop_reason=message.get("stop"),
+        logprobs=logprobs_from_wire(message.get("logprobs", ())),
+        error=message.get("error"),
+        refused=message.get("refused", False),
+        num_cached=message.get("cached"),
+    )
+
+
+def logprobs_from_wire(items: Any) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(token, logprob, tuple((other, value) for other, value in top))
+        for token, logprob, top in items
+    )

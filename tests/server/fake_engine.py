@@ -1,0 +1,186 @@
+"""An engine process that says what the prompt tells it to; the wire is the real one.
+
+The last user message of a prompt may hold directives, one a line:
+
+    SAY text     answer with this text, markers by their spelling; `¦` separates phases
+    MS number    wait so many milliseconds before each token
+    DIE          the process ends in the middle of the answer
+    FAIL         the request ends with an internal error
+    REFUSE text  the request is refused with this reason
+    HANG         nothing comes until the request is aborted
+
+Without SAY it answers "ok". Requests it got are appended to the file in FAKE_ENGINE_LOG.
+"""
+
+import json
+import os
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv4.chat import V4_OFFICIAL, Tokenizer
+from dsv4.server.worker.wire import Channel
+from dsv4.util.models import model_folder
+
+MAX_CONTEXT = 4096
+POOLS = ("window", "csa", "hca")
+
+
+@dataclass
+class Job:
+    request: dict[str, Any]
+    tokens: list[int]
+    directives: dict[str, str]
+    due: float = 0.0
+    num_sent: int = 0
+    stop_ids: set[int] = field(default_factory=set)
+
+
+class FakeEngine:
+    def __init__(self, channel: Channel, model: str) -> None:
+        self.channel = channel
+        self.tokenizer = Tokenizer.from_folder(model_folder(model))
+        self.ends = self.tokenizer.stop_ids(V4_OFFICIAL)
+        self.jobs: dict[str, Job] = {}
+        self.num_tokens = 0
+        self.log = os.environ.get("FAKE_ENGINE_LOG")
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "max_context": MAX_CONTEXT,
+            "max_sequences": 4,
+            "vocab_size": self.tokenizer.vocab_size,
+            "bos_id": self.tokenizer.special.bos,
+            "stop_ids": sorted(self.ends),
+            "dialect": V4_OFFICIAL.name,
+            "settings": {},
+            "page_bytes": dict.fromkeys(POOLS, 1024),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "num_waiting": 0,
+            "num_running": len(self.jobs),
+            "pages_total": dict.fromkeys(POOLS, 100),
+            "pages_used": dict.fromkeys(POOLS, len(self.jobs)),
+            "pages_cached": dict.fromkeys(POOLS, 3),
+            "num_prefix_asked": 10,
+            "num_prefix_hit": 4,
+            "num_prompt_tokens": 5,
+            "num_output_tokens": self.num_tokens,
+            "num_preemptions": 0,
+            "num_steps": 1,
+            "last_step_s": 0.01,
+            "num_finished": {},
+        }
+
+    def take(self, message: dict[str, Any]) -> None:
+        self.write_log(message)
+        if message["kind"] == "abort":
+            self.jobs.pop(message["id"], None)
+        elif message["kind"] == "score":
+            top = [[1, -0.5], [2, -1.5]][: message["top"]]
+            scores = [(token, -1.0, top) for token in message["ids"][1:]]
+            self.channel.send({"kind": "accepted", "id": message["id"]})
+            self.channel.send({"kind": "scores", "id": message["id"], "scores": scores})
+            self.channel.send({"kind": "scores", "id": message["id"], "scores": None})
+        else:
+            self.add(message["id"], message["request"])
+
+    def add(self, name: str, request: dict[str, Any]) -> None:
+        text = self.tokenizer.decode(request["prompt_ids"])
+        said = re.split(r"<｜User｜>", text)[-1].partition("<｜Assistant｜>")[0]
+        directives = dict(re.findall(r"^(SAY|MS|DIE|FAIL|REFUSE|HANG) ?(.*)$", said, re.M))
+        if "REFUSE" in directives:
+            self.channel.send({"kind": "refused", "id": name, "error": directives["REFUSE"]})
+            return
+        phases = directives.get("SAY", "ok").replace("\\n", "\n").split("¦")
+        phase = min(int(name.rsplit("-", 1)[-1]) if name.count("-") > 1 else 0, len(phases) - 1)
+        tokens = self.tokenizer.encode_with_specials(phases[phase])
+        job = Job(request, [*tokens, self.tokenizer.special.eos], directives)
+        stop_ids = request["params"]["stop_ids"]
+        job.stop_ids = self.ends if stop_ids is None else set(stop_ids)
+        self.jobs[name] = job
+        self.channel.send({"kind": "accepted", "id": name})
+
+    def step(self) -> None:
+        now = time.monotonic()
+        outputs = [
+            self.output(name, job) for name, job in list(self.jobs.items()) if job.due <= now
+        ]
+        found = [output for output in outputs if output is not None]
+        if found:
+            self.channel.send({"kind": "outputs", "outputs": found})
+
+    def output(self, name: str, job: Job) -> dict[str, Any] | None:
+        if "HANG" in job.directives:
+            return None
+        if "DIE" in job.directives and job.num_sent == 1:
+            os._exit(9)
+        job.due = time.monotonic() + float(job.directives.get("MS") or 0) / 1000
+        token = job.tokens[job.num_sent]
+        job.num_sent += 1
+        self.num_tokens += 1
+        output: dict[str, Any] = {"id": name, "tokens": [token]}
+        output["text"] = "" if token in self.ends else self.tokenizer.decode([token])
+        if job.num_sent == 1:
+            output["cached"] = 4
+        top = job.request["params"]["logprobs"]
+        if top is not None:
+            output["logprobs"] = [(token, -0.25, [[token, -0.25], [1, -2.0]][:top])]
+        if "FAIL" in job.directives:
+            reason, stop, error = "error", None, "internal error: /secret/path broke"
+        elif token in job.stop_ids:
+            reason, stop, error = "stop", token, None
+        elif job.num_sent >= job.request["params"]["max_tokens"]:
+            reason, stop, error = "length", None, None
+        else:
+            return output
+        del self.jobs[name]
+        return {**output, "finish": reason, "stop": stop, "error": error, "refused": False}
+
+    def write_log(self, message: dict[str, Any]) -> None:
+        if self.log:
+            with open(self.log, "a", encoding="utf-8") as file:
+                file.write(json.dumps(message) + "\n")
+
+
+def main() -> None:
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    order = channel.receive()
+    assert order is not None
+    engine = FakeEngine(channel, order["model"])
+    channel.send({"kind": "plan", "text": "nothing to plan"})
+    channel.send({"kind": "ready", "facts": engine.facts()})
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        message: Any = {}
+        while message is not None:
+            message = channel.receive()
+            inbox.put(message)
+
+    threading.Thread(target=read, daemon=True).start()
+    said_at = 0.0
+    while True:
+        dues = [job.due for job in engine.jobs.values() if "HANG" not in job.directives]
+        wait = min(0.05, min(dues, default=1e9) - time.monotonic())
+        try:
+            message = inbox.get(block=wait > 0, timeout=max(wait, 0))
+            if message is None:
+                return
+            engine.take(message)
+        except queue.Empty:
+            engine.step()
+        if time.monotonic() - said_at > 0.1:
+            said_at = time.monotonic()
+            channel.send({"kind": "stats", "stats": engine.stats()})
+
+
+if __name__ == "__main__":
+    main()

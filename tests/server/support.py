@@ -1,0 +1,107 @@
+"""Servers as other processes, and small helpers to talk to them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+REAL = (sys.executable, "-c", "from dsv4.cli import main; main()", "serve")
+FAKE = (sys.executable, str(HERE / "fake_server.py"), "serve")
+ASK = [{"role": "user", "content": "hi"}]
+
+
+class Server:
+    """A running `dsv4 serve`; `log` holds what it printed."""
+
+    def __init__(
+        self, *options: str, fake: bool = True, env: dict[str, str] | None = None, **popen: Any
+    ) -> None:
+        command = [*(FAKE if fake else REAL), "--port", "0", *options]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+        self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop
+        popen.setdefault("stderr", self.file)
+        self.process = subprocess.Popen(command, env=variables, cwd=ROOT, **popen)
+        self.url = ""
+        self.final_log = ""
+
+    def wait(self, seconds: float = 60) -> "Server":
+        """Until the line with the address has come."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found = re.search(r"ready: (http\S+)", self.log)
+            if found:
+                self.url = found.group(1)
+                return self
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"the server did not become ready:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        self.file.flush()
+        return os.pread(self.file.fileno(), 1 << 24, 0).decode("utf-8", "replace")
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+    def client(self, **options: Any) -> httpx.Client:
+        options.setdefault("timeout", 30)
+        return httpx.Client(base_url=self.url, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def chat(self, content: str, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 200, **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def stats(self) -> dict[str, Any]:
+        with self.client() as client:
+            return dict(client.get("/stats").json())
+
+    def wait_until_idle(self, seconds: float = 10) -> None:
+        """Until the engine runs nothing."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stats = self.stats()
+            if stats["num_running"] + stats["num_waiting"] == 0:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"still running: {self.stats()}")
+
+    def stop(self, seconds: float = 20) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        finally:
+            self.process.wait()
+            self.final_log = self.log
+            self.file.close()
+
+
+def in_background(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
