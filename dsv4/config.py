@@ -197,8 +197,14 @@ class EngineConfig:
     index_format: str = field(default="auto", metadata={"help": "auto, fp4, fp8, bf16 or fp32"})
     max_context: int | None = field(default=None, metadata={"help": "tokens of one sequence"})
     max_sequences: int | None = field(default=None, metadata={"help": "sequences at once"})
+    state_tokens: int | None = field(
+        default=None, metadata={"help": "tokens of all sequences together; default: all full"}
+    )
     chunk_tokens: int | None = field(default=None, metadata={"help": "prompt tokens in a step"})
     prefix_cache: bool = field(default=True, metadata={"help": "share equal prompt beginnings"})
+    prefix_disk: str | None = field(
+        default=None, metadata={"help": "folder for cold prefixes, kept over a restart"}
+    )
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
 
@@ -208,13 +214,15 @@ class EngineConfig:
         _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):
             raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
-        for name in ("max_context", "max_sequences", "chunk_tokens"):
+        for name in ("max_context", "max_sequences", "state_tokens", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
         for name in ("prefix_cache", "cuda_graphs"):
             if type(getattr(self, name)) is not bool:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        if self.prefix_disk is not None and not isinstance(self.prefix_disk, str):
+            raise OptionError(f"prefix_disk is {self.prefix_disk!r}, expected a folder's path")
         if not isinstance(self.ops, str):
             raise OptionError(f"ops is {self.ops!r}, expected auto, reference, or op names")
 

@@ -10,23 +10,26 @@
 `stream` and `generate` are loops around `step`. A server uses `add`, `step` and `abort` alone.
 """
 
+import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dsv4.cache.prefix import PrefixCache
 from dsv4.chat.dialect import Dialect, choose_dialect
 from dsv4.chat.encode import encode_prompt
-from dsv4.chat.output.stops import StopMatcher
-from dsv4.chat.tokenizer import Detokenizer, Tokenizer
+from dsv4.chat.output.answer import AnswerText
+from dsv4.chat.tokenizer import Tokenizer
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import Dsv4Error, RequestError
+from dsv4.errors import CapacityError, Dsv4Error, RequestError
 from dsv4.request import (
     Completion,
     FinishReason,
@@ -35,6 +38,8 @@ from dsv4.request import (
     SamplingParams,
     Stats,
     TokenLogprobs,
+    check_prompt,
+    check_request,
     join_outputs,
 )
 from dsv4.runner.load import Loaded, Progress, load_model
@@ -42,6 +47,7 @@ from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import Draw, sample_batch
 from dsv4.scheduler import Scheduler, Work
 from dsv4.scheduler import Sequence as Running
+from dsv4.util.events import Event, Listener
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +55,12 @@ Prompt = str | Sequence[int]
 
 
 @dataclass
-class _Text:
-    """How a sequence's tokens become text: whole characters, nothing of a stop string."""
+class _Live:
+    """A request in the engine."""
 
-    detokenizer: Detokenizer | None
-    stops: StopMatcher
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    sequence: Running
+    text: AnswerText
+    expires: float  # on the monotonic clock
 
 
 class Engine:
@@ -63,9 +69,16 @@ class Engine:
         self.settings = loaded.settings
         self.tokenizer = tokenizer
         self.dialect = dialect
+        self.listeners: list[Listener] = []  # get every event; see `dsv4/util/events.py`
         self._runner = Runner(loaded.model, loaded.settings)
-        self._scheduler = Scheduler(self._runner.pages, loaded.settings.chunk_tokens)
-        self._live: dict[str, tuple[Running, _Text]] = {}
+        pages, state = self._runner.pages, self._runner.state
+        self._prefix = None
+        if loaded.settings.prefix_cache:
+            self._prefix = PrefixCache(pages, state, state.num_snapshots)
+        self._scheduler = Scheduler(
+            pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of
+        )
+        self._live: dict[str, _Live] = {}
         self._held: list[Output] = []  # brought by a step whose caller asked for other requests
         self._num_named = 0
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
@@ -92,43 +105,62 @@ class Engine:
         params = request.params
         seed = params.seed if params.seed is not None else random.getrandbits(62)
         sequence = Running(request, seed)
-        detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
-        stop_ids = params.stop_ids
-        ends = self.stop_ids if stop_ids is None else frozenset(stop_ids)
-        self._live[request.id] = (sequence, _Text(detokenizer, StopMatcher(params.stop), ends))
+        ends = self.stop_ids if params.stop_ids is None else frozenset(params.stop_ids)
+        text = AnswerText(self.tokenizer, params.stop, ends)
+        deadline = math.inf if request.deadline is None else request.deadline
+        self._live[request.id] = _Live(sequence, text, time.monotonic() + deadline)
         self._num_prompt_tokens += len(request.prompt_ids)
+        self._tell("added", request.id, num_prompt=len(request.prompt_ids))
         self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
         """Run one step of everything that can run; what it brought, request by request."""
-        begin = time.perf_counter()
-        outputs = self._run_step()
-        self._num_steps += 1
-        self._last_step_s = time.perf_counter() - begin
         held, self._held = self._held, []
-        return held + outputs
+        return held + self._expire() + self._run_step()
 
     def _run_step(self) -> list[Output]:
-        work = self._scheduler.next_step()
+        clock = [time.perf_counter()]
+        try:
+            work = self._scheduler.next_step()
+        except Exception as error:  # the one that was to begin; it stands first again
+            return self._fail([self._scheduler.sequences()[-self._scheduler.num_waiting]], error)
         if not work:
-            return []
+            return self._give_up()
+        clock.append(time.perf_counter())
         try:
             logits = self._runner.step([_chunk(item) for item in work])
-            sampled = [item for item in work if item.samples]
-            results = sample_batch(logits, [_draw(item.sequence) for item in sampled])
+            clock.append(time.perf_counter())
+            sampled = [item.sequence for item in work if item.samples]
+            results = sample_batch(logits, [_draw(sequence) for sequence in sampled])
         except Exception as error:  # the step's requests end with the reason; the engine goes on
-            log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
-            return [self._fail(item.sequence, error) for item in work]
+            return self._fail([item.sequence for item in work], error)
+        clock.append(time.perf_counter())
+        self._scheduler.done(work)
+        outputs = [self._accept(*pair) for pair in zip(sampled, results, strict=True)]
+        self._count_step(work, [*clock, time.perf_counter()])
+        return outputs
+
+    def _expire(self) -> list[Output]:
+        """End the requests whose deadline has passed."""
+        now = time.monotonic()
+        late = [live.sequence for live in self._live.values() if live.expires <= now]
         return [
-            self._accept(item.sequence, result)
-            for item, result in zip(sampled, results, strict=True)
+            self._finish(s, "abort", error=f"the deadline of {s.request.deadline:g} s has passed")
+            for s in late
         ]
+
+    def _give_up(self) -> list[Output]:
+        """Nothing runs. If a request waits all the same, its room is held from outside."""
+        if not self._scheduler.num_waiting:
+            return []
+        error = CapacityError("no slot is free and none will be: `score` holds them all")
+        return self._fail(self._scheduler.sequences()[:1], error)
 
     def abort(self, request_id: str) -> Output:
         """End a request now. Unknown or finished ids are a RequestError."""
         if request_id not in self._live:
             raise RequestError(f"no running request has the id {request_id!r}")
-        return self._finish(self._live[request_id][0], (), "", "abort")
+        return self._finish(self._live[request_id].sequence, "abort")
 
     @property
     def num_unfinished(self) -> int:
@@ -142,27 +174,31 @@ class Engine:
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:
-        pages = self._runner.pages
-        total = {str(pool): a.num_pages for pool, a in pages.allocators.items()}
-        free = {str(pool): a.num_free for pool, a in pages.allocators.items()}
+        pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
+        used = {name: a.num_pages - a.num_available for name, a in pools.items()}
+        prefix = self._prefix
         return Stats(
             num_waiting=self._scheduler.num_waiting,
-            num_running=self._scheduler.num_unfinished - self._scheduler.num_waiting,
-            pages_total=total,
-            pages_used={pool: total[pool] - free[pool] for pool in total},
-            pages_cached=dict.fromkeys(total, 0),
-            num_prefix_asked=0,
-            num_prefix_hit=0,
+            num_running=self._scheduler.num_running,
+            pages_total={name: a.num_pages for name, a in pools.items()},
+            pages_used=used,
+            pages_cached={name: a.num_idle for name, a in pools.items()},
+            num_prefix_asked=prefix.num_asked if prefix else 0,
+            num_prefix_hit=prefix.num_hit if prefix else 0,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_preemptions=0,
+            num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
             num_finished=dict(self._num_finished),
         )
 
     def check_integrity(self) -> None:
-        self._runner.pages.check_integrity()
+        """Raise if a page or slot is lost or counted wrong. For tests, and when idle."""
+        if self._prefix is not None:
+            self._prefix.check_integrity()
+        else:
+            self._runner.pages.check_integrity()
 
     # --- whole answers ------------------------------------------------------------------------
 
@@ -208,7 +244,12 @@ class Engine:
 
     def score(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
         """Teacher-forced logits fp32 `[tokens, vocabulary]`, chunk by chunk."""
-        self._check_prompt(tuple(token_ids), self.settings.max_context)
+        check_prompt(
+            tuple(token_ids),
+            self.config.vocab_size,
+            self.settings.max_context,
+            self.settings.max_context,
+        )
         pages = self._runner.pages.open()
         try:
             size = self.settings.chunk_tokens
@@ -242,87 +283,91 @@ class Engine:
     def _check(self, request: Request) -> None:
         if request.id in self._live:
             raise RequestError(f"the request id {request.id!r} is in use")
-        # one place of the context is for the first token of the answer
-        self._check_prompt(request.prompt_ids, self.settings.max_context - 1)
         if request.params.guide is not None:
             raise RequestError("guided output is not built in yet; leave out the guide")
-        last = self.config.vocab_size - 1
-        for name, tokens in (
-            ("logit_bias", request.params.logit_bias),
-            ("stop_ids", request.params.stop_ids or ()),
-        ):
-            for token in tokens:
-                if token > last:
-                    raise RequestError(f"{name} names token {token}, the last id is {last}")
-
-    def _check_prompt(self, ids: tuple[int, ...], limit: int) -> None:
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocab_size = self.config.vocab_size
-        for place, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(
-                    f"token {place} of the prompt is {token!r}, expected an id from 0 to "
-                    f"{vocab_size - 1}"
-                )
-        if len(ids) > limit:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, expected at most {limit} in a context of "
-                f"{self.settings.max_context}; shorten the prompt or raise max_context"
-            )
+        check_request(request, self.config.vocab_size, self.settings.max_context)
 
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
         """A sampled token joins its sequence; the output says what is new."""
-        request, text = sequence.request, self._live[sequence.request.id][1]
+        live, params = self._live[sequence.request.id], sequence.request.params
         sequence.token_ids.append(result.token_id)
         self._num_output_tokens += 1
-        logprobs = (result,) if request.params.logprobs is not None else ()
-        new = (result.token_id,)
-        if result.token_id in text.stop_ids:
-            return self._finish(sequence, new, "", "stop", result.token_id, logprobs)
-        piece = text.detokenizer.push(result.token_id) if text.detokenizer else ""
-        shown, stop = text.stops.push(piece)
+        shown, stop = live.text.push(result.token_id)
         if stop is not None:
-            text.detokenizer = None  # what follows a stop string is not shown
-            return self._finish(sequence, new, shown, "stop", stop, logprobs)
+            return self._finish(sequence, "stop", stop, shown, (result,))
         full = len(sequence.token_ids) >= self.settings.max_context
-        if full or len(sequence.output_ids) >= request.params.max_tokens:
-            return self._finish(sequence, new, shown, "length", None, logprobs)
-        num_cached = 0 if len(sequence.output_ids) == 1 else None
-        return Output(request.id, new, shown, logprobs=logprobs, num_cached=num_cached)
+        if full or sequence.num_output >= params.max_tokens:
+            return self._finish(sequence, "length", None, shown, (result,))
+        num_cached = sequence.num_cached if sequence.num_output == 1 else None
+        return _output(sequence, shown, (result,), num_cached=num_cached)
 
     def _finish(
         self,
         sequence: Running,
-        token_ids: tuple[int, ...],
-        shown: str,
         reason: FinishReason,
         stop_reason: str | int | None = None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
+        shown: str = "",
+        results: tuple[TokenLogprobs, ...] = (),
         error: str | None = None,
     ) -> Output:
-        _, text = self._live.pop(sequence.request.id)
+        live = self._live.pop(sequence.request.id)
         self._scheduler.remove(sequence)
-        if text.detokenizer is not None:
-            tail, stop = text.stops.push(text.detokenizer.finish())
-            shown += tail
-            if stop is None:
-                shown += text.stops.finish()
+        shown += live.text.finish()
         self._num_finished[reason] += 1
-        return Output(
-            sequence.request.id,
-            token_ids,
+        self._tell("finished", sequence.request.id, reason=reason, num_output=sequence.num_output)
+        return _output(
+            sequence,
             shown,
-            reason,
-            stop_reason,
-            logprobs,
-            error,
-            num_cached=0,
+            results,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+            num_cached=sequence.num_cached or 0,
         )
 
-    def _fail(self, sequence: Running, error: Exception) -> Output:
+    def _fail(self, sequences: Sequence[Running], error: Exception) -> list[Output]:
+        log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         reason = str(error) if isinstance(error, Dsv4Error) else f"internal error: {error}"
-        return self._finish(sequence, (), "", "error", error=reason)
+        return [self._finish(sequence, "error", error=reason) for sequence in sequences]
+
+    # --- what the engine tells ----------------------------------------------------------------
+
+    def _tell(self, kind: str, request_id: str | None = None, **values: Any) -> None:
+        for listener in self.listeners:
+            listener(Event(kind, time.perf_counter(), request_id, values))
+
+    def _tell_of(self, kind: str, sequence: Running) -> None:
+        self._tell(kind, sequence.request.id, num_computed=sequence.num_computed)
+
+    def _count_step(self, work: list[Work], clock: list[float]) -> None:
+        self._num_steps += 1
+        self._last_step_s = clock[-1] - clock[0]
+        if not self.listeners:
+            return
+        phases = ("schedule", "run", "sample", "accept")
+        stats = self.stats()
+        values = {
+            "phases_s": dict(
+                zip(phases, [b - a for a, b in itertools.pairwise(clock)], strict=True)
+            ),
+            "num_tokens": sum(item.num_new for item in work),
+            "num_sampled": sum(item.samples for item in work),
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "pages_used": stats.pages_used,
+        }
+        event = Event("step", clock[0], None, values)
+        for listener in self.listeners:
+            listener(event)
+
+
+def _output(
+    sequence: Running, shown: str, results: tuple[TokenLogprobs, ...], **end: Any
+) -> Output:
+    request = sequence.request
+    tokens = tuple(result.token_id for result in results)
+    logprobs = results if request.params.logprobs is not None else ()
+    return Output(request.id, tokens, shown, logprobs=logprobs, **end)
 
 
 def _chunk(work: Work) -> Chunk:

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -205,6 +205,38 @@ class Request:
                 raise RequestError(f"deadline is {self.deadline!r}, expected seconds above 0")
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARACTERS:
             raise RequestError(f"cache_salt: expected at most {MAX_SALT_CHARACTERS} characters")
+
+
+def check_request(request: Request, vocab_size: int, max_context: int) -> None:
+    """What only a model's sizes can tell."""
+    # one place of the context is for the first token of the answer
+    check_prompt(request.prompt_ids, vocab_size, max_context - 1, max_context)
+    params = request.params
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias,
+        "stop_ids": params.stop_ids or (),
+        "guide.after_id": [params.guide.after_id or 0] if params.guide is not None else (),
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if token >= vocab_size:
+                raise RequestError(f"{name} names token {token}, the last id is {vocab_size - 1}")
+
+
+def check_prompt(ids: tuple[int, ...], vocab_size: int, limit: int, max_context: int) -> None:
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    for place, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"token {place} of the prompt is {token!r}, expected an id from 0 to "
+                f"{vocab_size - 1}"
+            )
+    if len(ids) > limit:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, expected at most {limit} in a context of "
+            f"{max_context}; shorten the prompt or raise max_context"
+        )
 
 
 @dataclass(frozen=True)

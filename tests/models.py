@@ -27,3 +27,34 @@ def write_fast_model(folder: Path, *, tokenizer: bool = True) -> Path:
     if tokenizer:
         shutil.copy(BUILTIN_MODELS / "tiny" / "tokenizer.json", folder)
     return folder
+
+
+def quick_config() -> ModelConfig:
+    """The least work that still has all kinds of state: for tests that need many steps."""
+    return small_config(
+        vocab_size=271,
+        hidden_size=32,
+        num_layers=2,
+        num_hash_layers=0,
+        compress_ratios=(128, 4),
+        num_heads=2,
+        head_dim=16,
+        rope_head_dim=8,
+        index_num_heads=2,
+        q_lora_rank=16,
+        o_groups=1,
+        sliding_window=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        hc_mult=2,
+        hc_sinkhorn_iters=2,
+        bos_id=256,
+        eos_id=257,
+    )
+
+
+def write_quick_model(folder: Path) -> Path:
+    config = quick_config()
+    write_checkpoint(folder, config, random_weights(config, 0))
+    shutil.copy(BUILTIN_MODELS / "tiny" / "tokenizer.json", folder)
+    return folder

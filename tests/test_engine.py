@@ -42,7 +42,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     pages = shared._runner.pages
     assert pages.num_free_slots == 3
     for allocator in pages.allocators.values():
-        assert allocator.num_free == allocator.num_pages
+        assert allocator.num_available == allocator.num_pages
 
 
 def with_(params: SamplingParams, **changes: Any) -> SamplingParams:

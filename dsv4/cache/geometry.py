@@ -18,11 +18,17 @@ from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
 
 Pool = Literal["window", "csa", "hca"]
 POOLS: tuple[Pool, ...] = ("window", "csa", "hca")
+GROWING_POOLS: tuple[Pool, ...] = ("csa", "hca")  # the window has room for every slot
 
 # Entries in a page. A window page and a csa page end on 128-token boundaries, where prefixes are
 # shared.
 PAGE_ENTRIES: dict[Pool, int] = {"window": 64, "csa": 32, "hca": 32}
 TOKENS_PER_ENTRY: dict[Pool, int] = {"window": 1, "csa": 4, "hca": 128}
+
+# Prefixes are shared at multiples of this: no block of 4 or 128 tokens is open there, window and
+# csa pages are full.
+SHARED_TOKENS = 128
+CARRIED_ROWS = 4  # of a ratio-4 compressor: the block before the boundary, which the next one reads
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Geometry:
     kv_format: str
     index_format: str
     chunk_tokens: int  # most prompt tokens of one step, over all sequences
+    kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
 
     @property
     def window_columns(self) -> int:
@@ -69,11 +76,35 @@ class Geometry:
         together; they come back when the step is done."""
         return -(-self.chunk_tokens // PAGE_ENTRIES["window"])
 
-    def num_pages(self, max_context: int, max_sequences: int) -> dict[Pool, int]:
-        """Pages of each pool with which every slot can hold a sequence of full length."""
+    def num_pages(
+        self, max_context: int, max_sequences: int, state_tokens: int | None = None
+    ) -> dict[Pool, int]:
+        """Pages of each pool for sequences of `state_tokens` tokens together, and the cache.
+
+        Without `state_tokens` every slot can hold a sequence of full length.
+        """
         pages = {pool: self.most_pages(pool, max_context) * max_sequences for pool in POOLS}
-        pages["window"] += self.chunk_pages
+        if state_tokens is not None:
+            for pool in GROWING_POOLS:
+                # a sequence's last page may be nearly empty
+                together = len(self.pages_needed(pool, 0, state_tokens)) + max_sequences
+                pages[pool] = min(pages[pool], together)
+        num_snapshots = self.kept_prefixes * max_sequences
+        pages["window"] += self.chunk_pages + num_snapshots * self.snapshot_pages
+        if self.num_layers("hca"):
+            pages["hca"] += num_snapshots  # a cached prefix of any length holds at least one
         return pages
+
+    @property
+    def snapshot_pages(self) -> int:
+        """Window pages that a prefix keeps at its boundary."""
+        end = 2**20
+        return len(self.pages_needed("window", end, end))
+
+    def snapshot_bytes(self) -> int:
+        """Compressor rows that a cached prefix keeps beside its pages."""
+        width = self.config.head_dim + self.config.index_head_dim
+        return self.config.num_layers_of("csa") * CARRIED_ROWS * width * 2 * 4
 
     def kv_entry_bytes(self) -> int:
         return entry_bytes(
@@ -108,7 +139,11 @@ class Geometry:
         pages = sum(self.page_bytes(p) * self.most_pages(p, max_context) for p in POOLS)
         return pages + self.slot_bytes()
 
-    def state_bytes(self, max_context: int, max_sequences: int) -> int:
+    def state_bytes(
+        self, max_context: int, max_sequences: int, state_tokens: int | None = None
+    ) -> int:
         """All state of an engine."""
-        shared = self.page_bytes("window") * self.chunk_pages
-        return self.sequence_bytes(max_context) * max_sequences + shared
+        pages = self.num_pages(max_context, max_sequences, state_tokens)
+        held = sum(self.page_bytes(pool) * count for pool, count in pages.items())
+        slots = self.slot_bytes() + self.kept_prefixes * self.snapshot_bytes()
+        return held + slots * max_sequences

@@ -2,30 +2,50 @@
 
 `prepare` takes every page a step needs or none of them; `apply` makes the step's growth final
 and gives back what left the window; `cancel` undoes the preparation.
+
+A page may have several holders: running sequences, and the prefix cache. What only the cache
+holds is *idle*: it is given up as soon as a sequence needs room.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsv4.cache.geometry import POOLS, Geometry, Pool
 from dsv4.errors import CapacityError
 
+Columns = dict[int, int]  # a page for each column of a sequence's table
+
 
 class PageAllocator:
-    """Reference-counted page numbers `0 .. num_pages - 1`."""
+    """Page numbers `0 .. num_pages - 1`, counted by holder: sequences, and the prefix cache."""
 
     def __init__(self, name: str, num_pages: int) -> None:
         self.name = name
         self._references = [0] * num_pages
+        self._cached = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self._num_idle = 0
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
+    def num_idle(self) -> int:
+        """Pages that only the cache holds."""
+        return self._num_idle
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + self._num_idle
+
+    @property
     def num_pages(self) -> int:
         return len(self._references)
+
+    def is_idle(self, page: int) -> bool:
+        return self._references[page] == 0 and self._cached[page] > 0
 
     def take(self, count: int) -> list[int]:
         if count > len(self._free):
@@ -38,36 +58,68 @@ class PageAllocator:
             self._references[page] = 1
         return pages
 
-    def retain(self, pages: Sequence[int]) -> None:
+    def retain(self, pages: Iterable[int]) -> None:
         for page in pages:
-            assert self._references[page] > 0, f"{self.name} page {page} is free"
+            self._check_held(page)
+            self._num_idle -= self._references[page] == 0
             self._references[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Iterable[int]) -> None:
         for page in pages:
             assert self._references[page] > 0, f"{self.name} page {page} was freed twice"
             self._references[page] -= 1
             if self._references[page] == 0:
+                self._let_go(page)
+
+    def cache(self, pages: Iterable[int]) -> None:
+        """The prefix cache holds these pages too."""
+        for page in pages:
+            self._check_held(page)
+            self._cached[page] += 1
+
+    def uncache(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self._cached[page] > 0, f"{self.name} page {page} is not cached"
+            self._cached[page] -= 1
+            if self._cached[page] == 0 and self._references[page] == 0:
+                self._num_idle -= 1
                 self._free.append(page)
 
-    def check_integrity(self) -> None:
-        """Every page is free exactly once or referenced."""
+    def _check_held(self, page: int) -> None:
+        held = self._references[page] + self._cached[page]
+        assert held > 0, f"{self.name} page {page} is free"
+
+    def _let_go(self, page: int) -> None:
+        if self._cached[page]:
+            self._num_idle += 1
+        else:
+            self._free.append(page)
+
+    def check_integrity(
+        self, held: Counter[int] | None = None, cached: Counter[int] | None = None
+    ) -> None:
+        """Every page is free exactly once, or counted exactly as often as it is held."""
         free = set(self._free)
         assert len(free) == len(self._free), f"{self.name}: a page is free twice"
+        idle = 0
         for page, count in enumerate(self._references):
-            assert count >= 0, f"{self.name}: page {page} has a negative count"
-            assert (count == 0) == (page in free), f"{self.name}: page {page} is lost"
+            if held is not None:
+                assert count == held[page], f"{self.name}: page {page} counts {count} holders"
+            kept = self._cached[page]
+            if cached is not None:
+                assert kept == cached[page], f"{self.name}: page {page} is cached {kept} times"
+            assert (count + kept == 0) == (page in free), f"{self.name}: page {page} is lost"
+            idle += count == 0 and kept > 0
+        assert idle == self._num_idle, f"{self.name}: {idle} pages idle, not {self._num_idle}"
 
 
-@dataclass
+@dataclass(eq=False)
 class SequencePages:
     """A sequence's slot, its length in tokens, and its pages by table column."""
 
     slot: int
     length: int = 0
-    columns: dict[Pool, dict[int, int]] = field(
-        default_factory=lambda: {pool: {} for pool in POOLS}
-    )
+    columns: dict[Pool, Columns] = field(default_factory=lambda: {pool: {} for pool in POOLS})
 
 
 @dataclass
@@ -85,7 +137,9 @@ class StatePages:
     def __init__(self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int]) -> None:
         self.geometry = geometry
         self.allocators = {pool: PageAllocator(pool, num_pages[pool]) for pool in POOLS}
+        self.reclaim: Callable[[Pool, int], None] | None = None  # makes so many pages free
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._open: list[SequencePages] = []
 
     @property
     def num_free_slots(self) -> int:
@@ -94,33 +148,54 @@ class StatePages:
     def open(self) -> SequencePages:
         if not self._free_slots:
             raise CapacityError("all sequence slots are taken; wait for a sequence to end")
-        return SequencePages(self._free_slots.pop())
+        sequence = SequencePages(self._free_slots.pop())
+        self._open.append(sequence)
+        return sequence
 
     def close(self, sequence: SequencePages) -> None:
+        self._open.remove(sequence)
         for pool, columns in sequence.columns.items():
-            self.allocators[pool].release(list(columns.values()))
+            self.allocators[pool].release(columns.values())
             columns.clear()
         self._free_slots.append(sequence.slot)
 
-    def prepare(self, sequences: list[SequencePages], num_new: list[int]) -> Growth:
-        growth = Growth(sequences, num_new, [])
+    def share(self, sequence: SequencePages, pool: Pool, columns: Columns) -> None:
+        """A fresh sequence begins with pages that others hold as well."""
+        self.allocators[pool].retain(columns.values())
+        sequence.columns[pool].update(columns)
+
+    def take(self, pool: Pool, count: int) -> list[int]:
+        """Free pages, if need be ones that only the prefix cache holds."""
+        allocator = self.allocators[pool]
+        if self.reclaim is not None and allocator.num_free < count <= allocator.num_available:
+            self.reclaim(pool, count)
+        return allocator.take(count)
+
+    def missing(self, sequence: SequencePages, pool: Pool, count: int) -> list[int]:
+        """Columns for which a sequence has no page yet if it grows by `count` tokens."""
+        start, held = sequence.length, sequence.columns[pool]
+        needed = self.geometry.pages_needed(pool, start, start + count)
+        return [column for column in needed if column not in held]
+
+    def prepare(self, sequences: Sequence[SequencePages], num_new: Sequence[int]) -> Growth:
+        growth = Growth(list(sequences), list(num_new), [])
         try:
             for sequence, count in zip(sequences, num_new, strict=True):
                 assert 0 < count <= self.geometry.chunk_tokens
                 self._take(growth, sequence, count)
-        except CapacityError:
+        except BaseException:
             self.cancel(growth)
             raise
         return growth
 
     def _take(self, growth: Growth, sequence: SequencePages, count: int) -> None:
-        start, end = sequence.length, sequence.length + count
         for pool in POOLS:
-            held = sequence.columns[pool]
-            missing = [c for c in self.geometry.pages_needed(pool, start, end) if c not in held]
-            pages = self.allocators[pool].take(len(missing))
+            missing = self.missing(sequence, pool, count)
+            if not missing:
+                continue
+            pages = self.take(pool, len(missing))
             for column, page in zip(missing, pages, strict=True):
-                held[column] = page
+                sequence.columns[pool][column] = page
                 growth.taken.append((sequence, pool, column))
 
     def cancel(self, growth: Growth) -> None:
@@ -144,7 +219,10 @@ class StatePages:
             row[column % width] = page
         return row
 
-    def check_integrity(self) -> None:
-        for allocator in self.allocators.values():
-            allocator.check_integrity()
-        assert len(set(self._free_slots)) == len(self._free_slots), "a slot is free twice"
+    def check_integrity(self, cached: dict[Pool, Counter[int]] | None = None) -> None:
+        """`cached`: the pages the prefix cache believes to hold."""
+        for pool, allocator in self.allocators.items():
+            held = Counter(page for s in self._open for page in s.columns[pool].values())
+            allocator.check_integrity(held, cached[pool] if cached is not None else None)
+        slots = [*self._free_slots, *(sequence.slot for sequence in self._open)]
+        assert len(set(slots)) == len(slots), "a slot is held twice"

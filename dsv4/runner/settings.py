@@ -12,6 +12,8 @@ DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # of one sequence, where the model allows more
 
+KEPT_PREFIXES = 4  # in the prefix cache, for each sequence that may run
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,8 +25,10 @@ class Settings:
     index_format: str
     max_context: int
     max_sequences: int
+    state_tokens: int | None
     chunk_tokens: int
     prefix_cache: bool
+    prefix_disk: str | None
     cuda_graphs: bool
     ops: str
 
@@ -32,7 +36,8 @@ class Settings:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
     def geometry(self, config: ModelConfig) -> Geometry:
-        return Geometry(config, self.kv_format, self.index_format, self.chunk_tokens)
+        kept = KEPT_PREFIXES if self.prefix_cache else 0
+        return Geometry(config, self.kv_format, self.index_format, self.chunk_tokens, kept)
 
 
 def available_memory() -> int:
@@ -61,6 +66,11 @@ def resolve(
         raise OptionError(
             f"max_context is {context}, the model's limit is {config.max_positions} tokens"
         )
+    if choices.state_tokens is not None and choices.state_tokens < context:
+        raise OptionError(
+            f"state_tokens is {choices.state_tokens}, expected at least the {context} of one "
+            "sequence; raise it or lower max_context"
+        )
     settings = Settings(
         device=device,
         dtype=_pick(choices.dtype, "bfloat16" if on_gpu else "float32"),
@@ -69,7 +79,9 @@ def resolve(
         max_context=context,
         max_sequences=choices.max_sequences or (GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES),
         chunk_tokens=min(choices.chunk_tokens or (GPU_CHUNK if on_gpu else DEFAULT_CHUNK), context),
+        state_tokens=choices.state_tokens,
         prefix_cache=choices.prefix_cache,
+        prefix_disk=choices.prefix_disk,
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
     )
@@ -84,7 +96,9 @@ def _fit(
     def state_bytes() -> int:
         current = Settings(**values)
         geometry = current.geometry(config)
-        return geometry.state_bytes(current.max_context, current.max_sequences)
+        return geometry.state_bytes(
+            current.max_context, current.max_sequences, current.state_tokens
+        )
 
     while state_bytes() > memory_bytes:
         if choices.max_sequences is None and values["max_sequences"] > 1:

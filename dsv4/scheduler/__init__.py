@@ -1,5 +1,6 @@
 """Which tokens run next. No tensors."""
 
-from dsv4.scheduler.scheduler import Scheduler, Sequence, Work
+from dsv4.scheduler.scheduler import Scheduler, Work
+from dsv4.scheduler.sequence import Sequence
 
 __all__ = ["Scheduler", "Sequence", "Work"]

@@ -1,40 +1,29 @@
-"""The queue: sequences that run, sequences that wait, and the tokens of the next step.
+"""Which sequences run, with how many new tokens. No tensors.
 
-Every running sequence that is past its prompt adds one token; what is left of the step's budget
-goes to prompts in order of arrival, in chunks. A sequence waits until a slot is free.
+Every sequence has a rank, given once when it arrives: its place in time, where one level of
+priority is worth `PRIORITY_STEPS` steps of waiting. So a later arrival can overtake only for a
+while, and nobody starves. Lower ranks are admitted first; when pages run out the highest rank
+gives its pages back and waits, to be computed again.
+
+A step holds one token of every sequence that is past its prompt, so that no prompt stalls a
+stream for longer than one chunk. The chunk's tokens go to the prompts in turn, in shares of whole
+128-token blocks. All of it depends on the order of arrivals alone.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+import bisect
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from dsv4.cache.pages import SequencePages, StatePages
-from dsv4.request import Request
+from dsv4.cache.geometry import GROWING_POOLS, SHARED_TOKENS
+from dsv4.cache.pages import StatePages
+from dsv4.cache.prefix import PrefixCache, Snapshot
+from dsv4.scheduler.sequence import Sequence
 
+log = logging.getLogger(__name__)
 
-@dataclass
-class Sequence:
-    """A request on its way: its tokens so far and how many of them the state holds."""
-
-    request: Request
-    seed: int
-    token_ids: list[int] = field(default_factory=list)  # prompt, then output
-    pages: SequencePages | None = None
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_ids)
-
-    @property
-    def num_computed(self) -> int:
-        return self.pages.length if self.pages is not None else 0
-
-    @property
-    def num_left(self) -> int:
-        """Tokens known but not yet in the state; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.token_ids[len(self.request.prompt_ids) :]
+PRIORITY_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -47,11 +36,21 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, pages: StatePages, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: StatePages,
+        chunk_tokens: int,
+        prefix: PrefixCache | None = None,
+        tell: Callable[[str, Sequence], None] = lambda kind, sequence: None,
+    ) -> None:
         self._pages = pages
         self._chunk_tokens = chunk_tokens
-        self._waiting: deque[Sequence] = deque()
+        self._prefix = prefix
+        self._tell = tell
+        self._waiting: list[Sequence] = []  # both lists by rank
         self._running: list[Sequence] = []
+        self._num_added = self._num_steps = 0
+        self.num_preemptions = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -61,35 +60,199 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     def sequences(self) -> list[Sequence]:
         return [*self._running, *self._waiting]
 
+    def rank(self, sequence: Sequence) -> None:
+        """Give a sequence its place in the order; it may be added later."""
+        self._num_added += 1
+        virtual = self._num_steps - PRIORITY_STEPS * sequence.request.priority
+        sequence.rank = (virtual, self._num_added)
+
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        if sequence.rank == (0, 0):
+            self.rank(sequence)
+        _insert(self._waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Finished or aborted: its pages and slot are free again."""
-        if sequence in self._waiting:
+        if sequence.pages is None:
             self._waiting.remove(sequence)
             return
         self._running.remove(sequence)
+        self._close(sequence)
+
+    def next_step(self) -> list[Work]:
+        self._num_steps += 1
+        self._admit()
+        while True:
+            work = self._plan()
+            if self._fits(work) or len(self._running) < 2:
+                return work
+            self._preempt(self._running[-1])
+
+    def done(self, work: list[Work]) -> None:
+        """The step has been computed: remember who was served, keep prefixes worth it."""
+        for item in work:
+            item.sequence.last_served = self._num_steps
+            if self._prefix is not None and item.sequence.shares:
+                try:
+                    self._keep(self._prefix, item.sequence)
+                except Exception as error:  # the answer goes on; only its prefix is not kept
+                    log.error("a prefix could not be kept: %s", error)
+
+    # --- who runs -----------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            found = self._find(first)
+            if self._has_room(first, found):
+                self._waiting.pop(0)
+                self._open(first, found)
+            elif self._running and first.rank < self._running[-1].rank:
+                self._preempt(self._running[-1])
+            else:
+                return  # nobody overtakes the first: it could wait for ever
+
+    def _find(self, sequence: Sequence) -> Snapshot | None:
+        if self._prefix is None or not sequence.shares or not self._pages.num_free_slots:
+            return None
+        # the last known token is always computed: its logits are wanted
+        return self._prefix.find(sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS])
+
+    def _has_room(self, sequence: Sequence, found: Snapshot | None) -> bool:
+        """Pages for all tokens known of the running ones and of this one, and one to grow.
+
+        Alone it may always try: if it does not fit then, it never will.
+        """
+        if not self._running or not self._pages.num_free_slots:
+            return self._pages.num_free_slots > 0
+        geometry = self._pages.geometry
+        for pool in GROWING_POOLS:
+            allocator = self._pages.allocators[pool]
+            needed = len(geometry.pages_needed(pool, 0, len(sequence.token_ids))) + 1
+            if found is not None and self._prefix is not None:
+                needed -= len(found.columns[pool])
+                needed += self._prefix.num_fresh(found, pool)
+            for other in self._running:
+                known = geometry.pages_needed(pool, 0, len(other.token_ids))
+                assert other.pages is not None
+                needed += max(len(known) - len(other.pages.columns[pool]), 0)
+            if needed > allocator.num_available:
+                return False
+        return True
+
+    def _open(self, sequence: Sequence, found: Snapshot | None) -> None:
+        sequence.pages = self._pages.open()
+        try:
+            if self._prefix is not None and sequence.shares:
+                self._begin(self._prefix, sequence, found)
+        except BaseException:
+            self._close(sequence)
+            _insert(self._waiting, sequence)
+            raise
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        _insert(self._running, sequence)
+        self._tell("began", sequence)
+
+    def _begin(self, prefix: PrefixCache, sequence: Sequence, found: Snapshot | None) -> None:
+        assert sequence.pages is not None
+        keys = sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS]
+        if found is not None:
+            prefix.begin(sequence.pages, found)
+        if sequence.num_cached is None:
+            prefix.num_asked += len(sequence.token_ids)
+            prefix.num_hit += sequence.num_computed
+        # worth keeping: the end of the prompt, and where it parts from earlier ones
+        sequence.cuts = frozenset((len(keys) * SHARED_TOKENS, prefix.parting(keys)))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._close(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        _insert(self._waiting, sequence)
+        self._tell("preempted", sequence)
+
+    def _close(self, sequence: Sequence) -> None:
         assert sequence.pages is not None
         self._pages.close(sequence.pages)
         sequence.pages = None
 
-    def next_step(self) -> list[Work]:
-        while self._waiting and self._pages.num_free_slots:
-            sequence = self._waiting.popleft()
-            sequence.pages = self._pages.open()
-            self._running.append(sequence)
-        decoding = [s for s in self._running if s.num_left == 1]
-        prefilling = [s for s in self._running if s.num_left > 1]
-        work = [Work(sequence, 1, samples=True) for sequence in decoding]
-        budget = self._chunk_tokens
-        for sequence in prefilling:
-            count = min(sequence.num_left, budget)
-            if count == 0:
-                break
-            work.append(Work(sequence, count, samples=count == sequence.num_left))
-            budget -= count
+    # --- with how many tokens -----------------------------------------------------------------
+
+    def _plan(self) -> list[Work]:
+        work = [Work(s, 1, samples=True) for s in self._running if s.num_left == 1]
+        prompts = [s for s in self._running if s.num_left > 1]
+        prompts.sort(key=lambda s: (s.last_served, s.rank))
+        counts = self._share_out(prompts)
+        for sequence in prompts:
+            count = counts[sequence]
+            if count:
+                work.append(Work(sequence, count, samples=count == sequence.num_left))
         return work
+
+    def _share_out(self, prompts: list[Sequence]) -> dict[Sequence, int]:
+        """Tokens of the chunk for each prompt: equal shares first, then what is left over."""
+        counts = dict.fromkeys(prompts, 0)
+        budget = self._chunk_tokens
+        if not prompts:
+            return counts
+        share = budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS
+        for room, sequence in itertools.product((max(share, SHARED_TOKENS), budget), prompts):
+            more = _cut(sequence, counts[sequence], min(room, budget))
+            counts[sequence] += more
+            budget -= more
+        return counts
+
+    def _fits(self, work: list[Work]) -> bool:
+        for pool, allocator in self._pages.allocators.items():
+            needed = 0
+            for item in work:
+                assert item.sequence.pages is not None
+                needed += len(self._pages.missing(item.sequence.pages, pool, item.num_new))
+            if needed > allocator.num_available:
+                return False
+        return True
+
+    # --- what is kept -------------------------------------------------------------------------
+
+    def _keep(self, prefix: PrefixCache, sequence: Sequence) -> None:
+        length = sequence.num_computed
+        if length == 0 or length % SHARED_TOKENS:
+            return
+        assert sequence.pages is not None
+        key = sequence.keys()[length // SHARED_TOKENS - 1]
+        if length in sequence.cuts:
+            prefix.keep(sequence.pages, key)
+        elif length < len(sequence.token_ids):
+            prefix.keep(sequence.pages, key, only_if_free=True)
+        elif prefix.keep(sequence.pages, key, instead_of=sequence.kept_key):
+            sequence.kept_key = key
+
+
+def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
+    bisect.insort(sequences, sequence, key=lambda s: s.rank)
+
+
+def _cut(sequence: Sequence, planned: int, room: int) -> int:
+    """How many of `room` tokens to add to those planned: up to the next cut, or whole blocks."""
+    start = sequence.num_computed + planned
+    if planned and start in sequence.cuts:
+        return 0
+    left = sequence.num_left - planned
+    count = min(left, room)
+    for cut in sequence.cuts:
+        if start < cut < start + count:
+            count = cut - start
+    end = start + count
+    if count < left and end not in sequence.cuts:
+        whole = end // SHARED_TOKENS * SHARED_TOKENS
+        count = whole - start if whole > start else count
+    return count

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from dsv4.cache.geometry import PAGE_ENTRIES, Geometry, Pool
+from torch import Tensor
+
+from dsv4.cache.geometry import CARRIED_ROWS, PAGE_ENTRIES, Geometry, Pool
 from dsv4.cache.kinds.hca import allocate_compressor
 from dsv4.cache.kinds.swa import allocate_entries
 from dsv4.formats.entry import index_entry
@@ -32,3 +34,13 @@ class CsaState:
             allocate_compressor(num_slots, 4, 2 * config.head_dim, device),
             allocate_compressor(num_slots, 4, 2 * config.index_head_dim, device),
         )
+
+    def pools(self) -> list[tuple[Pool, PagedPool]]:
+        return [("window", self.window), ("csa", self.entries), ("csa", self.index)]
+
+    def carried(self) -> list[Tensor]:
+        """The block before the boundary lies in the second half of the rows; the next block
+        reads the first half of its channels."""
+        states = (self.compressor, self.index_compressor)
+        tensors = [t for state in states for t in (state.values, state.gates)]
+        return [t[:, CARRIED_ROWS:, : t.shape[2] // 2] for t in tensors]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dsv4.cache.geometry import Geometry, Pool
 from dsv4.cache.kinds.swa import allocate_entries
@@ -30,3 +31,9 @@ class HcaState:
             allocate_entries(geometry, "hca", num_pages["hca"], device),
             allocate_compressor(num_slots, 128, geometry.config.head_dim, device),
         )
+
+    def pools(self) -> list[tuple[Pool, PagedPool]]:
+        return [("window", self.window), ("hca", self.entries)]
+
+    def carried(self) -> list[Tensor]:
+        return []  # a block of 128 tokens ends at the boundary: the next one starts empty

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from dsv4.cache.geometry import PAGE_ENTRIES, Geometry, Pool
 from dsv4.formats.entry import kv_entry
 from dsv4.ops.kv.pool import PagedPool, allocate_pool
@@ -24,3 +26,9 @@ class SwaState:
         cls, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], device: str
     ) -> "SwaState":
         return cls(allocate_entries(geometry, "window", num_pages["window"], device))
+
+    def pools(self) -> list[tuple[Pool, PagedPool]]:
+        return [("window", self.window)]
+
+    def carried(self) -> list[Tensor]:
+        return []

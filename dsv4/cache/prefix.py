@@ -1,0 +1,270 @@
+"""The prefix cache: the state of a sequence at a 128-token boundary, for others to begin with.
+
+At a boundary B every kind can give back exactly B tokens: pages of entries and of the window
+are full or, the newest hca page, never written again below B; the compressors carry four rows.
+A *snapshot* holds all of it, so a sequence that begins with one is in the very state that it
+would have computed. Keys are digests over all tokens up to B, the salt included.
+
+Pages are shared, not copied. Only the newest hca page may be partly filled; a new holder gets a
+copy, because it will write its own entries behind the shared ones.
+"""
+
+import hashlib
+import logging
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dsv4.cache.geometry import PAGE_ENTRIES, POOLS, SHARED_TOKENS, TOKENS_PER_ENTRY, Pool
+from dsv4.cache.pages import Columns, SequencePages, StatePages
+
+log = logging.getLogger(__name__)
+
+MAX_SEEN = 65536  # prompt beginnings remembered by name, to notice where prompts part
+
+
+class Copies(Protocol):
+    """What the cache asks of the tensors (`StateTensors`)."""
+
+    def copy_page(self, pool: Pool, source: int, target: int) -> None: ...
+    def save_rows(self, slot: int, row: int) -> None: ...
+    def restore_rows(self, row: int, slot: int) -> None: ...
+    def read(self, pages: dict[Pool, list[int]], row: int) -> dict[str, Any]: ...
+    def write(self, tensors: dict[str, Any], pages: dict[Pool, list[int]], row: int) -> None: ...
+
+
+class Store(Protocol):
+    """Where cold prefixes go (`DiskStore`)."""
+
+    def __contains__(self, key: bytes) -> bool: ...
+    def save(self, key: bytes, length: int, tensors: dict[str, Any]) -> None: ...
+    def load(self, key: bytes, length: int, counts: dict[Pool, int]) -> dict[str, Any] | None: ...
+
+
+def block_keys(token_ids: Sequence[int], salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
+    """A key for each whole block of 128 tokens; `known`: the first ones, if there are any."""
+    keys = list(known)
+    last = keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    for start in range(
+        len(keys) * SHARED_TOKENS, len(token_ids) - SHARED_TOKENS + 1, SHARED_TOKENS
+    ):
+        block = array("q", token_ids[start : start + SHARED_TOKENS])
+        last = hashlib.blake2b(last + block.tobytes(), digest_size=16).digest()
+        keys.append(last)
+    return keys
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The state after `length` tokens."""
+
+    key: bytes
+    length: int
+    columns: dict[Pool, Columns]
+    row: int
+    worth_storing: bool
+    num_hits: int = 0
+
+
+class PrefixCache:
+    def __init__(
+        self, pages: StatePages, tensors: Copies, num_snapshots: int, store: Store | None = None
+    ) -> None:
+        self._pages = pages
+        self._tensors = tensors
+        self._store = store
+        self._free_rows = list(range(num_snapshots - 1, -1, -1))
+        self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self.num_asked = self.num_hit = self.num_evicted = 0
+        pages.reclaim = self._reclaim
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._snapshots
+
+    # --- beginning with a prefix --------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> Snapshot | None:
+        """The longest cached beginning, from memory or from the store."""
+        for place in range(len(keys) - 1, -1, -1):
+            key = keys[place]
+            found = self._snapshots.get(key)
+            if found is None and self._store is not None and key in self._store:
+                found = self._load(key, (place + 1) * SHARED_TOKENS)
+            if found is not None:
+                self._snapshots.move_to_end(key)
+                return found
+        return None
+
+    def num_fresh(self, snapshot: Snapshot, pool: Pool) -> int:
+        """Pages that beginning with a snapshot takes away from the available ones."""
+        allocator, columns = self._pages.allocators[pool], snapshot.columns[pool]
+        copies = pool == "hca" and _partial_column(snapshot) in columns
+        return sum(map(allocator.is_idle, columns.values())) + copies
+
+    def begin(self, sequence: SequencePages, snapshot: Snapshot) -> None:
+        """A fresh sequence continues from a snapshot."""
+        assert sequence.length == 0
+        partial = _partial_column(snapshot)
+        for pool in POOLS:
+            self._pages.share(sequence, pool, snapshot.columns[pool])
+        self._tensors.restore_rows(snapshot.row, sequence.slot)
+        if partial in snapshot.columns["hca"]:
+            # may drop the snapshot itself, whose pages and row are ours by now
+            [copy] = self._pages.take("hca", 1)
+            source = sequence.columns["hca"][partial]
+            self._tensors.copy_page("hca", source, copy)
+            sequence.columns["hca"][partial] = copy
+            self._pages.allocators["hca"].release([source])
+        sequence.length = snapshot.length
+        snapshot.num_hits += 1
+
+    def parting(self, keys: Sequence[bytes]) -> int:
+        """Tokens that an earlier prompt had in common with this one; it is remembered too."""
+        common = 0
+        while common < len(keys) and keys[common] in self._seen:
+            common += 1
+        for key in keys:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return common * SHARED_TOKENS
+
+    # --- keeping a prefix ---------------------------------------------------------------------
+
+    def keep(
+        self,
+        sequence: SequencePages,
+        key: bytes,
+        *,
+        only_if_free: bool = False,
+        instead_of: bytes | None = None,
+    ) -> bool:
+        """Snapshot a sequence that stands at a boundary.
+
+        `only_if_free`: not at another snapshot's cost. `instead_of`: an older one of the same
+        sequence that goes if nobody has used it.
+        """
+        assert sequence.length % SHARED_TOKENS == 0
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
+            return False
+        older = self._snapshots.get(instead_of) if instead_of is not None else None
+        if older is not None and older.num_hits == 0:
+            self._drop(older)
+        if only_if_free and not self._free_rows:
+            return False
+        row = self._take_row()
+        length = sequence.length
+        columns: dict[Pool, Columns] = {}
+        for pool in POOLS:
+            needed = self._pages.geometry.pages_needed(pool, length, length)
+            columns[pool] = {column: sequence.columns[pool][column] for column in needed}
+        try:
+            self._tensors.save_rows(sequence.slot, row)
+        except BaseException:
+            self._free_rows.append(row)
+            raise
+        self._add(Snapshot(key, length, columns, row, worth_storing=not only_if_free))
+        return True
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            self._evict()
+        return self._free_rows.pop()
+
+    def _add(self, snapshot: Snapshot) -> None:
+        for pool, columns in snapshot.columns.items():
+            self._pages.allocators[pool].cache(columns.values())
+        self._snapshots[snapshot.key] = snapshot
+
+    # --- giving up prefixes -------------------------------------------------------------------
+
+    def _reclaim(self, pool: Pool, count: int) -> None:
+        """Make `count` pages free; least recently used snapshots go first."""
+        allocator = self._pages.allocators[pool]
+        while allocator.num_free < count and self._snapshots:
+            self._evict()
+
+    def _evict(self) -> None:
+        snapshot = next(iter(self._snapshots.values()))
+        if self._store is not None and snapshot.worth_storing and snapshot.key not in self._store:
+            self._save(snapshot)
+        self._drop(snapshot)
+        self.num_evicted += 1
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        del self._snapshots[snapshot.key]
+        for pool, columns in snapshot.columns.items():
+            self._pages.allocators[pool].uncache(columns.values())
+        self._free_rows.append(snapshot.row)
+
+    def clear(self) -> None:
+        """Forget everything in memory; what is on disk stays."""
+        while self._snapshots:
+            self._drop(next(iter(self._snapshots.values())))
+        self._seen.clear()
+
+    # --- the store ----------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write every prefix worth it to the store, the most recently used ones last."""
+        for snapshot in list(self._snapshots.values()):
+            if self._store is not None and snapshot.worth_storing:
+                self._save(snapshot)
+
+    def _save(self, snapshot: Snapshot) -> None:
+        assert self._store is not None
+        if snapshot.key in self._store:
+            return
+        pages = {pool: list(columns.values()) for pool, columns in snapshot.columns.items()}
+        self._store.save(snapshot.key, snapshot.length, self._tensors.read(pages, snapshot.row))
+
+    def _load(self, key: bytes, length: int) -> Snapshot | None:
+        assert self._store is not None
+        geometry = self._pages.geometry
+        needed = {pool: list(geometry.pages_needed(pool, length, length)) for pool in POOLS}
+        counts = {pool: len(columns) for pool, columns in needed.items()}
+        if any(counts[pool] > self._pages.allocators[pool].num_available for pool in POOLS):
+            return None
+        tensors = self._store.load(key, length, counts)
+        if tensors is None:
+            return None
+        taken: dict[Pool, list[int]] = {}
+        try:
+            for pool in POOLS:
+                taken[pool] = self._pages.take(pool, counts[pool])
+            row = self._take_row()
+            self._tensors.write(tensors, taken, row)
+        except BaseException:
+            for pool, pages in taken.items():
+                self._pages.allocators[pool].release(pages)
+            raise
+        columns = {p: dict(zip(needed[p], taken[p], strict=True)) for p in POOLS}
+        snapshot = Snapshot(key, length, columns, row, worth_storing=True)
+        self._add(snapshot)
+        for pool, pages in taken.items():  # from now on only the cache holds them
+            self._pages.allocators[pool].release(pages)
+        return snapshot
+
+    def check_integrity(self) -> None:
+        cached: dict[Pool, Counter[int]] = {
+            pool: Counter(p for s in self._snapshots.values() for p in s.columns[pool].values())
+            for pool in POOLS
+        }
+        self._pages.check_integrity(cached)
+        rows = [*self._free_rows, *(s.row for s in self._snapshots.values())]
+        assert len(set(rows)) == len(rows), "a row is held twice"
+
+
+def _partial_column(snapshot: Snapshot) -> int:
+    """The hca column whose page is not full at the snapshot's end; a column beyond, if none."""
+    entries = snapshot.length // TOKENS_PER_ENTRY["hca"]
+    page = PAGE_ENTRIES["hca"]
+    return entries // page if entries % page else -1

@@ -1,0 +1,80 @@
+"""All tensors of the state, at fixed addresses, and the copies the prefix cache asks for."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.geometry import Geometry, Pool
+from dsv4.cache.kinds import KINDS, LayerState
+
+
+class StateTensors:
+    """Pages and slots of every layer, and one row of carried values for each cached prefix."""
+
+    def __init__(
+        self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], device: str
+    ) -> None:
+        self.num_snapshots = geometry.kept_prefixes * num_slots
+        self.layers: list[LayerState] = [
+            KINDS[kind].allocate(geometry, num_slots, num_pages, device)
+            for kind in geometry.config.kinds
+        ]
+        self._pools: dict[str, tuple[Pool, Tensor]] = {}
+        for number, layer in enumerate(self.layers):
+            for place, (pool, paged) in enumerate(layer.pools()):
+                for name, part in paged.parts.items():
+                    # bytes, so that copies and files need not know the format
+                    self._pools[f"{number}.{place}.{name}"] = (pool, part.view(torch.uint8))
+        self._slots = [tensor for layer in self.layers for tensor in layer.carried()]
+        self._saved = [t.new_zeros((self.num_snapshots, *t.shape[1:])) for t in self._slots]
+
+    @torch.inference_mode()
+    def copy_page(self, pool: Pool, source: int, target: int) -> None:
+        parts = [part for name, part in self._pools.values() if name == pool]
+        _copy([part[target] for part in parts], [part[source] for part in parts])
+
+    @torch.inference_mode()
+    def save_rows(self, slot: int, row: int) -> None:
+        """Keep what a sequence carries over the boundary it has just reached."""
+        _copy([t[row] for t in self._saved], [t[slot] for t in self._slots])
+
+    @torch.inference_mode()
+    def restore_rows(self, row: int, slot: int) -> None:
+        _copy([t[slot] for t in self._slots], [t[row] for t in self._saved])
+
+    @torch.inference_mode()
+    def read(self, pages: dict[Pool, list[int]], row: int) -> dict[str, Tensor]:
+        """A prefix in main memory: its pages in order, and its row."""
+        tensors = {}
+        for name, (pool, part) in self._pools.items():
+            index = torch.tensor(pages[pool], dtype=torch.int64, device=part.device)
+            tensors[f"pages.{name}"] = part[index].cpu()
+        for number, saved in enumerate(self._saved):
+            tensors[f"rows.{number}"] = saved[row].cpu()
+        return tensors
+
+    @torch.inference_mode()
+    def write(self, tensors: dict[str, Tensor], pages: dict[Pool, list[int]], row: int) -> None:
+        """What `read` gave, to other pages and another row; shapes must fit."""
+        for name, (pool, part) in self._pools.items():
+            index = torch.tensor(pages[pool], dtype=torch.int64, device=part.device)
+            part[index] = tensors[f"pages.{name}"].to(part.device)
+        for number, saved in enumerate(self._saved):
+            saved[row].copy_(tensors[f"rows.{number}"])
+
+    def shapes(self, counts: dict[Pool, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What `read` gives for so many pages: dtype and shape of each tensor."""
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (pool, part) in self._pools.items():
+            expected[f"pages.{name}"] = (part.dtype, (counts[pool], *part.shape[1:]))
+        for number, saved in enumerate(self._saved):
+            expected[f"rows.{number}"] = (saved.dtype, tuple(saved.shape[1:]))
+        return expected
+
+
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Many small copies; on a GPU in few launches."""
+    targets, sources = list(targets), list(sources)
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,35 @@
+"""An answer's tokens as text for its reader: whole characters, nothing of a stop string."""
+
+from collections.abc import Sequence
+
+from dsv4.chat.output.stops import StopMatcher
+from dsv4.chat.tokenizer import Tokenizer
+
+
+class AnswerText:
+    """Without a tokenizer the text stays empty and only stop ids end an answer."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: Sequence[str], stop_ids: frozenset[int]
+    ) -> None:
+        self._detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
+        self._stops = StopMatcher(stop)
+        self._stop_ids = stop_ids
+
+    def push(self, token_id: int) -> tuple[str, str | int | None]:
+        """New text to show, and the stop id or stop string with which the answer ends."""
+        if token_id in self._stop_ids:
+            return "", token_id
+        if self._detokenizer is None:
+            return "", None
+        shown, stop = self._stops.push(self._detokenizer.push(token_id))
+        if stop is not None:
+            self._detokenizer = None  # what follows a stop string is not shown
+        return shown, stop
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        if self._detokenizer is None:
+            return ""
+        shown, stop = self._stops.push(self._detokenizer.finish())
+        return shown if stop is not None else shown + self._stops.finish()

@@ -1,0 +1,50 @@
+"""A request on its way: its tokens so far, and how many of them the state holds."""
+
+from dataclasses import dataclass, field
+
+from dsv4.cache.geometry import SHARED_TOKENS
+from dsv4.cache.pages import SequencePages
+from dsv4.cache.prefix import block_keys
+from dsv4.request import Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    request: Request
+    seed: int
+    shares: bool = True  # may begin with cached prefixes, and leave its own
+    rank: tuple[int, int] = (0, 0)  # lower runs first; given by the scheduler, never changes
+    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    pages: SequencePages | None = None
+    num_cached: int | None = None  # prompt tokens it began with; None before its first step
+    num_preemptions: int = 0
+    last_served: int = -1  # step
+    cuts: frozenset[int] = frozenset()  # lengths at which a chunk must end, to be kept
+    kept_key: bytes | None = None  # the newest prefix kept while decoding
+    _keys: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_ids)
+
+    @property
+    def num_computed(self) -> int:
+        return self.pages.length if self.pages is not None else 0
+
+    @property
+    def num_left(self) -> int:
+        """Tokens known but not yet in the state; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_ids) :]
+
+    def keys(self) -> list[bytes]:
+        """One for each whole block of the tokens known so far."""
+        if len(self._keys) < len(self.token_ids) // SHARED_TOKENS:
+            self._keys = block_keys(self.token_ids, self.request.cache_salt, self._keys)
+        return self._keys
