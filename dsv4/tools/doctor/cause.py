@@ -1,0 +1,166 @@
+"""Why an op is wrong: its arguments, its weights, the state it reads, or the op itself."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.quantized import Weight
+from dsv4.ops.arguments import copied
+from dsv4.tools.doctor.compare import difference, limits
+from dsv4.tools.doctor.layer import PlainLayer, Taps
+from dsv4.tools.doctor.sites import Call, Matrix, pick, read_entries, results
+
+SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more
+
+
+@dataclass(frozen=True)
+class Cause:
+    kind: str  # argument, weight, input, kernel, state, reference
+    text: str
+    argument: str = ""
+
+
+def find_cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
+    return (
+        _wrong_argument(call, layer, taps)
+        or _wrong_input(call, layer, taps)
+        or _wrong_kernel(call, layer, taps, found)
+        or _wrong_state(call, layer, taps)
+        or Cause(
+            "reference",
+            f"its arguments are right and the reference of {call.op.name} gives the same: the "
+            "op's own definition is not the model's formula",
+        )
+    )
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    rows = difference(found.double().reshape(1, -1), expected.double().reshape(1, -1))
+    return rows.worst
+
+
+def _wrong_argument(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+    for path, expected in call.site.arguments(layer, taps).items():
+        value = pick(call.before, path)
+        if isinstance(expected, Matrix):
+            cause = _wrong_weight(path, value, expected, layer)
+            if cause is not None:
+                return cause
+        elif isinstance(expected, Tensor):
+            if value is None or value.shape != expected.shape:
+                shape = None if value is None else tuple(value.shape)
+                text = f"its argument {path} has shape {shape}, expected {tuple(expected.shape)}"
+                return Cause("argument", text, path)
+            if _relative(value, expected) > limits("post", layer.formats).worst:
+                where = int((value.double() - expected.double()).abs().flatten().argmax())
+                a, b = float(value.flatten()[where]), float(expected.flatten()[where])
+                text = f"its argument {path} is {a:g} at {where}, expected {b:g}"
+                return Cause("argument", text, path)
+    return None
+
+
+def _wrong_weight(path: str, value: Any, matrix: Matrix, layer: PlainLayer) -> Cause | None:
+    """A weight that is not what the file holds, and which wrong reading of the file it is."""
+    if value is None:
+        return Cause("argument", f"its argument {path} is missing", path)
+    held = dense(value).to(layer.device)
+    right = layer.weight(matrix.name, matrix.expert)
+    if _relative(held, right) <= SAME_WEIGHT:
+        return None
+    name = layer.full_name(matrix.name)
+    which = name if matrix.expert is None else f"{name} of expert {matrix.expert}"
+    for label, wrong in layer.misreadings(matrix.name, matrix.expert):
+        if _relative(held, wrong.to(layer.device)) <= SAME_WEIGHT:
+            return Cause("weight", f"{which} was read {label}", path)
+    off = _relative(held, right)
+    text = f"{which} is not what the file holds (off by {off:.1%}, no known misreading fits)"
+    return Cause("weight", text, path)
+
+
+def dense(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+
+
+def _wrong_input(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+    """An argument that should be an earlier op's result and is not."""
+    for path, tap in call.site.inputs.items():
+        value = pick(call.before, path)
+        if value is None or tap not in taps.new or tap in ("scores", "selected"):
+            continue  # those two may be padded
+        given = value[: taps.stop - taps.start].double()
+        right = (
+            taps.new[tap].reshape(given.shape) if given.numel() == taps.new[tap].numel() else None
+        )
+        if right is None or _relative(given, right) > limits("post", layer.formats).worst:
+            text = f"its argument {path} is not the {tap} that the op before it gave"
+            return Cause("input", text, path)
+    return None
+
+
+def _wrong_kernel(
+    call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]
+) -> Cause | None:
+    arguments = copied(call.before)
+    result = call.op.reference(**arguments)
+    again = results(Call(call.layer, call.site, call.op, {}, arguments, result), layer, taps)
+    for tap, value in again.items():
+        if not difference(found[tap], value).within(limits(tap, layer.formats)):
+            text = f"what ran differs from the reference of {call.op.name} on the same arguments"
+            return Cause("kernel", text)
+    return None
+
+
+def _wrong_state(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+    """Keys or rows that are no longer what was written."""
+    a = call.before
+    if call.site.name == "attention":
+        first = max(taps.start - layer.config.sliding_window + 1, 0)
+        numbers = torch.arange(first, taps.stop)
+        cause = _stale(a["pool"], a["table"], numbers, taps.all("key")[first:], "window key", 1)
+        if cause is None and a["compressed"] is not None:
+            entries, ratio = taps.all("entries"), layer.ratio
+            pool, table = a["compressed"].pool, a["compressed"].table
+            numbers = torch.arange(entries.shape[0])
+            cause = _stale(pool, table, numbers, entries, "entry", ratio)
+        return cause
+    if call.site.name == "index_scores":
+        keys = taps.all("index_keys")
+        return _stale(a["pool"], a["table"], torch.arange(keys.shape[0]), keys, "index key", 4)
+    if call.site.op == "compress" and taps.start > 0:
+        return _stale_tail(call, layer, taps)
+    return None
+
+
+def _stale(
+    pool: Any, table: Tensor, numbers: Tensor, written: Tensor, what: str, tokens: int
+) -> Cause | None:
+    held = read_entries(pool, table, 0, numbers)
+    same = ((held - written).abs() <= 1e-6 * written.abs().amax()).flatten(1).all(1)
+    if bool(same.all()):
+        return None
+    wrong = int(torch.nonzero(~same)[0])
+    number = int(numbers[wrong])
+    column = number // pool.page_entries % table.shape[1]
+    text = (
+        f"the {what} of position {number * tokens} is no longer what was written (page "
+        f"{int(table[0, column])}): a page was given away too early, or the table is wrong"
+    )
+    return Cause("state", text)
+
+
+def _stale_tail(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+    state, batch = call.before["state"], call.before["batch"]
+    before = torch.arange(max(taps.start - state.rows, 0), taps.start)
+    held = state.values[int(batch.slots[0]), before % state.rows].double()
+    tap = "values" if call.site.name == "entries" else "index_values"
+    written = taps.all(tap)[before]
+    same = ((held - written).abs() <= 1e-6 * written.abs().amax()).all(1)
+    if bool(same.all()):
+        return None
+    position = int(before[int(torch.nonzero(~same)[0])])
+    text = f"the compressor no longer holds the values of position {position}"
+    return Cause("state", text)

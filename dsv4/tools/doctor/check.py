@@ -1,0 +1,185 @@
+"""Every op call of a run against the plain layer, on the engine's own inputs and end to end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.tools.doctor.cause import Cause, find_cause
+from dsv4.tools.doctor.compare import Error, Limits, difference, limits
+from dsv4.tools.doctor.layer import PlainLayer, Taps
+from dsv4.tools.doctor.sites import Call, layer_sites, pick, results
+
+LayerMaker = Callable[[int], PlainLayer]
+
+
+@dataclass
+class Cell:
+    """A square of the picture: one site of one layer, over the whole run."""
+
+    layer: int
+    site: str
+    op: str
+    status: str = "not run"  # ok, wrong, not run, not compared
+    tap: str = ""  # where the error is worst in relation to its limit
+    error: Error = field(default_factory=Error)
+    limit: Limits = field(default_factory=lambda: Limits(0.0, 0.0))
+    position: int = 0
+    step: int = 0
+    cause: Cause | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.error.ratio(self.limit)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The first wrong call of a run, for a capsule."""
+
+    cell: Cell
+    call: Call
+    found: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+
+class Checker:
+    """Takes the calls of a run of one sequence; see `Tracer`."""
+
+    def __init__(self, num_layers: int, make_layer: LayerMaker, *, end_to_end: bool = True) -> None:
+        self._make_layer = make_layer
+        self._runs_own = end_to_end
+        self._layer: PlainLayer | None = None
+        self.taps = [Taps() for _ in range(num_layers)]
+        self.own = [Taps() for _ in range(num_layers)]  # of the plain model left to itself
+        self.cells: dict[tuple[int, str], Cell] = {}
+        self.first: Evidence | None = None
+        self.end_to_end: dict[int, Error] = {}  # streams after a layer; the last one: logits
+        self.step = -1
+
+    def begin_step(self, start: int, token_ids: Tensor) -> None:
+        self.step += 1
+        self._layer = None
+        for taps in (*self.taps, *self.own):
+            taps.begin(start, token_ids)
+
+    def layer(self, number: int) -> PlainLayer:
+        if self._layer is None or self._layer.layer != number:
+            self._layer = self._make_layer(number)
+            for site in layer_sites(self._layer):
+                cell = Cell(number, site.name, site.op)
+                self.cells.setdefault((number, site.name), cell)
+        return self._layer
+
+    def __call__(self, call: Call) -> None:
+        layer, taps = self.layer(call.layer), self.taps[call.layer]
+        site = call.site
+        cell = self.cells.get((call.layer, site.name))
+        if cell is None:  # an op this kind of layer has no use for
+            cell = self.cells[call.layer, site.name] = Cell(call.layer, site.name, site.op)
+        if site.name == "mix_attention" and call.layer > 0:
+            _hand_on(self.taps[call.layer - 1], taps)
+        found = results(call, layer, taps)
+        taps.given = found
+        taps.choices = {"experts": found["experts"]} if "experts" in found else {}
+        try:
+            expected = site.run(layer, taps)
+        except KeyError:  # something it needs was not seen; that is reported where it is missing
+            cell.status = "not compared"
+            taps.new.update(found)
+            return
+        self._judge(call, cell, layer, taps, found, expected)
+        taps.new.update({**expected, **found})
+        if self._runs_own and site.name in ("experts", "head"):
+            self._run_own(call.layer)
+
+    def _judge(
+        self,
+        call: Call,
+        cell: Cell,
+        layer: PlainLayer,
+        taps: Taps,
+        found: dict[str, Tensor],
+        expected: dict[str, Tensor],
+    ) -> None:
+        wrong = ""
+        for tap, value in found.items():
+            limit = limits(tap, layer.formats)
+            error = difference(value, expected[tap])
+            if cell.status == "not run" or error.ratio(limit) > cell.ratio:
+                cell.tap, cell.error, cell.limit = tap, error, limit
+                cell.position, cell.step = _position(tap, error.row, layer, taps), self.step
+                cell.status = "ok" if cell.status == "not run" else cell.status
+            if not error.within(limit):
+                wrong = wrong or tap
+        odd = _odd_numbers(call, layer, taps)
+        if (wrong or odd) and cell.status != "wrong":
+            cell.status = "wrong"
+            cell.cause = odd or find_cause(call, layer, taps, found)
+            if self.first is None:
+                self.first = Evidence(cell, call, found, expected)
+
+    def _run_own(self, number: int) -> None:
+        """The plain model goes on from its own results, not from the engine's."""
+        layer, own, taps = self.layer(number), self.own[number], self.taps[number]
+        if number > 0 and "before_y" not in own.new:
+            _hand_on(self.own[number - 1], own)
+        own.choices = taps.new
+        for site in layer_sites(layer):
+            if set(site.taps) <= own.new.keys() and site.taps:
+                continue
+            if site.name in ("head_mix", "head") and "logits" not in taps.new:
+                continue  # the engine is not there yet
+            own.new.update(site.run(layer, own))
+        tap = "logits" if "logits" in taps.new else "ffn_streams"
+        error = difference(taps.new[tap], own.new[tap])
+        place = number + (tap == "logits")
+        if place not in self.end_to_end or error.worst > self.end_to_end[place].worst:
+            self.end_to_end[place] = error
+
+
+def _hand_on(before: Taps, after: Taps) -> None:
+    for name in ("streams", "y", "post", "comb"):
+        if f"ffn_{name}" in before.new:
+            after.new[f"before_{name}"] = before.new[f"ffn_{name}"]
+
+
+def _position(tap: str, row: int, layer: PlainLayer, taps: Taps) -> int:
+    """The token position of a tap's row."""
+    if tap in ("entries", "index_keys"):
+        return (taps.start // layer.ratio + row) * layer.ratio
+    if tap.endswith("_tail"):
+        return int(layer.tail(taps)[row])
+    return taps.start + row
+
+
+def _odd_numbers(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+    """Settings of an op that differ from the config, even where the numbers do not show it."""
+    for path, expected in call.site.arguments(layer, taps).items():
+        found: Any = pick(call.before, path)
+        if isinstance(expected, int | float | str) and found != expected:
+            return Cause("argument", f"its argument {path} is {found}, expected {expected}", path)
+    return None
+
+
+def worst(cells: list[Cell]) -> Cell | None:
+    return max(cells, key=lambda cell: cell.ratio, default=None)
+
+
+def make_layers(
+    config: Any, weights: Any, formats: Any, device: torch.device | str, *, keep: bool
+) -> LayerMaker:
+    """Plain layers on demand; `keep` their weights where all of them fit into memory."""
+    kept: dict[int, PlainLayer] = {}
+
+    def make(number: int) -> PlainLayer:
+        if number in kept:
+            return kept[number]
+        layer = PlainLayer(config, number, weights, formats, str(device))
+        if keep:
+            kept[number] = layer
+        return layer
+
+    return make

@@ -1,0 +1,180 @@
+"""The same tokens by different ways must give the same bits; the first op that does not.
+
+A record keeps every tap of one sequence, row by row. Two records are compared in the order of
+computation, so the first difference is where the ways part.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.pages import SequencePages
+from dsv4.ops.op import observe
+from dsv4.runner.runner import Chunk, Runner
+from dsv4.tools.doctor.check import LayerMaker
+from dsv4.tools.doctor.layer import Taps
+from dsv4.tools.doctor.sites import SITES, Call, results
+from dsv4.tools.doctor.subject import NUM_DECODED, Subject
+from dsv4.tools.doctor.trace import Consumer, Tracer
+
+_ORDER = {name: place for place, name in enumerate(SITES)}
+
+
+class Watcher(Protocol):
+    """A consumer of calls that is told which tokens a step brings."""
+
+    def begin_step(self, start: int, token_ids: Tensor) -> None: ...
+    def __call__(self, call: Call) -> None: ...
+
+
+Key = tuple[int, int, str, str]  # layer, order of the site, site, tap
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One comparison of two ways."""
+
+    name: str
+    status: str  # ok, wrong, skipped
+    detail: str
+    layer: int | None = None
+    site: str | None = None
+    position: int | None = None
+
+
+@dataclass
+class Record:
+    """A consumer of calls that keeps the taps of one sequence of the batch."""
+
+    make_layer: LayerMaker
+    num_layers: int
+    num_entries: int  # columns of index scores, so that rows of all steps fit together
+    rows: dict[Key, list[Tensor]] = field(default_factory=dict)
+    place: int = 0
+    first_row: int = 0
+    taps: Taps = field(default_factory=Taps)
+
+    def begin_step(self, start: int, token_ids: Tensor, place: int = 0, first_row: int = 0) -> None:
+        self.place, self.first_row, self.taps = place, first_row, Taps()
+        self.taps.begin(start, token_ids)
+
+    def __call__(self, call: Call) -> None:
+        layer = self.make_layer(call.layer)
+        found = results(call, layer, self.taps, self.place, self.first_row)
+        for tap, value in found.items():
+            if tap.endswith("_tail"):
+                continue  # how a step ends is not what a token got
+            if tap == "scores":
+                missing = self.num_entries - value.shape[1]
+                value = torch.nn.functional.pad(value, (0, missing))
+            key = (call.layer, _ORDER[call.site.name], call.site.name, tap)
+            self.rows.setdefault(key, []).append(value)
+
+    def all(self, key: Key) -> Tensor:
+        return torch.cat(self.rows[key])
+
+
+def schedule(count: int, *, streamed: bool = False) -> list[int]:
+    """A prompt cut at an odd place, then token by token; a streamed model is read twice only."""
+    if streamed:
+        return [count - 1, 1]
+    prompt = count - NUM_DECODED
+    first = prompt // 2 | 1
+    return [first, prompt - first] + [1] * NUM_DECODED
+
+
+def run_alone(
+    runner: Runner,
+    token_ids: list[int],
+    steps: list[int],
+    consumers: Sequence[Watcher],
+    pages: SequencePages | None = None,
+) -> Tracer:
+    """One sequence through the engine, watched; `pages`: where it begins with a prefix."""
+    pages = pages or runner.pages.open()
+    tracer = Tracer(_tee(consumers))
+    for count in steps:
+        part = token_ids[pages.length : pages.length + count]
+        ids = torch.tensor(part, device=runner.device)
+        tracer.begin_step()
+        for consumer in consumers:
+            consumer.begin_step(pages.length, ids)
+        with observe(tracer):
+            runner.step([Chunk(pages, part, count)])
+    runner.pages.close(pages)
+    return tracer
+
+
+def _tee(consumers: Sequence[Watcher]) -> Consumer:
+    def consume(call: Call) -> None:
+        for consumer in consumers:
+            consumer(call)
+
+    return consume
+
+
+def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], record: Record) -> None:
+    """The same sequence between two strangers of other lengths, in another slot."""
+    rng = Random(1)
+    most = max(token_ids) + 1
+    strangers = [[rng.randrange(most) for _ in token_ids] for _ in range(2)]
+    pages = [runner.pages.open() for _ in range(3)]
+    tracer = Tracer(record, keep_state=False)
+    for number, count in enumerate(steps):
+        sizes = (5 + number % 3, count, 3) if number < 2 else (1, 1, 1)
+        chunks = []
+        for ids, held, size in zip(
+            (strangers[0], token_ids, strangers[1]), pages, sizes, strict=True
+        ):
+            part = ids[held.length : held.length + size]
+            chunks.append(Chunk(held, part, size))
+        ids_now = torch.tensor(chunks[1].token_ids, device=runner.device)
+        tracer.begin_step()
+        record.begin_step(pages[1].length, ids_now, place=1, first_row=sizes[0])
+        with observe(tracer):
+            runner.step(chunks)
+    for held in pages:
+        runner.pages.close(held)
+
+
+def first_difference(name: str, right: Record, other: Record) -> Crossing:
+    """In the order of computation; `other` may hold only the last rows."""
+    compared = 0
+    for key in sorted(right.rows.keys() & other.rows.keys()):
+        a, b = right.all(key), other.all(key)
+        a = a[a.shape[0] - b.shape[0] :]
+        compared += 1
+        same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
+        if bool(same.all()):
+            continue
+        layer, _, site, tap = key
+        row = int(torch.nonzero(~same.flatten(1).all(1))[0]) + right.all(key).shape[0] - b.shape[0]
+        ratio = right.make_layer(layer).ratio
+        position = row * ratio if tap in ("entries", "index_keys") else row
+        size = float((a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max())
+        detail = f"{SITES[site].op} gives another {tap} (largest difference {size:.2g})"
+        return Crossing(name, "wrong", detail, layer, site, position)
+    return Crossing(name, "ok", f"{compared} results, bit for bit")
+
+
+def cross_checks(subject: Subject, make_layer: LayerMaker, alone: Record) -> Iterator[Crossing]:
+    """`alone`: the record of the run in pieces that `schedule` asks for."""
+    count = len(subject.token_ids)
+    if subject.streamed:
+        for name in ("prefill vs decode", "alone vs batched"):
+            yield Crossing(name, "skipped", "a streamed model would be read again for each")
+        return
+
+    def record() -> Record:
+        return Record(make_layer, subject.config.num_layers, count // 4)
+
+    runner, whole = subject.runner(), record()
+    run_alone(runner, subject.token_ids, [count], [whole])
+    yield first_difference("prefill vs decode", whole, alone)
+    company = record()
+    run_in_company(subject.runner(), subject.token_ids, schedule(count), company)
+    yield first_difference("alone vs batched", alone, company)

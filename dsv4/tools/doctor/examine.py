@@ -1,0 +1,92 @@
+"""The whole examination: machine, ops, model, cross-checks. READ FIRST here.
+
+subject     what is examined: a runner with its model; weights read without the loader
+trace       every op call of a step gets its layer and its site
+layer       what each site should have given (`plain` has the formulas)
+check       compares, call by call; `cause` says why a call is wrong
+cross       the same tokens by different ways
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker, make_layers
+from dsv4.tools.doctor.compare import Error
+from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run_alone, schedule
+from dsv4.tools.doctor.sites import SITES
+from dsv4.tools.doctor.subject import Subject
+
+# End to end, rounding may be amplified; exact mode has none to speak of.
+END_TO_END_LIMIT = 2e-2
+
+
+@dataclass
+class ModelReport:
+    name: str
+    settings: str
+    layout: str
+    streamed: bool
+    num_tokens: int
+    cells: list[Cell]
+    end_to_end: dict[int, Error]
+    judged_end_to_end: bool
+    unplaced: list[str]
+    first: Evidence | None
+    crossings: list[Crossing] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Cell]:
+        """Wrong cells, first of the first layer first."""
+        return [cell for cell in self.cells if cell.status != "ok"]
+
+    @property
+    def end_to_end_ok(self) -> bool:
+        last = max(self.end_to_end, default=None)
+        return last is None or self.end_to_end[last].mean <= END_TO_END_LIMIT
+
+    @property
+    def ok(self) -> bool:
+        crossed = all(item.status != "wrong" for item in self.crossings)
+        settled = self.end_to_end_ok or not self.judged_end_to_end
+        return not self.wrong and not self.unplaced and crossed and settled
+
+
+def examine_model(subject: Subject, *, only_calls: bool = False) -> ModelReport:
+    """Call by call on the engine's inputs; then (unless `only_calls`) end to end and crosswise."""
+    with torch.inference_mode():
+        make_layer = layers_of(subject)
+        config, count = subject.config, len(subject.token_ids)
+        checker = Checker(config.num_layers, make_layer, end_to_end=not only_calls)
+        alone = Record(make_layer, config.num_layers, count // 4)
+        runner = subject.runner()
+        steps = schedule(count, streamed=subject.streamed)
+        watchers: list[Watcher] = [checker] if subject.streamed or only_calls else [checker, alone]
+        tracer = run_alone(runner, subject.token_ids, steps, watchers)
+        order = list(SITES)
+        cells = sorted(checker.cells.values(), key=lambda c: (c.layer, order.index(c.site)))
+        report = ModelReport(
+            subject.name,
+            str(subject.settings),
+            subject.layout,
+            subject.streamed,
+            count,
+            cells,
+            checker.end_to_end,
+            subject.formats.dtype == torch.float32,
+            sorted(tracer.unplaced),
+            checker.first,
+        )
+        if not only_calls:
+            report.crossings = list(cross_checks(subject, make_layer, alone))
+    return report
+
+
+def layers_of(subject: Subject) -> LayerMaker:
+    return make_layers(
+        subject.config,
+        subject.weights,
+        subject.formats,
+        subject.settings.device,
+        keep=not subject.streamed,
+    )

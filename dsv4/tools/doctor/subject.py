@@ -1,0 +1,202 @@
+"""What is examined: an engine's runner with its model, and the same weights read plainly.
+
+A model that does not fit into memory is *streamed*: its blocks are read from disk when the model
+reaches them, one at a time, and dropped again. The engine's code is the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from random import Random
+from typing import overload
+
+import torch
+
+from dsv4.chat.tokenizer import Tokenizer
+from dsv4.checkpoint.reader import Checkpoint, Selection, open_checkpoint
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import OptionError
+from dsv4.formats.quantized import Weight
+from dsv4.model.mhc import mix_site
+from dsv4.model.transformer import Block, Transformer
+from dsv4.model.weights import Weights
+from dsv4.ops import OPS, choose_ops
+from dsv4.parallel import Shard
+from dsv4.runner.load import read_weights
+from dsv4.runner.runner import Runner
+from dsv4.runner.settings import Settings, available_memory, resolve
+from dsv4.tools.doctor.layer import Formats
+from dsv4.tools.doctor.weights import PlainWeights
+from dsv4.util.models import model_folder
+
+NUM_DECODED = 5  # tokens fed one at a time; they cross a block of 4 and one of 128
+NUM_SEQUENCES = 3  # side by side in the cross-checks
+PROMPT = (
+    "Two trains leave a station at nine. One runs north at 90 km/h, the other east at 120. "
+    "Where are they at noon, and how far apart? Explain each step, then check the answer. "
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    config: ModelConfig
+    settings: Settings
+    model: Transformer
+    weights: PlainWeights
+    token_ids: list[int]
+    layout: str = "in memory"
+    streamed: bool = False
+
+    @property
+    def formats(self) -> Formats:
+        s = self.settings
+        return Formats(getattr(torch, s.dtype), s.kv_format, s.index_format)
+
+    def runner(self) -> Runner:
+        """A fresh state; the model is shared."""
+        return Runner(self.model, self.settings)
+
+
+def num_tokens(config: ModelConfig, wanted: int | None) -> int:
+    """Enough that windows move on, two blocks of 128 close and the indexer has to choose."""
+    least = max(256, config.sliding_window + 64, 4 * (config.index_topk + 8))
+    count = wanted or -(-least // 128) * 128 + 3
+    if not NUM_DECODED + 2 <= count <= config.max_positions:
+        raise OptionError(
+            f"{count} tokens asked for, expected {NUM_DECODED + 2} to {config.max_positions}"
+        )
+    return count
+
+
+def make_settings(config: ModelConfig, choices: EngineConfig, count: int) -> Settings:
+    """As the user chose, with the state of a few sequences of `count` tokens."""
+    fixed = {
+        "max_context": count,
+        "max_sequences": NUM_SEQUENCES,
+        "chunk_tokens": NUM_SEQUENCES * count,
+        "cuda_graphs": False,
+    }
+    changed = EngineConfig.make(**{**vars(choices), **fixed})
+    has_gpu = torch.cuda.is_available()
+    return resolve(changed, config, has_gpu=has_gpu, memory_bytes=available_memory() // 2)
+
+
+def open_subject(
+    name: str,
+    choices: EngineConfig,
+    *,
+    prompt: str | None = None,
+    tokens: int | None = None,
+    stream: bool | None = None,
+    against: str | None = None,
+) -> Subject:
+    """`stream` None: where the weights would not fit. `against`: a second checkpoint of the same
+    model whose weights count as right."""
+    folder = model_folder(name)
+    config = ModelConfig.from_folder(folder)
+    checkpoint = open_checkpoint(folder, config)
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder)
+    token_ids = prompt_ids(config, tokenizer, prompt, tokens)
+    settings = make_settings(config, choices, len(token_ids))
+    choose_ops(settings.ops, OPS)
+    if stream is None:
+        stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
+    dtype = getattr(torch, settings.dtype)
+    if stream:
+        model: Transformer = StreamedTransformer(checkpoint, settings)
+    else:
+        model = Transformer(config, read_weights(checkpoint, settings), dtype)
+    right = checkpoint
+    if against is not None:
+        other = model_folder(against)
+        right = open_checkpoint(other, ModelConfig.from_folder(other))
+        _same_shape(config, right.config, against)
+    weights = PlainWeights.from_checkpoint(right)
+    return Subject(
+        folder.name, config, settings, model, weights, token_ids, checkpoint.layout, stream
+    )
+
+
+def prompt_ids(
+    config: ModelConfig, tokenizer: Tokenizer | None, prompt: str | None, tokens: int | None
+) -> list[int]:
+    """The prompt, repeated to the length that is needed; without a tokenizer a fixed mixture."""
+    if prompt is not None and tokenizer is None:
+        raise OptionError("this checkpoint has no tokenizer.json; leave the prompt out")
+    count = num_tokens(config, tokens)
+    if tokenizer is None:
+        rng = Random(0)
+        return [rng.randrange(config.vocab_size) for _ in range(count)]
+    ids = tokenizer.encode(prompt or PROMPT)
+    if not ids:
+        raise OptionError("the prompt is empty; give some text")
+    repeated = chain.from_iterable(repeat(ids))
+    return [config.bos_id, *(next(repeated) for _ in range(count - 1))]
+
+
+def _same_shape(config: ModelConfig, other: ModelConfig, name: str) -> None:
+    for field in ("num_layers", "hidden_size", "compress_ratios", "num_experts", "vocab_size"):
+        a, b = getattr(config, field), getattr(other, field)
+        if a != b:
+            raise OptionError(
+                f"{name} has {field} {b}, the examined model {a}; give the same model"
+            )
+
+
+def _needed_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+    if settings.device != "cpu":
+        return checkpoint.nbytes
+    shapes = (source.parameter.shape for source in checkpoint.sources.values())
+    return sum(4 * torch.Size(shape).numel() for shape in shapes)  # a CPU holds them in fp32
+
+
+def _free_bytes(settings: Settings) -> int:
+    if settings.device == "cpu":
+        return available_memory()
+    return int(torch.cuda.mem_get_info(settings.device)[0])
+
+
+class StreamedBlocks(Sequence[Block]):
+    """The blocks of a checkpoint, read when they are asked for; only the last one is held."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        self._checkpoint, self._settings = checkpoint, settings
+        self._held: tuple[int, Block] | None = None
+
+    def __len__(self) -> int:
+        return self._checkpoint.config.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self._held is None or self._held[0] != index:
+            self._held = None  # let go of one before the next comes
+            prefix = f"layers.{index}."
+            select = Selection(layers=range(index, index + 1))
+            table = read_weights(self._checkpoint, self._settings, select)
+            own: dict[str, Weight] = {n: w for n, w in table.items() if n.startswith(prefix)}
+            weights = Weights(own).under(prefix)
+            self._held = (index, Block(self._checkpoint.config, index, weights, Shard()))
+        return self._held[1]
+
+
+class StreamedTransformer(Transformer):
+    def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
+        config = checkpoint.config
+        names = {n for n, source in checkpoint.sources.items() if source.layer is None}
+        weights = Weights(read_weights(checkpoint, settings, Selection(names=frozenset(names))))
+        self.config = config
+        self.dtype = getattr(torch, settings.dtype)
+        self.embedding = weights.tensor("embed.weight")
+        self.head = weights.tensor("head.weight")
+        self.head_site = mix_site(config, weights, "hc_head", "norm")
+        self.blocks = StreamedBlocks(checkpoint, settings)  # type: ignore[assignment]
