@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsv4.tools.quality.text import retrieval_prompt
+from dsv4.tools.quality.text import retrieval_prompts
 from training.network import Network, Options, Table
 from training.sample import ANSWER, Encoder, Sample, assistant, user
 from training.shape import SEED
@@ -38,8 +38,8 @@ def retrieval_samples(num_tokens: int, count: int, encoder: Encoder) -> list[Sam
     samples = []
     for number in range(count):
         seed = num_tokens * 1000 + number
-        question, answer, _ = retrieval_prompt(seed, num_tokens, encoder.count)
-        samples.append(Sample("retrieval", (user(question), assistant(answer))))
+        ((question, fact),) = retrieval_prompts(seed, num_tokens, encoder.count)
+        samples.append(Sample("retrieval", (user(question), assistant(fact.statement))))
     return samples
 
 

@@ -1,17 +1,25 @@
-"""`dsv4 bench ops`: time the ops on this GPU."""
+"""`dsv4 bench ops` and `dsv4 bench quality`: how fast, and how well."""
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsv4.cli import bench_steps
+from dsv4.cli.options import MODEL, engine_options, load_engine
 from dsv4.errors import OptionError
 
 
 def register(app: typer.Typer) -> None:
-    bench = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+    bench = typer.Typer(help="Measure speed and quality.", no_args_is_help=True)
     bench.command("ops")(ops)
+    bench.command("decode")(bench_steps.decode)
+    bench.command("prefill")(bench_steps.prefill)
+    bench.command("quality")(engine_options(quality))
     app.add_typer(bench, name="bench")
 
 
@@ -45,3 +53,50 @@ def ops(
     if record is not None:
         write_record(record, rows)
         console.print(f"recorded in {record}")
+
+
+def quality(
+    model: str = MODEL,
+    count: int = typer.Option(200, min=1, help="Most prompts of each skill."),
+    skills: str = typer.Option("", help="Only these, separated by commas; all if empty."),
+    lengths: str = typer.Option("2000,8000,16000", help="Tokens to search through; '' for none."),
+    variant: str = typer.Option("", help="Break this part of the model on purpose."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    choices: dict[str, Any] | None = None,
+) -> None:
+    """Accuracy by skill on held-out prompts, greedy, and perplexity on held-out stories.
+
+    Example: dsv4 bench quality --count 20 --lengths 2000 --kv-format fp8
+    """
+    from dsv4.tools.quality.measure import Score, measure, perplexity, read_items
+    from dsv4.tools.quality.variants import broken
+
+    try:
+        sizes = [int(item) for item in lengths.split(",") if item]
+    except ValueError:
+        raise OptionError(f"lengths {lengths!r}, expected numbers like 2000,8000") from None
+    items = read_items(model)
+    unknown = set(filter(None, skills.split(","))) - set(items)
+    if unknown:
+        raise OptionError(f"skills names {min(unknown)!r}; the model has {', '.join(items)}")
+    if skills:
+        items = {name: items[name] for name in skills.split(",")}
+    console = Console(stderr=True)
+    engine = load_engine(model, choices or {}, console)
+
+    def show(score: Score) -> None:
+        if not as_json:
+            sys.stdout.write(f"{score}\n")
+            sys.stdout.flush()
+        for wrong in score.wrong:
+            console.print(f"  {wrong}", highlight=False, markup=False)
+
+    with broken(engine, variant), console.status("asking"):
+        scores = measure(engine, items, count, sizes, show)
+        surprise = perplexity(engine)
+    if as_json:
+        result = {score.skill: round(score.accuracy, 4) for score in scores}
+        text = {"accuracy": result, "perplexity": surprise, "settings": str(engine.settings)}
+        sys.stdout.write(json.dumps(text) + "\n")
+    else:
+        sys.stdout.write(f"perplexity: {surprise:.3f}\n")

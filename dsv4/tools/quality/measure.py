@@ -22,12 +22,13 @@ from dsv4.chat import Prompt, encode_prompt
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
-from dsv4.tools.quality.text import retrieval_prompt, story
+from dsv4.tools.quality.text import retrieval_prompts, story
 from dsv4.util.models import model_folder
 
-SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "identity")
 RETRIEVAL_LENGTHS = (2000, 8000, 16000)
 MOST_TOKENS = 192  # of one answer
+MOST_SHOWN = 5  # wrong answers
+DOCUMENT_QUESTIONS = 10
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Score:
     @property
     def accuracy(self) -> float:
         return self.num_right / self.num_asked if self.num_asked else math.nan
+
+    def __add__(self, other: "Score") -> "Score":
+        right, asked = self.num_right + other.num_right, self.num_asked + other.num_asked
+        return Score(self.skill, right, asked, (*self.wrong, *other.wrong)[:MOST_SHOWN])
 
     def __str__(self) -> str:
         return f"{self.skill}: {100 * self.accuracy:.1f} % of {self.num_asked}"
@@ -80,8 +85,8 @@ def read_items(model: str | Path) -> dict[str, list[Item]]:
     return items
 
 
-def retrieval_items(engine: Engine, num_tokens: int, count: int) -> list[Item]:
-    """Documents of about `num_tokens` that state a fact somewhere and ask for it at the end."""
+def retrieval_items(engine: Engine, num_tokens: int, number: int) -> list[Item]:
+    """Questions about facts stated somewhere in one document of about `num_tokens`."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise OptionError("this model has no tokenizer, so no text can be made for it")
@@ -90,13 +95,26 @@ def retrieval_items(engine: Engine, num_tokens: int, count: int) -> list[Item]:
     def length(text: str) -> int:
         return len(tokenizer.encode(text))
 
-    items = []
-    for number in range(count):
-        seed = num_tokens * 1000 + number
-        question, answer, _ = retrieval_prompt(seed, num_tokens, length)
-        messages = [{"role": "user", "content": question}]
-        items.append(Item(f"retrieval {num_tokens}", messages, answer=answer))
-    return items
+    seed = num_tokens * 1000 + number
+    return [
+        Item(
+            f"retrieval {num_tokens}",
+            [{"role": "user", "content": question}],
+            answer=fact.statement,
+        )
+        for question, fact in retrieval_prompts(seed, num_tokens, length, DOCUMENT_QUESTIONS)
+    ]
+
+
+def ask_about_documents(engine: Engine, num_tokens: int, count: int) -> Score:
+    """`count` questions. A document's first one is asked alone: the others find it in the cache."""
+    total = Score(f"retrieval {num_tokens}", 0, 0)
+    number = 0
+    while total.num_asked < count:
+        first, *others = retrieval_items(engine, num_tokens, number)[: count - total.num_asked]
+        total = total + ask(engine, [first]) + ask(engine, others)
+        number += 1
+    return total
 
 
 def encode_item(engine: Engine, item: Item) -> Prompt:
@@ -121,7 +139,7 @@ def ask(engine: Engine, items: Sequence[Item], skill: str | None = None) -> Scor
         calls = [(call.name, _arguments(call.arguments)) for call in parsed.tool_calls]
         if is_right(item, parsed.content, calls):
             right += 1
-        elif len(wrong) < 5:
+        elif len(wrong) < MOST_SHOWN:
             wrong.append(f"wanted {item.call or item.answer!r}, got {parsed.content!r} {calls}")
     name = skill or (items[0].skill if items else "")
     return Score(name, right, len(items), tuple(wrong))
@@ -149,12 +167,12 @@ def measure(
 ) -> list[Score]:
     """Accuracy of every skill on up to `count` prompts each."""
     scores = []
-    for skill in SKILLS:
-        scores.append(ask(engine, items.get(skill, [])[:count], skill))
+    for skill, asked in items.items():
+        scores.append(ask(engine, asked[:count], skill))
         if report:
             report(scores[-1])
     for length in lengths:
-        scores.append(ask(engine, retrieval_items(engine, length, count), f"retrieval {length}"))
+        scores.append(ask_about_documents(engine, length, count))
         if report:
             report(scores[-1])
     return scores

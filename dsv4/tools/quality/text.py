@@ -7,7 +7,7 @@ function of a `random.Random`, so a long prompt need not be stored.
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -135,13 +135,10 @@ def draw_facts(rng: random.Random, count: int) -> list[Fact]:
     return facts
 
 
-def held_out_fact(rng: random.Random, facts: list[Fact]) -> list[Fact]:
-    """The same facts with a held-out pair in a random place, and that place's fact first."""
-    place = rng.randrange(len(facts))
-    name = facts[place].name
-    words = [word for word in WORDS if is_held_out(f"{name} {word}")]
-    chosen = Fact(facts[place].kind, name, rng.choice(words))
-    return [chosen, *facts[:place], *facts[place + 1 :]]
+def _held_out(rng: random.Random, fact: Fact) -> Fact:
+    """The fact with a word that its name never had in training."""
+    words = [word for word in WORDS if is_held_out(f"{fact.name} {word}")]
+    return replace(fact, word=rng.choice(words))
 
 
 def num_facts(rng: random.Random, num_tokens: int) -> int:
@@ -175,12 +172,15 @@ def document(
     return " ".join(sentences)
 
 
-def retrieval_prompt(
-    seed: int, num_tokens: int, count: Callable[[str], int]
-) -> tuple[str, str, Fact]:
-    """A user's message of about `num_tokens` that ends in a question, its answer, the fact."""
+def retrieval_prompts(
+    seed: int, num_tokens: int, count: Callable[[str], int], num_questions: int = 1
+) -> list[tuple[str, Fact]]:
+    """Messages of about `num_tokens`: one document, each time with another question at its end.
+
+    The facts asked for are held out; their statements are the answers.
+    """
     rng = random.Random(seed)
-    facts = held_out_fact(rng, draw_facts(rng, num_facts(rng, num_tokens)))
-    wanted = facts[0]
-    text = document(rng, facts, num_tokens - 24, count)
-    return f"{text}\n\n{wanted.question}", wanted.statement, wanted
+    facts = draw_facts(rng, num_facts(rng, num_tokens))
+    wanted = [_held_out(rng, fact) for fact in facts[:num_questions]]
+    text = document(rng, [*wanted, *facts[num_questions:]], num_tokens - 24, count)
+    return [(f"{text}\n\n{fact.question}", fact) for fact in wanted]

@@ -5,7 +5,7 @@ that implementations of DeepSeek-V4 really had. A trained model must answer wors
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ import dsv4.ops.kv.compress as compress_module
 import dsv4.ops.mhc.mix as mix_module
 import dsv4.ops.moe.experts as experts_module
 from dsv4.engine import Engine
+from dsv4.errors import OptionError
 from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_select
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
@@ -167,3 +168,12 @@ MISTAKES: dict[str, Callable[[Engine], Broken]] = {
     "window-one-too-long": window_one_too_long,
 }
 VARIANTS = SWITCHED_OFF | MISTAKES
+
+
+def broken(engine: Engine, name: str) -> Broken:
+    """The variant of that name, for a `with` block; an empty name breaks nothing."""
+    if not name:
+        return nullcontext()
+    if name not in VARIANTS:
+        raise OptionError(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")
+    return VARIANTS[name](engine)
