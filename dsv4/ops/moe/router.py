@@ -14,6 +14,8 @@ from torch import Tensor
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, softplus
 
+LEAST_TOTAL = 1e-20  # a table may name experts whose scores all vanish: weights 0, not NaN
+
 
 def router_reference(
     x: Tensor,
@@ -33,7 +35,7 @@ def router_reference(
         chosen = ranked[:, :num_chosen]
     chosen = chosen.sort(dim=1).values
     weights = scores.gather(1, chosen)
-    total = weights.sum(1, keepdim=True)
+    total = weights.sum(1, keepdim=True) + LEAST_TOTAL
     return chosen, weights / total * scaling
 
 
