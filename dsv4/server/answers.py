@@ -72,7 +72,7 @@ class Choice:
         order, phase = self._order, self._current
         params = order.params
         left = params.max_tokens - self.num_output
-        seed = None if params.seed is None else _wrap(params.seed + self.index)
+        seed = later_seed(params.seed, self.index)
         stop_ids = None if phase.until is None else (*self._ends, phase.until)
         params = replace(
             params,
@@ -146,7 +146,7 @@ class Choice:
     def _end_phase(self, output: Output, step: Step) -> None:
         """The engine is done with a phase: on to the next one, or the answer is over."""
         if output.finish_reason in ("error", "abort"):
-            raise _failure(output)
+            raise failure(output, self._name)
         has_next = self._phase + 1 < len(self._order.phases)
         is_full = self.num_output >= self._order.params.max_tokens
         phase = self._current
@@ -224,8 +224,6 @@ class Answers:
         _, index, _ = output.request_id.rsplit("-", 2)
         choice = self.choices[int(index)]
         self._service.metrics.count_tokens(self.record, len(output.token_ids))
-        if output.error is not None and not output.refused:
-            _log_failure(self.record.id, output)
         step = choice.take(output)
         if choice.is_finished:
             self._box.abort(output.request_id)  # without effect if the engine ended it
@@ -261,18 +259,16 @@ class Answers:
             )
 
 
-def _wrap(seed: int) -> int:
-    """Seeds of later choices stay 64-bit numbers."""
-    return (seed + 2**63) % 2**64 - 2**63
+def later_seed(seed: int | None, place: int) -> int | None:
+    """The seed of one of several choices; it stays a 64-bit number."""
+    return None if seed is None else (seed + place + 2**63) % 2**64 - 2**63
 
 
-def _failure(output: Output) -> ApiError:
+def failure(output: Output, name: str) -> ApiError:
+    """What the client of a failed request hears; the rest is for the log."""
     if output.refused:
         return ApiError(400, str(output.error))
+    log.error("%s: the engine ended it (%s): %s", name, output.finish_reason, output.error)
     if output.finish_reason == "abort":
         return ApiError(503, f"the request was aborted: {output.error or 'no reason given'}")
-    return internal_error(output.request_id)
-
-
-def _log_failure(name: str, output: Output) -> None:
-    log.error("%s: the engine failed on it: %s", name, output.error)
+    return internal_error(name)

@@ -16,10 +16,11 @@ from starlette.exceptions import HTTPException
 from dsv4 import __version__
 from dsv4.server.api_error import ApiError, bad_fields
 from dsv4.server.gate import Gate
-from dsv4.server.routes import chat, operation
+from dsv4.server.routes import chat, completions, messages, models, operation, responses
 from dsv4.server.service import Service
 
-ROUTERS = (chat.router,)  # each at /v1 and, for clients without that prefix, at /
+# Each at /v1 and, for clients that are configured without that prefix, at /.
+ROUTERS = (chat.router, completions.router, responses.router, messages.router, models.router)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {}}}
     for status, text in (

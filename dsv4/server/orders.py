@@ -15,7 +15,9 @@ from dsv4.chat.fields import fail, read_object, read_text, show
 from dsv4.chat.lexer import split_markers
 from dsv4.chat.messages import Tool
 from dsv4.request import Guide, SamplingParams
+from dsv4.server.options import DEFAULT_MAX_TOKENS
 from dsv4.server.schemas import Sampling, StructuredOutputs
+from dsv4.server.service import Service
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,42 @@ def sampling_params(body: Sampling, *, max_tokens: int, logprobs: int | None) ->
     }
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, **values)
+
+
+def chat_order(
+    service: Service,
+    conversation: Conversation,
+    sampling: Sampling,
+    *,
+    asked: int | None,
+    is_lowered: bool = False,
+    budget: int | None = None,
+    guide: Guide | None = None,
+    stops: tuple[str, ...] = (),
+    logprobs: int | None = None,
+    num_choices: int = 1,
+    parallel_calls: bool = True,
+) -> Order:
+    """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be."""
+    prompt = conversation.encode(service.dialect)
+    ids = tuple(prompt.ids(service.tokenizer))
+    room = max(service.max_context - len(ids), 1)
+    if asked is not None and is_lowered:
+        asked = min(asked, room)
+    default = DEFAULT_MAX_TOKENS["thinking" if conversation.thinking else "chat"]
+    max_tokens = service.limit_tokens(asked, len(ids), default)
+    guide = guide or format_guide(conversation.response_format)
+    return Order(
+        prompt=prompt,
+        prompt_ids=ids,
+        params=sampling_params(sampling, max_tokens=max_tokens, logprobs=logprobs),
+        phases=plan_phases(conversation, prompt, service.tokenizer, guide=guide, budget=budget),
+        num_choices=num_choices,
+        stops=stops,
+        parallel_calls=parallel_calls,
+        priority=sampling.priority or 0,
+        cache_salt=sampling.cache_salt or "",
+    )
 
 
 def structured_guide(outputs: StructuredOutputs | None) -> Guide | None:

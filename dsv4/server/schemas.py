@@ -152,6 +152,7 @@ class ResponsesBody(Sampling):
         "conversation": "responses are not stored; send the whole conversation in 'input'",
         "prompt": "there are no stored prompts",
         "max_tool_calls": "tools are run by the client",
+        "top_logprobs": "use /v1/chat/completions",
     }
     input: Text | list[Object]
     instructions: Text | None = None
@@ -161,8 +162,9 @@ class ResponsesBody(Sampling):
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     previous_response_id: str | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[str] | None = None
 
 
 class CountBody(Body):
@@ -178,11 +180,8 @@ class CountBody(Body):
     output_config: Object | None = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, Sampling):
     max_tokens: Count
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
 
 

@@ -95,16 +95,18 @@ class Service:
         if unknown:
             log.debug("fields without effect: %s", ", ".join(unknown)[:500])
 
-    def limit_tokens(self, asked: int | None, num_prompt: int, default: int) -> int:
+    def limit_tokens(
+        self, asked: int | None, num_prompt: int, default: int, path: str = "messages"
+    ) -> int:
         """How many tokens may be generated; an ask that the context cannot hold is refused."""
         room = self.max_context - num_prompt
         if room < 1 or (asked or 0) > room:
             raise ApiError(
                 400,
-                f"messages: found a prompt of {num_prompt} tokens and {asked or 1} to generate, "
+                f"{path}: found a prompt of {num_prompt} tokens and {asked or 1} to generate, "
                 f"expected at most {self.max_context} in all; shorten the prompt or lower "
                 "max_tokens",
-                param="messages",
+                param=path,
                 code="context_length_exceeded",
             )
         return asked or min(default, room)

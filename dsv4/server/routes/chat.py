@@ -16,15 +16,7 @@ from dsv4.server.answers import Answers, Choice, Step
 from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import make_router
 from dsv4.server.metrics import Record
-from dsv4.server.options import DEFAULT_MAX_TOKENS
-from dsv4.server.orders import (
-    Order,
-    format_guide,
-    plan_phases,
-    read_budget,
-    sampling_params,
-    structured_guide,
-)
+from dsv4.server.orders import Order, chat_order, read_budget, structured_guide
 from dsv4.server.schemas import ChatBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread
 from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected
@@ -53,29 +45,17 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
 def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs: found it without logprobs, expected logprobs: true")
-    conversation = read_chat_completions(fields, service.dialect)
-    prompt = conversation.encode(service.dialect)
-    ids = tuple(prompt.ids(service.tokenizer))
-    asked = body.max_completion_tokens or body.max_tokens
-    default = DEFAULT_MAX_TOKENS["thinking" if conversation.thinking else "chat"]
-    guide = structured_guide(body.structured_outputs) or format_guide(body.response_format)
-    phases = plan_phases(
-        conversation, prompt, service.tokenizer, guide=guide, budget=read_budget(fields)
-    )
-    return Order(
-        prompt=prompt,
-        prompt_ids=ids,
-        params=sampling_params(
-            body,
-            max_tokens=service.limit_tokens(asked, len(ids), default),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        ),
-        phases=phases,
-        num_choices=body.n or 1,
+    return chat_order(
+        service,
+        read_chat_completions(fields, service.dialect),
+        body,
+        asked=body.max_completion_tokens or body.max_tokens,
+        budget=read_budget(fields),
+        guide=structured_guide(body.structured_outputs),
         stops=read_stops(body.stop),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_choices=body.n or 1,
         parallel_calls=body.parallel_tool_calls is not False,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
     )
 
 

@@ -137,6 +137,11 @@ class EngineLink:
                 503, f"the model is {self.state}; try again", code=self.state, retry_after=2
             )
 
+    def check_loaded(self) -> None:
+        """What needs the model's facts only is answered also while the engine restarts."""
+        if not self.facts:
+            self.check_ready()
+
     def check_room(self, count: int) -> None:
         """Refuse what would wait behind too many others."""
         self.check_ready()

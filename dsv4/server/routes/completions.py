@@ -1,0 +1,270 @@
+"""POST /v1/completions: raw prompts, without a template and without parsing."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from dsv4.chat.output.stops import read_stops
+from dsv4.request import Output, SamplingParams, TokenLogprobs
+from dsv4.request import Request as EngineRequest
+from dsv4.server.answers import failure, later_seed
+from dsv4.server.api_error import ApiError
+from dsv4.server.json_route import make_router
+from dsv4.server.metrics import Record
+from dsv4.server.options import KEEP_ALIVE_SECONDS
+from dsv4.server.orders import sampling_params, structured_guide
+from dsv4.server.routes.chat import LEAST_LOGPROB, token_text
+from dsv4.server.schemas import CompletionBody
+from dsv4.server.service import FINGERPRINT, Service, in_thread
+from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected
+
+router = make_router()
+
+DEFAULT_TOKENS = 16
+MAX_ANSWERS = 128  # prompts times choices
+
+
+@dataclass
+class _Answer:
+    """One choice: what is new since it was last written, and what it has been in all."""
+
+    index: int
+    ids: tuple[int, ...]
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    has_first: bool = False  # the first token of an echoed prompt, which nothing predicted
+    num_output: int = 0
+    num_cached: int = 0
+    finish: str | None = None
+    stop: str | int | None = None
+    offset: int = 0  # characters before the logprobs' first token
+
+
+@router.post("/completions")
+async def completions(request: Request, body: CompletionBody) -> Response:
+    service: Service = request.app.state.service
+    count = body.n or 1
+    num_prompts = len(body.prompt) if _is_list_of_prompts(body.prompt) else 1
+    if num_prompts * count > MAX_ANSWERS:
+        found = f"found {num_prompts} prompts with {count} choices each"
+        raise ApiError(400, f"n: {found}, expected at most {MAX_ANSWERS} answers", param="n")
+    name = service.accept(body, num_prompts * count)
+    prompts = await in_thread(lambda: _prompts(service, body))
+    params = await in_thread(lambda: _params(service, body, max(map(len, prompts))))
+    record = Record(request.state.request_id, "/v1/completions", name)
+    run = _Run(service, body, prompts, params, record)
+    await while_connected(request, run.start())
+    if body.stream:
+        return EventStream(run.stream(), {})
+    await while_connected(request, run.finish())
+    return JSONResponse(run.whole())
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ...]]:
+    prompts: Any = body.prompt if _is_list_of_prompts(body.prompt) else [body.prompt]
+    return [_ids(service, prompt, body.add_special_tokens is not False) for prompt in prompts]
+
+
+def _ids(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    ids = service.tokenizer.encode_with_specials(prompt)
+    bos = service.tokenizer.special.bos
+    return tuple(ids) if not adds_bos or ids[:1] == [bos] else (bos, *ids)
+
+
+def _params(service: Service, body: CompletionBody, num_prompt: int) -> SamplingParams:
+    asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.max_tokens is None:
+        asked = max(min(asked, service.max_context - num_prompt), 1)
+    limit = service.limit_tokens(asked or 1, num_prompt, DEFAULT_TOKENS, path="prompt")
+    return replace(
+        sampling_params(body, max_tokens=limit, logprobs=body.logprobs),
+        stop=read_stops(body.stop),
+        stop_ids=() if body.ignore_eos else None,
+        guide=structured_guide(body.structured_outputs),
+    )
+
+
+class _Run:
+    """All answers of one request."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        prompts: list[tuple[int, ...]],
+        params: SamplingParams,
+        record: Record,
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._params = params
+        self._record = record
+        self._box = service.link.open()
+        count = body.n or 1
+        self._answers = [
+            _Answer(index, prompts[index // count]) for index in range(count * len(prompts))
+        ]
+        record.num_prompt = sum(map(len, prompts))
+        self._base = {
+            "id": f"cmpl-{record.id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": record.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+        options = body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+
+    async def start(self) -> None:
+        try:
+            for answer in self._answers:
+                await self._begin(answer)
+        except BaseException as error:
+            self._close("refused" if isinstance(error, ApiError) else "abort")
+            raise
+
+    async def _begin(self, answer: _Answer) -> None:
+        if not answer.ids:
+            raise ApiError(400, "prompt: found an empty one, expected at least one token")
+        if self._body.echo:
+            await self._echo(answer)
+        if self._body.max_tokens == 0:
+            answer.finish = "length"
+            return
+        params, shift = self._params, answer.index % (self._body.n or 1)
+        params = replace(params, seed=later_seed(params.seed, shift))
+        await self._box.add(
+            EngineRequest(
+                f"{self._record.id}-{answer.index}-0",
+                answer.ids,
+                params,
+                priority=self._body.priority or 0,
+                cache_salt=self._body.cache_salt or "",
+            )
+        )
+
+    async def _echo(self, answer: _Answer) -> None:
+        """The prompt comes first, with the log-probabilities of its own tokens."""
+        if self._service.has_tokenizer:
+            answer.text = self._service.tokenizer.decode(answer.ids)
+        if self._body.logprobs is not None:
+            name = f"{self._record.id}-{answer.index}-echo"
+            ids = list(answer.ids)
+            scores = await self._service.link.score(name, ids, self._body.logprobs)
+            answer.logprobs = [TokenLogprobs(answer.ids[0], 0.0), *scores]
+            answer.has_first = True
+
+    async def _outputs(self) -> AsyncGenerator[list[_Answer], None]:
+        """Answers with something new; an empty list when nothing came for a while."""
+        finish = "error"
+        try:
+            yield [answer for answer in self._answers if answer.text or answer.finish]
+            while not all(answer.finish for answer in self._answers):
+                outputs = await self._box.next(KEEP_ALIVE_SECONDS)
+                yield [self._take(output) for output in outputs]
+            finish = self._answers[0].finish or "stop"
+        except GeneratorExit:
+            finish = "abort"
+            raise
+        finally:
+            self._close(finish)
+
+    def _take(self, output: Output) -> _Answer:
+        answer = self._answers[int(output.request_id.rsplit("-", 2)[1])]
+        if output.finish_reason in ("error", "abort"):
+            raise failure(output, self._record.id)
+        self._service.metrics.count_tokens(self._record, len(output.token_ids))
+        answer.text += output.text
+        answer.logprobs += output.logprobs
+        answer.num_output += len(output.token_ids)
+        answer.num_cached = max(answer.num_cached, output.num_cached or 0)
+        answer.finish, answer.stop = output.finish_reason, output.stop_reason
+        return answer
+
+    def _close(self, finish: str) -> None:
+        self._box.close()
+        self._record.finish = finish
+        self._record.num_cached = sum(answer.num_cached for answer in self._answers)
+        self._service.metrics.close(self._record)
+
+    # --- writing ------------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        async for _ in self._outputs():
+            pass
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(answer) for answer in self._answers]
+        return {**self._base, "choices": choices, "usage": self._usage()}
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        extra: dict[str, Any] = {"usage": None} if self._has_usage else {}
+        try:
+            async for answers in self._outputs():
+                if not answers:
+                    yield KEEP_ALIVE
+                for answer in answers:
+                    yield event({**self._base, "choices": [self._choice(answer)], **extra})
+                    answer.offset += len(answer.text)
+                    answer.text, answer.logprobs, answer.has_first = "", [], False
+            if self._has_usage:
+                yield event({**self._base, "choices": [], "usage": self._usage()})
+        except ApiError as error:
+            yield event(error.body("/v1/completions"))
+        yield DONE
+
+    def _choice(self, answer: _Answer) -> dict[str, Any]:
+        has_logprobs = self._body.logprobs is not None
+        return {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": self._logprobs(answer) if has_logprobs else None,
+            "finish_reason": answer.finish,
+            "stop_reason": answer.stop if isinstance(answer.stop, str) else None,
+        }
+
+    def _logprobs(self, answer: _Answer) -> dict[str, Any]:
+        tokens = [self._name(item.token_id) for item in answer.logprobs]
+        values: list[Any] = [max(item.logprob, LEAST_LOGPROB) for item in answer.logprobs]
+        top: list[Any] = [
+            {self._name(token): max(value, LEAST_LOGPROB) for token, value in item.top}
+            for item in answer.logprobs
+        ]
+        if answer.has_first:
+            values[0] = top[0] = None
+        offsets, place = [], answer.offset
+        for token in tokens:
+            offsets.append(place)
+            place += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        if not self._service.has_tokenizer:
+            return f"token_id:{token}"
+        return token_text(self._service.tokenizer.token_bytes(token))
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = self._record.num_prompt
+        num_output = sum(answer.num_output for answer in self._answers)
+        num_cached = sum(answer.num_cached for answer in self._answers)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }

@@ -1,0 +1,74 @@
+"""GET /v1/models; POST /tokenize and /detokenize."""
+
+from typing import Any
+
+from fastapi import Request
+
+from dsv4.chat.requests import read_chat_completions
+from dsv4.server.api_error import ApiError
+from dsv4.server.json_route import make_router
+from dsv4.server.routes.chat import token_text
+from dsv4.server.schemas import DetokenizeBody, TokenizeBody
+from dsv4.server.service import Service, in_thread
+
+router = make_router()
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "dsv4",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.max_context,
+        "dialect": service.dialect.name,
+    }
+
+
+@router.get("/models")
+async def models(request: Request) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    service.link.check_loaded()
+    return {"object": "list", "data": [_model(service, name) for name in service.names]}
+
+
+@router.get("/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    service.link.check_loaded()
+    return _model(service, service.model_name(name))
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+    """The ids of a raw text or of a conversation, as the model would get them."""
+    service: Service = request.app.state.service
+    service.link.check_loaded()
+    service.model_name(body.model)
+    fields = await request.json()
+    tokenizer = service.tokenizer
+
+    def encode() -> list[int]:
+        if body.messages is not None:
+            conversation = read_chat_completions(fields, service.dialect)
+            return conversation.encode(service.dialect).ids(tokenizer)
+        ids = tokenizer.encode_with_specials(body.prompt or "")
+        is_bare = body.add_special_tokens is False or ids[:1] == [tokenizer.special.bos]
+        return ids if is_bare else [tokenizer.special.bos, *ids]
+
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt: found both or neither, expected a prompt or messages")
+    ids = await in_thread(encode)
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+    if body.return_token_strs:
+        answer["token_strs"] = [token_text(tokenizer.token_bytes(token)) for token in ids]
+    return answer
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
+    service: Service = request.app.state.service
+    service.model_name(body.model)
+    return {"prompt": await in_thread(lambda: service.tokenizer.decode(body.tokens))}
