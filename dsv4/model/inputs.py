@@ -14,4 +14,4 @@ class StepInputs:
     window_table: Tensor  # [sequences, columns] page numbers; the columns go round
     csa_table: Tensor
     hca_table: Tensor
-    logits_rows: Tensor  # [rows] tokens whose logits are wanted
+    logits_rows: Tensor | None  # [rows] tokens whose logits are wanted; None: all

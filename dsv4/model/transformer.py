@@ -68,5 +68,7 @@ class Transformer:
             streams, x, post, comb = mhc_boundary(streams, y, post, comb, block.ffn_site)
             y = block.ffn(x, step.token_ids)
         rows = step.logits_rows
-        h = mhc_head(streams[rows], y[rows], post[rows], comb[rows], self.head_site)
+        if rows is not None:
+            streams, y, post, comb = streams[rows], y[rows], post[rows], comb[rows]
+        h = mhc_head(streams, y, post, comb, self.head_site)
         return linear(h, self.head, torch.float32)

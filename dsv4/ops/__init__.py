@@ -18,6 +18,7 @@ from dsv4.ops.moe.experts import OP as EXPERTS
 from dsv4.ops.moe.router import OP as ROUTER
 from dsv4.ops.norm.rms_norm import OP as RMS_NORM
 from dsv4.ops.op import Case, Kernel, Op, choose_ops
+from dsv4.ops.sample.accept import OP as ACCEPT
 from dsv4.ops.sample.sample import OP as SAMPLE
 
 OPS: dict[str, Op] = {
@@ -41,6 +42,7 @@ OPS: dict[str, Op] = {
         ROUTER,
         EXPERTS,
         SAMPLE,
+        ACCEPT,
     )
 }
 

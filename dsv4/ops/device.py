@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they share here
+
 STEP = 128  # columns of K that one tile of a weight covers
 MIN_CAPABILITY = (9, 0)
 DEPENDENT_LAUNCH = True  # a kernel's start overlaps the end of the one before
@@ -377,19 +379,3 @@ def num_ranges(rows: int, columns: int) -> tuple[int, int]:
     ranges = max(1, min(wanted, columns // 512))
     per_range = triton.cdiv(steps, ranges)
     return triton.cdiv(steps, per_range), per_range
-
-
-_workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
-
-
-def workspace(device: torch.device, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer of at least `size`, zero when new, kept and grown; one stream per device uses it.
-
-    After a warm-up with the largest batch nothing is allocated any more, so graphs may be
-    captured.
-    """
-    found = _workspaces.get((device, name))
-    if found is None or found.numel() < size:
-        found = torch.zeros(max(size, 1024), dtype=dtype, device=device)
-        _workspaces[device, name] = found
-    return found

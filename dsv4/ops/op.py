@@ -72,7 +72,8 @@ class Op:
 
     def run(self, device: torch.device, arguments: Arguments) -> Any:
         """Run on `device` what the policy says."""
-        if device.type == "cpu" or _policy.forces_reference(self.name):
+        on_cpu = device.type == "cpu" and not _policy.kernels_on_cpu
+        if on_cpu or _policy.forces_reference(self.name):
             return self.reference(**arguments)
         reasons = []
         for kernel in self.kernels:
@@ -102,6 +103,7 @@ class _Policy:
     def __init__(self) -> None:
         self.names: frozenset[str] | None = frozenset()  # None: all of them
         self.strict = False
+        self.kernels_on_cpu = False  # for Triton's interpreter, which works on CPU tensors
         self.observer: Observer | None = None
 
     def forces_reference(self, name: str) -> bool:
@@ -139,6 +141,17 @@ def observe(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _policy.observer = outer
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Kernels run on CPU tensors too, and fallbacks raise: for the interpreter and compilers."""
+    before = _policy.kernels_on_cpu, _policy.strict
+    _policy.kernels_on_cpu = _policy.strict = True
+    try:
+        yield
+    finally:
+        _policy.kernels_on_cpu, _policy.strict = before
 
 
 def check(condition: bool, op: str, message: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.ops.sample.sample import SampleInputs, sample
 from dsv4.request import SamplingParams, TokenLogprobs
+from dsv4.sampling.guided import mask_bias
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Draw:
     seed: int
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    mask: Tensor | None = None  # of a guide: bits of the tokens that may come
 
     @property
     def position(self) -> int:
@@ -26,7 +28,7 @@ class Draw:
 
 def sample_batch(logits: Tensor, draws: Sequence[Draw]) -> list[TokenLogprobs]:
     """One token for each row of `logits` `[rows, vocabulary]`."""
-    tokens, logprobs = sample(logits, _inputs(draws, logits.shape[1], logits.device))
+    tokens, logprobs = sample(logits, sample_inputs(draws, logits.shape[1], logits.device))
     results = []
     for row, token, draw in zip(logprobs, tokens.tolist(), draws, strict=True):
         count = draw.params.logprobs or 0
@@ -36,7 +38,7 @@ def sample_batch(logits: Tensor, draws: Sequence[Draw]) -> list[TokenLogprobs]:
     return results
 
 
-def _inputs(draws: Sequence[Draw], vocab_size: int, device: torch.device) -> SampleInputs:
+def sample_inputs(draws: Sequence[Draw], vocab_size: int, device: torch.device) -> SampleInputs:
     params = [draw.params for draw in draws]
 
     def floats(values: list[float]) -> Tensor:
@@ -49,11 +51,11 @@ def _inputs(draws: Sequence[Draw], vocab_size: int, device: torch.device) -> Sam
     if any(p.has_penalties for p in params):
         prompt_counts = _counts([d.prompt_ids for d in draws], vocab_size, device)
         output_counts = _counts([d.output_ids for d in draws], vocab_size, device)
-    if any(p.logit_bias for p in params):
-        bias = torch.zeros(len(draws), vocab_size, device=device)
+    if any(p.logit_bias for p in params) or any(d.mask is not None for d in draws):
+        bias = mask_bias([d.mask for d in draws], vocab_size, device)
         for row, p in enumerate(params):
             for token, value in p.logit_bias.items():
-                bias[row, token] = value
+                bias[row, token] += value
     return SampleInputs(
         temperature=floats([p.temperature for p in params]),
         top_k=ints([p.top_k for p in params]),

@@ -92,14 +92,20 @@ class Result:
     ratio: float
 
 
-def random_nvfp4(rows: int, columns: int, count: int | None = None, paired: bool = False) -> Any:
+def random_nvfp4(
+    rows: int,
+    columns: int,
+    count: int | None = None,
+    paired: bool = False,
+    device: torch.device | str = "cuda",
+) -> Any:
     """Any bits are weights; scales are kept near one so that results stay finite."""
     lead = () if count is None else (count,)
     grid = (*lead, ceil(rows / 128) * 2, ceil(columns / 128))
-    words = torch.randint(-(2**15), 2**15, (*grid, 2, 64, 16), dtype=torch.int16, device="cuda")
-    bytes_ = torch.randint(64, 80, (*grid, 64, 8), dtype=torch.uint8, device="cuda")
+    words = torch.randint(-(2**15), 2**15, (*grid, 2, 64, 16), dtype=torch.int16, device=device)
+    bytes_ = torch.randint(64, 80, (*grid, 64, 8), dtype=torch.uint8, device=device)
     codes = bytes_.view(torch.int16)
-    factor = torch.full((*lead, 1), 0.02, device="cuda")
+    factor = torch.full((*lead, 1), 0.02, device=device)
     return TiledNvfp4(words, codes, factor, rows, columns, paired)
 
 
@@ -345,7 +351,7 @@ def run_facts() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit or "unknown",
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "triton": metadata.version("triton"),
         "python": platform.python_version(),

@@ -159,7 +159,7 @@ def _segment(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _attend_kernel(
     q, sink, out, acc_out, stat_out, parked, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,

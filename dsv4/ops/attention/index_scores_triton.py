@@ -100,7 +100,7 @@ def _products(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _scores_kernel(
     q, weights, out, positions, seq_idx, data, scale, table, table_width, page_entries, width,
     num_heads, topk,

@@ -31,7 +31,7 @@ def sort_key(score):
     return tl.where(score == float("-inf"), tl.zeros_like(bits), flipped)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _select_kernel(
     scores, indices, out_scores, out_indices, width, topk, out_width, num_chunks,
     FIRST: tl.constexpr, FINAL: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,

@@ -37,7 +37,7 @@ def piece_first(dim, rope_dim, index):
     return sum(pieces(dim, rope_dim)[:index])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "most"])
 def _merge_kernel(
     sums, stats, sink, out, positions, frequencies, num_tokens, num_heads, most, ratio,
     DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, BT: tl.constexpr, SEG: tl.constexpr,

@@ -83,7 +83,7 @@ def _range_sum(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x, x_stride, num_rows, num_columns, group_rows, total_steps,
     words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps,

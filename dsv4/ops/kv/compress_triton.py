@@ -78,7 +78,7 @@ def _remember(
     tl.store(state_z + target, z, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _close_kernel(
     values, gates, ape, norm, frequencies, state_v, state_z, positions, seq_idx, first_rows,
     starts, slots, table, table_width, page_entries, eps, data, tail, scale,

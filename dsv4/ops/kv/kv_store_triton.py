@@ -17,7 +17,7 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _kv_store_kernel(
     kv, kv_stride, norm, frequencies, positions, seq_idx, table, table_width, page_entries, eps,
     data, tail, scale,

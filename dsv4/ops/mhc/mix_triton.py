@@ -43,7 +43,7 @@ def _dot_exact(v, f, acc, DT: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _update_kernel(
     streams, y, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
@@ -161,7 +161,7 @@ def _sinkhorn(z, row, out, eps, N: tl.constexpr, NP: tl.constexpr, ITERS: tl.con
     tl.store(out + j * N + k, m, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
     streams, partials, base, scale, norm, x, post, comb, num_tokens, eps, hc_eps,
     N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,

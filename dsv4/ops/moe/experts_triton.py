@@ -62,7 +62,7 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
     return token, place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
 def _up_kernel(
     x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
@@ -116,7 +116,7 @@ def _up_kernel(
     tl.store(out, result.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
 def _down_kernel(
     z, y, parts_at, partials, counters, experts, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,

@@ -16,7 +16,7 @@ from dsv4.ops.device import await_previous, interpreting, launch_options, releas
 SMALL_PAIRS = 1024  # up to here one block holds all pairs and the tile list has no gaps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _route_kernel(
     experts, sorted_pairs, tile_expert, tile_start, ends, num_pairs, num_tiles, num_experts,
     BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, SMALL: tl.constexpr,

@@ -37,7 +37,7 @@ def _scores(logits):
     return tl.sqrt_rn(tl.where(exact, power, log1p) + tl.maximum(logits, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(
     x, x_stride, gate, partials, num_rows, num_columns, num_experts, total_steps, per_range,
     BM: tl.constexpr, BN: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
@@ -58,7 +58,7 @@ def _gate_kernel(
     tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,

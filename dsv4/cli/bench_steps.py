@@ -1,0 +1,128 @@
+"""`dsv4 bench decode` and `dsv4 bench prefill`: whole steps on this machine."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from dsv4.errors import OptionError
+
+if TYPE_CHECKING:
+    from dsv4.tools.bench_ops import Ceilings
+    from dsv4.tools.speed.steps import StepResult
+
+SHAPE = typer.Option("flash", help="flash, pro, or tiny for a trial.")
+LAYERS = typer.Option(0, min=0, help="The first so many layers; 0: flash 36, pro 9, tiny all.")
+DEVICE = typer.Option("cuda", help="cuda, or cpu for a trial through the references.")
+RECORD = typer.Option(None, help="Write a JSONL record to this file.")
+PLOT = typer.Option(None, help="Write a picture (SVG) of the first result to this file.")
+FITTING_LAYERS = {"flash": 36, "pro": 9}
+
+
+def decode(
+    shape: str = SHAPE,
+    layers: int = LAYERS,
+    batch: str = typer.Option("1,8,32,128", help="Sequences at once."),
+    context: str = typer.Option("4096,131072,1048576", help="Tokens each of them has."),
+    device: str = DEVICE,
+    compare: str = typer.Option("", help="'transformers': time its model too, 4 layers, batch 1."),
+    record: Path | None = RECORD,
+    plot: Path | None = PLOT,
+) -> None:
+    """Time decode steps: ms, tokens per second, kernels, bytes, and the floor these set.
+
+    Example: dsv4 bench decode --shape flash --batch 1,8 --context 4096
+    """
+    from dsv4.tools.speed.steps import bench_decode
+
+    batches, contexts = _numbers("batch", batch), _numbers("context", context)
+    if compare not in ("", "transformers"):
+        raise OptionError(f"compare is {compare!r}, expected 'transformers'")
+    _check_device(device)
+    rows = bench_decode(shape, _layers(shape, layers), batches, contexts, device)
+    _show(rows, record, plot, _comparison(shape, device) if compare else None)
+
+
+def prefill(
+    shape: str = SHAPE,
+    layers: int = LAYERS,
+    tokens: str = typer.Option("8192", help="Tokens of the prompt."),
+    device: str = DEVICE,
+    record: Path | None = RECORD,
+    plot: Path | None = PLOT,
+) -> None:
+    """Time a prompt read in one step: ms, tokens per second, and the floor.
+
+    Example: dsv4 bench prefill --shape flash --tokens 8192
+    """
+    from dsv4.tools.speed.steps import bench_prefill
+
+    lengths = _numbers("tokens", tokens)
+    _check_device(device)
+    _show(bench_prefill(shape, _layers(shape, layers), lengths, device), record, plot)
+
+
+def _comparison(shape: str, device: str) -> "Iterator[Ceilings | StepResult]":
+    """Both models with the same few layers, one after the other in the same process."""
+    from dsv4.tools.speed.compare import transformers_ms
+    from dsv4.tools.speed.model import shape_config
+    from dsv4.tools.speed.steps import StepResult, bench_decode
+
+    layers = min(4, shape_config(shape, None).num_layers)
+    context = min(4096, shape_config(shape, None).max_positions)
+    for ours in bench_decode(shape, layers, [1], [context], device):
+        if isinstance(ours, StepResult):
+            theirs = transformers_ms(shape_config(shape, layers), device)
+            yield replace(ours, what="decode ours")
+            ratio = round(theirs / ours.ms, 1)
+            yield replace(ours, what="decode transformers", ms=round(theirs, 3), ratio=ratio)
+
+
+def _show(
+    rows: "Iterator[Ceilings | StepResult]",
+    record: Path | None,
+    plot: Path | None,
+    more: "Iterator[Ceilings | StepResult] | None" = None,
+) -> None:
+    from dsv4.tools.speed.report import lines_of, picture, write_record
+    from dsv4.tools.speed.steps import StepResult
+
+    console = Console()
+    seen: list[Ceilings | StepResult] = []
+    for part in (rows, more or iter(())):
+        for row in part:
+            seen.append(row)
+            if isinstance(row, StepResult):
+                for line in lines_of(row):
+                    console.print(line, highlight=False, soft_wrap=True)
+            else:
+                console.print(f"read {row.read_gbs:.0f} GB/s, bf16 {row.matrix_tflops:.0f} TFLOP/s")
+            if record is not None:
+                write_record(record, seen)  # after each, so that a run cut short is not lost
+    first = next((row for row in seen if isinstance(row, StepResult)), None)
+    if plot is not None and first is not None:
+        plot.write_text(picture(first), encoding="utf-8")
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(item) for item in text.split(",")]
+    except ValueError:
+        raise OptionError(f"{name} {text!r}, expected numbers like 1,8,32") from None
+    if min(numbers) < 1:
+        raise OptionError(f"{name} {text!r}, expected numbers above 0")
+    return numbers
+
+
+def _layers(shape: str, layers: int) -> int | None:
+    return layers or FITTING_LAYERS.get(shape)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise OptionError("no CUDA device was found; --device cpu --shape tiny tries the tool out")

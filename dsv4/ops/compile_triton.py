@@ -1,0 +1,33 @@
+# mypy: ignore-errors
+"""When kernels are compiled: all ahead of time, side by side, and noticed when not."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import triton
+from triton.runtime.jit import JITFunction
+
+
+@contextmanager
+def compile_only(workers: int):
+    """Launches inside compile their kernel, several side by side, and run nothing.
+
+    What such a launch would have written holds anything: only kernels may read it.
+    """
+    run = JITFunction.run
+
+    def warm(self, *args, grid, warmup, **kwargs):
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = warm
+    try:
+        with ThreadPoolExecutor(workers) as executor, triton.AsyncCompileMode(executor):
+            yield
+    finally:
+        JITFunction.run = run
+
+
+def watch_compiles(seen) -> None:
+    """Call `seen(name)` before a kernel is compiled or loaded anew; None ends that."""
+    hook = None if seen is None else (lambda **facts: seen(facts["fn"].name))
+    triton.knobs.runtime.jit_cache_hook = hook

@@ -1,0 +1,82 @@
+"""After ready nothing may be compiled, no memory may grow, and a decode step may not wait.
+
+A step that breaks this raises a KernelError that says what happened. Steps with prompts are
+watched too, but a surprise there is a warning: their shapes depend on what users send.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from dsv4.errors import KernelError
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    def __init__(self, device: torch.device, reserved: Callable[[], int] | None = None) -> None:
+        """`reserved`: bytes the allocator holds; by default those of a GPU."""
+        self.armed = False
+        self.num_surprises = 0
+        self._device = device
+        self._reserved = reserved or self._gpu_bytes
+        self._compiled: list[str] = []
+
+    def arm(self) -> None:
+        """The warm-up is over."""
+        if find_spec("triton") is not None:
+            import_module("dsv4.ops.compile_triton").watch_compiles(self._compiled.append)
+        self.armed = True
+
+    @contextmanager
+    def watch(self, *, decoding: bool) -> Iterator[None]:
+        if not self.armed:
+            yield
+            return
+        self._compiled.clear()
+        before = self._reserved()
+        with self._no_waiting() if decoding else _nothing():
+            yield
+        complaints = [f"kernel {name} was compiled" for name in self._compiled]
+        grown = self._reserved() - before
+        if grown > 0:
+            complaints.append(f"{grown} bytes of memory were added")
+        if not complaints:
+            return
+        self.num_surprises += 1
+        message = f"a step after the warm-up: {'; '.join(complaints)}"
+        if decoding:
+            raise KernelError(f"{message}; the warm-up must cover this shape")
+        log.warning("%s", message)
+
+    @contextmanager
+    def _no_waiting(self) -> Iterator[None]:
+        """torch raises where the host would wait for the GPU."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            raise KernelError(
+                f"the host waited for the GPU inside a decode step: {error}"
+            ) from error
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def _gpu_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return torch.cuda.memory_reserved(self._device)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,207 @@
+"""A model of random NVFP4 weights and a state full of random entries, made where they are used.
+
+The shapes are those of `flash` or `pro` with fewer layers. Values are finite and unremarkable;
+speed does not depend on them, except through routing, which random rows spread evenly.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsv4.cache.geometry import POOLS, Geometry, Pool
+from dsv4.cache.kinds import KINDS, LayerState
+from dsv4.checkpoint.names import Parameter, parameters
+from dsv4.config import ModelConfig
+from dsv4.errors import OptionError
+from dsv4.formats.quantized import Weight
+from dsv4.model.transformer import Transformer
+from dsv4.ops.kv.pool import PagedPool
+from dsv4.runner.buffers import DecodeBuffers
+from dsv4.tools.bench_ops import random_nvfp4
+
+POOL_BYTES = 3 * 10**8  # of one layer: many times the level-2 cache; sequences share pages
+
+
+def shape_config(shape: str, layers: int | None) -> ModelConfig:
+    """A published shape, or `tiny` for a trial without a GPU, cut to its first layers."""
+    if shape == "tiny":
+        config = ModelConfig(
+            vocab_size=512, hidden_size=64, num_layers=4, num_hash_layers=1, num_heads=4,
+            head_dim=32, rope_head_dim=16, q_lora_rank=32, o_groups=1, o_lora_rank=32,
+            sliding_window=16, compress_ratios=(0, 128, 4, 128), num_draft_layers=0,
+            max_positions=8192, index_num_heads=4, index_head_dim=32, index_topk=16,
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+        )  # fmt: skip
+    else:
+        config = ModelConfig.builtin(shape)
+    if layers is None:
+        return config
+    if not 1 <= layers <= config.num_layers:
+        raise OptionError(f"layers is {layers}, {shape} has {config.num_layers}")
+    return replace(
+        config,
+        num_layers=layers,
+        num_hash_layers=min(config.num_hash_layers, layers),
+        compress_ratios=config.compress_ratios[:layers],
+    )
+
+
+def random_table(config: ModelConfig, device: torch.device) -> dict[str, Weight]:
+    """Every parameter under its canonical name; linears as tiled NVFP4, the rest in bf16."""
+    return {
+        name: _random_weight(name, parameter, config, device)
+        for name, parameter in parameters(config).items()
+    }
+
+
+def _random_weight(
+    name: str, parameter: Parameter, config: ModelConfig, device: torch.device
+) -> Weight:
+    shape = parameter.shape
+    if parameter.kind == "table":
+        order = torch.rand(shape[0], config.num_experts, device=device)
+        return order.topk(shape[1], dim=1).indices.contiguous()
+    if parameter.kind == "norm":
+        return torch.ones(shape, device=device)
+    if parameter.kind == "fp32":
+        return torch.randn(shape, device=device) * (0.02 if len(shape) > 1 else 0.5)
+    if parameter.kind == "plain":
+        scale = 1.0 if name == "embed.weight" else 0.02
+        return (torch.randn(shape, device=device, dtype=torch.bfloat16) * scale).contiguous()
+    *lead, rows, columns = shape
+    count = lead[0] if lead else None
+    weight: Weight = random_nvfp4(rows, columns, count, name.endswith(".w13"), device)
+    return weight
+
+
+def random_model(config: ModelConfig, device: torch.device) -> tuple[Transformer, dict[str, int]]:
+    """The model, and the bytes of each parameter as it lies in memory."""
+    torch.manual_seed(0)
+    table = random_table(config, device)
+    sizes = {name: weight.nbytes for name, weight in table.items()}
+    return Transformer(config, table, torch.bfloat16), sizes
+
+
+@dataclass(frozen=True)
+class FilledState:
+    """State as if `batch` sequences of `context` tokens were running."""
+
+    layers: list[LayerState]
+    buffers: DecodeBuffers
+    geometry: Geometry
+
+
+def filled_state(
+    config: ModelConfig, batch: int, context: int, device: torch.device, chunk_tokens: int = 64
+) -> FilledState:
+    """Pages are drawn at random from pools that may be smaller than the sequences together."""
+    geometry = Geometry(config, "fp8", "fp4", chunk_tokens)
+    num_pages = {pool: _num_pages(geometry, pool, batch, context) for pool in POOLS}
+    layers: list[LayerState] = [
+        KINDS[kind].allocate(geometry, batch, num_pages, str(device)) for kind in config.kinds
+    ]
+    for layer in layers:
+        for name in ("window", "entries", "index"):
+            pool: PagedPool | None = getattr(layer, name, None)
+            if pool is not None:
+                fill(pool)
+    buffers = DecodeBuffers(geometry, batch, context, device)
+    buffers.contexts = [context]
+    buffers.slots.copy_(torch.arange(batch))
+    for name, table in buffers.tables[context].items():
+        table.random_(0, num_pages[name])
+    return FilledState(layers, buffers, geometry)
+
+
+def _num_pages(geometry: Geometry, pool: Pool, batch: int, context: int) -> int:
+    per_layer = geometry.page_bytes(pool) // max(geometry.num_layers(pool), 1)
+    wanted = geometry.most_pages(pool, context) * batch + 1
+    return max(1, min(wanted, POOL_BYTES // max(per_layer, 1)))
+
+
+def fill(pool: PagedPool) -> None:
+    """Any code but NaN, scales near one."""
+    codes = pool.data.view(torch.uint8)
+    if pool.format == "fp4":
+        codes.random_(0, 256)
+    else:
+        codes.random_(0, 120)
+        codes.bitwise_or_(torch.randint_like(codes, 0, 2) << 7)
+    scale = pool.parts["scale"]
+    if scale.dtype == torch.uint8:
+        scale.random_(119, 122)
+    else:
+        scale.fill_(0.01)
+    if "tail" in pool.parts:
+        pool.parts["tail"].normal_()
+
+
+def start_at(state: FilledState, position: int) -> None:
+    """Every place reads the token at `position` next; sampling as by default."""
+    buffers = state.buffers
+    buffers.token_ids.random_(0, state.geometry.config.vocab_size)
+    buffers.positions.fill_(position)
+    buffers.ends.fill_(position + 1)
+    settings = buffers.sampling_settings
+    settings["temperature"].fill_(1.0)
+    settings["top_p"].fill_(0.95)
+    settings["repetition"].fill_(1.0)
+    settings["seeds"].copy_(torch.arange(len(buffers.token_ids)))
+
+
+def step_bytes(
+    config: ModelConfig, sizes: dict[str, int], batch: int, context: int
+) -> dict[str, float]:
+    """Bytes one decode step must read, by op family, when routing is even."""
+    found = dict.fromkeys(("linear", "head", "experts", "router", "mhc", "attention", "index"), 0.0)
+    chosen = config.num_experts_per_tok / config.num_experts
+    visited = 1 - (1 - chosen) ** batch
+    for name, size in sizes.items():
+        if ".ffn.experts." in name:
+            found["experts"] += size * visited
+        elif "shared_experts" in name:
+            found["experts"] += size
+        elif name == "head.weight":
+            found["head"] += size
+        elif name != "embed.weight" and "tid2eid" not in name:
+            family = "router" if ".gate." in name else "mhc" if "hc_" in name else "linear"
+            found[family] += size
+    geometry = Geometry(config, "fp8", "fp4", 64)
+    entry, key = geometry.kv_entry_bytes(), geometry.index_entry_bytes()
+    for kind in config.kinds:
+        seen = min(context, config.sliding_window)
+        if kind == "hca":
+            seen += context // 128
+        elif kind == "csa":
+            seen += min(context // 4, config.index_topk)
+            found["index"] += batch * key * (context // 4)
+        found["attention"] += batch * entry * seen
+    return found
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Multiplications and additions of a prompt from position 0, products with weights and
+    attention over what is visible on average."""
+    c = config
+    weights = 0.0
+    for kind in c.kinds:
+        weights += c.q_lora_rank * (c.hidden_size + c.num_heads * c.head_dim)
+        weights += c.hidden_size * c.head_dim
+        weights += c.o_lora_rank * (c.num_heads * c.head_dim + c.o_groups * c.hidden_size)
+        if kind == "hca":
+            weights += 2 * c.hidden_size * c.head_dim
+        if kind == "csa":
+            weights += 4 * c.hidden_size * (c.head_dim + c.index_head_dim)
+            weights += c.q_lora_rank * c.index_num_heads * c.index_head_dim
+        weights += c.num_experts * c.hidden_size
+        weights += 3 * (c.num_experts_per_tok + 1) * c.hidden_size * c.moe_intermediate_size
+    flops = 2.0 * tokens * weights
+    for kind in c.kinds:
+        seen = float(min(tokens, c.sliding_window))
+        if kind == "hca":
+            seen += tokens / 256
+        elif kind == "csa":
+            seen += min(tokens / 8, c.index_topk)
+            flops += tokens * tokens / 8 * c.index_num_heads * c.index_head_dim * 2
+        flops += tokens * seen * c.num_heads * c.head_dim * 4
+    return flops

@@ -1,0 +1,378 @@
+"""Time decode steps and prompts, next to the floor that the bytes they move set.
+
+A decode step is captured as the engine captures it and replayed; replays are timed by events, and
+one of them is looked at kernel by kernel. The same with the layers of one kind alone gives the
+cost of a layer. Without a GPU everything runs once through the references: a trial of the tool,
+not a measurement.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4.cache.kinds import LayerState
+from dsv4.config import LayerKind
+from dsv4.errors import CapacityError, KernelError
+from dsv4.model.inputs import StepInputs
+from dsv4.model.transformer import Transformer
+from dsv4.ops.gemm.embed import embed
+from dsv4.ops.gemm.linear import linear
+from dsv4.ops.mhc.mix import mhc_head
+from dsv4.ops.ragged import make_ragged
+from dsv4.ops.sample.accept import accept
+from dsv4.ops.sample.sample import sample
+from dsv4.runner.buffers import Bucket
+from dsv4.runner.decode import decode_step
+from dsv4.tools.bench_ops import Ceilings, measure_ceilings
+from dsv4.tools.speed.model import (
+    FilledState,
+    filled_state,
+    prefill_flops,
+    random_model,
+    shape_config,
+    start_at,
+    step_bytes,
+)
+
+REPLAYS = 20
+# which kernels belong together in the table of shares
+FAMILIES = {
+    "experts": ("_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel"),
+    "router": ("_gate_kernel", "_choose_kernel"),
+    "linear": ("_linear_kernel", "expand_kernel"),
+    "mhc": ("_update_kernel", "_mix_kernel"),
+    "attention": ("_attend_kernel", "_merge_kernel"),
+    "index": ("_scores_kernel", "_select_kernel", "_index_kernel"),
+    "state": (
+        "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",
+        "_rms_norm_kernel",
+    ),
+    "sample": (
+        "_stats_kernel", "_candidates_kernel", "_filter_kernel", "_draw_kernel", "_best_kernel",
+        "_accept_kernel", "_embed_kernel",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Kernels of one step, from the GPU's own clock."""
+
+    num_kernels: int
+    share_us: dict[str, float]  # by family; they overlap a little, so they may add up to more
+
+    @property
+    def total_us(self) -> float:
+        return sum(self.share_us.values())
+
+
+@dataclass(frozen=True)
+class StepResult:
+    what: str  # decode or prefill
+    shape: str
+    layers: int
+    batch: int  # sequences; for prefill 1
+    context: int  # for prefill the tokens of the prompt
+    ms: float
+    spread_ms: float
+    tokens_per_s: float
+    gb_read: float
+    floor_ms: float
+    ratio: float
+    full_layers: int
+    full_ms: float  # scaled to all layers; embedding, head and sampling counted once
+    rest_us: float  # those three alone
+    kernels: int = 0
+    kernels_of_layer: dict[str, float] = field(default_factory=dict)
+    layer_us: dict[str, float] = field(default_factory=dict)  # by kind
+    family_us: dict[str, float] = field(default_factory=dict)
+    family_floor_us: dict[str, float] = field(default_factory=dict)
+
+
+class Bench:
+    """One model in memory; steps of any batch and context are measured on it."""
+
+    def __init__(self, shape: str, layers: int | None, device: str) -> None:
+        self.device = torch.device(device)
+        self.shape, self.config = shape, shape_config(shape, layers)
+        self.full = shape_config(shape, None)
+        self.ceilings = cpu_ceilings() if self.device.type == "cpu" else measure_ceilings()
+        try:
+            self.model, self.sizes = random_model(self.config, self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{self.config.num_layers} layers of {shape} do not fit the GPU; lower --layers"
+            ) from error
+
+    @torch.inference_mode()
+    def decode(self, batch: int, context: int) -> StepResult:
+        state = filled_state(self.config, batch, context, self.device)
+        runs = {"all": self.model, **self._models_of_a_kind()}
+        timed = {}
+        for name, model in runs.items():
+            layers = _layers_of(self.model, model, state.layers)
+            timed[name] = self._time_decode(model, layers, state, batch, context)
+        rest_us, rest_kernels = self._time_rest(state, batch)
+        ms, spread, profile = timed["all"]
+        families = step_bytes(self.config, self.sizes, batch, context)
+        layer_us, layer_kernels = {}, {}
+        for kind in self._kinds():
+            kind_ms, _, kind_profile = timed[kind]
+            count = self.config.num_layers_of(kind)
+            layer_us[str(kind)] = round((kind_ms * 1e3 - rest_us) / count, 2)
+            kernels = kind_profile.num_kernels - rest_kernels
+            layer_kernels[str(kind)] = round(kernels / count, 2)
+        return self._result(
+            ("decode", batch, context, batch),
+            (ms, spread, rest_us),
+            families,
+            0.0,
+            kernels=profile.num_kernels,
+            kernels_of_layer=layer_kernels,
+            layer_us=layer_us,
+            family_us={k: round(v, 1) for k, v in profile.share_us.items()},
+        )
+
+    @torch.inference_mode()
+    def prefill(self, tokens: int) -> StepResult:
+        state = filled_state(self.config, 1, tokens, self.device, chunk_tokens=tokens)
+        inputs = prompt_inputs(state, tokens)
+        times = [elapsed_ms(lambda: self.model(inputs, state.layers), self.device)]
+        repeats = 1 if self.device.type == "cpu" else 3
+        times = [
+            elapsed_ms(lambda: self.model(inputs, state.layers), self.device)
+            for _ in range(repeats)
+        ]
+        profile = profile_step(lambda: self.model(inputs, state.layers), self.device)
+        families = step_bytes(self.config, self.sizes, tokens, tokens)
+        flops = prefill_flops(self.config, tokens)
+        spread = max(times) - min(times)
+        return self._result(
+            ("prefill", 1, tokens, tokens),
+            (statistics.median(times), spread, 0.0),
+            {**families, "attention": 0.0, "index": 0.0},
+            flops,
+            kernels=profile.num_kernels,
+            family_us={k: round(v, 1) for k, v in profile.share_us.items()},
+        )
+
+    def _result(
+        self,
+        case: tuple[str, int, int, int],
+        times: tuple[float, float, float],
+        families: dict[str, float],
+        flops: float,
+        **profile: Any,
+    ) -> StepResult:
+        what, batch, context, num_tokens = case
+        ms, spread, rest_us = times
+        num_bytes = sum(families.values())
+        floor = self.ceilings.floor_us(num_bytes, flops) / 1e3
+        full_ms = rest_us / 1e3 + (ms - rest_us / 1e3) * self.full.num_layers / len(
+            self.model.blocks
+        )
+        return StepResult(
+            what,
+            self.shape,
+            self.config.num_layers,
+            batch,
+            context,
+            round(ms, 4),
+            round(spread, 4),
+            round(num_tokens / full_ms * 1e3, 1),
+            round(num_bytes / 1e9, 3),
+            round(floor, 4),
+            round(ms / floor, 2),
+            self.full.num_layers,
+            round(full_ms, 4),
+            round(rest_us, 2),
+            family_floor_us={
+                name: round(size / self.ceilings.read_gbs / 1e3, 1)
+                for name, size in families.items()
+            },
+            **profile,
+        )
+
+    def _kinds(self) -> list[LayerKind]:
+        return [kind for kind in ("swa", "csa", "hca") if self.config.num_layers_of(kind)]
+
+    def _models_of_a_kind(self) -> dict[str, Transformer]:
+        """The same weights with only the layers of one kind."""
+        models = {}
+        for kind in self._kinds():
+            part = copy.copy(self.model)
+            chosen = zip(self.model.blocks, self.config.kinds, strict=True)
+            part.blocks = [block for block, found in chosen if found == kind]
+            models[str(kind)] = part
+        return models
+
+    def _time_decode(
+        self,
+        model: Transformer,
+        layers: Sequence[LayerState],
+        state: FilledState,
+        batch: int,
+        context: int,
+    ) -> tuple[float, float, Profile]:
+        bucket = Bucket(batch, context, True)
+        step = captured(lambda: decode_step(model, layers, state.buffers, bucket), self.device)
+        start = max(context - 4 * REPLAYS - 8, 0)
+        start_at(state, start)
+        count = 1 if self.device.type == "cpu" else REPLAYS
+        times = []
+        for _ in range(3 if count > 1 else 1):
+            start_at(state, start)
+            step()
+            with no_waiting(self.device):
+                step()
+            times.append(elapsed_ms(lambda: [step() for _ in range(count)], self.device) / count)
+        profile = profile_step(step, self.device)
+        return statistics.median(times), max(times) - min(times), profile
+
+    def _time_rest(self, state: FilledState, batch: int) -> tuple[float, int]:
+        """Embedding, head and sampling alone: microseconds and kernels."""
+        n = self.config.hc_mult
+        post = torch.ones(batch, n, device=self.device)
+        comb = torch.eye(n, device=self.device).repeat(batch, 1, 1)
+        y = torch.randn(batch, self.config.hidden_size, device=self.device).bfloat16()
+        bucket = Bucket(batch, state.buffers.contexts[-1], True)
+
+        def rest() -> None:
+            model, buffers = self.model, state.buffers
+            ids = buffers.token_ids[:batch]
+            streams = embed(ids, model.embedding, model.config.hc_mult, model.dtype)
+            h = mhc_head(streams, y, post, comb, model.head_site)
+            logits = linear(h, model.head, torch.float32)
+            tokens, logprobs = sample(logits, buffers.sampling(bucket))
+            accept(tokens, logprobs, buffers.next_inputs(bucket))
+
+        step = captured(rest, self.device)
+        step()
+        count = 1 if self.device.type == "cpu" else REPLAYS
+        us = elapsed_ms(lambda: [step() for _ in range(count)], self.device) / count * 1e3
+        return us, profile_step(step, self.device).num_kernels
+
+
+def captured(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """The step as a graph, after one run that compiles; on a CPU the step itself."""
+    step()
+    if device.type == "cpu":
+        return step
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Raises if the host waits for the GPU or memory is taken inside."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    if after != before:
+        raise KernelError(f"a replayed step took memory: {before} bytes before, {after} after")
+
+
+def prompt_inputs(state: FilledState, tokens: int) -> StepInputs:
+    buffers, device = state.buffers, state.buffers.device
+    tables = buffers.tables[buffers.contexts[-1]]
+    return StepInputs(
+        token_ids=torch.randint(0, buffers.vocab_size, (tokens,), device=device),
+        batch=make_ragged([0], [tokens], [0], device),
+        window_table=tables["window"],
+        csa_table=tables["csa"],
+        hca_table=tables["hca"],
+        logits_rows=torch.tensor([tokens - 1], device=device),
+    )
+
+
+def _layers_of(
+    whole: Transformer, part: Transformer, state: Sequence[LayerState]
+) -> list[LayerState]:
+    kept = {id(block) for block in part.blocks}
+    return [s for block, s in zip(whole.blocks, state, strict=True) if id(block) in kept]
+
+
+def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
+    if device.type == "cpu":
+        step()
+        return Profile(0, {})
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    shares: dict[str, float] = {}
+    count = 0
+    for event in seen.events():
+        if event.device_type.name == "CUDA" and not event.name.startswith("Mem"):
+            count += 1
+            family = family_of(event.name)
+            shares[family] = shares.get(family, 0.0) + event.time_range.elapsed_us()
+    return Profile(count, dict(sorted(shares.items(), key=lambda item: -item[1])))
+
+
+def family_of(kernel: str) -> str:
+    for family, names in FAMILIES.items():
+        if kernel in names:
+            return family
+    return "other"
+
+
+def cpu_ceilings() -> Ceilings:
+    """Rough: one pass over 64 MB, one product; so that a trial without a GPU has numbers."""
+    data = torch.ones(16 << 20)
+    read = elapsed_ms(lambda: data.sum(), torch.device("cpu"))
+    square = torch.randn(512, 512)
+    product = elapsed_ms(lambda: square @ square, torch.device("cpu"))
+    return Ceilings(data.nbytes / read / 1e6, 2 * 512**3 / product / 1e9)
+
+
+def elapsed_ms(action: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        action()
+        return (time.perf_counter() - begin) * 1e3
+    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    stop: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    action()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def bench_decode(
+    shape: str, layers: int | None, batches: Sequence[int], contexts: Sequence[int], device: str
+) -> Iterator[Ceilings | StepResult]:
+    bench = Bench(shape, layers, device)
+    yield bench.ceilings
+    for context in contexts:
+        for batch in batches:
+            yield bench.decode(batch, context)
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def bench_prefill(
+    shape: str, layers: int | None, lengths: Sequence[int], device: str
+) -> Iterator[Ceilings | StepResult]:
+    bench = Bench(shape, layers, device)
+    yield bench.ceilings
+    for length in lengths:
+        yield bench.prefill(length)

@@ -1,0 +1,105 @@
+"""`bench decode` and `bench prefill` tried out on a CPU with a tiny shape."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsv4.checkpoint.names import parameters
+from dsv4.cli import app
+from dsv4.errors import OptionError
+from dsv4.tools.plan_weights import scheme_named, weight_bytes
+from dsv4.tools.speed.model import prefill_flops, shape_config, step_bytes
+from dsv4.tools.speed.report import picture
+from dsv4.tools.speed.steps import FAMILIES, StepResult, family_of
+
+OPS = Path(__file__).parents[2] / "dsv4" / "ops"
+
+
+def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
+    record, plot = tmp_path / "record.jsonl", tmp_path / "plot.svg"
+    trial = ["--shape", "tiny", "--device", "cpu", "--layers", "3", "--record", str(record)]
+    command = ["bench", "decode", *trial, "--batch", "1,3", "--context", "200", "--plot", str(plot)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [next(iter(row)) for row in rows] == ["run", "ceilings", "result", "result"]
+    first = rows[2]["result"]
+    assert (first["batch"], first["context"], first["layers"]) == (1, 200, 3)
+    assert set(first["layer_us"]) == {"swa", "csa", "hca"}
+    assert first["full_ms"] > first["ms"] > 0  # four layers against three
+    ElementTree.fromstring(plot.read_text())
+    result = CliRunner().invoke(app, ["bench", "prefill", *trial, "--tokens", "40"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert rows[2]["result"]["what"] == "prefill"
+
+
+def test_wrong_use() -> None:
+    for options, says in (
+        (["--batch", "1,x"], "expected numbers"),
+        (["--batch", "0"], "above 0"),
+        (["--compare", "others"], "transformers"),
+        (["--shape", "tiny", "--layers", "9"], "layers is 9"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *options])
+        assert isinstance(result.exception, OptionError), options
+        assert says in str(result.exception)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_no_gpu() -> None:
+    result = CliRunner().invoke(app, ["bench", "decode"])
+    assert "no CUDA device" in str(result.exception)
+
+
+def test_every_kernel_has_a_family() -> None:
+    """A new kernel must not vanish among the others."""
+    launched = set()
+    for path in OPS.rglob("*.py"):
+        launched |= set(re.findall(r"^ *(\w*_kernel)\[", path.read_text(), re.M))
+    missing = {name for name in launched if family_of(name) == "other"} - {
+        "_rope_kernel",
+        "_read_kernel",
+    }
+    assert not missing, "add them to FAMILIES"
+    assert {name for names in FAMILIES.values() for name in names} <= launched
+
+
+def test_bytes_of_a_flash_step() -> None:
+    """About 8.9 GB for one token where compressors are bf16; here they are NVFP4 too."""
+    config = shape_config("flash", None)
+    by_group = weight_bytes(config, scheme_named("nvfp4-all"))
+    total = sum(by_group.values())
+    routed = by_group["routed experts"]
+    sizes = dict.fromkeys(parameters(config), 0)
+    sizes["layers.0.ffn.experts.w13"] = routed
+    sizes["head.weight"] = total - routed - by_group["embedding and head"] // 2
+    found = step_bytes(config, sizes, 1, 4096)
+    weights = found["experts"] + found["head"]
+    assert weights == pytest.approx(8.9e9, rel=0.06)
+    many = step_bytes(config, sizes, 128, 4096)
+    assert found["experts"] < many["experts"] < routed
+    assert many["attention"] == 128 * found["attention"]
+    assert step_bytes(config, sizes, 1, 2**20)["index"] > 200 * found["index"]
+
+
+def test_prefill_operations() -> None:
+    """302 ms at 790 TFLOP/s for 8192 tokens, says the issue."""
+    flops = prefill_flops(shape_config("flash", None), 8192)
+    assert flops / 790e12 * 1e3 == pytest.approx(302, rel=0.1)
+
+
+def test_picture_marks_floors() -> None:
+    result = StepResult(
+        "decode", "flash", 36, 1, 4096, 3.0, 0.1, 300.0, 8.9, 2.0, 1.5, 43, 3.4, 500.0,
+        family_us={"linear": 900.0, "experts": 1500.0},
+        family_floor_us={"linear": 500.0, "head": 250.0, "experts": 800.0},
+    )  # fmt: skip
+    text = picture(result)
+    assert "900 / 750" in text  # the head is a linear op
+    assert "1500 / 800" in text
