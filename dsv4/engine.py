@@ -1,15 +1,18 @@
-"""The journey of a token. READ FIRST.
+"""The journey of a token. READ FIRST. Long because the whole journey is told here.
 
     text  --chat.Tokenizer-->  token ids  --Engine.add-->  a Sequence that waits
     Engine.step:
         scheduler.next_step    which sequences run, with how many new tokens
-        runner.step            pages are taken, model and ops turn tokens into logits
-        sampling.sample_batch  logits become one token per sequence
+                               (pages, cached prefixes, priorities, preemption)
+        runner.step_tokens     pages are taken, model and ops turn tokens into logits,
+                               sampling turns logits into one token per sequence
+        scheduler.done         states at 128-token boundaries are kept for others
         Engine._accept         the token joins its sequence; text comes out; ends are noticed
 
 `stream` and `generate` are loops around `step`. A server uses `add`, `step` and `abort` alone.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -17,7 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ from dsv4.request import (
 )
 from dsv4.runner.load import Loaded, Progress, load_model
 from dsv4.runner.runner import Chunk, Runner
-from dsv4.sampling import Draw, sample_batch
+from dsv4.sampling import Compiling, Draw, Guides, Matcher
 from dsv4.scheduler import Scheduler, Work
 from dsv4.scheduler import Sequence as Running
 from dsv4.util.events import Event, Listener
@@ -61,6 +64,8 @@ class _Live:
     sequence: Running
     text: AnswerText
     expires: float  # on the monotonic clock
+    compiling: Compiling | None = None  # the guide; until it is ready the scheduler waits for it
+    matcher: Matcher | None = None
 
 
 class Engine:
@@ -108,15 +113,20 @@ class Engine:
         ends = self.stop_ids if params.stop_ids is None else frozenset(params.stop_ids)
         text = AnswerText(self.tokenizer, params.stop, ends)
         deadline = math.inf if request.deadline is None else request.deadline
-        self._live[request.id] = _Live(sequence, text, time.monotonic() + deadline)
+        live = _Live(sequence, text, time.monotonic() + deadline)
+        if params.guide is not None:
+            live.compiling = self._guides.compile(params.guide)
+        self._live[request.id] = live
         self._num_prompt_tokens += len(request.prompt_ids)
         self._tell("added", request.id, num_prompt=len(request.prompt_ids))
-        self._scheduler.add(sequence)
+        self._scheduler.rank(sequence)
+        if live.compiling is None:
+            self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
         """Run one step of everything that can run; what it brought, request by request."""
         held, self._held = self._held, []
-        return held + self._expire() + self._run_step()
+        return held + self._expire() + self._begin_guided() + self._run_step()
 
     def _run_step(self) -> list[Output]:
         clock = [time.perf_counter()]
@@ -128,10 +138,9 @@ class Engine:
             return self._give_up()
         clock.append(time.perf_counter())
         try:
-            logits = self._runner.step([_chunk(item) for item in work])
-            clock.append(time.perf_counter())
             sampled = [item.sequence for item in work if item.samples]
-            results = sample_batch(logits, [_draw(sequence) for sequence in sampled])
+            draws = [self._draw(sequence) for sequence in sampled]
+            results = self._runner.step_tokens([_chunk(item) for item in work], draws)
         except Exception as error:  # the step's requests end with the reason; the engine goes on
             return self._fail([item.sequence for item in work], error)
         clock.append(time.perf_counter())
@@ -149,6 +158,27 @@ class Engine:
             for s in late
         ]
 
+    def _begin_guided(self) -> list[Output]:
+        """Requests whose guide is compiled join the others; some never will."""
+        outputs = []
+        for live in [live for live in self._live.values() if live.compiling is not None]:
+            guide = live.sequence.request.params.guide
+            assert guide is not None
+            assert live.compiling is not None
+            if self._scheduler.num_unfinished == 0:
+                live.compiling.done.wait(0.02)  # nothing else to do
+            if not live.compiling.is_ready:
+                continue
+            try:
+                live.matcher = self._guides.matcher(live.compiling, guide)
+            except RequestError as error:
+                end = self._finish(live.sequence, "error", error=str(error))
+                outputs.append(replace(end, refused=True))
+                continue
+            live.compiling = None
+            self._scheduler.add(live.sequence)
+        return outputs
+
     def _give_up(self) -> list[Output]:
         """Nothing runs. If a request waits all the same, its room is held from outside."""
         if not self._scheduler.num_waiting:
@@ -161,6 +191,15 @@ class Engine:
         if request_id not in self._live:
             raise RequestError(f"no running request has the id {request_id!r}")
         return self._finish(self._live[request_id].sequence, "abort")
+
+    @functools.cached_property
+    def _guides(self) -> Guides:
+        assert self.tokenizer is not None
+        tokens = range(min(self.config.vocab_size, self.tokenizer.vocab_size))
+        is_marker, of = self.tokenizer.is_marker, self.tokenizer.token_bytes
+        vocabulary = [b"" if is_marker(token) else of(token) for token in tokens]
+        vocabulary += [b""] * (self.config.vocab_size - len(vocabulary))
+        return Guides(vocabulary, sorted(self.stop_ids))
 
     @property
     def num_unfinished(self) -> int:
@@ -178,7 +217,7 @@ class Engine:
         used = {name: a.num_pages - a.num_available for name, a in pools.items()}
         prefix = self._prefix
         return Stats(
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=len(self._live) - self._scheduler.num_running,
             num_running=self._scheduler.num_running,
             pages_total={name: a.num_pages for name, a in pools.items()},
             pages_used=used,
@@ -283,15 +322,27 @@ class Engine:
     def _check(self, request: Request) -> None:
         if request.id in self._live:
             raise RequestError(f"the request id {request.id!r} is in use")
-        if request.params.guide is not None:
-            raise RequestError("guided output is not built in yet; leave out the guide")
+        if request.params.guide is not None and self.tokenizer is None:
+            raise RequestError("this checkpoint has no tokenizer.json, so no guide can be followed")
         check_request(request, self.config.vocab_size, self.settings.max_context)
+
+    def _draw(self, sequence: Running) -> Draw:
+        request, matcher = sequence.request, self._live[sequence.request.id].matcher
+        mask = matcher.mask() if matcher is not None else None
+        return Draw(request.params, sequence.seed, request.prompt_ids, sequence.output_ids, mask)
 
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
         """A sampled token joins its sequence; the output says what is new."""
         live, params = self._live[sequence.request.id], sequence.request.params
         sequence.token_ids.append(result.token_id)
         self._num_output_tokens += 1
+        if live.matcher is not None:
+            ended = live.matcher.accept(result.token_id)
+            if live.matcher.is_stuck:
+                error = "no token of the vocabulary continues the answer under its guide"
+                return self._finish(sequence, "error", error=error)
+            if ended:
+                return self._finish(sequence, "stop", result.token_id, "", (result,))
         shown, stop = live.text.push(result.token_id)
         if stop is not None:
             return self._finish(sequence, "stop", stop, shown, (result,))
@@ -311,7 +362,8 @@ class Engine:
         error: str | None = None,
     ) -> Output:
         live = self._live.pop(sequence.request.id)
-        self._scheduler.remove(sequence)
+        if live.compiling is None:
+            self._scheduler.remove(sequence)
         shown += live.text.finish()
         self._num_finished[reason] += 1
         self._tell("finished", sequence.request.id, reason=reason, num_output=sequence.num_output)
@@ -344,7 +396,7 @@ class Engine:
         self._last_step_s = clock[-1] - clock[0]
         if not self.listeners:
             return
-        phases = ("schedule", "run", "sample", "accept")
+        phases = ("schedule", "run", "accept")
         stats = self.stats()
         values = {
             "phases_s": dict(
@@ -376,8 +428,3 @@ def _chunk(work: Work) -> Chunk:
     start = sequence.num_computed
     new = sequence.token_ids[start : start + work.num_new]
     return Chunk(sequence.pages, new, 1 if work.samples else 0)
-
-
-def _draw(sequence: Running) -> Draw:
-    request = sequence.request
-    return Draw(request.params, sequence.seed, request.prompt_ids, sequence.output_ids)

@@ -86,7 +86,7 @@ def _schema(guide: Guide) -> str:
     try:
         schema = json.loads(guide.value) if isinstance(guide.value, str) else guide.value
         _need_guide(isinstance(schema, dict | bool), guide, "an object")
-        text = json.dumps(schema, sort_keys=True)
+        text = json.dumps(schema)  # the order of properties is the order of the answer
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"the guide's JSON schema cannot be read: {error}") from error
     depth = deepest = 0

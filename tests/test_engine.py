@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import dsv4.engine
 import dsv4.model.moe
+import dsv4.runner.runner
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, RequestError
 from dsv4.request import Output, Request, TokenLogprobs
@@ -212,7 +212,7 @@ def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
             assert logits.shape[0] == len(draws)
             return [TokenLogprobs(tokens[len(draw.output_ids)], 0.0) for draw in draws]
 
-        monkeypatch.setattr(dsv4.engine, "sample_batch", sample_batch)
+        monkeypatch.setattr(dsv4.runner.runner, "sample_batch", sample_batch)
 
     return script
 

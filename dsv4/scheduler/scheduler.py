@@ -254,5 +254,6 @@ def _cut(sequence: Sequence, planned: int, room: int) -> int:
     end = start + count
     if count < left and end not in sequence.cuts:
         whole = end // SHARED_TOKENS * SHARED_TOKENS
-        count = whole - start if whole > start else count
+        if whole > start or planned:
+            count = max(whole - start, 0)
     return count

@@ -62,7 +62,7 @@ def test_the_hca_page_is_copied_not_shared(folder: Path) -> None:
     warm = make(folder)
     prefix = tokens(1, 4 * SHARED_TOKENS)
     prompts = [prefix + tokens(10 + i, 300) for i in range(3)]
-    warm.generate([prefix + [1]], PARAMS)
+    warm.generate([[*prefix, 1]], PARAMS)
     expected = [cold.generate([prompt], PARAMS)[0] for prompt in prompts]
     for found, right in zip(warm.generate(prompts, PARAMS), expected, strict=True):
         same(found, right)

@@ -1,0 +1,94 @@
+"""A scheduler without a model: steps take pages and give a token each, nothing is computed."""
+
+from typing import Any
+
+from dsv4.cache.geometry import Geometry, Pool
+from dsv4.cache.pages import StatePages
+from dsv4.cache.prefix import PrefixCache
+from dsv4.request import Request, SamplingParams
+from dsv4.scheduler import Scheduler, Sequence, Work
+from tests.models import quick_config
+
+CONTEXT = 1024
+
+
+class NoTensors:
+    def copy_page(self, pool: Pool, source: int, target: int) -> None:
+        assert source != target
+
+    def save_rows(self, slot: int, row: int) -> None: ...
+
+    def restore_rows(self, row: int, slot: int) -> None: ...
+
+    def read(self, pages: dict[Pool, list[int]], row: int) -> dict[str, Any]:
+        return {"pages": pages, "row": row}
+
+    def write(self, tensors: dict[str, Any], pages: dict[Pool, list[int]], row: int) -> None: ...
+
+
+class Simulator:
+    def __init__(
+        self,
+        *,
+        max_sequences: int = 3,
+        chunk_tokens: int = 256,
+        state_tokens: int | None = None,
+        prefix: bool = True,
+        store: Any = None,
+    ) -> None:
+        geometry = Geometry(quick_config(), "fp32", "fp32", chunk_tokens, 4 if prefix else 0)
+        num_pages = geometry.num_pages(CONTEXT, max_sequences, state_tokens)
+        self.pages = StatePages(geometry, max_sequences, num_pages)
+        self.prefix = None
+        if prefix:
+            self.prefix = PrefixCache(self.pages, NoTensors(), 4 * max_sequences, store)
+        self.told: list[tuple[str, str]] = []
+        self.scheduler = Scheduler(
+            self.pages, chunk_tokens, self.prefix, lambda k, s: self.told.append((k, s.request.id))
+        )
+        self.finished: list[str] = []
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Sequence:
+        params = SamplingParams(max_tokens=max_tokens)
+        sequence = Sequence(Request(name, tuple(prompt), params, **fields), seed=0)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[Work]:
+        work = self.scheduler.next_step()
+        if not work:
+            return work
+        held = [item.sequence.pages for item in work]
+        assert all(pages is not None for pages in held)
+        growth = self.pages.prepare(held, [item.num_new for item in work])  # type: ignore[arg-type]
+        self.pages.apply(growth)
+        self.scheduler.done(work)
+        for item in work:
+            if item.samples:
+                self._accept(item.sequence)
+        return work
+
+    def _accept(self, sequence: Sequence) -> None:
+        sequence.token_ids.append(sequence.num_output % 256)  # the same whatever happened before
+        full = len(sequence.token_ids) >= CONTEXT
+        if full or sequence.num_output >= sequence.request.params.max_tokens:
+            self.scheduler.remove(sequence)
+            self.finished.append(sequence.request.id)
+
+    def run(self, most_steps: int = 2000) -> None:
+        for _ in range(most_steps):
+            if self.scheduler.num_unfinished == 0:
+                return
+            self.step()
+        raise AssertionError(f"still unfinished: {self.scheduler.num_unfinished}")
+
+    def check(self) -> None:
+        if self.prefix is not None:
+            self.prefix.check_integrity()
+        else:
+            self.pages.check_integrity()
+
+    def check_idle(self) -> None:
+        self.check()
+        for allocator in self.pages.allocators.values():
+            assert allocator.num_available == allocator.num_pages

@@ -1,0 +1,209 @@
+"""Who runs, with how many tokens: fairness, priorities, shortage. No tensors."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dsv4.scheduler import Work
+from dsv4.scheduler.scheduler import PRIORITY_STEPS
+from tests.scheduler.simulator import CONTEXT, Simulator
+
+
+def shares(work: list[Work]) -> dict[str, int]:
+    return {item.sequence.request.id: item.num_new for item in work}
+
+
+def test_a_long_prompt_never_stalls_a_stream() -> None:
+    sim = Simulator()
+    sim.add("stream", [1], max_tokens=20)
+    sim.step()
+    sim.add("long", [2] * 1000)
+    while "long" in {s.request.id for s in sim.scheduler.sequences()} and not sim.finished:
+        work = sim.step()
+        assert shares(work)["stream"] == 1
+        assert sum(item.num_new for item in work) <= 256 + 3
+    assert sim.finished
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    sim = Simulator()
+    sim.add("long", [2] * 1000)
+    sim.step()
+    sim.add("short", [3] * 100)
+    assert shares(sim.step())["short"] == 100
+
+
+def test_every_prompt_gets_its_turn() -> None:
+    """More prompts than blocks in a chunk: none waits for ever."""
+    sim = Simulator(max_sequences=4, chunk_tokens=128)
+    for name in "abcd":
+        sim.add(name, [ord(name)] * 400)
+    served = [next(iter(shares(sim.step()))) for _ in range(8)]
+    assert served == list("abcdabcd")
+
+
+def test_chunks_end_where_prefixes_are_shared() -> None:
+    sim = Simulator(max_sequences=1, chunk_tokens=300)
+    sequence = sim.add("a", list(range(256)) * 3 + [1, 2, 3])
+    ends = []
+    while not sim.finished:
+        sim.step()
+        if sequence.num_computed < 771:
+            ends.append(sequence.num_computed)
+    assert ends[:3] == [256, 512, 768]  # the last boundary is a cut of its own
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 128, 1000])
+def test_any_chunk_size_gets_to_the_end(chunk_tokens: int) -> None:
+    sim = Simulator(chunk_tokens=chunk_tokens)
+    for i in range(4):
+        sim.add(str(i), [i] * (1 + 97 * i))
+    sim.run()
+    assert sorted(sim.finished) == list("0123")
+    sim.check_idle()
+
+
+def test_priorities_overtake_and_preempt() -> None:
+    sim = Simulator(max_sequences=2)
+    sim.add("a", [1] * 10, max_tokens=50)
+    sim.add("b", [2] * 10, max_tokens=50)
+    sim.step()
+    sim.add("c", [3] * 10, max_tokens=5)
+    urgent = sim.add("urgent", [4] * 10, max_tokens=5, priority=1)
+    assert set(shares(sim.step())) == {"a", "urgent"}  # the last arrival gave way
+    assert sim.scheduler.num_preemptions == 1
+    sim.run()
+    assert sim.finished == ["urgent", "a", "b", "c"]
+    assert urgent.num_preemptions == 0
+    sim.check_idle()
+
+
+def test_a_low_priority_is_not_starved() -> None:
+    """Urgent requests without end: after PRIORITY_STEPS steps the old one is before new ones."""
+    sim = Simulator(max_sequences=1)
+    sim.add("old", [1] * 10, max_tokens=2)
+    for number in range(2 * PRIORITY_STEPS):
+        if sim.scheduler.num_unfinished < 2:
+            sim.add(f"new{number}", [2], max_tokens=1, priority=1)
+        sim.step()
+        if "old" in sim.finished:
+            return
+    raise AssertionError("the old request starved")
+
+
+def test_shortage_preempts_the_last_and_it_finishes_later() -> None:
+    sim = Simulator(max_sequences=3, state_tokens=CONTEXT, prefix=False)
+    for name in "abc":
+        sim.add(name, [ord(name)] * 300, max_tokens=500)
+    sim.run()
+    assert sim.scheduler.num_preemptions > 0
+    assert sorted(sim.finished) == list("abc")
+    assert sim.finished[0] == "a"  # the first never gives way
+    assert ("preempted", "a") not in sim.told
+    sim.check_idle()
+
+
+def test_admission_waits_for_pages_without_preempting() -> None:
+    sim = Simulator(max_sequences=3, state_tokens=CONTEXT, prefix=False)
+    sim.add("big", [1] * 1000, max_tokens=5)
+    sim.step()
+    sim.add("too much", [2] * 900, max_tokens=5)
+    sim.add("small", [3] * 10, max_tokens=5)
+    work = sim.step()
+    assert set(shares(work)) == {"big"}  # nobody overtakes the one that waits
+    sim.run()
+    assert sim.scheduler.num_preemptions == 0
+    sim.check_idle()
+
+
+def test_the_cache_gives_way_to_sequences() -> None:
+    sim = Simulator(max_sequences=2, state_tokens=CONTEXT)
+    for number in range(6):
+        sim.add(f"fill{number}", [number] * 400)
+    sim.run()
+    assert sim.prefix is not None
+    assert len(sim.prefix) > 0
+    sim.add("big", [99] * 1000)
+    sim.run()
+    assert sim.finished[-1] == "big"
+    assert sim.scheduler.num_preemptions == 0
+    assert sim.prefix.num_evicted > 0
+    sim.check_idle()
+
+
+def test_the_same_arrivals_give_the_same_steps() -> None:
+    def history() -> list[dict[str, int]]:
+        rng, steps = random.Random(5), []
+        sim = Simulator(max_sequences=3, state_tokens=CONTEXT)
+        for number in range(200):
+            if rng.random() < 0.2:
+                length = rng.choice((5, 130, 500))
+                sim.add(f"r{number}", [rng.randrange(3)] * length, priority=rng.randrange(3))
+            steps.append(shares(sim.step()))
+        return steps
+
+    assert history() == history()
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any arrivals, aborts and shortages: everybody finishes, nothing is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sim = Simulator(max_sequences=3, chunk_tokens=256, state_tokens=CONTEXT)
+        self.num_added = 0
+        self.aborted: set[str] = set()
+
+    @rule(
+        head=st.integers(0, 2),
+        blocks=st.integers(0, 5),
+        tail=st.integers(1, 130),
+        max_tokens=st.sampled_from((1, 2, 140)),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, head: int, blocks: int, tail: int, max_tokens: int, priority: int) -> None:
+        prompt = [head] * (128 * blocks) + [self.num_added % 5] * tail
+        self.sim.add(f"r{self.num_added}", prompt, max_tokens, priority=priority)
+        self.num_added += 1
+
+    @precondition(lambda self: self.sim.scheduler.num_unfinished)
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            first = min(self.sim.scheduler.sequences(), key=lambda s: s.rank, default=None)
+            work = self.sim.step()
+            if first is not None and self.sim.pages.num_free_slots == 0:
+                assert first in [item.sequence for item in work] or first.num_left > 1
+            assert sum(i.num_new for i in work if not i.samples) <= 256
+
+    @precondition(lambda self: self.sim.scheduler.num_unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sim.scheduler.sequences()))
+        self.sim.scheduler.remove(sequence)
+        self.aborted.add(sequence.request.id)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.sim.check()
+        ranks = [s.rank for s in self.sim.scheduler._waiting]
+        assert ranks == sorted(ranks)
+
+    def teardown(self) -> None:
+        self.sim.run()
+        self.sim.check_idle()
+        assert len(self.sim.finished) + len(self.aborted) == self.num_added
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=30,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)
