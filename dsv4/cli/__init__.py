@@ -11,6 +11,7 @@ from dsv4.cli.bench import register as add_bench
 from dsv4.cli.chat import register as add_chat
 from dsv4.cli.check import register as add_check
 from dsv4.cli.convert import register as add_convert
+from dsv4.cli.doctor import register as add_doctor
 from dsv4.cli.generate import register as add_generate
 from dsv4.cli.inspect import register as add_inspect
 from dsv4.cli.plan import register as add_plan
@@ -35,6 +36,7 @@ for add in (
     add_check,
     add_plan,
     add_convert,
+    add_doctor,
     add_bench,
 ):
     add(app)

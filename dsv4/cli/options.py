@@ -37,6 +37,8 @@ def engine_options(
     own = [p for p in signature.parameters.values() if p.name != "choices"]
     added = []
     for item in fields(EngineConfig):
+        if item.name in signature.parameters:
+            continue
         flag = "--" + item.name.replace("_", "-")
         own_name = f"{flag}/--no-{flag[2:]}" if item.type is bool else flag
         names = (own_name, *(aliases or {}).get(item.name, ()))

@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.cache.pages import SequencePages
+from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.ops.op import observe
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.tools.doctor.check import LayerMaker
@@ -141,6 +143,25 @@ def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], recor
         runner.pages.close(held)
 
 
+def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
+    """Another sequence leaves a prefix behind and goes elsewhere; ours begins with it."""
+    ids = subject.token_ids
+    boundary = (len(ids) - 1) // SHARED_TOKENS * SHARED_TOKENS
+    keys = block_keys(ids[:boundary], "doctor")
+    cache = PrefixCache(runner.pages, runner.state, runner.state.num_snapshots)
+    other = runner.pages.open()
+    runner.step([Chunk(other, ids[:boundary], 1)])
+    cache.keep(other, keys[-1])
+    runner.step([Chunk(other, ids[: len(ids) - boundary], 1)])
+    runner.pages.close(other)
+    snapshot = cache.find(keys)
+    assert snapshot is not None, "the prefix just kept is not found"
+    pages = runner.pages.open()
+    cache.begin(pages, snapshot)
+    run_alone(runner, ids, [1] * (len(ids) - boundary), [record], pages)
+    cache.clear()
+
+
 def first_difference(name: str, right: Record, other: Record) -> Crossing:
     """In the order of computation; `other` may hold only the last rows."""
     compared = 0
@@ -165,7 +186,7 @@ def cross_checks(subject: Subject, make_layer: LayerMaker, alone: Record) -> Ite
     """`alone`: the record of the run in pieces that `schedule` asks for."""
     count = len(subject.token_ids)
     if subject.streamed:
-        for name in ("prefill vs decode", "alone vs batched"):
+        for name in ("prefill vs decode", "alone vs batched", "cold vs prefix hit"):
             yield Crossing(name, "skipped", "a streamed model would be read again for each")
         return
 
@@ -178,3 +199,11 @@ def cross_checks(subject: Subject, make_layer: LayerMaker, alone: Record) -> Ite
     company = record()
     run_in_company(subject.runner(), subject.token_ids, schedule(count), company)
     yield first_difference("alone vs batched", alone, company)
+    if not subject.settings.prefix_cache:
+        yield Crossing("cold vs prefix hit", "skipped", "prefix_cache is off")
+    elif count <= SHARED_TOKENS:
+        yield Crossing("cold vs prefix hit", "skipped", f"needs more than {SHARED_TOKENS} tokens")
+    else:
+        hit = record()
+        run_from_prefix(subject, subject.runner(), hit)
+        yield first_difference("cold vs prefix hit", alone, hit)

@@ -1,0 +1,241 @@
+"""`dsv4 doctor`: which operation is wrong, on this machine or in this checkpoint?"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dsv4.cli.options import engine_options
+from dsv4.config import EngineConfig
+from dsv4.errors import OptionError
+
+if TYPE_CHECKING:
+    from dsv4.tools.doctor.examine import ModelReport
+    from dsv4.tools.doctor.machine import Machine
+    from dsv4.tools.doctor.ops import OpResult
+    from dsv4.tools.doctor.report import Report
+    from dsv4.tools.doctor.subject import Subject
+
+_COLORS = {"ok": "green", "wrong": "bold red", "skipped": "yellow", "unsupported": "yellow"}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(engine_options(doctor))
+
+
+def doctor(
+    model: str = typer.Argument("tiny", help="A folder, 'tiny', or 'replay'."),
+    capsule: Path | None = typer.Argument(None, help="After 'replay': a folder of --save."),
+    ops: bool = typer.Option(False, "--ops", help="Only the machine and its kernels, no model."),
+    prompt: str | None = typer.Option(None, "--prompt", "-p", help="Text to run; repeated."),
+    tokens: int | None = typer.Option(None, help="Length of the run in tokens."),
+    against: str | None = typer.Option(
+        None, help="Another checkpoint of the model whose weights count as right."
+    ),
+    stream: bool | None = typer.Option(
+        None, "--stream/--no-stream", help="One layer at a time from disk; default: if needed."
+    ),
+    save: Path | None = typer.Option(None, help="Write the first wrong call as a capsule."),
+    picture: Path | None = typer.Option(None, help="Write the picture as SVG to this file."),
+    report: Path | None = typer.Option(None, help="Write everything as JSON to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    *,
+    choices: dict[str, Any],
+) -> None:
+    """Find the operation that is wrong; exit code 1 if there is one.
+
+    Examples: dsv4 doctor; dsv4 doctor ./model --save bug; dsv4 doctor replay bug
+    """
+    console = Console(stderr=as_json)
+    if model == "replay":
+        _replay(capsule, as_json)
+        return
+    if capsule is not None:
+        raise OptionError(f"found a second argument {str(capsule)!r}; only replay takes one")
+    found, subject = _examine(
+        console,
+        model,
+        EngineConfig.make(**choices),
+        with_model=not ops,
+        options={"prompt": prompt, "tokens": tokens, "against": against, "stream": stream},
+    )
+    _write(found, subject, save, picture, report, console)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_json(), indent=1) + "\n")
+    _conclude(found, console)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _examine(
+    console: Console,
+    model: str,
+    choices: EngineConfig,
+    *,
+    with_model: bool,
+    options: dict[str, Any],
+) -> tuple["Report", "Subject | None"]:
+    import torch
+
+    from dsv4.tools.doctor.examine import examine_model
+    from dsv4.tools.doctor.machine import examine_machine
+    from dsv4.tools.doctor.ops import check_ops
+    from dsv4.tools.doctor.report import Report
+    from dsv4.tools.doctor.subject import open_subject
+
+    subject = open_subject(model, choices, **options) if with_model else None
+    device = choices.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with console.status("looking at the machine"):
+        found = Report(examine_machine(device))
+    _print_machine(found.machine, console)
+    with console.status("comparing ops with their references"):
+        found.ops = list(check_ops(device))
+    _print_ops(found.ops, console)
+    if subject is not None:
+        with console.status("comparing the model with its formulas, op by op"):
+            found.model = examine_model(subject)
+        _print_model(found.model, console)
+    return found, subject
+
+
+def _write(
+    found: "Report",
+    subject: "Subject | None",
+    save: Path | None,
+    picture: Path | None,
+    report: Path | None,
+    console: Console,
+) -> None:
+    from dsv4.tools.doctor.capsule import save_capsule
+    from dsv4.tools.doctor.picture import write_picture
+
+    if report is not None:
+        found.write(report)
+        console.print(f"report in {report}")
+    if found.model is None or subject is None:
+        return
+    if picture is not None:
+        write_picture(picture, found.model, subject.config.compress_ratios)
+        console.print(f"picture in {picture}")
+    if save is not None and found.model.first is not None:
+        save_capsule(save, found.model.first, subject.config, found.model.settings)
+        console.print(f"capsule in {save}; dsv4 doctor replay {save} runs it anywhere")
+    elif save is not None:
+        console.print("no op is wrong, so there is no capsule to save")
+
+
+def _print_machine(machine: "Machine", console: Console) -> None:
+    console.print(
+        f"[bold]machine[/] {escape(machine.device)} {machine.capability}, "
+        f"{machine.bandwidth_gbs:g} GB/s"
+        + (f" of {machine.published_gbs:g} published" if machine.published_gbs else "")
+        + f"; dsv4 {machine.dsv4}, torch {machine.torch}, triton {machine.triton}, "
+        f"CUDA {machine.cuda}, python {machine.python}"
+    )
+    for note in machine.notes:
+        console.print(f"[yellow]note[/] {escape(note)}")
+
+
+def _print_ops(results: list["OpResult"], console: Console) -> None:
+    from dsv4.tools.doctor.ops import summarize
+
+    table = Table("op", "runs", "cases", "result", "worst", "us", "")
+    for row in summarize(results):
+        color = _COLORS[row["status"]]
+        worst = f"{row['worst']:.2g}" if row["ran"] != "reference" else ""
+        time_us = f"{row['time_us']:g}" if row["time_us"] else ""
+        table.add_row(
+            row["op"],
+            row["ran"],
+            str(row["cases"]),
+            f"[{color}]{row['status']}[/]",
+            worst,
+            time_us,
+            escape(row["detail"]),
+        )
+    console.print(table)
+    console.print("[dim]worst: largest error in units of what the case allows[/]")
+
+
+def _print_model(model: "ModelReport", console: Console) -> None:
+    from dsv4.tools.doctor.picture import terminal
+
+    console.print(
+        f"[bold]model[/] {escape(model.name)} ({model.layout}"
+        f"{', streamed' if model.streamed else ''}), {model.num_tokens} tokens; "
+        f"{escape(model.settings)}"
+    )
+    console.print(_layer_table(model))
+    console.print(terminal(model))
+    for item in model.crossings:
+        console.print(
+            f"[{_COLORS[item.status]}]{item.status}[/] {item.name}: {escape(item.detail)}"
+        )
+
+
+def _layer_table(model: "ModelReport") -> Table:
+    """Per layer: the op nearest to its limit, the first wrong one, and how errors add up."""
+    from dsv4.tools.doctor.check import worst
+
+    table = Table("layer", "furthest op", "error", "allowed", "cosine", "first wrong", "end to end")
+    for layer in sorted({cell.layer for cell in model.cells}):
+        cells = [cell for cell in model.cells if cell.layer == layer]
+        far = worst(cells)
+        assert far is not None
+        first = next((cell.site for cell in cells if cell.status != "ok"), "")
+        summed = model.end_to_end.get(layer)
+        table.add_row(
+            str(layer),
+            far.site,
+            f"{far.error.worst:.1e}",
+            f"{far.limit.worst:.0e}",
+            f"{far.error.cosine:.6f}",
+            f"[bold red]{first}[/]",
+            f"{summed.worst:.1e}" if summed else "",
+        )
+    logits = model.end_to_end.get(max((c.layer for c in model.cells), default=0) + 1)
+    if logits is not None:
+        table.add_row("logits", "", "", "", f"{logits.cosine:.6f}", "", f"{logits.worst:.1e}")
+    return table
+
+
+def _conclude(found: "Report", console: Console) -> None:
+    for line in found.conclusions():
+        console.print(f"[bold red]wrong[/] {escape(line)}", soft_wrap=True)
+    if found.ok:
+        console.print("[green]nothing is wrong[/]")
+
+
+def _replay(folder: Path | None, as_json: bool) -> None:
+    import torch
+
+    from dsv4.tools.doctor.capsule import replay
+
+    if folder is None:
+        raise OptionError("replay needs the folder of a capsule: dsv4 doctor replay DIR")
+    found = replay(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    if as_json:
+        sys.stdout.write(json.dumps({**asdict(found), "verdict": found.verdict}, indent=1) + "\n")
+    else:
+        console = Console()
+        console.print(
+            f"{found.op} ({found.site}) in layer {found.layer}, position {found.position}"
+        )
+        console.print(f"cause given then: {escape(found.cause)}", soft_wrap=True)
+        console.print(
+            f"then against the formulas: {found.found_error:.2g} (allowed {found.limit:.2g})"
+        )
+        console.print(f"then against the reference here: {found.reference_error:.2g}")
+        if found.kernel_error is not None:
+            console.print(f"kernel here against the reference: {found.kernel_error:.2g}")
+        console.print(f"[bold]{found.verdict}[/]")
+    if not found.is_fixed:
+        raise typer.Exit(1)

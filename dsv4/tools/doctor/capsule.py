@@ -1,0 +1,272 @@
+"""A wrong op call in a folder: safetensors and JSON, nothing executable, replayed anywhere.
+
+    tensors.safetensors   the arguments' tensors, what the op gave, what was found and expected
+    capsule.json          where it happened, versions, and how the tensors make up the arguments
+
+Pages, slots, experts and vocabulary rows that the call does not touch are left out.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsv4 import __version__
+from dsv4.config import ModelConfig
+from dsv4.errors import OptionError
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
+from dsv4.ops import OPS
+from dsv4.ops.arguments import copied, leaves
+from dsv4.ops.attention.attention import Compressed
+from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.kv.compress import CompressorState
+from dsv4.ops.kv.pool import PagedPool, unpack
+from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.op import Arguments, Op
+from dsv4.ops.ragged import Ragged
+from dsv4.tools.doctor.check import Evidence
+from dsv4.tools.doctor.compare import difference
+
+VERSION = 1
+_FACTS, _TENSORS = "capsule.json", "tensors.safetensors"
+# the only things a capsule may contain besides tensors, numbers, texts and lists
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        Ragged, PagedPool, CompressorState, Compressed, MixSite,
+        Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, TiledNvfp4,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A capsule run again here. Errors are relative to a row's length."""
+
+    op: str
+    site: str
+    layer: int
+    position: int
+    cause: str
+    versions: dict[str, str]
+    limit: float
+    found_error: float  # of what ran then, against the plain model
+    reference_error: float  # of what ran then, against the reference run here
+    kernel_error: float | None  # of a kernel run here, against the reference; None on a CPU
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.reference_error > self.limit
+
+    @property
+    def is_fixed(self) -> bool:
+        """Only a kernel can be seen to be right: wrong arguments stay wrong."""
+        ran_here = self.kernel_error is not None and self.kernel_error <= self.limit
+        return self.is_kernel and ran_here
+
+    @property
+    def verdict(self) -> str:
+        if self.is_fixed:
+            return "the kernel that was wrong is right here"
+        if self.kernel_error is not None and self.kernel_error > self.limit:
+            return "the kernel is wrong here too"
+        if self.is_kernel:
+            return "what ran then differs from the reference on the same arguments: the kernel"
+        return "the op did what it was asked: its arguments, weights or state were wrong"
+
+
+def save_capsule(folder: Path, evidence: Evidence, config: ModelConfig, settings: str) -> None:
+    cell, call = evidence.cell, evidence.call
+    tensors: dict[str, Tensor] = {}
+    arguments = reduced(call.before)
+    tree = {name: _encode(value, f"arguments.{name}", tensors) for name, value in arguments.items()}
+    tensors |= {
+        f"gave.{path}": value
+        for path, value in outputs(call.op, call.result, reduced(call.after)).items()
+    }
+    for label, taps in (("found", evidence.found), ("expected", evidence.expected)):
+        tensors |= {f"{label}.{name}": taps[name] for name in evidence.found}
+    facts = {
+        "version": VERSION,
+        "op": call.op.name,
+        "site": cell.site,
+        "layer": cell.layer,
+        "step": cell.step,
+        "position": cell.position,
+        "limit": cell.limit.worst,
+        "cause": cell.cause.text if cell.cause else "",
+        "versions": {"dsv4": __version__, "torch": torch.__version__},
+        "settings": settings,
+        "config": asdict(config),
+        "arguments": tree,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(own, folder / _TENSORS)
+    (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def replay(folder: Path, device: str = "cpu") -> Replay:
+    facts, tensors = _read(folder)
+    op = OPS[facts["op"]]
+    try:
+        stored = {name: _decode(tree, tensors) for name, tree in facts["arguments"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise OptionError(f"{folder}: the arguments do not fit together ({error!r})") from error
+    mine = copied(stored)
+    wanted = outputs(op, op.reference(**mine), mine)
+    gave = _under("gave.", tensors)
+    return Replay(
+        op.name,
+        facts["site"],
+        facts["layer"],
+        facts["position"],
+        facts["cause"],
+        facts["versions"],
+        facts["limit"],
+        _apart(_under("found.", tensors), _under("expected.", tensors)),
+        _apart(gave, wanted),
+        _kernel_error(op, stored, wanted, device),
+    )
+
+
+def _kernel_error(
+    op: Op, stored: Arguments, wanted: dict[str, Tensor], device: str
+) -> float | None:
+    if device == "cpu":
+        return None
+    there = copied(stored, lambda tensor: tensor.to(device))
+    for kernel in op.kernels:
+        if kernel.supports(there) is None:
+            result = kernel.run(there)
+            return _apart(copied(outputs(op, result, there), torch.Tensor.cpu), wanted)
+    return None
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in (_FACTS, _TENSORS):
+        if not (folder / name).is_file():
+            raise OptionError(f"{folder} has no {name}; expected a folder written by --save")
+    try:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        tensors = load_file(folder / _TENSORS)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise OptionError(
+            f"{folder} is no capsule ({error}); write it again with --save"
+        ) from error
+    if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        raise OptionError(f"{folder}/{_FACTS} is not of version {VERSION}; write it again")
+    if facts.get("op") not in OPS:
+        raise OptionError(f"the capsule is of op {facts.get('op')!r}, which this version has not")
+    return facts, tensors
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error; numbers that are NaN on both sides (unwritten) agree."""
+    worst = 0.0
+    for name, value in expected.items():
+        other = found[name]
+        if value.is_floating_point() and other.shape == value.shape:
+            both = value.isnan() & other.isnan()
+            value, other = value.masked_fill(both, 0), other.masked_fill(both, 0)
+        rows = (1, -1) if value.dim() < 2 else value.shape
+        worst = max(worst, difference(other.reshape(rows), value.reshape(rows)).worst)
+    return worst
+
+
+def outputs(op: Op, result: Any, arguments: Arguments) -> dict[str, Tensor]:
+    """What a call returned and wrote, as numbers: pages are unpacked."""
+    written = {}
+    for name in op.mutates:
+        value = arguments[name]
+        is_pool = isinstance(value, PagedPool)
+        written[name] = unpack(value, value.parts).flatten(0, 1) if is_pool else value
+    return dict(leaves({"result": result, **written}))
+
+
+# --- leaving out what a call does not touch -------------------------------------------------------
+
+
+def reduced(arguments: Arguments) -> Arguments:
+    small = dict(arguments)
+    if "pool" in small:
+        small["pool"], small["table"] = _pages(small["pool"], small["table"])
+    if small.get("compressed") is not None:
+        seen = small["compressed"]
+        pool, table = _pages(seen.pool, seen.table)
+        small["compressed"] = replace(seen, pool=pool, table=table)
+    if "state" in small:
+        slots, places = torch.unique(small["batch"].slots, return_inverse=True)
+        small["state"] = copied(small["state"], lambda tensor: tensor[slots])
+        small["batch"] = replace(small["batch"], slots=places)
+    if "experts" in small and "w13" in small:
+        used, places = torch.unique(small["experts"], return_inverse=True)
+        small["experts"] = places
+        for name in ("w13", "w2"):
+            small[name] = copied(small[name], lambda tensor: tensor[used])
+    if "num_streams" in small:
+        used, small["token_ids"] = torch.unique(small["token_ids"], return_inverse=True)
+        small["table"] = small["table"][used]
+    return small
+
+
+def _pages(pool: PagedPool, table: Tensor) -> tuple[PagedPool, Tensor]:
+    used, places = torch.unique(table, return_inverse=True)
+    parts = {}
+    for name, part in pool.parts.items():
+        rows = part.view(torch.uint8)[used.long()]  # not every dtype can be indexed
+        parts[name] = rows.view(part.dtype)
+    return PagedPool(pool.format, pool.is_index, parts), places.to(table.dtype)
+
+
+# --- arguments as JSON and tensors ----------------------------------------------------------------
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return {"list": [_encode(part, f"{path}.{i}", tensors) for i, part in enumerate(value)]}
+    if isinstance(value, dict):
+        parts = value.items()
+        return {"dict": {name: _encode(part, f"{path}.{name}", tensors) for name, part in parts}}
+    assert is_dataclass(value), type(value)
+    assert type(value).__name__ in _TYPES, f"{type(value).__name__} must be listed in _TYPES"
+    named = {item.name: getattr(value, item.name) for item in fields(value)}
+    return {
+        "type": type(value).__name__,
+        "fields": {name: _encode(part, f"{path}.{name}", tensors) for name, part in named.items()},
+    }
+
+
+def _decode(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    readers: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda path: tensors[path],
+        "value": lambda value: value,
+        "dtype": lambda name: {str(d): d for d in _DTYPES}[f"torch.{name}"],
+        "list": lambda parts: [_decode(part, tensors) for part in parts],
+        "dict": lambda parts: {name: _decode(part, tensors) for name, part in parts.items()},
+        "type": lambda name: _TYPES[name](
+            **{key: _decode(part, tensors) for key, part in tree["fields"].items()}
+        ),
+    }
+    kind = next(name for name in readers if name in tree)
+    return readers[kind](tree[kind])
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

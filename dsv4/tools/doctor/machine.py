@@ -1,0 +1,119 @@
+"""What runs here: versions, the GPU, which kernel serves which op, and the memory's speed."""
+
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from dsv4 import __version__
+from dsv4.ops import OPS
+from dsv4.ops.arguments import copied
+from dsv4.tools.bench_ops import measure_ceilings
+
+# GB/s the makers publish, by a part of the device's name
+PUBLISHED_GBS = {
+    "GB300": 8000, "B300": 8000, "GB200": 8000, "B200": 8000, "H200": 4800, "H100 PCIe": 2000,
+    "H100 NVL": 3900, "H100": 3350, "GH200": 4000, "A100-SXM4-40GB": 1555, "A100": 2039,
+    "L40": 864, "RTX PRO 6000": 1792, "RTX 5090": 1792, "RTX 4090": 1008,
+}  # fmt: skip
+LEAST_SHARE = 0.75  # of the published figure; less means that something else uses the memory
+_COPY_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Machine:
+    python: str
+    dsv4: str
+    torch: str
+    triton: str
+    cuda: str
+    driver: str
+    device: str
+    capability: str
+    memory_gb: float
+    bandwidth_gbs: float
+    published_gbs: float
+    kernels: list[dict[str, str]]  # op, runs, why
+
+    @property
+    def notes(self) -> list[str]:
+        if self.published_gbs and self.bandwidth_gbs < LEAST_SHARE * self.published_gbs:
+            return [
+                f"memory reads at {self.bandwidth_gbs:.0f} GB/s, {self.published_gbs:.0f} "
+                "published: is something else using the GPU?"
+            ]
+        return []
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "notes": self.notes}
+
+
+def examine_machine(device: str) -> Machine:
+    on_gpu = device != "cpu"
+    name = torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "CPU"
+    capability, memory, driver = "", 0.0, ""
+    if on_gpu:
+        facts = torch.cuda.get_device_properties(device)
+        capability, memory = f"sm_{facts.major}{facts.minor}", facts.total_memory / 1e9
+        driver = _driver()
+    published = next((g for part, g in PUBLISHED_GBS.items() if part in name), 0) if on_gpu else 0
+    return Machine(
+        python=platform.python_version(),
+        dsv4=__version__,
+        torch=torch.__version__,
+        triton=_version("triton"),
+        cuda=torch.version.cuda or "none",
+        driver=driver,
+        device=name,
+        capability=capability,
+        memory_gb=round(memory, 1),
+        bandwidth_gbs=round(measure_ceilings().read_gbs if on_gpu else _copy_gbs(), 1),
+        published_gbs=float(published),
+        kernels=list(_kernel_table(device)),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return f"CUDA {number // 1000}.{number % 1000 // 10}"
+
+
+def _copy_gbs() -> float:
+    """Bytes read and written by a copy that no cache holds."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source).copy_(source)
+    begin = time.perf_counter()
+    target.copy_(source)
+    return 2 * _COPY_BYTES / (time.perf_counter() - begin) / 1e9
+
+
+def _kernel_table(device: str) -> Iterator[dict[str, str]]:
+    """For the first case of each op that a kernel takes, or the reason why none does."""
+    for op in OPS.values():
+        if device == "cpu":
+            yield {"op": op.name, "runs": "reference", "why": "a CPU runs references"}
+            continue
+        runs, why = "reference", "no kernel is written yet"
+        for case in op.cases():
+            drawn = case.build(torch.Generator().manual_seed(1))
+            arguments = copied(drawn, lambda tensor: tensor.to(device))
+            for kernel in op.kernels:
+                reason = kernel.supports(arguments)
+                if reason is None:
+                    runs, why = kernel.module.rpartition(".")[2], case.name
+                elif runs == "reference":
+                    why = reason
+            if runs != "reference":
+                break
+        yield {"op": op.name, "runs": runs, "why": why}

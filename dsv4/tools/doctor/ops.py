@@ -1,0 +1,219 @@
+"""Every kernel against its reference on this machine: the op's own cases and harder ones."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.ops import OPS
+from dsv4.ops.arguments import copied, leaves, same_bits
+from dsv4.ops.op import Arguments, Case, Kernel, Op
+
+# the argument that carries activations: it is made harder
+_ACTIVATION = {
+    "rms_norm": "x", "mhc_pre": "streams", "mhc_boundary": "streams", "mhc_head": "streams",
+    "linear": "x", "grouped_linear": "x", "rope": "x", "query_prepare": "q", "kv_store": "kv",
+    "compress": "values", "index_query": "q", "index_scores": "q", "index_select": "scores",
+    "attention": "q", "router": "x", "experts": "x", "sample": "logits",
+}  # fmt: skip
+_HARDER = ("outliers", "large", "zero row", "ties")
+_CODES = (torch.uint8, torch.float8_e4m3fn, torch.int16)
+_NEIGHBOURS = 1e-3  # share of rounded codes that may be the next one
+_REPEATS = 7
+
+
+@dataclass(frozen=True)
+class OpResult:
+    op: str
+    case: str
+    ran: str  # the kernel's module, or "reference"
+    status: str  # ok, wrong, unsupported
+    error: float = 0.0  # largest, in units of what is allowed: above 1 is wrong
+    where: str = ""  # of the largest error
+    atol: float = 0.0
+    rtol: float = 0.0
+    time_us: float = 0.0
+    reference_us: float = 0.0
+    detail: str = ""
+
+
+def harder(case: Case, op: str) -> Iterator[Case]:
+    """The case with outliers, large values, an empty row, ties."""
+    name = _ACTIVATION.get(op)
+    if name is None:
+        return
+    for kind in _HARDER:
+        if kind in ("outliers", "large") and op in ("index_select", "sample"):
+            continue  # they only compare and exponentiate
+
+        def build(generator: torch.Generator, kind: str = kind) -> Arguments:
+            arguments = case.build(generator)
+            changed = _change(arguments[name], kind, generator)
+            return {**arguments, name: changed}
+
+        yield Case(f"{case.name}, {kind}", build, case.atol, case.rtol, case.small)
+
+
+def _change(x: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+    if x.numel() == 0:
+        return x
+    if kind == "outliers":
+        few = torch.rand(x.shape, generator=generator) < 0.02
+        return torch.where(few, x * 1000, x)
+    if kind == "large":
+        return x * 300
+    if kind == "zero row":
+        return torch.cat((torch.where(x[:1].isinf(), x[:1], 0), x[1:]))
+    return torch.where(x.isinf(), x, x.round().clamp(-1, 1))
+
+
+def check_ops(
+    device: str, *, ops: Mapping[str, Op] = OPS, only: str = "", kernels: bool | None = None
+) -> Iterator[OpResult]:
+    """`kernels` None: those of a GPU; a CPU runs references, which must repeat and be finite."""
+    use_kernels = device != "cpu" if kernels is None else kernels
+    for op in ops.values():
+        if only and op.name not in only.split(","):
+            continue
+        for case in op.cases():
+            yield from _check_case(op, case, device, use_kernels, scaled=False)
+            for hard in harder(case, op.name):
+                yield from _check_case(op, hard, device, use_kernels, scaled=True)
+
+
+def _check_case(
+    op: Op, case: Case, device: str, use_kernels: bool, *, scaled: bool
+) -> Iterator[OpResult]:
+    drawn = case.build(torch.Generator().manual_seed(1))
+    if any(tensor.numel() == 0 for _, tensor in leaves(drawn)):
+        return  # returned early by the public function
+    arguments = copied(drawn, lambda tensor: tensor.to(device))
+    if not use_kernels:
+        yield _check_reference(op, case, arguments)
+        return
+    for kernel in op.kernels:
+        reason = kernel.supports(arguments)
+        if reason is not None:
+            yield OpResult(op.name, case.name, _short(kernel), "unsupported", detail=reason)
+            continue
+        yield _check_kernel(op, kernel, case, arguments, scaled)
+
+
+def _short(kernel: Kernel) -> str:
+    return kernel.module.rpartition(".")[2]
+
+
+def _outputs(op: Op, run: Callable[[Arguments], Any], arguments: Arguments) -> dict[str, Tensor]:
+    """What a run returns and what it writes, by name."""
+    mine = copied(arguments)
+    result = run(mine)
+    return dict(leaves({"result": result, **{name: mine[name] for name in op.mutates}}))
+
+
+def _check_reference(op: Op, case: Case, arguments: Arguments) -> OpResult:
+    """Two runs must give the same bits, and results no NaN (fresh pages are full of them)."""
+    first = _outputs(op, lambda a: op.reference(**a), arguments)
+    again = _outputs(op, lambda a: op.reference(**a), arguments)
+    for path, value in first.items():
+        detail = "" if same_bits(value, again[path]) else "two runs of the reference differ"
+        if path.startswith("result") and value.is_floating_point() and bool(value.isnan().any()):
+            detail = "the reference gives NaN"
+        if detail:
+            worst = float("inf")
+            return OpResult(op.name, case.name, "reference", "wrong", worst, path, detail=detail)
+    return OpResult(op.name, case.name, "reference", "ok")
+
+
+def _check_kernel(
+    op: Op, kernel: Kernel, case: Case, arguments: Arguments, scaled: bool
+) -> OpResult:
+    wanted = _outputs(op, lambda a: op.reference(**a), arguments)
+    found = _outputs(op, kernel.run, arguments)
+    worst, where, detail = 0.0, "", ""
+    for path, value in wanted.items():
+        error, place = _compare(op.name, value, found[path], case, scaled)
+        if error > worst:
+            worst, where = error, f"{path}{place}"
+    if worst > 1:
+        detail = f"{worst:.3g} times what is allowed at {where}"
+    return OpResult(
+        op.name,
+        case.name,
+        _short(kernel),
+        "ok" if worst <= 1 else "wrong",
+        worst,
+        where,
+        case.atol,
+        case.rtol,
+        _time_us(lambda: kernel.run(arguments), arguments),
+        _time_us(lambda: op.reference(**arguments), arguments),
+        detail,
+    )
+
+
+def _compare(
+    op: str, wanted: Tensor, found: Tensor, case: Case, scaled: bool
+) -> tuple[float, list[int]]:
+    """The largest error in units of the allowed one, and its index."""
+    if op == "index_scores":  # columns beyond what is visible may be missing
+        width = min(wanted.shape[1], found.shape[1])
+        wanted, found = wanted[:, :width], found[:, :width]
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return float("inf"), [*found.shape]
+    if wanted.dtype in _CODES:
+        different = wanted.view(torch.uint8) != found.view(torch.uint8)
+        first = torch.nonzero(different)[:1].flatten().tolist()
+        return float(different.float().mean()) / _NEIGHBOURS, first
+    a, b = wanted.double(), found.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    size = a.abs().nan_to_num(0.0, 0.0, 0.0)
+    if scaled and size.dim() > 1:  # sums of large numbers: to the row's largest result
+        size = size.amax(-1, keepdim=True).expand_as(a)
+    allowed = case.atol + case.rtol * size + 1e-30
+    error = torch.where(same, 0.0, (a - b).abs() / allowed).nan_to_num(nan=float("inf"))
+    place = torch.nonzero(error == error.max())[0].tolist() if error.dim() else []
+    return float(error.max()), place
+
+
+def _time_us(call: Callable[[], object], arguments: Arguments) -> float:
+    on_gpu = any(tensor.is_cuda for _, tensor in leaves(arguments))
+    times = []
+    for _ in range(_REPEATS):
+        if on_gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return round(median(times), 1)
+
+
+def summarize(results: Iterable[OpResult]) -> list[dict[str, Any]]:
+    """One row per op and what ran: cases, the worst of them, the longest time."""
+    groups: dict[tuple[str, str], list[OpResult]] = {}
+    for item in results:
+        groups.setdefault((item.op, item.ran), []).append(item)
+    rows = []
+    for (op, ran), items in groups.items():
+        tried = [item for item in items if item.status != "unsupported"]
+        worst = max(tried, key=lambda item: item.error, default=items[0])
+        rows.append(
+            {
+                "op": op,
+                "ran": ran,
+                "status": "wrong" if any(i.status == "wrong" for i in items) else worst.status,
+                "cases": len(tried),
+                "unsupported": len(items) - len(tried),
+                "worst": worst.error,
+                "worst_case": worst.case,
+                "where": worst.where,
+                "time_us": max((i.time_us for i in tried), default=0.0),
+                "detail": worst.detail,
+            }
+        )
+    return rows

@@ -1,0 +1,128 @@
+"""Everything found, as one object that can be printed or written as JSON."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsv4.tools.doctor.check import Cell
+from dsv4.tools.doctor.examine import ModelReport
+from dsv4.tools.doctor.machine import Machine
+from dsv4.tools.doctor.ops import OpResult, summarize
+
+NEXT = (
+    "Attach this file to an issue of the project: it says which kernels ran on this GPU, how far "
+    "they are from their references and how long they took. It holds no names, paths or texts."
+)
+
+
+@dataclass
+class Report:
+    machine: Machine
+    ops: list[OpResult] = field(default_factory=list)
+    model: ModelReport | None = None
+
+    @property
+    def ok(self) -> bool:
+        ops_ok = all(item.status != "wrong" for item in self.ops)
+        return ops_ok and (self.model is None or self.model.ok)
+
+    def conclusions(self) -> list[str]:
+        """What is wrong, in words, the likeliest cause first."""
+        lines = []
+        for row in summarize(item for item in self.ops if item.status == "wrong"):
+            lines.append(
+                f"op {row['op']} ({row['ran']}), case {row['worst_case']}: {row['detail']}"
+            )
+        return lines + (model_conclusions(self.model) if self.model else [])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "conclusions": self.conclusions(),
+            "machine": self.machine.to_json(),
+            "ops": [_finite(asdict(item)) for item in self.ops],
+            "model": model_json(self.model) if self.model else None,
+            "next": NEXT,
+        }
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def model_conclusions(model: ModelReport) -> list[str]:
+    lines = []
+    if model.first is not None:
+        lines.append("first wrong op: " + describe(model.first.cell))
+    others = [c for c in model.wrong if model.first is None or c is not model.first.cell]
+    lines += [describe(cell) for cell in others if cell.status == "wrong"]
+    for cell in others:
+        if cell.status != "wrong":
+            lines.append(f"layer {cell.layer} {cell.site}: {cell.op} was {cell.status}")
+    if model.unplaced:
+        names = ", ".join(model.unplaced)
+        lines.append(f"called where a layer has no place for it, not compared: {names}")
+    for item in model.crossings:
+        if item.status == "wrong":
+            lines.append(
+                f"{item.name}: layer {item.layer}, {item.site}, position {item.position}: "
+                f"{item.detail}"
+            )
+    if model.judged_end_to_end and not model.end_to_end_ok and not lines:
+        error = model.end_to_end[max(model.end_to_end)]
+        lines.append(
+            f"every op is right on its own inputs, but the logits are {error.mean:.1%} off end to "
+            "end: something between the ops is wrong"
+        )
+    return lines
+
+
+def describe(cell: Cell) -> str:
+    text = (
+        f"{cell.op} ({cell.site}) in layer {cell.layer}: {cell.tap} is off by "
+        f"{cell.error.worst:.2g} at position {cell.position} (allowed {cell.limit.worst:.2g})"
+    )
+    return f"{text}; {cell.cause.text}" if cell.cause else text
+
+
+def model_json(model: ModelReport) -> dict[str, Any]:
+    return {
+        "ok": model.ok,
+        "name": model.name,
+        "layout": model.layout,
+        "settings": model.settings,
+        "streamed": model.streamed,
+        "num_tokens": model.num_tokens,
+        "first_wrong": _cell_json(model.first.cell) if model.first else None,
+        "cells": [_cell_json(cell) for cell in model.cells],
+        "end_to_end": {str(k): _finite(asdict(e)) for k, e in sorted(model.end_to_end.items())},
+        "end_to_end_ok": model.end_to_end_ok if model.judged_end_to_end else None,
+        "unplaced": model.unplaced,
+        "cross_checks": [asdict(item) for item in model.crossings],
+    }
+
+
+def _cell_json(cell: Cell) -> dict[str, Any]:
+    return {
+        "layer": cell.layer,
+        "site": cell.site,
+        "op": cell.op,
+        "status": cell.status,
+        "tap": cell.tap,
+        "position": cell.position,
+        "step": cell.step,
+        **_finite(asdict(cell.error)),
+        "allowed_worst": cell.limit.worst,
+        "allowed_mean": cell.limit.mean,
+        "cause": asdict(cell.cause) if cell.cause else None,
+    }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {
+        key: "inf" if isinstance(value, float) and math.isinf(value) else value
+        for key, value in values.items()
+    }
