@@ -26,7 +26,10 @@ from typing import Any
 
 import torch
 
+from dsv4 import __version__
+from dsv4.cache.disk import DiskStore, fingerprint
 from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.state import StateTensors
 from dsv4.chat.dialect import Dialect, choose_dialect
 from dsv4.chat.encode import encode_prompt
 from dsv4.chat.output.answer import AnswerText
@@ -79,7 +82,7 @@ class Engine:
         pages, state = self._runner.pages, self._runner.state
         self._prefix = None
         if loaded.settings.prefix_cache:
-            self._prefix = PrefixCache(pages, state, state.num_snapshots)
+            self._prefix = PrefixCache(pages, state, state.num_snapshots, _store(loaded, state))
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of
         )
@@ -231,6 +234,13 @@ class Engine:
             last_step_s=self._last_step_s,
             num_finished=dict(self._num_finished),
         )
+
+    def close(self) -> None:
+        """End what runs, and write the prefixes worth it to disk."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        if self._prefix is not None:
+            self._prefix.flush()
 
     def check_integrity(self) -> None:
         """Raise if a page or slot is lost or counted wrong. For tests, and when idle."""
@@ -411,6 +421,20 @@ class Engine:
         event = Event("step", clock[0], None, values)
         for listener in self.listeners:
             listener(event)
+
+
+def _store(loaded: Loaded, state: StateTensors) -> DiskStore | None:
+    """Where cold prefixes go; another model, format, device or build does not share them."""
+    settings = loaded.settings
+    if settings.prefix_disk is None:
+        return None
+    names = ("device", "dtype", "kv_format", "index_format", "ops")
+    how = {name: getattr(settings, name) for name in names}
+    on_gpu = settings.device != "cpu"
+    chip = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
+    builds = {"dsv4": __version__, "torch": torch.__version__, "chip": chip}
+    model = fingerprint(loaded.folder, {**how, **builds})
+    return DiskStore(settings.prefix_disk, model, state.shapes)
 
 
 def _output(
