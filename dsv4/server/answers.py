@@ -32,13 +32,13 @@ class Step:
 class Choice:
     """One answer: its phases, its parser, its counts."""
 
-    def __init__(self, order: Order, index: int, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, order: Order, index: int, record: Record, tokenizer: Tokenizer) -> None:
         self._order = order
         self._tokenizer = tokenizer
         self._parser: OutputParser = order.prompt.parser(tokenizer, stop=order.stops)
         self._ids: list[int] = []  # sampled and forced
         self._phase = 0
-        self._name = name
+        self._record = record
         self._forced_deltas: list[Delta] = []
         self.index = index
         self.num_output = 0
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def request_id(self) -> str:
-        return f"{self._name}-{self.index}-{self._phase}"
+        return f"{self._record.key}-{self.index}-{self._phase}"
 
     @property
     def ids(self) -> list[int]:
@@ -146,7 +146,7 @@ class Choice:
     def _end_phase(self, output: Output, step: Step) -> None:
         """The engine is done with a phase: on to the next one, or the answer is over."""
         if output.finish_reason in ("error", "abort"):
-            raise failure(output, self._name)
+            raise failure(output, self._record.id)
         has_next = self._phase + 1 < len(self._order.phases)
         is_full = self.num_output >= self._order.params.max_tokens
         phase = self._current
@@ -189,7 +189,7 @@ class Answers:
         self._is_closed = False
         self.record = record
         self.choices = [
-            Choice(order, index, record.id, service.tokenizer) for index in range(order.num_choices)
+            Choice(order, index, record, service.tokenizer) for index in range(order.num_choices)
         ]
         record.num_prompt = len(order.prompt_ids)
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from dsv4 import __version__
 from dsv4.server.api_error import ApiError, bad_fields
 from dsv4.server.gate import Gate
-from dsv4.server.routes import chat, completions, messages, models, operation, responses
+from dsv4.server.routes import chat, completions, messages, models, operation, page, responses
 from dsv4.server.service import Service
 
 # Each at /v1 and, for clients that are configured without that prefix, at /.
@@ -53,6 +53,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.include_router(operation.router)
+    app.include_router(page.router, include_in_schema=False)
     for router in ROUTERS:
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)

@@ -1,5 +1,6 @@
 """Prometheus figures, named as the field's dashboards know them, with our own prefix."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4.requests")
 
+_KEYS = itertools.count()
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _TOKENS = tuple(4**power for power in range(11))
@@ -23,7 +25,7 @@ _TOKENS = tuple(4**power for power in range(11))
 class Record:
     """One request as the log and the metrics see it; times in seconds of a monotonic clock."""
 
-    id: str
+    id: str  # as the client may have chosen it
     path: str
     model: str
     num_prompt: int = 0
@@ -36,6 +38,7 @@ class Record:
     begin: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
+    key: str = field(default_factory=lambda: f"r{next(_KEYS)}")  # unlike the id, never used twice
 
 
 class _EngineFigures:

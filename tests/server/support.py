@@ -8,6 +8,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,15 @@ class Server:
             self.file.close()
 
 
-def in_background(work: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+def in_background(work: Callable[[], Any]) -> "Future[Any]":
+    """Run in a thread; its result or error waits in the future."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

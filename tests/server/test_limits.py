@@ -273,7 +273,8 @@ def test_a_full_queue_names_and_cors() -> None:
         "--cors-origin", "http://page.example",
     ).wait()  # fmt: skip
     try:
-        names = [model["id"] for model in server.client().get("/v1/models").json()["data"]]
+        with server.client() as client:
+            names = [model["id"] for model in client.get("/v1/models").json()["data"]]
         assert names == ["a", "b/c"]
         assert server.chat("x", model="whatever").json()["model"] == "whatever"
         asked = {"origin": "http://page.example", "access-control-request-method": "POST"}
@@ -291,7 +292,7 @@ def test_a_full_queue_names_and_cors() -> None:
         assert answer.status_code == 429
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert int(answer.headers["retry-after"]) >= 1
-        assert waiting.is_alive()
+        assert not waiting.done()
     finally:
         server.process.kill()
         server.process.wait()

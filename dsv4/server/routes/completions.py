@@ -145,7 +145,7 @@ class _Run:
         params = replace(params, seed=later_seed(params.seed, shift))
         await self._box.add(
             EngineRequest(
-                f"{self._record.id}-{answer.index}-0",
+                f"{self._record.key}-{answer.index}-0",
                 answer.ids,
                 params,
                 priority=self._body.priority or 0,
@@ -158,7 +158,7 @@ class _Run:
         if self._service.has_tokenizer:
             answer.text = self._service.tokenizer.decode(answer.ids)
         if self._body.logprobs is not None:
-            name = f"{self._record.id}-{answer.index}-echo"
+            name = f"{self._record.key}-{answer.index}-echo"
             ids = list(answer.ids)
             scores = await self._service.link.score(name, ids, self._body.logprobs)
             answer.logprobs = [TokenLogprobs(answer.ids[0], 0.0), *scores]
