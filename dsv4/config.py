@@ -205,6 +205,12 @@ class EngineConfig:
     prefix_disk: str | None = field(
         default=None, metadata={"help": "folder for cold prefixes, kept over a restart"}
     )
+    audit_share: float = field(
+        default=0.0, metadata={"help": "share of requests that run again cold, to compare"}
+    )
+    audit_folder: str = field(
+        default="audit", metadata={"help": "folder for what the audit finds to differ"}
+    )
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
 
@@ -221,6 +227,11 @@ class EngineConfig:
         for name in ("prefix_cache", "cuda_graphs"):
             if type(getattr(self, name)) is not bool:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        share = self.audit_share
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise OptionError(f"audit_share is {share!r}, expected a number from 0 to 1")
+        if not isinstance(self.audit_folder, str):
+            raise OptionError(f"audit_folder is {self.audit_folder!r}, expected a folder's path")
         if self.prefix_disk is not None and not isinstance(self.prefix_disk, str):
             raise OptionError(f"prefix_disk is {self.prefix_disk!r}, expected a folder's path")
         if not isinstance(self.ops, str):

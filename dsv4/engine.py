@@ -12,6 +12,7 @@
 `stream` and `generate` are loops around `step`. A server uses `add`, `step` and `abort` alone.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -19,8 +20,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,15 @@ from dsv4.request import (
 from dsv4.runner.load import Loaded, Progress, load_model
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import Compiling, Draw, Guides, Matcher
-from dsv4.scheduler import Scheduler, Work
+from dsv4.scheduler import Audit, Finding, Scheduler, Work
 from dsv4.scheduler import Sequence as Running
+from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+MAX_ANSWERS = 128  # to one prompt
 
 
 @dataclass
@@ -69,6 +72,7 @@ class _Live:
     expires: float  # on the monotonic clock
     compiling: Compiling | None = None  # the guide; until it is ready the scheduler waits for it
     matcher: Matcher | None = None
+    audits: Finding | None = None  # an answer that this request repeats, unheard
 
 
 class Engine:
@@ -86,8 +90,13 @@ class Engine:
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of
         )
+        self._audit: Audit | None = None
+        if loaded.settings.audit_share:
+            choices = asdict(loaded.settings)
+            self._audit = Audit(choices["audit_share"], choices["audit_folder"], choices)
         self._live: dict[str, _Live] = {}
         self._held: list[Output] = []  # brought by a step whose caller asked for other requests
+        self._streams: AsyncStreams[Output] | None = None
         self._num_named = 0
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._last_step_s = 0.0
@@ -110,17 +119,20 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; a RequestError leaves everything else untouched."""
         self._check(request)
+        seed = request.params.seed
+        self._enter(request, seed if seed is not None else random.getrandbits(62))
+        self._num_prompt_tokens += len(request.prompt_ids)
+
+    def _enter(self, request: Request, seed: int, audits: Finding | None = None) -> None:
         params = request.params
-        seed = params.seed if params.seed is not None else random.getrandbits(62)
-        sequence = Running(request, seed)
+        sequence = Running(request, seed, shares=audits is None)
         ends = self.stop_ids if params.stop_ids is None else frozenset(params.stop_ids)
         text = AnswerText(self.tokenizer, params.stop, ends)
         deadline = math.inf if request.deadline is None else request.deadline
-        live = _Live(sequence, text, time.monotonic() + deadline)
+        live = _Live(sequence, text, time.monotonic() + deadline, audits=audits)
         if params.guide is not None:
             live.compiling = self._guides.compile(params.guide)
         self._live[request.id] = live
-        self._num_prompt_tokens += len(request.prompt_ids)
         self._tell("added", request.id, num_prompt=len(request.prompt_ids))
         self._scheduler.rank(sequence)
         if live.compiling is None:
@@ -129,7 +141,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step of everything that can run; what it brought, request by request."""
         held, self._held = self._held, []
-        return held + self._expire() + self._begin_guided() + self._run_step()
+        unheard = {name for name, live in self._live.items() if live.audits is not None}
+        outputs = self._expire() + self._begin_guided() + self._run_step()
+        return held + [output for output in outputs if output.request_id not in unheard]
 
     def _run_step(self) -> list[Output]:
         clock = [time.perf_counter()]
@@ -233,6 +247,8 @@ class Engine:
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
             num_finished=dict(self._num_finished),
+            num_audited=self._audit.num_audited if self._audit else 0,
+            num_differences=self._audit.num_differences if self._audit else 0,
         )
 
     def close(self) -> None:
@@ -257,13 +273,36 @@ class Engine:
         self.add(request)
         yield from self._outputs_of({request.id})
 
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """`stream` for asyncio: any number at once on one event loop, steps on a thread."""
+        if self._streams is None or not self._streams.is_current:
+            self._streams = AsyncStreams(self._step_for, self.abort)
+        request = self._request(prompt, params)
+        stream = self._streams.stream(request.id, lambda: self.add(request))
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                yield output
+
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None, n: int = 1
     ) -> list[Completion]:
-        """A list of prompts in, a list of answers out, computed as one batch."""
+        """A list of prompts in, a list of answers out, computed as one batch.
+
+        With `n` answers to each prompt they lie side by side; a seed counts up from the first.
+        """
         if isinstance(prompts, str):
             prompts = [prompts]
-        requests = [self._request(prompt, params) for prompt in prompts]
+        if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
+            raise RequestError(f"n is {n!r}, expected a whole number from 1 to {MAX_ANSWERS}")
+        params = params or SamplingParams()
+        seeds = [None if params.seed is None else params.seed + i for i in range(n)]
+        requests = [
+            self._request(prompt, replace(params, seed=seed))
+            for prompt in prompts
+            for seed in seeds
+        ]
         outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
         for request in requests:
             self._check(request)  # all or none
@@ -282,14 +321,17 @@ class Engine:
             while any(name in self._live for name in ids) or any(
                 output.request_id in ids for output in self._held
             ):
-                outputs = self.step()
-                self._held = [output for output in outputs if output.request_id not in ids]
-                yield from (output for output in outputs if output.request_id in ids)
+                yield from self._step_for(ids)
         finally:
             for name in ids:
                 if name in self._live:
                     self.abort(name)
             self._held = [output for output in self._held if output.request_id not in ids]
+
+    def _step_for(self, ids: Collection[str]) -> list[Output]:
+        outputs = self.step()
+        self._held = [output for output in outputs if output.request_id not in ids]
+        return [output for output in outputs if output.request_id in ids]
 
     def score(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
         """Teacher-forced logits fp32 `[tokens, vocabulary]`, chunk by chunk."""
@@ -345,7 +387,10 @@ class Engine:
         """A sampled token joins its sequence; the output says what is new."""
         live, params = self._live[sequence.request.id], sequence.request.params
         sequence.token_ids.append(result.token_id)
-        self._num_output_tokens += 1
+        if live.audits is None:
+            self._num_output_tokens += 1
+        if self._audit is not None:
+            sequence.results.append(result)
         if live.matcher is not None:
             ended = live.matcher.accept(result.token_id)
             if live.matcher.is_stuck:
@@ -375,7 +420,9 @@ class Engine:
         if live.compiling is None:
             self._scheduler.remove(sequence)
         shown += live.text.finish()
-        self._num_finished[reason] += 1
+        self._num_finished[reason] += live.audits is None
+        if self._audit is not None and reason in ("stop", "length"):
+            self._check_again(self._audit, sequence, live)
         self._tell("finished", sequence.request.id, reason=reason, num_output=sequence.num_output)
         return _output(
             sequence,
@@ -386,6 +433,15 @@ class Engine:
             error=error,
             num_cached=sequence.num_cached or 0,
         )
+
+    def _check_again(self, audit: Audit, sequence: Running, live: _Live) -> None:
+        """A finished request may run again; one that did is compared."""
+        if live.audits is not None:
+            audit.compare(live.audits, sequence)
+        elif audit.wants(sequence.request.id):
+            request, finding = audit.again(sequence)
+            if request.id not in self._live:
+                self._enter(request, sequence.seed, finding)
 
     def _fail(self, sequences: Sequence[Running], error: Exception) -> list[Output]:
         log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))

@@ -299,6 +299,8 @@ class Stats:
     num_steps: int
     last_step_s: float
     num_finished: dict[str, int]  # by finish reason
+    num_audited: int = 0  # requests that ran again, cold
+    num_differences: int = 0  # and gave another answer
 
 
 def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:

@@ -29,6 +29,8 @@ class Settings:
     chunk_tokens: int
     prefix_cache: bool
     prefix_disk: str | None
+    audit_share: float
+    audit_folder: str
     cuda_graphs: bool
     ops: str
 
@@ -82,6 +84,8 @@ def resolve(
         state_tokens=choices.state_tokens,
         prefix_cache=choices.prefix_cache,
         prefix_disk=choices.prefix_disk,
+        audit_share=choices.audit_share,
+        audit_folder=choices.audit_folder,
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import block_keys
-from dsv4.request import Request
+from dsv4.request import Request, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -15,6 +15,7 @@ class Sequence:
     shares: bool = True  # may begin with cached prefixes, and leave its own
     rank: tuple[int, int] = (0, 0)  # lower runs first; given by the scheduler, never changes
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    results: list[TokenLogprobs] = field(default_factory=list)  # of the output, if audited
     pages: SequencePages | None = None
     num_cached: int | None = None  # prompt tokens it began with; None before its first step
     num_preemptions: int = 0

@@ -1,0 +1,91 @@
+"""The audit: some finished requests run again, cold and unhurried, and must give the same bits.
+
+A difference is logged, counted, and written to a file that holds all that is needed to see it
+again: tokens, settings, seed, and both answers.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsv4.request import MAX_PRIORITY, Request, TokenLogprobs
+from dsv4.scheduler.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An answer as it came the first time."""
+
+    request: Request
+    seed: int
+    results: tuple[TokenLogprobs, ...]
+    num_cached: int
+    num_preemptions: int
+
+
+class Audit:
+    def __init__(self, share: float, folder: str, settings: dict[str, Any]) -> None:
+        self._share = share
+        self._folder = Path(folder)
+        self._settings = settings
+        self.num_audited = self.num_differences = 0
+
+    def wants(self, request_id: str) -> bool:
+        """A share of all requests, chosen by name alone."""
+        digest = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") < self._share * 2**32
+
+    def again(self, sequence: Sequence) -> tuple[Request, Finding]:
+        """The request to run once more: as long as the answer was, before nobody."""
+        request = sequence.request
+        params = replace(
+            request.params, max_tokens=len(sequence.results), stop=(), stop_ids=(), logprobs=None
+        )
+        finding = Finding(
+            request,
+            sequence.seed,
+            tuple(sequence.results),
+            sequence.num_cached or 0,
+            sequence.num_preemptions,
+        )
+        name = f"audit of {request.id}"
+        return Request(name, request.prompt_ids, params, priority=-MAX_PRIORITY), finding
+
+    def compare(self, finding: Finding, again: Sequence) -> None:
+        self.num_audited += 1
+        first = [(item.token_id, item.logprob) for item in finding.results]
+        second = [(item.token_id, item.logprob) for item in again.results]
+        if first == second:
+            return
+        self.num_differences += 1
+        place = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), -1)
+        log.error(
+            "request %r gave another answer when it ran again alone: token %d; see %s",
+            finding.request.id,
+            place,
+            self._write(finding, place, first, second),
+        )
+
+    def _write(self, finding: Finding, place: int, first: Any, second: Any) -> str:
+        replay = {
+            "request": asdict(finding.request),
+            "seed": finding.seed,
+            "num_cached": finding.num_cached,
+            "num_preemptions": finding.num_preemptions,
+            "settings": self._settings,
+            "first_difference": place,
+            "answer": first,
+            "answer_alone": second,
+        }
+        path = self._folder / f"difference-{self.num_differences}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(replay, indent=1), encoding="utf-8")
+        except OSError as error:
+            return f"no file, because of {error}"
+        return str(path)
