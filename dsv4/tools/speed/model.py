@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4.cache.geometry import POOLS, Geometry, Pool
+from dsv4.cache.geometry import Geometry, Pool
 from dsv4.cache.kinds import KINDS, LayerState
 from dsv4.checkpoint.names import Parameter, parameters
 from dsv4.config import ModelConfig
@@ -96,26 +96,26 @@ def filled_state(
 ) -> FilledState:
     """Pages are drawn at random from pools that may be smaller than the sequences together."""
     geometry = Geometry(config, "fp8", "fp4", chunk_tokens)
-    num_pages = {pool: _num_pages(geometry, pool, batch, context) for pool in POOLS}
+    buffers = DecodeBuffers(geometry, batch, context, device)
+    buffers.contexts = [context]
+    buffers.slots.copy_(torch.arange(batch))
+    num_pages = {}
+    for pool, table in buffers.tables[context].items():
+        num_pages[pool] = _num_pages(geometry, pool, table.numel())
+        pages = torch.randperm(num_pages[pool], device=device)
+        repeats = -(-table.numel() // num_pages[pool])  # sequences share pages where these are few
+        table.copy_(pages.repeat(repeats)[: table.numel()].view(table.shape))
     layers: list[LayerState] = [
         KINDS[kind].allocate(geometry, batch, num_pages, str(device)) for kind in config.kinds
     ]
     for layer in layers:
-        for name in ("window", "entries", "index"):
-            pool: PagedPool | None = getattr(layer, name, None)
-            if pool is not None:
-                fill(pool)
-    buffers = DecodeBuffers(geometry, batch, context, device)
-    buffers.contexts = [context]
-    buffers.slots.copy_(torch.arange(batch))
-    for name, table in buffers.tables[context].items():
-        table.random_(0, num_pages[name])
+        for _, paged in layer.pools():
+            fill(paged)
     return FilledState(layers, buffers, geometry)
 
 
-def _num_pages(geometry: Geometry, pool: Pool, batch: int, context: int) -> int:
+def _num_pages(geometry: Geometry, pool: Pool, wanted: int) -> int:
     per_layer = geometry.page_bytes(pool) // max(geometry.num_layers(pool), 1)
-    wanted = geometry.most_pages(pool, context) * batch + 1
     return max(1, min(wanted, POOL_BYTES // max(per_layer, 1)))
 
 

@@ -1,0 +1,89 @@
+"""The whole decode step and a prompt through the Triton kernels, in the interpreter.
+
+Strict: an op that would fall back to its reference fails. The interpreter is chosen when a
+kernel's module is imported, so this file is both the test and the program it starts.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("what", ["decode", pytest.param("prompt", marks=pytest.mark.compile)])
+def test_steps_through_kernels(what: str) -> None:
+    pytest.importorskip("triton", reason="the interpreter is absent")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.runner.test_kernels", what]
+    found = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+
+
+def check_decode() -> None:
+    """A token and the state of two sequences at the end of a block, against the references."""
+    from dsv4.ops.arguments import copied, leaves
+    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.runner.buffers import Bucket
+    from dsv4.runner.decode import decode_step
+    from dsv4.tools.speed.model import filled_state, random_model, shape_config, start_at
+
+    cpu, context = torch.device("cpu"), 160
+    config = shape_config("tiny", 3)
+    model, _ = random_model(config, cpu)
+    state = filled_state(config, 2, context, cpu)
+    buffers, mine = state.buffers, copied(state.layers)
+    bucket = Bucket(2, context, True)
+    start_at(state, 127)
+    inputs = buffers.token_ids.clone()
+    decode_step(model, state.layers, buffers, bucket)
+    wanted = [t.clone() for t in (buffers.token_ids, buffers.positions, buffers.chosen)]
+    start_at(state, 127)
+    buffers.token_ids.copy_(inputs)
+    with kernels_on_cpu():
+        decode_step(model, mine, buffers, bucket)
+    assert torch.equal(buffers.token_ids, wanted[0]), "the same tokens are drawn"
+    assert torch.equal(buffers.positions, wanted[1])
+    assert (buffers.chosen - wanted[2]).abs().max() < 0.05
+    for (path, a), (_, b) in zip(leaves(state.layers), leaves(mine), strict=True):
+        close = a.view(torch.uint8) == b.view(torch.uint8)
+        if a.dtype == torch.float32:
+            close = (a - b).abs() <= 0.02 * a.abs() + 0.02 * float(a.abs().mean())
+        assert close.float().mean() > 0.98, f"{path}: {close.float().mean():.1%} agree"
+
+
+def check_prompt() -> None:
+    """A prompt of 37 tokens that closes blocks of 4: logits against the references."""
+    from dsv4.ops.arguments import copied
+    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.tools.speed.model import filled_state, random_model, shape_config
+    from dsv4.tools.speed.steps import prompt_inputs
+
+    cpu = torch.device("cpu")
+    config = shape_config("tiny", 3)
+    model, _ = random_model(config, cpu)
+    state = filled_state(config, 1, 64, cpu, chunk_tokens=64)
+    mine = copied(state.layers)
+    inputs = prompt_inputs(state, 37)
+    wanted = model(inputs, state.layers)
+    with kernels_on_cpu():
+        found = model(inputs, mine)
+    error = float((found - wanted).norm() / wanted.norm())
+    assert error < 0.02, f"logits differ by {error:.3f}"
+
+
+if __name__ == "__main__":
+    import tests.ops.kernels.shim  # noqa: F401 - repairs the interpreter
+
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        {"decode": check_decode, "prompt": check_prompt}[sys.argv[1]]()
