@@ -5,11 +5,13 @@ from pathlib import Path
 
 from dsv4.config import ModelConfig
 from dsv4.testing import random_weights, small_config, write_checkpoint
-from dsv4.util.models import BUILTIN_MODELS
+
+# every byte is a token, then V4's markers under their real spellings
+BYTE_TOKENIZER = Path(__file__).parent / "byte_tokenizer.json"
 
 
 def fast_config() -> ModelConfig:
-    """Three layers, one of each kind; the vocabulary of the embedded model's tokenizer."""
+    """Three layers, one of each kind; the vocabulary of the byte tokenizer."""
     return small_config(
         vocab_size=271,
         num_layers=3,
@@ -25,7 +27,7 @@ def write_fast_model(folder: Path, *, tokenizer: bool = True) -> Path:
     config = fast_config()
     write_checkpoint(folder, config, random_weights(config, 0))
     if tokenizer:
-        shutil.copy(BUILTIN_MODELS / "tiny" / "tokenizer.json", folder)
+        shutil.copy(BYTE_TOKENIZER, folder / "tokenizer.json")
     return folder
 
 
@@ -56,5 +58,5 @@ def quick_config() -> ModelConfig:
 def write_quick_model(folder: Path) -> Path:
     config = quick_config()
     write_checkpoint(folder, config, random_weights(config, 0))
-    shutil.copy(BUILTIN_MODELS / "tiny" / "tokenizer.json", folder)
+    shutil.copy(BYTE_TOKENIZER, folder / "tokenizer.json")
     return folder
