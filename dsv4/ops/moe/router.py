@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, softplus
 
-LEAST_TOTAL = 1e-20  # a table may name experts whose scores all vanish: weights 0, not NaN
+LEAST_TOTAL = 1e-30  # a table may name experts whose scores all vanish: weights 0, not NaN
 
 
 def router_reference(
