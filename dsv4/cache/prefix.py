@@ -118,9 +118,11 @@ class PrefixCache:
             # may drop the snapshot itself, whose pages and row are ours by now
             [copy] = self._pages.take("hca", 1)
             source = sequence.columns["hca"][partial]
-            self._tensors.copy_page("hca", source, copy)
             sequence.columns["hca"][partial] = copy
-            self._pages.allocators["hca"].release([source])
+            try:
+                self._tensors.copy_page("hca", source, copy)
+            finally:
+                self._pages.allocators["hca"].release([source])
         sequence.length = snapshot.length
         snapshot.num_hits += 1
 
@@ -241,7 +243,11 @@ class PrefixCache:
             for pool in POOLS:
                 taken[pool] = self._pages.take(pool, counts[pool])
             row = self._take_row()
-            self._tensors.write(tensors, taken, row)
+            try:
+                self._tensors.write(tensors, taken, row)
+            except BaseException:
+                self._free_rows.append(row)
+                raise
         except BaseException:
             for pool, pages in taken.items():
                 self._pages.allocators[pool].release(pages)
