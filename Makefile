@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels lint fuzz clean fuzz-checkpoint
+.PHONY: help demo test browser load fuzz-server kernels lint fuzz clean fuzz-checkpoint
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,8 +23,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@$(PIP) -e '.[dev,server]'
 	@touch $@ $(VENV)/.installed
 
-demo: $(VENV)/.installed ## answer a question with the embedded model, on the CPU
-	@$(BIN)/dsv4 generate -p "What is the capital of France?" --max-tokens 24 --stats
+demo: $(VENV)/.installed ## three questions to the embedded model, on the CPU
+	@$(BIN)/python scripts/demo.py
 
 lint: $(VENV)/.installed-dev ## ruff, formatting, types
 	@$(BIN)/ruff check .
@@ -36,6 +36,14 @@ test: lint ## lint, types and the tests that need no GPU (kernel compilation: ma
 
 fuzz: $(VENV)/.installed-dev ## throw damaged outputs at the chat parser for a minute
 	@$(BIN)/python scripts/fuzz_chat.py --seconds 60
+
+browser: $(VENV)/.installed-dev ## drive the web page in Chromium; screenshots go to build/screenshots
+	@$(PIP) playwright
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
+	  || (command -v apt-get >/dev/null && [ $$(id -u) = 0 ] \
+	      && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core) \
+	  || $(BIN)/playwright install --with-deps chromium
+	@$(BIN)/python -m pytest -q -m browser tests/server/test_page.py
 
 kernels: $(VENV)/.installed-dev ## compile every Triton kernel for sm_90 and sm_100 and check the result
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m compile tests/ops/kernels

@@ -9,7 +9,8 @@ The last user message of a prompt may hold directives, one a line:
     REFUSE text  the request is refused with this reason
     HANG         nothing comes until the request is aborted
 
-Without SAY it answers "ok". Requests it got are appended to the file in FAKE_ENGINE_LOG.
+To QUESTION it gives OVERVIEW; without SAY it answers "ok". Requests it got are appended to the
+file in FAKE_ENGINE_LOG.
 """
 
 import json
@@ -28,6 +29,29 @@ from dsv4.server.worker.wire import Channel
 from dsv4.util.models import model_folder
 
 MAX_CONTEXT = 4096
+QUESTION = "What kinds of layers are there?"
+OVERVIEW = """\
+The user wants an overview.
+I will be brief.</think>## Layers
+
+Each layer is one of **three** kinds:
+
+| kind | ratio | sees |
+|---|---|---|
+| swa | 0 | the window |
+| csa | 4 | selected entries |
+| hca | 128 | all entries |
+
+1. First the window
+2. Then `entries`, see [the paper](https://example.org)
+
+> The reference is the definition.
+
+```python
+def step(self) -> list[Output]:
+    # one pass over everything that runs
+    return [self.accept(item, 0.5) for item in self.work if item != "done"]
+```"""
 POOLS = ("window", "csa", "hca")
 
 
@@ -99,6 +123,8 @@ class FakeEngine:
         if "REFUSE" in directives:
             self.channel.send({"kind": "refused", "id": name, "error": directives["REFUSE"]})
             return
+        if said == QUESTION:
+            directives = {"SAY": OVERVIEW}
         phases = directives.get("SAY", "ok").replace("\\n", "\n").split("¦")
         phase = min(int(name.rsplit("-", 1)[-1]) if name.count("-") > 1 else 0, len(phases) - 1)
         tokens = self.tokenizer.encode_with_specials(phases[phase])

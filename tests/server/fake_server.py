@@ -1,8 +1,11 @@
 """`dsv4 serve` with the engine of `fake_engine.py`; the same options, the same processes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import dsv4.server.answers
+import dsv4.server.gate
 import dsv4.server.run
 from dsv4.cli import main
 
@@ -15,5 +18,8 @@ def serve(*arguments: Any, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    dsv4.server.run.serve = serve
+    dsv4.server.run.serve = serve  # type: ignore[assignment]
+    if "FAKE_HURRY" in os.environ:  # limits of time that a test can wait for
+        dsv4.server.run.HEADER_SECONDS = dsv4.server.gate.BODY_SECONDS = 0.5
+        dsv4.server.answers.KEEP_ALIVE_SECONDS = 0.3
     main()

@@ -13,7 +13,7 @@ export class Figures {
     this.last = null;
     this.plots = {
       rate: new Plot("Tokens/s"),
-      queue: new Plot("Running + waiting"),
+      queue: new Plot("Run + wait"),
       hits: new Plot("Prefix hits", (value) => `${Math.round(value)}%`, 100),
       step: new Plot("Step", (value) => `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`),
     };

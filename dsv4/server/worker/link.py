@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
 STALL_SECONDS = 120.0  # without a word from the engine it counts as stuck
+MAX_STARTS = 3  # that may fail before the first success
 BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # between restarts, when one after the other fails
 
 ENGINE = ("-m", "dsv4.server.worker.main")
@@ -239,8 +240,12 @@ class EngineLink:
                 return
             # One that ran for a while gets a quick restart; one that keeps dying, a slow one.
             failures = 0 if time.monotonic() - begin > 60 else failures + 1
-            self.state = "restarting"
-            self.num_restarts += 1
+            if not self.facts and failures == MAX_STARTS:
+                error = f"the engine process ended {failures} times before it was ready"
+                self._take({"kind": "failed", "error": error, "exit_code": 1})
+                return
+            self.state = "restarting" if self.facts else "starting"
+            self.num_restarts += bool(self.facts)
             error = "the engine stopped in the middle of this request; it is being restarted"
             self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
             pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
@@ -292,8 +297,8 @@ class EngineLink:
             if kind == "ready":
                 self.facts, self.state = message["facts"], "ready"
             elif kind == "failed":
-                # At the first start this is the user's mistake; later the files may come back.
-                self.state = "failed" if self.num_restarts == 0 else "restarting"
+                # Before the first success this is the user's mistake; later files may come back.
+                self.state = "restarting" if self.facts else "failed"
             self._notify(message)
 
     def _take_answer(self, message: Message) -> None:

@@ -1,0 +1,271 @@
+"""Things that break: the engine, the disk, the network, patience."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.support import ASK, FAKE, REAL, ROOT, Server, in_background
+
+CHAT = "/v1/chat/completions"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.03)
+
+
+@pytest.fixture
+def own() -> Iterator[Callable[..., Server]]:
+    """Servers that a test may break; they end with it."""
+    made: list[Server] = []
+
+    def start(*options: str, **more: Any) -> Server:
+        made.append(Server(*options, **more))
+        return made[-1]
+
+    yield start
+    for server in made:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+        if not server.file.closed:
+            server.file.close()
+
+
+def stream_text(server: Server, content: str, **fields: Any) -> str:
+    body = {"messages": [{"role": "user", "content": content}], "stream": True, **fields}
+    with server.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        return "".join(answer.iter_text())
+
+
+def status(server: Server, path: str) -> int:
+    with server.client() as client:
+        return client.get(path).status_code
+
+
+def test_the_engine_dies_and_comes_back(own: Callable[..., Server]) -> None:
+    server = own().wait()
+    other = in_background(lambda: server.chat("HANG"))
+    wait_for(lambda: server.stats()["num_running"] == 1)
+    text = stream_text(server, "SAY </think>one two three\nDIE")
+    assert '"code":"engine_died"' in text
+    assert text.endswith("data: [DONE]\n\n")
+    answer = other.result(10)  # it was only in the same process
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "overloaded_error"
+    wait_for(lambda: status(server, "/ready") == 200)
+    assert server.chat("SAY </think>back").json()["choices"][0]["message"]["content"] == "back"
+    assert server.stats()["restarts"] == 1
+    assert server.stop() == 0
+    assert "restarting" in server.final_log
+
+
+def test_requests_while_the_engine_is_away(own: Callable[..., Server]) -> None:
+    server = own().wait()
+    for _ in range(2):  # the second restart waits longer
+        before = server.engine_pid
+        os.kill(before, signal.SIGKILL)
+        wait_for(lambda: status(server, "/health") == 503)
+        answer = server.chat("SAY x")
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert status(server, "/v1/models") == 200  # known all the same
+        wait_for(lambda: status(server, "/ready") == 200)
+    assert server.chat("SAY x").status_code == 200
+
+
+def test_the_real_engine_is_restarted(tiny: Server) -> None:
+    old = tiny.engine_pid
+    body = {"messages": ASK, "max_tokens": 8}
+    os.kill(old, signal.SIGKILL)
+    wait_for(lambda: status(tiny, "/ready") == 503)
+    wait_for(lambda: status(tiny, "/ready") == 200, 90)
+    assert tiny.engine_pid != old
+    assert tiny.post(CHAT, body).status_code == 200
+
+
+def test_a_signal_lets_running_answers_finish(own: Callable[..., Server]) -> None:
+    server = own().wait()
+    running = in_background(lambda: stream_text(server, "SAY </think>" + "w " * 30 + "end\nMS 20"))
+    wait_for(lambda: server.stats()["num_running"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: status(server, "/ready") == 503)
+    refused = server.chat("SAY x")
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    text = running.result(20)
+    assert '"finish_reason":"stop"' in text
+    assert text.endswith("data: [DONE]\n\n")
+    assert server.process.wait(20) == 0
+
+
+def test_answers_that_outlive_the_deadline_end_with_an_error(own: Callable[..., Server]) -> None:
+    server = own("--drain-seconds", "0.5").wait()
+    engine = server.engine_pid
+    running = in_background(lambda: stream_text(server, "HANG"))
+    wait_for(lambda: server.stats()["num_running"] == 1)
+    assert server.stop() == 0
+    assert '"code":"shutting_down"' in running.result(10)
+    wait_for(lambda: not os.path.exists(f"/proc/{engine}"))
+
+
+def test_a_second_signal_ends_it_at_once(own: Callable[..., Server]) -> None:
+    server = own().wait()
+    engine = server.engine_pid
+    running = in_background(lambda: stream_text(server, "HANG"))
+    wait_for(lambda: server.stats()["num_running"] == 1)
+    server.process.send_signal(signal.SIGINT)
+    wait_for(lambda: status(server, "/ready") == 503)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(5) == 130
+    with pytest.raises(httpx.RemoteProtocolError):
+        running.result(10)
+    wait_for(lambda: not os.path.exists(f"/proc/{engine}"))  # no orphan is left
+
+
+def test_the_engine_ends_with_a_server_that_was_killed(own: Callable[..., Server]) -> None:
+    server = own().wait()
+    engine = server.engine_pid
+    server.process.kill()
+    wait_for(lambda: not os.path.exists(f"/proc/{engine}"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_nothing_can_be_written(own: Callable[..., Server]) -> None:
+    """Log and trace go to a full disk; answers do not depend on them."""
+    port = free_port()
+    with open("/dev/full", "w") as full:
+        server = own("--port", str(port), "--trace", "/dev/full", stderr=full)
+    server.url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return status(server, "/ready") == 200
+        except httpx.TransportError:
+            return False
+
+    wait_for(is_ready, 30)
+    for _ in range(3):
+        assert server.chat("SAY </think>fine").json()["choices"][0]["message"]["content"] == "fine"
+    assert server.stop() == 0
+
+
+def test_a_trace_holds_prompt_and_raw_output(own: Callable[..., Server], tmp_path: Any) -> None:
+    path = tmp_path / "trace.jsonl"
+    server = own("--trace", str(path)).wait()
+    server.chat("SAY a</think>b")
+    assert server.stop() == 0
+    entry = json.loads(path.read_text())
+    assert entry["prompt"].endswith("<｜User｜>SAY a</think>b<｜Assistant｜><think>")
+    assert entry["outputs"] == ["a</think>b<｜end▁of▁sentence｜>"]
+    # the log has counts, and no words
+    assert "finish=stop" in server.final_log
+    assert "SAY" not in server.final_log
+
+
+def test_slow_clients_are_cut_off(own: Callable[..., Server]) -> None:
+    server = own(env={"FAKE_HURRY": "1"}).wait()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
+    for data, answer in (
+        (b"", b""),  # a connection that says nothing
+        (head, b""),  # headers that never end
+        (head + b"content-length: 100\r\n\r\n{", b"408"),  # a body that never ends
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+            slow.sendall(data)
+            begin = time.monotonic()
+            assert answer in slow.recv(4096)
+            assert time.monotonic() - begin < 8
+    # many of them do not keep others out
+    several = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+    for one in several:
+        one.sendall(head)
+    assert server.chat("SAY x").status_code == 200
+    for one in several:
+        one.close()
+    # and a second request on one connection has the same time for its headers
+    with socket.create_connection(("127.0.0.1", server.port), 10) as again:
+        again.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert b"200 OK" in again.recv(4096)
+        again.sendall(b"GET /health HTTP/1.1\r\n")
+        assert again.recv(4096) == b""
+
+
+def test_signs_of_life_while_nothing_comes(own: Callable[..., Server]) -> None:
+    server = own(env={"FAKE_HURRY": "1"}).wait()
+    for path, sign in ((CHAT, ": keep-alive\n\n"), ("/v1/messages", "event: ping\n")):
+        body = {"messages": [{"role": "user", "content": "HANG"}], "stream": True, "max_tokens": 9}
+        with server.client() as client, client.stream("POST", path, json=body) as answer:
+            text = ""
+            for part in answer.iter_text():
+                text += part
+                if sign in text:
+                    break
+    server.wait_until_idle()
+
+
+# --- at the start -----------------------------------------------------------------------------
+
+
+def run(*options: str, command: tuple[str, ...] = REAL) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    full = [*command, *options]
+    return subprocess.run(full, capture_output=True, text=True, timeout=90, env=variables)
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("--port", str(taken.getsockname()[1]), command=FAKE)
+    assert done.returncode == 2
+    assert "cannot listen" in done.stderr
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        (("nowhere",), 1, "neither a folder nor an embedded model"),
+        (("--host", "no.such.host.invalid"), 2, "cannot listen"),
+        (("--port", "70000"), 2, "cannot listen"),
+        (("--api-key", " x"), 2, "--api-key"),
+        (("--api-key-file", "/nonexistent"), 2, "--api-key-file"),
+    ],
+)
+def test_wrong_options(options: tuple[str, ...], code: int, word: str) -> None:
+    done = run(*options, command=FAKE)
+    assert done.returncode == code
+    assert word in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_the_engines_own_errors_end_the_start() -> None:
+    done = run("--port", "0", "--max-context", "999999999")
+    assert done.returncode == 2
+    assert "max_context" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from dsv4.cli import main; main()"
+    done = run("serve", command=(sys.executable, "-c", code))
+    assert done.returncode == 2
+    assert "pip install 'dsv4[server]'" in done.stderr
