@@ -220,11 +220,12 @@ class Terminal:
                 self._note("Ctrl-D leaves")
                 continue
             try:
-                self._take_line(line)
+                self.take(line)
             except Dsv4Error as error:
                 self._note(f"error: {error}", style="red")
 
-    def _take_line(self, line: str) -> None:
+    def take(self, line: str) -> None:
+        """A command, a tool's result, or something to say: as if it had been typed."""
         if line.startswith("/"):
             self._command(line)
         elif self._session.pending:
