@@ -1,6 +1,7 @@
 """A name or folder becomes a model: config, checkpoint, weights under canonical names."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dsv4.util.models import model_folder
 log = logging.getLogger(__name__)
 
 STATE_SHARE = 0.25  # of free main memory, for the state of sequences
+SMALL_HIDDEN = 1024
 STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU, for activations, workspaces, graphs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -44,6 +46,8 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     memory = state_memory(choices.device, checkpoint.nbytes, has_gpu=has_gpu)
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
     choose_ops(settings.ops, OPS)
+    if settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN:
+        _use_one_thread()
     weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
@@ -57,6 +61,13 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     )
     model = Transformer(config, weights, getattr(torch, settings.dtype))
     return Loaded(model, settings, folder)
+
+
+def _use_one_thread() -> None:
+    """A small model's operations end before other threads wake; on a busy machine waiting for
+    those cost it a factor of ten. OMP_NUM_THREADS decides where it is set."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
