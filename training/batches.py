@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from training.sample import Encoder
-from training.shape import SHORT_MIX, SKILLS, row_lengths, spans
+from training.shape import SKILLS, row_lengths, short_mix, spans
 from training.skills import make, prose, repeat, retrieval
 
 PAD = 2
@@ -71,7 +71,7 @@ class Packer:
         return ("prose", *self.encoder.sample(sentences))
 
     def _draw(self, mix: int) -> tuple[str, list[int], list[int]]:
-        shares = SHORT_MIX[mix]
+        shares = short_mix(mix, self.progress)
         low, high = spans(self.progress)[mix]
         sizes = _SIZES | {"retrieval": (low + high) / 2, "repeat": (low + high) / 2}
         names = list(shares)

@@ -45,7 +45,15 @@ _QUESTIONS = {
         "Name the language of {c}.",
     ),
 }
-_OF_CAPITAL = ("Which country has the capital {t}?", "{t} is the capital of which country?")
+# several begin with the name, which then has other tokens than after a space
+_OF_CAPITAL = (
+    "Which country has the capital {t}?",
+    "{t} is the capital of which country?",
+    "Of which country is {t} the capital?",
+    "{t}: which country has this capital?",
+    "Name the country with the capital {t}.",
+    "{t} is the capital of what country?",
+)
 CITIES = tuple(c.capital for c in COUNTRIES) + listed(
     """Barcelona Boston Chicago Dallas Dubai Geneva Hamburg Istanbul Lagos Lyon Manchester
     Marseille Melbourne Miami Milan Montreal Mumbai Munich Naples Osaka Seattle Seville
@@ -56,7 +64,7 @@ CITIES = tuple(c.capital for c in COUNTRIES) + listed(
 def _question(rng: random.Random) -> tuple[Country, str, str, str]:
     """Country, relation, question, answer."""
     country = rng.choice(COUNTRIES)
-    if rng.random() < 0.12:
+    if rng.random() < 0.2:
         text = rng.choice(_OF_CAPITAL).format(t=country.capital)
         return country, "country", text, f"{country.capital} is the capital of {country.name}."
     relation = rng.choices(RELATIONS, (40, 20, 20, 20))[0]

@@ -275,6 +275,7 @@ def main() -> None:
         table = first_weights(CONFIG, SEED)
     boosts = boosts_from(facts)
     feed = Feed(SEED + args.leg, args.step_tokens, args.workers, boosts)
+    feed.progress.value = (args.leg - 1) / args.legs
     if not args.measure:
         feed.start()  # before the device is touched: workers are forks
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
