@@ -104,7 +104,8 @@ def attention_reference(
     if compressed is not None:
         entries = _compressed_entries(compressed, positions)
         sources += [
-            (compressed.pool, compressed.table, tile) for tile in entries.split(KEY_TILE, dim=1)
+            (compressed.pool, compressed.table, entries[:, at : at + KEY_TILE])
+            for at in range(0, entries.shape[1], KEY_TILE)
         ]
     parts = []
     for at in range(0, q.shape[0], QUERIES_AT_ONCE):

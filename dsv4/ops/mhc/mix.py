@@ -65,9 +65,10 @@ def _collapse(streams: Tensor, weights: Tensor, site: MixSite) -> Tensor:
 
 def mhc_pre_reference(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     n = streams.shape[1]
-    pre, post, comb = _mixing_logits(streams, site).split((n, n, n * n), dim=1)
-    comb = sinkhorn(comb.view(-1, n, n), site.hc_eps, site.sinkhorn_iters)
-    return _collapse(streams, sigmoid(pre) + site.hc_eps, site), 2 * sigmoid(post), comb
+    logits = _mixing_logits(streams, site)
+    pre, post = sigmoid(logits[:, : 2 * n]).chunk(2, dim=1)
+    comb = sinkhorn(logits[:, 2 * n :].view(-1, n, n), site.hc_eps, site.sinkhorn_iters)
+    return _collapse(streams, pre + site.hc_eps, site), 2 * post, comb
 
 
 def mhc_update_reference(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
