@@ -1,6 +1,7 @@
 """`dsv4 serve`: the HTTP server and the web page."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def serve(
     model: str = MODEL,
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
-    port: int = typer.Option(8000, help="Port to listen on; 0 takes a free one."),
+    port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0: a free one."),
     api_key: list[str] = typer.Option(
         [], envvar="DSV4_API_KEY", help="A key that clients must send; may be given several times."
     ),
@@ -115,17 +116,20 @@ class _Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._write(self._bar.stop)
 
     def show(self, message: dict[str, Any]) -> None:
+        self._write(lambda: self._show(message))
+
+    def _write(self, work: Callable[[], None]) -> None:
+        """Print if it can be read; on a full disk or a closed terminal, serving goes on."""
         try:
-            self._show(message)
-        except OSError:  # nobody can read it (a full disk, a closed terminal); serving goes on
+            if self._is_open:
+                work()
+        except OSError:
             self._is_open = False
 
     def _show(self, message: dict[str, Any]) -> None:
-        if not self._is_open:
-            return
         kind = message["kind"]
         if kind == "plan":
             self._console.print(f"plan: {message['text']}", soft_wrap=True)
