@@ -13,6 +13,7 @@ from dsv4.tools.doctor.layer import PlainLayer, Taps
 from dsv4.tools.doctor.sites import Call, Matrix, pick, read_entries, results
 
 SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more
+LIKE_WEIGHT = 0.25  # the same weight in a coarser format
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,17 @@ def _wrong_weight(path: str, value: Any, matrix: Matrix, layer: PlainLayer) -> C
         return Cause("argument", f"its argument {path} is missing", path)
     held = dense(value).to(layer.device)
     right = layer.weight(matrix.name, matrix.expert)
-    if _relative(held, right) <= SAME_WEIGHT:
+    near = LIKE_WEIGHT if layer.formats.lossy else SAME_WEIGHT
+    if _relative(held, right) <= near:
         return None
     name = layer.full_name(matrix.name)
     which = name if matrix.expert is None else f"{name} of expert {matrix.expert}"
     for label, wrong in layer.misreadings(matrix.name, matrix.expert):
-        if _relative(held, wrong.to(layer.device)) <= SAME_WEIGHT:
+        wrong = wrong.to(layer.device)
+        if _relative(held, wrong) <= SAME_WEIGHT:
             return Cause("weight", f"{which} was read {label}", path)
+        if layer.formats.lossy and _relative(wrong, right) <= near:
+            return Cause("weight", f"{which}: read {label} the file agrees with the other", path)
     off = _relative(held, right)
     text = f"{which} is not what the file holds (off by {off:.1%}, no known misreading fits)"
     return Cause("weight", text, path)

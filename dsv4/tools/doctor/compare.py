@@ -24,6 +24,7 @@ _WIDE_OF_BF16 = Limits(3e-3, 1e-3)  # fp32 results of bf16 inputs
 _STORED = {"fp32": _FP32, "bf16": Limits(2e-2, 5e-3), "fp8": Limits(8e-2, 1e-2)}
 _INDEX = {**_STORED, "fp4": Limits(3e-1, 3e-2)}
 _EXACT = Limits(0.0, 0.0)
+_LOSSY = Limits(6e-1, 3e-1)  # weights in another format; a misread one is off by more than itself
 _ALWAYS_FP32 = (
     "post", "comb", "values", "gates", "head_weights", "scores", "expert_weights", "logits", "tail",
 )  # fmt: skip
@@ -32,6 +33,8 @@ _ALWAYS_FP32 = (
 def limits(tap: str, formats: Formats) -> Limits:
     if tap in ("selected", "experts"):
         return _EXACT
+    if formats.lossy:
+        return _LOSSY
     if tap in ("key", "entries"):
         rough = _STORED[formats.kv]
     elif tap in ("index_keys", "index_q"):

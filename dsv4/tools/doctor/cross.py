@@ -98,7 +98,8 @@ def run_alone(
 ) -> Tracer:
     """One sequence through the engine, watched; `pages`: where it begins with a prefix."""
     pages = pages or runner.pages.open()
-    tracer = Tracer(_tee(consumers))
+    # only causes need the state as it was before a call
+    tracer = Tracer(_tee(consumers), keep_state=any(not isinstance(c, Record) for c in consumers))
     for count in steps:
         part = token_ids[pages.length : pages.length + count]
         ids = torch.tensor(part, device=runner.device)
@@ -154,6 +155,9 @@ def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
     cache.keep(other, keys[-1])
     runner.step([Chunk(other, ids[: len(ids) - boundary], 1)])
     runner.pages.close(other)
+    stranger = runner.pages.open()  # overwrites what the slot remembers
+    runner.step([Chunk(stranger, ids[:16][::-1], 1)])
+    runner.pages.close(stranger)
     snapshot = cache.find(keys)
     assert snapshot is not None, "the prefix just kept is not found"
     pages = runner.pages.open()

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker, make_layers
+from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker
 from dsv4.tools.doctor.compare import Error
 from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run_alone, schedule
+from dsv4.tools.doctor.layer import PlainLayer
 from dsv4.tools.doctor.sites import SITES
 from dsv4.tools.doctor.subject import Subject
 
@@ -73,7 +74,7 @@ def examine_model(subject: Subject, *, only_calls: bool = False) -> ModelReport:
             count,
             cells,
             checker.end_to_end,
-            subject.formats.dtype == torch.float32,
+            subject.formats.dtype == torch.float32 and not subject.formats.lossy,
             sorted(tracer.unplaced),
             checker.first,
         )
@@ -83,10 +84,21 @@ def examine_model(subject: Subject, *, only_calls: bool = False) -> ModelReport:
 
 
 def layers_of(subject: Subject) -> LayerMaker:
-    return make_layers(
-        subject.config,
-        subject.weights,
-        subject.formats,
-        subject.settings.device,
-        keep=not subject.streamed,
-    )
+    """Plain layers on demand; their weights are kept where all of them fit into memory."""
+    kept: dict[int, PlainLayer] = {}
+
+    def make(number: int) -> PlainLayer:
+        if number not in kept:
+            if subject.streamed:
+                kept.clear()
+            kept[number] = PlainLayer(
+                subject.config,
+                number,
+                subject.weights,
+                subject.formats,
+                subject.settings.device,
+                subject.examined,
+            )
+        return kept[number]
+
+    return make

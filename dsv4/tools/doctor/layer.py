@@ -23,11 +23,12 @@ _ROWS = 128  # of attention at a time, to bound memory
 
 @dataclass(frozen=True)
 class Formats:
-    """How the engine rounds: activations, keys, index keys."""
+    """How the engine rounds: activations, keys, index keys; and whether weights may differ."""
 
     dtype: torch.dtype
     kv: str
     index: str
+    lossy: bool = False  # the right weights come from another checkpoint of the model
 
 
 @dataclass
@@ -50,6 +51,8 @@ class Taps:
 
     def all(self, name: str) -> Tensor:
         parts = [table[name] for table in (self.old, self.new) if name in table]
+        if not parts:
+            raise KeyError(name)
         return torch.cat(parts)
 
     @property
@@ -59,12 +62,19 @@ class Taps:
 
 class PlainLayer:
     def __init__(
-        self, config: ModelConfig, layer: int, weights: PlainWeights, formats: Formats, device: str
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: PlainWeights,
+        formats: Formats,
+        device: str,
+        examined: PlainWeights | None = None,
     ) -> None:
+        """`examined`: the file that the engine read, where it is not the one that counts."""
         self.config, self.layer, self.formats, self.device = config, layer, formats, device
         self.ratio = config.compress_ratios[layer]
         self.table = plain.frequencies(config, self.ratio).to(device)
-        self._weights = weights
+        self._weights, self._examined = weights, examined or weights
         self._read: dict[tuple[str, int | None], Tensor] = {}
 
     def full_name(self, name: str) -> str:
@@ -80,11 +90,11 @@ class PlainLayer:
     def misreadings(self, name: str, expert: int | None) -> Iterator[tuple[str, Tensor]]:
         """Wrong readings of one of the layer's weights, and the right ones of its neighbours."""
         full = self.full_name(name)
-        yield from self._weights.misreadings(full, expert, self.config.rope_head_dim)
+        yield from self._examined.misreadings(full, expert, self.config.rope_head_dim)
         for other in (self.layer - 1, self.layer + 1):
             beside = full.replace(f"layers.{self.layer}.", f"layers.{other}.", 1)
-            if beside != full and beside in self._weights:
-                yield f"from layer {other}", self._weights.tensor(beside, expert)
+            if beside != full and beside in self._examined:
+                yield f"from layer {other}", self._examined.tensor(beside, expert)
 
     def round(self, x: Tensor) -> Tensor:
         return x.to(self.formats.dtype).double()

@@ -13,8 +13,9 @@ from dsv4.tools.doctor.sites import SITES
 # error in units of the limit, its colour and its letter in the terminal
 _STEPS = (
     (0.01, "#1a7f4b", "·", "below a hundredth of the limit"),
-    (0.1, "#6fbf73", "∘", "below a tenth"),
-    (1.0, "#f2d45c", "o", "below the limit"),
+    (0.1, "#4fa968", "·", "below a tenth"),
+    (0.5, "#9bd1a1", "∘", "below half"),
+    (1.0, "#f2d45c", "o", "near the limit"),
     (10.0, "#f08a3c", "X", "beyond the limit"),
     (float("inf"), "#c62828", "X", "beyond ten times the limit"),
 )
@@ -53,7 +54,7 @@ def terminal(report: ModelReport) -> Text:
             text.append(letter, style=f"bold {color}" if letter != " " else "")
         text.append("\n")
     text.append("                ")
-    for _, color, letter, label in _STEPS[:4]:
+    for _, color, letter, label in (*_STEPS[1:5], (0, *_MISSING)):
         text.append(f"{letter} ", style=f"bold {color}")
         text.append(f"{label}   ")
     return text
@@ -94,7 +95,7 @@ def _title(report: ModelReport) -> str:
     if report.first is None:
         return f"{report.name}: {'no op is wrong' if report.ok else 'see the report'}"
     cell = report.first.cell
-    return f"{report.name}: first wrong op is {cell.op} ({cell.site}) in layer {cell.layer}"
+    return f"{report.name}: first wrong op is {cell.title} in layer {cell.layer}"
 
 
 def _label(
@@ -111,7 +112,7 @@ def _square(x: float, y: float, cell: Cell | None) -> str:
     tip = label
     if cell is not None and cell.tap:
         tip = (
-            f"layer {cell.layer} {cell.site} ({cell.op}): {cell.tap} off by {cell.error.worst:.2g} "
+            f"layer {cell.layer} {cell.title}: {cell.tap} off by {cell.error.worst:.2g} "
             f"at position {cell.position}, allowed {cell.limit.worst:.2g}"
         )
         tip += f"; {cell.cause.text}" if cell.cause else ""

@@ -172,7 +172,8 @@ def attend(q: Tensor, keys: Tensor, seen: Tensor, sink: Tensor) -> Tensor:
 
 
 def router_scores(x: Tensor, gate: Tensor) -> Tensor:
-    return torch.sqrt(softplus(x @ gate.T))
+    """In fp32 as the model has it, where scores far below zero lose their last digits."""
+    return torch.sqrt(softplus(x @ gate.T).float().double())
 
 
 def expert(x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, limit: float) -> Tensor:

@@ -60,7 +60,7 @@ def model_conclusions(model: ModelReport) -> list[str]:
     lines += [describe(cell) for cell in others if cell.status == "wrong"]
     for cell in others:
         if cell.status != "wrong":
-            lines.append(f"layer {cell.layer} {cell.site}: {cell.op} was {cell.status}")
+            lines.append(f"{cell.title} in layer {cell.layer} was {cell.status}")
     if model.unplaced:
         names = ", ".join(model.unplaced)
         lines.append(f"called where a layer has no place for it, not compared: {names}")
@@ -81,7 +81,7 @@ def model_conclusions(model: ModelReport) -> list[str]:
 
 def describe(cell: Cell) -> str:
     text = (
-        f"{cell.op} ({cell.site}) in layer {cell.layer}: {cell.tap} is off by "
+        f"{cell.title} in layer {cell.layer}: {cell.tap} is off by "
         f"{cell.error.worst:.2g} at position {cell.position} (allowed {cell.limit.worst:.2g})"
     )
     return f"{text}; {cell.cause.text}" if cell.cause else text

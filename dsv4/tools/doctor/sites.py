@@ -193,7 +193,7 @@ def pick(arguments: Any, path: str) -> Any:
         if isinstance(value, dict):
             value = value.get(part)
         elif part.isdigit():
-            value = value[int(part)]
+            value = value[int(part)] if int(part) < len(value) else None
         else:
             value = getattr(value, part)
     return value
@@ -217,7 +217,7 @@ def results(
         names = names[1:]  # the streams are the embedding
     values = list(call.result) if isinstance(call.result, list | tuple) else [call.result]
     rows = slice(first_row, first_row + taps.stop - taps.start)
-    found = {name: _wide(value[rows]) for name, value in zip(names, values, strict=True)}
+    found = {name: _wide(value[rows]) for name, value in zip(names, values, strict=False)}
     if site.name == "index_scores":
         width = taps.stop // 4
         found["scores"] = found["scores"][:, :width].masked_fill(~layer.scored(taps), 0.0)

@@ -29,7 +29,7 @@ from dsv4.tools.doctor.layer import Formats
 from dsv4.tools.doctor.weights import PlainWeights
 from dsv4.util.models import model_folder
 
-NUM_DECODED = 5  # tokens fed one at a time; they cross a block of 4 and one of 128
+NUM_DECODED = 5  # tokens fed one at a time: the last of a block of 128, then a block of 4
 NUM_SEQUENCES = 3  # side by side in the cross-checks
 PROMPT = (
     "Two trains leave a station at nine. One runs north at 90 km/h, the other east at 120. "
@@ -43,15 +43,16 @@ class Subject:
     config: ModelConfig
     settings: Settings
     model: Transformer
-    weights: PlainWeights
+    weights: PlainWeights  # that count as right
     token_ids: list[int]
     layout: str = "in memory"
     streamed: bool = False
+    examined: PlainWeights | None = None  # the engine's own file, where another counts as right
 
     @property
     def formats(self) -> Formats:
-        s = self.settings
-        return Formats(getattr(torch, s.dtype), s.kv_format, s.index_format)
+        s, lossy = self.settings, self.examined is not None
+        return Formats(getattr(torch, s.dtype), s.kv_format, s.index_format, lossy)
 
     def runner(self) -> Runner:
         """A fresh state; the model is shared."""
@@ -61,7 +62,7 @@ class Subject:
 def num_tokens(config: ModelConfig, wanted: int | None) -> int:
     """Enough that windows move on, two blocks of 128 close and the indexer has to choose."""
     least = max(256, config.sliding_window + 64, 4 * (config.index_topk + 8))
-    count = wanted or -(-least // 128) * 128 + 3
+    count = wanted or -(-least // 128) * 128 + 4
     if not NUM_DECODED + 2 <= count <= config.max_positions:
         raise OptionError(
             f"{count} tokens asked for, expected {NUM_DECODED + 2} to {config.max_positions}"
@@ -109,15 +110,14 @@ def open_subject(
         model: Transformer = StreamedTransformer(checkpoint, settings)
     else:
         model = Transformer(config, read_weights(checkpoint, settings), dtype)
-    right = checkpoint
+    weights, examined = PlainWeights.from_checkpoint(checkpoint), None
     if against is not None:
         other = model_folder(against)
         right = open_checkpoint(other, ModelConfig.from_folder(other))
         _same_shape(config, right.config, against)
-    weights = PlainWeights.from_checkpoint(right)
-    return Subject(
-        folder.name, config, settings, model, weights, token_ids, checkpoint.layout, stream
-    )
+        weights, examined = PlainWeights.from_checkpoint(right), weights
+    layout, name = checkpoint.layout, folder.name
+    return Subject(name, config, settings, model, weights, token_ids, layout, stream, examined)
 
 
 def prompt_ids(
@@ -130,7 +130,7 @@ def prompt_ids(
     if tokenizer is None:
         rng = Random(0)
         return [rng.randrange(config.vocab_size) for _ in range(count)]
-    ids = tokenizer.encode(prompt or PROMPT)
+    ids = tokenizer.encode(PROMPT if prompt is None else prompt)
     if not ids:
         raise OptionError("the prompt is empty; give some text")
     repeated = chain.from_iterable(repeat(ids))

@@ -11,7 +11,7 @@ from dsv4.testing import random_weights, small_config
 from dsv4.tools.doctor.subject import Subject, make_settings
 from dsv4.tools.doctor.weights import PlainWeights
 
-NUM_TOKENS = 131  # a block of 128 closes while decoding
+NUM_TOKENS = 132  # a block of 128 closes while decoding
 SMALL = {"num_layers": 3, "compress_ratios": (0, 4, 128), "num_hash_layers": 1}
 
 
