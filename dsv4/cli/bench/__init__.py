@@ -1,4 +1,4 @@
-"""`dsv4 bench ops` and `dsv4 bench quality`: how fast, and how well."""
+"""`dsv4 bench`: how fast, and how well."""
 
 import json
 import sys
@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dsv4.cli import bench_steps
+from dsv4.cli.bench.serve import serve
+from dsv4.cli.bench.steps import decode, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
 from dsv4.errors import OptionError
 
@@ -17,8 +18,9 @@ from dsv4.errors import OptionError
 def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure speed and quality.", no_args_is_help=True)
     bench.command("ops")(ops)
-    bench.command("decode")(bench_steps.decode)
-    bench.command("prefill")(bench_steps.prefill)
+    bench.command("decode")(decode)
+    bench.command("prefill")(prefill)
+    bench.command("serve")(engine_options(serve))
     bench.command("quality")(engine_options(quality))
     app.add_typer(bench, name="bench")
 
