@@ -75,7 +75,7 @@ LINE_BUDGET = {
     "scheduler": 800,
     "runner": 2000,
     "server": 3500,
-    "tools": 6000,
+    "tools": 7500,
     "cli": 2500,
 }
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from dsv4.formats.quantized import Weight
 from dsv4.ops.arguments import copied
 from dsv4.tools.doctor.compare import difference, limits
-from dsv4.tools.doctor.layer import PlainLayer, Taps
-from dsv4.tools.doctor.sites import Call, Matrix, pick, read_entries, results
+from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
+from dsv4.tools.doctor.plain.sites import Call, Matrix, pick, read_entries, results
 
 SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more
 LIKE_WEIGHT = 0.25  # the same weight in a coarser format

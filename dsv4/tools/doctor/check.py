@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dsv4.tools.doctor.cause import Cause, find_cause
 from dsv4.tools.doctor.compare import Error, Limits, difference, limits
-from dsv4.tools.doctor.layer import PlainLayer, Taps
-from dsv4.tools.doctor.sites import Call, layer_sites, pick, results
+from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
+from dsv4.tools.doctor.plain.sites import Call, layer_sites, pick, results
 
 _BESIDE = ("attn_streams", "final_streams")  # taps that not every op of their site gives
 LayerMaker = Callable[[int], PlainLayer]

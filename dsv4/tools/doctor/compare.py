@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.tools.doctor.layer import Formats
+from dsv4.tools.doctor.plain.layer import Formats
 
 
 @dataclass(frozen=True)

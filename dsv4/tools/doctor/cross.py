@@ -18,8 +18,8 @@ from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.ops.op import observe
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.tools.doctor.check import LayerMaker
-from dsv4.tools.doctor.layer import Taps
-from dsv4.tools.doctor.sites import SITES, Call, results
+from dsv4.tools.doctor.plain.layer import Taps
+from dsv4.tools.doctor.plain.sites import SITES, Call, results
 from dsv4.tools.doctor.subject import NUM_DECODED, Subject
 from dsv4.tools.doctor.trace import Consumer, Tracer
 

@@ -14,8 +14,8 @@ import torch
 from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker
 from dsv4.tools.doctor.compare import Error
 from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run_alone, schedule
-from dsv4.tools.doctor.layer import PlainLayer
-from dsv4.tools.doctor.sites import SITES
+from dsv4.tools.doctor.plain.layer import PlainLayer
+from dsv4.tools.doctor.plain.sites import SITES
 from dsv4.tools.doctor.subject import Subject
 
 # End to end, rounding may be amplified; exact mode has none to speak of.

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dsv4.tools.doctor.check import Cell
 from dsv4.tools.doctor.examine import ModelReport
-from dsv4.tools.doctor.sites import SITES
+from dsv4.tools.doctor.plain.sites import SITES
 
 # error in units of the limit, its colour and its letter in the terminal
 _STEPS = (

@@ -25,8 +25,8 @@ from dsv4.parallel import Shard
 from dsv4.runner.load import read_weights
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings, available_memory, resolve
-from dsv4.tools.doctor.layer import Formats
-from dsv4.tools.doctor.weights import PlainWeights
+from dsv4.tools.doctor.plain.layer import Formats
+from dsv4.tools.doctor.plain.weights import PlainWeights
 from dsv4.util.models import model_folder
 
 NUM_DECODED = 5  # tokens fed one at a time: the last of a block of 128, then a block of 4

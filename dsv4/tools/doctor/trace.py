@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.ops.arguments import copied
 from dsv4.ops.op import Arguments, Op
-from dsv4.tools.doctor.sites import SITES, Call
+from dsv4.tools.doctor.plain.sites import SITES, Call
 
 _MUTABLE = ("pool", "state", "compressed")  # arguments that later calls change
 # which site a call is: by op and how many calls of it the half-layer had before

@@ -8,8 +8,8 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.model.transformer import Transformer
 from dsv4.testing import random_weights, small_config
+from dsv4.tools.doctor.plain.weights import PlainWeights
 from dsv4.tools.doctor.subject import Subject, make_settings
-from dsv4.tools.doctor.weights import PlainWeights
 
 NUM_TOKENS = 132  # a block of 128 closes while decoding
 SMALL = {"num_layers": 3, "compress_ratios": (0, 4, 128), "num_hash_layers": 1}

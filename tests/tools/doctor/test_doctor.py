@@ -19,17 +19,24 @@ from dsv4.testing import random_weights, small_config
 from dsv4.tools.doctor.capsule import replay, save_capsule
 from dsv4.tools.doctor.check import hand_on
 from dsv4.tools.doctor.examine import ModelReport, examine_model, layers_of
-from dsv4.tools.doctor.layer import Taps
 from dsv4.tools.doctor.machine import examine_machine
 from dsv4.tools.doctor.ops import check_ops, summarize
 from dsv4.tools.doctor.picture import svg, terminal
+from dsv4.tools.doctor.plain.layer import Taps
+from dsv4.tools.doctor.plain.sites import SITES, layer_sites
 from dsv4.tools.doctor.report import Report
-from dsv4.tools.doctor.sites import SITES, layer_sites
 from dsv4.tools.doctor.subject import Subject
 from tests.models import write_fast_model
 from tests.oracle.reference import transformers_model
 from tests.tools.doctor import faults
 from tests.tools.doctor.subjects import make_subject, small_subject
+
+
+@pytest.fixture(scope="module")
+def ill() -> tuple[Subject, ModelReport]:
+    subject = small_subject()
+    with faults.no_inverse_rope(subject):
+        return subject, examine_model(subject, only_calls=True)
 
 
 def plain_logits(subject: Subject, token_ids: Tensor) -> Tensor:
@@ -150,10 +157,8 @@ def damage_facts(folder: Path, **changes: Any) -> None:
 
 
 @pytest.fixture
-def capsule(tmp_path: Path) -> Path:
-    subject = small_subject()
-    with faults.sink_ignored(subject):
-        report = examine_model(subject, only_calls=True)
+def capsule(ill: tuple[Subject, ModelReport], tmp_path: Path) -> Path:
+    subject, report = ill
     assert report.first is not None
     save_capsule(tmp_path / "c", report.first, subject.config, report.settings)
     return tmp_path / "c"
@@ -184,13 +189,6 @@ def test_torn_capsules_are_refused(capsule: Path) -> None:
 
 
 # --- picture and command --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ill() -> tuple[Subject, ModelReport]:
-    subject = small_subject()
-    with faults.no_inverse_rope(subject):
-        return subject, examine_model(subject, only_calls=True)
 
 
 def test_picture_frames_the_first_wrong_op(ill: tuple[Subject, ModelReport]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.ops.kv.pool import PagedPool, load, locate
 from dsv4.ops.op import Arguments, Op
-from dsv4.tools.doctor.layer import PlainLayer, Taps
+from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 
 
 @dataclass(frozen=True)

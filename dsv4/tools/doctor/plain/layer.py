@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.tools.doctor import plain
-from dsv4.tools.doctor.weights import PlainWeights
+from dsv4.tools.doctor.plain import formulas
+from dsv4.tools.doctor.plain.weights import PlainWeights
 
 NEAR_TIE = 1e-5  # two right implementations may choose either
 # taps of earlier tokens that later tokens need
@@ -73,7 +73,7 @@ class PlainLayer:
         """`examined`: the file that the engine read, where it is not the one that counts."""
         self.config, self.layer, self.formats, self.device = config, layer, formats, device
         self.ratio = config.compress_ratios[layer]
-        self.table = plain.frequencies(config, self.ratio).to(device)
+        self.table = formulas.frequencies(config, self.ratio).to(device)
         self._weights, self._examined = weights, examined or weights
         self._read: dict[tuple[str, int | None], Tensor] = {}
 
@@ -107,31 +107,31 @@ class PlainLayer:
 
     def _mix(self, streams: Tensor, half: str) -> dict[str, Tensor]:
         fn, base, scale = (self.weight(f"hc_{half}_{part}") for part in ("fn", "base", "scale"))
-        pre, post, comb = plain.mixing(streams, fn, base, scale, self.config)
+        pre, post, comb = formulas.mixing(streams, fn, base, scale, self.config)
         row = self.round(torch.einsum("ts,tsd->td", pre, streams))
-        x = plain.rms(row, self.weight(f"{half}_norm.weight"), self.config.rms_norm_eps)
+        x = formulas.rms(row, self.weight(f"{half}_norm.weight"), self.config.rms_norm_eps)
         return {f"{half}_x": x, f"{half}_post": post, f"{half}_comb": comb}
 
     def mix_attention(self, t: Taps) -> dict[str, Tensor]:
         if self.layer == 0:
             return {**self._mix(t.new["embedded"], "attn"), "attn_streams": t.new["embedded"]}
         before = (t.new[f"before_{name}"] for name in ("streams", "y", "post", "comb"))
-        streams = self.round(plain.spread(*before))
+        streams = self.round(formulas.spread(*before))
         return {"attn_streams": streams, **self._mix(t.given.get("attn_streams", streams), "attn")}
 
     def mix_ffn(self, t: Taps) -> dict[str, Tensor]:
         update = (t.new[n] for n in ("attn_streams", "attn_y", "attn_post", "attn_comb"))
-        streams = self.round(plain.spread(*update))
+        streams = self.round(formulas.spread(*update))
         return {"ffn_streams": streams, **self._mix(t.given.get("ffn_streams", streams), "ffn")}
 
     def head_mix(self, t: Taps) -> dict[str, Tensor]:
         update = (t.new[n] for n in ("ffn_streams", "ffn_y", "ffn_post", "ffn_comb"))
-        streams, c = self.round(plain.spread(*update)), self.config
-        logits = plain.mixing_logits(streams, self.weight("hc_head_fn"), c.rms_norm_eps)
+        streams, c = self.round(formulas.spread(*update)), self.config
+        logits = formulas.mixing_logits(streams, self.weight("hc_head_fn"), c.rms_norm_eps)
         scaled = logits * self.weight("hc_head_scale") + self.weight("hc_head_base")
         row = torch.einsum("ts,tsd->td", torch.sigmoid(scaled) + c.hc_eps, streams)
         return {
-            "head_x": plain.rms(self.round(row), self.weight("norm.weight"), c.rms_norm_eps),
+            "head_x": formulas.rms(self.round(row), self.weight("norm.weight"), c.rms_norm_eps),
             "final_streams": streams,
         }
 
@@ -166,13 +166,13 @@ class PlainLayer:
 
     def window_key(self, t: Taps) -> dict[str, Tensor]:
         norm, c = self.weight("attn.kv_norm.weight"), self.config
-        key = self.round(plain.rms(t.new["kv_raw"], norm, c.rms_norm_eps))
-        key = self.round(plain.rope(key, t.positions, self.table))
-        return {"key": plain.stored_key(key, self.formats.kv, c.rope_head_dim)}
+        key = self.round(formulas.rms(t.new["kv_raw"], norm, c.rms_norm_eps))
+        key = self.round(formulas.rope(key, t.positions, self.table))
+        return {"key": formulas.stored_key(key, self.formats.kv, c.rope_head_dim)}
 
     def latent_norm(self, t: Taps) -> dict[str, Tensor]:
         weight, eps = self.weight("attn.q_norm.weight"), self.config.rms_norm_eps
-        return {"latent": plain.rms(t.new["latent_raw"], weight, eps)}
+        return {"latent": formulas.rms(t.new["latent_raw"], weight, eps)}
 
     def query(self, t: Taps) -> dict[str, Tensor]:
         latent = t.new["latent"]
@@ -185,10 +185,12 @@ class PlainLayer:
         norm = self.weight(f"{prefix}norm.weight")
         if not blocks:
             return norm.new_zeros(0, norm.shape[0])
-        rows = torch.stack([plain.compress(values, gates, ape, ratio, block) for block in blocks])
-        rows = self.round(plain.rms(self.round(rows), norm, self.config.rms_norm_eps))
+        rows = torch.stack(
+            [formulas.compress(values, gates, ape, ratio, block) for block in blocks]
+        )
+        rows = self.round(formulas.rms(self.round(rows), norm, self.config.rms_norm_eps))
         first = torch.tensor(blocks, device=rows.device) * ratio
-        return self.round(plain.rope(rows, first, self.table))
+        return self.round(formulas.rope(rows, first, self.table))
 
     def tail(self, t: Taps) -> Tensor:
         """Positions of the newest tokens, which a compressor must remember for the next step."""
@@ -202,18 +204,20 @@ class PlainLayer:
 
     def entries(self, t: Taps) -> dict[str, Tensor]:
         under, c = "attn.compressor.", self.config
-        entries = plain.stored_key(self._entries(t, under, ""), self.formats.kv, c.rope_head_dim)
+        entries = formulas.stored_key(self._entries(t, under, ""), self.formats.kv, c.rope_head_dim)
         return {"entries": entries, "entries_tail": self._tail(t, under, "")}
 
     def index_keys(self, t: Taps) -> dict[str, Tensor]:
         under, formats = "attn.indexer.compressor.", self.formats
-        keys = plain.stored_index(self._entries(t, under, "index_"), formats.index, formats.dtype)
+        keys = formulas.stored_index(
+            self._entries(t, under, "index_"), formats.index, formats.dtype
+        )
         return {"index_keys": keys, "index_keys_tail": self._tail(t, under, "index_")}
 
     def index_query(self, t: Taps) -> dict[str, Tensor]:
         q = _heads(t.new["index_q_raw"], self.config.index_num_heads)
-        q = self.round(plain.rope(q, t.positions, self.table))
-        return {"index_q": plain.stored_index(q, self.formats.index, self.formats.dtype)}
+        q = self.round(formulas.rope(q, t.positions, self.table))
+        return {"index_q": formulas.stored_index(q, self.formats.index, self.formats.dtype)}
 
     @property
     def index_scale(self) -> float:
@@ -227,7 +231,7 @@ class PlainLayer:
 
     def index_scores(self, t: Taps) -> dict[str, Tensor]:
         weights = t.new["head_weights"] * self.index_scale
-        scores = plain.index_scores(t.new["index_q"], weights, t.all("index_keys"))
+        scores = formulas.index_scores(t.new["index_q"], weights, t.all("index_keys"))
         return {"scores": scores.masked_fill(~self.scored(t), 0.0)}
 
     def index_select(self, t: Taps) -> dict[str, Tensor]:
@@ -244,8 +248,8 @@ class PlainLayer:
 
     def query_prepare(self, t: Taps) -> dict[str, Tensor]:
         q = _heads(t.new["q_raw"], self.config.num_heads)
-        q = self.round(plain.rms(q, None, self.config.rms_norm_eps))
-        return {"q": plain.rope(q, t.positions, self.table)}
+        q = self.round(formulas.rms(q, None, self.config.rms_norm_eps))
+        return {"q": formulas.rope(q, t.positions, self.table)}
 
     def seen(self, t: Taps) -> Tensor:
         """`[rows, keys then entries]`: what each token attends to."""
@@ -269,8 +273,8 @@ class PlainLayer:
             keys = torch.cat((keys, t.all("entries")))
         seen, sink = self.seen(t), self.weight("attn.attn_sink")
         parts = zip(torch.split(t.new["q"], _ROWS), torch.split(seen, _ROWS), strict=True)
-        out = self.round(torch.cat([plain.attend(q, keys, part, sink) for q, part in parts]))
-        return {"attended": plain.rope(out, t.positions, self.table, back=True)}
+        out = self.round(torch.cat([formulas.attend(q, keys, part, sink) for q, part in parts]))
+        return {"attended": formulas.rope(out, t.positions, self.table, back=True)}
 
     def output_groups(self, t: Taps) -> dict[str, Tensor]:
         groups = self.config.o_groups
@@ -285,7 +289,10 @@ class PlainLayer:
     # --- experts ----------------------------------------------------------------------------------
 
     def router(self, t: Taps) -> dict[str, Tensor]:
-        c, scores = self.config, plain.router_scores(t.new["ffn_x"], self.weight("ffn.gate.weight"))
+        c, scores = (
+            self.config,
+            formulas.router_scores(t.new["ffn_x"], self.weight("ffn.gate.weight")),
+        )
         if self.layer < c.num_hash_layers:
             chosen = self.weight("ffn.gate.tid2eid").long()[t.token_ids].sort(1).values
         else:
@@ -300,11 +307,11 @@ class PlainLayer:
         x, chosen, weights = t.new["ffn_x"], t.new["experts"], t.new["expert_weights"]
         limit = self.config.swiglu_limit
         w13, w2 = (self.weight(f"ffn.shared_experts.{name}") for name in ("w13", "w2"))
-        total = plain.expert(x, w13, w2, x.new_ones(x.shape[0]), limit)
+        total = formulas.expert(x, w13, w2, x.new_ones(x.shape[0]), limit)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.nonzero(chosen == number, as_tuple=True)
             w13, w2 = (self.weight(f"ffn.experts.{name}", number) for name in ("w13", "w2"))
-            part = plain.expert(x[rows], w13, w2, weights[rows, places], limit)
+            part = formulas.expert(x[rows], w13, w2, weights[rows, places], limit)
             total = total.index_add(0, rows, part)
         return {"ffn_y": total}
 

@@ -1,0 +1,1 @@
+"""The model without the engine: formulas, weights from the files, and what each op should give."""
