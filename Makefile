@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser load fuzz-server kernels lint fuzz clean fuzz-checkpoint
+.PHONY: help demo serve test browser load fuzz-server kernels lint fuzz clean fuzz-checkpoint soak
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,14 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing dsv4 with its development tools (once; a few minutes on a slow line)"
 	@$(PIP) -e '.[dev,server]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-server: pyproject.toml | $(BIN)/python
+	@echo "installing dsv4 with its server (once; a few minutes on a slow line)"
+	@$(PIP) -e '.[server,guided]'
+	@touch $@ $(VENV)/.installed
+
+serve: $(VENV)/.installed-server ## serve the embedded model and its web page at http://127.0.0.1:8000
+	@$(BIN)/dsv4 serve
 
 demo: $(VENV)/.installed ## three questions to the embedded model, on the CPU
 	@$(BIN)/python scripts/demo.py
@@ -47,6 +55,10 @@ browser: $(VENV)/.installed-dev ## drive the web page in Chromium; screenshots g
 
 kernels: $(VENV)/.installed-dev ## compile every Triton kernel for sm_90 and sm_100 and check the result
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m compile tests/ops/kernels
+
+soak: $(VENV)/.installed-dev ## the engine for 20 minutes: thousands of random steps, then mixed traffic
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/test_engine_machine.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes 20
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
