@@ -4,6 +4,8 @@ All kinds look back over a window. Ratio-128 layers also see every compressed en
 layers the ones their indexer selects. Matrices that read the same input run as one op.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,12 @@ from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.kv_store import kv_store
+from dsv4.ops.kv.pool import PagedPool
+from dsv4.ops.kv.prepare import STATE_PREPARE
 from dsv4.ops.norm.rms_norm import rms_norm
+from dsv4.ops.op import Arguments
 from dsv4.parallel import Shard
 
 
@@ -65,36 +71,24 @@ class Attention:
 
     def __call__(self, x: Tensor, step: StepInputs, state: LayerState) -> Tensor:
         """`x` `[tokens, hidden]`, normalised -> `[tokens, hidden]`; writes the layer's state."""
-        batch, dtype = step.batch, x.dtype
+        batch = step.batch
         latent, kv, compressed_in, index_in = self._project_input(x)
-        kv_store(
-            kv, self.kv_norm, self.frequencies, self.eps, batch, state.window, step.window_table
-        )
-        latent = rms_norm(latent, self.q_norm, self.eps)
+        table = step.csa_table if self.indexer is not None else step.hca_table
+        latent = self._prepare_state(latent, kv, [compressed_in, index_in[:2]], table, step, state)
         compressed = None
         if self.indexer is not None:
-            assert self.compressor is not None
             assert isinstance(state, CsaState)
             q, index_q = linear_multi(latent, [self.wq_b, self.indexer.wq_b])
-            self.compressor.update(
-                compressed_in, dtype, batch, state.compressor, state.entries, step.csa_table
+            q, index_q, weights = self.indexer.prepare(
+                q.view(-1, self.num_heads, self.head_dim), index_q, index_in[2], step, state
             )
-            self.indexer.compressor.update(
-                index_in[:2], dtype, batch, state.index_compressor, state.index, step.csa_table
-            )
-            selected = self.indexer.select(index_q, index_in[2], step, state)
-            compressed = Compressed(state.entries, step.csa_table, self.ratio, selected)
+            selected = self.indexer.select(index_q, weights, step, state)
+            compressed = Compressed(state.entries, table, self.ratio, selected)
         else:
-            q = linear(latent, self.wq_b)
-            if self.compressor is not None:
-                assert isinstance(state, HcaState)
-                self.compressor.update(
-                    compressed_in, dtype, batch, state.compressor, state.entries, step.hca_table
-                )
-                compressed = Compressed(state.entries, step.hca_table, self.ratio, None)
-        q = query_prepare(
-            q.view(-1, self.num_heads, self.head_dim), batch.positions, self.frequencies, self.eps
-        )
+            q = linear(latent, self.wq_b).view(-1, self.num_heads, self.head_dim)
+            q = query_prepare(q, batch.positions, self.frequencies, self.eps)
+            if isinstance(state, HcaState):
+                compressed = Compressed(state.entries, table, self.ratio, None)
         out = attention(
             q,
             self.sink,
@@ -108,6 +102,52 @@ class Attention:
         return linear(
             grouped_linear(out.view(x.shape[0], self.num_groups, -1), self.wo_a), self.wo_b
         )
+
+    def _prepare_state(
+        self,
+        latent: Tensor,
+        kv: Tensor,
+        projected: list[list[Tensor]],
+        table: Tensor,
+        step: StepInputs,
+        state: LayerState,
+    ) -> Tensor:
+        """The window key and what the compressors make are stored; the latent comes back
+        normalised. One launch where one token for each sequence is new."""
+        batch, eps, frequencies = step.batch, self.eps, self.frequencies
+        norm: Arguments = {"x": latent, "weight": self.q_norm, "eps": eps}
+        key: Arguments = {
+            "kv": kv,
+            "norm": self.kv_norm,
+            "frequencies": frequencies,
+            "eps": eps,
+            "batch": batch,
+            "pool": state.window,
+            "table": step.window_table,
+        }
+        updates: list[tuple[Compressor, Arguments]] = []
+        for compressor, inputs, held, pool in self._compressors(projected, state):
+            arguments = compressor.arguments(inputs, latent.dtype, batch, held, pool, table)
+            updates.append((compressor, arguments))
+        together = {"norm": norm, "key": key, "blocks": [each for _, each in updates]}
+        if STATE_PREPARE.accepts(latent.device, together):
+            fused: Tensor = STATE_PREPARE.run(together)
+            return fused
+        kv_store(**key)
+        for compressor, arguments in updates:
+            compressor.update(arguments)
+        return rms_norm(**norm)
+
+    def _compressors(
+        self, projected: list[list[Tensor]], state: LayerState
+    ) -> Iterator[tuple[Compressor, list[Tensor], CompressorState, PagedPool]]:
+        """Each compressor of the layer with its inputs, its state and where its entries go."""
+        if self.compressor is not None:
+            assert isinstance(state, CsaState | HcaState)
+            yield self.compressor, projected[0], state.compressor, state.entries
+        if self.indexer is not None:
+            assert isinstance(state, CsaState)
+            yield self.indexer.compressor, projected[1], state.index_compressor, state.index
 
     def _project_input(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         """Query latent, window key, and what compressor and indexer need (fp32)."""

@@ -8,6 +8,7 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.weights import Weights
 from dsv4.ops.kv.compress import CompressorState, compress
 from dsv4.ops.kv.pool import PagedPool
+from dsv4.ops.op import Arguments
 from dsv4.ops.ragged import Ragged
 
 
@@ -23,7 +24,7 @@ class Compressor:
         self.ape = weights.tensor("ape")
         self.norm = weights.tensor("norm.weight")
 
-    def update(
+    def arguments(
         self,
         projected: list[Tensor],
         dtype: torch.dtype,
@@ -31,20 +32,24 @@ class Compressor:
         state: CompressorState,
         pool: PagedPool,
         table: Tensor,
-    ) -> None:
-        """`projected`: this compressor's matrices applied to the layer's input, fp32."""
+    ) -> Arguments:
+        """Of `compress`; `projected`: this compressor's matrices applied to the input, fp32."""
         values, gates = projected
-        compress(
-            values,
-            gates,
-            self.ape,
-            self.norm,
-            self.frequencies,
-            self.eps,
-            self.ratio,
-            dtype,
-            state,
-            batch,
-            pool,
-            table,
-        )
+        return {
+            "values": values,
+            "gates": gates,
+            "ape": self.ape,
+            "norm": self.norm,
+            "frequencies": self.frequencies,
+            "eps": self.eps,
+            "ratio": self.ratio,
+            "dtype": dtype,
+            "state": state,
+            "batch": batch,
+            "pool": pool,
+            "table": table,
+        }
+
+    def update(self, arguments: Arguments) -> None:
+        """Close the blocks that end in this step and remember the newest tokens."""
+        compress(**arguments)

@@ -8,7 +8,8 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
 from dsv4.ops.attention.index import index_scores, index_select
-from dsv4.ops.attention.query import index_query
+from dsv4.ops.attention.query import QUERIES, index_query, query_prepare
+from dsv4.ops.op import Arguments
 
 
 class Indexer:
@@ -16,17 +17,38 @@ class Indexer:
         self.num_heads = config.index_num_heads
         self.topk = config.index_topk
         self.scale = config.index_head_dim**-0.5 * config.index_num_heads**-0.5
+        self.eps = config.rms_norm_eps
         self.frequencies = frequencies
         self.wq_b = weights.take("wq_b.weight")
         self.weights_proj = weights.take("weights_proj.weight")
         self.compressor = Compressor(config, 4, frequencies, weights.under("compressor."))
 
-    def select(self, q: Tensor, head_weights: Tensor, step: StepInputs, state: CsaState) -> Tensor:
-        """`q` `[tokens, heads * dim]` and `head_weights` `[tokens, heads]` (fp32), as projected."""
-        batch = step.batch
-        q = q.view(q.shape[0], self.num_heads, -1)
-        q = index_query(q, batch.positions, self.frequencies, state.index.format)
-        scores = index_scores(
-            q, head_weights * self.scale, state.index, step.csa_table, batch, self.topk
-        )
+    def prepare(
+        self, q: Tensor, index_q: Tensor, head_weights: Tensor, step: StepInputs, state: CsaState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention's queries `[tokens, heads, dim]`, the index queries and the weights of their
+        heads (fp32), all as projected -> as they are used."""
+        positions = step.batch.positions
+        index_q = index_q.view(index_q.shape[0], self.num_heads, -1)
+        query: Arguments = {
+            "q": q,
+            "positions": positions,
+            "frequencies": self.frequencies,
+            "eps": self.eps,
+        }
+        index: Arguments = {
+            "q": index_q,
+            "positions": positions,
+            "frequencies": self.frequencies,
+            "index_format": state.index.format,
+        }
+        together = {"query": query, "index": index, "weights": head_weights, "scale": self.scale}
+        if QUERIES.accepts(q.device, together):
+            fused: tuple[Tensor, Tensor, Tensor] = QUERIES.run(together)
+            return fused
+        return query_prepare(**query), index_query(**index), head_weights * self.scale
+
+    def select(self, q: Tensor, weights: Tensor, step: StepInputs, state: CsaState) -> Tensor:
+        """`q` `[tokens, heads, dim]` and `weights` `[tokens, heads]`, prepared -> `selected`."""
+        scores = index_scores(q, weights, state.index, step.csa_table, step.batch, self.topk)
         return index_select(scores, self.topk)

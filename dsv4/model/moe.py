@@ -4,8 +4,9 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.weights import Weights
-from dsv4.ops.moe.experts import experts_ffn
+from dsv4.ops.moe.experts import MOE, experts_ffn
 from dsv4.ops.moe.router import router
+from dsv4.ops.op import Arguments
 
 
 class MoE:
@@ -23,16 +24,25 @@ class MoE:
         self.shared_w2 = weights.take("shared_experts.w2")
 
     def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        experts, weights = router(
-            x, self.gate, self.bias, self.table, token_ids, self.num_chosen, self.scaling
-        )
-        return experts_ffn(
-            x,
-            experts,
-            weights,
-            self.w13,
-            self.w2,
-            self.shared_w13,
-            self.shared_w2,
-            self.limit,
-        )
+        choice: Arguments = {
+            "x": x,
+            "gate": self.gate,
+            "bias": self.bias,
+            "table": self.table,
+            "token_ids": token_ids,
+            "num_chosen": self.num_chosen,
+            "scaling": self.scaling,
+        }
+        matrices: Arguments = {
+            "w13": self.w13,
+            "w2": self.w2,
+            "shared_w13": self.shared_w13,
+            "shared_w2": self.shared_w2,
+            "limit": self.limit,
+        }
+        together = {"router": choice, "experts": matrices}
+        if MOE.accepts(x.device, together):
+            fused: Tensor = MOE.run(together)
+            return fused
+        experts, weights = router(**choice)
+        return experts_ffn(x, experts, weights, **matrices)

@@ -93,6 +93,27 @@ class Op:
             log.warning(message)
 
 
+@dataclass(frozen=True)
+class Fusion:
+    """Several ops in one launch where a kernel can do that; else the caller runs them one by one.
+
+    Same results, bit for bit. Not used where an op is watched or forced to its reference.
+    """
+
+    parts: tuple[str, ...]  # names of ops
+    kernel: Kernel
+
+    def accepts(self, device: torch.device, arguments: Arguments) -> bool:
+        if device.type == "cpu" and not _policy.kernels_on_cpu:
+            return False
+        if _policy.observer is not None or any(map(_policy.forces_reference, self.parts)):
+            return False
+        return self.kernel.supports(arguments) is None
+
+    def run(self, arguments: Arguments) -> Any:
+        return self.kernel.run(arguments)
+
+
 # called in place of an op with its arguments; it calls the third one and returns what that gave
 Observer = Callable[[Op, Arguments, Callable[[], Any]], Any]
 

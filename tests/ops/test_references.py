@@ -26,6 +26,7 @@ from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
 from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.moe.router import router
 from dsv4.ops.norm.rms_norm import rms_norm
+from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
 
 Arguments = dict[str, Any]
@@ -48,6 +49,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "router": router,
     "experts": experts_ffn,
     "sample": sample,
+    "accept": accept,
 }
 CASES = [
     pytest.param(name, case, id=f"{name}: {case.name}")
@@ -82,6 +84,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "router": ("x", "token_ids"),
     "experts": ("x", "experts", "weights"),
     "sample": ("logits", "inputs"),
+    "accept": ("tokens", "logprobs", "target"),
 }
 
 
@@ -97,7 +100,7 @@ def test_every_op_is_walked() -> None:
 def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of an op's results, in order."""
     rows, fp32, int64 = num_rows(name, a), torch.float32, torch.int64
-    if name in ("kv_store", "compress"):
+    if name in ("kv_store", "compress", "accept"):
         return []
     if name == "embed":
         return [((rows, a["num_streams"], a["table"].shape[1]), a["dtype"])]

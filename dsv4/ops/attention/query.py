@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 
 INDEX_FORMATS = ("fp32", "bf16", "fp8", "fp4")
 
@@ -64,6 +64,9 @@ INDEX = Op(
     index_cases,
     kernels=(Kernel("dsv4.ops.attention.query_triton"),),
 )
+
+# both, and the scaling of the index heads' weights, in one launch
+QUERIES = Fusion(("query_prepare", "index_query"), Kernel("dsv4.ops.attention.queries_triton"))
 
 
 def _check(op: Op, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:

@@ -23,14 +23,13 @@ HEADS = 16  # heads of a program; part of the tile a head's norm is summed in, s
 
 
 @triton.jit
-def _prepare_kernel(
-    q, out, positions, frequencies, eps, num_heads,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+def prepare_heads(
+    q, out, positions, frequencies, eps, num_heads, row, block,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    start_dependents(ASM)
+    """A block of a token's heads: norm without weight, then rope."""
     position = tl.load(positions + row)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    head = block * BH + tl.arange(0, BH)
     channel = tl.arange(0, PAD)
     at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
     mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
@@ -42,16 +41,14 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _index_kernel(
-    q, out, positions, frequencies, num_heads,
+def index_heads(
+    q, out, positions, frequencies, num_heads, row, block,
     BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4."""
-    row = tl.program_id(0)
-    start_dependents(ASM)
     position = tl.load(positions + row)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    head = block * BH + tl.arange(0, BH)
     channel = tl.arange(0, PAD)
     at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
     mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
@@ -72,6 +69,31 @@ def _index_kernel(
     tl.store(out + at, x.to(q.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _prepare_kernel(
+    q, out, positions, frequencies, eps, num_heads,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    start_dependents(ASM)
+    prepare_heads(
+        q, out, positions, frequencies, eps, num_heads, tl.program_id(0), tl.program_id(1),
+        BH, DIM, PAD, ROPE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _index_kernel(
+    q, out, positions, frequencies, num_heads,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    start_dependents(ASM)
+    index_heads(
+        q, out, positions, frequencies, num_heads, tl.program_id(0), tl.program_id(1),
+        BH, DIM, PAD, ROPE, FORMAT, LOG, FACTOR,
+    )  # fmt: skip
+
+
 def _supports(q, positions, frequencies) -> str | None:
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
@@ -88,6 +110,15 @@ def _sizes(q, frequencies) -> dict[str, object]:
         "PAD": triton.next_power_of_2(dim),
         "ROPE": 2 * frequencies.shape[0],
         "ASM": not interpreting(),
+    }
+
+
+def index_constants(q, index_format) -> dict[str, object]:
+    dim = q.shape[2]
+    return {
+        "FORMAT": {"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}[index_format],
+        "LOG": dim.bit_length() - 1,
+        "FACTOR": 1.0 / math.sqrt(dim),
     }
 
 
@@ -113,7 +144,6 @@ def run(q, positions, frequencies, eps=None, index_format=None):
             **launch_options(4),
         )
         return out
-    dim = q.shape[2]
     _index_kernel[grid](
         q,
         out,
@@ -121,9 +151,7 @@ def run(q, positions, frequencies, eps=None, index_format=None):
         frequencies,
         q.shape[1],
         **_sizes(q, frequencies),
-        FORMAT={"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}[index_format],
-        LOG=dim.bit_length() - 1,
-        FACTOR=1.0 / math.sqrt(dim),
+        **index_constants(q, index_format),
         **launch_options(4),
     )
     return out

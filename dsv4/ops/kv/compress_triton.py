@@ -10,7 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import (
+    ROW_WARPS,
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+)
 from dsv4.ops.kv.entry_triton import (
     entry_slot,
     finish_entry,
@@ -20,6 +26,8 @@ from dsv4.ops.kv.entry_triton import (
     pool_tensors,
     tl_dtype,
 )
+
+STEP = 8  # slots summed at a time; part of the order of summation, so never varied
 
 
 @triton.jit
@@ -78,24 +86,18 @@ def _remember(
     tl.store(state_z + target, z, mask=live)
 
 
-@triton.jit(do_not_specialize=["table_width"])
-def _close_kernel(
-    values, gates, ape, norm, frequencies, state_v, state_z, positions, seq_idx, first_rows,
-    starts, slots, table, table_width, page_entries, eps, data, tail, scale,
+@triton.jit
+def close_block(
+    values, gates, ape, norm, frequencies, state_v, state_z, row, position, seq, start, first_row,
+    state_row, table, table_width, page_entries, eps, data, tail, scale,
     RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
     OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr, APPEND: tl.constexpr,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    start_dependents(ASM)
-    position = tl.load(positions + row).to(tl.int32)
-    seq = tl.load(seq_idx + row).to(tl.int64)
-    state_row = tl.load(slots + seq).to(tl.int64) * ROWS
+    """One token: if it ends a block, the block's entry; with APPEND the token joins the state."""
     if (position + 1) % RATIO == 0:
-        start = tl.load(starts + seq).to(tl.int32)
-        first_row = tl.load(first_rows + seq).to(tl.int64)
         x = _block_softmax(
             values, gates, ape, state_v, state_z, position, start, first_row, state_row,
             RATIO, ROWS, SLOTS, STEP, OVERLAP, DIM, PAD,
@@ -111,6 +113,31 @@ def _close_kernel(
             values, gates, ape, state_v, state_z, row, position, state_row,
             RATIO, ROWS, WIDTH, WPAD,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _close_kernel(
+    values, gates, ape, norm, frequencies, state_v, state_z, positions, seq_idx, first_rows,
+    starts, slots, table, table_width, page_entries, eps, data, tail, scale,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
+    OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr, APPEND: tl.constexpr,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start_dependents(ASM)
+    position = tl.load(positions + row).to(tl.int32)
+    seq = tl.load(seq_idx + row).to(tl.int64)
+    state_row = tl.load(slots + seq).to(tl.int64) * ROWS
+    start = tl.load(starts + seq).to(tl.int32)
+    first_row = tl.load(first_rows + seq).to(tl.int64)
+    close_block(
+        values, gates, ape, norm, frequencies, state_v, state_z, row, position, seq, start,
+        first_row, state_row, table, table_width, page_entries, eps, data, tail, scale,
+        RATIO, ROWS, SLOTS, STEP, OVERLAP, WIDTH, WPAD, APPEND,
+        FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -131,9 +158,23 @@ def _append_kernel(
         )  # fmt: skip
 
 
-def choose_config(ratio: int) -> tuple[int, int]:
-    """Slots a step, warps; fixed by the ratio, because they set the order of summation."""
-    return (8, 4) if ratio == 4 else (16, 8)
+def state_sizes(ratio, values, state) -> dict[str, int]:
+    width = values.shape[1]
+    return {
+        "RATIO": ratio,
+        "ROWS": state.rows,
+        "WIDTH": width,
+        "WPAD": triton.next_power_of_2(width),
+    }
+
+
+def block_sizes(ratio) -> dict[str, int]:
+    overlap = ratio == 4
+    return {
+        "SLOTS": 2 * ratio if overlap else ratio,
+        "STEP": STEP,
+        "OVERLAP": overlap,
+    }
 
 
 def supports(
@@ -159,17 +200,8 @@ def supports(
 def run(
     values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
 ) -> None:
-    step, warps = choose_config(ratio)
-    overlap = ratio == 4
-    width = values.shape[1]
     one_each = batch.num_tokens == batch.starts.shape[0]
-    sizes = {
-        "RATIO": ratio,
-        "ROWS": state.rows,
-        "WIDTH": width,
-        "WPAD": triton.next_power_of_2(width),
-        "ASM": not interpreting(),
-    }
+    sizes = state_sizes(ratio, values, state)
     _close_kernel[(batch.num_tokens,)](
         values,
         gates,
@@ -189,14 +221,13 @@ def run(
         eps,
         *pool_tensors(pool),
         **sizes,
+        **block_sizes(ratio),
         **pool_constants(pool),
-        SLOTS=2 * ratio if overlap else ratio,
-        STEP=step,
-        OVERLAP=overlap,
         APPEND=one_each,
         ROPE=2 * frequencies.shape[0],
         DT=tl_dtype(dtype),
-        **launch_options(warps),
+        ASM=not interpreting(),
+        **launch_options(ROW_WARPS),
     )
     if not one_each:
         _append_kernel[(batch.num_tokens,)](
@@ -210,5 +241,6 @@ def run(
             batch.ends,
             batch.slots,
             **sizes,
-            **launch_options(4),
+            ASM=not interpreting(),
+            **launch_options(ROW_WARPS),
         )

@@ -5,7 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import (
+    ROW_WARPS,
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+)
 from dsv4.ops.kv.entry_triton import (
     entry_slot,
     finish_entry,
@@ -17,16 +23,15 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 
-@triton.jit(do_not_specialize=["table_width"])
-def _kv_store_kernel(
-    kv, kv_stride, norm, frequencies, positions, seq_idx, table, table_width, page_entries, eps,
-    data, tail, scale,
+@triton.jit
+def store_key(
+    kv, kv_stride, norm, frequencies, positions, seq_idx, row, table, table_width, page_entries,
+    eps, data, tail, scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    DT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    start_dependents(ASM)
+    """The key of one token: norm, rope, rounding, page."""
     position = tl.load(positions + row)
     slot = entry_slot(table, table_width, tl.load(seq_idx + row), position, page_entries)
     channel = tl.arange(0, PAD)[None, :]
@@ -38,9 +43,20 @@ def _kv_store_kernel(
     )  # fmt: skip
 
 
-def choose_config(dim: int) -> int:
-    """Warps of a row: one for each 128 channels."""
-    return max(1, min(4, triton.next_power_of_2(dim) // 128))
+@triton.jit(do_not_specialize=["table_width"])
+def _kv_store_kernel(
+    kv, kv_stride, norm, frequencies, positions, seq_idx, table, table_width, page_entries, eps,
+    data, tail, scale,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    start_dependents(ASM)
+    store_key(
+        kv, kv_stride, norm, frequencies, positions, seq_idx, tl.program_id(0), table,
+        table_width, page_entries, eps, data, tail, scale,
+        FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
+    )  # fmt: skip
 
 
 def supports(kv, norm, frequencies, eps, batch, pool, table) -> str | None:
@@ -72,5 +88,5 @@ def run(kv, norm, frequencies, eps, batch, pool, table) -> None:
         ROPE=2 * frequencies.shape[0],
         DT=tl_dtype(kv.dtype),
         ASM=not interpreting(),
-        **launch_options(choose_config(pool.dim)),
+        **launch_options(ROW_WARPS),
     )

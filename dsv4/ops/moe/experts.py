@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4.formats.quantized import Weight
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, silu
 
 
@@ -102,6 +102,9 @@ def _tiled_case(tokens: int, size: int, inner: int, count: int, chosen: int, lim
 
 
 OP = Op("experts", experts_reference, cases, (Kernel("dsv4.ops.moe.experts_triton"),))
+
+# the router and the experts of one token: choosing takes no launch of its own
+MOE = Fusion(("router", "experts"), Kernel("dsv4.ops.moe.moe_triton"))
 
 
 def experts_ffn(

@@ -26,6 +26,7 @@ from dsv4.ops.device import (
 )
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
+from dsv4.ops.moe.router_triton import choose_place
 
 
 @triton.jit
@@ -67,18 +68,31 @@ def _up_kernel(
     x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
     num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
-    total_steps, expert_tiles,
+    total_steps, expert_tiles, logits, bias, table, token_ids, scaling,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     UNROLL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    DIRECT: tl.constexpr, SELECT: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
+    HASHED: tl.constexpr, BE: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*` are distances in elements from the routed experts' tensors."""
+    """`shared_*` are distances in elements from the routed experts' tensors. SELECT: one token,
+    whose expert a program finds in the gate's logits itself and leaves for the next kernel."""
     await_previous(ASM)
     n_tile = tl.program_id(0)
-    expert, start, end = _tile(
-        tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
-        num_routed, num_experts, BM, DIRECT,
-    )  # fmt: skip
+    index = tl.program_id(1)
+    if SELECT:
+        routed = index < num_routed
+        chosen_expert, own_weight = choose_place(
+            logits, bias, table, token_ids, num_experts, scaling, index, RANGES, CHOSEN, HASHED, BE
+        )
+        tl.store(experts + index, chosen_expert, mask=routed & (n_tile == 0))
+        expert = tl.where(routed, chosen_expert.to(tl.int32), num_experts)
+        start = tl.where(routed, index, num_pairs)
+        end = start + 1
+    else:
+        expert, start, end = _tile(
+            index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
+            num_routed, num_experts, BM, DIRECT,
+        )  # fmt: skip
     if expert < 0:
         return
     is_shared = expert == num_experts
@@ -106,10 +120,13 @@ def _up_kernel(
     up = tl.minimum(tl.maximum(up.reshape(BN // 2, BM) * up_factor, -limit), limit)
     result = gate / (1.0 + tl.exp(-gate)) * up
     if not is_shared:
-        weight_rows = rows
-        if not DIRECT:
-            weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
-        result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
+        if SELECT:
+            result = result * own_weight
+        else:
+            weight_rows = rows
+            if not DIRECT:
+                weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
+            result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
     mask = (column < inner)[:, None] & live[None, :]
     out = z + rows.to(tl.int64)[None, :] * inner + column[:, None]
@@ -202,6 +219,14 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
+    if experts.dtype != torch.int64 or weights.dtype != torch.float32:
+        return f"experts are {experts.dtype}, weights {weights.dtype}; expected int64 and float32"
+    if not (experts.is_contiguous() and weights.is_contiguous()):
+        return "experts and weights are not contiguous"
+    return weights_reason(x, w13, w2, shared_w13, shared_w2)
+
+
+def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
     reason = device_reason(x.device)
     if reason is not None:
         return reason
@@ -215,10 +240,6 @@ def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str 
             return f"{name} is tiled for another use"
     if shared_w2.columns != w2.columns:
         return f"the shared expert is {shared_w2.columns} wide, the others {w2.columns}"
-    if experts.dtype != torch.int64 or weights.dtype != torch.float32:
-        return f"experts are {experts.dtype}, weights {weights.dtype}; expected int64 and float32"
-    if not (experts.is_contiguous() and weights.is_contiguous()):
-        return "experts and weights are not contiguous"
     return None
 
 
@@ -227,9 +248,10 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 
 def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None, select=None
 ):  # fmt: skip
-    """`shared_w13` and `shared_w2` may be None (benchmarks of the routed experts alone)."""
+    """`shared_w13` and `shared_w2` may be None (benchmarks of the routed experts alone). With
+    `select` (see moe_triton) one token's `experts` are found on the way; `weights` are unused."""
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     up = up or choose_config(num_tokens, chosen, num_experts)
@@ -249,6 +271,7 @@ def launch(
     _up_kernel[(triton.cdiv(2 * inner, up.bn), num_routed + shared_tiles)](
         x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
         *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
+        **_selection(select, x),
         BN=up.bn, STAGES=up.num_stages, FORM=up.form, UNROLL=_unroll(up, w13),
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
@@ -271,6 +294,15 @@ def launch(
         options = {"PLACES": places, "BN": 1024, "ASM": common["ASM"]}
         _combine_kernel[grid](parts, y, size, **options, **launch_options(4))
     return y
+
+
+def _selection(select, unused) -> dict[str, object]:
+    """What `_up_kernel` needs to choose a token's experts itself, or nothing."""
+    if select is not None:
+        return {**select, "SELECT": True}
+    none = dict.fromkeys(("logits", "bias", "table", "token_ids"), unused)
+    sizes = dict.fromkeys(("RANGES", "CHOSEN", "BE"), 1)
+    return {**none, **sizes, "scaling": 1.0, "HASHED": False, "SELECT": False}
 
 
 def _unroll(config: Config, weight) -> int:

@@ -21,8 +21,10 @@ from dsv4.ops.device import (
     workspace,
 )
 from dsv4.ops.gemm import linear_triton
+from dsv4.ops.moe.router import LEAST_TOTAL
 
 FEW_ROWS = 64
+LEAST = tl.constexpr(LEAST_TOTAL)
 GATE_TILE = (16, 8)  # experts and rows of one program of the form for few rows
 
 
@@ -58,6 +60,86 @@ def _gate_kernel(
     tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
 
 
+@triton.jit
+def row_scores(partials, row, num_rows, num_experts, RANGES: tl.constexpr, BE: tl.constexpr):
+    """fp32 `[BE]`: the ranges of the gate's logits summed, scored; 0 beyond the experts."""
+    expert = tl.arange(0, BE)
+    real = expert < num_experts
+    logits = tl.zeros((BE,), dtype=tl.float32)
+    for index in tl.static_range(RANGES):
+        at = (index * num_rows + row) * num_experts + expert
+        logits += tl.load(partials + at, mask=real, other=0.0)
+    return tl.where(real, _scores(logits), 0.0)
+
+
+@triton.jit
+def best_places(scores, bias, num_experts, CHOSEN: tl.constexpr, BE: tl.constexpr):
+    """For each expert its place among the chosen, ascending, or -1; and the sum of their scores.
+
+    Every number is a largest, a smallest, a count or a sum of one: no order of summation.
+    """
+    expert = tl.arange(0, BE)
+    real = expert < num_experts
+    offset = tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
+    ranked = tl.where(real, scores + offset, float("-inf"))
+    taken = tl.zeros((BE,), dtype=tl.int32)
+    for _ in tl.static_range(CHOSEN):
+        best = tl.max(ranked, axis=0)
+        first = tl.min(tl.where(ranked == best, expert, BE), axis=0)
+        taken = tl.where(expert == first, 1, taken)
+        ranked = tl.where(expert == first, float("-inf"), ranked)
+    place = tl.where(taken == 1, tl.cumsum(taken, axis=0) - 1, -1)
+    total = tl.sum(scores * 0.0)
+    for j in tl.static_range(CHOSEN):
+        total += tl.sum(tl.where(place == j, scores, 0.0))
+    return place, total + LEAST
+
+
+@triton.jit
+def table_pick(picks, scores, index, CHOSEN: tl.constexpr, BE: tl.constexpr):
+    """The table's expert number `index`, its place in ascending order and its score."""
+    expert = tl.arange(0, BE)
+    pick = tl.load(picks + index)
+    place = pick * 0
+    for i in tl.static_range(CHOSEN):
+        other = tl.load(picks + i)
+        place += tl.where((other < pick) | ((other == pick) & (i < index)), 1, 0)
+    return pick, place, tl.sum(tl.where(expert == pick, scores, 0.0))
+
+
+@triton.jit
+def table_total(picks, scores, CHOSEN: tl.constexpr, BE: tl.constexpr):
+    expert = tl.arange(0, BE)
+    total = tl.sum(scores * 0.0)
+    for j in tl.static_range(CHOSEN):
+        total += tl.sum(tl.where(expert == tl.load(picks + j), scores, 0.0))
+    return total + LEAST
+
+
+@triton.jit
+def choose_place(
+    partials, bias, table, token_ids, num_experts, scaling, wanted,
+    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Expert and weight at place `wanted` of the only row, as `_choose_kernel` stores them."""
+    scores = row_scores(partials, 0, 1, num_experts, RANGES, BE)
+    expert = tl.arange(0, BE)
+    if HASHED:
+        picks = table + tl.load(token_ids) * CHOSEN
+        total = table_total(picks, scores, CHOSEN, BE)
+        chosen = tl.load(picks) * 0
+        score = total * 0.0
+        for j in tl.static_range(CHOSEN):
+            pick, place, own = table_pick(picks, scores, j, CHOSEN, BE)
+            chosen = tl.where(place == wanted, pick, chosen)
+            score = tl.where(place == wanted, own, score)
+    else:
+        place, total = best_places(scores, bias, num_experts, CHOSEN, BE)
+        chosen = tl.sum(tl.where(place == wanted, expert, 0)).to(tl.int64)
+        score = tl.sum(tl.where(place == wanted, scores, 0.0))
+    return chosen, score / total * scaling
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
@@ -65,47 +147,24 @@ def _choose_kernel(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """One row: sum the ranges, score, select; results are stored in ascending order."""
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BE)
-    real = expert < num_experts
-    if not HASHED:
-        offset = tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
     await_previous(ASM)
     release_next(ASM)
-    logits = tl.zeros((BE,), dtype=tl.float32)
-    for index in tl.static_range(RANGES):
-        at = (index * num_rows + row) * num_experts + expert
-        logits += tl.load(partials + at, mask=real, other=0.0)
-    scores = tl.where(real, _scores(logits), 0.0)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BE)
+    scores = row_scores(partials, row, num_rows, num_experts, RANGES, BE)
     out = row * CHOSEN
     if HASHED:
         picks = table + tl.load(token_ids + row) * CHOSEN
-        total = tl.sum(scores * 0.0)
+        total = table_total(picks, scores, CHOSEN, BE)
         for j in tl.static_range(CHOSEN):
-            total += tl.sum(tl.where(expert == tl.load(picks + j), scores, 0.0))
-        for j in tl.static_range(CHOSEN):
-            pick = tl.load(picks + j)
-            score = tl.sum(tl.where(expert == pick, scores, 0.0))
-            rank = pick * 0
-            for i in tl.static_range(CHOSEN):
-                other = tl.load(picks + i)
-                rank += tl.where((other < pick) | ((other == pick) & (i < j)), 1, 0)
-            tl.store(chosen_at + out + rank, pick)
-            tl.store(weights_at + out + rank, score / total * scaling)
+            pick, place, score = table_pick(picks, scores, j, CHOSEN, BE)
+            tl.store(chosen_at + out + place, pick)
+            tl.store(weights_at + out + place, score / total * scaling)
     else:
-        ranked = tl.where(real, scores + offset, float("-inf"))
-        taken = tl.zeros((BE,), dtype=tl.int32)
-        for _ in tl.static_range(CHOSEN):
-            best = tl.max(ranked, axis=0)
-            first = tl.min(tl.where(ranked == best, expert, BE), axis=0)
-            taken = tl.where(expert == first, 1, taken)
-            ranked = tl.where(expert == first, float("-inf"), ranked)
-        rank = tl.cumsum(taken, axis=0) - 1
-        total = tl.sum(scores * 0.0)
-        for j in tl.static_range(CHOSEN):  # one value each, so the order of the sum is fixed
-            total += tl.sum(tl.where((taken == 1) & (rank == j), scores, 0.0))
-        tl.store(chosen_at + out + rank, expert.to(tl.int64), mask=taken == 1)
-        tl.store(weights_at + out + rank, scores / total * scaling, mask=taken == 1)
+        place, total = best_places(scores, bias, num_experts, CHOSEN, BE)
+        at = out + tl.maximum(place, 0)
+        tl.store(chosen_at + at, expert.to(tl.int64), mask=place >= 0)
+        tl.store(weights_at + at, scores / total * scaling, mask=place >= 0)
 
 
 def choose_config(num_rows: int) -> str:
@@ -131,24 +190,30 @@ def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None
     return None
 
 
-def run(x, gate, bias, table, token_ids, num_chosen, scaling):
+def gate_logits(x, gate):
+    """The gate applied to few rows: a workspace `[ranges, rows, experts]` and the ranges."""
     num_rows, (num_experts, columns) = x.shape[0], gate.shape
+    ranges, per_range = num_ranges(num_experts, columns)
+    bn, bm = GATE_TILE
+    size = ranges * num_rows * num_experts
+    logits = workspace(x.device, "router_logits", size, torch.float32)
+    grid = (triton.cdiv(num_experts, bn), ranges, triton.cdiv(num_rows, bm))
+    _gate_kernel[grid](
+        x, x.stride(0), gate, logits, num_rows, columns, num_experts,
+        triton.cdiv(columns, 128), per_range,
+        BM=bm, BN=bn, EVEN_K=columns % 128 == 0, ASM=not interpreting(), **launch_options(1),
+    )  # fmt: skip
+    return logits, ranges
+
+
+def run(x, gate, bias, table, token_ids, num_chosen, scaling):
+    num_rows, num_experts = x.shape[0], gate.shape[0]
     chosen = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=x.device)
     weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=x.device)
-    ranges, per_range = num_ranges(num_experts, columns)
-    size = num_rows * num_experts
-    asm = not interpreting()
     if num_rows <= FEW_ROWS:
-        bn, bm = GATE_TILE
-        logits = workspace(x.device, "router_logits", ranges * size, torch.float32)
-        grid = (triton.cdiv(num_experts, bn), ranges, triton.cdiv(num_rows, bm))
-        _gate_kernel[grid](
-            x, x.stride(0), gate, logits, num_rows, columns, num_experts,
-            triton.cdiv(columns, 128), per_range,
-            BM=bm, BN=bn, EVEN_K=columns % 128 == 0, ASM=asm, **launch_options(1),
-        )  # fmt: skip
+        logits, ranges = gate_logits(x, gate)
     else:
-        ranges = 1
+        ranges, size = 1, num_rows * num_experts
         logits = workspace(x.device, "router_logits", size, torch.float32)
         linear_triton.launch(x, [gate], [logits[:size].view(num_rows, num_experts)])
     hashed = table is not None
@@ -156,6 +221,6 @@ def run(x, gate, bias, table, token_ids, num_chosen, scaling):
     _choose_kernel[(num_rows,)](
         logits, bias, table, token_ids, chosen, weights, num_rows, num_experts, scaling,
         RANGES=ranges, CHOSEN=num_chosen, HASHED=hashed,
-        BE=triton.next_power_of_2(num_experts), ASM=asm, **launch_options(1),
+        BE=triton.next_power_of_2(num_experts), ASM=not interpreting(), **launch_options(1),
     )  # fmt: skip
     return chosen, weights

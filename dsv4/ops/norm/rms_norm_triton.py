@@ -5,7 +5,27 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import (
+    ROW_WARPS,
+    device_reason,
+    interpreting,
+    launch_options,
+    start_dependents,
+)
+
+
+@triton.jit
+def norm_row(
+    x, weight, out, row, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    channel = tl.arange(0, PAD)
+    live = channel < SIZE
+    wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    if WEIGHTED:
+        wide = wide * tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + channel, wide.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -13,22 +33,9 @@ def _rms_norm_kernel(
     x, weight, out, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr, WEIGHTED: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, PAD)
-    live = channel < SIZE
-    if WEIGHTED:
-        factor = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
     start_dependents(ASM)
-    wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    if WEIGHTED:
-        wide = wide * factor
-    tl.store(out + row * SIZE + channel, wide.to(out.dtype.element_ty), mask=live)
-
-
-def choose_config(size: int) -> int:
-    """Warps of a row: 16 channels a thread."""
-    return max(1, min(16, triton.next_power_of_2(size) // 512))
+    row = tl.program_id(0).to(tl.int64)
+    norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
 
 
 def supports(x, weight, eps) -> str | None:
@@ -53,6 +60,6 @@ def run(x, weight, eps):
         PAD=triton.next_power_of_2(size),
         WEIGHTED=weight is not None,
         ASM=not interpreting(),
-        **launch_options(choose_config(size)),
+        **launch_options(ROW_WARPS),
     )
     return out

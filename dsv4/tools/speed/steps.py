@@ -51,7 +51,7 @@ FAMILIES = {
     "index": ("_scores_kernel", "_select_kernel", "_index_kernel"),
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",
-        "_rms_norm_kernel",
+        "_rms_norm_kernel", "_state_kernel", "_queries_kernel",
     ),
     "sample": (
         "_stats_kernel", "_candidates_kernel", "_filter_kernel", "_draw_kernel", "_best_kernel",

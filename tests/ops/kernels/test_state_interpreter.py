@@ -16,9 +16,10 @@ import torch
 GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
     "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
+    "fused": ("state prepare", "queries", "moe"),
     "attention": ("attention", "attention forms"),
     "index": ("index_scores", "index_select", "select levels"),
-    "sample": ("sample", "sample edges"),
+    "sample": ("sample", "sample edges", "accept"),
 }
 # the same work in another format, too slow to repeat here; the GPU tests run them
 SLOW = ("fp32 [0]+[70]", "fp8 [0]+[70]", "fp32 [255, 0]+[2, 40]")
@@ -134,6 +135,120 @@ def check_compress_forms() -> None:
             assert all(same_bits(a, b) for (_, a), (_, b) in pairs), case.name
 
 
+def check_state_prepare() -> None:
+    """One launch leaves the same bits as the ops one by one, with and without compressors."""
+    from dsv4.ops import OPS
+    from dsv4.ops.arguments import copied, leaves, same_bits
+    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.ragged import make_ragged
+
+    fused = importlib.import_module("dsv4.ops.kv.prepare_triton")
+    generator = torch.Generator().manual_seed(6)
+    batch = make_ragged([6, 127], [1, 1], [1, 0], torch.device("cpu"))
+    frequencies = rope_frequencies(16, 10000.0)
+    key = case_arguments("kv_store", "fp8 [0, 4096]+[1, 1]", generator)
+    key |= {"batch": batch, "frequencies": frequencies, "kv": key["kv"].bfloat16()}
+    norm = {"x": torch.randn(2, 96, generator=generator).bfloat16(), "eps": 1e-6}
+    norm["weight"] = torch.rand(96, generator=generator)
+    for ratio in (0, 4, 128):
+        blocks = []
+        for is_index in (False, True)[: {0: 0, 4: 2, 128: 1}[ratio]]:
+            blocks.append(compress_arguments(ratio, is_index, batch, frequencies, generator))
+        if len(blocks) == 2:
+            blocks[1]["table"] = blocks[0]["table"]
+        together = {"norm": norm, "key": key, "blocks": blocks}
+        mine = copied(together)
+        for block in mine["blocks"]:  # one table, as the model has
+            block["table"] = mine["blocks"][0]["table"]
+        assert fused.supports(**mine) is None, fused.supports(**mine)
+        out = fused.run(**mine)
+        alone = kernel_module("rms_norm").run(**norm)
+        kernel_module("kv_store").run(**together["key"])
+        for block in blocks:
+            kernel_module("compress").run(**block)
+        assert same_bits(out, alone)
+        for path, value in leaves({"key": together["key"]["pool"], "blocks": blocks}):
+            found = dict(leaves({"key": mine["key"]["pool"], "blocks": mine["blocks"]}))[path]
+            assert same_bits(value, found), f"ratio {ratio} {path}"
+    assert fused.supports(norm, {**key, "batch": make_ragged([0], [2], [0], batch.device)}, [])
+    assert OPS["kv_store"].mutates == ("pool",)
+
+
+def case_arguments(name: str, beginning: str, generator: torch.Generator):  # type: ignore[no-untyped-def]
+    from dsv4.ops import OPS
+
+    case = next(c for c in OPS[name].cases() if c.name.startswith(beginning))
+    return case.build(generator)
+
+
+def compress_arguments(ratio, is_index, batch, frequencies, generator):  # type: ignore[no-untyped-def]
+    from dsv4.formats.entry import index_entry, kv_entry
+    from dsv4.ops.kv.compress import CompressorState, state_rows
+    from dsv4.ops.kv.pool import allocate_pool
+
+    dim = 64 if is_index else 512
+    width = 2 * dim if ratio == 4 else dim
+    parts = index_entry("fp4", dim) if is_index else kv_entry("fp8", dim, 16)
+    state = (2, state_rows(ratio), width)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "values": normal(2, width), "gates": normal(2, width), "ape": normal(ratio, width),
+        "norm": torch.rand(dim, generator=generator), "frequencies": frequencies, "eps": 1e-6,
+        "ratio": ratio, "dtype": torch.bfloat16,
+        "state": CompressorState(normal(*state), normal(*state)), "batch": batch,
+        "pool": allocate_pool("fp4" if is_index else "fp8", is_index, parts, (10, 8), "cpu"),
+        "table": torch.arange(10).view(2, 5),
+    }  # fmt: skip
+
+
+def check_queries() -> None:
+    from dsv4.ops.arguments import same_bits
+    from dsv4.ops.attention.rope import rope_frequencies
+
+    fused = importlib.import_module("dsv4.ops.attention.queries_triton")
+    module = kernel_module("query_prepare")
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    shared = {"positions": torch.tensor([5, 70000]), "frequencies": rope_frequencies(16, 10000.0)}
+    query = {"q": normal(2, 20, 48), **shared, "eps": 1e-6}
+    index = {"q": normal(2, 18, 32), **shared, "index_format": "fp4"}
+    weights = normal(2, 18).float()
+    assert fused.supports(query, index, weights, 0.3) is None
+    found = fused.run(query, index, weights, 0.3)
+    wanted = module.run(**query), module.run(**index), weights * 0.3
+    assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def check_moe() -> None:
+    """Experts that programs choose themselves: the bits of router and experts one by one."""
+    from dsv4.ops.arguments import same_bits
+
+    fused = importlib.import_module("dsv4.ops.moe.moe_triton")
+    for hashed in (False, True):
+        generator = torch.Generator().manual_seed(8)
+        experts = case_arguments("experts", "1x160", generator)
+        choice = case_arguments("router", f"3x1040 6 of 48 hashed {hashed}", generator)
+        x = experts["x"]
+        choice |= {"x": x, "gate": choice["gate"][:8, :160].contiguous(), "num_chosen": 2}
+        choice["token_ids"] = torch.tensor([3])
+        if hashed:
+            choice["table"] = torch.tensor([[0, 1]] * 3 + [[6, 2]])
+        else:
+            choice["bias"] = choice["bias"][:8].contiguous()
+        matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
+        assert fused.supports(choice, matrices) is None, fused.supports(choice, matrices)
+        found = fused.run(choice, matrices)
+        picked, weights = kernel_module("router").run(**choice)
+        wanted = kernel_module("experts").run(x, picked, weights, **matrices)
+        assert same_bits(found, wanted), hashed
+
+
 def check_attention_forms() -> None:
     """Segments in parallel and one after another, 16 and 64 heads a program: the same bits."""
     from dsv4.ops.arguments import same_bits
@@ -242,6 +357,9 @@ def fill_with_nan() -> None:
 EXTRA = {
     "mhc forms": check_mhc_forms,
     "compress forms": check_compress_forms,
+    "state prepare": check_state_prepare,
+    "queries": check_queries,
+    "moe": check_moe,
     "attention forms": check_attention_forms,
     "select levels": check_select_levels,
     "far": check_far_positions,

@@ -1,0 +1,64 @@
+# mypy: ignore-errors
+"""`query_prepare` and `index_query` in one launch: a program is a token and a block of heads of
+either; those of the index heads also scale the heads' weights."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.attention import query_triton
+from dsv4.ops.attention.query_triton import HEADS, index_constants, index_heads, prepare_heads
+from dsv4.ops.device import interpreting, launch_options, start_dependents
+
+
+@triton.jit
+def _queries_kernel(
+    q, out, index_q, index_out, weights, weights_out, positions, frequencies, eps, scale,
+    num_heads, num_index_heads,
+    BH: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    INDEX_DIM: tl.constexpr, INDEX_PAD: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
+    LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The first BLOCKS programs of a token are attention's heads."""
+    start_dependents(ASM)
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if block < BLOCKS:
+        prepare_heads(
+            q, out, positions, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE
+        )
+    else:
+        index_heads(
+            index_q, index_out, positions, frequencies, num_index_heads, row, block - BLOCKS,
+            BH, INDEX_DIM, INDEX_PAD, ROPE, FORMAT, LOG, FACTOR,
+        )  # fmt: skip
+        head = (block - BLOCKS) * BH + tl.arange(0, BH)
+        at = row.to(tl.int64) * num_index_heads + head
+        weight = tl.load(weights + at, mask=head < num_index_heads, other=0.0)
+        tl.store(weights_out + at, weight * scale, mask=head < num_index_heads)
+
+
+def supports(query, index, weights, scale) -> str | None:
+    if weights.dtype != torch.float32 or not weights.is_contiguous():
+        return f"weights are {weights.dtype} with strides {weights.stride()}"
+    if query["q"].dtype != index["q"].dtype or query["q"].shape[0] == 0:
+        return "queries differ in dtype, or there are none"
+    return query_triton.supports(**query) or query_triton.supports(**index)
+
+
+def run(query, index, weights, scale):
+    q, index_q = query["q"], index["q"]
+    out, index_out = torch.empty_like(q), torch.empty_like(index_q)
+    weights_out = torch.empty_like(weights)
+    blocks = triton.cdiv(q.shape[1], HEADS)
+    grid = (q.shape[0], blocks + triton.cdiv(index_q.shape[1], HEADS))
+    frequencies = query["frequencies"]
+    _queries_kernel[grid](
+        q, out, index_q, index_out, weights, weights_out, query["positions"], frequencies,
+        query["eps"], scale, q.shape[1], index_q.shape[1],
+        BH=HEADS, BLOCKS=blocks, DIM=q.shape[2], PAD=triton.next_power_of_2(q.shape[2]),
+        INDEX_DIM=index_q.shape[2], INDEX_PAD=triton.next_power_of_2(index_q.shape[2]),
+        ROPE=2 * frequencies.shape[0], **index_constants(index_q, index["index_format"]),
+        ASM=not interpreting(), **launch_options(4),
+    )  # fmt: skip
+    return out, index_out, weights_out

@@ -1,0 +1,9 @@
+"""What a layer does with its projections before queries are made, as one launch where possible.
+
+Parts: `rms_norm` of the latent, `kv_store` of the window key, `compress` once or twice. They read
+different projections and write to different places, so their order does not matter.
+"""
+
+from dsv4.ops.op import Fusion, Kernel
+
+STATE_PREPARE = Fusion(("rms_norm", "kv_store", "compress"), Kernel("dsv4.ops.kv.prepare_triton"))
