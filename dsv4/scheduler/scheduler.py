@@ -24,6 +24,7 @@ from dsv4.scheduler.sequence import Sequence
 log = logging.getLogger(__name__)
 
 PRIORITY_STEPS = 1000
+WORTH_WAITING = 2 * SHARED_TOKENS  # of a common beginning that another is just computing
 
 
 @dataclass(frozen=True)
@@ -108,22 +109,47 @@ class Scheduler:
     # --- who runs -----------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting:
-            first = self._waiting[0]
+        place = 0
+        while place < len(self._waiting):
+            first = self._waiting[place]
             found = self._find(first)
-            if self._has_room(first, found):
-                self._waiting.pop(0)
+            if self._is_coming(first, found):
+                place += 1  # others may go before; the wait ends with the other's prompt
+            elif self._has_room(first, found):
+                self._waiting.pop(place)
                 self._open(first, found)
             elif self._running and first.rank < self._running[-1].rank:
                 self._preempt(self._running[-1])
             else:
                 return  # nobody overtakes the first: it could wait for ever
 
+    def _is_coming(self, sequence: Sequence, found: Snapshot | None) -> bool:
+        """Whether a running prompt is about to compute much of this one's beginning.
+
+        Then it is asked to keep it, and this one waits instead of computing the same.
+        """
+        if self._prefix is None or not sequence.shares:
+            return False
+        keys = self._usable_keys(sequence)
+        known = found.length if found is not None else 0
+        for other in self._running:
+            if not other.shares or other.num_left <= 1:
+                continue
+            common = SHARED_TOKENS * _num_common(keys, self._usable_keys(other))
+            if common >= known + WORTH_WAITING and other.num_computed < common:
+                other.cuts |= {common}
+                return True
+        return False
+
+    def _usable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks before the last known token, which is always computed: its logits are
+        wanted."""
+        return sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS]
+
     def _find(self, sequence: Sequence) -> Snapshot | None:
         if self._prefix is None or not sequence.shares or not self._pages.num_free_slots:
             return None
-        # the last known token is always computed: its logits are wanted
-        return self._prefix.find(sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS])
+        return self._prefix.find(self._usable_keys(sequence))
 
     def _has_room(self, sequence: Sequence, found: Snapshot | None) -> bool:
         """Pages for all tokens known of the running ones and of this one, and one to grow.
@@ -163,7 +189,7 @@ class Scheduler:
 
     def _begin(self, prefix: PrefixCache, sequence: Sequence, found: Snapshot | None) -> None:
         assert sequence.pages is not None
-        keys = sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS]
+        keys = self._usable_keys(sequence)
         if found is not None:
             prefix.begin(sequence.pages, found)
         if sequence.num_cached is None:
@@ -239,6 +265,15 @@ class Scheduler:
 
 def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
     bisect.insort(sequences, sequence, key=lambda s: s.rank)
+
+
+def _num_common(a: list[bytes], b: list[bytes]) -> int:
+    """Equal keys at the beginning; where one is equal, all before it are."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
+    return low
 
 
 def _cut(sequence: Sequence, planned: int, room: int) -> int:

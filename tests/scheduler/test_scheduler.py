@@ -134,6 +134,29 @@ def test_the_cache_gives_way_to_sequences() -> None:
     sim.check_idle()
 
 
+def test_a_common_beginning_is_computed_once() -> None:
+    """Four equal prompts at once: one computes, three wait for it; a stranger does not."""
+    sim = Simulator(max_sequences=5)
+    twins = [sim.add(f"twin{i}", [7] * 600, max_tokens=2) for i in range(4)]
+    stranger = sim.add("stranger", [8] * 200, max_tokens=2)
+    assert set(shares(sim.step())) == {"twin0", "stranger"}
+    sim.run()
+    assert [twin.num_cached for twin in twins] == [0, 512, 512, 512]
+    assert stranger.num_cached == 0
+    assert sim.scheduler.num_preemptions == 0
+
+
+def test_who_waits_for_another_goes_on_when_that_one_is_gone() -> None:
+    sim = Simulator(max_sequences=2)
+    first = sim.add("first", [7] * 600)
+    second = sim.add("second", [7] * 600)
+    sim.step()
+    assert second.pages is None
+    sim.scheduler.remove(first)
+    sim.run()
+    assert sim.finished == ["second"]
+
+
 def test_the_same_arrivals_give_the_same_steps() -> None:
     def history() -> list[dict[str, int]]:
         rng, steps = random.Random(5), []
@@ -176,7 +199,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             first = min(self.sim.scheduler.sequences(), key=lambda s: s.rank, default=None)
             work = self.sim.step()
             if first is not None and self.sim.pages.num_free_slots == 0:
-                assert first in [item.sequence for item in work] or first.num_left > 1
+                served = [item.sequence for item in work]
+                assert first in served or first.num_left > 1 or first.pages is None
             assert sum(i.num_new for i in work if not i.samples) <= 256
 
     @precondition(lambda self: self.sim.scheduler.num_unfinished)
