@@ -5,7 +5,7 @@ computation, so the first difference is where the ways part.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
@@ -15,8 +15,12 @@ from torch import Tensor
 from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import PrefixCache, block_keys
+from dsv4.model.transformer import Transformer
 from dsv4.ops.op import observe
+from dsv4.runner.buffers import Bucket
+from dsv4.runner.decode import Row
 from dsv4.runner.runner import Chunk, Runner
+from dsv4.runner.settings import Settings
 from dsv4.tools.doctor.check import LayerMaker
 from dsv4.tools.doctor.plain.layer import Taps
 from dsv4.tools.doctor.plain.sites import SITES, Call, results
@@ -166,6 +170,67 @@ def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
     cache.clear()
 
 
+class DecodingRunner(Runner):
+    """Steps of one token as they are served: fixed buffers, on a GPU a replayed graph.
+
+    What an op gave is held, so that after a replay it has the replay's numbers.
+    """
+
+    def __init__(self, model: Transformer, settings: Settings) -> None:
+        self._calls: dict[Bucket, list[Call]] = {}
+        self._last: Bucket | None = None
+        super().__init__(model, settings)
+
+    def _decode_once(self, bucket: Bucket) -> None:
+        calls: list[Call] = []
+        with observe(Tracer(calls.append, keep_state=False)):
+            super()._decode_once(bucket)
+        self._calls[bucket] = calls
+
+    def _decode(self, bucket: Bucket) -> None:
+        self._last = bucket
+        super()._decode(bucket)
+
+    def decode(self, pages: SequencePages, token_id: int) -> list[Call]:
+        self.decoder.place([Row(pages, token_id)])
+        self.decoder.submit()
+        assert self._last is not None
+        return self._calls[self._last]
+
+
+def run_decoder(subject: Subject, record: Record) -> None:
+    settings = replace(subject.settings, cuda_graphs=subject.graphs)
+    runner, ids = DecodingRunner(subject.model, settings), subject.token_ids
+    pages = runner.pages.open()
+    runner.step([Chunk(pages, ids[:-NUM_DECODED], 1)])
+    for position in range(len(ids) - NUM_DECODED, len(ids)):
+        record.begin_step(position, torch.tensor([ids[position]], device=runner.device))
+        for call in runner.decode(pages, ids[position]):
+            record(call)
+
+
+def served_logits(subject: Subject) -> Tensor:
+    """Nobody watches: ops may run fused."""
+    runner, ids, parts = subject.runner(), subject.token_ids, []
+    pages = runner.pages.open()
+    for count in schedule(len(ids)):
+        part = ids[pages.length : pages.length + count]
+        parts.append(runner.step([Chunk(pages, part, count)]).clone())
+    return torch.cat(parts)
+
+
+def compare_served(subject: Subject, alone: Record) -> Crossing:
+    name = "watched vs fused"
+    layer, site = subject.config.num_layers - 1, "head"
+    watched = alone.all((layer, _ORDER[site], site, "logits"))
+    same = (served_logits(subject).double() == watched).all(1)
+    if bool(same.all()):
+        return Crossing(name, "ok", f"logits of {same.shape[0]} tokens, bit for bit")
+    position = int(torch.nonzero(~same)[0])
+    detail = "ops that run as one launch give other logits than one by one"
+    return Crossing(name, "wrong", detail, layer, site, position)
+
+
 def first_difference(name: str, right: Record, other: Record) -> Crossing:
     """In the order of computation; `other` may hold only the last rows."""
     compared = 0
@@ -189,25 +254,27 @@ def first_difference(name: str, right: Record, other: Record) -> Crossing:
 def cross_checks(subject: Subject, make_layer: LayerMaker, alone: Record) -> Iterator[Crossing]:
     """`alone`: the record of the run in pieces that `schedule` asks for."""
     count = len(subject.token_ids)
-    if subject.streamed:
-        for name in ("prefill vs decode", "alone vs batched", "cold vs prefix hit"):
-            yield Crossing(name, "skipped", "a streamed model would be read again for each")
-        return
 
     def record() -> Record:
         return Record(make_layer, subject.config.num_layers, count // 4)
 
-    runner, whole = subject.runner(), record()
-    run_alone(runner, subject.token_ids, [count], [whole])
+    if subject.streamed:
+        yield Crossing("all ways", "skipped", "a streamed model would be read again for each")
+        return
+    whole, company, decoded, hit = record(), record(), record(), record()
+    run_alone(subject.runner(), subject.token_ids, [count], [whole])
     yield first_difference("prefill vs decode", whole, alone)
-    company = record()
     run_in_company(subject.runner(), subject.token_ids, schedule(count), company)
     yield first_difference("alone vs batched", alone, company)
-    if not subject.settings.prefix_cache:
-        yield Crossing("cold vs prefix hit", "skipped", "prefix_cache is off")
-    elif count <= SHARED_TOKENS:
-        yield Crossing("cold vs prefix hit", "skipped", f"needs more than {SHARED_TOKENS} tokens")
+    if not subject.settings.prefix_cache or count <= SHARED_TOKENS:
+        reason = "prefix_cache is off, or the prompt is shorter than a prefix"
+        yield Crossing("cold vs prefix hit", "skipped", reason)
     else:
-        hit = record()
         run_from_prefix(subject, subject.runner(), hit)
         yield first_difference("cold vs prefix hit", alone, hit)
+    run_decoder(subject, decoded)
+    name = "eager vs graph" if subject.graphs else "eager vs decode buffers"
+    yield first_difference(name, alone, decoded)
+    if not subject.graphs:
+        yield Crossing("eager vs graph", "skipped", "no GPU, or cuda_graphs is off")
+    yield compare_served(subject, alone)

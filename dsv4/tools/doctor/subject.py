@@ -48,6 +48,7 @@ class Subject:
     layout: str = "in memory"
     streamed: bool = False
     examined: PlainWeights | None = None  # the engine's own file, where another counts as right
+    graphs: bool = False  # whether the engine would serve decode steps as CUDA graphs
 
     @property
     def formats(self) -> Formats:
@@ -117,7 +118,10 @@ def open_subject(
         _same_shape(config, right.config, against)
         weights, examined = PlainWeights.from_checkpoint(right), weights
     layout, name = checkpoint.layout, folder.name
-    return Subject(name, config, settings, model, weights, token_ids, layout, stream, examined)
+    graphs = choices.cuda_graphs and settings.device != "cpu"
+    return Subject(
+        name, config, settings, model, weights, token_ids, layout, stream, examined, graphs
+    )
 
 
 def prompt_ids(

@@ -171,8 +171,6 @@ SITES: dict[str, Site] = {
             lambda layer, t: {"weights.0": Matrix("head.weight")}, ()),
     )
 }  # fmt: skip
-# before the first layer and after the last
-AROUND = ("embed", "head_mix", "head")
 
 
 def layer_sites(layer: PlainLayer) -> list[Site]:
@@ -193,7 +191,8 @@ def pick(arguments: Any, path: str) -> Any:
         if isinstance(value, dict):
             value = value.get(part)
         elif part.isdigit():
-            value = value[int(part)] if int(part) < len(value) else None
+            size = len(value) if isinstance(value, list | tuple) else value.shape[0]
+            value = value[int(part)] if int(part) < size else None
         else:
             value = getattr(value, part)
     return value
