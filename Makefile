@@ -65,3 +65,9 @@ clean: ## remove the virtual environment and caches
 
 fuzz-checkpoint: $(VENV)/.installed-dev ## damage checkpoints at random for a minute
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz_checkpoint.py --seconds 60
+
+fuzz-server: $(VENV)/.installed-dev ## ask the server hundreds of odd questions on every path
+	@FUZZ_EXAMPLES=300 $(BIN)/python -m pytest -q tests/server/test_schema.py
+
+load: $(VENV)/.installed-dev ## 64 streams at a server with the embedded model for two minutes; writes a record
+	@$(BIN)/python benchmarks/serve_load.py

@@ -116,7 +116,7 @@ class _Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write(self._bar.stop)
+        self._write(self._stop_bar)
 
     def show(self, message: dict[str, Any]) -> None:
         self._write(lambda: self._show(message))
@@ -129,6 +129,10 @@ class _Screen:
         except OSError:
             self._is_open = False
 
+    def _stop_bar(self) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
     def _show(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "plan":
@@ -138,7 +142,7 @@ class _Screen:
         elif kind == "progress":
             self._bar.update(self._task, completed=message["done"], total=message["total"])
         elif kind == "ready":
-            self._bar.stop()
+            self._stop_bar()
             self._console.print(f"ready: {message['address']}", soft_wrap=True)
         elif kind == "failed":
             self._console.print(f"the engine could not be restarted: {message['error']}")

@@ -4,6 +4,7 @@ A chat request goes: `gate.py` (key, size) -> `routes/chat.py` -> `orders.py` (w
 engine) -> `answers.py` (phases, parsing) -> `worker/link.py` -> the engine process, and back.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -38,9 +39,11 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.link.start()
+        clock = asyncio.create_task(service.metrics.watch_loop())
         try:
             yield
         finally:
+            clock.cancel()
             await service.link.stop()
 
     app = FastAPI(

@@ -1,5 +1,6 @@
 """Prometheus figures, named as the field's dashboards know them, with our own prefix."""
 
+import asyncio
 import itertools
 import logging
 import time
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4.requests")
 
+LAG_SECONDS = 0.05  # between two looks at the event loop
 _KEYS = itertools.count()
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_SHORT = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.3, 1, 3, 10)
 _TOKENS = tuple(4**power for power in range(11))
 
 
@@ -104,6 +106,15 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", _SECONDS)
         self._prompt_size = self._histogram("request_prompt_tokens", _TOKENS)
         self._output_size = self._histogram("request_generation_tokens", _TOKENS)
+
+        self._lag = self._histogram("event_loop_lag_seconds", _SHORT)
+
+    async def watch_loop(self) -> None:
+        """How late the event loop wakes a sleeper: what every connection waits at worst."""
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(LAG_SECONDS)
+            self._lag.observe(max(time.monotonic() - begin - LAG_SECONDS, 0.0))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         names = [*self._labels, *labels]

@@ -5,7 +5,7 @@ Conversations themselves (messages, tools, input items) are read by `dsv4.chat.r
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
@@ -18,6 +18,16 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Object = dict[str, Any]
 Text = Annotated[str, StringConstraints(max_length=8_000_000)]
+# The reader of conversations knows more shapes; these are the ones that the document shows.
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "user", "assistant", "tool"]},
+        "content": {"type": "string", "maxLength": 8_000_000},
+    },
+    "required": ["role", "content"],
+}
+Messages = Annotated[list[Object], WithJsonSchema({"type": "array", "items": _MESSAGE})]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2_000_000)]
 
 _NO_TEMPLATE = "the prompt format is built in"
@@ -96,7 +106,7 @@ class ChatBody(Sampling):
         "allowed_token_ids": "use logit_bias",
         "logits_processors": "code from clients is not run",
     }
-    messages: list[Object]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: Stops | None = None
@@ -154,7 +164,7 @@ class ResponsesBody(Sampling):
         "max_tool_calls": "tools are run by the client",
         "top_logprobs": "use /v1/chat/completions",
     }
-    input: Text | list[Object]
+    input: Text | Messages
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     reasoning: Object | None = None
@@ -172,7 +182,7 @@ class CountBody(Body):
         "mcp_servers": "tools are run by the client",
         "container": "there are no containers",
     }
-    messages: list[Object]
+    messages: Messages
     system: Text | list[Object] | None = None
     tools: list[Object] | None = None
     tool_choice: Object | None = None
@@ -189,7 +199,7 @@ class TokenizeBody(Body):
     """A raw text, or a conversation as in chat completions."""
 
     prompt: Text | None = None
-    messages: list[Object] | None = None
+    messages: Messages | None = None
     tools: list[Object] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

@@ -1,13 +1,16 @@
 """The embedded model behind the server: nothing is scripted here."""
 
+import json
+import re
 import resource
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.server.support import ASK, Server
+from tests.server.support import ASK, ROOT, Server
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,74 @@ def test_choices_use_neighbouring_seeds(client: OpenAI) -> None:
     both = ask(client, seed=3, n=2, reasoning_effort="none").choices
     second = ask(client, seed=4, reasoning_effort="none").choices[0]
     assert both[1].message.content == second.message.content
+
+
+def readme_examples(kind: str) -> list[str]:
+    section = (ROOT / "README.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
+    return re.findall(rf"```{kind}\n(.*?)```", section, re.S)
+
+
+def test_the_readmes_examples(tiny: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    [curl] = readme_examples("bash")
+    done = subprocess.run(
+        ["bash", "-c", curl.replace("http://127.0.0.1:8000", tiny.url)],
+        capture_output=True,
+        timeout=90,
+    )
+    assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+    for example, word in zip(
+        readme_examples("python"), ("Paris", "'thinking', 'text'"), strict=True
+    ):
+        names: dict[str, Any] = {}
+        exec(
+            compile(example.replace("http://127.0.0.1:8000", tiny.url), "README.md", "exec"), names
+        )
+        names["client"].close()
+        assert word in capsys.readouterr().out
+
+
+def test_a_schema_is_kept_to(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    done = ask(client, response_format=form, reasoning_effort="none", seed=1, max_tokens=80)
+    value = json.loads(done.choices[0].message.content)
+    assert isinstance(value["city"], str)
+    assert isinstance(value["big"], bool)
+
+
+def test_a_tool_must_be_called(client: OpenAI) -> None:
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": {}}}
+        for name in ("get_time", "get_weather")
+    ]
+    done = ask(
+        client, tools=tools, tool_choice="required", reasoning_effort="none", max_tokens=40, seed=1
+    )
+    call = done.choices[0].message.tool_calls[0]
+    assert call.function.name in ("get_time", "get_weather")
+
+
+def test_echo_equals_what_the_model_said(tiny: Server, client: OpenAI) -> None:
+    """The log-probability of a token at the end of a prompt is that of the token as an answer."""
+
+    def tokens(text: str) -> Any:
+        body = {"prompt": text, "add_special_tokens": False}
+        return tiny.post("/tokenize", body).json()["tokens"]
+
+    ids = tokens("The capital of France is")
+    options: Any = {"model": "tiny", "logprobs": 2, "temperature": 0}
+    said = client.completions.create(prompt=ids, max_tokens=1, **options).choices[0].logprobs
+    [token] = tokens(said.tokens[0])
+    both = client.completions.create(prompt=[*ids, token], max_tokens=0, echo=True, **options)
+    scored = both.choices[0].logprobs
+    assert scored.tokens[-1] == said.tokens[0]
+    assert scored.token_logprobs[-1] == pytest.approx(said.token_logprobs[0], abs=1e-4)
+    assert scored.top_logprobs[-1] == pytest.approx(said.top_logprobs[0], abs=1e-4)
 
 
 def test_usage_counts(client: OpenAI) -> None:
