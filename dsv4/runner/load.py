@@ -46,8 +46,7 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     memory = state_memory(choices.device, checkpoint.nbytes, has_gpu=has_gpu)
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
     choose_ops(settings.ops, OPS)
-    if settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN:
-        _use_one_thread()
+    set_threads(settings, config)
     weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
@@ -63,10 +62,11 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     return Loaded(model, settings, folder)
 
 
-def _use_one_thread() -> None:
+def set_threads(settings: Settings, config: ModelConfig) -> None:
     """A small model's operations end before other threads wake; on a busy machine waiting for
     those cost it a factor of ten. OMP_NUM_THREADS decides where it is set."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    is_small = settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN
+    if is_small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 

@@ -22,7 +22,7 @@ from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
 from dsv4.ops import OPS, choose_ops
 from dsv4.parallel import Shard
-from dsv4.runner.load import read_weights
+from dsv4.runner.load import read_weights, set_threads
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings, available_memory, resolve
 from dsv4.tools.doctor.plain.layer import Formats
@@ -104,6 +104,7 @@ def open_subject(
     token_ids = prompt_ids(config, tokenizer, prompt, tokens)
     settings = make_settings(config, choices, len(token_ids))
     choose_ops(settings.ops, OPS)
+    set_threads(settings, config)
     if stream is None:
         stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
     dtype = getattr(torch, settings.dtype)
