@@ -22,13 +22,13 @@ from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_select
+from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
 from dsv4.ops.kv.compress import compress
 from dsv4.ops.mhc.mix import mhc_update_reference
 from dsv4.ops.moe.experts import expert_reference
 
 Broken = AbstractContextManager[Any]
-_COMPRESS_ARGUMENTS = compress.__code__.co_varnames[: compress.__code__.co_argcount]
 
 
 def random_selection(engine: Engine) -> Broken:
@@ -53,8 +53,7 @@ def no_compressed_attention(engine: Engine) -> Broken:
 
 
 def _compress_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Broken:
-    def wrong(*arguments: Any) -> None:
-        given = dict(zip(_COMPRESS_ARGUMENTS, arguments, strict=True))
+    def wrong(**given: Any) -> None:
         compress(**{**given, **change(given)})
 
     return patch.object(compressor_module, "compress", wrong)
@@ -131,7 +130,14 @@ def plain_base_in_compressed_layers(engine: Engine) -> Broken:
     """For queries, window keys and the rotation back; compressors keep theirs."""
     c = engine.config
     wrong = rope_frequencies(c.rope_head_dim, c.rope_theta)
-    return _in_attention(engine, "frequencies", wrong, compressed=True)
+    stack = ExitStack()
+    stack.enter_context(_in_attention(engine, "frequencies", wrong, compressed=True))
+
+    def query(**given: Any) -> Tensor:
+        return query_prepare(**{**given, "frequencies": wrong})
+
+    stack.enter_context(patch.object(indexer_module, "query_prepare", query))
+    return stack
 
 
 def yarn_in_window_layers(engine: Engine) -> Broken:
@@ -171,7 +177,10 @@ VARIANTS = SWITCHED_OFF | MISTAKES
 
 
 def broken(engine: Engine, name: str) -> Broken:
-    """The variant of that name, for a `with` block; an empty name breaks nothing."""
+    """The variant of that name, for a `with` block; an empty name breaks nothing.
+
+    Take a fresh engine: prefixes that the right model computed would be found in its cache.
+    """
     if not name:
         return nullcontext()
     if name not in VARIANTS:
