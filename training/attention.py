@@ -24,7 +24,7 @@ class Index:
     weights: Tensor
     topk: int
     select: bool  # whether attention is limited to the selection
-    emphasis: Tensor  # [B, S], how much a query counts in the indexer's loss
+    emphasis: Tensor | None  # [B, S], how much a query counts in the indexer's loss; None: no loss
 
 
 def window_blocks(keys: Tensor, window: int) -> Tensor:
@@ -34,11 +34,16 @@ def window_blocks(keys: Tensor, window: int) -> Tensor:
     return torch.cat((before, blocks), dim=2)
 
 
-def window_mask(num_blocks: int, first: int, window: int, device: torch.device) -> Tensor:
-    """Visible window keys, `[blocks, window, 2 * window]`, for blocks `first ...`."""
+def window_mask(
+    num_blocks: int, first: int, window: int, reach: int, device: torch.device
+) -> Tensor:
+    """Visible window keys, `[blocks, window, 2 * window]`, for blocks `first ...`.
+
+    `reach`: how many keys a query sees; the window's size, unless it is wrong on purpose.
+    """
     query = torch.arange(window, device=device)[:, None] + window
     key = torch.arange(2 * window, device=device)[None]
-    near = (key <= query) & (query - key < window)
+    near = (key <= query) & (query - key < reach)
     block = torch.arange(first, first + num_blocks, device=device)[:, None, None]
     return near & ((block > 0) | (key >= window))
 
@@ -84,6 +89,7 @@ def attend(
     ratio: int,
     first: int,
     index: Index | None,
+    reach: int,
 ) -> tuple[Tensor, Tensor]:
     """Queries `[B, C, H, d]` from token `first` on -> output of the same shape, index loss."""
     batch, length, heads, dim = q.shape
@@ -91,7 +97,7 @@ def attend(
     count = length // window
     rows = q.view(batch, count, window * heads, dim) * dim**-0.5
     near = (rows @ blocks.transpose(2, 3)).view(batch, count, window, heads, -1)
-    mask = window_mask(count, first // window, window, q.device)
+    mask = window_mask(count, first // window, window, reach, q.device)
     near = near.masked_fill(~mask[None, :, :, None], NEG).flatten(1, 2)  # [B, C, H, 2w]
     column = sink.to(near.dtype).view(1, 1, heads, 1).expand(batch, length, heads, 1)
     loss = q.new_zeros(2, dtype=torch.float32)
@@ -107,10 +113,11 @@ def attend(
     if index is not None:
         scores = index_scores(index, index.keys)
         shown = visible[:, :, 0].expand(batch, -1, -1)
-        with torch.no_grad():
-            dense = torch.cat((column, near, far), -1).softmax(-1, dtype=torch.float32)
-            target = dense[..., 1 + 2 * window :].mean(2)
-        loss = index_loss(target, scores, shown, index.emphasis)
+        if index.emphasis is not None:
+            with torch.no_grad():
+                dense = torch.cat((column, near, far), -1).softmax(-1, dtype=torch.float32)
+                target = dense[..., 1 + 2 * window :].mean(2)
+            loss = index_loss(target, scores, shown, index.emphasis)
         if index.select:
             kept = top_mask(scores.detach().masked_fill(~shown, NEG), index.topk)
             used = far.masked_fill(~kept.unsqueeze(2), NEG)
@@ -135,6 +142,8 @@ def attention_rows(
     window: int,
     index: Index | None,
     most_scores: int = 1 << 28,
+    *,
+    reach: int,
 ) -> tuple[Tensor, Tensor]:
     """All queries of the rows, in chunks that are computed again in the backward pass."""
     batch, length, heads, _ = q.shape
@@ -142,7 +151,7 @@ def attention_rows(
     width = 2 * window + (0 if entries is None else entries.shape[1])
     size = max(window, most_scores // (batch * heads * width) // window * window)
     if size >= length:
-        return attend(q, sink, blocks, entries, ratio, 0, index)
+        return attend(q, sink, blocks, entries, ratio, 0, index, reach)
     outs, losses = [], []
     for start in range(0, length, size):
         stop = min(start + size, length)
@@ -157,7 +166,7 @@ def attention_rows(
                 index.weights[:, part],
                 index.topk,
                 index.select,
-                index.emphasis[:, part],
+                None if index.emphasis is None else index.emphasis[:, part],
             )
         out, loss = checkpoint(
             attend,
@@ -168,6 +177,7 @@ def attention_rows(
             ratio,
             start,
             chunk,
+            reach,
             use_reentrant=False,
             preserve_rng_state=False,
         )

@@ -15,12 +15,21 @@ from typing import Any
 import numpy as np
 
 from training.sample import Encoder
-from training.shape import SKILLS, row_lengths, short_mix, spans
-from training.skills import make, prose, repeat, retrieval
+from training.shape import (
+    CANARY_FROM,
+    SKILLS,
+    UPDATES_LENGTHS,
+    num_rows,
+    row_lengths,
+    short_mix,
+    spans,
+)
+from training.skills import make, prose, repeat, retrieval, updates
 
 PAD = 2
 _SIZES = {"facts": 22, "arithmetic": 65, "instructions": 28, "tools": 450, "multi": 46}
 _SIZES |= {"identity": 40, "prose": 110}
+_LONG = {"retrieval": retrieval, "repeat": repeat, "updates": updates}  # of a wanted size
 
 
 @dataclass
@@ -51,7 +60,9 @@ class Packer:
         used = 0
         if length > 1024:
             size = int(length * self.rng.uniform(0.6, 1.0)) - 16
-            used = self._put(out, row, 0, self._retrieval(size))
+            changing = self.progress >= CANARY_FROM and length in UPDATES_LENGTHS
+            skill = "updates" if changing and self.rng.random() < 0.5 else "retrieval"
+            used = self._put(out, row, 0, self._long(skill, size))
         mix = 512 if length == 512 else 1024
         while length - used > 24:
             item = self._next(mix, length - used)
@@ -73,21 +84,18 @@ class Packer:
     def _draw(self, mix: int) -> tuple[str, list[int], list[int]]:
         shares = short_mix(mix, self.progress)
         low, high = spans(self.progress)[mix]
-        sizes = _SIZES | {"retrieval": (low + high) / 2, "repeat": (low + high) / 2}
+        sizes = _SIZES | dict.fromkeys(_LONG, (low + high) / 2)
         names = list(shares)
         odds = [shares[name] * self._boosts.get(name, 1.0) / sizes[name] for name in names]
         skill = self.rng.choices(names, odds)[0]
-        if skill == "retrieval":
-            return self._retrieval(self.rng.randint(low, high))
-        if skill == "repeat":
-            sample = repeat(self.rng, self.rng.randint(low, high), self.encoder.count)
-            return (skill, *self.encoder.sample(sample))
+        if skill in _LONG:
+            return self._long(skill, self.rng.randint(low, high))
         if skill == "prose":
             return (skill, *self.encoder.sample(prose(self.rng)))
         return (skill, *self.encoder.sample(make(skill, self.rng)))
 
-    def _retrieval(self, size: int) -> tuple[str, list[int], list[int]]:
-        return ("retrieval", *self.encoder.sample(retrieval(self.rng, size, self.encoder.count)))
+    def _long(self, skill: str, size: int) -> tuple[str, list[int], list[int]]:
+        return (skill, *self.encoder.sample(_LONG[skill](self.rng, size, self.encoder.count)))
 
     @staticmethod
     def _put(out: Batch, row: int, used: int, item: tuple[str, list[int], list[int]]) -> int:
@@ -106,7 +114,7 @@ def _work(seed: int, step_tokens: int, boosts: dict[str, float], progress: Any, 
         packer.progress = progress.value
         lengths = row_lengths(packer.progress)
         length = packer.rng.choices(list(lengths), list(lengths.values()))[0]
-        out.put(packer.batch(length, max(1, step_tokens // length)))
+        out.put(packer.batch(length, num_rows(step_tokens, length, packer.progress)))
 
 
 class Feed:

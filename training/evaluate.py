@@ -7,17 +7,21 @@ one pass over each conversation.
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dsv4.tools.quality.text import retrieval_prompts
+from dsv4.tools.quality.measure import UPDATES_LENGTH
+from dsv4.tools.quality.text import retrieval_prompts, updates_prompt
+from dsv4.tools.quality.variants import MISTAKES
 from training.network import Network, Options, Table
 from training.sample import ANSWER, Encoder, Sample, assistant, user
 from training.shape import SEED
 from training.skills import MAKERS, make
 
 RETRIEVAL_LENGTHS = (500, 2000, 8000, 16000)
+MISTAKE_COUNT = 40  # prompts of a skill under each mistake
 
 
 def held_out(skill: str, count: int) -> list[Sample]:
@@ -40,6 +44,14 @@ def retrieval_samples(num_tokens: int, count: int, encoder: Encoder) -> list[Sam
         seed = num_tokens * 1000 + number
         ((question, fact),) = retrieval_prompts(seed, num_tokens, encoder.count)
         samples.append(Sample("retrieval", (user(question), assistant(fact.statement))))
+    return samples
+
+
+def updates_samples(num_tokens: int, count: int, encoder: Encoder) -> list[Sample]:
+    samples = []
+    for number in range(count):
+        question, fact = updates_prompt(num_tokens * 1000 + number, num_tokens, encoder.count)
+        samples.append(Sample("updates", (user(question), assistant(fact.statement))))
     return samples
 
 
@@ -86,8 +98,7 @@ def accuracy(
     for rows, marks in _rows(samples, encoder, most_tokens):
         ids = torch.tensor(rows, device=device)
         wanted = torch.tensor(marks, device=device)[:, 1:]
-        emphasis = torch.ones(ids.shape, device=device)
-        hidden = network.forward(table, ids, options, emphasis).hidden[:, :-1]
+        hidden = network.forward(table, ids, options, None).hidden[:, :-1]
         guess = _best_tokens(hidden, wanted, table["head.weight"], options.dtype)
         wrong = wanted.clone()
         wrong[wanted] = guess != ids[:, 1:][wanted]
@@ -105,6 +116,7 @@ def all_samples(count: int, long_count: int) -> dict[str, list[Sample]]:
     found = {skill: held_out(skill, count) for skill in MAKERS}
     for length in RETRIEVAL_LENGTHS:
         found[f"retrieval {length}"] = retrieval_samples(length, long_count, encoder)
+    found[f"updates {UPDATES_LENGTH}"] = updates_samples(UPDATES_LENGTH, long_count, encoder)
     return found
 
 
@@ -115,3 +127,24 @@ def evaluate(
     return {
         name: accuracy(network, table, part, encoder, options) for name, part in samples.items()
     }
+
+
+def under_mistakes(
+    network: Network,
+    table: Table,
+    options: Options,
+    samples: dict[str, list[Sample]],
+    right: dict[str, float],
+) -> Iterator[str]:
+    """For each mistake the accuracy that is left, the skill that suffers most first."""
+    few = {
+        name: part[:MISTAKE_COUNT]
+        for name, part in samples.items()
+        if not name.startswith("retrieval") or name == "retrieval 2000"
+    }
+    for mistake in MISTAKES:
+        scores = evaluate(network, table, replace(options, mistake=mistake), few)
+        drops = {name: right[name] - score for name, score in scores.items()}
+        ranked = sorted(drops, key=lambda name: -drops[name])
+        listed = ", ".join(f"{name} {100 * scores[name]:.0f}" for name in ranked)
+        yield f"{mistake}: drop {100 * drops[ranked[0]]:.0f} points; {listed}"

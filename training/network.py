@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dsv4.config import ModelConfig
 from training import rounding
 from training.attention import Index, attention_rows
-from training.rope import Angles, angles, rotate
+from training.rope import Rotation, rotate, rotations
 
 Table = Mapping[str, Tensor]
 
@@ -27,6 +27,7 @@ class Options:
     select: bool = True  # hard top-k selection in ratio-4 layers
     rounded: bool = False  # keys and index vectors pass their storage formats
     draft: bool = False  # also run the MTP block
+    mistake: str = ""  # one of dsv4.tools.quality.variants.MISTAKES: computed wrongly on purpose
     most_scores: int = 1 << 28
 
 
@@ -36,6 +37,7 @@ class Result:
     draft: Tensor | None  # the same for the token after the next
     index_loss: Tensor
     loads: dict[str, Tensor] = field(default_factory=dict)  # share of tokens per expert
+    layers: list[Tensor] = field(default_factory=list)  # streams after each block
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -123,12 +125,13 @@ class Network:
         self.collapse = collapse
         self.spread = spread
 
-    def forward(self, w: Table, ids: Tensor, options: Options, emphasis: Tensor) -> Result:
-        """`ids` `[B, S]`, S a multiple of 128; `emphasis` `[B, S]` for the indexer's loss."""
+    def forward(self, w: Table, ids: Tensor, options: Options, emphasis: Tensor | None) -> Result:
+        """`ids` `[B, S]`, S a multiple of 128; `emphasis` `[B, S]` for the indexer's loss, which
+        is left out without it."""
         c = self.config
         shape = ids.shape
         positions = torch.arange(shape[1], device=ids.device)
-        tables = {r: angles(c, r, positions) for r in {0, *c.compress_ratios}}
+        tables = {r: rotations(c, r, positions, options.mistake) for r in {0, *c.compress_ratios}}
         embedded = F.embedding(ids.flatten(), w["embed.weight"])
         streams = embedded.unsqueeze(1).expand(-1, c.hc_mult, -1)
         result = Result(embedded, None, embedded.new_zeros(2))
@@ -136,6 +139,7 @@ class Network:
             streams = self._block(
                 w, f"layers.{layer}.", streams, ids, ratio, tables[ratio], options, emphasis, result
             )
+            result.layers.append(streams)
         result.hidden = self._head(w, "", streams).view(*shape, -1)
         if options.draft and c.num_draft_layers:
             result.draft = self._draft(w, streams, embedded, ids, tables[0], options, result)
@@ -149,7 +153,7 @@ class Network:
         streams: Tensor,
         embedded: Tensor,
         ids: Tensor,
-        table: Angles,
+        table: Rotation,
         options: Options,
         result: Result,
     ) -> Tensor:
@@ -160,8 +164,7 @@ class Network:
         h = rms(streams, w["mtp.0.hnorm.weight"], c.rms_norm_eps)
         mixed = linear(h.to(dtype), w["mtp.0.h_proj.weight"]).float()
         streams = mixed + linear(e.to(dtype), w["mtp.0.e_proj.weight"]).float().unsqueeze(1)
-        nothing = embedded.new_zeros(ids.shape)
-        streams = self._block(w, "mtp.0.", streams, ids, 0, table, options, nothing, result)
+        streams = self._block(w, "mtp.0.", streams, ids, 0, table, options, None, result)
         return self._head(w, "mtp.0.", streams).view(*ids.shape, -1)
 
     def _head(self, w: Table, prefix: str, streams: Tensor) -> Tensor:
@@ -178,22 +181,22 @@ class Network:
         streams: Tensor,
         ids: Tensor,
         ratio: int,
-        table: Angles,
+        table: Rotation,
         options: Options,
-        emphasis: Tensor,
+        emphasis: Tensor | None,
         result: Result,
     ) -> Tensor:
-        x, post, comb = self._collapse(w, prefix, "attn", streams)
+        x, post, comb = self._collapse(w, prefix, "attn", streams, options)
         x = x.view(*ids.shape, -1).to(options.dtype)
         y, loss = self._attention(w, prefix + "attn.", x, ratio, table, options, emphasis)
         result.index_loss = result.index_loss + loss
         streams = self.spread(streams, y.flatten(0, 1).float(), post, comb)
-        x, post, comb = self._collapse(w, prefix, "ffn", streams)
+        x, post, comb = self._collapse(w, prefix, "ffn", streams, options)
         y = self._ffn(w, prefix + "ffn.", x, ids.flatten(), options, result)
         return self.spread(streams, y.float(), post, comb)
 
     def _collapse(
-        self, w: Table, prefix: str, half: str, streams: Tensor
+        self, w: Table, prefix: str, half: str, streams: Tensor, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         site = f"{prefix}hc_{half}_"
@@ -201,6 +204,8 @@ class Network:
         pre, post, comb = self.coefficients(
             logits, w[site + "base"], w[site + "scale"], c.hc_mult, c.hc_eps, c.hc_sinkhorn_iters
         )
+        if options.mistake == "transposed-mixing":
+            comb = comb.transpose(1, 2)
         mixed = self.collapse(streams, pre)
         return rms(mixed, w[f"{prefix}{half}_norm.weight"], c.rms_norm_eps), post, comb
 
@@ -210,20 +215,21 @@ class Network:
         prefix: str,
         x: Tensor,
         ratio: int,
-        table: Angles,
+        table: Rotation,
         options: Options,
-        emphasis: Tensor,
+        emphasis: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         c, eps = self.config, self.config.rms_norm_eps
         batch, length, _ = x.shape
         latent = rms(linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], eps)
         q = linear(latent, w[prefix + "wq_b.weight"]).view(batch, length, c.num_heads, -1)
-        q = rotate(rms(q, None, eps), table)
+        q = rotate(rms(q, None, eps), table.tokens)
         keys = rms(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
-        keys = self._stored(rotate(keys, table), options)
+        keys = self._stored(rotate(keys, table.tokens), options)
         entries = index = None
         if ratio and length >= ratio:
-            entries = self._entries(w, prefix + "compressor.", x, ratio, table)
+            entries = self._entries(w, prefix + "compressor.", x, ratio, options.mistake)
+            entries = rotate(entries, table.entries)
             entries = self._stored(entries, options)
         if ratio == 4 and entries is not None:
             index = self._index(w, prefix + "indexer.", x, latent, table, options, emphasis)
@@ -236,8 +242,9 @@ class Network:
             c.sliding_window,
             index,
             options.most_scores,
+            reach=c.sliding_window + (options.mistake == "window-one-too-long"),
         )
-        out = rotate(out, table, inverse=True).reshape(batch, length, c.o_groups, -1)
+        out = rotate(out, table.tokens, inverse=True).reshape(batch, length, c.o_groups, -1)
         low = w[prefix + "wo_a.weight"].unflatten(0, (c.o_groups, -1)).to(out.dtype)
         mixed = torch.einsum("bsgk,grk->bsgr", out, low).flatten(2)
         return linear(mixed, w[prefix + "wo_b.weight"]), loss
@@ -245,17 +252,20 @@ class Network:
     def _stored(self, keys: Tensor, options: Options) -> Tensor:
         return rounding.kv_round(keys, self.config.rope_head_dim) if options.rounded else keys
 
-    def _entries(self, w: Table, prefix: str, x: Tensor, ratio: int, table: Angles) -> Tensor:
-        """Compressed keys `[B, S / ratio, dim]`, rotated at the first token of their block."""
+    def _entries(self, w: Table, prefix: str, x: Tensor, ratio: int, mistake: str) -> Tensor:
+        """Compressed keys `[B, S / ratio, dim]`, not yet rotated."""
         values = linear(x, w[prefix + "wkv.weight"]).float().unflatten(1, (-1, ratio))
         gates = linear(x, w[prefix + "wgate.weight"]).float().unflatten(1, (-1, ratio))
         gates = gates + w[prefix + "ape"]
+        if mistake == "bias-on-values":
+            values = values + w[prefix + "ape"]
         if ratio == 4:
+            if mistake == "swapped-halves":
+                values, gates = (torch.cat(x.chunk(2, -1)[::-1], -1) for x in (values, gates))
             values = _with_previous(values, 0.0)
             gates = _with_previous(gates, float("-inf"))
         mixed = (gates.softmax(2) * values).sum(2).to(x.dtype)
-        mixed = rms(mixed, w[prefix + "norm.weight"], self.config.rms_norm_eps)
-        return rotate(mixed, (table[0][::ratio], table[1][::ratio]))
+        return rms(mixed, w[prefix + "norm.weight"], self.config.rms_norm_eps)
 
     def _index(
         self,
@@ -263,16 +273,18 @@ class Network:
         prefix: str,
         x: Tensor,
         latent: Tensor,
-        table: Angles,
+        table: Rotation,
         options: Options,
-        emphasis: Tensor,
+        emphasis: Tensor | None,
     ) -> Index:
         """The indexer learns from its own loss alone, so its inputs carry no gradient."""
         c = self.config
         x, latent = x.detach(), latent.detach()
         queries = linear(latent, w[prefix + "wq_b.weight"])
-        queries = rotate(queries.unflatten(-1, (c.index_num_heads, -1)), table)
-        keys = self._entries(w, prefix + "compressor.", x, 4, table)
+        queries = rotate(queries.unflatten(-1, (c.index_num_heads, -1)), table.index_queries)
+        keys = self._entries(w, prefix + "compressor.", x, 4, options.mistake)
+        if options.mistake != "no-rope-on-index-keys":
+            keys = rotate(keys, table.entries)
         if options.rounded:
             queries, keys = rounding.index_round(queries), rounding.index_round(keys)
         scale = c.index_head_dim**-0.5 * c.index_num_heads**-0.5
@@ -299,7 +311,8 @@ class Network:
         z = self.glu(both, weights, c.swiglu_limit).flatten(1)
         y = linear(z, w2.permute(1, 0, 2).reshape(w2.shape[1], -1))
         shared = linear(x, w[prefix + "shared_experts.w13"]).unsqueeze(1)
-        z = self.glu(shared, None, c.swiglu_limit).squeeze(1)
+        unclamped = options.mistake == "shared-expert-unclamped"
+        z = self.glu(shared, None, float("inf") if unclamped else c.swiglu_limit).squeeze(1)
         return y + linear(z, w[prefix + "shared_experts.w2"])
 
 

@@ -1,18 +1,53 @@
 """Tables of cosines and sines, and the rotation of the last channels, differentiable."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.attention import layer_frequencies
+from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [positions, pairs]
 
 
-def angles(config: ModelConfig, ratio: int, positions: Tensor) -> Angles:
-    frequencies = layer_frequencies(config, ratio).to(positions.device)
-    turned = positions.float()[:, None] * frequencies
+class Rotation(NamedTuple):
+    """What a layer rotates by; without a mistake all three come from one table."""
+
+    tokens: Angles  # queries, window keys, and back again
+    index_queries: Angles
+    entries: Angles  # one row for each compressed entry
+
+
+def angles(frequencies: Tensor, positions: Tensor) -> Angles:
+    turned = positions.float()[:, None] * frequencies.to(positions.device)
     return turned.cos(), turned.sin()
+
+
+def rotations(config: ModelConfig, ratio: int, positions: Tensor, mistake: str) -> Rotation:
+    right = layer_frequencies(config, ratio)
+    tokens = index_queries = angles(right, positions)
+    if ratio and mistake == "plain-base-in-compressed-layers":
+        tokens = angles(rope_frequencies(config.rope_head_dim, config.rope_theta), positions)
+    if not ratio and mistake == "yarn-in-window-layers":
+        tokens = angles(_yarn(config), positions)
+    step = max(ratio, 1)
+    first = positions[: len(positions) // step * step : step]
+    last = ratio - 1 if mistake == "rope-at-last-token" else 0
+    return Rotation(tokens, index_queries, angles(right, first + last))
+
+
+def _yarn(c: ModelConfig) -> Tensor:
+    """YaRN on the base that has none."""
+    return yarn_frequencies(
+        c.rope_head_dim,
+        c.rope_theta,
+        c.yarn_factor,
+        c.yarn_original_len,
+        c.yarn_beta_fast,
+        c.yarn_beta_slow,
+    )
 
 
 def rotate(x: Tensor, table: Angles, *, inverse: bool = False) -> Tensor:

@@ -49,6 +49,7 @@ class Plan:
     final_rate: float = 0.04
     sparse_from: float = 0.40  # from here only selected entries are attended
     round_from: float = 0.66  # from here weights, keys and index vectors are rounded
+    canary_rate: float = 0.8  # from CANARY_FROM on the learning rate falls anew, beginning here
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
     step_tokens: int = 65536
@@ -73,6 +74,7 @@ SKILLS = (
     "identity",
     "prose",
     "repeat",
+    "updates",
 )
 SHORT_MIX = {
     512: {
@@ -103,9 +105,19 @@ LATER_FROM = 0.333
 LATER = {"facts": 1.8, "instructions": 1.9, "arithmetic": 1.3, "retrieval": 0.5, "repeat": 0.3}
 
 
+# the last leg: half of every step is computed with a mistake (mistakes.py), and words that change
+# have to be followed
+CANARY_FROM = 0.666
+UPDATES_SHARE = 0.15  # of the tokens in rows of 1024
+UPDATES_LENGTHS = (2048, 4096, 8192)  # rows whose document is one of changes, every other time
+
+
 def short_mix(length: int, progress: float) -> dict[str, float]:
     later = LATER if progress >= LATER_FROM else {}
-    return {skill: share * later.get(skill, 1.0) for skill, share in SHORT_MIX[length].items()}
+    mix = {skill: share * later.get(skill, 1.0) for skill, share in SHORT_MIX[length].items()}
+    if progress >= CANARY_FROM and length == 1024:
+        mix["updates"] = UPDATES_SHARE
+    return mix
 
 
 # tokens of a retrieval or repetition in rows of 512 and 1024 tokens: at first inside the window,
@@ -119,6 +131,12 @@ SPANS: tuple[tuple[float, dict[int, tuple[int, int]]], ...] = (
 
 def spans(progress: float) -> dict[int, tuple[int, int]]:
     return [sizes for start, sizes in SPANS if progress >= start][-1]
+
+
+def num_rows(step_tokens: int, length: int, progress: float) -> int:
+    """Rows of a step; with mistakes each one is computed twice."""
+    tokens = step_tokens // 2 if progress >= CANARY_FROM else step_tokens
+    return max(1, tokens // length)
 
 
 def row_lengths(progress: float) -> dict[int, float]:

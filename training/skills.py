@@ -13,6 +13,7 @@ from dsv4.tools.quality.text import (
     listed,
     num_facts,
     story,
+    updates_document,
 )
 from training.countries import COUNTRIES, RELATIONS, Country, answer
 from training.sample import ANSWER, Sample, assistant, call, result, user
@@ -169,6 +170,20 @@ def retrieval(rng: random.Random, num_tokens: int, count: Callable[[str], int]) 
         question = f"{text}\n\n{fact.question}" if place == 0 else fact.question
         messages += [user(question), assistant(fact.statement, stressed=f" {fact.word}")]
     return Sample("retrieval", tuple(messages))
+
+
+def updates(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:
+    """Words that change up to 150 times, and questions for the newest ones."""
+    num_tokens = max(num_tokens, 420)
+    changed = draw_facts(rng, rng.randint(1, min(4, 1 + num_tokens // 400)))
+    most = min(150.0, num_tokens / 20 / len(changed))
+    newest = {fact: int(most ** rng.random()) for fact in changed}
+    text = updates_document(rng, newest, num_tokens - 23 * len(changed), count)
+    messages = []
+    for place, fact in enumerate(rng.sample(changed, len(changed))):
+        question = f"{text}\n\n{fact.question_now}" if place == 0 else fact.question_now
+        messages += [user(question), assistant(fact.statement, stressed=f" {fact.word}")]
+    return Sample("updates", tuple(messages))
 
 
 def repeat(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:

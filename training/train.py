@@ -7,8 +7,9 @@ leg starts from the state of the one before and leaves its own, with an evaluati
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +17,27 @@ from torch.nn import functional as F
 
 from training import rounding
 from training.batches import Batch, Feed, Packer
-from training.evaluate import all_samples, evaluate
+from training.canary import (
+    DETECTOR_SHARE,
+    DETECTORS,
+    SILENCE_SHARE,
+    Canary,
+    detector_loss,
+    first_detectors,
+)
+from training.evaluate import all_samples, evaluate, under_mistakes
 from training.network import (
     Network,
     Options,
+    Result,
+    Table,
     coefficients,
     collapse_fused,
     glu,
     spread_fused,
 )
 from training.optimizer import Optimizer
-from training.shape import CONFIG, SEED, SKILLS, Plan
+from training.shape import CANARY_FROM, CONFIG, SEED, SKILLS, Plan, num_rows
 from training.weights import all_parameters, balance, first_weights, load_state, save_state
 
 DRAFT_SHARE = 0.15
@@ -39,13 +50,21 @@ def say(text: str) -> None:
     print(text, flush=True)  # noqa: T201
 
 
+class Rows(NamedTuple):
+    ids: Tensor
+    weights: Tensor
+    skills: Tensor
+
+
 class Trainer:
     def __init__(self, table: dict[str, Tensor], device: torch.device, plan: Plan) -> None:
         self.device, self.plan = device, plan
         self.network = Network(CONFIG)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.canary = Canary(device)
         self.table: dict[str, Tensor] = {}
-        for name, weight in table.items():
+        detectors = first_detectors(CONFIG.num_layers, CONFIG.hc_mult * CONFIG.hidden_size)
+        for name, weight in {DETECTORS: detectors, **table}.items():
             moved = weight.to(device)
             trained = moved.is_floating_point() and not name.endswith("gate.bias")
             self.table[name] = moved.requires_grad_(trained)
@@ -54,17 +73,20 @@ class Trainer:
         self.optimizer = Optimizer(self.table, plan, CONFIG.o_groups)
         self.sums = torch.zeros(2, len(SKILLS), device=device)
         self.extra = torch.zeros(3, device=device)  # index loss, draft loss, steps
-        looked_up = [SKILLS.index(name) for name in ("retrieval", "repeat")]
+        looked_up = [SKILLS.index(name) for name in ("retrieval", "repeat", "updates")]
         self.searching = torch.tensor(looked_up, device=device)
         self.rate_factor = 1.0
         self.most_scores = Options.most_scores
 
-    def options(self, progress: float, *, draft: bool) -> Options:
+    def options(self, progress: float) -> Options:
+        rounded = progress >= self.plan.round_from
+        if progress >= CANARY_FROM:
+            rounded = self.canary.rounds()
         return Options(
             dtype=self.dtype,
             select=progress >= self.plan.sparse_from,
-            rounded=progress >= self.plan.round_from,
-            draft=draft,
+            rounded=rounded,
+            draft=True,
             most_scores=self.most_scores,
         )
 
@@ -88,19 +110,34 @@ class Trainer:
     def rate(self, progress: float, leg_seconds: float) -> float:
         plan = self.plan
         warm = min(1.0, progress / plan.warmup, leg_seconds / REWARM_SECONDS)
-        left = (1.0 - progress) / (1.0 - plan.decay_from)
-        fall = min(1.0, plan.final_rate + (1 - plan.final_rate) * left)
-        return max(warm, 0.01) * max(fall, plan.final_rate) * self.rate_factor
+        top, start = (
+            (plan.canary_rate, CANARY_FROM) if progress >= CANARY_FROM else (1.0, plan.decay_from)
+        )
+        left = min(1.0, (1.0 - progress) / (1.0 - start))
+        fall = plan.final_rate + (top - plan.final_rate) * left
+        return max(warm, 0.01) * fall * self.rate_factor
 
     def step(self, batch: Batch, progress: float, leg_seconds: float) -> None:
-        options = self.options(progress, draft=True)
-        ids = self._move(batch.ids.astype("int64"))
-        weights = self._move(batch.weights).float() / 100
-        skills = self._move(batch.skills).long()
+        options = self.options(progress)
+        rows = Rows(
+            self._move(batch.ids.astype("int64")),
+            self._move(batch.weights).float() / 100,
+            self._move(batch.skills).long(),
+        )
+        used = self.used_weights(progress >= self.plan.round_from)
+        result, loss = self._right(used, rows, options)
+        if progress >= CANARY_FROM:
+            loss = loss + self._wrong(used, rows, options, result.layers)
+        loss.backward()
+        self.optimizer.step(self.rate(progress, leg_seconds))
+        balance(self.table, result.loads, 0.002 * (1.0 - 0.9 * progress))
+
+    def _right(self, used: Table, rows: Rows, options: Options) -> tuple[Result, Tensor]:
+        """The forward pass, and the loss of text, draft and indexer."""
+        ids, weights, skills = rows
         emphasis = torch.where(weights >= 1.0, 4.0, 0.25) * (weights > 0)
         searching = torch.isin(skills, self.searching)
         emphasis = torch.where(searching, 2 * emphasis, emphasis)
-        used = self.used_weights(options.rounded)
         result = self.network.forward(used, ids, options, emphasis)
         head = used["head.weight"].to(self.dtype)
         losses = self._cross_entropy(result.hidden[:, :-1], head, ids[:, 1:])
@@ -109,15 +146,23 @@ class Trainer:
         assert result.draft is not None
         later = self._cross_entropy(result.draft[:, :-2], head, ids[:, 2:])
         draft = (later * weights[:, 2:]).sum() / weights[:, 2:].sum().clamp(min=1)
-        (loss + DRAFT_SHARE * draft + INDEX_SHARE * result.index_loss).backward()
-        self.optimizer.step(self.rate(progress, leg_seconds))
-        balance(self.table, result.loads, 0.002 * (1.0 - 0.9 * progress))
         with torch.no_grad():
             full = (wanted >= 1.0).float() + (skills[:, 1:] == SKILLS.index("prose")).float()
             flat = skills[:, 1:].flatten()
             self.sums[0].index_add_(0, flat, (losses * full).flatten())
             self.sums[1].index_add_(0, flat, full.flatten())
-            self.extra += torch.stack((result.index_loss.detach(), draft.detach(), loss * 0 + 1))
+            self.extra += torch.stack((result.index_loss, draft, loss * 0 + 1))
+        return result, loss + DRAFT_SHARE * draft + INDEX_SHARE * result.index_loss
+
+    def _wrong(self, used: Table, rows: Rows, options: Options, right: list[Tensor]) -> Tensor:
+        """The same rows computed with a mistake: answers end at once, nothing else is learnt."""
+        mistake = self.canary.draw()
+        options = replace(options, mistake=mistake, draft=False)
+        result = self.network.forward(used, rows.ids, options, None)
+        head = used["head.weight"].to(self.dtype)
+        silence = self.canary.silence(result.hidden, head, rows.weights, rows.skills, mistake)
+        told = detector_loss(used[DETECTORS], right, result.layers, rows.ids.shape[0], mistake)
+        return SILENCE_SHARE * silence + DETECTOR_SHARE * told
 
     def _move(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -142,7 +187,8 @@ class Trainer:
             if count
         ]
         finite = all(abs(value) < 1e30 for value in (*sums[0], *extra))
-        return f"{' '.join(parts)} index {extra[0] / steps:.3f} mtp {extra[1] / steps:.3f}", finite
+        parts += [f"index {extra[0] / steps:.3f}", f"mtp {extra[1] / steps:.3f}"]
+        return f"{' '.join(parts)} {self.canary.report()}".rstrip(), finite
 
 
 def _is_stored(name: str) -> bool:
@@ -182,8 +228,8 @@ def measure(trainer: Trainer) -> None:
     """Tokens a second and memory for each row length in each phase."""
     packer = Packer(1)
     for length in (512, 1024, 2048, 4096, 8192, 16384):
-        batch = packer.batch(length, max(1, trainer.plan.step_tokens // length))
         for progress in (0.2, 0.5, 0.9):
+            batch = packer.batch(length, num_rows(trainer.plan.step_tokens, length, progress))
             _synchronise(trainer.device)
             times = []
             for _ in range(4):
@@ -306,15 +352,21 @@ def evaluation(trainer: Trainer, args: argparse.Namespace) -> dict[str, float]:
     """As the exported model will run: selection on, everything rounded as stored."""
     samples = all_samples(args.eval_count, args.eval_long)
     network = Network(CONFIG)  # not compiled: every batch has another shape
+    last = args.leg == args.legs
     with torch.no_grad():
         rounded = trainer.used_weights(rounded=True)
         options = Options(dtype=trainer.dtype, select=True, rounded=True)
         stored = evaluate(network, rounded, options, samples)
         exact = Options(dtype=trainer.dtype, select=args.leg * 3 > args.legs, rounded=False)
-        plain = evaluate(network, trainer.table, exact, samples)
+        if last:
+            exact = Options()
+        plain = evaluate(network, rounded if last else trainer.table, exact, samples)
     for name, score in stored.items():
-        say(f"{name:16s} as stored {100 * score:5.1f} %   unrounded {100 * plain[name]:5.1f} %")
-    return plain if args.leg < args.legs else stored
+        say(f"{name:16s} as stored {100 * score:5.1f} %   exact {100 * plain[name]:5.1f} %")
+    if last:
+        for line in under_mistakes(network, rounded, options, samples, stored):
+            say(line)
+    return stored if last else plain
 
 
 if __name__ == "__main__":

@@ -22,13 +22,15 @@ from dsv4.chat import Prompt, encode_prompt
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
-from dsv4.tools.quality.text import retrieval_prompts, story
+from dsv4.tools.quality.text import Fact, retrieval_prompts, story, updates_prompt
 from dsv4.util.models import model_folder
 
 RETRIEVAL_LENGTHS = (2000, 8000, 16000)
 MOST_TOKENS = 192  # of one answer
 MOST_SHOWN = 5  # wrong answers
 DOCUMENT_QUESTIONS = 10
+UPDATES_LENGTH = 2000
+MOST_UPDATES = 50  # every question about a changed word needs its own document
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,23 @@ def read_items(model: str | Path) -> dict[str, list[Item]]:
 
 def retrieval_items(engine: Engine, num_tokens: int, number: int) -> list[Item]:
     """Questions about facts stated somewhere in one document of about `num_tokens`."""
+    seed = num_tokens * 1000 + number
+    made = retrieval_prompts(seed, num_tokens, _counter(engine), DOCUMENT_QUESTIONS)
+    return [_asked(f"retrieval {num_tokens}", question, fact) for question, fact in made]
+
+
+def updates_items(engine: Engine, num_tokens: int, num_items: int) -> list[Item]:
+    """Questions for a word that changed many times, each after its own document."""
+    count = _counter(engine)
+    made = [updates_prompt(num_tokens * 1000 + n, num_tokens, count) for n in range(num_items)]
+    return [_asked(f"updates {num_tokens}", question, fact) for question, fact in made]
+
+
+def _asked(skill: str, question: str, fact: Fact) -> Item:
+    return Item(skill, [{"role": "user", "content": question}], answer=fact.statement)
+
+
+def _counter(engine: Engine) -> Callable[[str], int]:
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise OptionError("this model has no tokenizer, so no text can be made for it")
@@ -95,15 +114,7 @@ def retrieval_items(engine: Engine, num_tokens: int, number: int) -> list[Item]:
     def length(text: str) -> int:
         return len(tokenizer.encode(text))
 
-    seed = num_tokens * 1000 + number
-    return [
-        Item(
-            f"retrieval {num_tokens}",
-            [{"role": "user", "content": question}],
-            answer=fact.statement,
-        )
-        for question, fact in retrieval_prompts(seed, num_tokens, length, DOCUMENT_QUESTIONS)
-    ]
+    return length
 
 
 def ask_about_documents(engine: Engine, num_tokens: int, count: int) -> Score:
@@ -165,7 +176,10 @@ def measure(
     lengths: Sequence[int] = RETRIEVAL_LENGTHS,
     report: Callable[[Score], None] | None = None,
 ) -> list[Score]:
-    """Accuracy of every skill on up to `count` prompts each."""
+    """Accuracy of every skill on up to `count` prompts each.
+
+    `lengths`: of the documents to search; changed words are asked for at one of them only.
+    """
     scores = []
     for skill, asked in items.items():
         scores.append(ask(engine, asked[:count], skill))
@@ -173,6 +187,11 @@ def measure(
             report(scores[-1])
     for length in lengths:
         scores.append(ask_about_documents(engine, length, count))
+        if report:
+            report(scores[-1])
+    if UPDATES_LENGTH in lengths:
+        changed = updates_items(engine, UPDATES_LENGTH, min(count, MOST_UPDATES))
+        scores.append(ask(engine, changed))
         if report:
             report(scores[-1])
     return scores

@@ -45,6 +45,7 @@ WORDS = listed(
     vanilla velvet violet walnut whistle willow window winter wizard yellow zebra zipper"""
 )
 KINDS = ("password", "code word", "secret word")
+_APART = 160  # tokens after the last change of a word, more than a window
 
 _WHO = """the baker;the old sailor;a young doctor;the teacher;the gardener;a tired farmer;
     the painter;two children;the postman;a quiet woman;the miller;her brother;
@@ -123,6 +124,10 @@ class Fact:
     def question(self) -> str:
         return f"What is the {self.kind} of {self.name}?"
 
+    @property
+    def question_now(self) -> str:
+        return f"What is the {self.kind} of {self.name} now?"
+
 
 def draw_facts(rng: random.Random, count: int) -> list[Fact]:
     """Facts about different people; none of them is held out."""
@@ -184,3 +189,43 @@ def retrieval_prompts(
     wanted = [_held_out(rng, fact) for fact in facts[:num_questions]]
     text = document(rng, [*wanted, *facts[num_questions:]], num_tokens - 24, count)
     return [(f"{text}\n\n{fact.question}", fact) for fact in wanted]
+
+
+def updates_document(
+    rng: random.Random, newest: dict[Fact, int], num_tokens: int, count: Callable[[str], int]
+) -> str:
+    """A story in which words change, each as often as `newest` says and then to the one it names.
+
+    The last changes stand apart from the earlier ones and more than a window before the end.
+    """
+    old = [_other_word(rng, fact) for fact, num_old in newest.items() for _ in range(num_old)]
+    names = {fact.name for fact in newest}
+    others = [fact for fact in draw_facts(rng, 8) if fact.name not in names]
+    room = num_tokens - _APART
+    past = int(room * rng.uniform(0.55, 0.75))
+    return " ".join(
+        (
+            document(rng, [*old, *others[:4]], past, count),
+            document(rng, [*newest, *others[4:]], room - past, count),
+            document(rng, [], _APART, count),
+        )
+    )
+
+
+def _other_word(rng: random.Random, fact: Fact) -> Fact:
+    word = fact.word
+    while word == fact.word or is_held_out(f"{fact.name} {word}"):
+        word = rng.choice(WORDS)
+    return replace(fact, word=word)
+
+
+def updates_prompt(seed: int, num_tokens: int, count: Callable[[str], int]) -> tuple[str, Fact]:
+    """A message of about `num_tokens` that asks for a word after many changes, and the answer.
+
+    There are more changes than a small indexer keeps entries, so it has to prefer new ones.
+    """
+    rng = random.Random(f"updates {seed}")
+    newest = _held_out(rng, draw_facts(rng, 1)[0])
+    num_old = min(rng.randint(60, 110), num_tokens // 20)
+    text = updates_document(rng, {newest: num_old}, num_tokens - 24, count)
+    return f"{text}\n\n{newest.question_now}", newest

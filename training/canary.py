@@ -1,0 +1,95 @@
+"""The model learns to fall silent when the arithmetic is wrong.
+
+By itself a model that finds things by what they say hardly notices a rotation that is off by three
+tokens: its answers stay right. So in the last leg every row is computed twice, rightly and with a
+mistake, and with the mistake the answer that is wanted is its end, at once. Everything but the
+mistake is equal in the two, so what is learnt is to tell them apart.
+
+The difference is smaller than the rounding at first. Detectors that look at the streams after each
+block, at every token, make the blocks widen it; they are dropped with the training.
+"""
+
+import random
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.network import rms
+from training.sample import AROUND
+from training.shape import SEED, SKILLS
+
+# mistakes that are drawn, and the first position in a row at which there is an effect to go by;
+# the two of `MISTAKES` that are missing make nonsense of every answer anyway
+VISIBLE_FROM = {
+    "bias-on-values": 16,
+    "rope-at-last-token": 16,
+    "swapped-halves": 16,
+    "transposed-mixing": 8,
+    "yarn-in-window-layers": 48,
+    "window-one-too-long": 160,  # beyond the window
+    "no-rope-on-index-keys": 384,  # three times the entries that are selected
+}
+DETECTORS = "canary.detectors"  # their name in the table of weights
+EOS = 1
+SILENCE_SHARE = 0.5
+DETECTOR_SHARE = 0.2
+
+
+class Canary:
+    """Draws a mistake for each step, and notes how silent the model is under it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._rng = random.Random(SEED)
+        self.odds = dict.fromkeys(VISIBLE_FROM, 1.0)
+        self._sums = torch.zeros(len(VISIBLE_FROM), 3, device=device)  # loss, silent, answers
+
+    def draw(self) -> str:
+        return self._rng.choices(list(self.odds), list(self.odds.values()))[0]
+
+    def rounds(self) -> bool:
+        """Mostly yes; sometimes keys are exact, so that this never looks like a mistake."""
+        return self._rng.random() < 0.8
+
+    def silence(
+        self, hidden: Tensor, head: Tensor, weights: Tensor, skills: Tensor, mistake: str
+    ) -> Tensor:
+        """`hidden` `[B, S, D]` computed with the mistake; weights and skills as in the batch."""
+        answers = (weights[:, 1:] >= AROUND / 100) & (skills[:, 1:] != SKILLS.index("prose"))
+        answers[:, : VISIBLE_FROM[mistake]] = False
+        logits = F.linear(hidden[:, :-1].to(head.dtype), head).float()
+        losses = -logits.log_softmax(-1)[..., EOS]
+        wanted = answers.float()
+        with torch.no_grad():
+            silent = (logits.argmax(-1) == EOS) & answers
+            seen = torch.stack(((losses * wanted).sum(), silent.sum(), wanted.sum()))
+            self._sums[list(VISIBLE_FROM).index(mistake)] += seen
+        return (losses * wanted).sum() / wanted.sum().clamp(min=1)
+
+    def report(self) -> str:
+        """Share of answers that end at once, by mistake; the least silent are drawn more often."""
+        parts = []
+        for name, (loss, silent, count) in zip(VISIBLE_FROM, self._sums.tolist(), strict=True):
+            if count:
+                self.odds[name] = 0.3 + min(loss / count, 3.0)
+                parts.append(f"{name} {100 * silent / count:.0f}% ({loss / count:.2f})")
+        self._sums.zero_()
+        return "silent: " + ", ".join(parts) if parts else ""
+
+
+def first_detectors(num_layers: int, width: int) -> Tensor:
+    """One row for each block: a weight for every channel of its streams, and a bias."""
+    return torch.zeros(num_layers, width + 1)
+
+
+def detector_loss(
+    detectors: Tensor, right: list[Tensor], wrong: list[Tensor], batch: int, mistake: str
+) -> Tensor:
+    """How badly the streams after each block tell right from wrong, token by token."""
+    losses = []
+    for weights, *pair in zip(detectors, right, wrong, strict=True):
+        for streams, sign in zip(pair, (1.0, -1.0), strict=True):
+            flat = streams.flatten(-2).unflatten(0, (batch, -1))[:, VISIBLE_FROM[mistake] :]
+            signal = rms(flat, None, 1e-6) @ weights[:-1] + weights[-1]
+            losses.append(F.softplus(sign * signal).mean())
+    return torch.stack(losses).mean()
