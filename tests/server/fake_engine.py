@@ -112,7 +112,6 @@ class FakeEngine:
             scores = [(token, -1.0, top) for token in message["ids"][1:]]
             self.channel.send({"kind": "accepted", "id": message["id"]})
             self.channel.send({"kind": "scores", "id": message["id"], "scores": scores})
-            self.channel.send({"kind": "scores", "id": message["id"], "scores": None})
         else:
             self.add(message["id"], message["request"])
 

@@ -159,7 +159,8 @@ def test_echo_scores_the_prompt(client: OpenAI) -> None:
     assert set(logprobs.token_logprobs[1:]) == {-1.0}
     assert len(logprobs.top_logprobs[1]) == 1
     assert "".join(logprobs.tokens) == choice.text
-    assert [choice.text[at : at + 1] for at in logprobs.text_offset[1:]] == ["a", "b", "c"]
+    for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[at : at + len(token)] == token
     assert done.usage.completion_tokens == 0
 
 

@@ -13,29 +13,35 @@ from dsv4.chat.requests.thinking import decide, read_effort, read_switch
 def read_chat_completions(body: object, dialect: Dialect) -> Conversation:
     """Messages, tools and options; sampling fields are the server's."""
     fields = read_object(body, "body")
+    arguments = _template_arguments(fields.get("chat_template_kwargs"))
+    switch = read_switch(fields.get("thinking"), "thinking")
     effort = read_effort(fields.get("reasoning_effort"), "reasoning_effort", dialect)
+    if effort is None:
+        path = "chat_template_kwargs.reasoning_effort"
+        effort = read_effort(arguments.get("reasoning_effort"), path, dialect)
     return Conversation(
         messages=read_messages(fields.get("messages")),
         tools=read_tools(fields.get("tools"), "tools", as_received=False),
         tool_choice=read_tool_choice(fields.get("tool_choice")),
         response_format=fields.get("response_format"),
         continue_final=read_flag(fields.get("continue_final_message"), "continue_final_message"),
-        **decide(_switch(fields), effort),
+        drop_thinking=arguments.get("drop_thinking") is not False,
+        **decide(arguments.get("thinking") if switch is None else switch, effort),
     )
 
 
-def _switch(fields: Mapping[str, Any]) -> bool | None:
-    """`thinking`, or the switch that clients of other engines put into template arguments."""
-    switch = read_switch(fields.get("thinking"), "thinking")
-    if switch is not None:
-        return switch
-    arguments = fields.get("chat_template_kwargs")
-    if arguments is None:
-        return None
-    for name, value in read_object(arguments, "chat_template_kwargs").items():
+def _template_arguments(value: object) -> Mapping[str, Any]:
+    """What clients of other engines put into template arguments; there is no template here."""
+    found: dict[str, Any] = {}
+    for name, argument in read_object(
+        {} if value is None else value, "chat_template_kwargs"
+    ).items():
         path = f"chat_template_kwargs.{name}"
-        if name not in ("thinking", "enable_thinking"):
-            fail(path, "an unknown argument", "thinking or enable_thinking; there is no template")
-        if value is not None:
-            switch = read_flag(value, path)
-    return switch
+        if name not in ("thinking", "enable_thinking", "drop_thinking", "reasoning_effort"):
+            fail(path, "an unknown argument", "thinking, drop_thinking or reasoning_effort")
+        if argument is None:
+            continue
+        if name != "reasoning_effort":
+            argument = read_flag(argument, path)
+        found["thinking" if name == "enable_thinking" else name] = argument
+    return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsv4.errors import RequestError
 from dsv4.request import Output, Request, TokenLogprobs
-from dsv4.server.api_error import ApiError, bad_request
+from dsv4.server.api_error import ApiError, bad_request, internal_error
 from dsv4.server.worker.wire import (
     LENGTH_BYTES,
     Message,
@@ -111,7 +111,7 @@ class EngineLink:
         self._engine = engine
         self._live: dict[str, Mailbox] = {}
         self._answers: dict[str, asyncio.Future[None]] = {}
-        self._scores: dict[str, asyncio.Queue[Message]] = {}
+        self._scores: dict[str, asyncio.Future[Message]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -178,23 +178,19 @@ class EngineLink:
         """Log-probabilities of all tokens of a prompt but the first."""
         self.check_ready()
         assert self._writer is not None
-        answers = self._scores[name] = asyncio.Queue()
+        answer = self._scores[name] = asyncio.get_running_loop().create_future()
         self._writer.write(pack({"kind": "score", "id": name, "ids": ids, "top": top}))
-        found: list[TokenLogprobs] = []
         try:
-            while True:
-                message = await answers.get()
-                if message["kind"] == "failed":
-                    raise ApiError(503, message["error"], code="engine_died", retry_after=2)
-                if message["kind"] == "refused" or "error" in message:
-                    raise bad_request(RequestError(message["error"]))
-                if message["kind"] == "scores":
-                    if message["scores"] is None:
-                        return found
-                    found += logprobs_from_wire(message["scores"])
+            message = await answer
         finally:
             del self._scores[name]
             self._tell_abort(name)
+        if message["kind"] == "refused":
+            raise bad_request(RequestError(message["error"]))
+        if message["kind"] == "broken":
+            log.error("%s: a prompt could not be scored: %s", name, message["error"])
+            raise internal_error(name)
+        return list(logprobs_from_wire(message["scores"]))
 
     def forget(self, name: str) -> None:
         """Abort a request whose outputs nobody wants any more."""
@@ -215,7 +211,8 @@ class EngineLink:
                 answer.set_exception(error)
         self._answers = {}
         for scores in self._scores.values():
-            scores.put_nowait({"kind": "failed", "error": error.message})
+            if not scores.done():
+                scores.set_exception(error)
 
     # --- the process --------------------------------------------------------------------------
 
@@ -291,7 +288,7 @@ class EngineLink:
                 self._take_output(output_from_wire(output))
         elif kind == "stats":
             self.stats = message["stats"]
-        elif kind in ("accepted", "refused", "scores"):
+        elif kind in ("accepted", "refused", "scores", "broken"):
             self._take_answer(message)
         else:
             if kind == "ready":
@@ -304,7 +301,8 @@ class EngineLink:
     def _take_answer(self, message: Message) -> None:
         name = message["id"]
         if name in self._scores:
-            self._scores[name].put_nowait(message)
+            if message["kind"] != "accepted" and not self._scores[name].done():
+                self._scores[name].set_result(message)
         elif name in self._answers:
             answer = self._answers.pop(name)
             if answer.done():

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from dsv4.cache.geometry import POOLS
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
-from dsv4.errors import Dsv4Error, RequestError
+from dsv4.errors import CapacityError, Dsv4Error, RequestError
 from dsv4.request import SamplingParams
 from dsv4.runner.load import state_memory
 from dsv4.runner.settings import Settings, resolve
@@ -98,6 +99,15 @@ def _facts(engine: Engine) -> Message:
     }
 
 
+@dataclass
+class _Scoring:
+    """A prompt whose own tokens are to be scored, and what has been found."""
+
+    message: Message
+    chunks: Iterator[list[Any]] | None = None
+    found: list[Any] = field(default_factory=list)
+
+
 class Worker:
     """The loop around `Engine.step`. A thread reads what comes in, so that no step waits for it."""
 
@@ -105,7 +115,7 @@ class Worker:
         self._engine = engine
         self._channel = channel
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._scores: deque[tuple[str, Iterator[list[Any]]]] = deque()
+        self._scores: deque[_Scoring] = deque()
         self._stats_at = 0.0
 
     def run(self) -> None:
@@ -145,21 +155,21 @@ class Worker:
             if message["kind"] == "add":
                 self._engine.add(request_from_wire(message["request"]))
             else:
-                self._scores.append((message["id"], self._score(message)))
+                self._scores.append(_Scoring(message))
         except RequestError as error:
             self._channel.send({"kind": "refused", "id": message["id"], "error": str(error)})
             return
         self._channel.send({"kind": "accepted", "id": message["id"]})
 
     def _abort(self, name: str) -> None:
-        self._scores = deque(item for item in self._scores if item[0] != name)
+        self._scores = deque(job for job in self._scores if job.message["id"] != name)
         try:
             self._engine.abort(name)
         except RequestError:
             logging.debug("%s had ended before it was aborted", name)
 
     def _score(self, message: Message) -> Iterator[list[Any]]:
-        """Log-probabilities of a prompt's own tokens, chunk by chunk, as in `logprobs_to_wire`."""
+        """Log-probabilities of a prompt's own tokens, chunk by chunk, as outputs carry them."""
         ids, top = message["ids"], message["top"]
         place = 1
         for logits in self._engine.score(ids):
@@ -179,16 +189,26 @@ class Worker:
         """One chunk of the first scoring job; steps of other requests come in between."""
         if not self._scores:
             return
-        name, chunks = self._scores[0]
+        job = self._scores[0]
+        name = job.message["id"]
+        job.chunks = job.chunks or self._score(job.message)
         try:
-            chunk = next(chunks, None)
+            chunk = next(job.chunks, None)
+        except CapacityError as error:
+            job.chunks, job.found = None, []
+            if self._engine.num_unfinished:
+                return  # it begins again when others have given pages back
+            answer: Message = {"kind": "broken", "error": str(error)}
         except Dsv4Error as error:
-            self._scores.popleft()
-            self._channel.send({"kind": "scores", "id": name, "error": str(error)})
-            return
-        if chunk is None:
-            self._scores.popleft()
-        self._channel.send({"kind": "scores", "id": name, "scores": chunk})
+            kind = "refused" if isinstance(error, RequestError) else "broken"
+            answer = {"kind": kind, "error": str(error)}
+        else:
+            if chunk is not None:
+                job.found += chunk
+                return
+            answer = {"kind": "scores", "scores": job.found}
+        self._scores.popleft()
+        self._channel.send({**answer, "id": name})
 
     def _send_stats(self) -> None:
         if time.monotonic() - self._stats_at >= STATS_SECONDS:

@@ -1,7 +1,7 @@
 """What the two processes say to each other: JSON objects, each behind its length.
 
 A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it: `plan`,
-`progress`, `ready`, `failed`, `accepted`, `refused`, `outputs`, `scores`, `stats`.
+`progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`.
 """
 
 import json
