@@ -1,0 +1,131 @@
+"""Compile kernels without a GPU and read what came out: registers, memory, instructions.
+
+A stub driver lets Triton specialise exactly as a launch would. The compiler's state is global to
+a process, so tests start this file as a program, with what to compile and for which GPU.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[3]
+MAX_SHARED = 232448
+MAX_TENSOR_COLUMNS = 512
+Launch = tuple[str, Callable[[], object]]  # a case's name and what to launch
+
+
+def compiled_facts(module: str, capability: int) -> list[dict[str, Any]]:
+    """One row per kernel that `module.launches()` compiles, in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    command = [sys.executable, "-m", "tests.ops.kernels.compiling", module, str(capability)]
+    found = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    return [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+
+
+def check_limits(row: dict[str, Any], least: int) -> None:
+    label = f"{row['case']} {row['kernel']}"
+    assert row["shared"] <= MAX_SHARED, label
+    assert row["tensor_columns"] <= MAX_TENSOR_COLUMNS, label
+    assert row["instructions"] > least, f"{label}: nothing but a trap"
+
+
+def facts(compiled: Any, tools: Path) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([str(tools / tool), flag, file.name], capture_output=True, text=True)
+            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    pattern = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)"
+    names = re.findall(pattern, code.stdout, re.M)
+    registers = re.search(r"REG:(\d+)", usage.stdout)
+    return {
+        "registers": int(registers[1]) if registers else -1,
+        "reloads": names.count("LDL"),
+        "shared": compiled.metadata.shared,
+        "tensor_columns": getattr(compiled.metadata, "tmem_size", 0) or 0,
+        "instructions": len(names),
+        "mix": sorted(set(names)),
+    }
+
+
+def install_driver(capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int | None = None) -> int:
+            return 0
+
+        def is_active(self) -> bool:
+            return True
+
+    triton.runtime.driver.set_active(Driver())
+
+
+def pretend_cpu_is_a_gpu() -> None:
+    """Kernels accept CPU tensors: nothing is run, so only shapes and pointers matter."""
+    for path in (ROOT / "dsv4" / "ops").rglob("*_triton.py"):
+        module = import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if hasattr(module, "device_reason"):
+            module.device_reason = lambda device: None
+
+
+def compile_all(launches: Iterator[Launch], report: Callable[[str, str, Any], None]) -> None:
+    """Every launch compiles its kernel and does not run it; each result is reported once."""
+    from triton.runtime.jit import JITFunction
+
+    seen: set[str] = set()
+    run = JITFunction.run
+    case = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if compiled.hash not in seen:
+            seen.add(compiled.hash)
+            report(case, self.__name__, compiled)
+        return compiled
+
+    JITFunction.run = compile_only
+    for name, launch in launches:
+        case = name
+        launch()
+
+
+def main(module: str, capability: int) -> None:
+    import triton
+
+    install_driver(capability)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def report(case: str, kernel: str, compiled: Any) -> None:
+        row = {"case": case, "kernel": kernel, **facts(compiled, tools)}
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
+
+    compile_all(import_module(module).launches(capability), report)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]))

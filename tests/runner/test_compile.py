@@ -1,0 +1,47 @@
+"""Whole steps compiled as a GPU would launch them, at the widths of V4-Flash, without a GPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, pretend_cpu_is_a_gpu
+
+ALLOWED_RELOADS = {"_attend_kernel": 240, "_linear_kernel": 16}  # outside their main loops
+
+
+@pytest.mark.compile
+def test_steps_compile() -> None:
+    pytest.importorskip("triton", reason="the compiler is absent")
+    rows = compiled_facts("tests.runner.test_compile", 90)
+    kernels = {row["kernel"] for row in rows}
+    assert kernels >= {"_state_kernel", "_queries_kernel", "_up_kernel", "_accept_kernel"}
+    for row in rows:
+        check_limits(row, 10)
+        most = ALLOWED_RELOADS.get(row["kernel"], 0)
+        assert row["reloads"] <= most, f"{row['case']} {row['kernel']}: {row['reloads']} reloads"
+
+
+def launches(capability: int) -> Iterator[Launch]:
+    from dsv4.config import ModelConfig
+    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.runner.buffers import Bucket
+    from dsv4.runner.decode import decode_step
+    from dsv4.tools.speed.model import filled_state, random_model
+
+    pretend_cpu_is_a_gpu()
+    config = replace(
+        ModelConfig.builtin("flash"), vocab_size=1000, num_experts=8, num_layers=3,
+        compress_ratios=(0, 4, 128), num_hash_layers=1,
+    )  # fmt: skip
+    cpu = torch.device("cpu")
+    model, _ = random_model(config, cpu)
+    for batch in (1, 2):
+        state = filled_state(config, batch, 4096, cpu)
+
+        def step(state=state, batch=batch) -> None:  # type: ignore[no-untyped-def]
+            with kernels_on_cpu(), torch.inference_mode():
+                decode_step(model, state.layers, state.buffers, Bucket(batch, 4096, True))
+
+        yield f"decode {batch}", step
