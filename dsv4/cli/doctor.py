@@ -190,11 +190,11 @@ def _layer_table(model: "ModelReport") -> Table:
         cells = [cell for cell in model.cells if cell.layer == layer]
         far = worst(cells)
         assert far is not None
-        first = next((cell.site for cell in cells if cell.status != "ok"), "")
+        first = next((cell.station for cell in cells if cell.status != "ok"), "")
         summed = model.end_to_end.get(layer)
         table.add_row(
             str(layer),
-            far.site,
+            far.station,
             f"{far.error.worst:.1e}",
             f"{far.limit.worst:.0e}",
             f"{far.error.cosine:.6f}",
@@ -209,7 +209,7 @@ def _layer_table(model: "ModelReport") -> Table:
 
 def _conclude(found: "Report", console: Console) -> None:
     for line in found.conclusions():
-        console.print(f"[bold red]wrong[/] {escape(line)}", soft_wrap=True)
+        console.print(f"[red]{escape(line)}[/]", soft_wrap=True)
     if found.ok:
         console.print("[green]nothing is wrong[/]")
 
@@ -226,9 +226,7 @@ def _replay(folder: Path | None, as_json: bool) -> None:
         sys.stdout.write(json.dumps({**asdict(found), "verdict": found.verdict}, indent=1) + "\n")
     else:
         console = Console()
-        console.print(
-            f"{found.op} ({found.site}) in layer {found.layer}, position {found.position}"
-        )
+        console.print(f"{found.title} in layer {found.layer}, position {found.position}")
         console.print(f"cause given then: {escape(found.cause)}", soft_wrap=True)
         console.print(
             f"then against the formulas: {found.found_error:.2g} (allowed {found.limit:.2g})"

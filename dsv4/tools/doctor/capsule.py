@@ -50,7 +50,7 @@ class Replay:
     """A capsule run again here. Errors are relative to a row's length."""
 
     op: str
-    site: str
+    station: str
     layer: int
     position: int
     cause: str
@@ -59,6 +59,10 @@ class Replay:
     found_error: float  # of what ran then, against the plain model
     reference_error: float  # of what ran then, against the reference run here
     kernel_error: float | None  # of a kernel run here, against the reference; None on a CPU
+
+    @property
+    def title(self) -> str:
+        return self.op if self.op == self.station else f"{self.op} ({self.station})"
 
     @property
     def is_kernel(self) -> bool:
@@ -95,7 +99,7 @@ def save_capsule(folder: Path, evidence: Evidence, config: ModelConfig, settings
     facts = {
         "version": VERSION,
         "op": call.op.name,
-        "site": cell.site,
+        "station": cell.station,
         "layer": cell.layer,
         "step": cell.step,
         "position": cell.position,
@@ -124,7 +128,7 @@ def replay(folder: Path, device: str = "cpu") -> Replay:
     gave = _under("gave.", tensors)
     return Replay(
         op.name,
-        facts["site"],
+        facts["station"],
         facts["layer"],
         facts["position"],
         facts["cause"],

@@ -10,7 +10,7 @@ from dsv4.formats.quantized import Weight
 from dsv4.ops.arguments import copied
 from dsv4.tools.doctor.compare import difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
-from dsv4.tools.doctor.plain.sites import Call, Matrix, pick, read_entries, results
+from dsv4.tools.doctor.plain.stations import Call, Matrix, pick, read_entries, results
 
 SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more
 LIKE_WEIGHT = 0.25  # the same weight in a coarser format
@@ -45,7 +45,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def _wrong_argument(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
-    for path, expected in call.site.arguments(layer, taps).items():
+    for path, expected in call.station.arguments(layer, taps).items():
         value = pick(call.before, path)
         if isinstance(expected, Matrix):
             cause = _wrong_weight(path, value, expected, layer)
@@ -92,7 +92,7 @@ def dense(weight: Weight) -> Tensor:
 
 def _wrong_input(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
     """An argument that should be an earlier op's result and is not."""
-    for path, tap in call.site.inputs.items():
+    for path, tap in call.station.inputs.items():
         value = pick(call.before, path)
         if value is None or tap not in taps.new or tap in ("scores", "selected"):
             continue  # those two may be padded
@@ -111,7 +111,7 @@ def _wrong_kernel(
 ) -> Cause | None:
     arguments = copied(call.before)
     result = call.op.reference(**arguments)
-    again = results(Call(call.layer, call.site, call.op, {}, arguments, result), layer, taps)
+    again = results(Call(call.layer, call.station, call.op, {}, arguments, result), layer, taps)
     for tap, value in again.items():
         if not difference(found[tap], value).within(limits(tap, layer.formats)):
             text = f"what ran differs from the reference of {call.op.name} on the same arguments"
@@ -122,7 +122,7 @@ def _wrong_kernel(
 def _wrong_state(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
     """Keys or rows that are no longer what was written."""
     a = call.before
-    if call.site.name == "attention":
+    if call.station.name == "attention":
         first = max(taps.start - layer.config.sliding_window + 1, 0)
         numbers = torch.arange(first, taps.stop)
         cause = _stale(a["pool"], a["table"], numbers, taps.all("key")[first:], "window key", 1)
@@ -132,10 +132,10 @@ def _wrong_state(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
             numbers = torch.arange(entries.shape[0])
             cause = _stale(pool, table, numbers, entries, "entry", ratio)
         return cause
-    if call.site.name == "index_scores":
+    if call.station.name == "index_scores":
         keys = taps.all("index_keys")
         return _stale(a["pool"], a["table"], torch.arange(keys.shape[0]), keys, "index key", 4)
-    if call.site.op == "compress" and taps.start > 0:
+    if call.station.op == "compress" and taps.start > 0:
         return _stale_tail(call, layer, taps)
     return None
 
@@ -161,7 +161,7 @@ def _stale_tail(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
     state, batch = call.before["state"], call.before["batch"]
     before = torch.arange(max(taps.start - state.rows, 0), taps.start)
     held = state.values[int(batch.slots[0]), before % state.rows].double()
-    tap = "values" if call.site.name == "entries" else "index_values"
+    tap = "values" if call.station.name == "entries" else "index_values"
     written = taps.all(tap)[before]
     same = ((held - written).abs() <= 1e-6 * written.abs().amax()).all(1)
     if bool(same.all()):

@@ -1,7 +1,7 @@
 """Every op call of a run against the plain layer, on the engine's own inputs and end to end."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -9,18 +9,18 @@ from torch import Tensor
 from dsv4.tools.doctor.cause import Cause, find_cause
 from dsv4.tools.doctor.compare import Error, Limits, difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
-from dsv4.tools.doctor.plain.sites import Call, layer_sites, pick, results
+from dsv4.tools.doctor.plain.stations import Call, layer_stations, pick, results
 
-_BESIDE = ("attn_streams", "final_streams")  # taps that not every op of their site gives
+_BESIDE = ("attn_streams", "final_streams")  # taps that not every op of their station gives
 LayerMaker = Callable[[int], PlainLayer]
 
 
 @dataclass
 class Cell:
-    """A square of the picture: one site of one layer, over the whole run."""
+    """A square of the picture: one station of one layer, over the whole run."""
 
     layer: int
-    site: str
+    station: str
     op: str
     status: str = "not run"  # ok, wrong, not run, not compared
     tap: str = ""  # where the error is worst in relation to its limit
@@ -32,7 +32,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        return self.op if self.op == self.site else f"{self.op} ({self.site})"
+        return self.op if self.op == self.station else f"{self.op} ({self.station})"
 
     @property
     def ratio(self) -> float:
@@ -72,32 +72,32 @@ class Checker:
     def layer(self, number: int) -> PlainLayer:
         if self._layer is None or self._layer.layer != number:
             self._layer = self._make_layer(number)
-            for site in layer_sites(self._layer):
-                cell = Cell(number, site.name, site.op)
-                self.cells.setdefault((number, site.name), cell)
+            for station in layer_stations(self._layer):
+                cell = Cell(number, station.name, station.op)
+                self.cells.setdefault((number, station.name), cell)
         return self._layer
 
     def __call__(self, call: Call) -> None:
         layer, taps = self.layer(call.layer), self.taps[call.layer]
-        site = call.site
-        cell = self.cells.get((call.layer, site.name))
+        station = call.station
+        cell = self.cells.get((call.layer, station.name))
         if cell is None:  # an op this kind of layer has no use for
-            cell = self.cells[call.layer, site.name] = Cell(call.layer, site.name, site.op)
-        if site.name == "mix_attention" and call.layer > 0:
+            cell = self.cells[call.layer, station.name] = Cell(call.layer, station.name, station.op)
+        if station.name == "mix_attention" and call.layer > 0:
             hand_on(self.taps[call.layer - 1], taps)
         found = results(call, layer, taps)
         taps.given = found
         taps.choices = {"experts": found["experts"]} if "experts" in found else {}
         try:
-            expected = site.run(layer, taps)
+            expected = station.run(layer, taps)
         except KeyError:  # something it needs was not seen; that is reported where it is missing
             cell.status = "not compared"
             taps.new.update(found)
             return
         self._judge(call, cell, layer, taps, found, expected)
         taps.new.update({**expected, **found})
-        if self._runs_own and site.name in ("experts", "head"):
-            self._run_own(call.layer, head=site.name == "head")
+        if self._runs_own and station.name in ("experts", "head"):
+            self._run_own(call.layer, head=station.name == "head")
 
     def _judge(
         self,
@@ -125,8 +125,8 @@ class Checker:
         if (wrong or odd) and cell.status != "wrong":
             cell.status = "wrong"
             cell.cause = odd or find_cause(call, layer, taps, found)
-            if self.first is None:
-                self.first = Evidence(cell, call, found, expected)
+            if self.first is None:  # the cell may get worse later; this is what the call showed
+                self.first = Evidence(replace(cell), call, found, expected)
 
     def _run_own(self, number: int, *, head: bool) -> None:
         """The plain model goes on from its own results, not from the engine's."""
@@ -134,9 +134,9 @@ class Checker:
         if number > 0 and not head:
             hand_on(self.own[number - 1], own)
         own.choices = taps.new
-        for site in layer_sites(layer):
-            if head == (site.name in ("head_mix", "head")):
-                own.new.update(site.run(layer, own))
+        for station in layer_stations(layer):
+            if head == (station.name in ("head_mix", "head")):
+                own.new.update(station.run(layer, own))
         tap = "logits" if head else "ffn_streams"
         error = difference(taps.new[tap], own.new[tap])
         place = number + head
@@ -162,7 +162,7 @@ def _position(tap: str, row: int, layer: PlainLayer, taps: Taps) -> int:
 
 def _odd_numbers(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
     """Settings of an op that differ from the config, even where the numbers do not show it."""
-    for path, expected in call.site.arguments(layer, taps).items():
+    for path, expected in call.station.arguments(layer, taps).items():
         found: Any = pick(call.before, path)
         if isinstance(expected, int | float | str) and found != expected:
             return Cause("argument", f"its argument {path} is {found}, expected {expected}", path)

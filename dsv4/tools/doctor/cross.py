@@ -23,11 +23,11 @@ from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
 from dsv4.tools.doctor.check import LayerMaker
 from dsv4.tools.doctor.plain.layer import Taps
-from dsv4.tools.doctor.plain.sites import SITES, Call, results
+from dsv4.tools.doctor.plain.stations import STATIONS, Call, results
 from dsv4.tools.doctor.subject import NUM_DECODED, Subject
 from dsv4.tools.doctor.trace import Consumer, Tracer
 
-_ORDER = {name: place for place, name in enumerate(SITES)}
+_ORDER = {name: place for place, name in enumerate(STATIONS)}
 
 
 class Watcher(Protocol):
@@ -37,7 +37,7 @@ class Watcher(Protocol):
     def __call__(self, call: Call) -> None: ...
 
 
-Key = tuple[int, int, str, str]  # layer, order of the site, site, tap
+Key = tuple[int, int, str, str]  # layer, order of the station, station, tap
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Crossing:
     status: str  # ok, wrong, skipped
     detail: str
     layer: int | None = None
-    site: str | None = None
+    station: str | None = None
     position: int | None = None
 
 
@@ -77,7 +77,7 @@ class Record:
             if tap == "scores":
                 missing = self.num_entries - value.shape[1]
                 value = torch.nn.functional.pad(value, (0, missing))
-            key = (call.layer, _ORDER[call.site.name], call.site.name, tap)
+            key = (call.layer, _ORDER[call.station.name], call.station.name, tap)
             self.rows.setdefault(key, []).append(value)
 
     def all(self, key: Key) -> Tensor:
@@ -221,14 +221,14 @@ def served_logits(subject: Subject) -> Tensor:
 
 def compare_served(subject: Subject, alone: Record) -> Crossing:
     name = "watched vs fused"
-    layer, site = subject.config.num_layers - 1, "head"
-    watched = alone.all((layer, _ORDER[site], site, "logits"))
+    layer, station = subject.config.num_layers - 1, "head"
+    watched = alone.all((layer, _ORDER[station], station, "logits"))
     same = (served_logits(subject).double() == watched).all(1)
     if bool(same.all()):
         return Crossing(name, "ok", f"logits of {same.shape[0]} tokens, bit for bit")
     position = int(torch.nonzero(~same)[0])
     detail = "ops that run as one launch give other logits than one by one"
-    return Crossing(name, "wrong", detail, layer, site, position)
+    return Crossing(name, "wrong", detail, layer, station, position)
 
 
 def first_difference(name: str, right: Record, other: Record) -> Crossing:
@@ -241,13 +241,13 @@ def first_difference(name: str, right: Record, other: Record) -> Crossing:
         same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
         if bool(same.all()):
             continue
-        layer, _, site, tap = key
+        layer, _, station, tap = key
         row = int(torch.nonzero(~same.flatten(1).all(1))[0]) + right.all(key).shape[0] - b.shape[0]
         ratio = right.make_layer(layer).ratio
         position = row * ratio if tap in ("entries", "index_keys") else row
         size = float((a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max())
-        detail = f"{SITES[site].op} gives another {tap} (largest difference {size:.2g})"
-        return Crossing(name, "wrong", detail, layer, site, position)
+        detail = f"{STATIONS[station].op} gives another {tap} (largest difference {size:.2g})"
+        return Crossing(name, "wrong", detail, layer, station, position)
     return Crossing(name, "ok", f"{compared} results, bit for bit")
 
 

@@ -1,8 +1,8 @@
 """The whole examination: machine, ops, model, cross-checks. READ FIRST here.
 
 subject     what is examined: a runner with its model; weights read without the loader
-trace       every op call of a step gets its layer and its site
-layer       what each site should have given (`plain` has the formulas)
+trace       every op call of a step gets its layer and its station
+layer       what each station should have given (`plain` has the formulas)
 check       compares, call by call; `cause` says why a call is wrong
 cross       the same tokens by different ways
 """
@@ -15,7 +15,7 @@ from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker
 from dsv4.tools.doctor.compare import Error
 from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run_alone, schedule
 from dsv4.tools.doctor.plain.layer import PlainLayer
-from dsv4.tools.doctor.plain.sites import SITES
+from dsv4.tools.doctor.plain.stations import STATIONS
 from dsv4.tools.doctor.subject import Subject
 
 # End to end, rounding may be amplified; exact mode has none to speak of.
@@ -64,11 +64,11 @@ def examine_model(subject: Subject, *, only_calls: bool = False) -> ModelReport:
         steps = schedule(count, streamed=subject.streamed)
         watchers: list[Watcher] = [checker] if subject.streamed or only_calls else [checker, alone]
         tracer = run_alone(runner, subject.token_ids, steps, watchers)
-        order = list(SITES)
-        cells = sorted(checker.cells.values(), key=lambda c: (c.layer, order.index(c.site)))
+        order = list(STATIONS)
+        cells = sorted(checker.cells.values(), key=lambda c: (c.layer, order.index(c.station)))
         report = ModelReport(
             subject.name,
-            str(subject.settings),
+            subject.summary,
             subject.layout,
             subject.streamed,
             count,

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dsv4.tools.doctor.check import Cell
 from dsv4.tools.doctor.examine import ModelReport
-from dsv4.tools.doctor.plain.sites import SITES
+from dsv4.tools.doctor.plain.stations import STATIONS
 
 # error in units of the limit, its colour and its letter in the terminal
 _STEPS = (
@@ -35,8 +35,8 @@ def _look(cell: Cell | None) -> tuple[str, str, str]:
 
 
 def _grid(report: ModelReport) -> tuple[list[str], list[int], dict[tuple[str, int], Cell]]:
-    cells = {(cell.site, cell.layer): cell for cell in report.cells}
-    rows = [name for name in SITES if any(site == name for site, _ in cells)]
+    cells = {(cell.station, cell.layer): cell for cell in report.cells}
+    rows = [name for name in STATIONS if any(station == name for station, _ in cells)]
     return rows, sorted({layer for _, layer in cells}), cells
 
 
@@ -82,7 +82,7 @@ def svg(report: ModelReport, ratios: tuple[int, ...]) -> str:
     parts += _legend(_TOP + _ROW * len(rows) + 18)
     first = report.first
     if first is not None:
-        column, row = layers.index(first.cell.layer), rows.index(first.cell.site)
+        column, row = layers.index(first.cell.layer), rows.index(first.cell.station)
         x, y = _LEFT + _CELL * column, _TOP + _ROW * row
         parts.append(
             f'<rect x="{x - 2}" y="{y - 2}" width="{_CELL + 2}" height="{_ROW + 2}" fill="none" '

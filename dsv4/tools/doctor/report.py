@@ -53,13 +53,15 @@ class Report:
 
 
 def model_conclusions(model: ModelReport) -> list[str]:
-    lines = []
-    if model.first is not None:
-        lines.append("first wrong op: " + describe(model.first.cell))
-    others = [c for c in model.wrong if model.first is None or c is not model.first.cell]
-    lines += [describe(cell) for cell in others if cell.status == "wrong"]
-    for cell in others:
-        if cell.status != "wrong":
+    lines, first = [], model.first.cell if model.first else None
+    if first is not None:
+        lines.append("first wrong op: " + describe(first))
+    for cell in model.wrong:
+        if first is not None and (cell.layer, cell.station) == (first.layer, first.station):
+            continue
+        if cell.status == "wrong":
+            lines.append("also wrong: " + describe(cell))
+        else:
             lines.append(f"{cell.title} in layer {cell.layer} was {cell.status}")
     if model.unplaced:
         names = ", ".join(model.unplaced)
@@ -67,7 +69,7 @@ def model_conclusions(model: ModelReport) -> list[str]:
     for item in model.crossings:
         if item.status == "wrong":
             lines.append(
-                f"{item.name}: layer {item.layer}, {item.site}, position {item.position}: "
+                f"{item.name}: layer {item.layer}, {item.station}, position {item.position}: "
                 f"{item.detail}"
             )
     if model.judged_end_to_end and not model.end_to_end_ok and not lines:
@@ -107,7 +109,7 @@ def model_json(model: ModelReport) -> dict[str, Any]:
 def _cell_json(cell: Cell) -> dict[str, Any]:
     return {
         "layer": cell.layer,
-        "site": cell.site,
+        "station": cell.station,
         "op": cell.op,
         "status": cell.status,
         "tap": cell.tap,

@@ -55,6 +55,12 @@ class Subject:
         s, lossy = self.settings, self.examined is not None
         return Formats(getattr(torch, s.dtype), s.kv_format, s.index_format, lossy)
 
+    @property
+    def summary(self) -> str:
+        """The settings that decide about numbers; nothing of the machine."""
+        names = ("device", "dtype", "kv_format", "index_format", "ops")
+        return ", ".join(f"{name}={getattr(self.settings, name)}" for name in names)
+
     def runner(self) -> Runner:
         """A fresh state; the model is shared."""
         return Runner(self.model, self.settings)

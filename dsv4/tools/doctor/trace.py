@@ -1,14 +1,14 @@
-"""Watching a step: every op call gets its layer and its site."""
+"""Watching a step: every op call gets its layer and its station."""
 
 from collections.abc import Callable
 from typing import Any
 
 from dsv4.ops.arguments import copied
 from dsv4.ops.op import Arguments, Op
-from dsv4.tools.doctor.plain.sites import SITES, Call
+from dsv4.tools.doctor.plain.stations import STATIONS, Call
 
 _MUTABLE = ("pool", "state", "compressed")  # arguments that later calls change
-# which site a call is: by op and how many calls of it the half-layer had before
+# which station a call is: by op and how many calls of it the half-layer had before
 _Half = dict[str, tuple[str, ...]]
 _ATTENTION: _Half = {
     "linear": ("project", "query", "output"),
@@ -35,7 +35,7 @@ class Tracer:
     def __init__(self, consumer: Consumer, *, keep_state: bool = True) -> None:
         self._consumer = consumer
         self._keep_state = keep_state
-        self.unplaced: set[str] = set()  # ops called where the layer has no site for them
+        self.unplaced: set[str] = set()  # ops called where the layer has no station for them
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -52,7 +52,7 @@ class Tracer:
         if self._keep_state:
             before |= {key: copied(arguments[key]) for key in _MUTABLE if key in arguments}
         result = run()
-        self._consumer(Call(max(self._layer, 0), SITES[name], op, before, arguments, result))
+        self._consumer(Call(max(self._layer, 0), STATIONS[name], op, before, arguments, result))
         return result
 
     def _place(self, op: str) -> str | None:

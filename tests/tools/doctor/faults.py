@@ -32,7 +32,7 @@ class Fault:
     name: str
     plant: Plant
     layer: int
-    site: str
+    station: str
     kind: str  # of the cause
     says: str = ""  # a part of the cause's text
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config

@@ -87,13 +87,13 @@ LOADER_BUGS = {
 
 @pytest.mark.parametrize("bug", LOADER_BUGS)
 def test_misread_weight_is_named(bug: str, tmp_path: Path) -> None:
-    layout, plant, site, says = LOADER_BUGS[bug]
+    layout, plant, station, says = LOADER_BUGS[bug]
     writers.save(writers.made(layout), tmp_path / "m")
     with plant():
         report = examine(tmp_path / "m")
     assert report.first is not None
     cell = report.first.cell
-    assert (cell.layer, cell.site) == (0, site)
+    assert (cell.layer, cell.station) == (0, station)
     assert cell.cause is not None
     assert cell.cause.kind == "weight"
     assert says in cell.cause.text
@@ -114,7 +114,7 @@ def test_against_another_checkpoint(tmp_path: Path) -> None:
     report = examine(tmp_path / "bad", against=right)
     assert report.first is not None
     cell = report.first.cell
-    assert (cell.layer, cell.site) == (2, "experts")
+    assert (cell.layer, cell.station) == (2, "experts")
     assert cell.cause is not None
     assert "nibbles in the other order the file agrees" in cell.cause.text
 

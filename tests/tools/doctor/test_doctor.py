@@ -23,7 +23,7 @@ from dsv4.tools.doctor.machine import examine_machine
 from dsv4.tools.doctor.ops import check_ops, summarize
 from dsv4.tools.doctor.picture import svg, terminal
 from dsv4.tools.doctor.plain.layer import Taps
-from dsv4.tools.doctor.plain.sites import SITES, layer_sites
+from dsv4.tools.doctor.plain.stations import STATIONS, layer_stations
 from dsv4.tools.doctor.report import Report
 from dsv4.tools.doctor.subject import Subject
 from tests.models import write_fast_model
@@ -46,8 +46,8 @@ def plain_logits(subject: Subject, token_ids: Tensor) -> Tensor:
         layer, taps = make_layer(number), Taps()
         taps.begin(0, token_ids)
         hand_on(before, taps)
-        for site in layer_sites(layer):
-            taps.new.update(site.run(layer, taps))
+        for station in layer_stations(layer):
+            taps.new.update(station.run(layer, taps))
         before = taps
     return before.new["logits"]
 
@@ -145,7 +145,7 @@ def test_capsule_replays_without_the_model(name: str, tmp_path: Path) -> None:
         "tensors.safetensors",
     }
     again = replay(tmp_path / "c")
-    assert (again.site, again.layer) == (fault.site, fault.layer)
+    assert (again.station, again.layer) == (fault.station, fault.layer)
     assert again.found_error > again.limit
     assert again.is_kernel == (fault.kind == "kernel")
     assert not again.is_fixed
@@ -196,7 +196,7 @@ def test_picture_frames_the_first_wrong_op(ill: tuple[Subject, ModelReport]) -> 
     root = ET.fromstring(svg(report, subject.config.compress_ratios))
     texts = [item.text or "" for item in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "random: first wrong op is attention in layer 2" in texts
-    assert set(SITES) <= set(texts)
+    assert set(STATIONS) <= set(texts)
     fills = [item.get("fill") for item in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert fills.count("#c62828") == 2  # one cell and the legend
     assert fills.count("none") == 1
@@ -209,7 +209,7 @@ def test_report_is_json_and_names_nothing_private(ill: tuple[Subject, ModelRepor
     report = Report(examine_machine("cpu"), [], ill[1])
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["ok"] is False
-    assert data["model"]["first_wrong"]["site"] == "attention"
+    assert data["model"]["first_wrong"]["station"] == "attention"
     assert data["machine"]["bandwidth_gbs"] > 0
     assert [row["op"] for row in data["machine"]["kernels"]] == list(OPS)
     text = json.dumps(data)

@@ -28,7 +28,7 @@ def test_planted_bug_is_located(fault: Fault) -> None:
     assert not report.ok
     assert report.first is not None
     cell = report.first.cell
-    assert (cell.layer, cell.site) == (fault.layer, fault.site), cell.cause
+    assert (cell.layer, cell.station) == (fault.layer, fault.station), cell.cause
     assert cell.cause is not None
     assert cell.cause.kind == fault.kind, cell.cause
     assert fault.says in cell.cause.text
@@ -108,9 +108,9 @@ CROSS_FAULTS = (
 )
 
 
-@pytest.mark.parametrize(("name", "plant", "layer", "site"), CROSS_FAULTS)
+@pytest.mark.parametrize(("name", "plant", "layer", "station"), CROSS_FAULTS)
 def test_cross_check_is_reduced_to_the_first_op(
-    name: str, plant: Callable[[], AbstractContextManager[Any]], layer: int, site: str
+    name: str, plant: Callable[[], AbstractContextManager[Any]], layer: int, station: str
 ) -> None:
     subject = small_subject()
     with plant():
@@ -118,7 +118,7 @@ def test_cross_check_is_reduced_to_the_first_op(
     assert not report.ok
     assert report.first is None, "on its own inputs every op is within its limit"
     found = {item.name: item for item in report.crossings}[name]
-    assert (found.status, found.layer, found.site) == ("wrong", layer, site)
+    assert (found.status, found.layer, found.station) == ("wrong", layer, station)
     assert any(line.startswith(name) for line in model_conclusions(report))
 
 
@@ -129,4 +129,6 @@ def test_missing_and_foreign_ops_are_reported() -> None:
     with patch.object(attention, "compressor", None), patch.object(attention, "indexer", None):
         report = examine_model(subject, only_calls=True)
     assert not report.ok
-    assert {"index_keys", "index_scores"} <= {c.site for c in report.cells if c.status == "not run"}
+    assert {"index_keys", "index_scores"} <= {
+        c.station for c in report.cells if c.status == "not run"
+    }

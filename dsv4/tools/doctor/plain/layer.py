@@ -1,7 +1,7 @@
 """One layer, plainly: what each op of the engine should give, from what the ops before it gave.
 
-A *site* is a place in the layer where the engine calls an op; a *tap* is a named result there.
-Each method below computes a site's taps from other taps. Fed with the engine's own taps, an
+A *station* is a place in the layer where the engine calls an op; a *tap* is a named result there.
+Each method below computes a station's taps from other taps. Fed with the engine's own taps, an
 error stays where it arose; fed with its own, the plain model runs end to end.
 """
 

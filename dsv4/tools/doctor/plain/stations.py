@@ -29,7 +29,7 @@ class Call:
     """One op call: the arguments as they were before it, and what it gave."""
 
     layer: int
-    site: "Site"
+    station: "Station"
     op: Op
     before: Arguments
     after: Arguments  # the same objects the op got; what it wrote shows here
@@ -40,7 +40,7 @@ Expected = dict[str, Any]  # path of an argument -> number, tensor or Matrix
 
 
 @dataclass(frozen=True)
-class Site:
+class Station:
     name: str
     op: str
     run: Callable[[PlainLayer, Taps], dict[str, Tensor]]
@@ -113,73 +113,73 @@ def _router(layer: PlainLayer, t: Taps) -> Expected:
 
 
 _L = PlainLayer
-SITES: dict[str, Site] = {
-    site.name: site
-    for site in (
-        Site("embed", "embed", _L.embed, ("embedded",), {},
+STATIONS: dict[str, Station] = {
+    station.name: station
+    for station in (
+        Station("embed", "embed", _L.embed, ("embedded",), {},
             lambda layer, t: {"table": Matrix("embed.weight"), "token_ids": t.token_ids,
                 "num_streams": layer.config.hc_mult}, ()),
-        Site("mix_attention", "mhc_boundary", _L.mix_attention,
+        Station("mix_attention", "mhc_boundary", _L.mix_attention,
             ("attn_streams", "attn_x", "attn_post", "attn_comb"),
             {"streams": "before_streams", "y": "before_y", "post": "before_post",
                 "comb": "before_comb"}, _mix("attn")),
-        Site("project", "linear", _L.project, (), {"x": "attn_x"},
+        Station("project", "linear", _L.project, (), {"x": "attn_x"},
             lambda layer, t: _matrices(layer.input_matrices)),
-        Site("window_key", "kv_store", _L.window_key, ("key",), {"kv": "kv_raw"},
+        Station("window_key", "kv_store", _L.window_key, ("key",), {"kv": "kv_raw"},
             lambda layer, t: {**_stored(layer, t), "norm": Matrix("attn.kv_norm.weight")}),
-        Site("latent_norm", "rms_norm", _L.latent_norm, ("latent",), {"x": "latent_raw"},
+        Station("latent_norm", "rms_norm", _L.latent_norm, ("latent",), {"x": "latent_raw"},
             lambda layer, t: {"weight": Matrix("attn.q_norm.weight"),
                 "eps": layer.config.rms_norm_eps}),
-        Site("query", "linear", _L.query, (), {"x": "latent"},
+        Station("query", "linear", _L.query, (), {"x": "latent"},
             lambda layer, t: _matrices(layer.query_matrices)),
-        Site("entries", "compress", _L.entries, ("entries",),
+        Station("entries", "compress", _L.entries, ("entries",),
             {"values": "values", "gates": "gates"}, _compressed("compressor."), (4, 128)),
-        Site("index_keys", "compress", _L.index_keys, ("index_keys",),
+        Station("index_keys", "compress", _L.index_keys, ("index_keys",),
             {"values": "index_values", "gates": "index_gates"},
             _compressed("indexer.compressor."), (4,)),
-        Site("index_query", "index_query", _L.index_query, ("index_q",), {"q": "index_q_raw"},
+        Station("index_query", "index_query", _L.index_query, ("index_q",), {"q": "index_q_raw"},
             lambda layer, t: {**_turned(layer, t), "index_format": layer.formats.index}, (4,)),
-        Site("index_scores", "index_scores", _L.index_scores, ("scores",), {"q": "index_q"},
+        Station("index_scores", "index_scores", _L.index_scores, ("scores",), {"q": "index_q"},
             lambda layer, t: {"batch.positions": t.positions, "topk": layer.config.index_topk,
                 "weights": t.new["head_weights"] * layer.index_scale}, (4,)),
-        Site("index_select", "index_select", _L.index_select, ("selected",), {"scores": "scores"},
-            lambda layer, t: {"topk": layer.config.index_topk}, (4,)),
-        Site("query_prepare", "query_prepare", _L.query_prepare, ("q",), {"q": "q_raw"},
+        Station("index_select", "index_select", _L.index_select, ("selected",),
+            {"scores": "scores"}, lambda layer, t: {"topk": layer.config.index_topk}, (4,)),
+        Station("query_prepare", "query_prepare", _L.query_prepare, ("q",), {"q": "q_raw"},
             lambda layer, t: {**_turned(layer, t), "eps": layer.config.rms_norm_eps}),
-        Site("attention", "attention", _L.attention, ("attended",),
+        Station("attention", "attention", _L.attention, ("attended",),
             {"q": "q", "compressed.selected": "selected"},
             lambda layer, t: {"window": layer.config.sliding_window,
                 "batch.positions": t.positions, "frequencies": layer.table,
                 "sink": Matrix("attn.attn_sink"),
                 **({"compressed.ratio": layer.ratio} if layer.ratio else {})}),
-        Site("output_groups", "grouped_linear", _L.output_groups, ("low",), {"x": "attended"},
+        Station("output_groups", "grouped_linear", _L.output_groups, ("low",), {"x": "attended"},
             lambda layer, t: {"weight": Matrix("attn.wo_a.weight")}),
-        Site("output", "linear", _L.output, ("attn_y",), {"x": "low"},
+        Station("output", "linear", _L.output, ("attn_y",), {"x": "low"},
             lambda layer, t: {"weights.0": Matrix("attn.wo_b.weight")}),
-        Site("mix_ffn", "mhc_boundary", _L.mix_ffn,
+        Station("mix_ffn", "mhc_boundary", _L.mix_ffn,
             ("ffn_streams", "ffn_x", "ffn_post", "ffn_comb"),
             {"streams": "attn_streams", "y": "attn_y", "post": "attn_post", "comb": "attn_comb"},
             _mix("ffn")),
-        Site("router", "router", _L.router, ("experts", "expert_weights"), {"x": "ffn_x"},
+        Station("router", "router", _L.router, ("experts", "expert_weights"), {"x": "ffn_x"},
             _router),
-        Site("experts", "experts", _L.experts, ("ffn_y",),
+        Station("experts", "experts", _L.experts, ("ffn_y",),
             {"x": "ffn_x", "experts": "experts", "weights": "expert_weights"}, _experts),
-        Site("head_mix", "mhc_head", _L.head_mix, ("head_x",),
+        Station("head_mix", "mhc_head", _L.head_mix, ("head_x",),
             {"streams": "ffn_streams", "y": "ffn_y", "post": "ffn_post", "comb": "ffn_comb"},
             _mix("head"), ()),
-        Site("head", "linear", _L.head, ("logits",), {"x": "head_x"},
+        Station("head", "linear", _L.head, ("logits",), {"x": "head_x"},
             lambda layer, t: {"weights.0": Matrix("head.weight")}, ()),
     )
 }  # fmt: skip
 
 
-def layer_sites(layer: PlainLayer) -> list[Site]:
-    """The sites of one layer, in order; the first brings `embed`, the last the head."""
+def layer_stations(layer: PlainLayer) -> list[Station]:
+    """The stations of one layer, in order; the first brings `embed`, the last the head."""
     last = layer.config.num_layers - 1
-    found = [site for site in SITES.values() if layer.ratio in site.kinds]
+    found = [station for station in STATIONS.values() if layer.ratio in station.kinds]
     if layer.layer == 0:
-        found.insert(0, SITES["embed"])
-    return found + ([SITES["head_mix"], SITES["head"]] if layer.layer == last else [])
+        found.insert(0, STATIONS["embed"])
+    return found + ([STATIONS["head_mix"], STATIONS["head"]] if layer.layer == last else [])
 
 
 def pick(arguments: Any, path: str) -> Any:
@@ -202,25 +202,25 @@ def results(
     call: Call, layer: PlainLayer, taps: Taps, place: int = 0, first_row: int = 0
 ) -> dict[str, Tensor]:
     """The engine's taps of sequence `place` of the step, whose rows begin at `first_row`."""
-    site, arguments = call.site, call.after
-    if site.op == "kv_store":
+    station, arguments = call.station, call.after
+    if station.op == "kv_store":
         return {"key": read_entries(arguments["pool"], arguments["table"], place, taps.positions)}
-    if site.op == "compress":
-        return _compressor_results(site, arguments, layer, taps, place)
-    names = site.taps
-    if site.name == "project":
+    if station.op == "compress":
+        return _compressor_results(station, arguments, layer, taps, place)
+    names = station.taps
+    if station.name == "project":
         names = tuple(layer.input_matrices)
-    elif site.name == "query":
+    elif station.name == "query":
         names = tuple(layer.query_matrices)
-    elif site.name == "mix_attention" and layer.layer == 0:
+    elif station.name == "mix_attention" and layer.layer == 0:
         names = names[1:]  # the streams are the embedding
     values = list(call.result) if isinstance(call.result, list | tuple) else [call.result]
     rows = slice(first_row, first_row + taps.stop - taps.start)
     found = {name: _wide(value[rows]) for name, value in zip(names, values, strict=False)}
-    if site.name == "index_scores":
+    if station.name == "index_scores":
         width = taps.stop // 4
         found["scores"] = found["scores"][:, :width].masked_fill(~layer.scored(taps), 0.0)
-    if site.name == "index_select":
+    if station.name == "index_select":
         missing = layer.config.index_topk - found["selected"].shape[1]
         found["selected"] = torch.nn.functional.pad(found["selected"], (0, missing), value=-1)
     return found
@@ -231,14 +231,14 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _compressor_results(
-    site: Site, arguments: Arguments, layer: PlainLayer, taps: Taps, place: int
+    station: Station, arguments: Arguments, layer: PlainLayer, taps: Taps, place: int
 ) -> dict[str, Tensor]:
     """Entries closed in this step as they will be read, and the tail that was remembered."""
     blocks = torch.arange(taps.start // layer.ratio, taps.stop // layer.ratio)
     state, last = arguments["state"], layer.tail(taps)
     slot, rows = int(arguments["batch"].slots[place]), last % state.rows
     tail = torch.cat((state.values[slot, rows], state.gates[slot, rows]), dim=1)
-    name = site.taps[0]
+    name = station.taps[0]
     entries = read_entries(arguments["pool"], arguments["table"], place, blocks)
     return {name: entries, f"{name}_tail": tail.double()}
 
