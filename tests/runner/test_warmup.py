@@ -1,0 +1,152 @@
+"""Warm-up, guard and the graph path of `Runner`, with graphs that only pretend to be captured."""
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4.errors import KernelError
+from dsv4.ops.workspace import freeze_workspaces, workspace
+from dsv4.request import SamplingParams
+from dsv4.runner import runner as runner_module
+from dsv4.runner.buffers import Bucket
+from dsv4.runner.guard import Guard
+from dsv4.runner.runner import Chunk, Runner
+from dsv4.runner.warmup import prompt_lengths
+from dsv4.sampling import Draw, sample_batch
+from tests.runner.test_decode import make_runner
+
+CPU = torch.device("cpu")
+
+
+class PretendGraphs:
+    """As `Graphs`, but a replay runs the step; a bucket that was not captured is an error."""
+
+    def __init__(self, step: Callable[[Bucket], None]) -> None:
+        self.step, self.captured, self.replays = step, set(), 0
+
+    def capture(self, buckets: list[Bucket], done: Callable[[], None]) -> None:
+        for bucket in buckets:
+            self.captured.add(bucket)
+            done()
+
+    def run(self, bucket: Bucket) -> None:
+        assert bucket in self.captured
+        self.replays += 1
+        self.step(bucket)
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runner, list[tuple[int, int]]]]:
+    pytest.importorskip("triton", reason="warm-ups compile")
+    monkeypatch.setattr(runner_module, "Graphs", PretendGraphs)
+    runner, progress = make_runner(sequences=2, context=256), []
+    runner.warm_up(5, lambda done, total: progress.append((done, total)))
+    yield runner, progress
+    freeze_workspaces(CPU, False)
+
+
+def test_every_piece_is_counted(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
+    runner, progress = warm
+    total = progress[0][1]
+    assert progress == [(done, total) for done in range(1, total + 1)]
+    assert runner._graphs.captured == set(runner.decoder.buffers.buckets())
+    runner.pages.check_integrity()
+    assert runner.pages.num_free_slots == 2
+    with pytest.raises(KernelError, match="would grow"):
+        workspace(CPU, "a new one", 10, torch.float32)
+
+
+def test_steps_through_graphs(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
+    """Logits and tokens of decode steps come from replays and are those of ordinary steps."""
+    runner, plain = warm[0], make_runner(sequences=2, context=256)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(61) for _ in range(n)] for n in (3, 70)]
+    plans = (
+        [SamplingParams(temperature=0.8, top_p=0.9)] * 2,  # drawn inside the step
+        [SamplingParams(temperature=0.8), SamplingParams(presence_penalty=0.5, logprobs=3)],
+    )
+    for params in plans:
+        results = []
+        for each in (runner, plain):
+            held, tokens = [each.pages.open() for _ in prompts], [list(p) for p in prompts]
+            for pages, ids in zip(held, prompts, strict=True):
+                for start in range(0, len(ids) - 1, 64):
+                    each.step([Chunk(pages, ids[start : min(start + 64, len(ids) - 1)], 0)])
+            drawn = []
+            for _ in range(6):
+                draws = [
+                    Draw(p, 7, prompt, ids[len(prompt) :])
+                    for p, prompt, ids in zip(params, prompts, tokens, strict=True)
+                ]
+                chunks = [Chunk(p, ids[-1:], 1) for p, ids in zip(held, tokens, strict=True)]
+                drawn.append(each.step_tokens(chunks, draws))
+                for ids, result in zip(tokens, drawn[-1], strict=True):
+                    ids.append(result.token_id)
+            for pages in held:
+                each.pages.close(pages)
+            results.append(drawn)
+        assert results[0] == results[1]
+    assert runner._graphs.replays == 12
+
+
+def test_a_mixed_step_is_ordinary(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
+    runner, plain = warm[0], make_runner(sequences=2, context=256)
+    logits = []
+    for each in (runner, plain):
+        first, second = each.pages.open(), each.pages.open()
+        each.step([Chunk(first, [1, 2, 3], 0)])
+        logits.append(each.step([Chunk(first, [4], 1), Chunk(second, [5, 6, 7], 1)]))
+    assert torch.equal(*logits)
+    assert runner._graphs.replays == 0
+
+
+def test_sampled_rows_match_sample_batch() -> None:
+    runner = make_runner(sequences=1, context=256)
+    pages = runner.pages.open()
+    draws = [Draw(SamplingParams(temperature=0.7), 3, [1, 2, 3], [])]
+    found = runner.step_tokens([Chunk(pages, [1, 2, 3], 1)], draws)
+    runner.pages.close(pages)
+    again = runner.pages.open()
+    assert found == sample_batch(runner.step([Chunk(again, [1, 2, 3], 1)]), draws)
+
+
+def test_prompt_lengths_pass_every_power_of_two() -> None:
+    assert prompt_lengths(2048) == [2, 5, 9, 17, 33, 65, 129, 257, 513, 1025, 2048]
+    assert prompt_lengths(2) == [2]
+    assert prompt_lengths(1) == [1]
+
+
+def test_the_guard_sees_compilations() -> None:
+    triton = pytest.importorskip("triton", reason="nothing to compile")
+    guard = Guard(CPU)
+    with guard.watch(decoding=True):  # not armed yet: anything goes
+        pass
+    guard.arm()
+
+    def compile_something() -> None:
+        triton.knobs.runtime.jit_cache_hook(fn=SimpleNamespace(name="_new_kernel"))
+
+    try:
+        compile_something()  # outside a step
+        with pytest.raises(KernelError, match="_new_kernel"), guard.watch(decoding=True):
+            compile_something()
+        with guard.watch(decoding=False):
+            compile_something()  # a prompt's shape: a warning
+        assert guard.num_surprises == 2
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+
+
+def test_the_guard_sees_memory_grow() -> None:
+    triton = pytest.importorskip("triton", reason="arming hooks the compiler")
+    held = [100]
+    guard = Guard(CPU, lambda: held[-1])
+    guard.arm()
+    with guard.watch(decoding=True):
+        pass
+    with pytest.raises(KernelError, match="50 bytes of memory"), guard.watch(decoding=True):
+        held.append(150)
+    triton.knobs.runtime.jit_cache_hook = None
