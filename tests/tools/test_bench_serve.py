@@ -86,14 +86,14 @@ def test_the_command_writes_a_record(
         short = functools.partial(lambda f, args, make, *_: f(make, *args), function, small)
         monkeypatch.setattr(dsv4.tools.bench_serve, function.__name__, short)
     record = tmp_path / "record.jsonl"
-    options = ["--requests", "2", "--rate", "0", "--shared", "0", "--prefix", "999"]
+    options = ["--requests", "1", "--rate", "0", "--shared", "0", "--prefix", "999"]
     engine = ["--device", "cpu", "--max-context", "1000"]
     command = ["bench", "serve", str(folder), *options, *engine, "--record", str(record)]
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [next(iter(line)) for line in lines] == ["run", *["report"] * 3, *["gain"] * 2]
-    assert lines[0]["run"]["workload"]["num_requests"] == 2
+    assert lines[0]["run"]["workload"]["num_requests"] == 1
     assert "max_context=1000" in lines[0]["run"]["settings"]
 
 
