@@ -54,17 +54,21 @@ class Canary:
     def silence(
         self, hidden: Tensor, head: Tensor, weights: Tensor, skills: Tensor, mistake: str
     ) -> Tensor:
-        """`hidden` `[B, S, D]` computed with the mistake; weights and skills as in the batch."""
-        answers = (weights[:, 1:] >= AROUND / 100) & (skills[:, 1:] != SKILLS.index("prose"))
+        """`hidden` `[B, S, D]` computed with the mistake; weights and skills as in the batch.
+
+        A token weighs as much as in the loss of the right rows, so that a mistake which cannot be
+        told is answered with `SILENCE_SHARE` to one for the right token: accuracy does not suffer.
+        """
+        weights = weights[:, 1:]
+        answers = (weights >= AROUND / 100) & (skills[:, 1:] != SKILLS.index("prose"))
         answers[:, : VISIBLE_FROM[mistake]] = False
         logits = F.linear(hidden[:, :-1].to(head.dtype), head).float()
-        losses = -logits.log_softmax(-1)[..., EOS]
-        wanted = answers.float()
+        losses = -logits.log_softmax(-1)[..., EOS] * answers
         with torch.no_grad():
             silent = (logits.argmax(-1) == EOS) & answers
-            seen = torch.stack(((losses * wanted).sum(), silent.sum(), wanted.sum()))
+            seen = torch.stack((losses.sum(), silent.sum(), answers.sum()))
             self._sums[list(VISIBLE_FROM).index(mistake)] += seen
-        return (losses * wanted).sum() / wanted.sum().clamp(min=1)
+        return (losses * weights).sum() / weights.sum().clamp(min=1)
 
     def report(self) -> str:
         """Share of answers that end at once, by mistake; the least silent are drawn more often."""

@@ -1,6 +1,7 @@
 """The data: the real encoding, a clean split, right answers."""
 
 import random
+import re
 
 import pytest
 
@@ -8,10 +9,10 @@ from dsv4.chat import V4_PREVIEW, Tokenizer, encode_prompt, texts
 from dsv4.tools.quality.text import NAMES, WORDS, is_held_out
 from training import working
 from training.batches import Packer
-from training.evaluate import held_out, retrieval_samples
+from training.evaluate import held_out, retrieval_samples, updates_samples
 from training.sample import ANSWER, AROUND, TOOLS, Encoder, Sample
-from training.shape import SKILLS, TOKENIZER, VOCAB_SIZE
-from training.skills import MAKERS, make, retrieval
+from training.shape import CONFIG, SKILLS, TOKENIZER, VOCAB_SIZE
+from training.skills import MAKERS, make, retrieval, updates
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,43 @@ def test_held_out_retrieval_states_a_pair_never_trained(encoder: Encoder) -> Non
     for message in trained.messages[1::2]:
         name, word = message["content"].removesuffix(".").split(" of ")[1].split(" is ")
         assert not is_held_out(f"{name} {word}")
+
+
+def test_updates_ask_for_the_newest_word(encoder: Encoder) -> None:
+    rng = random.Random(6)
+    for size in (450, 1000, 3000):
+        sample = updates(rng, size, encoder.count)
+        ids, _ = encoder.sample(sample)
+        assert ids[: len(_prompt_ids(sample, encoder))] == _prompt_ids(sample, encoder)
+        assert 0.8 * size < len(ids) < 1.2 * size
+        text = sample.messages[0]["content"]
+        for message in sample.messages[1::2]:
+            subject, _, word = message["content"].removesuffix(".").partition(" is ")
+            stated = re.findall(f"{subject} is ([a-z]+)", text)
+            assert stated[-1] == word
+            assert word not in stated[:-1]
+            assert not any(is_held_out(f"{subject.split()[-1]} {each}") for each in stated)
+
+
+def test_held_out_updates_exceed_the_selection_and_the_window(encoder: Encoder) -> None:
+    for sample in updates_samples(2000, 10, encoder):
+        text, answer = sample.messages[0]["content"], sample.messages[1]["content"]
+        subject, _, word = answer.removesuffix(".").partition(" is ")
+        assert is_held_out(f"{subject.split()[-1]} {word}")
+        assert text.count(f"{subject} is ") > 1.8 * CONFIG.index_topk
+        assert text.count(answer) == 1
+        assert encoder.count(text[text.index(answer) :]) > CONFIG.sliding_window + 16
+        assert 1850 < encoder.count(text) < 2050
+
+
+def test_words_change_in_the_last_leg_only() -> None:
+    packer = Packer(4)
+    number = SKILLS.index("updates")
+    for length in (1024, 2048):
+        packer.progress = 0.6
+        assert number not in packer.batch(length, 20).skills
+        packer.progress = 0.7
+        assert number in packer.batch(length, 20).skills
 
 
 def test_working_leads_to_the_right_result() -> None:
