@@ -85,12 +85,15 @@ class Record:
 
 
 def schedule(count: int, *, streamed: bool = False) -> list[int]:
-    """A prompt cut at an odd place, then token by token; a streamed model is read twice only."""
+    """A prompt cut at an odd place, two single tokens, the rest; a streamed model is read twice.
+
+    With the length `num_tokens` gives, the first single token closes a block of 128.
+    """
     if streamed:
         return [count - 1, 1]
     prompt = count - NUM_DECODED
     first = prompt // 2 | 1
-    return [first, prompt - first] + [1] * NUM_DECODED
+    return [first, prompt - first, 1, 1, NUM_DECODED - 2]
 
 
 def run_alone(
@@ -132,7 +135,7 @@ def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], recor
     pages = [runner.pages.open() for _ in range(3)]
     tracer = Tracer(record, keep_state=False)
     for number, count in enumerate(steps):
-        sizes = (5 + number % 3, count, 3) if number < 2 else (1, 1, 1)
+        sizes = (5 + number % 3, count, 3) if count > 1 else (1, 1, 1)
         chunks = []
         for ids, held, size in zip(
             (strangers[0], token_ids, strangers[1]), pages, sizes, strict=True

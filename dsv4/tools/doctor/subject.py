@@ -29,7 +29,7 @@ from dsv4.tools.doctor.plain.layer import Formats
 from dsv4.tools.doctor.plain.weights import PlainWeights
 from dsv4.util.models import model_folder
 
-NUM_DECODED = 5  # tokens fed one at a time: the last of a block of 128, then a block of 4
+NUM_DECODED = 5  # last tokens of a run: the end of a block of 128, then a block of 4
 NUM_SEQUENCES = 3  # side by side in the cross-checks
 PROMPT = (
     "Two trains leave a station at nine. One runs north at 90 km/h, the other east at 120. "

@@ -12,7 +12,13 @@ from dsv4.tools.doctor.plain.weights import PlainWeights
 from dsv4.tools.doctor.subject import Subject, make_settings
 
 NUM_TOKENS = 132  # a block of 128 closes while decoding
-SMALL = {"num_layers": 3, "compress_ratios": (0, 4, 128), "num_hash_layers": 1}
+SMALL = {
+    "num_layers": 3,
+    "compress_ratios": (0, 4, 128),
+    "num_hash_layers": 1,
+    "num_experts": 4,
+    "hc_sinkhorn_iters": 4,
+}
 
 
 def make_subject(
