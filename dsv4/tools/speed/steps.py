@@ -7,11 +7,13 @@ not a measurement.
 """
 
 import copy
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -103,6 +105,7 @@ class Bench:
         self.shape, self.config = shape, shape_config(shape, layers)
         self.full = shape_config(shape, None)
         self.ceilings = cpu_ceilings() if self.device.type == "cpu" else measure_ceilings()
+        _give_back(self.device)
         try:
             self.model, self.sizes = random_model(self.config, self.device)
         except torch.cuda.OutOfMemoryError as error:
@@ -114,6 +117,10 @@ class Bench:
     def decode(self, batch: int, context: int) -> StepResult:
         state = filled_state(self.config, batch, context, self.device)
         runs = {"all": self.model, **self._models_of_a_kind()}
+        bucket = Bucket(batch, context, True)
+        compile_ahead(
+            lambda: decode_step(self.model, state.layers, state.buffers, bucket), self.device
+        )
         timed = {}
         for name, model in runs.items():
             layers = _layers_of(self.model, model, state.layers)
@@ -143,6 +150,7 @@ class Bench:
     def prefill(self, tokens: int) -> StepResult:
         state = filled_state(self.config, 1, tokens, self.device, chunk_tokens=tokens)
         inputs = prompt_inputs(state, tokens)
+        compile_ahead(lambda: self.model(inputs, state.layers), self.device)
         times = [elapsed_ms(lambda: self.model(inputs, state.layers), self.device)]
         repeats = 1 if self.device.type == "cpu" else 3
         times = [
@@ -259,6 +267,19 @@ class Bench:
         return us, profile_step(step, self.device).num_kernels
 
 
+def compile_ahead(step: Callable[[], object], device: torch.device) -> None:
+    """The kernels of a step on all cores at once, before it runs."""
+    if device.type == "cuda":
+        with import_module("dsv4.ops.compile_triton").compile_only(os.cpu_count() or 1):
+            step()
+
+
+def _give_back(device: torch.device) -> None:
+    """Memory that the allocator keeps for later; models here fill the GPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def captured(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
     """The step as a graph, after one run that compiles; on a CPU the step itself."""
     step()
@@ -365,8 +386,7 @@ def bench_decode(
     for context in contexts:
         for batch in batches:
             yield bench.decode(batch, context)
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()
+            _give_back(bench.device)
 
 
 def bench_prefill(

@@ -1,0 +1,280 @@
+"""Everything that must be seen on a GPU, in parts that each have their own time limit.
+
+    python scripts/gpu_check.py pack                                # here: tools for a bare machine
+    python scripts/gpu_check.py --out DIR tests tiny                # there
+    python scripts/gpu_check.py --out DIR decode prefill pro
+    python scripts/gpu_check.py --out DIR ops state compare
+
+A part that fails or runs out of time does not stop the others; what it wrote stays. Everything
+printed also goes to DIR/log.txt, results to DIR/<part>.jsonl. `pack` copies what the tests need
+beside torch into build/gpu_site, for machines on which nothing can be installed.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "build" / "gpu_site"
+PURE = (
+    "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "typer", "click", "rich",
+    "shellingham", "markdown_it", "mdurl", "annotated_doc",
+)  # fmt: skip
+# the most wanted first: what a time limit cuts off is what matters least
+DECODE = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 131072), (1, 1048576), (32, 131072))
+PRO = ((1, 4096), (32, 4096), (1, 1048576))
+
+
+@dataclass(frozen=True)
+class Job:
+    label: str
+    arguments: list[str]  # of python
+    limit_s: float
+
+
+def pytest_job(label: str, limit_s: float, *arguments: str) -> Job:
+    options = ["-m", "pytest", "-q", "-m", "gpu", "-W", "ignore", "-p", "no:cacheprovider"]
+    return Job(label, [*options, *arguments], limit_s)
+
+
+def own_job(part: str, limit_s: float) -> Job:
+    return Job(part, [str(Path(__file__)), "--run", part], limit_s)
+
+
+def jobs_of(part: str) -> list[Job]:
+    """Jobs of one part run side by side."""
+    if part == "tests":
+        kernels = "tests/ops/kernels"
+        return [
+            pytest_job("graphs", 420, "tests/runner/test_graphs_gpu.py"),
+            pytest_job("weights", 420, f"{kernels}/test_weight_gpu.py"),
+            pytest_job("state cases", 420, f"{kernels}/test_state_gpu.py", "-k", "test_cases"),
+            pytest_job("state sizes", 420, f"{kernels}/test_state_gpu.py", "-k", "model_sizes"),
+            pytest_job(
+                "state bits", 420, f"{kernels}/test_state_gpu.py", "-k",
+                "not test_cases and not model_sizes",
+            ),
+        ]  # fmt: skip
+    limits = {"tiny": 150, "decode": 330, "prefill": 120, "pro": 180}
+    limits |= {"ops": 240, "state": 180, "compare": 150}
+    return [own_job(part, limits[part])]
+
+
+PARTS = ("tests", "tiny", "decode", "prefill", "pro", "ops", "state", "compare")
+
+
+class Log:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()
+
+    def __call__(self, label: str, text: str) -> None:
+        line = f"[{label}] {text.rstrip()}"
+        with self._lock:
+            self._file.write(line + "\n")
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+def run_job(job: Job, log: Log, failed: list[str]) -> None:
+    begin = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "DSV4_CHECK_OUT": str(OUT)}
+    paths = [str(ROOT), *([str(SITE)] if SITE.is_dir() else [])]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, *job.arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    timer = threading.Timer(job.limit_s, process.kill)
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        log(job.label, line)
+    code = process.wait()
+    late = not timer.is_alive()
+    timer.cancel()
+    took = time.monotonic() - begin
+    if code != 0:
+        failed.append(job.label)
+    log(job.label, f"{'out of time' if late else f'exit {code}'} after {took:.0f} s")
+
+
+def run_parts(parts: list[str]) -> int:
+    OUT.mkdir(parents=True, exist_ok=True)
+    log = Log(OUT / "log.txt")
+    failed: list[str] = []
+    for part in parts:
+        threads = [
+            threading.Thread(target=run_job, args=(job, log, failed)) for job in jobs_of(part)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    log("all", f"failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+# --- the parts that are not tests: run in a process of their own ---------------------------------
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run_decode(part: str, shape: str, layers: int, cases: tuple[tuple[int, int], ...]) -> None:
+    from dsv4.tools.speed.report import lines_of, picture, write_record
+    from dsv4.tools.speed.steps import Bench
+
+    bench = Bench(shape, layers, DEVICE)
+    say(f"{bench.ceilings}")
+    rows: list = [bench.ceilings]
+    for batch, context in cases:
+        try:
+            row = bench.decode(batch, context)
+        except Exception as error:  # the next size may fit
+            say(f"{shape} {batch} x {context}: {type(error).__name__}: {error}"[:2000])
+            continue
+        rows.append(row)
+        say("\n".join(lines_of(row)))
+        write_record(OUT / f"{part}.jsonl", rows)
+        if len(rows) == 2:
+            (OUT / f"{part}.svg").write_text(picture(row), encoding="utf-8")
+
+
+def run_prefill() -> None:
+    from dsv4.tools.speed.report import lines_of, write_record
+    from dsv4.tools.speed.steps import Bench
+
+    bench = Bench(*SMALL or ("flash", 36), DEVICE)
+    rows: list = [bench.ceilings]
+    for tokens in (64,) if SMALL else (8192, 2048):
+        rows.append(bench.prefill(tokens))
+        say("\n".join(lines_of(rows[-1])))
+        write_record(OUT / "prefill.jsonl", rows)
+
+
+def run_compare() -> None:
+    from dsv4.tools.speed.compare import transformers_ms
+    from dsv4.tools.speed.model import shape_config
+    from dsv4.tools.speed.report import lines_of, write_record
+    from dsv4.tools.speed.steps import Bench
+
+    shape, layers = SMALL or ("flash", 4)
+    ours = Bench(shape, layers, DEVICE).decode(1, 4096)
+    say("\n".join(lines_of(ours)))
+    theirs = transformers_ms(shape_config(shape, layers), DEVICE)
+    facts = {"what": "transformers", "layers": layers, "ms": theirs, "times": theirs / ours.ms}
+    say(f"transformers, {layers} layers, batch 1: {theirs:.2f} ms, {theirs / ours.ms:.1f} x ours")
+    write_record(OUT / "compare.jsonl", [ours, facts])
+
+
+def run_ops() -> None:
+    from dsv4.tools.bench_ops import Ceilings, bench_ops, write_record
+
+    rows: list = []
+    for row in bench_ops(["flash", "pro"], (1, 8, 32, 128, 8192)):
+        rows.append(row)
+        if isinstance(row, Ceilings):
+            say(f"{row}")
+            continue
+        say(f"{row.op:16} {row.shape:6} {row.tokens:5} {row.median_us:9.2f} us  x{row.ratio}")
+        write_record(OUT / "ops.jsonl", rows)
+
+
+def run_state() -> None:
+    from benchmarks.state_ops import main
+
+    sys.argv = ["state_ops", "--record", str(OUT / "state.jsonl")]
+    main()
+
+
+def run_tiny() -> None:
+    """The embedded model on both: the same answers, and how fast they come."""
+    from dsv4 import Engine, SamplingParams
+
+    prompts = ["What is the capital of France?", "Count from one to ten.", "2 + 2 ="]
+    params = SamplingParams(max_tokens=64, temperature=0.0, seed=1)
+    answers = {}
+    for device in ("cpu", DEVICE):
+        begin = time.monotonic()
+        engine = Engine.load("tiny", device=device, max_sequences=8, max_context=4096)
+        ready = time.monotonic() - begin
+        begin = time.monotonic()
+        answers[device] = engine.generate(prompts, params)
+        took = time.monotonic() - begin
+        count = sum(len(answer.token_ids) for answer in answers[device])
+        say(f"{device}: ready in {ready:.1f} s, {count / took:.1f} tok/s; {engine.settings}")
+    same = 0
+    for here, there in zip(answers["cpu"], answers[DEVICE], strict=True):
+        pairs = zip(here.token_ids, there.token_ids, strict=False)
+        agree = next((i for i, (a, b) in enumerate(pairs) if a != b), len(here.token_ids))
+        same += agree
+        say(f"agree for {agree} of {len(here.token_ids)} tokens: {there.text[:80]!r}")
+    if same < 24:
+        raise SystemExit("the GPU's answers differ from the CPU's early on")
+
+
+RUNS = {
+    "decode": lambda: run_decode("decode", *(SMALL or ("flash", 36)), SMALL_CASES or DECODE),
+    "pro": lambda: run_decode("pro", *(SMALL or ("pro", 9)), SMALL_CASES or PRO),
+    "prefill": run_prefill,
+    "compare": run_compare,
+    "ops": run_ops,
+    "state": run_state,
+    "tiny": run_tiny,
+}
+
+
+def pack() -> int:
+    """Pure Python packages of this environment, to be carried along."""
+    import importlib.util
+
+    shutil.rmtree(SITE, ignore_errors=True)
+    SITE.mkdir(parents=True)
+    for name in PURE:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            say(f"{name} is not installed here")
+            continue
+        source = Path(spec.origin)
+        if source.name == "__init__.py":
+            ignored = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(source.parent, SITE / name, ignore=ignored)
+        else:
+            shutil.copy(source, SITE)
+    say(f"{SITE.relative_to(ROOT)}: {sum(f.stat().st_size for f in SITE.rglob('*')) >> 20} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "pack", []])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("DSV4_CHECK_OUT", "out")))
+    parser.add_argument("--run", choices=sorted(RUNS), help="one part, in this process")
+    parser.add_argument("--small", action="store_true", help="a trial on a CPU with a tiny shape")
+    options = parser.parse_args()
+    OUT = options.out.resolve()
+    small = options.small or os.environ.get("DSV4_CHECK_SMALL") == "1"
+    DEVICE = "cpu" if small else "cuda"
+    SMALL = ("tiny", 3) if small else None
+    SMALL_CASES = ((1, 256),) if small else None
+    if small:
+        os.environ["DSV4_CHECK_SMALL"] = "1"
+    if options.run:
+        sys.path.insert(0, str(ROOT))
+        OUT.mkdir(parents=True, exist_ok=True)
+        RUNS[options.run]()
+        sys.exit(0)
+    sys.exit(pack() if options.parts == ["pack"] else run_parts(options.parts))
