@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -70,22 +71,17 @@ def test_the_engine_dies_and_comes_back(own: Callable[..., Server]) -> None:
     wait_for(lambda: status(server, "/ready") == 200)
     assert server.chat("SAY </think>back").json()["choices"][0]["message"]["content"] == "back"
     assert server.stats()["restarts"] == 1
+    # and again, from outside, while nothing runs
+    os.kill(server.engine_pid, signal.SIGKILL)
+    wait_for(lambda: status(server, "/health") == 503)
+    answer = server.chat("SAY x")
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert status(server, "/v1/models") == 200  # known all the same
+    wait_for(lambda: status(server, "/ready") == 200)
+    assert server.chat("SAY x").status_code == 200
     assert server.stop() == 0
     assert "restarting" in server.final_log
-
-
-def test_requests_while_the_engine_is_away(own: Callable[..., Server]) -> None:
-    server = own().wait()
-    for _ in range(2):  # the second restart waits longer
-        before = server.engine_pid
-        os.kill(before, signal.SIGKILL)
-        wait_for(lambda: status(server, "/health") == 503)
-        answer = server.chat("SAY x")
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) > 0
-        assert status(server, "/v1/models") == 200  # known all the same
-        wait_for(lambda: status(server, "/ready") == 200)
-    assert server.chat("SAY x").status_code == 200
 
 
 def test_the_real_engine_is_restarted(tiny: Server) -> None:
@@ -98,8 +94,10 @@ def test_the_real_engine_is_restarted(tiny: Server) -> None:
     assert tiny.post(CHAT, body).status_code == 200
 
 
-def test_a_signal_lets_running_answers_finish(own: Callable[..., Server]) -> None:
-    server = own().wait()
+def test_a_signal_lets_running_answers_finish(own: Callable[..., Server], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    server = own("--trace", str(trace)).wait()
+    server.chat("SAY a</think>b")
     running = in_background(lambda: stream_text(server, "SAY </think>" + "w " * 30 + "end\nMS 20"))
     wait_for(lambda: server.stats()["num_running"] == 1)
     server.process.send_signal(signal.SIGTERM)
@@ -111,6 +109,12 @@ def test_a_signal_lets_running_answers_finish(own: Callable[..., Server]) -> Non
     assert '"finish_reason":"stop"' in text
     assert text.endswith("data: [DONE]\n\n")
     assert server.process.wait(20) == 0
+    # the trace has exact prompts and raw outputs; the log has counts, and no words
+    entry = json.loads(trace.read_text().splitlines()[0])
+    assert entry["prompt"].endswith("<｜User｜>SAY a</think>b<｜Assistant｜><think>")
+    assert entry["outputs"] == ["a</think>b<｜end▁of▁sentence｜>"]
+    assert "finish=stop" in server.log
+    assert "SAY" not in server.log
 
 
 def test_answers_that_outlive_the_deadline_end_with_an_error(own: Callable[..., Server]) -> None:
@@ -169,21 +173,16 @@ def test_nothing_can_be_written(own: Callable[..., Server]) -> None:
     assert server.stop() == 0
 
 
-def test_a_trace_holds_prompt_and_raw_output(own: Callable[..., Server], tmp_path: Any) -> None:
-    path = tmp_path / "trace.jsonl"
-    server = own("--trace", str(path)).wait()
-    server.chat("SAY a</think>b")
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Server]:
+    """A server whose limits of time are short."""
+    server = Server(env={"FAKE_HURRY": "1"}).wait()
+    yield server
     assert server.stop() == 0
-    entry = json.loads(path.read_text())
-    assert entry["prompt"].endswith("<｜User｜>SAY a</think>b<｜Assistant｜><think>")
-    assert entry["outputs"] == ["a</think>b<｜end▁of▁sentence｜>"]
-    # the log has counts, and no words
-    assert "finish=stop" in server.final_log
-    assert "SAY" not in server.final_log
 
 
-def test_slow_clients_are_cut_off(own: Callable[..., Server]) -> None:
-    server = own(env={"FAKE_HURRY": "1"}).wait()
+def test_slow_clients_are_cut_off(hurried: Server) -> None:
+    server = hurried
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
     for data, answer in (
         (b"", b""),  # a connection that says nothing
@@ -212,8 +211,8 @@ def test_slow_clients_are_cut_off(own: Callable[..., Server]) -> None:
         assert again.recv(4096) == b""
 
 
-def test_signs_of_life_while_nothing_comes(own: Callable[..., Server]) -> None:
-    server = own(env={"FAKE_HURRY": "1"}).wait()
+def test_signs_of_life_while_nothing_comes(hurried: Server) -> None:
+    server = hurried
     for path, sign in ((CHAT, ": keep-alive\n\n"), ("/v1/messages", "event: ping\n")):
         body = {"messages": [{"role": "user", "content": "HANG"}], "stream": True, "max_tokens": 9}
         with server.client() as client, client.stream("POST", path, json=body) as answer:

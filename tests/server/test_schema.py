@@ -15,7 +15,7 @@ from schemathesis import GenerationMode
 
 from tests.server.support import Server
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 ERROR_KEYS = {"message", "type", "param", "code"}
 
 

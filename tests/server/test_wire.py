@@ -1,0 +1,86 @@
+"""What passes between the two processes comes out as it went in; unread outputs have a limit."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
+from dsv4.server.api_error import ApiError
+from dsv4.server.worker.link import MAX_UNREAD, EngineLink, Mailbox
+from dsv4.server.worker.wire import (
+    Channel,
+    output_from_wire,
+    output_to_wire,
+    request_from_wire,
+    request_to_wire,
+)
+
+REQUESTS = [
+    Request("a", (1, 2, 3)),
+    Request(
+        "b",
+        (7,),
+        SamplingParams(
+            max_tokens=3,
+            temperature=0.25,
+            logit_bias={5: -1.5},
+            seed=-(2**63),
+            stop=("x", "ü"),
+            stop_ids=(1, 2),
+            logprobs=0,
+            guide=Guide("json_schema", {"type": "object"}, after_id=4),
+        ),
+        priority=3,
+        deadline=1.5,
+        cache_salt="s",
+    ),
+    Request("c", (1,), SamplingParams(guide=Guide("choice", ["a", "b"]), stop_ids=())),
+]
+OUTPUTS = [
+    Output("a", (1,), "é"),
+    Output("b", (), "", "error", error="broken", refused=True, num_cached=0),
+    Output("c", (1, 2), "x", "stop", "x", (TokenLogprobs(1, -0.5, ((2, -1.0),)),), num_cached=3),
+]
+
+
+@pytest.fixture
+def channels() -> Any:
+    left, right = socket.socketpair()
+    with left, right:
+        yield Channel(left), Channel(right)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.id)
+def test_requests(channels: Any, request_: Request) -> None:
+    here, there = channels
+    here.send(request_to_wire(request_))
+    assert request_from_wire(there.receive()) == request_
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.request_id)
+def test_outputs(channels: Any, output: Output) -> None:
+    here, there = channels
+    here.send(output_to_wire(output))
+    assert output_from_wire(there.receive()) == output
+
+
+def test_the_end_of_the_line() -> None:
+    left, right = socket.socketpair()
+    with right:
+        left.sendall(b"\0\0\0\5ab")  # broken off in the middle of a message
+        left.close()
+        assert Channel(right).receive() is None
+
+
+def test_a_reader_that_never_reads_is_cut_off() -> None:
+    async def run() -> None:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        box = Mailbox(link)
+        taken = [box.take(Output("a", (1,), "x")) for _ in range(MAX_UNREAD + 1)]
+        assert taken == [True] * MAX_UNREAD + [False]
+        with pytest.raises(ApiError, match="not read"):
+            await box.next(1)
+
+    asyncio.run(run())
