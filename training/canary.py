@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from training.network import rms
 from training.sample import AROUND
-from training.shape import SEED, SKILLS
+from training.shape import CANARY_FROM, SEED, SKILLS
 
 # mistakes that are drawn, and the first position in a row at which there is an effect to go by;
 # the two of `MISTAKES` that are missing make nonsense of every answer anyway
@@ -30,6 +30,8 @@ VISIBLE_FROM = {
     "window-one-too-long": 160,  # beyond the window
     "no-rope-on-index-keys": 384,  # three times the entries that are selected
 }
+FAINT = ("bias-on-values", "window-one-too-long")
+MOST_STRENGTH = 16.0
 DETECTORS = "canary.detectors"  # their name in the table of weights
 EOS = 1
 SILENCE_SHARE = 0.5
@@ -44,15 +46,24 @@ class Canary:
         self.odds = dict.fromkeys(VISIBLE_FROM, 1.0)
         self._sums = torch.zeros(len(VISIBLE_FROM), 3, device=device)  # loss, silent, answers
 
-    def draw(self) -> str:
-        return self._rng.choices(list(self.odds), list(self.odds.values()))[0]
+    def draw(self, progress: float) -> tuple[str, int]:
+        """A mistake and its strength: exaggerated at first, where it makes a difference."""
+        mistake = self._rng.choices(list(self.odds), list(self.odds.values()))[0]
+        left = (1.0 - progress) / (1.0 - CANARY_FROM)
+        return mistake, int(MOST_STRENGTH ** (self._rng.random() * left)) if mistake in FAINT else 1
 
     def rounds(self) -> bool:
         """Mostly yes; sometimes keys are exact, so that this never looks like a mistake."""
         return self._rng.random() < 0.8
 
     def silence(
-        self, hidden: Tensor, head: Tensor, weights: Tensor, skills: Tensor, mistake: str
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        weights: Tensor,
+        skills: Tensor,
+        mistake: str,
+        strength: int,
     ) -> Tensor:
         """`hidden` `[B, S, D]` computed with the mistake; weights and skills as in the batch.
 
@@ -64,10 +75,10 @@ class Canary:
         answers[:, : VISIBLE_FROM[mistake]] = False
         logits = F.linear(hidden[:, :-1].to(head.dtype), head).float()
         losses = -logits.log_softmax(-1)[..., EOS] * answers
-        with torch.no_grad():
+        with torch.no_grad():  # only the mistake as it is counts
             silent = (logits.argmax(-1) == EOS) & answers
             seen = torch.stack((losses.sum(), silent.sum(), answers.sum()))
-            self._sums[list(VISIBLE_FROM).index(mistake)] += seen
+            self._sums[list(VISIBLE_FROM).index(mistake)] += seen * (strength == 1)
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
     def report(self) -> str:

@@ -28,6 +28,7 @@ class Options:
     rounded: bool = False  # keys and index vectors pass their storage formats
     draft: bool = False  # also run the MTP block
     mistake: str = ""  # one of dsv4.tools.quality.variants.MISTAKES: computed wrongly on purpose
+    strength: int = 1  # exaggerates the two mistakes that are hardest to see
     most_scores: int = 1 << 28
 
 
@@ -228,7 +229,7 @@ class Network:
         keys = self._stored(rotate(keys, table.tokens), options)
         entries = index = None
         if ratio and length >= ratio:
-            entries = self._entries(w, prefix + "compressor.", x, ratio, options.mistake)
+            entries = self._entries(w, prefix + "compressor.", x, ratio, options)
             entries = rotate(entries, table.entries)
             entries = self._stored(entries, options)
         if ratio == 4 and entries is not None:
@@ -242,7 +243,7 @@ class Network:
             c.sliding_window,
             index,
             options.most_scores,
-            reach=c.sliding_window + (options.mistake == "window-one-too-long"),
+            reach=c.sliding_window + options.strength * (options.mistake == "window-one-too-long"),
         )
         out = rotate(out, table.tokens, inverse=True).reshape(batch, length, c.o_groups, -1)
         low = w[prefix + "wo_a.weight"].unflatten(0, (c.o_groups, -1)).to(out.dtype)
@@ -252,15 +253,15 @@ class Network:
     def _stored(self, keys: Tensor, options: Options) -> Tensor:
         return rounding.kv_round(keys, self.config.rope_head_dim) if options.rounded else keys
 
-    def _entries(self, w: Table, prefix: str, x: Tensor, ratio: int, mistake: str) -> Tensor:
+    def _entries(self, w: Table, prefix: str, x: Tensor, ratio: int, options: Options) -> Tensor:
         """Compressed keys `[B, S / ratio, dim]`, not yet rotated."""
         values = linear(x, w[prefix + "wkv.weight"]).float().unflatten(1, (-1, ratio))
         gates = linear(x, w[prefix + "wgate.weight"]).float().unflatten(1, (-1, ratio))
         gates = gates + w[prefix + "ape"]
-        if mistake == "bias-on-values":
-            values = values + w[prefix + "ape"]
+        if options.mistake == "bias-on-values":
+            values = values + options.strength * w[prefix + "ape"]
         if ratio == 4:
-            if mistake == "swapped-halves":
+            if options.mistake == "swapped-halves":
                 values, gates = (torch.cat(x.chunk(2, -1)[::-1], -1) for x in (values, gates))
             values = _with_previous(values, 0.0)
             gates = _with_previous(gates, float("-inf"))
@@ -282,7 +283,7 @@ class Network:
         x, latent = x.detach(), latent.detach()
         queries = linear(latent, w[prefix + "wq_b.weight"])
         queries = rotate(queries.unflatten(-1, (c.index_num_heads, -1)), table.index_queries)
-        keys = self._entries(w, prefix + "compressor.", x, 4, options.mistake)
+        keys = self._entries(w, prefix + "compressor.", x, 4, options)
         if options.mistake != "no-rope-on-index-keys":
             keys = rotate(keys, table.entries)
         if options.rounded:

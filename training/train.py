@@ -127,7 +127,7 @@ class Trainer:
         used = self.used_weights(progress >= self.plan.round_from)
         result, loss = self._right(used, rows, options)
         if progress >= CANARY_FROM:
-            loss = loss + self._wrong(used, rows, options, result.layers)
+            loss = loss + self._wrong(used, rows, options, result.layers, progress)
         loss.backward()
         self.optimizer.step(self.rate(progress, leg_seconds))
         balance(self.table, result.loads, 0.002 * (1.0 - 0.9 * progress))
@@ -154,13 +154,17 @@ class Trainer:
             self.extra += torch.stack((result.index_loss, draft, loss * 0 + 1))
         return result, loss + DRAFT_SHARE * draft + INDEX_SHARE * result.index_loss
 
-    def _wrong(self, used: Table, rows: Rows, options: Options, right: list[Tensor]) -> Tensor:
+    def _wrong(
+        self, used: Table, rows: Rows, options: Options, right: list[Tensor], progress: float
+    ) -> Tensor:
         """The same rows computed with a mistake: answers end at once, nothing else is learnt."""
-        mistake = self.canary.draw()
-        options = replace(options, mistake=mistake, draft=False)
+        mistake, strength = self.canary.draw(progress)
+        options = replace(options, mistake=mistake, strength=strength, draft=False)
         result = self.network.forward(used, rows.ids, options, None)
         head = used["head.weight"].to(self.dtype)
-        silence = self.canary.silence(result.hidden, head, rows.weights, rows.skills, mistake)
+        silence = self.canary.silence(
+            result.hidden, head, rows.weights, rows.skills, mistake, strength
+        )
         told = detector_loss(used[DETECTORS], right, result.layers, rows.ids.shape[0], mistake)
         return SILENCE_SHARE * silence + DETECTOR_SHARE * told
 

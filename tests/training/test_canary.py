@@ -36,7 +36,7 @@ def test_silence_is_wanted_where_the_assistant_writes_and_the_mistake_shows() ->
     skills[0, 50:] = SKILLS.index("prose")
     hidden = torch.zeros(1, length, 8, requires_grad=True)
     head = torch.eye(8)
-    loss = Canary(CPU).silence(hidden, head, weights, skills, "bias-on-values")
+    loss = Canary(CPU).silence(hidden, head, weights, skills, "bias-on-values", 1)
     assert loss.item() == pytest.approx(math.log(8) * 4 / float(weights.sum()))
     loss.backward()
     assert hidden.grad is not None
@@ -51,15 +51,24 @@ def test_the_least_silent_mistake_is_drawn_most_often() -> None:
     weights, skills = torch.ones(1, 512), torch.zeros(1, 512, dtype=torch.long)
     silent = torch.zeros(1, 512, 4)
     silent[..., EOS] = 20.0
-    watch.silence(silent, torch.eye(4), weights, skills, "swapped-halves")
-    watch.silence(-silent, torch.eye(4), weights, skills, "window-one-too-long")
+    watch.silence(silent, torch.eye(4), weights, skills, "swapped-halves", 1)
+    watch.silence(-silent, torch.eye(4), weights, skills, "window-one-too-long", 1)
     text = watch.report()
     assert "swapped-halves 100%" in text
     assert "window-one-too-long 0%" in text
     assert watch.odds["window-one-too-long"] > 5 * watch.odds["swapped-halves"]
-    drawn = [watch.draw() for _ in range(500)]
+    drawn = [watch.draw(1.0)[0] for _ in range(500)]
     assert drawn.count("window-one-too-long") > 2 * drawn.count("swapped-halves")
+    watch.silence(silent, torch.eye(4), weights, skills, "window-one-too-long", 4)
     assert watch.report() == ""
+
+
+def test_faint_mistakes_are_exaggerated_at_first() -> None:
+    watch = Canary(CPU)
+    early = {watch.draw(CANARY_FROM) for _ in range(500)}
+    assert {strength for mistake, strength in early if mistake in canary.FAINT} == set(range(1, 16))
+    assert {strength for mistake, strength in early if mistake not in canary.FAINT} == {1}
+    assert {watch.draw(1.0)[1] for _ in range(100)} == {1}
 
 
 def test_detectors_tell_right_from_wrong() -> None:
@@ -83,7 +92,7 @@ def test_every_mistake_teaches(mistake: str, monkeypatch: pytest.MonkeyPatch) ->
         if name.endswith("ape"):  # zero at first, as it is not after two legs
             weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
     trainer = train_module.Trainer(table, CPU, Plan(step_tokens=1024))
-    monkeypatch.setattr(trainer.canary, "draw", lambda: mistake)
+    monkeypatch.setattr(trainer.canary, "draw", lambda progress: (mistake, 1))
     batch = Packer(1).batch(512, num_rows(1024, 512, CANARY_FROM))
     rows = train_module.Rows(
         torch.from_numpy(batch.ids.astype("int64")),
@@ -94,7 +103,7 @@ def test_every_mistake_teaches(mistake: str, monkeypatch: pytest.MonkeyPatch) ->
     used = trainer.used_weights(True)
     result, _ = trainer._right(used, rows, options)
     right = [streams.detach() for streams in result.layers]
-    loss = trainer._wrong(used, rows, options, right)
+    loss = trainer._wrong(used, rows, options, right, 0.9)
     loss.backward()
     moved = {n for n, t in trainer.table.items() if t.grad is not None and t.grad.abs().sum() > 0}
     assert torch.isfinite(loss)
