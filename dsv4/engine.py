@@ -149,10 +149,12 @@ class Engine:
         clock = [time.perf_counter()]
         try:
             work = self._scheduler.next_step()
-        except Exception as error:  # the one that was to begin; it stands first again
-            return self._fail([self._scheduler.sequences()[-self._scheduler.num_waiting]], error)
+        except Exception as error:
+            if self._scheduler.beginning is None:
+                raise
+            return self._fail([self._scheduler.beginning], error)
         if not work:
-            return self._give_up()
+            return []
         clock.append(time.perf_counter())
         try:
             sampled = [item.sequence for item in work if item.samples]
@@ -195,13 +197,6 @@ class Engine:
             live.compiling = None
             self._scheduler.add(live.sequence)
         return outputs
-
-    def _give_up(self) -> list[Output]:
-        """Nothing runs. If a request waits all the same, its room is held from outside."""
-        if not self._scheduler.num_waiting:
-            return []
-        error = CapacityError("no slot is free and none will be: `score` holds them all")
-        return self._fail(self._scheduler.sequences()[:1], error)
 
     def abort(self, request_id: str) -> Output:
         """End a request now. Unknown or finished ids are a RequestError."""
@@ -321,12 +316,20 @@ class Engine:
             while any(name in self._live for name in ids) or any(
                 output.request_id in ids for output in self._held
             ):
-                yield from self._step_for(ids)
+                outputs = self._step_for(ids)
+                if not outputs and self._scheduler.num_waiting and not self._scheduler.num_running:
+                    outputs = self._give_up(ids)
+                yield from outputs
         finally:
             for name in ids:
                 if name in self._live:
                     self.abort(name)
             self._held = [output for output in self._held if output.request_id not in ids]
+
+    def _give_up(self, ids: Collection[str]) -> list[Output]:
+        """Requests wait although nothing runs: whoever asks holds their room himself."""
+        error = CapacityError("no slot is free and none will be: `score` holds them all")
+        return self._fail([self._live[name].sequence for name in ids if name in self._live], error)
 
     def _step_for(self, ids: Collection[str]) -> list[Output]:
         outputs = self.step()

@@ -361,7 +361,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
 ) -> None:
     [expected] = engine.generate([PROMPT], GREEDY)
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("the device fell off")
 
     for i in range(4):  # three run, one waits
@@ -383,7 +383,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
 
 
 def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Dsv4Error("found this, expected that")
 
     monkeypatch.setattr(dsv4.model.moe, "router", refuse)

@@ -52,6 +52,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._num_added = self._num_steps = 0
         self.num_preemptions = 0
+        self.beginning: Sequence | None = None  # being admitted; stays set if that fails
 
     @property
     def num_unfinished(self) -> int:
@@ -111,7 +112,7 @@ class Scheduler:
     def _admit(self) -> None:
         place = 0
         while place < len(self._waiting):
-            first = self._waiting[place]
+            first = self.beginning = self._waiting[place]
             found = self._find(first)
             if self._is_coming(first, found):
                 place += 1  # others may go before; the wait ends with the other's prompt
@@ -121,7 +122,8 @@ class Scheduler:
             elif self._running and first.rank < self._running[-1].rank:
                 self._preempt(self._running[-1])
             else:
-                return  # nobody overtakes the first: it could wait for ever
+                break  # nobody overtakes the first: it could wait for ever
+        self.beginning = None
 
     def _is_coming(self, sequence: Sequence, found: Snapshot | None) -> bool:
         """Whether a running prompt is about to compute much of this one's beginning.
