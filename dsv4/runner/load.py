@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 STATE_SHARE = 0.25  # of free main memory, for the state of sequences
 SMALL_HIDDEN = 1024
+MOST_UNPACKED = 1 << 31  # numbers of one parameter that a CPU holds in fp32
 STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU, for activations, workspaces, graphs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -105,7 +106,10 @@ def read_weights(
 
 
 def _expand(weight: Weight) -> Weight:
-    """On a CPU the references work on fp32 numbers: unpack once here, not in every step."""
+    """On a CPU the references work on fp32 numbers: unpack once here, not in every step. Of a
+    layer's large experts they unpack those they visit."""
     if isinstance(weight, torch.Tensor):
         return weight.float() if weight.is_floating_point() else weight
+    if weight.shape.numel() > MOST_UNPACKED:
+        return weight
     return weight.dequantize(torch.float32)

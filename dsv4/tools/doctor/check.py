@@ -85,6 +85,7 @@ class Checker:
             cell = self.cells[call.layer, station.name] = Cell(call.layer, station.name, station.op)
         if station.name == "mix_attention" and call.layer > 0:
             hand_on(self.taps[call.layer - 1], taps)
+            self.taps[call.layer - 1].forget()
         found = results(call, layer, taps)
         taps.given = found
         taps.choices = {"experts": found["experts"]} if "experts" in found else {}
@@ -133,6 +134,7 @@ class Checker:
         layer, own, taps = self.layer(number), self.own[number], self.taps[number]
         if number > 0 and not head:
             hand_on(self.own[number - 1], own)
+            self.own[number - 1].forget()
         own.choices = taps.new
         for station in layer_stations(layer):
             if head == (station.name in ("head_mix", "head")):

@@ -161,7 +161,7 @@ def _needed_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
     if settings.device != "cpu":
         return checkpoint.nbytes
     shapes = (source.parameter.shape for source in checkpoint.sources.values())
-    return sum(4 * torch.Size(shape).numel() for shape in shapes)  # a CPU holds them in fp32
+    return sum(4 * torch.Size(shape).numel() for shape in shapes)  # most of them in fp32
 
 
 def _free_bytes(settings: Settings) -> int:

@@ -14,6 +14,7 @@ from dsv4.cache.state import StateTensors
 from dsv4.model.inputs import StepInputs
 from dsv4.runner.buffers import DecodeBuffers
 from dsv4.testing import small_config
+from dsv4.tools.doctor import cross
 from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.report import model_conclusions
 from tests.tools.doctor.faults import FAULTS, Fault, kernel
@@ -120,6 +121,18 @@ def test_cross_check_is_reduced_to_the_first_op(
     found = {item.name: item for item in report.crossings}[name]
     assert (found.status, found.layer, found.station) == ("wrong", layer, station)
     assert any(line.startswith(name) for line in model_conclusions(report))
+
+
+@pytest.mark.parametrize(("name", "plant", "layer", "station"), CROSS_FAULTS[:1])
+def test_large_results_are_compared_by_digests(
+    name: str, plant: Callable[[], AbstractContextManager[Any]], layer: int, station: str
+) -> None:
+    with patch.object(cross, "_LARGE", 0):
+        assert examine_model(small_subject()).ok
+        with plant():
+            report = examine_model(small_subject())
+    found = {item.name: item for item in report.crossings}[name]
+    assert (found.status, found.layer, found.station) == ("wrong", layer, station)
 
 
 def test_missing_and_foreign_ops_are_reported() -> None:

@@ -18,7 +18,8 @@ from dsv4.tools.doctor.plain.weights import PlainWeights
 NEAR_TIE = 1e-5  # two right implementations may choose either
 # taps of earlier tokens that later tokens need
 _KEPT = ("values", "gates", "index_values", "index_gates", "key", "entries", "index_keys")
-_ROWS = 128  # of attention at a time, to bound memory
+# of attention, of the vocabulary at a time, and numbers of an expert that is kept: to bound memory
+_ROWS, _VOCABULARY, _SMALL_EXPERT = 128, 16384, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Taps:
         self.old = {name: self.all(name) for name in _KEPT if name in self.new or name in self.old}
         self.start, self.stop = start, start + token_ids.shape[0]
         self.token_ids, self.new, self.given, self.choices = token_ids, {}, {}, {}
+
+    def forget(self) -> None:
+        """Keep only what later tokens need: the next layer has taken the rest."""
+        self.new = {name: value for name, value in self.new.items() if name in _KEPT}
 
     def all(self, name: str) -> Tensor:
         parts = [table[name] for table in (self.old, self.new) if name in table]
@@ -82,10 +87,12 @@ class PlainLayer:
         return name if whole else f"layers.{self.layer}.{name}"
 
     def weight(self, name: str, expert: int | None = None) -> Tensor:
-        if (name, expert) not in self._read:
-            value = self._weights.tensor(self.full_name(name), expert)
-            self._read[name, expert] = value.to(self.device)
-        return self._read[name, expert]
+        if (name, expert) in self._read:
+            return self._read[name, expert]
+        value = self._weights.tensor(self.full_name(name), expert).to(self.device)
+        if expert is None or value.numel() <= _SMALL_EXPERT:
+            self._read[name, expert] = value  # a layer's large experts would fill the memory
+        return value
 
     def misreadings(self, name: str, expert: int | None) -> Iterator[tuple[str, Tensor]]:
         """Wrong readings of one of the layer's weights, and the right ones of its neighbours."""
@@ -102,7 +109,7 @@ class PlainLayer:
     # --- streams ----------------------------------------------------------------------------------
 
     def embed(self, t: Taps) -> dict[str, Tensor]:
-        rows = self.weight("embed.weight")[t.token_ids]
+        rows = self._weights.rows("embed.weight", t.token_ids.cpu()).to(self.device)
         return {"embedded": rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1)}
 
     def _mix(self, streams: Tensor, half: str) -> dict[str, Tensor]:
@@ -136,7 +143,12 @@ class PlainLayer:
         }
 
     def head(self, t: Taps) -> dict[str, Tensor]:
-        return {"logits": t.new["head_x"] @ self.weight("head.weight").T}
+        x, size, parts = t.new["head_x"], self.config.vocab_size, []
+        for start in range(0, size, _VOCABULARY):
+            numbers = torch.arange(start, min(start + _VOCABULARY, size))
+            matrix = self._weights.rows("head.weight", numbers).to(self.device)
+            parts.append(x @ matrix.T)
+        return {"logits": torch.cat(parts, dim=1)}
 
     # --- attention --------------------------------------------------------------------------------
 

@@ -117,6 +117,12 @@ class PlainWeights:
     def tensor(self, name: str, expert: int | None = None) -> Tensor:
         return torch.cat([decode(raw) for raw in self._raw[name](expert)])
 
+    def rows(self, name: str, numbers: Tensor) -> Tensor:
+        """Some rows of a matrix that is never quantised: the embedding or the head."""
+        [raw] = self._raw[name](None)
+        assert raw.format == "plain"
+        return raw.data[numbers].double()
+
     def misreadings(self, name: str, expert: int | None, rope: int) -> Iterator[tuple[str, Tensor]]:
         """Every wrong reading of a matrix, with its name; `rope` is the number of rotary rows."""
         parts = self._raw[name](expert)
