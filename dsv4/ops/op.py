@@ -165,14 +165,24 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def kernels_on_cpu() -> Iterator[None]:
-    """Kernels run on CPU tensors too, and fallbacks raise: for the interpreter and compilers."""
-    before = _policy.kernels_on_cpu, _policy.strict
-    _policy.kernels_on_cpu = _policy.strict = True
+def kernels_only() -> Iterator[None]:
+    """On a GPU an op without a kernel for its arguments raises inside the block."""
+    before, _policy.strict = _policy.strict, True
     try:
         yield
     finally:
-        _policy.kernels_on_cpu, _policy.strict = before
+        _policy.strict = before
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """`kernels_only`, on CPU tensors too: for the interpreter and compilers."""
+    before, _policy.kernels_on_cpu = _policy.kernels_on_cpu, True
+    try:
+        with kernels_only():
+            yield
+    finally:
+        _policy.kernels_on_cpu = before
 
 
 def check(condition: bool, op: str, message: str) -> None:

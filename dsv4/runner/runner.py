@@ -1,5 +1,6 @@
 """A step: work in, logits out. Holds the model and its state; knows nothing of requests."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from dsv4.cache.geometry import POOLS, Pool
 from dsv4.cache.pages import SequencePages, StatePages
 from dsv4.cache.state import StateTensors
+from dsv4.errors import KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.ragged import make_ragged
@@ -20,6 +22,8 @@ from dsv4.runner.guard import Guard
 from dsv4.runner.settings import Settings
 from dsv4.runner.warmup import Progress, warm_up
 from dsv4.sampling import Draw, sample_batch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Runner:
         """With `cuda_graphs` the warm-up runs here; `progress` is told how far it is."""
         config = model.config
         self.model = model
-        self.device = torch.device(settings.device)
+        self.device = _numbered(settings.device)
         geometry = settings.geometry(config)
         num_pages = geometry.num_pages(
             settings.max_context, settings.max_sequences, settings.state_tokens
@@ -56,7 +60,10 @@ class Runner:
         self.guard = Guard(self.device)
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
-            self.warm_up(settings.chunk_tokens, progress)
+            try:
+                self.warm_up(settings.chunk_tokens, progress)
+            except KernelError as error:
+                log.warning("steps run one launch at a time, without graphs: %s", error)
 
     @torch.inference_mode()
     def step(self, chunks: list[Chunk]) -> Tensor:
@@ -160,3 +167,10 @@ class Runner:
         width = self._buffers.tables[context][pool].shape[1]
         rows = [self.pages.table_row(chunk.pages, pool, width) for chunk in chunks]
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+
+def _numbered(name: str) -> torch.device:
+    """As tensors name their device: `cuda` means the current one."""
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)

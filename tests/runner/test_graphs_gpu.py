@@ -86,7 +86,9 @@ def test_six_hundred_replays(runner: Runner) -> None:
     results: list[list] = []  # type: ignore[type-arg]
     for step in range(STEPS + AHEAD - 1):
         if step < STEPS:
+            torch.cuda.set_sync_debug_mode("error")  # pages and tables included
             decoder.submit()
+            torch.cuda.set_sync_debug_mode("default")
         if step >= AHEAD - 1:
             results.append(decoder.read())
     for place, ids in enumerate(prompts):

@@ -45,6 +45,42 @@ def test_launches_around_the_layers(launches: dict[str, list[str]]) -> None:
     assert sum(names.values()) <= 12, names
 
 
+def test_the_embedded_model_runs_on_kernels_alone(launches: dict[str, list[str]]) -> None:
+    """Loaded as for a GPU, every op of a prompt and of decoding takes its arguments."""
+    assert len(launches["tiny prompt"]) > 60
+    assert len(launches["tiny decode"]) > 60
+
+
+def tiny_launches(names: list[str]) -> dict[str, list[str]]:
+    from dsv4.checkpoint.reader import open_checkpoint
+    from dsv4.config import EngineConfig, ModelConfig
+    from dsv4.model.transformer import Transformer
+    from dsv4.ops.gemm.packed import repack
+    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.runner.runner import Runner
+    from dsv4.runner.settings import resolve
+    from dsv4.util.models import model_folder
+
+    config = ModelConfig.from_folder(model_folder("tiny"))
+    stream = open_checkpoint(model_folder("tiny"), config).stream(torch.bfloat16, "cpu", None, True)
+    table = {name: repack(name, weight) for name, weight in stream}
+    choices = EngineConfig(
+        device="cpu", dtype="bfloat16", kv_format="fp8", index_format="fp8", max_context=512,
+        max_sequences=2, chunk_tokens=64,
+    )  # fmt: skip
+    settings = resolve(choices, config, has_gpu=False, memory_bytes=2**32)
+    runner = Runner(Transformer(config, table, torch.bfloat16), settings)
+    found = {}
+    with kernels_on_cpu():
+        names.clear()
+        runner._dummy_prompt(40, 512, 3)
+        found["tiny prompt"] = list(names)
+        names.clear()
+        runner._decode_once(runner.decoder.buffers.bucket(2, 300, True))
+        found["tiny decode"] = list(names)
+    return found
+
+
 def main() -> None:
     from dataclasses import replace
 
@@ -85,7 +121,7 @@ def main() -> None:
         once, twice = launched([place]), launched([place, place])
         counts[str(kind)] = sorted((Counter(twice) - Counter(once)).elements())
         counts["rest"] = sorted((Counter(once) - Counter(counts[str(kind)])).elements())
-    sys.stdout.write(json.dumps(counts) + "\n")
+    sys.stdout.write(json.dumps({**counts, **tiny_launches(names)}) + "\n")
 
 
 if __name__ == "__main__":

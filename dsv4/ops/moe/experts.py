@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.formats.quantized import Weight
+from dsv4.formats import fp8
+from dsv4.formats.quantized import Fp8BlockTensor, Weight
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
@@ -79,10 +80,27 @@ def cases() -> Iterable[Case]:
     yield build(0, 64, 32, 8, 2, 10.0)
     yield _tiled_case(1, 160, 48, 8, 2, 10.0)
     yield _tiled_case(5, 128, 64, 4, 3, 0.5)
+    for tokens in (1, 3):
+        yield _tiled_case(tokens, 128, 64, 4, 2, 0.5, fp8_shared=True)
 
 
-def _tiled_case(tokens: int, size: int, inner: int, count: int, chosen: int, limit: float) -> Case:
-    """bf16 activations and weights as kernels read them."""
+def _tiled_case(
+    tokens: int,
+    size: int,
+    inner: int,
+    count: int,
+    chosen: int,
+    limit: float,
+    *,
+    fp8_shared: bool = False,
+) -> Case:
+    """bf16 activations and weights as kernels read them; the shared expert may be FP8."""
+
+    def shared(rows: int, columns: int, generator: torch.Generator, paired: bool) -> Weight:
+        if not fp8_shared:
+            return random_tiled(rows, columns, generator, paired=paired)
+        values = torch.randn(rows, columns, generator=generator) * 0.2
+        return Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)
 
     def make(generator: torch.Generator) -> Arguments:
         picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
@@ -92,12 +110,13 @@ def _tiled_case(tokens: int, size: int, inner: int, count: int, chosen: int, lim
             "weights": torch.rand(tokens, chosen, generator=generator),
             "w13": random_tiled(2 * inner, size, generator, count=count, paired=True),
             "w2": random_tiled(size, inner, generator, count=count),
-            "shared_w13": random_tiled(2 * inner, size, generator, paired=True),
-            "shared_w2": random_tiled(size, inner, generator),
+            "shared_w13": shared(2 * inner, size, generator, True),
+            "shared_w2": shared(size, inner, generator, False),
             "limit": limit,
         }
 
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit} NVFP4"
+    name += ", FP8 shared" if fp8_shared else ""
     return Case(name, make, 5e-2, 2e-2)
 
 

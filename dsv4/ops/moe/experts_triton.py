@@ -24,6 +24,7 @@ from dsv4.ops.device import (
     release_next,
     workspace,
 )
+from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.router_triton import choose_place
@@ -182,7 +183,27 @@ def _down_kernel(
 
 
 @triton.jit
-def _combine_kernel(parts_at, y, size, PLACES: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr):
+def _activate_kernel(h, z, inner, limit, BN: tl.constexpr, ASM: tl.constexpr):
+    """A shared expert in another format, between its matrices: gate and up side by side."""
+    await_previous(ASM)
+    release_next(ASM)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1).to(tl.int64)
+    live = column < inner
+    gate = tl.load(h + row * (2 * inner) + column, mask=live, other=0.0)
+    up = tl.load(h + row * (2 * inner) + inner + column, mask=live, other=0.0)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(z + row * inner + column, result.to(tl.bfloat16), mask=live)
+
+
+@triton.jit
+def _combine_kernel(
+    parts_at, extra, y, size, PLACES: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """EXTRA: the shared expert's part lies apart and comes last."""
     await_previous(ASM)
     release_next(ASM)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -191,6 +212,8 @@ def _combine_kernel(parts_at, y, size, PLACES: tl.constexpr, BN: tl.constexpr, A
     for place in tl.static_range(PLACES):
         at = (row * PLACES + place) * size + column
         total += tl.load(parts_at + at, mask=column < size, other=0.0)
+    if EXTRA:
+        total += tl.load(extra + row * size + column, mask=column < size, other=0.0)
     tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
 
 
@@ -232,15 +255,40 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
         return reason
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    named = {"w13": w13, "w2": w2, "shared_w13": shared_w13, "shared_w2": shared_w2}
+    named = {"w13": w13, "w2": w2}
+    if is_apart(shared_w13):
+        for weight in (shared_w13, shared_w2):
+            found = linear_triton.weight_format(weight)
+            if isinstance(found, str):
+                return f"the shared expert: {found}"
+    else:
+        named |= {"shared_w13": shared_w13, "shared_w2": shared_w2}
     for name, weight in named.items():
         if not isinstance(weight, TiledNvfp4):
             return f"{name} is {type(weight).__name__}; kernels read NVFP4 after repack_weights"
         if weight.paired != name.endswith("w13"):
             return f"{name} is tiled for another use"
-    if shared_w2.columns != w2.columns:
+    if not is_apart(shared_w13) and shared_w2.columns != w2.columns:
         return f"the shared expert is {shared_w2.columns} wide, the others {w2.columns}"
     return None
+
+
+def is_apart(shared_w13) -> bool:
+    """Whether the shared expert has another format and runs as two linear ops."""
+    return not isinstance(shared_w13, TiledNvfp4)
+
+
+def shared_part(x, w13, w2, limit):
+    """fp32 `[tokens, size]` of a shared expert in FP8 or bf16."""
+    tokens, inner = x.shape[0], w2.shape[1]
+    h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
+    z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
+    part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
+    linear_triton.launch(x, [w13], [h])
+    grid = (triton.cdiv(inner, 1024), tokens)
+    _activate_kernel[grid](h, z, inner, limit, BN=1024, ASM=not interpreting(), **launch_options(4))
+    linear_triton.launch(z, [w2], [part])
+    return part
 
 
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
@@ -256,7 +304,11 @@ def launch(
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     up = up or choose_config(num_tokens, chosen, num_experts)
     down = down or up
-    direct = num_tokens == 1
+    extra = None
+    if shared_w13 is not None and is_apart(shared_w13):
+        extra = shared_part(x, shared_w13, shared_w2, limit)
+        shared_w13 = shared_w2 = None
+    direct = num_tokens == 1 and extra is None
     shared = shared_w13 is not None
     table = None if direct else route(experts, num_experts, up.bm)
     num_pairs, num_routed = num_tokens * chosen, chosen if direct else table.num_tiles
@@ -291,8 +343,9 @@ def launch(
     )  # fmt: skip
     if not direct:
         grid = (triton.cdiv(size, 1024), num_tokens)
-        options = {"PLACES": places, "BN": 1024, "ASM": common["ASM"]}
-        _combine_kernel[grid](parts, y, size, **options, **launch_options(4))
+        options = {"PLACES": places, "EXTRA": extra is not None, "BN": 1024, "ASM": common["ASM"]}
+        late = parts if extra is None else extra
+        _combine_kernel[grid](parts, late, y, size, **options, **launch_options(4))
     return y
 
 

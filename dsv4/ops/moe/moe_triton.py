@@ -15,6 +15,8 @@ from dsv4.ops.moe.router_triton import gate_logits
 def supports(router, experts) -> str | None:
     if router["x"].shape[0] != 1:
         return "more than one token: choosing is a kernel of its own"
+    if experts_triton.is_apart(experts["shared_w13"]):
+        return "a shared expert in another format"
     return router_triton.supports(**router) or experts_triton.weights_reason(
         router["x"], experts["w13"], experts["w2"], experts["shared_w13"], experts["shared_w2"]
     )

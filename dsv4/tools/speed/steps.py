@@ -45,7 +45,9 @@ from dsv4.tools.speed.model import (
 REPLAYS = 20
 # which kernels belong together in the table of shares
 FAMILIES = {
-    "experts": ("_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel"),
+    "experts": (
+        "_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel", "_activate_kernel",
+    ),
     "router": ("_gate_kernel", "_choose_kernel"),
     "linear": ("_linear_kernel", "expand_kernel"),
     "mhc": ("_update_kernel", "_mix_kernel"),
