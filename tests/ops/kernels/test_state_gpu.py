@@ -22,10 +22,10 @@ pytestmark = [
 ]
 NAMES = (
     "rms_norm", "mhc_pre", "mhc_boundary", "mhc_head", "rope", "query_prepare", "index_query",
-    "kv_store", "compress", "index_scores", "index_select", "attention", "sample",
+    "kv_store", "compress", "index_scores", "index_select", "attention", "sample", "accept",
 )  # fmt: skip
 FLASH, PRO = SHAPES["flash"], SHAPES["pro"]
-BATCHES = (1, 2, 3, 8, 9, 17, 64, 65, 128, 257)
+BATCHES = (1, 2, 3, 8, 9, 17, 64, 65, 128, 257, 1000, 8192)
 
 
 def module_of(name: str) -> Any:
@@ -150,8 +150,8 @@ def model_cases() -> Iterator[tuple[str, str, Callable[[], Arguments], float]]:
 def distinct(arguments: Arguments) -> Arguments:
     """A page table without repeated pages, where entries are written."""
     table = arguments["table"]
-    pages = torch.randperm(arguments["pool"].data.shape[0])[: table.numel()]
-    return {**arguments, "table": pages.view(table.shape)}
+    pages = torch.randperm(arguments["pool"].data.shape[0], device=table.device)
+    return {**arguments, "table": pages[: table.numel()].view(table.shape)}
 
 
 def scores_row(width: int, topk: int, ties: bool) -> Arguments:
@@ -181,7 +181,7 @@ def first_rows(value: Any, rows: int, total: int) -> Any:
 @pytest.mark.parametrize("name", ["rms_norm", "mhc_boundary", "mhc_head", "index_select", "sample"])
 def test_rows_do_not_depend_on_the_batch(name: str) -> None:
     torch.manual_seed(9)
-    total = 64 if name == "sample" else BATCHES[-1]
+    total = {"sample": 64, "index_select": 1000}.get(name, BATCHES[-1])
     if name == "rms_norm":
         x = torch.randn(total, 4096, device="cuda").bfloat16()
         arguments: Arguments = {"x": x, "weight": torch.randn(4096, device="cuda"), "eps": 1e-6}
@@ -206,13 +206,13 @@ def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> Non
     torch.manual_seed(10)
     module = module_of("attention")
     ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
-    batch = make_ragged([90000, 700], [5, 300], [0, 1], torch.device("cuda"))
+    batch = make_ragged([90000, 700], [5, 1995], [0, 1], torch.device("cuda"))
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
     whole = module.run(**arguments)
     for heads, split, warps in ((64, True, 8), (64, False, 8), (16, True, 8), (16, False, 8)):
         form = module.run(**arguments, config=module.Config(heads, split, warps, 2))
         assert same_bits(form, whole), f"{heads} heads, split {split}"
-    for row in (0, 4, 5, 304):
+    for row in (0, 4, 5, 304, 1999):
         seq = int(batch.seq_idx[row])
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
         compressed = arguments["compressed"]
@@ -236,13 +236,14 @@ def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> Non
 @pytest.mark.parametrize("name", ["query_prepare", "index_query", "index_scores"])
 def test_query_rows_do_not_depend_on_the_batch(name: str) -> None:
     torch.manual_seed(11)
-    batch = inputs.prefill_batch(257, 20000, "cuda")
+    count = 2048 if name == "index_scores" else 8192
+    batch = inputs.prefill_batch(count, 20000, "cuda")
     if name == "index_scores":
         arguments = inputs.scores_arguments(batch, 64, "cuda")
     else:
         arguments = inputs.query_arguments(FLASH, batch, "cuda", name == "index_query")
     whole = outputs(name, arguments)[0]
-    for row in (0, 100, 256):
+    for row in (0, 100, count - 1):
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
         part = {**arguments, "q": arguments["q"][row : row + 1].contiguous()}
         if name == "index_scores":
@@ -271,6 +272,49 @@ def test_compress_by_chunk_and_by_token(ratio: int, index: bool) -> None:
     for key in ("state", "pool"):
         pairs = zip(leaves(whole[key]), leaves(single[key]), strict=True)
         assert all(same_bits(a, b) for (_, a), (_, b) in pairs), key
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_state_in_one_launch(ratio: int) -> None:
+    """Latent, window key, entry and index key: the bits of the ops one by one."""
+    torch.manual_seed(14)
+    fused = import_module("dsv4.ops.kv.prepare_triton")
+    batch = make_ragged([126, 127, 9003], [1, 1, 1], [2, 0, 1], torch.device("cuda"))
+    norm = {
+        "x": torch.randn(3, 1024, device="cuda").bfloat16(),
+        "weight": torch.rand(1024, device="cuda"),
+        "eps": 1e-6,
+    }
+    key = distinct(inputs.kv_arguments(batch, "cuda"))
+    blocks = [
+        distinct(inputs.compress_arguments(batch, ratio, index, "cuda"))
+        for index in (False, True)[: {0: 0, 4: 2, 128: 1}[ratio]]
+    ]
+    together = {"norm": norm, "key": key, "blocks": blocks}
+    mine = copied(together)
+    for block in (*blocks, *mine["blocks"]):  # tables are read only, and one for both
+        block["table"] = blocks[0]["table"]
+    assert fused.supports(**mine) is None, fused.supports(**mine)
+    found = fused.run(**mine)
+    assert same_bits(found, module_of("rms_norm").run(**norm))
+    module_of("kv_store").run(**key)
+    for block in blocks:
+        module_of("compress").run(**block)
+    for (path, a), (_, b) in zip(leaves(together), leaves(mine), strict=True):
+        assert same_bits(a, b), path
+
+
+def test_queries_in_one_launch() -> None:
+    torch.manual_seed(15)
+    fused = import_module("dsv4.ops.attention.queries_triton")
+    batch = inputs.decode_batch(5, 70000, "cuda")
+    query = inputs.query_arguments(FLASH, batch, "cuda")
+    index = inputs.query_arguments(FLASH, batch, "cuda", index=True)
+    weights = torch.randn(5, 64, device="cuda")
+    found = fused.run(query, index, weights, 0.011)
+    module = module_of("query_prepare")
+    wanted = module.run(**query), module.run(**index), weights * 0.011
+    assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True))
 
 
 def test_graph_capture_allocates_nothing_new() -> None:

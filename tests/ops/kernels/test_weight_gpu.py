@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsv4.ops import OPS
+from dsv4.ops.ragged import make_ragged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,3 +39,49 @@ def test_repeats_bit_for_bit() -> None:
     first = OPS["experts"].kernels[0].run(arguments)
     for _ in range(20):
         assert torch.equal(first, OPS["experts"].kernels[0].run(arguments))
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_experts_that_choose_themselves(hashed: bool) -> None:
+    """One token, router and experts together: the bits of one after the other."""
+    from importlib import import_module
+
+    from tests.ops.kernels import inputs
+
+    fused = import_module("dsv4.ops.moe.moe_triton")
+    choice = inputs.router_arguments(1, hashed)
+    experts = inputs.experts_arguments(1)
+    count, size = 24, experts["x"].shape[1]
+    choice |= {"x": experts["x"], "gate": choice["gate"][:count, :size].contiguous()}
+    if hashed:
+        choice["table"] = (choice["table"] % count).sort(1).values.contiguous()
+    else:
+        choice["bias"] = choice["bias"][:count].contiguous()
+    matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
+    assert fused.supports(choice, matrices) is None
+    picked, weights = OPS["router"].kernels[0].run(choice)
+    arguments = {"x": experts["x"], "experts": picked, "weights": weights, **matrices}
+    wanted = OPS["experts"].kernels[0].run(arguments)
+    assert torch.equal(fused.run(choice, matrices), wanted)
+
+
+def test_a_whole_layer_is_the_same_at_any_size() -> None:
+    """Rows of a step of 1 to 300 tokens through a whole model: bits of the row in a large one."""
+    from dsv4.tools.speed.model import filled_state, random_model, shape_config
+    from dsv4.tools.speed.steps import prompt_inputs
+
+    device = torch.device("cuda")
+    model, _ = random_model(shape_config("tiny", None), device)
+    state = filled_state(model.config, 1, 512, device, chunk_tokens=300)
+    inputs = prompt_inputs(state, 300)
+    all_rows = type(inputs)(**{**inputs.__dict__, "logits_rows": None})
+    whole = model(all_rows, state.layers).clone()
+    for count in (1, 2, 9, 65, 299):
+        part = type(inputs)(
+            **{
+                **all_rows.__dict__,
+                "token_ids": inputs.token_ids[:count].contiguous(),
+                "batch": make_ragged([0], [count], [0], device),
+            }
+        )
+        assert torch.equal(model(part, state.layers), whole[:count]), count
