@@ -179,8 +179,12 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     order = channel.receive()
     assert order is not None
+    if "FAKE_FAIL" in os.environ:
+        channel.send({"kind": "failed", "error": os.environ["FAKE_FAIL"], "exit_code": 2})
+        return
     engine = FakeEngine(channel, order["model"])
     channel.send({"kind": "plan", "text": "nothing to plan"})
+    channel.send({"kind": "stats", "stats": engine.stats()})
     channel.send({"kind": "ready", "facts": engine.facts()})
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,8 @@ import httpx
 import pytest
 
 from dsv4.cli import main
-from tests.server.support import ASK, REAL, Server, in_background
+from dsv4.server.worker.wire import Channel
+from tests.server.support import ASK, Server, in_background
 
 CHAT = "/v1/chat/completions"
 
@@ -286,9 +286,29 @@ def test_without_the_extra(run: Callable[..., Done], monkeypatch: pytest.MonkeyP
     assert "pip install 'dsv4[server]'" in done.err
 
 
-def test_the_engines_own_errors_end_the_start() -> None:
-    command = [*REAL, "--port", "0", "--max-context", "999999999"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 2
-    assert "max_context" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_engines_own_errors_end_the_start(own: Callable[..., Server]) -> None:
+    server = own(env={"FAKE_FAIL": "max_context is too large"})
+    assert server.process.wait(30) == 2
+    assert "error: max_context is too large" in server.log
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("model", "choices", "code", "word"),
+    [("tiny", {"max_context": 10**9}, 2, "max_context"), ("nowhere", {}, 1, "nowhere")],
+)
+def test_what_the_real_engine_says_then(
+    monkeypatch: pytest.MonkeyPatch, model: str, choices: Any, code: int, word: str
+) -> None:
+    from dsv4.server.worker.main import main as engine_main  # torch is imported here only
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours:
+        channel = Channel(ours)
+        channel.send({"kind": "load", "model": model, "choices": choices, "log_level": 30})
+        assert engine_main(["engine", str(theirs.detach())]) == code
+        message = channel.receive()
+        assert message is not None
+        assert (message["kind"], message["exit_code"]) == ("failed", code)
+        assert word in message["error"]

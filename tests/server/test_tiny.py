@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +110,25 @@ def test_echo_equals_what_the_model_said(tiny: Server, client: OpenAI) -> None:
     assert scored.tokens[-1] == said.tokens[0]
     assert scored.token_logprobs[-1] == pytest.approx(said.token_logprobs[0], abs=1e-4)
     assert scored.top_logprobs[-1] == pytest.approx(said.top_logprobs[0], abs=1e-4)
+
+
+def test_who_leaves_frees_the_engine(tiny: Server) -> None:
+    body = {"messages": ASK, "stream": True, "max_tokens": 5000, "logit_bias": no_end(tiny)}
+    with (
+        tiny.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as answer,
+    ):
+        next(answer.iter_lines())
+        assert tiny.stats()["num_running"] == 1
+    tiny.wait_until_idle()
+    assert not any(tiny.stats()["pages_used"].values())
+
+
+def no_end(server: Server) -> dict[str, float]:
+    """A bias against every marker that ends an answer."""
+    texts = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
+    bodies = [{"prompt": text, "add_special_tokens": False} for text in texts]
+    return {str(server.post("/tokenize", body).json()["tokens"][0]): -100.0 for body in bodies}
 
 
 def test_usage_counts(client: OpenAI) -> None:

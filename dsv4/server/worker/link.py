@@ -243,6 +243,7 @@ class EngineLink:
                 return
             self.state = "restarting" if self.facts else "starting"
             self.num_restarts += bool(self.facts)
+            self.stats = {}
             error = "the engine stopped in the middle of this request; it is being restarted"
             self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
             pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]

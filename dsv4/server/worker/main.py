@@ -37,7 +37,11 @@ def main(arguments: list[str]) -> int:
     # The web process decides when to end; a signal to the whole group must not cut answers off.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(arguments[1])))
+    with socket.socket(fileno=int(arguments[1])) as connection:
+        return _run(Channel(connection))
+
+
+def _run(channel: Channel) -> int:
     order = channel.receive()
     if order is None:
         return 1
@@ -71,6 +75,7 @@ def _load(order: Message, channel: Channel) -> Engine:
     engine = Engine.load(order["model"], progress=progress, **order["choices"])
     warm_up = SamplingParams(max_tokens=2, temperature=0)
     engine.generate([[config.bos_id]], warm_up)  # through every op: nothing is built later
+    channel.send(_stats(engine))  # so that there are some when it is ready
     channel.send({"kind": "ready", "facts": _facts(engine)})
     return engine
 
@@ -97,6 +102,10 @@ def _facts(engine: Engine) -> Message:
         "settings": dataclasses.asdict(settings),
         "page_bytes": {pool: geometry.page_bytes(pool) for pool in POOLS},
     }
+
+
+def _stats(engine: Engine) -> Message:
+    return {"kind": "stats", "stats": dataclasses.asdict(engine.stats())}
 
 
 @dataclass
@@ -213,8 +222,7 @@ class Worker:
     def _send_stats(self) -> None:
         if time.monotonic() - self._stats_at >= STATS_SECONDS:
             self._stats_at = time.monotonic()
-            stats = dataclasses.asdict(self._engine.stats())
-            self._channel.send({"kind": "stats", "stats": stats})
+            self._channel.send(_stats(self._engine))
 
 
 if __name__ == "__main__":
