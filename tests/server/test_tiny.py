@@ -114,12 +114,13 @@ def test_echo_equals_what_the_model_said(tiny: Server, client: OpenAI) -> None:
 
 def test_who_leaves_frees_the_engine(tiny: Server) -> None:
     body = {"messages": ASK, "stream": True, "max_tokens": 5000, "logit_bias": no_end(tiny)}
-    with (
-        tiny.client() as client,
-        client.stream("POST", "/v1/chat/completions", json=body) as answer,
-    ):
+    path = "/v1/chat/completions"
+    with tiny.client() as client, client.stream("POST", path, json=body) as answer:
         next(answer.iter_lines())
-        assert tiny.stats()["num_running"] == 1
+        end = time.monotonic() + 20
+        while tiny.stats()["num_running"] == 0:
+            assert time.monotonic() < end
+            time.sleep(0.1)
     tiny.wait_until_idle()
     assert not any(tiny.stats()["pages_used"].values())
 
