@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 
-from dsv4.chat import Delta, OutputParser, Parsed, Tokenizer
+from dsv4.chat import Delta, OutputParser, Parsed, Tokenizer, new_call_id
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.server.api_error import ApiError, internal_error
 from dsv4.server.metrics import Record
@@ -40,13 +40,14 @@ class Choice:
         self._phase = 0
         self._record = record
         self._forced_deltas: list[Delta] = []
+        self._call_ids: list[str] = []
         self.index = index
         self.num_output = 0
         self.num_reasoning = 0
         self.num_cached = 0
         self.is_finished = False
         self.logprobs = Step(index)  # of all steps
-        self._put(self._current.forced)
+        self._forced_deltas += self._force(self._current.forced)
 
     @property
     def _current(self) -> Phase:
@@ -66,6 +67,11 @@ class Choice:
         if self._order.parallel_calls or len(result.tool_calls) < 2:
             return result
         return replace(result, tool_calls=result.tool_calls[:1], finish_reason="tool_calls")
+
+    def call_id(self, place: int) -> str:
+        while len(self._call_ids) <= place:
+            self._call_ids.append(new_call_id(len(self._call_ids)))
+        return self._call_ids[place]
 
     def request(self) -> Request:
         """What the engine is to do for the current phase."""
@@ -169,9 +175,6 @@ class Choice:
         self._ids += tokens
         return self._parser.push_tokens(tokens)
 
-    def _put(self, tokens: tuple[int, ...]) -> None:
-        self._forced_deltas += self._force(tokens)
-
     def _finish(self, step: Step, reason: str) -> None:
         step.deltas += self._parser.finish("length" if reason == "length" else "stop")
         if not self._order.parallel_calls:
@@ -239,9 +242,13 @@ class Answers:
         record = self.record
         record.num_cached = self.choices[0].num_cached
         record.num_reasoning = sum(choice.num_reasoning for choice in self.choices)
-        finished = [choice.result for choice in self.choices if choice.is_finished]
-        record.num_calls = sum(len(result.tool_calls) for result in finished)
-        record.num_malformed = sum(result.malformed for result in finished)
+        for choice in self.choices:
+            if choice.is_finished:
+                result, count = choice.result, len(choice.result.tool_calls)
+                record.num_calls += count
+                record.num_malformed += result.malformed
+                ids = [choice.call_id(place) for place in range(count)]
+                self._service.recall.keep(ids, result.reasoning)
         self._service.metrics.close(record)
         self._trace()
 

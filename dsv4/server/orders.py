@@ -81,7 +81,7 @@ def chat_order(
     parallel_calls: bool = True,
 ) -> Order:
     """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be."""
-    prompt = conversation.encode(service.dialect)
+    prompt = service.recall.restore(conversation).encode(service.dialect)
     ids = tuple(prompt.ids(service.tokenizer))
     room = max(service.max_context - len(ids), 1)
     if asked is not None and is_lowered:

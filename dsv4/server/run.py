@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,12 +17,10 @@ from dsv4.server.app import create_app
 from dsv4.server.gate import is_loopback
 from dsv4.server.options import HEADER_SECONDS, MAX_HEADER_BYTES, ServerOptions
 from dsv4.server.service import Service
-from dsv4.server.worker.link import ENGINE, EngineLink
+from dsv4.server.worker.link import ENGINE, EngineLink, Notify
 from dsv4.server.worker.wire import Message
 
 log = logging.getLogger(__name__)
-
-Notify = Callable[[Message], None]
 
 
 class StartError(Dsv4Error):

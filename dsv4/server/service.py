@@ -4,12 +4,14 @@ import asyncio
 import json
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dsv4 import __version__
-from dsv4.chat import DIALECTS, Dialect, Tokenizer
+from dsv4.chat import DIALECTS, Conversation, Dialect, Tokenizer
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.server.api_error import ApiError, bad_request
 from dsv4.server.metrics import Metrics
@@ -21,6 +23,8 @@ from dsv4.util.models import model_folder
 log = logging.getLogger(__name__)
 
 FINGERPRINT = f"dsv4-{__version__}"
+MAX_RECALLED = 1024  # calls whose reasoning is remembered
+MAX_RECALL_CHARACTERS = 100_000
 T = TypeVar("T")
 
 
@@ -34,6 +38,7 @@ class Service:
         self.names = options.names or (folder.resolve().name,)
         self.metrics = Metrics(self.names[0], link)
         self.trace = Trace(options.trace)
+        self.recall = Recall()
         self.created = int(time.time())
         self.is_draining = False
 
@@ -120,6 +125,31 @@ async def in_thread(work: Callable[[], T]) -> T:
         raise bad_request(error) from error
     except Dsv4Error as error:
         raise ApiError(400, str(error)) from error
+
+
+class Recall:
+    """The reasoning behind tool calls, by call id.
+
+    Many clients send calls back without it, although the model wants to see it again.
+    """
+
+    def __init__(self) -> None:
+        self._reasoning: OrderedDict[str, str] = OrderedDict()
+
+    def keep(self, call_ids: list[str], reasoning: str) -> None:
+        if len(reasoning) <= MAX_RECALL_CHARACTERS:
+            self._reasoning.update(dict.fromkeys(call_ids, reasoning))
+        while len(self._reasoning) > MAX_RECALLED:
+            self._reasoning.popitem(last=False)
+
+    def restore(self, conversation: Conversation) -> Conversation:
+        messages = tuple(
+            replace(message, reasoning=self._reasoning.get(message.calls[0].id or "", ""))
+            if message.calls and not message.reasoning
+            else message
+            for message in conversation.messages
+        )
+        return replace(conversation, messages=messages)
 
 
 class Trace:

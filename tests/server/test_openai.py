@@ -133,6 +133,38 @@ def test_tool_calls(client: OpenAI) -> None:
     assert again.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_reasoning_that_a_client_dropped_is_restored(
+    client: OpenAI, engine_log: Any, stream: bool
+) -> None:
+    say = f"Rome it is.</think>{calls_text(ROME)}"
+    done = ask(client, say, tools=[WEATHER], stream=stream)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in done]
+        call_id = next(delta.tool_calls[0].id for delta in deltas if delta.tool_calls)
+    else:
+        call_id = done.choices[0].message.tool_calls[0].id
+    function = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": call_id, "type": "function", "function": function}
+    messages: Any = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "sunny"},
+    ]
+
+    def prompt_len() -> int:
+        client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
+        asked = [json.loads(line) for line in engine_log.read_text().splitlines()]
+        last = [message for message in asked if message["kind"] == "add"][-1]
+        return len(last["request"]["prompt_ids"])
+
+    restored = prompt_len()
+    messages[1]["reasoning_content"] = "Rome it is."
+    assert prompt_len() == restored
+    messages[1]["reasoning_content"] = "Rome it is. And more of that."
+    assert prompt_len() > restored
+
+
 def test_content_is_null_beside_calls(client: OpenAI) -> None:
     done = ask(client, f"Hm.</think>{calls_text(ROME)}", tools=[WEATHER])
     assert done.choices[0].message.content is None

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from dsv4.chat import Delta, new_call_id
+from dsv4.chat import Delta
 from dsv4.chat.output.stops import read_stops
 from dsv4.chat.requests import read_chat_completions
 from dsv4.errors import RequestError
@@ -96,7 +96,7 @@ class _Writer:
             message["content"] = result.content or None
             message["tool_calls"] = [
                 {
-                    "id": new_call_id(place),
+                    "id": choice.call_id(place),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -133,7 +133,7 @@ class _Writer:
         logprobs = self._logprobs(step) if self._has_logprobs else None
         found = []
         for delta in step.deltas:
-            content = self._delta(delta)
+            content = self._delta(delta, self._answers.choices[step.choice])
             if content is not None:
                 found.append(self._chunk(step.choice, content, logprobs))
                 logprobs = None
@@ -145,7 +145,7 @@ class _Writer:
             found.append(self._chunk(step.choice, {}, None, result.finish_reason, extra))
         return found
 
-    def _delta(self, delta: Delta) -> dict[str, Any] | None:
+    def _delta(self, delta: Delta, choice: Choice) -> dict[str, Any] | None:
         if delta.kind == "content":
             return {"content": delta.text}
         if delta.kind == "reasoning":
@@ -154,7 +154,7 @@ class _Writer:
             return {"reasoning_content": delta.text, "reasoning": delta.text}
         call: dict[str, Any] = {"index": delta.call_index}
         if delta.kind == "call":
-            call["id"] = new_call_id(delta.call_index)
+            call["id"] = choice.call_id(delta.call_index)
             call["type"] = "function"
             call["function"] = {"name": delta.text, "arguments": ""}
         else:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from dsv4.chat import Delta, Parsed, jsontext, new_call_id
+from dsv4.chat import Delta, Parsed, jsontext
 from dsv4.chat.requests import read_messages_api
 from dsv4.server.answers import Answers, Choice
 from dsv4.server.api_error import ApiError
@@ -98,7 +98,7 @@ class _Writer:
             content.append(
                 {
                     "type": "tool_use",
-                    "id": new_call_id(place),
+                    "id": self._choice.call_id(place),
                     "name": call.name,
                     "input": _input(call.arguments),
                 }
@@ -141,7 +141,7 @@ class _Writer:
         if delta.kind == "content":
             return self._text("text", delta.text)
         if delta.kind == "call":
-            start = {"type": "tool_use", "id": new_call_id(delta.call_index), "input": {}}
+            start = {"type": "tool_use", "id": self._choice.call_id(delta.call_index), "input": {}}
             return self._open("tool_use", {**start, "name": delta.text})
         return [self._delta("input_json_delta", partial_json=delta.text)]
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from dsv4.chat import Delta, new_call_id
+from dsv4.chat import Delta
 from dsv4.chat.requests import read_responses
 from dsv4.errors import RequestError
 from dsv4.server.answers import Answers, Choice
@@ -150,7 +150,7 @@ class _Writer:
         item: Item = {
             "id": f"fc_{self._id}_{len(self._items)}",
             "type": "function_call",
-            "call_id": new_call_id(delta.call_index),
+            "call_id": self._choice.call_id(delta.call_index),
             "name": delta.text,
             "arguments": "",
         }
