@@ -100,8 +100,12 @@ def _examine(
         found.ops = list(check_ops(device))
     _print_ops(found.ops, console)
     if subject is not None:
-        with console.status("comparing the model with its formulas, op by op"):
-            found.model = examine_model(subject)
+        with console.status("comparing the model with its formulas, op by op") as status:
+
+            def progress(layer: int, count: int) -> None:
+                status.update(f"comparing the model with its formulas: layer {layer} of {count}")
+
+            found.model = examine_model(subject, progress=progress)
         _print_model(found.model, console)
     return found, subject
 
@@ -138,7 +142,8 @@ def _print_machine(machine: "Machine", console: Console) -> None:
         f"{machine.bandwidth_gbs:g} GB/s"
         + (f" of {machine.published_gbs:g} published" if machine.published_gbs else "")
         + f"; dsv4 {machine.dsv4}, torch {machine.torch}, triton {machine.triton}, "
-        f"CUDA {machine.cuda}, python {machine.python}"
+        f"CUDA {machine.cuda}{machine.driver and f' (driver {machine.driver})'}, "
+        f"python {machine.python}"
     )
     for note in machine.notes:
         console.print(f"[yellow]note[/] {escape(note)}")

@@ -7,6 +7,7 @@ check       compares, call by call; `cause` says why a call is wrong
 cross       the same tokens by different ways
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,8 @@ from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run
 from dsv4.tools.doctor.plain.layer import PlainLayer
 from dsv4.tools.doctor.plain.stations import STATIONS
 from dsv4.tools.doctor.subject import Subject
+
+Progress = Callable[[int, int], None]  # layer, number of layers
 
 # End to end, rounding may be amplified; exact mode has none to speak of.
 END_TO_END_LIMIT = 2e-2
@@ -53,10 +56,15 @@ class ModelReport:
         return not self.wrong and not self.unplaced and crossed and settled
 
 
-def examine_model(subject: Subject, *, only_calls: bool = False) -> ModelReport:
-    """Call by call on the engine's inputs; then (unless `only_calls`) end to end and crosswise."""
+def examine_model(
+    subject: Subject, *, only_calls: bool = False, progress: Progress | None = None
+) -> ModelReport:
+    """Call by call on the engine's inputs; then (unless `only_calls`) end to end and crosswise.
+
+    `progress` is told which layer the engine has reached.
+    """
     with torch.inference_mode():
-        make_layer = layers_of(subject)
+        make_layer = layers_of(subject, progress)
         config, count = subject.config, len(subject.token_ids)
         checker = Checker(config.num_layers, make_layer, end_to_end=not only_calls)
         alone = Record(make_layer, config.num_layers, count // 4)
@@ -83,7 +91,7 @@ def examine_model(subject: Subject, *, only_calls: bool = False) -> ModelReport:
     return report
 
 
-def layers_of(subject: Subject) -> LayerMaker:
+def layers_of(subject: Subject, progress: Progress | None = None) -> LayerMaker:
     """Plain layers on demand; their weights are kept where all of them fit into memory."""
     kept: dict[int, PlainLayer] = {}
 
@@ -91,6 +99,8 @@ def layers_of(subject: Subject) -> LayerMaker:
         if number not in kept:
             if subject.streamed:
                 kept.clear()
+            if progress is not None:
+                progress(number, subject.config.num_layers)
             kept[number] = PlainLayer(
                 subject.config,
                 number,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from dsv4.errors import KernelError
 from dsv4.ops.arguments import copied
 from dsv4.ops.op import Arguments, Op
 from dsv4.tools.doctor.plain.stations import STATIONS, Call
@@ -51,7 +52,11 @@ class Tracer:
         before = dict(arguments)
         if self._keep_state:
             before |= {key: copied(arguments[key]) for key in _MUTABLE if key in arguments}
-        result = run()
+        try:
+            result = run()
+        except Exception as error:
+            where = f"{op.name} ({name}) in layer {max(self._layer, 0)}"
+            raise KernelError(f"{where} failed: {error}") from error
         self._consumer(Call(max(self._layer, 0), STATIONS[name], op, before, arguments, result))
         return result
 

@@ -11,13 +11,14 @@ import torch
 
 import dsv4.ops.op as op_module
 from dsv4.cache.state import StateTensors
+from dsv4.errors import KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.runner.buffers import DecodeBuffers
 from dsv4.testing import small_config
 from dsv4.tools.doctor import cross
 from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.report import model_conclusions
-from tests.tools.doctor.faults import FAULTS, Fault, kernel
+from tests.tools.doctor.faults import FAULTS, Fault, in_layer, kernel
 from tests.tools.doctor.subjects import SMALL, make_subject, small_subject
 
 
@@ -145,3 +146,16 @@ def test_missing_and_foreign_ops_are_reported() -> None:
     assert {"index_keys", "index_scores"} <= {
         c.station for c in report.cells if c.status == "not run"
     }
+
+
+def test_an_op_that_fails_is_named() -> None:
+    def fail(right: Any, a: dict[str, Any]) -> None:
+        raise RuntimeError("illegal memory access")
+
+    subject = small_subject()
+    failing = kernel("compress", fail, in_layer(subject, 2, "ape", "compressor.ape"))
+    with (
+        failing,
+        pytest.raises(KernelError, match=r"compress \(entries\) in layer 2 failed: illegal"),
+    ):
+        examine_model(subject, only_calls=True)
