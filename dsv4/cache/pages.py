@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dsv4.cache.geometry import POOLS, Geometry, Pool
+from dsv4.cache.geometry import GROWING_POOLS, POOLS, Geometry, Pool
 from dsv4.errors import CapacityError
 
 Columns = dict[int, int]  # a page for each column of a sequence's table
@@ -175,6 +175,8 @@ class StatePages:
         """Columns for which a sequence has no page yet if it grows by `count` tokens."""
         start, held = sequence.length, sequence.columns[pool]
         needed = self.geometry.pages_needed(pool, start, start + count)
+        if pool in GROWING_POOLS:  # all from the first on; a long sequence has thousands
+            return list(range(len(held), len(needed)))
         return [column for column in needed if column not in held]
 
     def prepare(self, sequences: Sequence[SequencePages], num_new: Sequence[int]) -> Growth:

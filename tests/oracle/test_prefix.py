@@ -12,6 +12,7 @@ import pytest
 
 from dsv4 import Engine, SamplingParams
 from dsv4.cache.geometry import PAGE_ENTRIES, SHARED_TOKENS
+from dsv4.cache.state import StateTensors
 from dsv4.request import Completion, Request
 from tests.models import write_quick_model
 
@@ -71,6 +72,18 @@ def test_the_hca_page_is_copied_not_shared(folder: Path) -> None:
         [found] = warm.generate([prompt], PARAMS)
         same(found, right)
         assert found.num_cached == (len(prompt) - 1) // SHARED_TOKENS * SHARED_TOKENS
+
+
+@pytest.mark.parametrize("forgotten", ["save_rows", "restore_rows", "copy_page"])
+def test_a_forgotten_copy_would_be_seen(
+    folder: Path, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StateTensors, forgotten, lambda *args: None)
+    warm = make(folder)
+    prompts = [tokens(90 + i, 150) for i in range(4)]  # not each of them looks at every entry
+    cold, hit = (warm.generate(prompts, PARAMS) for _ in range(2))
+    assert [answer.num_cached for answer in hit] == [128] * 4
+    assert [answer.logprobs for answer in hit] != [answer.logprobs for answer in cold]
 
 
 def test_beyond_one_hca_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
