@@ -108,7 +108,7 @@ LATER = {"facts": 1.8, "instructions": 1.9, "arithmetic": 1.3, "retrieval": 0.5,
 # the last leg: half of every step is computed with a mistake (mistakes.py), and words that change
 # have to be followed
 CANARY_FROM = 0.666
-UPDATES_SHARE = 0.15  # of the tokens in rows of 1024
+UPDATES_SHARE = 0.2  # of the tokens in rows of 1024
 UPDATES_LENGTHS = (2048, 4096, 8192)  # rows whose document is one of changes, every other time
 
 

@@ -173,11 +173,11 @@ def retrieval(rng: random.Random, num_tokens: int, count: Callable[[str], int]) 
 
 
 def updates(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:
-    """Words that change up to 150 times, and questions for the newest ones."""
+    """Words that change, one of them up to 150 times, and questions for the newest."""
     num_tokens = max(num_tokens, 420)
-    changed = draw_facts(rng, rng.randint(1, min(4, 1 + num_tokens // 400)))
-    most = min(150.0, num_tokens / 20 / len(changed))
-    newest = {fact: int(most ** rng.random()) for fact in changed}
+    changed = draw_facts(rng, rng.randint(1, min(8, num_tokens // 200)))
+    newest = {fact: int(12 ** rng.random()) for fact in changed}
+    newest[changed[0]] = int(min(150.0, num_tokens / 25) ** rng.random())
     text = updates_document(rng, newest, num_tokens - 23 * len(changed), count)
     messages = []
     for place, fact in enumerate(rng.sample(changed, len(changed))):

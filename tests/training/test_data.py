@@ -115,13 +115,12 @@ def test_held_out_updates_exceed_the_selection_and_the_window(encoder: Encoder) 
 
 
 def test_words_change_in_the_last_leg_only() -> None:
-    packer = Packer(4)
     number = SKILLS.index("updates")
     for length in (1024, 2048):
-        packer.progress = 0.6
-        assert number not in packer.batch(length, 20).skills
-        packer.progress = 0.7
-        assert number in packer.batch(length, 20).skills
+        for progress, wanted in ((0.6, False), (0.7, True)):
+            packer = Packer(4)
+            packer.progress = progress
+            assert (number in packer.batch(length, 20).skills) == wanted
 
 
 def test_working_leads_to_the_right_result() -> None:
