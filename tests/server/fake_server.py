@@ -20,6 +20,6 @@ def serve(*arguments: Any, **options: Any) -> None:
 if __name__ == "__main__":
     dsv4.server.run.serve = serve  # type: ignore[assignment]
     if "FAKE_HURRY" in os.environ:  # limits of time that a test can wait for
-        dsv4.server.run.HEADER_SECONDS = dsv4.server.gate.BODY_SECONDS = 0.5
+        dsv4.server.run.HEADER_SECONDS = dsv4.server.gate.BODY_SECONDS = 1.5
         dsv4.server.answers.KEEP_ALIVE_SECONDS = 0.3
     main()

@@ -178,6 +178,10 @@ def test_tool_calls_are_shown_and_answered(page: Any) -> None:
     page.wait_for_selector(".result input")
     assert "Calls get_weather" in page.locator("details.call summary").inner_text()
     assert '"city": "Rome"' in page.locator("details.call pre").inner_text()
+    page.wait_for_function("document.activeElement.matches('.result input')")
+    send(page, "not yet")  # a result must come first
+    assert page.locator(".message.user").count() == 1
+    assert page.input_value("#input") == "not yet"
     page.fill(".result input", "sunny")
     page.keyboard.press("Enter")
     page.wait_for_selector(".message.assistant:nth-of-type(3), .message.assistant >> nth=1")

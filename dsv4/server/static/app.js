@@ -104,8 +104,13 @@ async function answer() {
     running = null;
     keep();
     draw();
-    $("input").focus();
+    focusNext();
   }
+}
+
+// Where the keyboard belongs: a call that waits for its result, or the next message.
+function focusNext() {
+  (document.querySelector(".result input") ?? $("input")).focus();
 }
 
 function takeDelta(message, delta) {
@@ -158,8 +163,9 @@ function edit(at) {
 function giveResult(call, text) {
   chat.messages.push({ role: "tool", tool_call_id: call.id, content: text });
   keep();
-  if (openCalls().length) draw();
-  else answer();
+  if (!openCalls().length) return answer();
+  draw();
+  focusNext();
 }
 
 function openCalls() {
@@ -366,6 +372,11 @@ $("forget").addEventListener("click", () => {
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (running) return;
+  if (openCalls().length) {
+    say("first give the call its result");
+    focusNext();
+    return;
+  }
   const text = $("input").value;
   $("input").value = "";
   resize();
