@@ -1,12 +1,13 @@
 """Prometheus figures, named as the field's dashboards know them, with our own prefix."""
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -54,16 +55,13 @@ class _EngineFigures:
         stats, names = self._link.stats, list(self._labels)
         values = list(self._labels.values())
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            metric = GaugeMetricFamily(f"dsv4:{name}", text, labels=names)
+        def figure(family: Callable[..., Any], name: str, text: str, value: float) -> Metric:
+            metric = family(f"dsv4:{name}", text, labels=names)
             metric.add_metric(values, value)
-            return metric
+            return metric  # type: ignore[no-any-return]
 
-        def counter(name: str, text: str, value: float) -> Metric:
-            metric = CounterMetricFamily(f"dsv4:{name}", text, labels=names)
-            metric.add_metric(values, value)
-            return metric
-
+        gauge = functools.partial(figure, GaugeMetricFamily)
+        counter = functools.partial(figure, CounterMetricFamily)
         yield gauge("engine_up", "1 while the engine answers", self._link.is_healthy)
         yield counter("engine_restarts", "Times the engine was restarted", self._link.num_restarts)
         if not stats:

@@ -22,7 +22,7 @@ Text = Annotated[str, StringConstraints(max_length=8_000_000)]
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "user", "assistant", "tool"]},
+        "role": {"enum": ["user", "assistant", "system"]},
         "content": {"type": "string", "maxLength": 8_000_000},
     },
     "required": ["role", "content"],

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
 from dsv4.server.api_error import ApiError
-from dsv4.server.worker.link import MAX_UNREAD, EngineLink, Mailbox
+from dsv4.server.worker.link import MAX_TOKENS, MAX_UNREAD, EngineLink, Mailbox
 from dsv4.server.worker.wire import (
     Channel,
     output_from_wire,
@@ -82,5 +82,20 @@ def test_a_reader_that_never_reads_is_cut_off() -> None:
         assert taken == [True] * MAX_UNREAD + [False]
         with pytest.raises(ApiError, match="not read"):
             await box.next(1)
+
+    asyncio.run(run())
+
+
+def test_too_many_waiting_tokens() -> None:
+    async def run() -> None:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        link.state, link.facts = "ready", {"max_sequences": 4}
+        link.check_room(5)
+        box = Mailbox(link)
+        box.num_tokens = MAX_TOKENS + 1
+        link._live["a"] = link._live["b"] = box
+        with pytest.raises(ApiError, match="prompt tokens") as caught:
+            link.check_room(1)
+        assert caught.value.status_code == 429
 
     asyncio.run(run())

@@ -26,6 +26,7 @@ from dsv4.server.worker.wire import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
+MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
 STALL_SECONDS = 120.0  # without a word from the engine it counts as stuck
 MAX_STARTS = 3  # that may fail before the first success
 BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # between restarts, when one after the other fails
@@ -44,10 +45,12 @@ class Mailbox:
         self._outputs: list[Output] = []
         self._wake = asyncio.Event()
         self._error: ApiError | None = None
+        self.num_tokens = 0  # of all prompts added
 
     async def add(self, request: Request) -> None:
         """Hand a request to the engine; returns when it is accepted, raises if it is refused."""
         self._running.add(request.id)
+        self.num_tokens += len(request.prompt_ids)
         message = {"kind": "add", "id": request.id, "request": request_to_wire(request)}
         await self._link.send(message, self)
 
@@ -144,17 +147,14 @@ class EngineLink:
             self.check_ready()
 
     def check_room(self, count: int) -> None:
-        """Refuse what would wait behind too many others."""
+        """Refuse what would wait behind too many others, or beside too many tokens."""
         self.check_ready()
+        num_tokens = sum({box: box.num_tokens for box in self._live.values()}.values())
         most = self.facts["max_sequences"] + self._max_waiting
-        if self.num_live + count > most:
-            raise ApiError(
-                429,
-                f"{self.num_live} requests are running or waiting, expected at most {most - count} "
-                "before this one; try again later",
-                code="queue_full",
-                retry_after=1,
-            )
+        if self.num_live + count > most or num_tokens > MAX_TOKENS:
+            found = f"{self.num_live} requests with {num_tokens} prompt tokens run or wait"
+            text = f"{found}, expected at most {most} and {MAX_TOKENS}; try again later"
+            raise ApiError(429, text, code="queue_full", retry_after=1)
 
     def open(self) -> Mailbox:
         return Mailbox(self)
