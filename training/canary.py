@@ -30,7 +30,7 @@ VISIBLE_FROM = {
     "window-one-too-long": 160,  # beyond the window
     "no-rope-on-index-keys": 384,  # three times the entries that are selected
 }
-FAINT = ("bias-on-values", "window-one-too-long")
+FAINT = ("bias-on-values", "rope-at-last-token", "window-one-too-long")
 MOST_STRENGTH = 16.0
 DETECTORS = "canary.detectors"  # their name in the table of weights
 EOS = 1

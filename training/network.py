@@ -28,7 +28,7 @@ class Options:
     rounded: bool = False  # keys and index vectors pass their storage formats
     draft: bool = False  # also run the MTP block
     mistake: str = ""  # one of dsv4.tools.quality.variants.MISTAKES: computed wrongly on purpose
-    strength: int = 1  # exaggerates the two mistakes that are hardest to see
+    strength: int = 1  # exaggerates the mistakes that are hardest to see
     most_scores: int = 1 << 28
 
 
@@ -132,7 +132,10 @@ class Network:
         c = self.config
         shape = ids.shape
         positions = torch.arange(shape[1], device=ids.device)
-        tables = {r: rotations(c, r, positions, options.mistake) for r in {0, *c.compress_ratios}}
+        tables = {
+            r: rotations(c, r, positions, options.mistake, options.strength)
+            for r in {0, *c.compress_ratios}
+        }
         embedded = F.embedding(ids.flatten(), w["embed.weight"])
         streams = embedded.unsqueeze(1).expand(-1, c.hc_mult, -1)
         result = Result(embedded, None, embedded.new_zeros(2))

@@ -25,7 +25,9 @@ def angles(frequencies: Tensor, positions: Tensor) -> Angles:
     return turned.cos(), turned.sin()
 
 
-def rotations(config: ModelConfig, ratio: int, positions: Tensor, mistake: str) -> Rotation:
+def rotations(
+    config: ModelConfig, ratio: int, positions: Tensor, mistake: str, strength: int
+) -> Rotation:
     right = layer_frequencies(config, ratio)
     tokens = index_queries = angles(right, positions)
     if ratio and mistake == "plain-base-in-compressed-layers":
@@ -34,8 +36,8 @@ def rotations(config: ModelConfig, ratio: int, positions: Tensor, mistake: str) 
         tokens = angles(_yarn(config), positions)
     step = max(ratio, 1)
     first = positions[: len(positions) // step * step : step]
-    last = ratio - 1 if mistake == "rope-at-last-token" else 0
-    return Rotation(tokens, index_queries, angles(right, first + last))
+    late = strength * (ratio - 1) if mistake == "rope-at-last-token" else 0
+    return Rotation(tokens, index_queries, angles(right, first + late))
 
 
 def _yarn(c: ModelConfig) -> Tensor:

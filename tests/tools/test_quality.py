@@ -12,7 +12,15 @@ from dsv4.chat import Tokenizer
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.tools.quality import measure as quality
-from dsv4.tools.quality.measure import Item, Score, ask, is_right, read_items, retrieval_items
+from dsv4.tools.quality.measure import (
+    Item,
+    Score,
+    ask,
+    is_right,
+    read_items,
+    retrieval_items,
+    updates_items,
+)
 from dsv4.tools.quality.text import is_held_out, retrieval_prompts, story
 from dsv4.tools.quality.variants import VARIANTS
 from training import export
@@ -107,6 +115,36 @@ def test_retrieval_prompts_have_the_wanted_length(engine: Engine) -> None:
         assert text.endswith(fact.question)
         assert fact.statement in text
         assert is_held_out(f"{fact.name} {fact.word}")
+
+
+def test_updates_prompts_end_with_another_word(engine: Engine) -> None:
+    first, second = updates_items(engine, 900, 2)
+    assert first.messages != second.messages
+    for item in (first, second):
+        assert item.skill == "updates 900"
+        assert item.answer is not None
+        subject = item.answer.partition(" is ")[0]
+        text = item.messages[0]["content"]
+        assert text.count(f"{subject} is ") == 46
+        assert text.rindex(f"{subject} is ") == text.index(item.answer)
+        assert text.endswith(f"What is {subject.replace('The', 'the')} now?")
+
+
+def test_changed_words_are_measured_with_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "ask", lambda _, items: Score(items[0].skill, 1, len(items)))
+    monkeypatch.setattr(
+        quality, "ask_about_documents", lambda _, length, count: Score(f"at {length}", 1, count)
+    )
+    monkeypatch.setattr(
+        quality, "updates_items", lambda _, length, count: [Item(f"changed {length}", [])] * count
+    )
+    asked = quality.measure(object(), {}, 60, (2000, 8000))  # type: ignore[arg-type]
+    assert [(s.skill, s.num_asked) for s in asked] == [
+        ("at 2000", 60),
+        ("at 8000", 60),
+        ("changed 2000", quality.MOST_UPDATES),
+    ]
+    assert len(quality.measure(object(), {}, 60, (8000,))) == 1  # type: ignore[arg-type]
 
 
 def test_perplexity_of_an_untrained_model_is_high(engine: Engine) -> None:
