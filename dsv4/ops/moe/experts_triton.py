@@ -4,8 +4,9 @@
 A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens.
 One token needs no sorting: each of its experts is a tile of one row, and the last of them to
 finish an output tile adds the parts. With more tokens the parts go to a buffer and a small kernel
-adds them. K is one range for both matrices; parts are added in the order of a token's experts,
-the shared one last.
+adds them. Long K is summed in two ranges, which with one token are programs of their own: their
+number, not memory, limits how fast few rows go. Parts are added in the order of a token's
+experts, the shared one last.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.router_triton import choose_place
+from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part
+
+LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
 
 
 @triton.jit
@@ -64,16 +68,49 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
     return token, place
 
 
+@triton.jit
+def _range_sums(
+    words, scales, x, x_rows, live, total_steps, num_columns, split,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BN, BM]`: range `split` of K with one token, else all ranges, in order."""
+    words = tl.multiple_of(words, 64)
+    scales = tl.multiple_of(scales, 64)
+    if K_RANGES == 1:
+        return dot_nvfp4(
+            words, scales, x, x_rows, live, 0, total_steps, total_steps, num_columns,
+            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        )  # fmt: skip
+    per_range = tl.cdiv(total_steps, K_RANGES)
+    if DIRECT:
+        return dot_nvfp4(
+            words, scales, x, x_rows, live, split * per_range,
+            tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
+            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        )  # fmt: skip
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    for index in tl.static_range(K_RANGES):
+        total += dot_nvfp4(
+            words, scales, x, x_rows, live, index * per_range,
+            tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
+            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        )  # fmt: skip
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
 def _up_kernel(
     x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
     num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
-    total_steps, expert_tiles, logits, bias, table, token_ids, scaling,
+    total_steps, expert_tiles, partials, counters, logits, bias, table, token_ids, scaling,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     UNROLL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    DIRECT: tl.constexpr, SELECT: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
-    HASHED: tl.constexpr, BE: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, SELECT: tl.constexpr, RANGES: tl.constexpr,
+    CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """`shared_*` are distances in elements from the routed experts' tensors. SELECT: one token,
     whose expert a program finds in the gate's logits itself and leaves for the next kernel."""
@@ -85,7 +122,8 @@ def _up_kernel(
         chosen_expert, own_weight = choose_place(
             logits, bias, table, token_ids, num_experts, scaling, index, RANGES, CHOSEN, HASHED, BE
         )
-        tl.store(experts + index, chosen_expert, mask=routed & (n_tile == 0))
+        first_program = (n_tile == 0) & (tl.program_id(2) == 0)
+        tl.store(experts + index, chosen_expert, mask=routed & first_program)
         expert = tl.where(routed, chosen_expert.to(tl.int32), num_experts)
         start = tl.where(routed, index, num_pairs)
         end = start + 1
@@ -109,12 +147,18 @@ def _up_kernel(
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
-    acc = dot_nvfp4(
-        tl.multiple_of(words + word_at, 64), tl.multiple_of(scales + scale_at, 64),
-        x, token * x_stride, live, 0, total_steps, total_steps, size,
-        BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+    acc = _range_sums(
+        words + word_at, scales + scale_at, x, token * x_stride, live, total_steps, size,
+        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
     )  # fmt: skip
     release_next(ASM)
+    last_column = inner
+    if DIRECT and K_RANGES > 1:
+        slot = (index * tl.num_programs(0) + n_tile) * K_RANGES
+        acc, is_last = finish_ranges(
+            acc, live, partials, counters, slot, tl.program_id(2), K_RANGES, BN, BM
+        )
+        last_column = tl.where(is_last, inner, 0)
     pairs = acc.reshape(BN // 64, 2, 32, BM).permute(0, 2, 3, 1)
     gate, up = tl.split(pairs)
     gate = tl.minimum(gate.reshape(BN // 2, BM) * gate_factor, limit)
@@ -129,7 +173,7 @@ def _up_kernel(
                 weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
             result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
-    mask = (column < inner)[:, None] & live[None, :]
+    mask = (column < last_column)[:, None] & live[None, :]
     out = z + rows.to(tl.int64)[None, :] * inner + column[:, None]
     tl.store(out, result.to(tl.bfloat16), mask=mask)
 
@@ -141,7 +185,8 @@ def _down_kernel(
     num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
     total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    UNROLL: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    UNROLL: tl.constexpr, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     await_previous(ASM)
     n_tile = tl.program_id(0)
@@ -159,62 +204,34 @@ def _down_kernel(
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
-    acc = dot_nvfp4(
-        tl.multiple_of(words + word_at, 64), tl.multiple_of(scales + scale_at, 64),
-        z, rows * inner, live, 0, total_steps, total_steps, inner,
-        BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+    acc = _range_sums(
+        words + word_at, scales + scale_at, z, rows * inner, live, total_steps, inner,
+        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
     )  # fmt: skip
     release_next(ASM)
-    acc = acc * factor
     column = n_tile * BN + tl.arange(0, BN)
     if DIRECT:  # one token: a tile is one row, and its index is the place
+        place = tl.program_id(1)
         slot = n_tile * places
-        total, is_last = finish_ranges(
-            acc, live, partials, counters, slot, tl.program_id(1), places, BN, BM
-        )
-        mask = (column < tl.where(is_last, size, 0))[:, None] & (tl.arange(0, BM) == 0)[None, :]
-        out = y + column[:, None] + (tl.arange(0, BM) * size)[None, :]
-        tl.store(out, total.to(tl.bfloat16), mask=mask)
+        whole = place >= 0
+        if K_RANGES > 1:  # the last of a place's ranges goes on with their sum
+            pair = tl.num_programs(0) * places + (slot + place) * K_RANGES
+            acc, whole = finish_ranges(
+                acc, live, partials, counters, pair, tl.program_id(2), K_RANGES, BN, BM
+            )
+        if whole:
+            total, is_last = finish_ranges(
+                acc * factor, live, partials, counters, slot, place, places, BN, BM
+            )
+            first_row = tl.arange(0, BM) == 0
+            mask = (column < tl.where(is_last, size, 0))[:, None] & first_row[None, :]
+            out = y + column[:, None] + (tl.arange(0, BM) * size)[None, :]
+            tl.store(out, total.to(tl.bfloat16), mask=mask)
     else:
         token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
         row = (token.to(tl.int64) * places + place) * size
         mask = (column < size)[:, None] & live[None, :]
-        tl.store(parts_at + row[None, :] + column[:, None], acc, mask=mask)
-
-
-@triton.jit
-def _activate_kernel(h, z, inner, limit, BN: tl.constexpr, ASM: tl.constexpr):
-    """A shared expert in another format, between its matrices: gate and up side by side."""
-    await_previous(ASM)
-    release_next(ASM)
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.program_id(1).to(tl.int64)
-    live = column < inner
-    gate = tl.load(h + row * (2 * inner) + column, mask=live, other=0.0)
-    up = tl.load(h + row * (2 * inner) + inner + column, mask=live, other=0.0)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(z + row * inner + column, result.to(tl.bfloat16), mask=live)
-
-
-@triton.jit
-def _combine_kernel(
-    parts_at, extra, y, size, PLACES: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """EXTRA: the shared expert's part lies apart and comes last."""
-    await_previous(ASM)
-    release_next(ASM)
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.program_id(1).to(tl.int64)
-    total = tl.zeros((BN,), dtype=tl.float32)
-    for place in tl.static_range(PLACES):
-        at = (row * PLACES + place) * size + column
-        total += tl.load(parts_at + at, mask=column < size, other=0.0)
-    if EXTRA:
-        total += tl.load(extra + row * size + column, mask=column < size, other=0.0)
-    tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
+        tl.store(parts_at + row[None, :] + column[:, None], acc * factor, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -273,24 +290,6 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
     return None
 
 
-def is_apart(shared_w13) -> bool:
-    """Whether the shared expert has another format and runs as two linear ops."""
-    return not isinstance(shared_w13, TiledNvfp4)
-
-
-def shared_part(x, w13, w2, limit):
-    """fp32 `[tokens, size]` of a shared expert in FP8 or bf16."""
-    tokens, inner = x.shape[0], w2.shape[1]
-    h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
-    z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
-    part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
-    linear_triton.launch(x, [w13], [h])
-    grid = (triton.cdiv(inner, 1024), tokens)
-    _activate_kernel[grid](h, z, inner, limit, BN=1024, ASM=not interpreting(), **launch_options(4))
-    linear_triton.launch(z, [w2], [part])
-    return part
-
-
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
     return launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
 
@@ -320,32 +319,34 @@ def launch(
     tiles = _table(table, experts)
     counts = (num_tokens, num_pairs, chosen)
     common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm}
-    _up_kernel[(triton.cdiv(2 * inner, up.bn), num_routed + shared_tiles)](
+    tile_count = num_routed + shared_tiles
+    ranges, down_ranges = num_expert_ranges(w13), num_expert_ranges(w2)
+    up_tiles, n_tiles = triton.cdiv(2 * inner, up.bn), triton.cdiv(size, down.bn)
+    slots = max(up_tiles * tile_count * ranges, n_tiles * places * (down_ranges + 1))
+    slots = slots if direct else 1
+    most = up.bm * max(up.bn, down.bn)
+    partials = workspace(x.device, "partials", slots * most, torch.float32)
+    counters = workspace(x.device, "counters", slots, torch.int32)
+    _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
         x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
         *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
-        **_selection(select, x),
+        partials, counters, **_selection(select, x), K_RANGES=ranges,
         BN=up.bn, STAGES=up.num_stages, FORM=up.form, UNROLL=_unroll(up, w13),
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
         EVEN_K=size % 128 == 0, **common, **launch_options(up.num_warps),
     )  # fmt: skip
-    n_tiles = triton.cdiv(size, down.bn)
     parts_size = 1 if direct else num_tokens * places * size
     parts = workspace(x.device, "experts_parts", parts_size, torch.float32)
-    partials = workspace(x.device, "partials", n_tiles * places * up.bm * down.bn, torch.float32)
-    counters = workspace(x.device, "counters", n_tiles * places, torch.int32)
-    _down_kernel[(n_tiles, num_routed + shared_tiles)](
+    _down_kernel[(n_tiles, tile_count, down_ranges if direct else 1)](
         z, y, parts, partials, counters, experts, *tiles, *_weights(w2, shared_w2),
         *counts, places, num_routed, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
         BN=down.bn, STAGES=down.num_stages, FORM=down.form, UNROLL=_unroll(down, w2),
-        EVEN_K=inner % 128 == 0,
+        EVEN_K=inner % 128 == 0, K_RANGES=down_ranges,
         **common, **launch_options(down.num_warps),
     )  # fmt: skip
     if not direct:
-        grid = (triton.cdiv(size, 1024), num_tokens)
-        options = {"PLACES": places, "EXTRA": extra is not None, "BN": 1024, "ASM": common["ASM"]}
-        late = parts if extra is None else extra
-        _combine_kernel[grid](parts, late, y, size, **options, **launch_options(4))
+        combine(parts, extra, y, places)
     return y
 
 
@@ -358,8 +359,15 @@ def _selection(select, unused) -> dict[str, object]:
     return {**none, **sizes, "scaling": 1.0, "HASHED": False, "SELECT": False}
 
 
+def num_expert_ranges(weight) -> int:
+    """Of K; a pure function of the shape, because it fixes the order of summation."""
+    return 2 if weight.num_steps >= LONG_STEPS else 1
+
+
 def _unroll(config: Config, weight) -> int:
-    return config.unroll if weight.num_steps % config.unroll == 0 else 1
+    ranges = num_expert_ranges(weight)
+    whole = weight.num_steps % (ranges * config.unroll) == 0
+    return config.unroll if whole else 1
 
 
 def _table(table: Route | None, experts) -> tuple[torch.Tensor, ...]:

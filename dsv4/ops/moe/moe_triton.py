@@ -10,12 +10,13 @@ import triton
 
 from dsv4.ops.moe import experts_triton, router_triton
 from dsv4.ops.moe.router_triton import gate_logits
+from dsv4.ops.moe.shared_triton import is_apart
 
 
 def supports(router, experts) -> str | None:
     if router["x"].shape[0] != 1:
         return "more than one token: choosing is a kernel of its own"
-    if experts_triton.is_apart(experts["shared_w13"]):
+    if is_apart(experts["shared_w13"]):
         return "a shared expert in another format"
     return router_triton.supports(**router) or experts_triton.weights_reason(
         router["x"], experts["w13"], experts["w2"], experts["shared_w13"], experts["shared_w2"]

@@ -131,8 +131,32 @@ def check_linear_forms() -> None:
             compare(f"{config} {parallel}", wanted, [out], 1e-4, 1e-4)
 
 
+def check_two_ranges() -> None:
+    """K of both matrices in two ranges: side by side for one token, in a row for more."""
+    from dsv4.ops.moe import experts_triton
+    from dsv4.ops.moe.experts import _tiled_case, experts_reference
+
+    long, experts_triton.LONG_STEPS = experts_triton.LONG_STEPS, 2
+    results = []
+    for tokens in (1, 2):
+        case = _tiled_case(tokens, 144, 256, 2, 2, 10.0)
+        arguments = case.build(torch.Generator().manual_seed(4))
+        if results:  # the row of the first run again, in company
+            arguments |= {**results[0][1], "x": arguments["x"], "experts": arguments["experts"]}
+            arguments["weights"] = torch.rand(2, 2)
+            for name in ("x", "experts", "weights"):
+                arguments[name][1] = results[0][1][name][0]
+        found = experts_triton.run(**arguments)
+        wanted = experts_reference(**arguments)
+        compare(f"two ranges, {tokens}", wanted, found, case.atol, case.rtol)
+        results.append((found, arguments))
+    experts_triton.LONG_STEPS = long
+    assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
+
+
 def check_experts() -> None:
     check_cases("experts")
+    check_two_ranges()
     from dsv4.ops.moe import route_triton
 
     generator = torch.Generator().manual_seed(3)

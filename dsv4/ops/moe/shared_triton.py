@@ -1,0 +1,74 @@
+# mypy: ignore-errors
+"""What follows the experts: the sum of their parts; and a shared expert in another format, which
+is two linear ops and what is between them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import await_previous, interpreting, launch_options, release_next
+from dsv4.ops.gemm import linear_triton
+from dsv4.ops.gemm.packed import TiledNvfp4
+
+
+@triton.jit
+def _activate_kernel(h, z, inner, limit, BN: tl.constexpr, ASM: tl.constexpr):
+    """A shared expert in another format, between its matrices: gate and up side by side."""
+    await_previous(ASM)
+    release_next(ASM)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1).to(tl.int64)
+    live = column < inner
+    gate = tl.load(h + row * (2 * inner) + column, mask=live, other=0.0)
+    up = tl.load(h + row * (2 * inner) + inner + column, mask=live, other=0.0)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(z + row * inner + column, result.to(tl.bfloat16), mask=live)
+
+
+def is_apart(shared_w13) -> bool:
+    """Whether the shared expert has another format and runs as two linear ops."""
+    return not isinstance(shared_w13, TiledNvfp4)
+
+
+def shared_part(x, w13, w2, limit):
+    """fp32 `[tokens, size]` of a shared expert in FP8 or bf16."""
+    tokens, inner = x.shape[0], w2.shape[1]
+    h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
+    z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
+    part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
+    linear_triton.launch(x, [w13], [h])
+    grid = (triton.cdiv(inner, 1024), tokens)
+    _activate_kernel[grid](h, z, inner, limit, BN=1024, ASM=not interpreting(), **launch_options(4))
+    linear_triton.launch(z, [w2], [part])
+    return part
+
+
+@triton.jit
+def _combine_kernel(
+    parts_at, extra, y, size, PLACES: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """EXTRA: the shared expert's part lies apart and comes last."""
+    await_previous(ASM)
+    release_next(ASM)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BN,), dtype=tl.float32)
+    for place in tl.static_range(PLACES):
+        at = (row * PLACES + place) * size + column
+        total += tl.load(parts_at + at, mask=column < size, other=0.0)
+    if EXTRA:
+        total += tl.load(extra + row * size + column, mask=column < size, other=0.0)
+    tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
+
+
+def combine(parts, extra, y, places) -> None:
+    """`parts` `[tokens, places, size]` fp32, and the part that lies apart, into `y`."""
+    tokens, size = y.shape
+    _combine_kernel[(triton.cdiv(size, 1024), tokens)](
+        parts, parts if extra is None else extra, y, size,
+        PLACES=places, EXTRA=extra is not None, BN=1024, ASM=not interpreting(),
+        **launch_options(4),
+    )  # fmt: skip
