@@ -108,6 +108,13 @@ def test_n_answers(engine: Engine) -> None:
             engine.generate([PROMPT], PARAMS, n=bad)  # type: ignore[arg-type]
 
 
+def test_n_answers_read_their_prompt_once(folder: Path) -> None:
+    engine = Engine.load(folder, device="cpu", max_context=600, max_sequences=3)
+    answers = engine.generate([[9] * 400], PARAMS, n=3)
+    assert [answer.num_cached for answer in answers] == [0, 256, 256]  # the first chunk
+    assert len({answer.token_ids for answer in answers}) > 1
+
+
 # --- deadlines and priorities -----------------------------------------------------------------
 
 

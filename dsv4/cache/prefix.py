@@ -64,8 +64,12 @@ class Snapshot:
     length: int
     columns: dict[Pool, Columns]
     row: int
-    worth_storing: bool
+    on_purpose: bool  # not just because there was room
     num_hits: int = 0
+
+    @property
+    def worth_storing(self) -> bool:
+        return self.on_purpose or self.num_hits > 0
 
 
 class PrefixCache:
@@ -173,7 +177,7 @@ class PrefixCache:
         except BaseException:
             self._free_rows.append(row)
             raise
-        self._add(Snapshot(key, length, columns, row, worth_storing=not only_if_free))
+        self._add(Snapshot(key, length, columns, row, on_purpose=not only_if_free))
         return True
 
     def _take_row(self) -> int:
@@ -253,7 +257,7 @@ class PrefixCache:
                 self._pages.allocators[pool].release(pages)
             raise
         columns = {p: dict(zip(needed[p], taken[p], strict=True)) for p in POOLS}
-        snapshot = Snapshot(key, length, columns, row, worth_storing=True)
+        snapshot = Snapshot(key, length, columns, row, on_purpose=True)
         self._add(snapshot)
         for pool, pages in taken.items():  # from now on only the cache holds them
             self._pages.allocators[pool].release(pages)
