@@ -127,14 +127,22 @@ class Runner:
         self.guard.arm()
 
     def _dummy_prompt(self, length: int, context: int, num_logits: int) -> None:
-        pages = self.pages.open()
-        chunk = Chunk(pages, [0] * length, num_logits)
-        growth = self.pages.prepare([pages], [length])
+        """Tokens beyond a chunk come from other sequences that decode in the same step."""
+        first = min(length, self.pages.geometry.chunk_tokens)
+        lengths = [first, *[1] * (length - first)]
+        held = [self.pages.open() for _ in lengths]
+        growth = self.pages.prepare(held, lengths)
+        wanted = [num_logits, *[1] * (length - first)]
         try:
-            self.model(self._inputs([chunk], context), self.state.layers)
+            chunks = [
+                Chunk(pages, [0] * count, rows)
+                for pages, count, rows in zip(held, lengths, wanted, strict=True)
+            ]
+            self.model(self._inputs(chunks, context), self.state.layers)
         finally:
             self.pages.cancel(growth)
-            self.pages.close(pages)
+            for pages in held:
+                self.pages.close(pages)
 
     def _inputs(self, chunks: list[Chunk], context: int = 1) -> StepInputs:
         """Tables as wide as the longest sequence needs, or `context`, in a few fixed widths."""

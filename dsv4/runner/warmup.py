@@ -63,6 +63,8 @@ def warm_up(
     buckets = buffers.buckets()
     lengths = prompt_lengths(chunk_tokens)
     prompts = [(n, buffers.contexts[-1], 1) for n in reversed(lengths)]
+    # the most tokens a step can have: a whole chunk, and everyone else decodes
+    prompts.insert(0, (chunk_tokens + buffers.batches[-1] - 1, buffers.contexts[-1], 1))
     prompts += [(lengths[0], context, 1) for context in buffers.contexts[:-1]]
     most = min(chunk_tokens, ALL_LOGITS)
     prompts.append((most, buffers.contexts[0], most))

@@ -55,8 +55,25 @@ def test_every_piece_is_counted(warm: tuple[Runner, list[tuple[int, int]]]) -> N
     assert runner._graphs.captured == set(runner.decoder.buffers.buckets())
     runner.pages.check_integrity()
     assert runner.pages.num_free_slots == 2
-    with pytest.raises(KernelError, match="would grow"):
-        workspace(CPU, "a new one", 10, torch.float32)
+
+
+def test_a_workspace_that_grows_late_leaves_the_old_one_to_the_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = workspace(CPU, "late", 2000, torch.float32)
+    address = old.data_ptr()
+    del old
+    freeze_workspaces(CPU)
+    try:
+        assert workspace(CPU, "late", 10, torch.float32).data_ptr() == address
+        assert not caplog.records
+        new = workspace(CPU, "late", 5000, torch.float32)
+    finally:
+        freeze_workspaces(CPU, False)
+    assert "grows from 2000 to 5000" in caplog.text
+    assert new.numel() == 5000
+    others = [torch.zeros(2000) for _ in range(20)]  # nobody gets the memory graphs write to
+    assert address not in [other.data_ptr() for other in others]
 
 
 def test_steps_through_graphs(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
