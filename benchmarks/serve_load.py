@@ -71,7 +71,7 @@ async def one_client(url: str, number: int, end: float, tally: Tally) -> None:
 async def ask(
     client: httpx.AsyncClient, body: Any, kind: str, rng: random.Random, tally: Tally
 ) -> str:
-    begin, first = time.monotonic(), None
+    begin, is_first = time.monotonic(), True
     leaves_after = rng.randrange(1, 6)
     text = ""
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -83,12 +83,13 @@ async def ask(
             return str(answer.status_code)
         async for line in answer.aiter_lines():
             text = line or text
-            if '"content":"' in line or '"reasoning_content"' in line:
+            has_text = '"content":"' in line or '"reasoning_content":"' in line
+            if has_text and '"role"' not in line:
                 tally.num_tokens += 1
-                if first is None and tally.num_tokens:
-                    first = time.monotonic() - begin
-                    tally.first_s.append(first)
                 leaves_after -= 1
+                if is_first:
+                    tally.first_s.append(time.monotonic() - begin)
+                    is_first = False
             if kind == "leaves" and leaves_after <= 0:
                 return "left"
             if kind == "slow":

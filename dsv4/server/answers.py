@@ -211,7 +211,9 @@ class Answers:
         try:
             while not all(choice.is_finished for choice in self.choices):
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
-                yield [await self._take(output) for output in outputs]
+                steps = [await self._take(output) for output in outputs]
+                if not outputs or any(steps):
+                    yield [step for step in steps if step is not None]
             self.record.finish = self.choices[0].result.finish_reason
         except ApiError:
             self.record.finish = "error"
@@ -223,12 +225,14 @@ class Answers:
         async for _ in self.steps():
             pass
 
-    async def _take(self, output: Output) -> Step:
+    async def _take(self, output: Output) -> Step | None:
         _, index, _ = output.request_id.rsplit("-", 2)
         choice = self.choices[int(index)]
+        if choice.is_finished:
+            return None  # it ran on for a step before it was aborted
         self._service.metrics.count_tokens(self.record, len(output.token_ids))
         step = choice.take(output)
-        if choice.is_finished:
+        if step.is_last:
             self._box.abort(output.request_id)  # without effect if the engine ended it
         elif output.finished:
             await self._box.add(choice.request())

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from dsv4.chat import V4_OFFICIAL, encode_prompt
 from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
+from dsv4.server.answers import Answers
 from dsv4.server.api_error import ApiError
+from dsv4.server.metrics import Record
+from dsv4.server.options import ServerOptions
+from dsv4.server.orders import Order
+from dsv4.server.service import Service
 from dsv4.server.worker.link import MAX_TOKENS, MAX_UNREAD, EngineLink, Mailbox
 from dsv4.server.worker.wire import (
     Channel,
@@ -99,3 +105,25 @@ def test_too_many_waiting_tokens() -> None:
         assert caught.value.status_code == 429
 
     asyncio.run(run())
+
+
+def test_what_comes_behind_a_stop_string_is_dropped() -> None:
+    """A slow client finds many outputs at once, also of an answer that is over."""
+
+    async def run() -> list[Any]:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        link.state, link.facts = "ready", {"dialect": V4_OFFICIAL.name}
+        service = Service("tiny", ServerOptions(), link)
+        prompt = encode_prompt([{"role": "user", "content": "x"}], dialect=V4_OFFICIAL, mode="chat")
+        order = Order(prompt, (1,), SamplingParams(), stops=("STOP",))
+        record = Record("id", "path", "tiny")
+        answers = Answers(service, order, record)
+        for token in service.tokenizer.encode("one STOP two three"):
+            answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
+        found = [step async for steps in answers.steps() for step in steps]
+        assert answers.choices[0].result.content == "one "
+        return found
+
+    steps = asyncio.run(run())
+    assert [step.is_last for step in steps].count(True) == 1
+    assert steps[-1].is_last
