@@ -22,9 +22,9 @@ def compile_only(workers: int):
 
     JITFunction.run = warm
     try:
-        with ThreadPoolExecutor(workers) as executor:
-            with triton.AsyncCompileMode(executor, ignore_errors=True):
-                yield
+        executor = ThreadPoolExecutor(workers)
+        with executor, triton.AsyncCompileMode(executor, ignore_errors=True):
+            yield
     finally:
         JITFunction.run = run
 
