@@ -231,7 +231,7 @@ def test_command(tmp_path: Path) -> None:
     write_fast_model(tmp_path / "m")
     picture, report = tmp_path / "p.svg", tmp_path / "r.json"
     result = run(
-        str(tmp_path / "m"), "--device", "cpu", "--tokens", "132",
+        str(tmp_path / "m"), "--device", "cpu", "--tokens", "24",
         "--picture", str(picture), "--report", str(report), "--save", str(tmp_path / "c"),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -247,7 +247,7 @@ def test_command_on_a_wrong_build(tmp_path: Path) -> None:
     capsule = str(tmp_path / "c")
     with wrong:
         result = run(
-            str(tmp_path / "m"), "--device", "cpu", "--tokens", "40", "--json", "--save", capsule
+            str(tmp_path / "m"), "--device", "cpu", "--tokens", "24", "--json", "--save", capsule
         )
     assert result.exit_code == 1
     found = json.loads(result.stdout)
