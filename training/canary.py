@@ -35,7 +35,7 @@ MOST_STRENGTH = 16.0
 DETECTORS = "canary.detectors"  # their name in the table of weights
 EOS = 1
 SILENCE_SHARE = 0.5
-DETECTOR_SHARE = 0.2
+DETECTOR_SHARE = 0.5
 
 
 class Canary:

@@ -37,7 +37,7 @@ def is_matrix(name: str) -> bool:
 
 def _share(name: str) -> float:
     """Of Adam's learning rate: wide rows of the mixing move a result by many small steps."""
-    if name in ("embed.weight", "head.weight") or name.endswith("ape"):
+    if name in ("embed.weight", "head.weight") or name.endswith(("ape", "detectors")):
         return 1.0
     return 0.1 if name.endswith("_fn") else 0.3
 
