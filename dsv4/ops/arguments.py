@@ -29,7 +29,8 @@ def copied(value: Any, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
         return change(value)
     if is_dataclass(value):
         parts = {f.name: copied(getattr(value, f.name), change) for f in fields(value) if f.init}
-        return type(value)(**parts)  # type: ignore[operator]
+        kind: Any = type(value)
+        return kind(**parts)
     if isinstance(value, dict):
         return {name: copied(part, change) for name, part in value.items()}
     if isinstance(value, list | tuple):
