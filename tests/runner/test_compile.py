@@ -8,7 +8,11 @@ import torch
 
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, pretend_cpu_is_a_gpu
 
-ALLOWED_RELOADS = {"_attend_kernel": 240, "_linear_kernel": 16}  # outside their main loops
+# outside their main loops; triton 3.6 and 3.9 differ by a few
+ALLOWED_RELOADS = {
+    "_attend_kernel": 240, "_linear_kernel": 16, "_filter_kernel": 16, "_mix_kernel": 4,
+    "_up_kernel": 4,
+}  # fmt: skip
 
 
 @pytest.mark.compile
