@@ -185,7 +185,10 @@ def kernels_on_cpu() -> Iterator[None]:
         _policy.kernels_on_cpu = before
 
 
-def check(condition: bool, op: str, message: str) -> None:
-    """Argument check of an op: found and expected, before anything runs."""
+def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
+    """Argument check of an op: found and expected, before anything runs.
+
+    A message with numbers in it is a function: it is made only if it is needed.
+    """
     if not condition:
-        raise KernelError(f"{op}: {message}")
+        raise KernelError(f"{op}: {message if isinstance(message, str) else message()}")

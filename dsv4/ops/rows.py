@@ -32,21 +32,22 @@ def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
     if num_columns < MIN_COLUMNS:
         missing = MIN_COLUMNS - num_columns
         weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
+        return matmul_rows(x, weight)[:, :num_columns]
     padded = pad_rows(x.float())
     if padded.shape[0] == ROW_TILE:
         product = torch.nn.functional.linear(padded, weight)
     else:
         tiles = padded.reshape(-1, ROW_TILE, padded.shape[1])
         product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1)).flatten(0, 1)
-    return product[:num_rows, :num_columns]
+    return product if product.shape[0] == num_rows else product[:num_rows]
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
+    return torch.exp(-x).add_(1).reciprocal_()
 
 
 def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
+    return x / torch.exp(-x).add_(1)
 
 
 def softplus(x: Tensor) -> Tensor:

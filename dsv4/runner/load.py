@@ -102,14 +102,23 @@ def read_weights(
         mxfp4_as_nvfp4=not on_cpu,
         progress=progress,
     )
-    return {name: _expand(weight) if on_cpu else repack(name, weight) for name, weight in stream}
+    return {
+        name: _expand(name, weight) if on_cpu else repack(name, weight) for name, weight in stream
+    }
 
 
-def _expand(weight: Weight) -> Weight:
+def _expand(name: str, weight: Weight) -> Weight:
     """On a CPU the references work on fp32 numbers: unpack once here, not in every step. Of a
-    layer's large experts they unpack those they visit."""
-    if isinstance(weight, torch.Tensor):
-        return weight.float() if weight.is_floating_point() else weight
-    if weight.shape.numel() > MOST_UNPACKED:
+    layer's large experts they unpack those they visit.
+
+    Matrices lie column by column: for a few rows the library then reads them faster."""
+    if not isinstance(weight, torch.Tensor):
+        if weight.shape.numel() > MOST_UNPACKED:
+            return weight
+        weight = weight.dequantize(torch.float32)
+    if not weight.is_floating_point():
         return weight
-    return weight.dequantize(torch.float32)
+    weight = weight.float()
+    if weight.dim() < 2 or name == "embed.weight" or name.endswith(".ape"):
+        return weight  # rows are looked up in these
+    return weight.mT.contiguous().mT

@@ -386,6 +386,8 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("sample", "inputs", lambda s: replace(s, temperature=more_rows(s.temperature))),
     ("sample", "inputs", lambda s: replace(s, bias=torch.zeros(1, 3))),
     ("sample", "inputs", lambda s: replace(s, output_counts=torch.zeros(1, 3))),
+    ("accept", "logprobs", more_rows),
+    ("accept", "target", lambda t: replace(t, ends=more_rows(t.ends))),
 ]
 
 

@@ -192,12 +192,12 @@ def attention(
     check(
         q.dim() == 3 and q.shape[0] == batch.num_tokens and q.shape[2] == pool.dim,
         OP.name,
-        f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
+        lambda: f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
     )
     check(
         sink.shape == q.shape[1:2],
         OP.name,
-        f"sink has shape {tuple(sink.shape)}, expected ({q.shape[1]},)",
+        lambda: f"sink has shape {tuple(sink.shape)}, expected ({q.shape[1]},)",
     )
     if q.shape[0] == 0:
         return torch.empty_like(q)

@@ -135,12 +135,12 @@ def index_scores(
     check(
         q.dim() == 3 and q.shape[0] == batch.num_tokens and q.shape[2] == pool.dim,
         SCORES.name,
-        f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
+        lambda: f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
     )
     check(
         weights.shape == q.shape[:2],
         SCORES.name,
-        f"weights has shape {tuple(weights.shape)}, expected {tuple(q.shape[:2])}",
+        lambda: f"weights has shape {tuple(weights.shape)}, expected {tuple(q.shape[:2])}",
     )
     if q.shape[0] == 0:
         return q.new_empty(0, 0, dtype=torch.float32)
@@ -152,8 +152,8 @@ def index_scores(
 
 def index_select(scores: Tensor, topk: int) -> Tensor:
     """-> int64 `[tokens, min(topk, entries)]`, ascending; a shorter row ends in -1."""
-    check(scores.dim() == 2, SELECT.name, f"scores has shape {tuple(scores.shape)}")
-    check(topk > 0, SELECT.name, f"topk is {topk}, expected at least 1")
+    check(scores.dim() == 2, SELECT.name, lambda: f"scores has shape {tuple(scores.shape)}")
+    check(topk > 0, SELECT.name, lambda: f"topk is {topk}, expected at least 1")
     if scores.numel() == 0:
         return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
     result: Tensor = SELECT(scores.device, scores=scores, topk=topk)

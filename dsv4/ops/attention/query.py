@@ -73,14 +73,18 @@ def _check(op: Op, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:
     check(
         q.dim() == 3 and positions.shape == q.shape[:1],
         op.name,
-        f"q has shape {tuple(q.shape)} and positions {tuple(positions.shape)}, expected "
-        "[tokens, heads, dim] and [tokens]",
+        lambda: (
+            f"q has shape {tuple(q.shape)} and positions {tuple(positions.shape)}, expected "
+            "[tokens, heads, dim] and [tokens]"
+        ),
     )
     check(
         2 * frequencies.shape[0] <= q.shape[2],
         op.name,
-        f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
-        f"q has {q.shape[2]}",
+        lambda: (
+            f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
+            f"q has {q.shape[2]}"
+        ),
     )
 
 
@@ -99,7 +103,7 @@ def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format:
     check(
         index_format in INDEX_FORMATS,
         INDEX.name,
-        f"index_format is {index_format!r}, expected one of {', '.join(INDEX_FORMATS)}",
+        lambda: f"index_format is {index_format!r}, expected one of {', '.join(INDEX_FORMATS)}",
     )
     if q.numel() == 0:
         return torch.empty_like(q)

@@ -87,13 +87,15 @@ def rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bool = F
     check(
         positions.shape[0] == x.shape[0],
         OP.name,
-        f"{positions.shape[0]} positions for {x.shape[0]} tokens",
+        lambda: f"{positions.shape[0]} positions for {x.shape[0]} tokens",
     )
     check(
         2 * frequencies.shape[0] <= x.shape[-1],
         OP.name,
-        f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
-        f"x has {x.shape[-1]}",
+        lambda: (
+            f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
+            f"x has {x.shape[-1]}"
+        ),
     )
     if x.numel() == 0:
         return torch.empty_like(x)

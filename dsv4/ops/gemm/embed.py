@@ -37,8 +37,12 @@ OP = Op("embed", embed_reference, cases, (Kernel("dsv4.ops.gemm.embed_triton"),)
 
 def embed(token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype) -> Tensor:
     """`[tokens] -> [tokens, streams, size]`; ids must lie inside the table."""
-    check(token_ids.dim() == 1, OP.name, f"token_ids has shape {tuple(token_ids.shape)}")
-    check(table.dim() == 2, OP.name, f"table has shape {tuple(table.shape)}, expected [ids, size]")
+    check(token_ids.dim() == 1, OP.name, lambda: f"token_ids has shape {tuple(token_ids.shape)}")
+    check(
+        table.dim() == 2,
+        OP.name,
+        lambda: f"table has shape {tuple(table.shape)}, expected [ids, size]",
+    )
     if token_ids.shape[0] == 0:
         return table.new_empty(0, num_streams, table.shape[1], dtype=dtype)
     result: Tensor = OP(

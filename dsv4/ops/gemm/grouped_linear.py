@@ -13,14 +13,14 @@ from dsv4.formats.quantized import Weight
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
-from dsv4.ops.rows import matmul_rows
+from dsv4.ops.rows import matmul_rows, pad_rows
 
 
 def grouped_linear_reference(x: Tensor, weight: Weight) -> Tensor:
     num_groups = x.shape[1]
-    rows = dense(weight).view(num_groups, -1, x.shape[2])
-    outputs = [matmul_rows(x[:, group], rows[group]) for group in range(num_groups)]
-    return torch.cat(outputs, dim=1).to(x.dtype)
+    rows, padded = dense(weight).view(num_groups, -1, x.shape[2]), pad_rows(x.float())
+    outputs = [matmul_rows(padded[:, group], rows[group]) for group in range(num_groups)]
+    return torch.cat(outputs, dim=1)[: x.shape[0]].to(x.dtype)
 
 
 def cases() -> Iterable[Case]:
@@ -55,12 +55,16 @@ OP = Op(
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     """`[tokens, groups, k] x [groups * rank, k] -> [tokens, groups * rank]`."""
-    check(x.dim() == 3, OP.name, f"x has shape {tuple(x.shape)}, expected [tokens, groups, k]")
+    check(
+        x.dim() == 3, OP.name, lambda: f"x has shape {tuple(x.shape)}, expected [tokens, groups, k]"
+    )
     check(
         weight.shape[1] == x.shape[2] and weight.shape[0] % x.shape[1] == 0,
         OP.name,
-        f"weight has shape {tuple(weight.shape)}, expected "
-        f"[a multiple of {x.shape[1]}, {x.shape[2]}]",
+        lambda: (
+            f"weight has shape {tuple(weight.shape)}, expected "
+            f"[a multiple of {x.shape[1]}, {x.shape[2]}]"
+        ),
     )
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0])

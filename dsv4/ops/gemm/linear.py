@@ -79,23 +79,23 @@ def linear_multi(
 ) -> list[Tensor]:
     """`[rows, k]` and matrices `[n_i, k]` -> `[rows, n_i]` each, by default in x's dtype."""
     dtypes = list(out_dtypes) if out_dtypes is not None else [x.dtype] * len(weights)
-    check(x.dim() == 2, OP.name, f"x has shape {tuple(x.shape)}, expected [rows, k]")
+    check(x.dim() == 2, OP.name, lambda: f"x has shape {tuple(x.shape)}, expected [rows, k]")
     check(
         len(dtypes) == len(weights),
         OP.name,
-        f"{len(dtypes)} result dtypes for {len(weights)} matrices",
+        lambda: f"{len(dtypes)} result dtypes for {len(weights)} matrices",
     )
-    for weight in weights:
-        check(
-            len(weight.shape) == 2 and weight.shape[1] == x.shape[1],
-            OP.name,
-            f"weight has shape {tuple(weight.shape)}, expected [n, {x.shape[1]}]",
-        )
-        check(
-            weight.device == x.device,
-            OP.name,
-            f"weight is on {weight.device}, x on {x.device}",
-        )
+    k, device = x.shape[1], x.device
+    check(
+        all(len(weight.shape) == 2 and weight.shape[1] == k for weight in weights),
+        OP.name,
+        lambda: f"weights have shapes {[tuple(w.shape) for w in weights]}, expected [n, {k}]",
+    )
+    check(
+        all(weight.device == device for weight in weights),
+        OP.name,
+        lambda: f"weights are on {[str(w.device) for w in weights]}, x on {device}",
+    )
     if x.shape[0] == 0:
         return [
             x.new_empty(0, w.shape[0], dtype=dtype)

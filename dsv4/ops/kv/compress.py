@@ -105,7 +105,7 @@ def compress_reference(
     table: Tensor,
 ) -> None:
     positions = batch.positions
-    gates = gates + ape[positions % ratio]
+    gates = gates + ape.index_select(0, positions % ratio)
     closing = torch.nonzero((positions + 1) % ratio == 0).squeeze(1)
     if closing.numel():
         entries = _entries(values, gates, state, batch, ratio, closing).to(dtype)
@@ -114,11 +114,13 @@ def compress_reference(
         entries = rope_reference(entries, block * ratio, frequencies, inverse=False)
         where = locate(table, batch.seq_idx[closing], block, pool.page_entries)
         store(pool, *where, entries)
-    # Only the newest rows stay; an older token of this step would land in the same row.
-    kept = torch.nonzero(positions >= batch.ends[batch.seq_idx] - state.rows).squeeze(1)
-    slots, rows = batch.slots[batch.seq_idx[kept]], positions[kept] % state.rows
-    state.values[slots, rows] = values[kept]
-    state.gates[slots, rows] = gates[kept]
+    rows = batch.slots.index_select(0, batch.seq_idx) * state.rows + positions % state.rows
+    if batch.num_tokens > state.rows:
+        # Only the newest rows stay; an older token of this step would land in the same row.
+        kept = positions >= batch.ends[batch.seq_idx] - state.rows
+        rows, values, gates = rows[kept], values[kept], gates[kept]
+    state.values.view(-1, values.shape[1]).index_copy_(0, rows, values)
+    state.gates.view(-1, gates.shape[1]).index_copy_(0, rows, gates)
 
 
 def cases() -> Iterable[Case]:
@@ -189,7 +191,7 @@ def compress(
     `values`, `gates` `[tokens, width]` fp32, `dtype` the activation dtype an entry is rounded to
     before its norm; `state` and `pool` are written in place.
     """
-    check(ratio in (4, 128), OP.name, f"ratio is {ratio}, expected 4 or 128")
+    check(ratio in (4, 128), OP.name, lambda: f"ratio is {ratio}, expected 4 or 128")
     width = norm.shape[0] * (2 if overlaps(ratio) else 1)
     for name, tensor in (("values", values), ("gates", gates)):
         check(
@@ -201,13 +203,15 @@ def compress(
     check(
         ape.shape == (ratio, width),
         OP.name,
-        f"ape has shape {tuple(ape.shape)}, expected ({ratio}, {width})",
+        lambda: f"ape has shape {tuple(ape.shape)}, expected ({ratio}, {width})",
     )
     check(
         state.values.shape[1:] == (state_rows(ratio), width),
         OP.name,
-        f"state has shape {tuple(state.values.shape)}, expected [slots, {state_rows(ratio)}, "
-        f"{width}]",
+        lambda: (
+            f"state has shape {tuple(state.values.shape)}, expected [slots, {state_rows(ratio)}, "
+            f"{width}]"
+        ),
     )
     if batch.num_tokens == 0:
         return

@@ -78,12 +78,14 @@ def kv_store(
     check(
         kv.shape == (batch.num_tokens, norm.shape[0]),
         OP.name,
-        f"kv has shape {tuple(kv.shape)}, expected ({batch.num_tokens}, {norm.shape[0]})",
+        lambda: f"kv has shape {tuple(kv.shape)}, expected ({batch.num_tokens}, {norm.shape[0]})",
     )
     check(
         table.dim() == 2 and table.shape[0] == batch.starts.shape[0],
         OP.name,
-        f"table has shape {tuple(table.shape)}, expected [{batch.starts.shape[0]}, columns]",
+        lambda: (
+            f"table has shape {tuple(table.shape)}, expected [{batch.starts.shape[0]}, columns]"
+        ),
     )
     if kv.shape[0] == 0:
         return

@@ -64,8 +64,10 @@ def locate(
     table: Tensor, seq_idx: Tensor, entries: Tensor, page_entries: int
 ) -> tuple[Tensor, Tensor]:
     """Page and offset of `entries` of the sequences `seq_idx` (same shapes, broadcast)."""
-    column = torch.div(entries, page_entries, rounding_mode="floor") % table.shape[1]
-    return table[seq_idx, column].long(), entries % page_entries
+    width = table.shape[1]
+    column = torch.div(entries, page_entries, rounding_mode="floor").remainder_(width)
+    pages = table.take(column.add_(seq_idx * width))
+    return pages.long(), entries % page_entries
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -120,11 +122,12 @@ def unpack(pool: PagedPool, parts: dict[str, Tensor]) -> Tensor:
 
 def store(pool: PagedPool, pages: Tensor, offsets: Tensor, x: Tensor) -> None:
     """Write entries `[m, dim]` at `pages`, `offsets` `[m]`."""
+    entries = pages * pool.page_entries + offsets
     for name, part in pack(pool, x).items():
         target = pool.parts[name]
         if part.dtype == torch.float8_e4m3fn:  # index assignment is not defined for fp8
             target, part = target.view(torch.uint8), part.view(torch.uint8)
-        target[pages, offsets] = part
+        target.view(-1, target.shape[-1]).index_copy_(0, entries, part)
 
 
 def load(pool: PagedPool, pages: Tensor, offsets: Tensor) -> Tensor:

@@ -44,17 +44,19 @@ class MixSite:
 def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
     """`fn . v / rms(v) * scale + base`, one statistic over all streams, `[tokens, rows]`."""
     flat = streams.flatten(1).float()
-    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + site.eps)
-    return matmul_rows(flat, site.fn) * inverse_rms * site.row_scale + site.base
+    mean = flat.square().sum(-1, keepdim=True).div_(flat.shape[1])
+    inverse_rms = mean.add_(site.eps).rsqrt_()
+    return (matmul_rows(flat, site.fn) * inverse_rms).mul_(site.row_scale).add_(site.base)
 
 
 def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
     """Alternately normalised rows and columns; `[..., source, destination]`."""
-    matrix = softmax(matrix, dim=-1) + eps
-    matrix /= matrix.sum(-2, keepdim=True).add_(eps)
+    least = matrix.new_tensor(eps)  # a tensor: adding a Python number takes twice as long
+    matrix = softmax(matrix, dim=-1) + least
+    matrix /= matrix.sum(-2, keepdim=True).add_(least)
     for _ in range(iters - 1):
-        matrix /= matrix.sum(-1, keepdim=True).add_(eps)
-        matrix /= matrix.sum(-2, keepdim=True).add_(eps)
+        matrix /= matrix.sum(-1, keepdim=True).add_(least)
+        matrix /= matrix.sum(-2, keepdim=True).add_(least)
     return matrix
 
 
@@ -154,27 +156,31 @@ def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
     check(
         streams.dim() == 3,
         op.name,
-        f"streams has shape {tuple(streams.shape)}, expected [tokens, streams, size]",
+        lambda: f"streams has shape {tuple(streams.shape)}, expected [tokens, streams, size]",
     )
     n, size = streams.shape[1:]
     rows = n if head else (2 + n) * n
     check(
         site.fn.shape == (rows, n * size) and site.base.shape == (rows,),
         op.name,
-        f"fn has shape {tuple(site.fn.shape)} and base {tuple(site.base.shape)}, expected "
-        f"({rows}, {n * size}) and ({rows},)",
+        lambda: (
+            f"fn has shape {tuple(site.fn.shape)} and base {tuple(site.base.shape)}, expected "
+            f"({rows}, {n * size}) and ({rows},)"
+        ),
     )
     check(
         site.fn.dtype == torch.float32,
         op.name,
-        f"mixing parameters are {site.fn.dtype}, expected float32",
+        lambda: f"mixing parameters are {site.fn.dtype}, expected float32",
     )
     scale_shape, norm_shape = (1 if head else 3,), (size,)
     check(
         site.scale.shape == scale_shape and site.norm.shape == norm_shape,
         op.name,
-        f"scale has shape {tuple(site.scale.shape)} and norm {tuple(site.norm.shape)}, expected "
-        f"{scale_shape} and {norm_shape}",
+        lambda: (
+            f"scale has shape {tuple(site.scale.shape)} and norm {tuple(site.norm.shape)}, "
+            f"expected {scale_shape} and {norm_shape}"
+        ),
     )
 
 

@@ -9,6 +9,7 @@ rounded once.
 """
 
 from collections.abc import Iterable
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ def expert_reference(
 ) -> Tensor:
     """One expert on `[rows, size]`, fp32 out; `weight` `[rows]` multiplies before W2."""
     gate, up = matmul_rows(x, dense(w13)).chunk(2, dim=1)
-    z = silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    z = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     if weight is not None:
-        z = z * weight.unsqueeze(1)
+        z.mul_(weight.unsqueeze(1))
     return matmul_rows(z.to(x.dtype), dense(w2))
 
 
@@ -42,13 +43,18 @@ def experts_reference(
     shared_w2: Weight,
     limit: float,
 ) -> Tensor:
-    num_chosen = experts.shape[1]
-    chosen, flat_weights = experts.flatten(), weights.flatten()
-    parts = x.new_empty(chosen.shape[0], x.shape[1], dtype=torch.float32)
-    for expert in sorted(set(chosen.tolist())):
-        places = torch.nonzero(chosen == expert).squeeze(1)
-        rows = x[torch.div(places, num_chosen, rounding_mode="floor")]
-        parts[places] = expert_reference(rows, w13[expert], w2[expert], flat_weights[places], limit)
+    chosen = experts.flatten().tolist()
+    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)  # places in `chosen`
+    places = torch.tensor(by_expert, device=x.device)
+    tokens = torch.div(places, experts.shape[1], rounding_mode="floor")
+    rows, row_weights = x.index_select(0, tokens), weights.flatten().index_select(0, places)
+    outputs, start = [], 0
+    for expert, visits in groupby(by_expert, chosen.__getitem__):
+        own = slice(start, start := start + len(list(visits)))
+        outputs.append(
+            expert_reference(rows[own], w13[expert], w2[expert], row_weights[own], limit)
+        )
+    parts = torch.empty_like(rows, dtype=torch.float32).index_copy_(0, places, torch.cat(outputs))
     total, *others = parts.view(*experts.shape, -1).unbind(1)
     for part in others:
         total = total + part
@@ -150,8 +156,10 @@ def experts_ffn(
     check(
         experts.shape == weights.shape and experts.shape[:1] == x.shape[:1],
         OP.name,
-        f"experts has shape {tuple(experts.shape)} and weights {tuple(weights.shape)}, expected "
-        f"[{x.shape[0]}, chosen] for both",
+        lambda: (
+            f"experts has shape {tuple(experts.shape)} and weights {tuple(weights.shape)}, "
+            f"expected [{x.shape[0]}, chosen] for both"
+        ),
     )
     if x.shape[0] == 0:
         return torch.empty_like(x)

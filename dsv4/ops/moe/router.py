@@ -90,24 +90,26 @@ def router(
         "a block has either a selection bias or a table of token ids",
     )
     num_experts = gate.shape[0]
-    check(gate.shape[1] == x.shape[1], OP.name, f"gate has shape {tuple(gate.shape)}")
+    check(gate.shape[1] == x.shape[1], OP.name, lambda: f"gate has shape {tuple(gate.shape)}")
     check(
         token_ids.shape == x.shape[:1],
         OP.name,
-        f"token_ids has shape {tuple(token_ids.shape)}, expected ({x.shape[0]},)",
+        lambda: f"token_ids has shape {tuple(token_ids.shape)}, expected ({x.shape[0]},)",
     )
     if bias is not None:
         check(
             bias.shape == (num_experts,) and 0 < num_chosen <= num_experts,
             OP.name,
-            f"bias has shape {tuple(bias.shape)} and {num_chosen} experts are wanted, expected "
-            f"({num_experts},) and at most {num_experts}",
+            lambda: (
+                f"bias has shape {tuple(bias.shape)} and {num_chosen} experts are wanted, expected "
+                f"({num_experts},) and at most {num_experts}"
+            ),
         )
     if table is not None:
         check(
             table.dim() == 2 and table.shape[1] == num_chosen,
             OP.name,
-            f"table has shape {tuple(table.shape)}, expected [vocabulary, {num_chosen}]",
+            lambda: f"table has shape {tuple(table.shape)}, expected [vocabulary, {num_chosen}]",
         )
     if x.shape[0] == 0:
         return token_ids.new_empty(0, num_chosen), x.new_empty(0, num_chosen, dtype=torch.float32)

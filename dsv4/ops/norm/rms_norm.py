@@ -13,7 +13,8 @@ from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    mean = wide.square().sum(-1, keepdim=True).div_(x.shape[-1])
+    wide = wide * mean.add_(eps).rsqrt_()
     if weight is not None:
         wide = wide * weight.float()
     return wide.to(x.dtype)
@@ -47,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         check(
             weight.shape == x.shape[-1:],
             OP.name,
-            f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},)",
+            lambda: f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},)",
         )
     if x.numel() == 0:
         return torch.empty_like(x)

@@ -66,7 +66,7 @@ def accept(tokens: Tensor, logprobs: Tensor, target: NextInputs) -> None:
     check(
         logprobs.dim() == 2 and logprobs.shape[0] == rows,
         OP.name,
-        f"logprobs has shape {tuple(logprobs.shape)}, expected [{rows}, vocabulary]",
+        lambda: f"logprobs has shape {tuple(logprobs.shape)}, expected [{rows}, vocabulary]",
     )
     for name in ("token_ids", "positions", "ends", "chosen"):
         found = tuple(getattr(target, name).shape)

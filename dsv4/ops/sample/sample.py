@@ -125,7 +125,9 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     check(
         logits.dtype == torch.float32 and logits.dim() == 2,
         OP.name,
-        f"logits are {logits.dtype} {tuple(logits.shape)}, expected float32 [rows, vocabulary]",
+        lambda: (
+            f"logits are {logits.dtype} {tuple(logits.shape)}, expected float32 [rows, vocabulary]"
+        ),
     )
     for item in fields(inputs):
         tensor = getattr(inputs, item.name)
