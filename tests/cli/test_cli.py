@@ -146,7 +146,7 @@ def test_a_seed_repeats(cli: Cli, model: Path) -> None:
 def test_an_answer_that_breaks_off_is_an_error(
     cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **named: Any) -> Any:
         raise RuntimeError("the device fell off")
 
     monkeypatch.setattr(dsv4.model.moe, "experts_ffn", broken)

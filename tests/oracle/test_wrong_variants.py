@@ -43,10 +43,8 @@ def setting() -> tuple[dict[str, Tensor], list[int], Tensor]:
 def _wrong_compress(change: Callable[..., dict[str, object]]) -> object:
     """Replace the compressor's op by one with changed arguments."""
     right = compress_op.compress
-    names = right.__code__.co_varnames[: right.__code__.co_argcount]
 
-    def wrong(*arguments: object) -> None:
-        given = dict(zip(names, arguments, strict=True))
+    def wrong(**given: object) -> None:
         right(**{**given, **change(given)})  # type: ignore[arg-type]
 
     return patch.object(compressor_module, "compress", wrong)

@@ -167,12 +167,14 @@ def _compressor(p: str, width: int, d: int, ratio: int):
 
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from dsv4.tools.inspect import inspect_checkpoint
 summary = inspect_checkpoint(Path(sys.argv[1]))
+# not ru_maxrss: that one begins with what the parent process held
+status = Path("/proc/self/status").read_text().split()
 print(json.dumps({
-    "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "bytes": int(status[status.index("VmHWM:") + 1]) * 1024,
     "torch": "torch" in sys.modules,
     "tensors": summary.num_tensors,
     "size": summary.nbytes,
