@@ -108,7 +108,12 @@ class EngineLink:
         engine: tuple[str, ...] = ENGINE,
     ) -> None:
         level = logging.getLogger().getEffectiveLevel()
-        self._order = {"kind": "load", "model": model, "choices": choices, "log_level": level}
+        self._order: dict[str, Any] = {
+            "kind": "load",
+            "model": model,
+            "choices": choices,
+            "log_level": level,
+        }
         self._notify = notify
         self._max_waiting = max_waiting
         self._engine = engine
@@ -275,7 +280,7 @@ class EngineLink:
             self._writer = None
         if self._process is not None:
             try:
-                self._process.wait(timeout=0.5)
+                self._process.wait(10.0 if self._order["choices"].get("prefix_disk") else 0.5)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

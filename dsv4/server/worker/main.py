@@ -52,6 +52,7 @@ def _run(channel: Channel) -> int:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
     Worker(engine, channel).run()
+    engine.close()
     return 0
 
 
@@ -81,7 +82,8 @@ def _load(order: Message, channel: Channel) -> Engine:
 
 
 def _plan_text(settings: Settings, config: ModelConfig, num_bytes: int) -> str:
-    state = settings.geometry(config).state_bytes(settings.max_context, settings.max_sequences)
+    sizes = settings.max_context, settings.max_sequences, settings.state_tokens
+    state = settings.geometry(config).state_bytes(*sizes)
     return (
         f"{num_bytes / 1e6:,.1f} MB of weights on {settings.device}; "
         f"{settings.max_sequences} sequences of {settings.max_context:,} tokens at once in "
