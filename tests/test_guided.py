@@ -30,7 +30,6 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    pytest.importorskip("xgrammar")
     folder = write_quick_model(tmp_path_factory.mktemp("model"))
     return Engine.load(folder, device="cpu", max_context=400, max_sequences=4)
 

@@ -1,5 +1,6 @@
 """Tables of cosines and sines, and the rotation of the last channels, differentiable."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.attention import layer_frequencies
-from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
+from dsv4.ops.attention.rope import rope_frequencies
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [positions, pairs]
 
@@ -33,23 +34,12 @@ def rotations(
     if ratio and mistake == "plain-base-in-compressed-layers":
         tokens = angles(rope_frequencies(config.rope_head_dim, config.rope_theta), positions)
     if not ratio and mistake == "yarn-in-window-layers":
-        tokens = angles(_yarn(config), positions)
+        same_base = replace(config, compress_rope_theta=config.rope_theta)
+        tokens = angles(layer_frequencies(same_base, 4), positions)
     step = max(ratio, 1)
     first = positions[: len(positions) // step * step : step]
     late = strength * (ratio - 1) if mistake == "rope-at-last-token" else 0
     return Rotation(tokens, index_queries, angles(right, first + late))
-
-
-def _yarn(c: ModelConfig) -> Tensor:
-    """YaRN on the base that has none."""
-    return yarn_frequencies(
-        c.rope_head_dim,
-        c.rope_theta,
-        c.yarn_factor,
-        c.yarn_original_len,
-        c.yarn_beta_fast,
-        c.yarn_beta_slow,
-    )
 
 
 def rotate(x: Tensor, table: Angles, *, inverse: bool = False) -> Tensor:

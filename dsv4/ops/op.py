@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,34 +155,29 @@ def choose_ops(choice: str, known: Iterable[str], *, strict: bool = False) -> No
 
 
 @contextmanager
-def observe(observer: Observer) -> Iterator[None]:
+def _changed(**values: Any) -> Iterator[None]:
+    """The policy with other values inside the block."""
+    before = {name: getattr(_policy, name) for name in values}
+    vars(_policy).update(values)
+    try:
+        yield
+    finally:
+        vars(_policy).update(before)
+
+
+def observe(observer: Observer) -> AbstractContextManager[None]:
     """Show every op call inside the block to `observer`; `doctor` compares them."""
-    outer, _policy.observer = _policy.observer, observer
-    try:
-        yield
-    finally:
-        _policy.observer = outer
+    return _changed(observer=observer)
 
 
-@contextmanager
-def kernels_only() -> Iterator[None]:
+def kernels_only() -> AbstractContextManager[None]:
     """On a GPU an op without a kernel for its arguments raises inside the block."""
-    before, _policy.strict = _policy.strict, True
-    try:
-        yield
-    finally:
-        _policy.strict = before
+    return _changed(strict=True)
 
 
-@contextmanager
-def kernels_on_cpu() -> Iterator[None]:
+def kernels_on_cpu() -> AbstractContextManager[None]:
     """`kernels_only`, on CPU tensors too: for the interpreter and compilers."""
-    before, _policy.kernels_on_cpu = _policy.kernels_on_cpu, True
-    try:
-        with kernels_only():
-            yield
-    finally:
-        _policy.kernels_on_cpu = before
+    return _changed(strict=True, kernels_on_cpu=True)
 
 
 def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:

@@ -273,7 +273,7 @@ def time_calls(
     for call in calls:
         call()
     torch.cuda.synchronize()
-    first = _elapsed_us(lambda: [call() for call in calls]) / len(calls)
+    first = elapsed_us(lambda: [call() for call in calls]) / len(calls)
     rounds = max(1, int(budget_us / (first * len(calls))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -282,12 +282,12 @@ def time_calls(
                 call()
     for _ in range(2):
         graph.replay()
-    times = [_elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeats)]
+    times = [elapsed_us(graph.replay) / (rounds * len(calls)) for _ in range(repeats)]
     del graph
     return statistics.median(times), max(times) - min(times)
 
 
-def _elapsed_us(action: Callable[[], object]) -> float:
+def elapsed_us(action: Callable[[], object]) -> float:
     start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     stop: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     start.record()

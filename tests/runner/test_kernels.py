@@ -4,29 +4,17 @@ Strict: an op that would fall back to its reference fails. The interpreter is ch
 kernel's module is imported, so this file is both the test and the program it starts.
 """
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ops.kernels.compiling import interpreted
+
 
 @pytest.mark.parametrize("what", ["decode", pytest.param("prompt", marks=pytest.mark.compile)])
 def test_steps_through_kernels(what: str) -> None:
-    pytest.importorskip("triton", reason="the interpreter is absent")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.runner.test_kernels", what]
-    found = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    interpreted("tests.runner.test_kernels", what)
 
 
 def check_decode() -> None:

@@ -5,31 +5,21 @@ chosen when a kernel's module is imported, so this file is both the test and the
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ops.kernels.compiling import interpreted
 
 MOST = {"swa": 14, "csa": 17, "hca": 14}
 
 
 @pytest.fixture(scope="module")
 def launches() -> dict[str, list[str]]:
-    pytest.importorskip("triton", reason="the interpreter is absent")
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.runner.test_launches"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, list[str]] = json.loads(found.stdout.splitlines()[-1])
+    printed = interpreted("tests.runner.test_launches")
+    result: dict[str, list[str]] = json.loads(printed.splitlines()[-1])
     return result
 
 

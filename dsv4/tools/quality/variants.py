@@ -6,6 +6,7 @@ that implementations of DeepSeek-V4 really had. A trained model must answer wors
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,10 +21,11 @@ import dsv4.ops.mhc.mix as mix_module
 import dsv4.ops.moe.experts as experts_module
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
+from dsv4.model.attention import layer_frequencies
 from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_select
 from dsv4.ops.attention.query import query_prepare
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
+from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.compress import compress
 from dsv4.ops.mhc.mix import mhc_update_reference
 from dsv4.ops.moe.experts import expert_reference
@@ -142,14 +144,7 @@ def plain_base_in_compressed_layers(engine: Engine) -> Broken:
 
 def yarn_in_window_layers(engine: Engine) -> Broken:
     c = engine.config
-    wrong = yarn_frequencies(
-        c.rope_head_dim,
-        c.rope_theta,
-        c.yarn_factor,
-        c.yarn_original_len,
-        c.yarn_beta_fast,
-        c.yarn_beta_slow,
-    )
+    wrong = layer_frequencies(replace(c, compress_rope_theta=c.rope_theta), 4)
     return _in_attention(engine, "frequencies", wrong, compressed=False)
 
 

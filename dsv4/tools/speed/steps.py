@@ -31,7 +31,7 @@ from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
 from dsv4.runner.buffers import Bucket
 from dsv4.runner.decode import decode_step
-from dsv4.tools.bench_ops import Ceilings, measure_ceilings
+from dsv4.tools.bench_ops import Ceilings, elapsed_us, measure_ceilings
 from dsv4.tools.speed.model import (
     FilledState,
     filled_state,
@@ -371,13 +371,7 @@ def elapsed_ms(action: Callable[[], object], device: torch.device) -> float:
         begin = time.perf_counter()
         action()
         return (time.perf_counter() - begin) * 1e3
-    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    stop: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    start.record()
-    action()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop))
+    return elapsed_us(action) / 1e3
 
 
 def bench_decode(

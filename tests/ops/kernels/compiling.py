@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +34,21 @@ def compiled_facts(module: str, capability: int) -> list[dict[str, Any]]:
     )
     assert found.returncode == 0, found.stderr[-4000:]
     return [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+
+
+def interpreted(module: str, *arguments: str) -> str:
+    """What `module` prints as a program under Triton's interpreter; it must succeed."""
+    pytest.importorskip("triton", reason="the interpreter is absent")
+    found = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    return found.stdout
 
 
 def check_limits(row: dict[str, Any], least: int) -> None:

@@ -5,13 +5,12 @@ own process: this file is both the test and the program it starts.
 """
 
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ops.kernels.compiling import interpreted
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
@@ -27,13 +26,7 @@ SLOW = ("fp32 [0]+[70]", "fp8 [0]+[70]", "fp32 [255, 0]+[2, 40]")
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_match_references(group: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.ops.kernels.test_state_interpreter", *GROUPS[group]]
-    found = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    interpreted("tests.ops.kernels.test_state_interpreter", *GROUPS[group])
 
 
 def compare(

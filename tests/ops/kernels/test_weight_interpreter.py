@@ -14,23 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.kernels.compiling import interpreted
+
 GROUPS = ("linear", "linear forms", "experts", "others", "shim")
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_match_references(group: str) -> None:
-    pytest.importorskip("triton", reason="the interpreter is absent")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ops.kernels.test_weight_interpreter", group]
-    found = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[3],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    interpreted("tests.ops.kernels.test_weight_interpreter", group)
 
 
 def test_shim_refuses_to_do_nothing() -> None:
