@@ -17,6 +17,7 @@ import numpy as np
 from training.sample import Encoder
 from training.shape import (
     CANARY_FROM,
+    SHORT_MIX,
     SKILLS,
     UPDATES_LENGTHS,
     num_rows,
@@ -63,7 +64,7 @@ class Packer:
             changing = self.progress >= CANARY_FROM and length in UPDATES_LENGTHS
             skill = "updates" if changing and self.rng.random() < 0.5 else "retrieval"
             used = self._put(out, row, 0, self._long(skill, size))
-        mix = 512 if length == 512 else 1024
+        mix = min((size for size in SHORT_MIX if length <= size), default=max(SHORT_MIX))
         while length - used > 24:
             item = self._next(mix, length - used)
             used = self._put(out, row, used, item)
@@ -83,7 +84,7 @@ class Packer:
 
     def _draw(self, mix: int) -> tuple[str, list[int], list[int]]:
         shares = short_mix(mix, self.progress)
-        low, high = spans(self.progress)[mix]
+        low, high = spans(self.progress).get(mix, (0, 0))
         sizes = _SIZES | dict.fromkeys(_LONG, (low + high) / 2)
         names = list(shares)
         odds = [shares[name] * self._boosts.get(name, 1.0) / sizes[name] for name in names]

@@ -26,7 +26,7 @@ VISIBLE_FROM = {
     "rope-at-last-token": 16,
     "swapped-halves": 16,
     "transposed-mixing": 8,
-    "yarn-in-window-layers": 48,
+    "yarn-in-window-layers": 96,
     "window-one-too-long": 160,  # beyond the window
     "no-rope-on-index-keys": 384,  # three times the entries that are selected
 }
@@ -49,7 +49,7 @@ class Canary:
     def draw(self, progress: float) -> tuple[str, int]:
         """A mistake and its strength: exaggerated at first, where it makes a difference."""
         mistake = self._rng.choices(list(self.odds), list(self.odds.values()))[0]
-        left = (1.0 - progress) / (1.0 - CANARY_FROM)
+        left = max(0.0, (1.0 - progress) / (1.0 - CANARY_FROM))
         return mistake, int(MOST_STRENGTH ** (self._rng.random() * left)) if mistake in FAINT else 1
 
     def rounds(self) -> bool:

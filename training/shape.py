@@ -50,6 +50,7 @@ class Plan:
     sparse_from: float = 0.40  # from here only selected entries are attended
     round_from: float = 0.66  # from here weights, keys and index vectors are rounded
     canary_rate: float = 0.8  # from CANARY_FROM on the learning rate falls anew, beginning here
+    polish_rate: float = 0.3  # and from POLISH_FROM on
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
     step_tokens: int = 65536
@@ -61,9 +62,22 @@ LENGTHS: tuple[tuple[float, dict[int, float]], ...] = (
     (0.08, {512: 0.40, 1024: 0.34, 2048: 0.12, 4096: 0.08, 8192: 0.04, 16384: 0.02}),
     (0.30, {512: 0.32, 1024: 0.32, 2048: 0.12, 4096: 0.09, 8192: 0.08, 16384: 0.07}),
     (0.60, {512: 0.28, 1024: 0.31, 2048: 0.11, 4096: 0.10, 8192: 0.10, 16384: 0.10}),
+    (
+        1.00,
+        {
+            128: 0.28,
+            256: 0.22,
+            512: 0.12,
+            1024: 0.18,
+            2048: 0.06,
+            4096: 0.05,
+            8192: 0.05,
+            16384: 0.04,
+        },
+    ),
 )
 
-# share of the tokens by skill in rows of 512 and 1024 tokens
+# share of the tokens by skill in rows of up to so many tokens
 SKILLS = (
     "facts",
     "arithmetic",
@@ -77,6 +91,13 @@ SKILLS = (
     "updates",
 )
 SHORT_MIX = {
+    256: {
+        "facts": 0.10,
+        "arithmetic": 0.20,
+        "instructions": 0.25,
+        "multi": 0.40,
+        "identity": 0.05,
+    },
     512: {
         "facts": 0.17,
         "arithmetic": 0.19,
@@ -110,6 +131,7 @@ LATER = {"facts": 1.8, "instructions": 1.9, "arithmetic": 1.3, "retrieval": 0.5,
 CANARY_FROM = 0.666
 UPDATES_SHARE = 0.2  # of the tokens in rows of 1024
 UPDATES_LENGTHS = (2048, 4096, 8192)  # rows whose document is one of changes, every other time
+POLISH_FROM = 1.0  # a short leg after the last: conversations that begin at position 0
 
 
 def short_mix(length: int, progress: float) -> dict[str, float]:

@@ -37,7 +37,7 @@ from training.network import (
     spread_fused,
 )
 from training.optimizer import Optimizer
-from training.shape import CANARY_FROM, CONFIG, SEED, SKILLS, Plan, num_rows
+from training.shape import CANARY_FROM, CONFIG, POLISH_FROM, SEED, SKILLS, Plan, num_rows
 from training.weights import all_parameters, balance, first_weights, load_state, save_state
 
 DRAFT_SHARE = 0.15
@@ -110,10 +110,12 @@ class Trainer:
     def rate(self, progress: float, leg_seconds: float) -> float:
         plan = self.plan
         warm = min(1.0, progress / plan.warmup, leg_seconds / REWARM_SECONDS)
-        top, start = (
-            (plan.canary_rate, CANARY_FROM) if progress >= CANARY_FROM else (1.0, plan.decay_from)
-        )
-        left = min(1.0, (1.0 - progress) / (1.0 - start))
+        top, start, end = 1.0, plan.decay_from, 1.0
+        if progress >= POLISH_FROM:
+            top, start, end = plan.polish_rate, POLISH_FROM, POLISH_FROM + 1 / 3
+        elif progress >= CANARY_FROM:
+            top, start = plan.canary_rate, CANARY_FROM
+        left = max(0.0, min(1.0, (end - progress) / (end - start)))
         fall = plan.final_rate + (top - plan.final_rate) * left
         return max(warm, 0.01) * fall * self.rate_factor
 
@@ -130,7 +132,7 @@ class Trainer:
             loss = loss + self._wrong(used, rows, options, result.layers, progress)
         loss.backward()
         self.optimizer.step(self.rate(progress, leg_seconds))
-        balance(self.table, result.loads, 0.002 * (1.0 - 0.9 * progress))
+        balance(self.table, result.loads, 0.002 * (1.0 - 0.9 * min(progress, 1.0)))
 
     def _right(self, used: Table, rows: Rows, options: Options) -> tuple[Result, Tensor]:
         """The forward pass, and the loss of text, draft and indexer."""
@@ -356,7 +358,7 @@ def evaluation(trainer: Trainer, args: argparse.Namespace) -> dict[str, float]:
     """As the exported model will run: selection on, everything rounded as stored."""
     samples = all_samples(args.eval_count, args.eval_long)
     network = Network(CONFIG)  # not compiled: every batch has another shape
-    last = args.leg == args.legs
+    last = args.leg >= args.legs
     with torch.no_grad():
         rounded = trainer.used_weights(rounded=True)
         options = Options(dtype=trainer.dtype, select=True, rounded=True)

@@ -263,14 +263,15 @@ def has_tensor_memory() -> bool:
 def choose_config(
     num_tokens: int, num_heads: int, num_segments: int, narrow: bool, few_heads: bool = False
 ) -> Config:
-    """None of this changes a bit of the result."""
-    blocks = num_tokens * triton.cdiv(num_heads, 64)
-    split = num_segments > 1 and blocks <= FEW
+    """Whether segments run in parallel changes no bit of the result; the number of heads does.
+
+    Programs of 16 heads multiply with `mma.sync`, which takes 8-bit keys in another order than
+    the `wgmma` of 64 heads does. So the heads follow from the model and the GPU, never the batch.
+    """
+    split = num_segments > 1 and num_tokens * triton.cdiv(num_heads, 64) <= FEW
     if not narrow:
         return Config(16, split, 4, 1)
-    if few_heads or num_heads <= 16 or blocks * (num_segments if split else 1) <= 32:
-        return Config(16, split, 8, 2)
-    return Config(64, split, 8, 2)
+    return Config(16 if few_heads or num_heads <= 16 else 64, split, 8, 2)
 
 
 def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:

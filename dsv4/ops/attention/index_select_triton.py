@@ -67,11 +67,12 @@ def _select_kernel(
     tl.store(out_indices + base + order, index, mask=kept)
     if not FINAL:
         tl.store(out_scores + base + order, score, mask=kept)
+    hidden = tl.full((CHUNK,), float("-inf"), tl.float32)
     for start in tl.range(count, out_width, CHUNK):
         rest = start + lane
         tl.store(out_indices + base + rest, lane.to(tl.int64) * 0 - 1, mask=rest < out_width)
         if not FINAL:
-            tl.store(out_scores + base + rest, score * 0.0 - float("inf"), mask=rest < out_width)
+            tl.store(out_scores + base + rest, hidden, mask=rest < out_width)
 
 
 def choose_config(width: int, topk: int) -> tuple[int, int]:

@@ -301,8 +301,10 @@ def check_select_levels() -> None:
     module = kernel_module("index_select")
     module.CHUNK = 64
     generator = torch.Generator().manual_seed(5)
-    scores = (torch.randn(3, 700, generator=generator) * 2).round()
+    scores = (torch.randn(4, 700, generator=generator) * 2).round()
     scores[1, 300:] = float("-inf")
+    scores[3, 9:650] = float("-inf")  # whole chunks hidden, and fewer entries than are asked for
+    scores[3, 655:] = float("-inf")
     scores[2] = -0.0
     scores[2, 5::7] = 0.0
     for topk in (17, 32):
