@@ -6,6 +6,7 @@ from dsv4.ops.attention.index import SELECT as INDEX_SELECT
 from dsv4.ops.attention.query import INDEX as INDEX_QUERY
 from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
 from dsv4.ops.attention.rope import OP as ROPE
+from dsv4.ops.gemm.activation import OP as QUANTIZE_ROWS
 from dsv4.ops.gemm.embed import OP as EMBED
 from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
 from dsv4.ops.gemm.linear import OP as LINEAR
@@ -29,6 +30,7 @@ OPS: dict[str, Op] = {
         MHC_PRE,
         MHC_BOUNDARY,
         MHC_HEAD,
+        QUANTIZE_ROWS,
         LINEAR,
         GROUPED_LINEAR,
         ROPE,

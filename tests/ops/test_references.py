@@ -16,6 +16,7 @@ from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
 from dsv4.ops.attention.rope import rope
+from dsv4.ops.gemm.activation import quantize_rows
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
@@ -36,6 +37,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "mhc_pre": mhc_pre,
     "mhc_boundary": mhc_boundary,
     "mhc_head": mhc_head,
+    "quantize_rows": quantize_rows,
     "linear": linear_multi,
     "grouped_linear": grouped_linear,
     "rope": rope,
@@ -75,6 +77,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "mhc_pre": ("streams",),
     "mhc_boundary": ("streams", "y", "post", "comb"),
     "mhc_head": ("streams", "y", "post", "comb"),
+    "quantize_rows": ("x",),
     "linear": ("x",),
     "grouped_linear": ("x",),
     "rope": ("x", "positions"),
@@ -114,6 +117,10 @@ def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], tor
             "mhc_boundary": [streams, x, *coefficients],
             "mhc_head": [x],
         }[name]
+    if name == "quantize_rows":
+        k = a["x"].shape[1]
+        parts = (((rows, k // 2), torch.uint8), ((rows, k // 16), torch.float8_e4m3fn))
+        return [*parts, ((rows,), fp32)]
     if name == "linear":
         pairs = zip(a["weights"], a["out_dtypes"], strict=True)
         return [((rows, weight.shape[0]), dtype) for weight, dtype in pairs]
@@ -341,6 +348,8 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("mhc_boundary", "comb", narrower),
     ("mhc_head", "y", narrower),
     ("mhc_head", "comb", more_rows),
+    ("quantize_rows", "x", narrower),
+    ("quantize_rows", "x", lambda t: t.flatten()),
     ("linear", "x", lambda t: t.unsqueeze(0)),
     ("linear", "weights", lambda ws: [narrower(w) for w in ws]),
     ("linear", "weights", lambda ws: [w[0] for w in ws]),

@@ -1,0 +1,124 @@
+"""Rows of activations in few bits, as block-scaled tensor cores multiply them.
+
+    a4   NVFP4: E2M1 numbers, an E4M3 scale per 16 columns, one float32 scale per row
+    a8   MXFP8: E4M3 numbers, a power-of-two scale per 32 columns
+    a16  as they are
+
+The float32 scale of a4 is the row's own, so a row never depends on its batch:
+
+    inverse = 2688 / amax;  row_scale = amax / 2688        (2688 = 6 * 448)
+    scale   = E4M3(max(block) * inverse / 6), at least 2^-9
+    code    = E2M1(x * (inverse / scale))                  ties to even, saturating at 6
+
+Every step is one float32 rounding, in this order, so that kernels give the same bytes. An amax
+below 2^-100 counts as 2^-100: a zero row has zero codes and a scale nobody fears to divide by. A
+row with Inf or NaN has zero codes and a row scale of NaN: its results are NaN, not plausible.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import OptionError
+from dsv4.formats import e2m1, fp8
+from dsv4.formats.groups import expand
+from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP
+from dsv4.ops.op import Arguments, Case, Op, check
+
+Width = Literal["a16", "a8", "a4"]
+TOP = E2M1_MAX * E4M3_MAX
+SIXTH = 1.0 / E2M1_MAX
+SMALLEST_AMAX = 2.0**-100
+SMALLEST_SCALE = 2.0**-9  # of E4M3, above zero
+MXFP8_GROUP = 32
+
+
+class Fp4Rows(NamedTuple):
+    codes: Tensor  # uint8 [rows, K/2], low nibble first
+    scales: Tensor  # float8_e4m3fn [rows, K/16]
+    row_scale: Tensor  # float32 [rows]
+
+
+def quantize_rows_reference(x: Tensor) -> Fp4Rows:
+    wide = x.float()
+    amax = wide.abs().amax(1)
+    finite = torch.isfinite(amax)
+    amax = amax.clamp(min=SMALLEST_AMAX)
+    inverse = torch.where(finite, TOP / amax, 0.0)
+    blocks = wide.view(x.shape[0], -1, NVFP4_GROUP)
+    # float(1/6) as float32: the kernel multiplies by the same number
+    largest = blocks.abs().amax(2) * inverse[:, None] * SIXTH
+    largest = torch.where(finite[:, None], largest, 0.0)
+    scales = largest.clamp(SMALLEST_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)
+    scaled = blocks * (inverse[:, None] / scales.float())[:, :, None]
+    codes = e2m1.encode(torch.where(finite[:, None, None], scaled, 0.0))
+    return Fp4Rows(
+        e2m1.pack(codes.view(x.shape)),
+        scales,
+        torch.where(finite, amax / TOP, float("nan")),
+    )
+
+
+def dequantize_rows(rows: Fp4Rows) -> Tensor:
+    """float32 `[rows, K]`; one rounding, in the product with the row's scale."""
+    values = e2m1.decode_packed(rows.codes)
+    values *= expand(rows.scales.float(), NVFP4_GROUP, values.shape[1])
+    return values * rows.row_scale[:, None]
+
+
+def cases() -> Iterable[Case]:
+    def build(rows: int, k: int, magnitude: float, dtype: torch.dtype = torch.bfloat16) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            x = torch.randn(rows, k, generator=generator) * magnitude
+            if rows > 2:  # a zero row, a zero block, one that is all but zero, an outlier
+                x[1] = 0
+                x[2, :NVFP4_GROUP] = 0
+                x[2, NVFP4_GROUP : 2 * NVFP4_GROUP] *= 1e-7
+                x[0, k // 2] *= 300
+            return {"x": x.to(dtype)}
+
+        return Case(f"{rows}x{k} x{magnitude} {dtype}", make, 0.0, 0.0)
+
+    yield build(1, 16, 1.0)
+    yield build(5, 208, 400.0)
+    yield build(3, 1040, 5000.0)
+    yield build(7, 128, 1e-30, torch.float32)
+    yield build(4, 256, 1e35, torch.float32)
+    yield build(17, 64, 1e-4)
+    yield build(0, 128, 1.0)
+
+
+OP = Op("quantize_rows", quantize_rows_reference, cases)
+
+
+def quantize_rows(x: Tensor) -> Fp4Rows:
+    """`[rows, K]`, K a multiple of 16 -> codes, block scales and row scales."""
+    check(
+        x.dim() == 2 and x.shape[1] % NVFP4_GROUP == 0 and x.is_floating_point(),
+        OP.name,
+        lambda: f"x is {x.dtype} {tuple(x.shape)}, expected floats [rows, a multiple of 16]",
+    )
+    if x.numel() == 0:
+        return Fp4Rows(
+            x.new_empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8),
+            x.new_empty(x.shape[0], x.shape[1] // NVFP4_GROUP, dtype=torch.float8_e4m3fn),
+            x.new_ones(x.shape[0], dtype=torch.float32),
+        )
+    result: Fp4Rows = OP(x.device, x=x)
+    return result
+
+
+def rounded(x: Tensor, width: Width) -> Tensor:
+    """`[..., K]` as the multiplication sees it: unchanged for a16, else float32."""
+    if width == "a16":
+        return x
+    if width == "a8":
+        return fp8.dequantize_groups(
+            *fp8.quantize_groups(x, MXFP8_GROUP, check=False), group=MXFP8_GROUP
+        )
+    if width == "a4":
+        rows = x.reshape(-1, x.shape[-1])
+        return dequantize_rows(quantize_rows_reference(rows)).view(x.shape)
+    raise OptionError(f"activations {width!r}, expected a16, a8 or a4")
