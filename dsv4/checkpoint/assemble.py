@@ -16,7 +16,7 @@ from dsv4.checkpoint.files.mapped import MappedFiles, empty
 from dsv4.checkpoint.linears import Stored
 from dsv4.checkpoint.sources import Cell, Source
 from dsv4.errors import CheckpointError
-from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.formats.spec import E8M0_NAN
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Cut:
     columns: tuple[int, int] | None = None
 
 
-def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> Weight:
+def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
     """The parameter in the format it is stored in, in memory of its own."""
     if source.parameter.kind == "table":
         return _table(source, files, advance)
@@ -42,7 +42,7 @@ def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> 
     return _stack(source, files, cut, advance)
 
 
-def read_matrix(stored: Stored, files: MappedFiles) -> Weight:
+def read_matrix(stored: Stored, files: MappedFiles) -> StoredWeight:
     """One matrix as views on the file, its scales checked; plain tensors are not checked here."""
     data = files.tensor(stored.data)
     if stored.format == "plain":
@@ -58,7 +58,7 @@ def read_matrix(stored: Stored, files: MappedFiles) -> Weight:
     return Nvfp4Tensor(data, scale, _global(stored, files))
 
 
-def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> Weight:
+def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
     stored = source.stored
     weight = read_matrix(stored, files)
     if source.parameter.group == "routed experts" and cut.experts is not None:
@@ -76,7 +76,7 @@ def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> W
     return whole
 
 
-def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> Weight:
+def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
     """Experts beside each other, w1 above w3; cells are read in the order they lie on disk."""
     num_parts = source.num_parts
     first_expert = cut.experts.start if cut.experts is not None else 0
@@ -126,7 +126,7 @@ def _align(weight: Fp8BlockTensor, num_parts: int) -> Fp8BlockTensor:
     return weight.refine(gcd(rows, weight.block))
 
 
-def _pieces(weight: Weight) -> list[torch.Tensor]:
+def _pieces(weight: StoredWeight) -> list[torch.Tensor]:
     if isinstance(weight, torch.Tensor):
         return [weight]
     if isinstance(weight, Fp8BlockTensor):
@@ -141,7 +141,7 @@ def _join(
     block: int,
     num_parts: int,
     has_experts: bool,
-) -> Weight:
+) -> StoredWeight:
     if source.format == "plain":
         return buffers[0]
     if source.format == "fp8":
@@ -156,7 +156,7 @@ def _join(
     return Nvfp4Tensor(buffers[0], buffers[1], table if has_experts else table[0])
 
 
-def _cut(weight: Weight, cut: Cut) -> Weight:
+def _cut(weight: StoredWeight, cut: Cut) -> StoredWeight:
     if cut.rows is not None:
         start, stop = cut.rows
         plain = isinstance(weight, torch.Tensor)

@@ -7,7 +7,7 @@ the blocks, `dequantize` is exact up to one float32 rounding and the final cast.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -15,18 +15,27 @@ from dsv4.errors import KernelError
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
 
+Activations = Literal["a16", "a8", "a4"]
+WIDTHS: tuple[Activations, ...] = ("a16", "a8", "a4")  # finest first
 
+
+@dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What the three formats share: walking over their tensors."""
+    """What the formats share: walking over their tensors, and how activations meet them.
+
+    `activations`: what a multiplication rounds its input to: not at all, MXFP8 or NVFP4 rows.
+    """
+
+    activations: Activations = "a16"
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        pairs = ((item.name, getattr(self, item.name)) for item in fields(self))  # type: ignore[arg-type]
+        pairs = ((item.name, getattr(self, item.name)) for item in fields(self))
         return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The same weight with `change` applied to each of its tensors."""
         changed = {name: change(value) for name, value in self._tensors()}
-        return replace(self, **changed)  # type: ignore[type-var]
+        return replace(self, **changed)  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:
@@ -98,18 +107,19 @@ class Nvfp4Tensor(_Parts):
             last - first == 1 or whole,
             f"rows {start}:{stop} cut through parts of {part_rows} rows with different globals",
         )
-        return Nvfp4Tensor(
-            self.packed[..., start:stop, :],
-            self.scale[..., start:stop, :],
-            self.global_scale[..., first:last],
+        return replace(
+            self,
+            packed=self.packed[..., start:stop, :],
+            scale=self.scale[..., start:stop, :],
+            global_scale=self.global_scale[..., first:last],
         )
 
     def column_range(self, start: int, stop: int) -> "Nvfp4Tensor":
         _need(start % NVFP4_GROUP == 0 and stop % NVFP4_GROUP == 0, _columns("NVFP4", start, stop))
-        return Nvfp4Tensor(
-            self.packed[..., start // 2 : stop // 2],
-            self.scale[..., start // NVFP4_GROUP : stop // NVFP4_GROUP],
-            self.global_scale,
+        return replace(
+            self,
+            packed=self.packed[..., start // 2 : stop // 2],
+            scale=self.scale[..., start // NVFP4_GROUP : stop // NVFP4_GROUP],
         )
 
 
@@ -146,9 +156,10 @@ class Mxfp4Tensor(_Parts):
 
     def column_range(self, start: int, stop: int) -> "Mxfp4Tensor":
         _need(start % MXFP4_GROUP == 0 and stop % MXFP4_GROUP == 0, _columns("MXFP4", start, stop))
-        return Mxfp4Tensor(
-            self.packed[..., start // 2 : stop // 2],
-            self.scale[..., start // MXFP4_GROUP : stop // MXFP4_GROUP],
+        return replace(
+            self,
+            packed=self.packed[..., start // 2 : stop // 2],
+            scale=self.scale[..., start // MXFP4_GROUP : stop // MXFP4_GROUP],
         )
 
 
@@ -189,7 +200,7 @@ class Fp8BlockTensor(_Parts):
         rows, cols = (ceil(n / block) for n in self.shape[-2:])
         scale = self.scale.repeat_interleave(times, dim=-2)[..., :rows, :]
         scale = scale.repeat_interleave(times, dim=-1)[..., :cols]
-        return Fp8BlockTensor(self.data, scale, block)
+        return replace(self, scale=scale, block=block)
 
     def row_range(self, start: int, stop: int) -> "Fp8BlockTensor":
         """Rows start:stop; a cut inside a tile refines the tiles first."""
@@ -197,13 +208,13 @@ class Fp8BlockTensor(_Parts):
         block = self._block_for(start, stop, rows)
         w = self if block == self.block else self.refine(block)
         tiles = slice(start // block, ceil(stop / block))
-        return Fp8BlockTensor(w.data[..., start:stop, :], w.scale[..., tiles, :], block)
+        return replace(w, data=w.data[..., start:stop, :], scale=w.scale[..., tiles, :])
 
     def column_range(self, start: int, stop: int) -> "Fp8BlockTensor":
         block = self._block_for(start, stop, self.shape[-1])
         w = self if block == self.block else self.refine(block)
         tiles = slice(start // block, ceil(stop / block))
-        return Fp8BlockTensor(w.data[..., start:stop], w.scale[..., tiles], block)
+        return replace(w, data=w.data[..., start:stop], scale=w.scale[..., tiles])
 
     def _block_for(self, start: int, stop: int, size: int) -> int:
         # only the start must lie on a tile edge: the last tile of the cut may be short
@@ -215,5 +226,31 @@ def _columns(name: str, start: int, stop: int) -> str:
     return f"columns {start}:{stop} cut through a block of {name}; cut at block edges"
 
 
+@dataclass(frozen=True)
+class UnpackedTensor(_Parts):
+    """`values` [..., N, K]: a weight's numbers, unpacked once for the references."""
+
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.values.to(dtype)
+
+    def row_range(self, start: int, stop: int) -> "UnpackedTensor":
+        return self.map(lambda value: value[..., start:stop, :])
+
+    def column_range(self, start: int, stop: int) -> "UnpackedTensor":
+        return self.map(lambda value: value[..., start:stop])
+
+
 QuantizedTensor = Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor
-Weight = torch.Tensor | QuantizedTensor
+StoredWeight = torch.Tensor | QuantizedTensor  # as a file has it
+Weight = StoredWeight | UnpackedTensor
+
+
+def activations_of(weight: Weight) -> Activations:
+    """A plain tensor's input is never rounded."""
+    return "a16" if isinstance(weight, torch.Tensor) else weight.activations

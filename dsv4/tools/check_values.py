@@ -21,7 +21,7 @@ from dsv4.checkpoint.manifest import Manifest
 from dsv4.checkpoint.sources import Source
 from dsv4.errors import CheckpointError
 from dsv4.formats import e2m1, e8m0
-from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.tools.check import Progress
 
 # A weight of K inputs has an RMS near 1/sqrt(K); trained ones stay within this factor of their
@@ -131,7 +131,7 @@ def _input_scale(stored: Stored, files: MappedFiles, findings: list[Finding]) ->
     return 1 / value if stored.global_divides else value
 
 
-def _energy(weight: Weight) -> tuple[float, float]:
+def _energy(weight: StoredWeight) -> tuple[float, float]:
     """Sum of squares, and the share of blocks that are zero throughout."""
     total, zero, count = 0.0, 0, 0
     for part in _chunks(weight):
@@ -141,7 +141,7 @@ def _energy(weight: Weight) -> tuple[float, float]:
     return total, zero / max(count, 1)
 
 
-def _chunks(weight: Weight) -> Iterator[torch.Tensor]:
+def _chunks(weight: StoredWeight) -> Iterator[torch.Tensor]:
     """One number per block, the root of its sum of squares; some megabytes at a time."""
     if isinstance(weight, torch.Tensor):
         rows = weight.reshape(-1, weight.shape[-1])

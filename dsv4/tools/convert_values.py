@@ -9,7 +9,7 @@ from dsv4.checkpoint.assemble import read_matrix, refuse_nan_codes
 from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.errors import CheckpointError, KernelError
 from dsv4.formats import e8m0, fp8, mxfp4, nvfp4
-from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.formats.spec import FP8_BLOCK, NVFP4_EXACT_SPREAD
 from dsv4.tools.convert_units import Matrix, Unit
 
@@ -78,7 +78,7 @@ def produce(
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: {error}") from error
 
 
-def _read(matrix: Matrix, files: MappedFiles) -> Weight:
+def _read(matrix: Matrix, files: MappedFiles) -> StoredWeight:
     weight = read_matrix(matrix.stored, files)
     if matrix.part is not None:
         expert, start, stop = matrix.part
@@ -87,7 +87,7 @@ def _read(matrix: Matrix, files: MappedFiles) -> Weight:
     return weight
 
 
-def _rows(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
+def _rows(weight: StoredWeight) -> Iterator[tuple[slice, torch.Tensor]]:
     """Float32 values, some rows at a time; whole FP8 tiles."""
     rows, cols = weight.shape[-2:]
     step = max(_CHUNK_ELEMENTS // max(cols, 1) // FP8_BLOCK, 1) * FP8_BLOCK
@@ -108,7 +108,7 @@ def _refuse_nonfinite(values: torch.Tensor) -> None:
         raise KernelError("found NaN or Inf, expected finite values; fetch the source again")
 
 
-def _keep(matrix: Matrix, weight: Weight, files: MappedFiles) -> list[torch.Tensor]:
+def _keep(matrix: Matrix, weight: StoredWeight, files: MappedFiles) -> list[torch.Tensor]:
     if isinstance(weight, torch.Tensor):
         for part in torch.tensor_split(weight.reshape(-1), -(-weight.numel() // _CHUNK_ELEMENTS)):
             if part.is_floating_point():
@@ -133,7 +133,7 @@ def _input_scale(matrix: Matrix, files: MappedFiles) -> torch.Tensor:
 
 def _to_nvfp4(
     unit: Unit,
-    weights: list[Weight],
+    weights: list[StoredWeight],
     files: MappedFiles,
     choice: nvfp4.ScaleChoice,
     stats: Stats,
@@ -158,14 +158,14 @@ def _to_nvfp4(
     return out
 
 
-def _same_scales(old: Weight, new: Nvfp4Tensor) -> bool:
+def _same_scales(old: StoredWeight, new: Nvfp4Tensor) -> bool:
     """With the same nibbles, equal scales prove equal values: no need to unpack anything."""
     assert isinstance(old, Mxfp4Tensor)
     wanted = e8m0.decode(old.scale).repeat_interleave(2, dim=-1)
     return bool(torch.equal(new.scale.float() * new.global_scale, wanted))
 
 
-def _shared_global(weights: list[Weight], choice: nvfp4.ScaleChoice) -> torch.Tensor:
+def _shared_global(weights: list[StoredWeight], choice: nvfp4.ScaleChoice) -> torch.Tensor:
     """One global for matrices that share a kernel call (w1 and w3)."""
     if isinstance(weights[0], Mxfp4Tensor):
         return torch.ones(())
@@ -176,7 +176,7 @@ def _shared_global(weights: list[Weight], choice: nvfp4.ScaleChoice) -> torch.Te
     return nvfp4.global_scale(amax, choice)
 
 
-def _shared_exponent(weights: list[Weight]) -> int | None:
+def _shared_exponent(weights: list[StoredWeight]) -> int | None:
     """The largest scale byte of all, where every block stays inside the window under it."""
     scales = [weight.scale for weight in weights if isinstance(weight, Mxfp4Tensor)]
     if not scales:
@@ -186,7 +186,9 @@ def _shared_exponent(weights: list[Weight]) -> int | None:
     return largest if largest - smallest <= NVFP4_EXACT_SPREAD else None
 
 
-def _quantize(weight: Weight, choice: nvfp4.ScaleChoice, global_: torch.Tensor) -> Nvfp4Tensor:
+def _quantize(
+    weight: StoredWeight, choice: nvfp4.ScaleChoice, global_: torch.Tensor
+) -> Nvfp4Tensor:
     rows, cols = weight.shape[-2:]
     packed = torch.empty((rows, cols // 2), dtype=torch.uint8)
     scale = torch.empty((rows, cols // 16), dtype=torch.float8_e4m3fn)
@@ -195,7 +197,7 @@ def _quantize(weight: Weight, choice: nvfp4.ScaleChoice, global_: torch.Tensor) 
     return Nvfp4Tensor(packed, scale, global_.reshape(1))
 
 
-def _to_fp8(weight: Weight, stats: Stats) -> list[torch.Tensor]:
+def _to_fp8(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
     rows, cols = weight.shape[-2:]
     grid = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
     data = torch.empty((rows, cols), dtype=torch.float8_e4m3fn)
@@ -211,7 +213,7 @@ def _to_fp8(weight: Weight, stats: Stats) -> list[torch.Tensor]:
     return [data, scale]
 
 
-def _to_bf16(weight: Weight, stats: Stats) -> list[torch.Tensor]:
+def _to_bf16(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
     out = torch.empty(tuple(weight.shape), dtype=torch.bfloat16)
     for span, values in _rows(weight):
         out[span] = values.to(torch.bfloat16)
@@ -219,7 +221,7 @@ def _to_bf16(weight: Weight, stats: Stats) -> list[torch.Tensor]:
     return [out]
 
 
-def _compare(old: Weight, new: Weight, stats: Stats) -> None:
+def _compare(old: StoredWeight, new: StoredWeight, stats: Stats) -> None:
     """Old against new as they will be read, a few rows at a time."""
     same = True
     for (_, a), (_, b) in zip(_rows(old), _rows(new), strict=True):

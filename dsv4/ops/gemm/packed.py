@@ -21,7 +21,7 @@ has 32 gate rows and the 32 up rows that belong to them in each tile.
 """
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -100,7 +100,12 @@ class TiledNvfp4(Nvfp4Tensor):
             parts.append(value[..., : self.rows, :])
         packed = e2m1.pack(_codes_of_words(parts[0])[..., : self.columns])
         scale = _scale_of_codes(parts[1])[..., : self.columns // NVFP4_GROUP]
-        return Nvfp4Tensor(packed.contiguous(), scale.contiguous(), self.global_scale)
+        return Nvfp4Tensor(
+            packed.contiguous(),
+            scale.contiguous(),
+            self.global_scale,
+            activations=self.activations,
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.plain().dequantize(dtype)
@@ -123,7 +128,7 @@ def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
             raise KernelError("a stack of no matrices cannot be tiled")
         packed = torch.stack([tile.packed for tile in tiles])
         scale = torch.stack([tile.scale for tile in tiles])
-        return TiledNvfp4(packed, scale, weight.global_scale, rows, columns, paired)
+        return replace(tiles[0], packed=packed, scale=scale, global_scale=weight.global_scale)
     codes = e2m1.unpack(weight.packed)
     magnitude = weight.scale.float()
     codes = codes * (magnitude > 0).repeat_interleave(NVFP4_GROUP, dim=-1)
@@ -137,6 +142,7 @@ def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
         rows,
         columns,
         paired,
+        activations=weight.activations,
     )
 
 
@@ -170,9 +176,10 @@ def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
             torch.stack([part.packed for part in parts]),
             torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
             torch.stack([part.global_scale for part in parts]),
+            activations=weight.activations,
         )
     packed, scale, global_, _ = mxfp4.to_nvfp4(weight.packed, weight.scale)
-    return Nvfp4Tensor(packed, scale, global_.reshape(1))
+    return Nvfp4Tensor(packed, scale, global_.reshape(1), activations=weight.activations)
 
 
 def random_tiled(
