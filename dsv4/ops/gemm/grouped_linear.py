@@ -1,7 +1,8 @@
 """The first output projection: each group of heads has its own rows of one stored matrix.
 
 `u[t, g] = W[g] . x[t, g]`; rows `g * rank .. (g + 1) * rank` of the stored matrix belong to
-group `g`. fp32 accumulation; the results of all groups come back side by side.
+group `g`. fp32 accumulation; the results of all groups come back side by side. A token's part in
+each group is rounded on its own where the weight asks for `a8` or `a4`.
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.formats.quantized import Weight
+from dsv4.formats.quantized import Weight, activations_of
+from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
@@ -18,7 +20,8 @@ from dsv4.ops.rows import matmul_rows, pad_rows
 
 def grouped_linear_reference(x: Tensor, weight: Weight) -> Tensor:
     num_groups = x.shape[1]
-    rows, padded = dense(weight).view(num_groups, -1, x.shape[2]), pad_rows(x.float())
+    rows = dense(weight).view(num_groups, -1, x.shape[2])
+    padded = pad_rows(rounded(x, activations_of(weight)).float())
     outputs = [matmul_rows(padded[:, group], rows[group]) for group in range(num_groups)]
     return torch.cat(outputs, dim=1)[: x.shape[0]].to(x.dtype)
 

@@ -1,7 +1,8 @@
 """Several matrices applied to one input: `y_i = x . W_i^T`, fp32 accumulation.
 
 The matrices of one call may have different formats and result dtypes; a kernel reads `x` once
-for all of them. A row's result does not depend on the other rows.
+for all of them. A row's result does not depend on the other rows. Where a matrix asks for `a8`
+or `a4` activations, its input is rounded first (`dsv4/ops/gemm/activation.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import fp8
-from dsv4.formats.quantized import Fp8BlockTensor, Weight
+from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
+from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, pad_rows
@@ -24,9 +26,13 @@ def dense(weight: Weight) -> Tensor:
 def linear_reference(
     x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
-    num_rows, padded = x.shape[0], pad_rows(x.float())
+    """Matrices that ask for the same width share one rounding of x."""
+    num_rows, inputs = x.shape[0], {}
+    for width in map(activations_of, weights):
+        if width not in inputs:
+            inputs[width] = pad_rows(rounded(x, width).float())
     return [
-        matmul_rows(padded, dense(weight))[:num_rows].to(dtype)
+        matmul_rows(inputs[activations_of(weight)], dense(weight))[:num_rows].to(dtype)
         for weight, dtype in zip(weights, out_dtypes, strict=True)
     ]
 

@@ -5,7 +5,7 @@
 
 W1 and W3 are stored as one matrix, gate rows first. Products, activation and the sum over experts
 are fp32; the sum runs over a token's experts in the given order, the shared expert last, and is
-rounded once.
+rounded once. Where a matrix asks for `a8` or `a4`, its input (x, or z) is rounded to that first.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import fp8
-from dsv4.formats.quantized import Fp8BlockTensor, Weight
+from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
+from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
@@ -26,11 +27,11 @@ def expert_reference(
     x: Tensor, w13: Weight, w2: Weight, weight: Tensor | None, limit: float
 ) -> Tensor:
     """One expert on `[rows, size]`, fp32 out; `weight` `[rows]` multiplies before W2."""
-    gate, up = matmul_rows(x, dense(w13)).chunk(2, dim=1)
+    gate, up = matmul_rows(rounded(x, activations_of(w13)), dense(w13)).chunk(2, dim=1)
     z = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     if weight is not None:
         z.mul_(weight.unsqueeze(1))
-    return matmul_rows(z.to(x.dtype), dense(w2))
+    return matmul_rows(rounded(z.to(x.dtype), activations_of(w2)), dense(w2))
 
 
 def experts_reference(
