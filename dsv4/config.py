@@ -195,6 +195,9 @@ class EngineConfig:
     dtype: str = field(default="auto", metadata={"help": "activations: auto, bfloat16, float32"})
     kv_format: str = field(default="auto", metadata={"help": "auto, fp8, bf16 or fp32"})
     index_format: str = field(default="auto", metadata={"help": "auto, fp4, fp8, bf16 or fp32"})
+    activations: str = field(
+        default="auto", metadata={"help": "where they meet weights: auto, a4, a8 or a16"}
+    )
     max_context: int | None = field(default=None, metadata={"help": "tokens of one sequence"})
     max_sequences: int | None = field(default=None, metadata={"help": "sequences at once"})
     state_tokens: int | None = field(
@@ -218,6 +221,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _check_choice("kv_format", self.kv_format, ("auto", "fp8", "bf16", "fp32"))
         _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
+        _check_choice("activations", self.activations, ("auto", "a4", "a8", "a16"))
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):
             raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         for name in ("max_context", "max_sequences", "state_tokens", "chunk_tokens"):

@@ -487,7 +487,7 @@ def _store(loaded: Loaded, state: StateTensors) -> DiskStore | None:
     settings = loaded.settings
     if settings.prefix_disk is None:
         return None
-    names = ("device", "dtype", "kv_format", "index_format", "ops")
+    names = ("device", "dtype", "kv_format", "index_format", "activations", "ops")
     how = {name: getattr(settings, name) for name in names}
     on_gpu = settings.device != "cpu"
     chip = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()

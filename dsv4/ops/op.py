@@ -2,8 +2,8 @@
 
 On a CPU the reference runs. On a GPU the first kernel that supports the arguments runs; where
 none does, the reference runs with one warning that names the op and the reason, or strict mode
-raises. `DSV4_OPS` (or `EngineConfig.ops`) forces ops to their reference for bisection:
-`reference` for all of them, or a comma list of names.
+(`kernels_only`) raises. `DSV4_OPS` (or `EngineConfig.ops`) forces ops to their reference for
+bisection: `reference` for all of them, or a comma list of names.
 """
 
 import importlib
@@ -86,11 +86,9 @@ class Op:
 
     def _fall_back(self, reason: str, device: torch.device) -> None:
         message = f"op {self.name} runs its slow reference on {device}: {reason}"
-        if _policy.strict:
-            raise KernelError(f"{message}; strict mode forbids that")
-        if reason not in self._warned:
+        if _policy.strict or reason not in self._warned:
             self._warned.add(reason)
-            log.warning(message)
+            warn_unless_strict(message)
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,10 @@ class _Policy:
 _policy = _Policy()
 
 
-def choose_ops(choice: str, known: Iterable[str], *, strict: bool = False) -> None:
+def choose_ops(choice: str, known: Iterable[str]) -> None:
     """Set the policy from `EngineConfig.ops`; `auto` defers to the variable DSV4_OPS."""
     if choice == "auto":
         choice = os.environ.get("DSV4_OPS", "auto")
-    _policy.strict = strict
     if choice == "auto":
         _policy.names = frozenset()
     elif choice == "reference":
@@ -152,6 +149,13 @@ def choose_ops(choice: str, known: Iterable[str], *, strict: bool = False) -> No
                 f"{', '.join(sorted(known))}"
             )
         _policy.names = names
+
+
+def warn_unless_strict(message: str) -> None:
+    """Something runs otherwise than it could or was asked to: a warning; strict mode raises."""
+    if _policy.strict:
+        raise KernelError(f"{message}; strict mode forbids that")
+    log.warning(message)
 
 
 @contextmanager

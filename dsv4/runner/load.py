@@ -4,7 +4,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ import torch
 from dsv4.checkpoint.reader import Checkpoint, Selection, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError
-from dsv4.formats.quantized import Weight
+from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
 from dsv4.ops.gemm.packed import repack
+from dsv4.ops.op import warn_unless_strict
+from dsv4.runner.activations import Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve
 from dsv4.util.models import model_folder
 
@@ -45,9 +48,11 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
         log.warning("%s", finding)
     has_gpu = torch.cuda.is_available()
     memory = state_memory(choices.device, checkpoint.nbytes, has_gpu=has_gpu)
-    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
+    gpu = find_gpu(choices.device)
+    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
     choose_ops(settings.ops, OPS)
     set_threads(settings, config)
+    tell_activations(checkpoint, choices.activations, gpu)
     weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
@@ -69,6 +74,31 @@ def set_threads(settings: Settings, config: ModelConfig) -> None:
     is_small = settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN
     if is_small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def find_gpu(device: str) -> Gpu | None:
+    """What decides about native products of few bits, or None for a CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    numbers = metadata.version("triton").split(".")
+    return Gpu(
+        torch.cuda.get_device_capability("cuda" if device == "auto" else device),
+        (int(numbers[0]), int(numbers[1])),
+        (number // 1000, number % 1000 // 10),
+    )
+
+
+def tell_activations(checkpoint: Checkpoint, asked: str, gpu: Gpu | None) -> None:
+    """Say what each group of weights is multiplied with and why; warn of what cannot be had."""
+    choice, sources = choose(asked, gpu), checkpoint.sources.values()
+    for line in describe(sources, choice):
+        log.info("%s", line)
+    refused = [choice.refused] if choice.refused else []
+    if asked != "auto":
+        refused += fallbacks(sources, choice.widths)
+    for line in refused:
+        warn_unless_strict(line)
 
 
 def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
@@ -93,7 +123,8 @@ def read_weights(
     progress: Progress | None = None,
 ) -> dict[str, Weight]:
     """On a GPU as the kernels read them: matrices in the activations' dtype, four-bit weights
-    tiled one by one, so that the old and the new form of only one exist at a time."""
+    tiled one by one, so that the old and the new form of only one exist at a time. Each knows
+    what its activations are rounded to."""
     on_cpu = settings.device == "cpu"
     stream = checkpoint.stream(
         dtype=None if on_cpu else getattr(torch, settings.dtype),
@@ -102,9 +133,13 @@ def read_weights(
         mxfp4_as_nvfp4=not on_cpu,
         progress=progress,
     )
-    return {
-        name: _expand(name, weight) if on_cpu else repack(name, weight) for name, weight in stream
-    }
+    weights: dict[str, Weight] = {}
+    for name, weight in stream:
+        if not isinstance(weight, torch.Tensor):
+            width = width_of(checkpoint.sources[name], settings.activations)
+            weight = replace(weight, activations=width)
+        weights[name] = _expand(name, weight) if on_cpu else repack(name, weight)
+    return weights
 
 
 def _expand(name: str, weight: Weight) -> Weight:
@@ -115,7 +150,11 @@ def _expand(name: str, weight: Weight) -> Weight:
     if not isinstance(weight, torch.Tensor):
         if weight.shape.numel() > MOST_UNPACKED:
             return weight
-        weight = weight.dequantize(torch.float32)
+        values = _expand(name, weight.dequantize(torch.float32))
+        assert isinstance(values, torch.Tensor)
+        if weight.activations == "a16":
+            return values
+        return UnpackedTensor(values, activations=weight.activations)
     if not weight.is_floating_point():
         return weight
     weight = weight.float()

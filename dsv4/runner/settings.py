@@ -7,6 +7,8 @@ from pathlib import Path
 from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
+from dsv4.formats.quantized import Activations
+from dsv4.runner.activations import Gpu, choose
 
 DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
@@ -23,6 +25,7 @@ class Settings:
     dtype: str
     kv_format: str
     index_format: str
+    activations: dict[str, Activations]  # of each module group
     max_context: int
     max_sequences: int
     state_tokens: int | None
@@ -35,7 +38,16 @@ class Settings:
     ops: str
 
     def __str__(self) -> str:
-        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["activations"] = self.activations_text
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+
+    @property
+    def activations_text(self) -> str:
+        """One width where all groups have the same."""
+        if len(set(self.activations.values())) == 1:
+            return next(iter(self.activations.values()))
+        return "/".join(f"{group} {width}" for group, width in self.activations.items())
 
     def geometry(self, config: ModelConfig) -> Geometry:
         kept = KEPT_PREFIXES if self.prefix_cache else 0
@@ -53,9 +65,15 @@ def available_memory() -> int:
 
 
 def resolve(
-    choices: EngineConfig, config: ModelConfig, *, has_gpu: bool, memory_bytes: int
+    choices: EngineConfig,
+    config: ModelConfig,
+    *,
+    has_gpu: bool,
+    memory_bytes: int,
+    gpu: Gpu | None = None,
 ) -> Settings:
-    """`memory_bytes`: what the state may take; what does not fit lowers the defaults only."""
+    """`memory_bytes`: what the state may take; what does not fit lowers the defaults only.
+    `gpu`: the device's, which decides about activations."""
     device = choices.device
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
@@ -78,6 +96,7 @@ def resolve(
         dtype=_pick(choices.dtype, "bfloat16" if on_gpu else "float32"),
         kv_format=_pick(choices.kv_format, "fp8" if on_gpu else "fp32"),
         index_format=_pick(choices.index_format, "fp8" if on_gpu else "fp32"),
+        activations=choose(choices.activations, gpu if on_gpu else None).widths,
         max_context=context,
         max_sequences=choices.max_sequences or (GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES),
         chunk_tokens=min(choices.chunk_tokens or (GPU_CHUNK if on_gpu else DEFAULT_CHUNK), context),

@@ -25,7 +25,8 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, Dsv4Error, RequestError
 from dsv4.request import SamplingParams
-from dsv4.runner.load import state_memory
+from dsv4.runner.activations import choose
+from dsv4.runner.load import find_gpu, state_memory
 from dsv4.runner.settings import Settings, resolve
 from dsv4.server.worker.wire import Channel, Message, output_to_wire, request_from_wire
 from dsv4.util.models import model_folder
@@ -63,8 +64,10 @@ def _load(order: Message, channel: Channel) -> Engine:
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     has_gpu = torch.cuda.is_available()
     memory = state_memory(choices.device, num_bytes, has_gpu=has_gpu)
-    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
-    channel.send({"kind": "plan", "text": _plan_text(settings, config, num_bytes)})
+    gpu = find_gpu(choices.device)
+    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
+    why = choose(choices.activations, gpu).why
+    channel.send({"kind": "plan", "text": _plan_text(settings, config, num_bytes, why)})
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -81,13 +84,14 @@ def _load(order: Message, channel: Channel) -> Engine:
     return engine
 
 
-def _plan_text(settings: Settings, config: ModelConfig, num_bytes: int) -> str:
+def _plan_text(settings: Settings, config: ModelConfig, num_bytes: int, why: str) -> str:
     sizes = settings.max_context, settings.max_sequences, settings.state_tokens
     state = settings.geometry(config).state_bytes(*sizes)
     return (
         f"{num_bytes / 1e6:,.1f} MB of weights on {settings.device}; "
         f"{settings.max_sequences} sequences of {settings.max_context:,} tokens at once in "
-        f"{state / 1e6:,.1f} MB of state (kv {settings.kv_format}, index {settings.index_format})"
+        f"{state / 1e6:,.1f} MB of state (kv {settings.kv_format}, index {settings.index_format}); "
+        f"activations {settings.activations_text}: {why}"
     )
 
 

@@ -82,7 +82,7 @@ def examine_model(
             count,
             cells,
             checker.end_to_end,
-            subject.formats.dtype == torch.float32 and not subject.formats.lossy,
+            subject.formats.is_exact,
             sorted(tracer.unplaced),
             checker.first,
         )

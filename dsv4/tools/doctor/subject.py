@@ -5,7 +5,7 @@ reaches them, one at a time, and dropped again. The engine's code is the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from random import Random
 from typing import overload
@@ -22,7 +22,8 @@ from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
 from dsv4.ops import OPS, choose_ops
 from dsv4.parallel import Shard
-from dsv4.runner.load import read_weights, set_threads
+from dsv4.runner.activations import width_of
+from dsv4.runner.load import find_gpu, read_weights, set_threads, tell_activations
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings, available_memory, resolve
 from dsv4.tools.doctor.plain.layer import Formats
@@ -48,18 +49,21 @@ class Subject:
     layout: str = "in memory"
     streamed: bool = False
     examined: PlainWeights | None = None  # the engine's own file, where another counts as right
+    widths: dict[str, str] = field(default_factory=dict)  # of weights that round their input
     graphs: bool = False  # whether the engine would serve decode steps as CUDA graphs
 
     @property
     def formats(self) -> Formats:
         s, lossy = self.settings, self.examined is not None
-        return Formats(getattr(torch, s.dtype), s.kv_format, s.index_format, lossy)
+        dtype = getattr(torch, s.dtype)
+        return Formats(dtype, s.kv_format, s.index_format, lossy, self.widths)
 
     @property
     def summary(self) -> str:
         """The settings that decide about numbers; nothing of the machine."""
         names = ("device", "dtype", "kv_format", "index_format", "ops")
-        return ", ".join(f"{name}={getattr(self.settings, name)}" for name in names)
+        values = [f"{name}={getattr(self.settings, name)}" for name in names]
+        return ", ".join([*values, f"activations={self.settings.activations_text}"])
 
     def runner(self) -> Runner:
         """A fresh state; the model is shared."""
@@ -86,8 +90,13 @@ def make_settings(config: ModelConfig, choices: EngineConfig, count: int) -> Set
         "cuda_graphs": False,
     }
     changed = EngineConfig.make(**{**vars(choices), **fixed})
-    has_gpu = torch.cuda.is_available()
-    return resolve(changed, config, has_gpu=has_gpu, memory_bytes=available_memory() // 2)
+    return resolve(
+        changed,
+        config,
+        has_gpu=torch.cuda.is_available(),
+        memory_bytes=available_memory() // 2,
+        gpu=find_gpu(choices.device),
+    )
 
 
 def open_subject(
@@ -111,6 +120,7 @@ def open_subject(
     settings = make_settings(config, choices, len(token_ids))
     choose_ops(settings.ops, OPS)
     set_threads(settings, config)
+    tell_activations(checkpoint, choices.activations, find_gpu(choices.device))
     if stream is None:
         stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
     dtype = getattr(torch, settings.dtype)
@@ -124,10 +134,19 @@ def open_subject(
         right = open_checkpoint(other, ModelConfig.from_folder(other))
         _same_shape(config, right.config, against)
         weights, examined = PlainWeights.from_checkpoint(right), weights
-    layout, name = checkpoint.layout, folder.name
-    graphs = choices.cuda_graphs and settings.device != "cpu"
+    widths = {n: width_of(source, settings.activations) for n, source in checkpoint.sources.items()}
     return Subject(
-        name, config, settings, model, weights, token_ids, layout, stream, examined, graphs
+        folder.name,
+        config,
+        settings,
+        model,
+        weights,
+        token_ids,
+        checkpoint.layout,
+        stream,
+        examined,
+        {name: width for name, width in widths.items() if width != "a16"},
+        choices.cuda_graphs and settings.device != "cpu",
     )
 
 
@@ -149,11 +168,11 @@ def prompt_ids(
 
 
 def _same_shape(config: ModelConfig, other: ModelConfig, name: str) -> None:
-    for field in ("num_layers", "hidden_size", "compress_ratios", "num_experts", "vocab_size"):
-        a, b = getattr(config, field), getattr(other, field)
+    for fact in ("num_layers", "hidden_size", "compress_ratios", "num_experts", "vocab_size"):
+        a, b = getattr(config, fact), getattr(other, fact)
         if a != b:
             raise OptionError(
-                f"{name} has {field} {b}, the examined model {a}; give the same model"
+                f"{name} has {fact} {b}, the examined model {a}; give the same model"
             )
 
 

@@ -114,6 +114,27 @@ def through_fp4(x: Tensor, group: int) -> Tensor:
     return (rounded * scale).flatten(-2)[..., : x.shape[-1]]
 
 
+def through_nvfp4(x: Tensor) -> Tensor:
+    """E2M1 with an E4M3 scale per 16 channels and one scale for the whole row, all found in fp32
+    step by step, because a scale on the other side of a border moves its whole group."""
+    wide, top = x.float(), 6.0 * 448.0
+    amax = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    cut, inverse = _groups(wide, 16), (top / amax)[..., None]
+    share = cut.abs().amax(-1, keepdim=True) * inverse * torch.tensor(1 / 6, device=x.device)
+    scale = share.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn).float()
+    size = (cut * (inverse / scale)).double().abs().clamp(max=6.0)
+    step = torch.exp2(torch.floor(torch.log2(size.clamp(min=1.0)))) / 2
+    rounded = torch.copysign(torch.round(size / step) * step, cut.double())
+    return (rounded * scale.double()).flatten(-2)[..., : x.shape[-1]] * (amax / top).double()
+
+
+def as_multiplied(x: Tensor, width: str) -> Tensor:
+    """Activations as a product sees them: a16, a8 or a4."""
+    if width == "a16":
+        return x
+    return through_nvfp4(x) if width == "a4" else through_fp8(x, 32)
+
+
 def stored_key(key: Tensor, kv_format: str, rope_dim: int) -> Tensor:
     """A window key or an entry after it was kept: rotary channels are never in FP8."""
     if kv_format == "fp32":
@@ -176,6 +197,14 @@ def router_scores(x: Tensor, gate: Tensor) -> Tensor:
     return torch.sqrt(softplus(x @ gate.T).float().double())
 
 
-def expert(x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, limit: float) -> Tensor:
-    gate, up = (x @ w13.T).chunk(2, dim=1)
-    return (weight[:, None] * silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)) @ w2.T
+def expert(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weight: Tensor,
+    limit: float,
+    widths: tuple[str, str] = ("a16", "a16"),
+) -> Tensor:
+    gate, up = (as_multiplied(x, widths[0]) @ w13.T).chunk(2, dim=1)
+    z = weight[:, None] * silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return as_multiplied(z, widths[1]) @ w2.T

@@ -5,7 +5,7 @@ Each method below computes a station's taps from other taps. Fed with the engine
 error stays where it arose; fed with its own, the plain model runs end to end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,12 @@ class Formats:
     kv: str
     index: str
     lossy: bool = False  # the right weights come from another checkpoint of the model
+    widths: Mapping[str, str] = field(default_factory=dict)  # of weights that round their input
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether small differences stay small, so that the logits can be judged end to end."""
+        return self.dtype == torch.float32 and not self.lossy and not self.widths
 
 
 @dataclass
@@ -93,6 +99,12 @@ class PlainLayer:
         if expert is None or value.numel() <= _SMALL_EXPERT:
             self._read[name, expert] = value  # a layer's large experts would fill the memory
         return value
+
+    def width(self, name: str) -> str:
+        return self.formats.widths.get(self.full_name(name), "a16")
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        return formulas.as_multiplied(x, self.width(name)) @ self.weight(name).T
 
     def misreadings(self, name: str, expert: int | None) -> Iterator[tuple[str, Tensor]]:
         """Wrong readings of one of the layer's weights, and the right ones of its neighbours."""
@@ -174,7 +186,7 @@ class PlainLayer:
 
     def project(self, t: Taps) -> dict[str, Tensor]:
         x = t.new["attn_x"]
-        return {tap: x @ self.weight(name).T for tap, name in self.input_matrices.items()}
+        return {tap: self.product(x, name) for tap, name in self.input_matrices.items()}
 
     def window_key(self, t: Taps) -> dict[str, Tensor]:
         norm, c = self.weight("attn.kv_norm.weight"), self.config
@@ -188,7 +200,7 @@ class PlainLayer:
 
     def query(self, t: Taps) -> dict[str, Tensor]:
         latent = t.new["latent"]
-        return {tap: latent @ self.weight(name).T for tap, name in self.query_matrices.items()}
+        return {tap: self.product(latent, name) for tap, name in self.query_matrices.items()}
 
     def _entries(self, t: Taps, prefix: str, tap: str) -> Tensor:
         ratio, ape = self.ratio, self.weight(f"{prefix}ape")
@@ -289,14 +301,14 @@ class PlainLayer:
         return {"attended": formulas.rope(out, t.positions, self.table, back=True)}
 
     def output_groups(self, t: Taps) -> dict[str, Tensor]:
-        groups = self.config.o_groups
-        heads = _heads(t.new["attended"], groups)
-        stored = self.weight("attn.wo_a.weight")
+        groups, name = self.config.o_groups, "attn.wo_a.weight"
+        heads = formulas.as_multiplied(_heads(t.new["attended"], groups), self.width(name))
+        stored = self.weight(name)
         matrices = stored.reshape(groups, -1, stored.shape[1])
         return {"low": torch.einsum("tgk,grk->tgr", heads, matrices).flatten(1)}
 
     def output(self, t: Taps) -> dict[str, Tensor]:
-        return {"attn_y": t.new["low"] @ self.weight("attn.wo_b.weight").T}
+        return {"attn_y": self.product(t.new["low"], "attn.wo_b.weight")}
 
     # --- experts ----------------------------------------------------------------------------------
 
@@ -319,11 +331,13 @@ class PlainLayer:
         x, chosen, weights = t.new["ffn_x"], t.new["experts"], t.new["expert_weights"]
         limit = self.config.swiglu_limit
         w13, w2 = (self.weight(f"ffn.shared_experts.{name}") for name in ("w13", "w2"))
-        total = formulas.expert(x, w13, w2, x.new_ones(x.shape[0]), limit)
+        widths = self.width("ffn.shared_experts.w13"), self.width("ffn.shared_experts.w2")
+        total = formulas.expert(x, w13, w2, x.new_ones(x.shape[0]), limit, widths)
+        widths = self.width("ffn.experts.w13"), self.width("ffn.experts.w2")
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = torch.nonzero(chosen == number, as_tuple=True)
             w13, w2 = (self.weight(f"ffn.experts.{name}", number) for name in ("w13", "w2"))
-            part = formulas.expert(x[rows], w13, w2, weights[rows, places], limit)
+            part = formulas.expert(x[rows], w13, w2, weights[rows, places], limit, widths)
             total = total.index_add(0, rows, part)
         return {"ffn_y": total}
 
