@@ -4,6 +4,7 @@
 the blocks, `dequantize` is exact up to one float32 rounding and the final cast.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd
@@ -246,9 +247,26 @@ class UnpackedTensor(_Parts):
         return self.map(lambda value: value[..., start:stop])
 
 
+class RepackedTensor(_Parts, ABC):
+    """A weight in the order that some kernels want; it has to be cut before."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size: ...
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor: ...
+
+    def row_range(self, start: int, stop: int) -> Self:
+        raise KernelError(f"rows {start}:{stop} of a repacked weight: cut weights before that")
+
+    def column_range(self, start: int, stop: int) -> Self:
+        raise KernelError(f"columns {start}:{stop} of a repacked weight: cut weights before that")
+
+
 QuantizedTensor = Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor
 StoredWeight = torch.Tensor | QuantizedTensor  # as a file has it
-Weight = StoredWeight | UnpackedTensor
+Weight = StoredWeight | UnpackedTensor | RepackedTensor
 
 
 def activations_of(weight: Weight) -> Activations:

@@ -344,6 +344,15 @@ def finish_ranges(
     return total, is_last
 
 
+@triton.jit
+def select_matrix(values, firsts, pid, NUM: tl.constexpr):
+    """The value of the matrix whose programs start at the last of `firsts` up to `pid`."""
+    chosen = values[0]
+    for i in tl.static_range(1, NUM):
+        chosen = tl.where(pid >= firsts[i], values[i], chosen)
+    return chosen
+
+
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -25,7 +25,7 @@ from dsv4.errors import OptionError
 from dsv4.formats import e2m1, fp8
 from dsv4.formats.groups import expand
 from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP
-from dsv4.ops.op import Arguments, Case, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
 Width = Literal["a16", "a8", "a4"]
 TOP = E2M1_MAX * E4M3_MAX
@@ -46,7 +46,8 @@ def quantize_rows_reference(x: Tensor) -> Fp4Rows:
     amax = wide.abs().amax(1)
     finite = torch.isfinite(amax)
     amax = amax.clamp(min=SMALLEST_AMAX)
-    inverse = torch.where(finite, TOP / amax, 0.0)
+    top = torch.full_like(amax, TOP)  # torch divides by and into a plain number by a reciprocal
+    inverse = torch.where(finite, top / amax, 0.0)
     blocks = wide.view(x.shape[0], -1, NVFP4_GROUP)
     # float(1/6) as float32: the kernel multiplies by the same number
     largest = blocks.abs().amax(2) * inverse[:, None] * SIXTH
@@ -57,7 +58,7 @@ def quantize_rows_reference(x: Tensor) -> Fp4Rows:
     return Fp4Rows(
         e2m1.pack(codes.view(x.shape)),
         scales,
-        torch.where(finite, amax / TOP, float("nan")),
+        torch.where(finite, amax / top, float("nan")),
     )
 
 
@@ -90,7 +91,12 @@ def cases() -> Iterable[Case]:
     yield build(0, 128, 1.0)
 
 
-OP = Op("quantize_rows", quantize_rows_reference, cases)
+OP = Op(
+    "quantize_rows",
+    quantize_rows_reference,
+    cases,
+    (Kernel("dsv4.ops.gemm.activation_triton"),),
+)
 
 
 def quantize_rows(x: Tensor) -> Fp4Rows:

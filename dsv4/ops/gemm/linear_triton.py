@@ -27,6 +27,7 @@ from dsv4.ops.device import (
     launch_options,
     num_ranges,
     release_next,
+    select_matrix,
     workspace,
 )
 from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
@@ -34,14 +35,6 @@ from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
 EXPAND_ROWS, EXPAND_COLUMNS = 1024, 2048  # from here on NVFP4 weights become bf16 first
-
-
-@triton.jit
-def _select(values, firsts, pid, NUM: tl.constexpr):
-    chosen = values[0]
-    for i in tl.static_range(1, NUM):
-        chosen = tl.where(pid >= firsts[i], values[i], chosen)
-    return chosen
 
 
 @triton.jit
@@ -96,16 +89,16 @@ def _linear_kernel(
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
     when matrix i has fp32 results."""
     pid = tl.program_id(0)
-    size = _select(sizes, firsts, pid, NUM)
-    count = _select(ranges, firsts, pid, NUM)
-    per_range = _select(range_steps, firsts, pid, NUM)
-    tile = pid - _select(firsts, firsts, pid, NUM)
+    size = select_matrix(sizes, firsts, pid, NUM)
+    count = select_matrix(ranges, firsts, pid, NUM)
+    per_range = select_matrix(range_steps, firsts, pid, NUM)
+    tile = pid - select_matrix(firsts, firsts, pid, NUM)
     split = 0
     if PARALLEL:
         split = tile % count
         tile = tile // count
-    words_at = _select(words, firsts, pid, NUM)
-    scales_at = _select(scales, firsts, pid, NUM)
+    words_at = select_matrix(words, firsts, pid, NUM)
+    scales_at = select_matrix(scales, firsts, pid, NUM)
     rn = tile * BN + tl.arange(0, BN)
     live_n = rn < size
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -113,8 +106,8 @@ def _linear_kernel(
     group = (tile * BN) // group_rows
     x_rows = rm * x_stride + group * num_columns
     if FORMAT == 0 or FORMAT == 3:  # long before it is used: the first access to it is slow
-        factors = _select(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
-        part_rows = _select(parts, firsts, pid, NUM)
+        factors = select_matrix(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+        part_rows = select_matrix(parts, firsts, pid, NUM)
         factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
     await_previous(ASM)
 
@@ -143,7 +136,7 @@ def _linear_kernel(
     release_next(ASM)
     if FORMAT == 0 or FORMAT == 3:
         total = total * factor[:, None]
-    out = _select(outs, firsts, pid, NUM)
+    out = select_matrix(outs, firsts, pid, NUM)
     # allocations are aligned; said here because a cast from an integer does not know it
     out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
     out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)

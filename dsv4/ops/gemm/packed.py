@@ -20,6 +20,7 @@ Missing rows and columns of the last tiles are zero. A *paired* matrix (gate row
 has 32 gate rows and the 32 up rows that belong to them in each tile.
 """
 
+import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -29,8 +30,17 @@ from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.formats import e2m1, mxfp4, nvfp4
-from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor, Weight
+from dsv4.formats.quantized import (
+    Mxfp4Tensor,
+    Nvfp4Tensor,
+    RepackedTensor,
+    UnpackedTensor,
+    Weight,
+)
 from dsv4.formats.spec import NVFP4_GROUP
+from dsv4.ops.gemm.scaled import scaled_weight
+
+log = logging.getLogger(__name__)
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
@@ -148,13 +158,29 @@ def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
 
 def repack(name: str, weight: Weight) -> Weight:
     """The weight of a canonical name as the kernels want it; formats they read as stored stay."""
-    if isinstance(weight, TiledNvfp4):
+    if isinstance(weight, TiledNvfp4 | RepackedTensor):
         return weight
+    weight = _for_few_bits(name, weight)
     if isinstance(weight, Mxfp4Tensor):
         weight = mxfp4_as_nvfp4(weight)
     if isinstance(weight, Nvfp4Tensor):
         return tile_nvfp4(weight, paired=name.endswith(_PAIRED_NAMES))
     return weight
+
+
+def _for_few_bits(name: str, weight: Weight) -> Weight:
+    """What block-scaled products read, where the weight asks for them and they are exact."""
+    if isinstance(weight, Tensor | UnpackedTensor | RepackedTensor):
+        return weight
+    if weight.activations == "a16":
+        return weight
+    if isinstance(weight, Mxfp4Tensor) and weight.activations == "a4":
+        weight = mxfp4_as_nvfp4(weight)
+    found = scaled_weight(weight)
+    if not isinstance(found, str):
+        return found
+    log.warning("%s: activations stay a16: %s", name, found)
+    return replace(weight, activations="a16")
 
 
 def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:

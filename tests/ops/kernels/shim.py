@@ -1,6 +1,7 @@
 """Repairs of Triton's interpreter, without which bf16 and FP8 are silently wrong.
 
 bf16 products, casts and arithmetic go through torch: round to nearest even, FP8 saturating.
+Block-scaled products read E4M3 scales as what they are.
 Import it after setting TRITON_INTERPRET=1 and before any module with kernels.
 """
 
@@ -94,6 +95,48 @@ def dot(self, a, b, acc, precision, imprecise):
     return Handle(_down(_f32(a) @ _f32(b) + _f32(acc), kind), kind)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
+E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+def _operand(value, scale, kind, packed_along_k, is_right):
+    """float64 numbers of one side of a block-scaled product; K is the last axis of a left one."""
+    along = -1 if packed_along_k != is_right else -2
+    if kind == "e2m1":
+        codes = np.moveaxis(value.data.view(np.uint8), along, -1)
+        pairs = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1)
+        numbers = np.moveaxis(pairs.reshape(*codes.shape[:-1], -1), -1, along)
+    else:
+        numbers = _f32(value).astype(np.float64)
+    if scale is None:
+        return numbers
+    if scale.dtype.scalar == tl.float8e4nv:
+        factor = _f32(scale).astype(np.float64)
+    else:
+        factor = np.exp2(scale.data.view(np.uint8).astype(np.float64) - 127)
+    k = numbers.shape[-2 if is_right else -1]
+    factor = np.repeat(factor, k // factor.shape[-1], -1)
+    return numbers * (np.swapaxes(factor, -1, -2) if is_right else factor)
+
+
+def dot_scaled(self, a, a_scale, a_kind, b, b_scale, b_kind, acc, fast, a_pack, b_pack, out):
+    """The exact product of a tile, rounded once to float32, then added: so the bits of a result
+    show the order of tiles along K, not how a library sums inside one."""
+    values = (a, a_scale, a_kind, b, b_scale, b_kind, acc, a_pack, b_pack)
+    a, a_scale, a_kind, b, b_scale, b_kind, acc, a_pack, b_pack = (
+        v.value if isinstance(v, tl.constexpr) else v for v in values
+    )
+    a, b = self._bitcast_to_fp_type(a, a_kind), self._bitcast_to_fp_type(b, b_kind)
+    scales = [None if scale is None else scale.handle for scale in (a_scale, b_scale)]
+    left = _operand(a.handle, scales[0], a_kind, a_pack, False)
+    right = _operand(b.handle, scales[1], b_kind, b_pack, True)
+    result = (left @ right).astype(np.float32)
+    if acc is not None:
+        result = result + acc.handle.data
+    kind = tl.block_type(tl.float32, list(result.shape))
+    return tl.tensor(Handle(result, tl.float32), kind)
+
+
 def bf16_constant(self, value):
     return Handle(_down(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
 
@@ -116,3 +159,4 @@ _bool_mask("create_masked_store", 2)
 interp._convert_float, Builder.cast_impl = convert, cast
 Builder.binary_op, Builder.unary_op = binary, unary
 Builder.create_dot, Builder.get_bf16 = dot, bf16_constant
+type(interp.interpreter_semantic).dot_scaled = dot_scaled

@@ -1,0 +1,250 @@
+# mypy: ignore-errors
+"""`quantize_rows` on a GPU, and its forms in front of a block-scaled product (sm_100).
+
+One program holds a row in registers: the largest magnitude first, then scales and codes; nothing
+is read twice and no host waits. What is quantised is the row itself, its RMS norm, or SwiGLU of
+gate and up; the last two are rounded to bf16 first, as the ops that they replace do.
+
+A product wants rows padded to a multiple of 256 columns, and with many rows the scales in the
+order of gemm/scaled.py; `Rows` says where things are. Row i may be that of a routed pair.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import (
+    ROW_WARPS,
+    await_previous,
+    device_reason,
+    interpreting,
+    launch_options,
+    release_next,
+    workspace,
+)
+from dsv4.ops.gemm.activation import SIXTH, SMALLEST_AMAX, TOP, Fp4Rows
+from dsv4.ops.gemm.scaled import COLUMN_MULTIPLE, ROWS
+
+PLAIN, NORM, SWIGLU = 0, 1, 2
+_TOP, _SIXTH, _SMALLEST = (tl.constexpr(value) for value in (TOP, SIXTH, SMALLEST_AMAX))
+
+
+@triton.jit
+def _e2m1_code(x):
+    """Codes 0..15 as int32: ties to the even code, saturating at 6."""
+    m = tl.abs(x)
+    code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32)
+    code += (m >= 1.75).to(tl.int32) + (m > 2.5).to(tl.int32) + (m >= 3.5).to(tl.int32)
+    code += (m > 5.0).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _source_row(
+    x, weight, row, out_row, x_stride, size, eps, limit, column, live, normed,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """fp32 numbers of the row, zero beyond its end."""
+    base = x + row * x_stride
+    value = tl.load(base + column, mask=live, other=0.0).to(tl.float32)
+    if SOURCE == 1:
+        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
+        if WEIGHTED:
+            value = value * tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    elif SOURCE == 2:
+        up = tl.load(base + size + column, mask=live, other=0.0).to(tl.float32)
+        gate = tl.minimum(value, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        if WEIGHTED:
+            value = value * tl.load(weight)
+    if SOURCE != 0:
+        narrow = value.to(tl.bfloat16)
+        if KEEP:
+            tl.store(normed + out_row * size + column, narrow, mask=live)
+        value = narrow.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _scale_at(row, fold, group, num_groups, TILED: tl.constexpr):
+    """Where the scale of `group` lies; `fold` rows side by side are one row of the product."""
+    if TILED:
+        outer = row // fold
+        column = row % fold * num_groups + group
+        at = (outer // 128 * (num_groups * fold // 4) + column // 4) * 512
+        return at + outer % 32 * 16 + outer // 32 % 4 * 4 + column % 4
+    return row * num_groups + group
+
+
+@triton.jit
+def _store_fp4(
+    value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr
+):  # fmt: skip
+    """Codes, scales and the row's scale of `value` `[PAD / 16, 16]`; see gemm/activation.py."""
+    GROUPS: tl.constexpr = PAD // 16
+    num_groups = columns // 16
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # as integers: Inf and NaN are the largest, where a float maximum would pass over NaN
+    top = tl.max(tl.max(bits, axis=1), axis=0)
+    finite = top < 0x7F800000
+    amax = tl.maximum(top.to(tl.float32, bitcast=True), _SMALLEST)
+    amax = tl.where(finite, amax, 1.0)
+    inverse = tl.div_rn(_TOP, amax)
+    tl.store(row_scale + row, tl.where(finite, tl.div_rn(amax, _TOP), float("nan")))
+    largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True) * inverse * _SIXTH
+    largest = tl.where(finite, tl.minimum(tl.maximum(largest, 0.001953125), 448.0), 0.001953125)
+    scale = largest.to(tl.float8e4nv)
+    factor = tl.div_rn(tl.zeros_like(largest) + inverse, scale.to(tl.float32))
+    scaled = tl.where(finite, value * factor[:, None], 0.0)
+    pairs = _e2m1_code(scaled).reshape(GROUPS, 8, 2)
+    low, high = tl.split(pairs)
+    group = tl.arange(0, GROUPS)
+    live = group < num_groups
+    code_at = codes + row * (num_groups * 8) + group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(code_at, (low | (high << 4)).to(tl.uint8), mask=live[:, None])
+    at = _scale_at(row, fold, group, num_groups, TILED)
+    tl.store(scales + at, scale.to(tl.uint8, bitcast=True), mask=live)
+
+
+@triton.jit
+def _store_mxfp8(
+    value, codes, scales, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr
+):  # fmt: skip
+    """E4M3 codes and E8M0 scales of `value` `[PAD / 32, 32]`; see formats/fp8.py."""
+    bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
+    power = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # of 448: 8, 1.75
+    inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
+    group = tl.arange(0, PAD // 32)
+    live = group < columns // 32
+    at = codes + row * columns + group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    code = (value * inverse[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(at, code, mask=live[:, None])
+    at = _scale_at(row, fold, group, columns // 32, TILED)
+    tl.store(scales + at, (power + 127).to(tl.uint8), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_kernel(
+    x, weight, codes, scales, row_scale, normed, x_stride, size, columns, num_rows, fold, eps,
+    limit, sorted_pairs, tile_expert, tile_start, ends, chosen,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, ROUTED: tl.constexpr,
+    BM: tl.constexpr, PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """ROUTED: row i is row `i % BM` of tile `i // BM`; it comes from its pair's token (plain) or
+    lies in its own place (SwiGLU, whose weight is the pair's)."""
+    await_previous(ASM)
+    release_next(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    own = weight
+    present = row < num_rows
+    if ROUTED:
+        tile = row // BM
+        expert = tl.load(tile_expert + tile)
+        at = tl.load(tile_start + tile, mask=expert >= 0, other=0) + row % BM
+        end = tl.load(ends + tl.maximum(expert, 0))
+        present = (expert >= 0) & (at < end)
+        pair = tl.load(sorted_pairs + at, mask=present, other=0)
+        if SOURCE == 0:
+            source = (pair // chosen).to(tl.int64)
+        own = weight + pair
+    if present:
+        column = tl.arange(0, PAD)  # flat, so that a norm is summed as in rms_norm
+        value = _source_row(
+            x, own, source, row, x_stride, size, eps, limit, column, column < size, normed,
+            SOURCE, WEIGHTED, KEEP,
+        )  # fmt: skip
+        if A8:
+            value = value.reshape(PAD // 32, 32)
+            _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
+        else:
+            value = value.reshape(PAD // 16, 16)
+            _store_fp4(value, codes, scales, row_scale, row, fold, columns, PAD, TILED)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Quantised rows in buffers that the next launch reads: codes `[rows, bytes]`, row scales
+    `[rows]` (of a4), and block scales in row order, or tiled as gemm/scaled.py says."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    row_scale: torch.Tensor
+    num_rows: int
+    columns: int
+    tiled: bool = False
+    fold: int = 1  # rows that lie side by side in one row of the product
+    a8: bool = False
+
+
+def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Rows:
+    """Buffers for `num_rows` rows of `columns` columns, with room up to whole tiles."""
+    columns = triton.cdiv(columns, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    count = triton.cdiv(num_rows // fold, 2 * ROWS) * 2 * ROWS * fold
+    return Rows(
+        workspace(device, f"{name}_codes", count * columns // (1 if a8 else 2), torch.uint8),
+        workspace(device, f"{name}_scales", count * columns // (32 if a8 else 16), torch.uint8),
+        workspace(device, f"{name}_row_scale", count, torch.float32),
+        num_rows,
+        columns,
+        tiled,
+        fold,
+        a8,
+    )
+
+
+def fill_rows(
+    rows: Rows, x, *, source=PLAIN, weight=None, eps=0.0, limit=0.0, normed=None, size=None,
+    route=None, chosen=1, bm=1,
+) -> None:  # fmt: skip
+    """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`."""
+    table = (x, x, x, x)
+    if route is not None:
+        table = (route.sorted_pairs, route.tile_expert, route.tile_start, route.ends)
+    pad = max(triton.next_power_of_2(rows.columns), COLUMN_MULTIPLE)
+    _quantize_kernel[(rows.num_rows,)](
+        x, x if weight is None else weight, rows.codes, rows.scales, rows.row_scale,
+        x if normed is None else normed, x.stride(0), size or x.shape[1], rows.columns,
+        rows.num_rows, rows.fold, eps, limit, *table, chosen,
+        SOURCE=source, WEIGHTED=weight is not None, KEEP=normed is not None,
+        ROUTED=route is not None, BM=bm, PAD=pad, TILED=rows.tiled, A8=rows.a8,
+        ASM=not interpreting(), **launch_options(ROW_WARPS if pad <= 8192 else 8),
+    )  # fmt: skip
+
+
+def supports(x) -> str | None:
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1:
+        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 or float32 rows"
+    return device_reason(x.device)
+
+
+def _new_rows(x) -> Rows:
+    count, size = x.shape
+    return Rows(
+        torch.empty(count, size // 2, dtype=torch.uint8, device=x.device),
+        torch.empty(count, size // 16, dtype=torch.uint8, device=x.device),
+        torch.empty(count, dtype=torch.float32, device=x.device),
+        count,
+        size,
+    )
+
+
+def _fp4_rows(rows: Rows) -> Fp4Rows:
+    return Fp4Rows(rows.codes, rows.scales.view(torch.float8_e4m3fn), rows.row_scale)
+
+
+def run(x) -> Fp4Rows:
+    rows = _new_rows(x)
+    fill_rows(rows, x)
+    return _fp4_rows(rows)
+
+
+def rms_norm_rows(x, weight, eps: float) -> tuple[torch.Tensor, Fp4Rows]:
+    """`rms_norm` and `quantize_rows` of its result, in one launch."""
+    rows, normed = _new_rows(x), torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    fill_rows(rows, x, source=NORM, weight=weight, eps=eps, normed=normed)
+    return normed, _fp4_rows(rows)

@@ -1,0 +1,134 @@
+"""The kernels for sm_100 in Triton's interpreter against their references, without a GPU.
+
+Like test_weight_interpreter, this file is both the test and the program it starts.
+"""
+
+import importlib
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.formats import fp8, mxfp4, nvfp4
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
+from dsv4.ops.gemm.packed import TiledNvfp4, mxfp4_as_nvfp4, repack
+from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
+from tests.ops.kernels.compiling import interpreted
+
+GROUPS = ("rows",)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_match_references(group: str) -> None:
+    interpreted("tests.ops.kernels.test_blackwell_interpreter", group)
+
+
+def stored_weights(rows: int, columns: int, generator: torch.Generator) -> dict[str, Any]:
+    """A weight of each format that block-scaled products read; `a4` and `a8` by their names."""
+    values = torch.randn(rows, columns, generator=generator) * 0.2
+    packed, scale, factor = nvfp4.quantize(values)
+    mx = Mxfp4Tensor(*mxfp4.quantize(values), activations="a8")
+    return {
+        "NVFP4 a4": Nvfp4Tensor(packed, scale, factor.reshape(1), activations="a4"),
+        "MXFP4 a8": mx,
+        "MXFP4 as NVFP4 a8": mxfp4_as_nvfp4(mx),
+        "FP8 a8": Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128, activations="a8"),
+    }
+
+
+def test_scaled_weights_keep_their_values() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for rows, columns in ((130, 288), (1, 32), (256, 512)):
+        for name, weight in stored_weights(rows, columns, generator).items():
+            found = repack("layers.0.attn.wq_a", weight)
+            assert isinstance(found, ScaledTensor), name
+            assert found.activations == weight.activations
+            assert torch.equal(found.dequantize(), weight.dequantize()), name
+
+
+def test_scales_lie_in_the_tensor_cores_order() -> None:
+    """Spelled out: byte 16 (row % 32) + 4 (row // 32) + group of a tile of 128 rows, 4 groups."""
+    scale = torch.arange(256 * 8).reshape(256, 8)
+    tiles = tile_scales(scale).reshape(2, 2, 512)
+    for row, group in ((0, 0), (1, 0), (32, 0), (127, 3), (130, 5), (255, 7), (97, 6)):
+        place = 16 * (row % 32) + 4 * (row % 128 // 32) + group % 4
+        assert tiles[row // 128, group // 4, place] == scale[row, group]
+    assert torch.equal(untile_scales(tile_scales(scale)), scale)
+
+
+def test_what_is_not_exact_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights = stored_weights(128, 256, generator)
+    odd = replace(weights["NVFP4 a4"], activations="a8")
+    assert "powers of two" in str(scaled_weight(odd))
+    wide = fp8.quantize_tiles(torch.randn(128, 256), 128, power_of_two=False)
+    assert "not MXFP8" in str(scaled_weight(Fp8BlockTensor(*wide, 128, activations="a8")))
+    found = repack("layers.3.attn.wq_b", odd)
+    assert isinstance(found, TiledNvfp4)
+    assert found.activations == "a16"
+    assert "layers.3.attn.wq_b: activations stay a16: NVFP4 block scales" in caplog.text
+
+
+def check_rows() -> None:
+    """The same bytes as the reference, for every case and fused form."""
+    from dsv4.ops.arguments import same_bits
+    from dsv4.ops.gemm import activation, activation_triton
+    from dsv4.ops.norm import rms_norm_triton
+
+    for case in activation.cases():
+        arguments = case.build(torch.Generator().manual_seed(1))
+        if arguments["x"].shape[0] == 0:
+            continue
+        wanted = activation.quantize_rows_reference(**arguments)
+        for a, b in zip(wanted, activation_triton.run(**arguments), strict=True):
+            assert same_bits(a, b), case.name
+    x = torch.randn(3, 64)
+    x[1, 3], x[2, 60] = float("inf"), float("nan")
+    wanted, found = activation.quantize_rows_reference(x), activation_triton.run(x)
+    assert same_bits(wanted.codes, found.codes)
+    assert same_bits(wanted.scales, found.scales)
+    assert torch.equal(wanted.row_scale.isnan(), torch.tensor([False, True, True]))
+    assert torch.equal(found.row_scale.isnan(), torch.tensor([False, True, True]))
+
+    x, weight = (torch.randn(5, 208) * 70).bfloat16(), torch.randn(208)
+    normed, rows = activation_triton.rms_norm_rows(x, weight, 1e-6)
+    assert same_bits(normed, rms_norm_triton.run(x, weight, 1e-6))
+    for a, b in zip(activation.quantize_rows_reference(normed), rows, strict=True):
+        assert same_bits(a, b), "with RMS norm"
+
+    # SwiGLU, rows padded and scales in the tensor core's order
+    h = torch.randn(36, 2 * 48) * 3
+    rows = activation_triton.make_rows(x.device, 36, 48, tiled=True, name="test")
+    activation_triton.fill_rows(rows, h, source=activation_triton.SWIGLU, limit=2.0, size=48)
+    gate, up = h.chunk(2, dim=1)
+    gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+    z = (gate / (1 + torch.exp(-gate)) * up).bfloat16()
+    wanted = activation.quantize_rows_reference(torch.nn.functional.pad(z, (0, 208)))
+    codes = rows.codes[: 256 * 128].view(256, 128)[:36]
+    scales = untile_scales(rows.scales[: 256 * 16].view(2, 4, 2, 256))[:36]
+    differing = int((codes != wanted.codes).sum())
+    assert differing <= 2, f"{differing} bytes: more than exp's last bit explains"
+    assert torch.equal(scales, wanted.scales.view(torch.uint8))
+
+    # MXFP8, two rows side by side in one row of the product
+    x = torch.randn(6, 96) * 1000
+    x[0], x[1, :32], x[2, 5] = 0, 1e-9, float("nan")
+    rows = activation_triton.make_rows(x.device, 6, 96, tiled=True, name="test8", fold=2, a8=True)
+    activation_triton.fill_rows(rows, x)
+    data, power = fp8.quantize_groups(torch.nn.functional.pad(x, (0, 160)), 32, check=False)
+    assert torch.equal(rows.codes[: 6 * 256].view(6, 256), data.view(torch.uint8))
+    scales = untile_scales(rows.scales[: 128 * 16].view(1, 4, 2, 256))
+    assert torch.equal(scales[:3].reshape(6, 8), power)
+
+
+def main(group: str) -> None:
+    importlib.import_module("tests.ops.kernels.shim")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    {"rows": check_rows}[group]()
+
+
+if __name__ == "__main__":
+    main(" ".join(sys.argv[1:]))
