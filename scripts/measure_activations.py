@@ -1,0 +1,214 @@
+"""Which modules tolerate activations in few bits: accuracy by skill, measured on a CPU.
+
+    python scripts/measure_activations.py --out activations.jsonl             # 15 workers, 150 s
+    python scripts/measure_activations.py --out trial.jsonl --workers 2 --skills facts
+
+The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
+what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
+them alone. Prompts come in rounds; every variant answers the same ones, and only what all of
+them answered before the time was up counts. The record has one JSON object per line; the table
+for docs/numerics.md is printed.
+
+An answer that ends at once is counted as silent: the embedded model does that when its arithmetic
+is wrong.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: workers share the cores
+
+from dsv4.engine import Engine  # noqa: E402
+from dsv4.tools.quality import measure  # noqa: E402
+
+HOLDERS = {  # module groups: where their weights are in a block
+    "attention": ("attention", ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")),
+    "shared expert": ("ffn", ("shared_w13", "shared_w2")),
+    "routed experts": ("ffn", ("w13", "w2")),
+}
+VARIANTS = [("a16", "all")] + [(w, g) for w in ("a8", "a4") for g in ("all", *HOLDERS)]
+LENGTHS = (8000, 2000)  # of documents to find a fact in
+MOST_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    width: str
+    group: str
+    skill: str
+    number: int  # of the batch
+    size: int
+
+    @property
+    def prompts(self) -> tuple[str, int]:
+        """The same for every variant."""
+        return self.skill, self.number
+
+
+@dataclass(frozen=True)
+class Result:
+    job: Job
+    right: int
+    asked: int
+    silent: int
+    seconds: float
+    perplexity: float | None = None
+
+
+@lru_cache(maxsize=1)
+def engine_for(width: str, group: str) -> Engine:
+    """Fresh for each variant: what another one computed must not be found in the prefix cache."""
+    engine = Engine.load("tiny", device="cpu", activations="a4")
+    for block in engine._runner.model.blocks:
+        for name, (holder, weights) in HOLDERS.items():
+            module = getattr(block, holder)
+            for weight in weights:
+                own = width if group in ("all", name) else "a16"
+                setattr(module, weight, replace(getattr(module, weight), activations=own))
+    return engine
+
+
+def work(job: Job) -> Result:
+    begin = time.perf_counter()
+    engine, silent = engine_for(job.width, job.group), 0
+    generate = Engine.generate.__get__(engine)
+
+    def counted(*given: Any) -> Any:
+        nonlocal silent
+        answers = generate(*given)
+        silent += sum(len(answer.token_ids) <= 1 for answer in answers)
+        return answers
+
+    engine.generate = counted  # type: ignore[method-assign]
+    skill, _, length = job.skill.partition(" ")
+    if skill == "perplexity":
+        surprise = measure.perplexity(engine)
+        return Result(job, 0, 0, 0, time.perf_counter() - begin, surprise)
+    if skill == "retrieval":
+        first, *others = measure.retrieval_items(engine, int(length), job.number)
+        score = measure.ask(engine, [first]) + measure.ask(engine, others)
+    else:
+        start = job.number * job.size
+        score = measure.ask(engine, measure.read_items("tiny")[skill][start : start + job.size])
+    seconds = time.perf_counter() - begin
+    return Result(job, score.num_right, score.num_asked, silent, seconds)
+
+
+def jobs(batch: int, only: list[str]) -> Iterator[Job]:
+    """Round by round: the same prompts for all variants before there are more of them."""
+    items = measure.read_items("tiny")
+    for number in range(MOST_ROUNDS):
+        skills = [skill for skill, held in items.items() if number * batch < len(held)]
+        skills = [*[f"retrieval {length}" for length in LENGTHS], *skills]
+        if number == 0:
+            skills.insert(0, "perplexity")
+        for skill in skills:
+            if not only or skill in only:
+                yield from (Job(*variant, skill, number, batch) for variant in VARIANTS)
+
+
+def common(results: list[Result]) -> list[Result]:
+    """Of prompts that every variant answered."""
+    seen: dict[tuple[str, int], int] = defaultdict(int)
+    for result in results:
+        seen[result.job.prompts] += 1
+    return [result for result in results if seen[result.job.prompts] == len(VARIANTS)]
+
+
+def summed(results: list[Result]) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for result in results:
+        job = result.job
+        key = {"activations": job.width, "modules": job.group, "skill": job.skill}
+        row = rows.setdefault(
+            (job.width, job.group, job.skill), {**key, "right": 0, "asked": 0, "silent": 0}
+        )
+        for name in ("right", "asked", "silent"):
+            row[name] += getattr(result, name)
+        if result.perplexity is not None:
+            row["perplexity"] = round(result.perplexity, 4)
+    return list(rows.values())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each variant, a column for each skill, percent right."""
+    by = {(row["activations"], row["modules"], row["skill"]): row for row in rows}
+    skills = list(dict.fromkeys(row["skill"] for row in rows if row["asked"]))
+    counts = [next(r["asked"] for r in rows if r["skill"] == skill) for skill in skills]
+    lines = [
+        "| activations | modules | "
+        + " | ".join(f"{s} ({n})" for s, n in zip(skills, counts, strict=True))
+        + " | silent | perplexity |",
+        "|" + "---|" * (len(skills) + 4),
+    ]
+    for width, group in VARIANTS:
+        own = [by[width, group, skill] for skill in skills if (width, group, skill) in by]
+        cells = [f"{100 * row['right'] / row['asked']:.1f}" for row in own]
+        surprise = by.get((width, group, "perplexity"), {}).get("perplexity", "")
+        silent = sum(row["silent"] for row in own)
+        lines.append(f"| {width} | {group} | {' | '.join(cells)} | {silent} | {surprise} |")
+    return "\n".join(lines)
+
+
+def run_facts(arguments: argparse.Namespace, finished: int, seconds: float) -> dict[str, Any]:
+    from dsv4.tools.bench_ops import run_facts as facts
+
+    return {
+        **facts(),
+        "gpu": "none: references on a CPU",
+        "workers": arguments.workers,
+        "batch": arguments.batch,
+        "jobs": finished,
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="the record, JSON lines")
+    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=150.0, help="then it ends")
+    parser.add_argument("--batch", type=int, default=20, help="prompts of one job")
+    parser.add_argument("--skills", default="", help="only these, separated by commas")
+    arguments = parser.parse_args()
+    wanted = jobs(arguments.batch, list(filter(None, arguments.skills.split(","))))
+    begin, results = time.perf_counter(), []
+    pool = multiprocessing.get_context("spawn").Pool(arguments.workers)
+    answers = pool.imap_unordered(work, wanted, chunksize=1)
+    while True:
+        try:
+            left = arguments.seconds - (time.perf_counter() - begin)
+            results.append(answers.next(timeout=max(left, 0.001)))
+        except (multiprocessing.TimeoutError, StopIteration):
+            break
+    pool.terminate()
+    seconds = time.perf_counter() - begin
+    kept = common(results)
+    rows = summed(kept)
+    lines = [{"run": run_facts(arguments, len(results), seconds)}]
+    lines += [{"result": row} for row in rows]
+    lines += [{"job": {**asdict(item.job), "seconds": round(item.seconds, 1)}} for item in results]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    sys.stdout.write(f"{len(kept)} of {len(results)} jobs count, {seconds:.0f} s\n")
+    if not rows:
+        sys.stdout.write("no prompts were answered by all variants; give more --seconds\n")
+        return 1
+    sys.stdout.write(table(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
