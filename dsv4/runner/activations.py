@@ -84,18 +84,20 @@ def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
 
 
 def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list[str]:
-    """One line for each group and format that is served at another width than chosen."""
-    found: dict[tuple[str, str], str] = {}
+    """One line for each format that is served at another width than chosen."""
+    found: dict[tuple[str, str, str], list[str]] = {}
     for source in sources:
         group, given = source.parameter.group, width_of(source, widths)
         wanted = widths.get(group, "a16")
         if source.parameter.kind == "linear" and given != wanted:
-            label = source.stored.label
-            found[group, label] = (
-                f"{group}: {label} weights cannot be multiplied with {wanted} activations, "
-                f"{given} is used"
-            )
-    return list(found.values())
+            groups = found.setdefault((source.stored.label, wanted, given), [])
+            if group not in groups:
+                groups.append(group)
+    return [
+        f"{label} weights ({', '.join(groups)}) cannot be multiplied with {wanted} activations, "
+        f"{given} is used"
+        for (label, wanted, given), groups in found.items()
+    ]
 
 
 def describe(sources: Iterable[Source], choice: Choice) -> list[str]:

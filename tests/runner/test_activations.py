@@ -1,0 +1,263 @@
+"""The option `activations`: who gets which width, why, and that the references round."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine import Engine
+from dsv4.errors import KernelError, OptionError
+from dsv4.formats.quantized import UnpackedTensor, activations_of
+from dsv4.model.transformer import Transformer
+from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.linear import linear_multi
+from dsv4.ops.moe.experts import experts_ffn
+from dsv4.ops.op import kernels_only
+from dsv4.request import SamplingParams
+from dsv4.runner.activations import GROUPS, NATIVE_AUTO, Gpu, choose, describe
+from dsv4.runner.load import tell_activations
+from dsv4.runner.settings import resolve
+from dsv4.tools.doctor.examine import examine_model
+from dsv4.tools.doctor.plain.formulas import as_multiplied, expert
+from dsv4.tools.doctor.subject import open_subject
+from tests.checkpoint.writers import made, save
+
+HOPPER = Gpu((9, 0), (3, 6), (13, 0))
+BLACKWELL = Gpu((10, 0), (3, 6), (13, 0))
+STATIONS = {"project", "output", "experts"}  # of products with few bits
+FIXED = ("compressor", "indexer", "router", "embedding and head")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("modelopt-full", "official", "plain-official")
+    return {name: save(made(name), tmp_path_factory.mktemp(name)) for name in names}
+
+
+def opened(folder: Path) -> Checkpoint:
+    return open_checkpoint(folder, ModelConfig.from_folder(folder))
+
+
+# --- the choice -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "width", "why"),
+    [
+        ("auto", None, "a16", "CPU"),
+        ("a16", None, "a16", "chosen"),
+        ("a4", None, "a4", "references round"),
+        ("auto", HOPPER, "a16", "sm_90 has no tensor cores"),
+        ("a16", BLACKWELL, "a16", "chosen"),
+        ("a8", BLACKWELL, "a8", "chosen"),
+        ("auto", Gpu((12, 0), (3, 9), (13, 0)), "a16", "sm_120"),
+    ],
+)
+def test_the_choice_and_its_reason(asked: str, gpu: Gpu | None, width: str, why: str) -> None:
+    choice = choose(asked, gpu)
+    assert choice.widths == dict.fromkeys(GROUPS, width)
+    assert why in choice.why
+    assert choice.refused is None
+
+
+def test_auto_follows_the_table_where_products_are_native() -> None:
+    assert choose("auto", BLACKWELL).widths == NATIVE_AUTO
+    assert "docs/numerics.md" in choose("auto", BLACKWELL).why
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason"),
+    [
+        (HOPPER, "sm_90"),
+        (replace(BLACKWELL, triton=(3, 5)), "Triton is 3.5, expected 3.6"),
+        (replace(BLACKWELL, driver=(12, 6)), "driver for CUDA is 12.6, expected 12.8"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(gpu: Gpu, reason: str) -> None:
+    choice = choose("a4", gpu)
+    assert set(choice.widths.values()) == {"a16"}
+    assert choice.refused is not None
+    assert "activations=a4" in choice.refused
+    assert reason in choice.refused
+
+
+def test_settings_hold_the_widths() -> None:
+    config = ModelConfig.builtin("flash")
+    facts: dict[str, Any] = {"has_gpu": True, "memory_bytes": 2**40}
+    settings = resolve(EngineConfig(activations="a4"), config, gpu=BLACKWELL, **facts)
+    assert set(settings.activations.values()) == {"a4"}
+    assert "activations=a4" in str(settings)
+    on_cpu = EngineConfig(device="cpu", activations="auto")
+    assert resolve(on_cpu, config, gpu=BLACKWELL, **facts).activations_text == "a16"
+    mixed = replace(settings, activations={**settings.activations, "attention": "a8"})
+    assert "attention a8/shared expert a4" in str(mixed)
+
+
+def test_an_unknown_width_is_refused() -> None:
+    with pytest.raises(OptionError, match="activations is 'a5', expected one of auto, a4, a8, a16"):
+        EngineConfig.make(activations="a5")
+
+
+# --- what is said -----------------------------------------------------------------------------
+
+
+def test_one_line_for_each_group(folders: dict[str, Path]) -> None:
+    lines = describe(opened(folders["official"]).sources.values(), choose("a4", None))
+    by_group = dict(line.split(": ", 1) for line in lines)
+    assert "mxfp4 weights x a4" in by_group["routed experts"]
+    assert "fp8 weights x a8" in by_group["attention"]  # the next best
+    for group in FIXED:
+        assert "a16" in by_group[group]
+        assert by_group[group].endswith("(always)")
+
+
+def told(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, caplog: Any) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "dsv4"):
+        tell_activations(checkpoint, asked, gpu)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_one_warning_names_what_is_not_had(folders: dict[str, Path], caplog: Any) -> None:
+    plain = opened(folders["plain-official"])
+    [message] = told(plain, "a4", None, caplog)
+    assert message == (
+        "bf16 weights (attention, routed experts, shared expert) cannot be multiplied with a4 "
+        "activations, a16 is used"
+    )
+    [message] = told(opened(folders["official"]), "a4", None, caplog)
+    assert message.startswith("fp8 weights (attention, shared expert)")
+    assert message.endswith("a8 is used")
+    [message] = told(opened(folders["modelopt-full"]), "a8", HOPPER, caplog)
+    assert "sm_90" in message
+    assert "a16 is used" in message
+    for asked in ("auto", "a16"):
+        assert told(plain, asked, HOPPER, caplog) == []
+    assert told(plain, "auto", BLACKWELL, caplog) == []  # nobody asked for more
+
+
+def test_strict_mode_raises(folders: dict[str, Path]) -> None:
+    with kernels_only(), pytest.raises(KernelError, match=r"bf16 weights.*strict mode forbids"):
+        Engine.load(str(folders["plain-official"]), device="cpu", activations="a4")
+    with kernels_only(), pytest.raises(KernelError, match=r"sm_90.*strict mode forbids"):
+        tell_activations(opened(folders["modelopt-full"]), "a4", HOPPER)
+
+
+# --- what is computed -------------------------------------------------------------------------
+
+
+def test_weights_of_the_groups_know_their_width(folders: dict[str, Path]) -> None:
+    engine = Engine.load(str(folders["modelopt-full"]), device="cpu", activations="a4")
+    model: Transformer = engine._runner.model
+    for block in model.blocks:
+        attention, ffn = block.attention, block.ffn
+        few = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a, attention.wo_b]
+        few += [ffn.w13, ffn.w2, ffn.shared_w13, ffn.shared_w2]
+        assert {activations_of(weight) for weight in few} == {"a4"}
+        others = [ffn.gate]
+        if attention.compressor is not None:
+            others += attention.compressor.matrices
+        if attention.indexer is not None:
+            indexer = attention.indexer
+            others += [indexer.wq_b, indexer.weights_proj, *indexer.compressor.matrices]
+        assert {activations_of(weight) for weight in others} == {"a16"}
+    assert {activations_of(weight) for weight in (model.head, model.embedding)} == {"a16"}
+
+
+def test_each_width_gives_its_own_numbers(folders: dict[str, Path]) -> None:
+    logits = {}
+    for width in ("auto", "a16", "a8", "a4"):
+        engine = Engine.load(str(folders["modelopt-full"]), device="cpu", activations=width)
+        logits[width] = torch.cat(list(engine.score(range(2, 40))))
+    assert torch.equal(logits["auto"], logits["a16"])
+    size = logits["a16"].norm()
+    a8, a4 = ((logits[width] - logits["a16"]).norm() / size for width in ("a8", "a4"))
+    assert 0 < a8 < a4 < 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "width"), [("modelopt-full", "a4"), ("modelopt-full", "a8"), ("official", "a4")]
+)
+def test_the_whole_model_equals_the_formulas(
+    folders: dict[str, Path], layout: str, width: str
+) -> None:
+    choices = EngineConfig.make(device="cpu", activations=width)
+    subject = open_subject(str(folders[layout]), choices, tokens=132)
+    assert f"activations={width}" in subject.summary
+    report = examine_model(subject, only_calls=True)
+    assert report.ok
+    assert not report.judged_end_to_end
+    worst = {s: max(c.error.worst for c in report.cells if c.station == s) for s in STATIONS}
+    assert max(worst["project"], worst["output"]) < 1e-4
+    assert worst["experts"] < 2e-2  # a code between its matrices may fall beyond a border
+    unrounded = examine_model(replace(subject, widths={}), only_calls=True)
+    assert {cell.station for cell in unrounded.wrong} >= STATIONS
+
+
+def _weight(generator: torch.Generator, *shape: int, width: Any) -> UnpackedTensor:
+    return UnpackedTensor(torch.randn(*shape, generator=generator), activations=width)
+
+
+def _furthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the rows, relative to their length."""
+    lengths = wanted.norm(dim=1).clamp(min=1e-30)
+    return float(((found.double() - wanted).norm(dim=1) / lengths).max())
+
+
+@pytest.mark.parametrize("width", ["a8", "a4"])
+def test_references_round_their_input(width: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 96, generator=g) * torch.logspace(-3, 4, 5)[:, None]
+    x[2] = 0
+    few, plain = _weight(g, 40, 96, width=width), torch.randn(24, 96, generator=g)
+    one, two = linear_multi(x, [few, plain])
+    wanted = as_multiplied(x.double(), width) @ few.values.double().T
+    assert _furthest(one, wanted) < 1e-6
+    assert torch.equal(two, linear_multi(x, [plain])[0])  # its neighbour's width is not its own
+
+    grouped, heads = _weight(g, 16, 48, width=width), x.view(5, 2, 48)
+    parts = as_multiplied(heads.double(), width)
+    matrices = grouped.values.double().view(2, 8, 48)
+    wanted = torch.einsum("tgk,grk->tgr", parts, matrices).flatten(1)
+    assert _furthest(grouped_linear(heads, grouped), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("group", ["routed", "shared"])
+def test_experts_round_before_both_matrices(group: str) -> None:
+    g = torch.Generator().manual_seed(4)
+    widths = {"routed": "a4", "shared": "a16"} if group == "routed" else {"routed": "a16"}
+    widths.setdefault("shared", "a4")
+    x = torch.randn(6, 64, generator=g)
+    chosen = torch.tensor([[0, 2]] * 3 + [[1, 2]] * 3)
+    weights = torch.rand(6, 2, generator=g)
+    w13, w2 = (_weight(g, 3, *s, width=widths["routed"]) for s in ((96, 64), (64, 48)))
+    shared = [_weight(g, *s, width=widths["shared"]) for s in ((96, 64), (64, 48))]
+    found = experts_ffn(x, chosen, weights, w13, w2, *shared, 10.0)
+
+    both = widths["shared"], widths["shared"]
+    numbers = [weight.values.double() for weight in shared]
+    wanted = expert(x.double(), *numbers, torch.ones(6).double(), 10.0, both)
+    both = widths["routed"], widths["routed"]
+    for number in range(3):
+        rows, places = torch.nonzero(chosen == number, as_tuple=True)
+        matrices = w13.values[number].double(), w2.values[number].double()
+        part = expert(x[rows].double(), *matrices, weights[rows, places].double(), 10.0, both)
+        wanted = wanted.index_add(0, rows, part)
+    # a code of the inner activation may fall on the other side of a border, in fp32 or in fp64
+    assert _furthest(found, wanted) < 2e-3
+
+
+def test_answers_stay_the_same_in_any_batch(folders: dict[str, Path]) -> None:
+    engine = Engine.load(
+        str(folders["modelopt-full"]), device="cpu", activations="a4", prefix_cache=False
+    )
+    prompts = [[0, *range(3, 3 + 4 * number)] for number in (2, 5, 9)]
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=1)
+    together = engine.generate(prompts, params)
+    alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+    assert [a.logprobs for a in together] == [a.logprobs for a in alone]
