@@ -28,32 +28,20 @@ from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.moe.router import router
+from dsv4.tools.predict import (
+    BF16_BYTES,
+    NVFP4_BYTES,
+    SHAPES,
+    Shape,
+    embed_size,
+    experts_size,
+    grouped_size,
+    linear_size,
+    router_size,
+)
 
 ROTATED_BYTES = 300 << 20  # several times the level-2 cache
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of one model that the ops need."""
-
-    name: str
-    hidden: int
-    inner: int
-    num_experts: int
-    q_rank: int
-    heads: int
-    groups: int
-    vocabulary: int = 129280
-    chosen: int = 6
-    head_dim: int = 512
-    o_rank: int = 1024
-
-
-SHAPES = {
-    "flash": Shape("flash", 4096, 2048, 256, 1024, 64, 8),
-    "pro": Shape("pro", 7168, 3072, 384, 1536, 128, 16),
-}
 DEFAULT_TOKENS = (1, 8, 32, 128, 8192)
 
 
@@ -120,29 +108,27 @@ def _rows(tokens: int, size: int) -> Tensor:
 def linear_work(
     name: str, shape: str, tokens: int, sizes: list[int], columns: int, *, dense: bool = False
 ) -> Work:
-    rows = sum(sizes)
-    weight_bytes = rows * columns * (2.0 if dense else 0.5625)
-    num_bytes = weight_bytes + 2.0 * tokens * (columns + rows)
+    size = linear_size(tokens, sum(sizes), columns, BF16_BYTES if dense else NVFP4_BYTES)
     calls: list[Call] = []
-    for _ in range(_rotate(num_bytes)):
+    for _ in range(_rotate(size.num_bytes)):
         x = _rows(tokens, columns)
         if dense:
             weights = [torch.randn(n, columns, device="cuda").bfloat16() for n in sizes]
         else:
             weights = [random_nvfp4(n, columns) for n in sizes]
         calls.append(lambda x=x, weights=weights: linear_multi(x, weights))  # type: ignore[misc]
-    return Work(name, shape, tokens, calls, num_bytes, 2.0 * tokens * rows * columns)
+    return Work(name, shape, tokens, calls, size.num_bytes, size.flops)
 
 
 def grouped_work(shape: Shape, tokens: int) -> Work:
     columns, rows = shape.heads * shape.head_dim // shape.groups, shape.groups * shape.o_rank
-    num_bytes = rows * columns * 0.5625 + 2.0 * tokens * (shape.heads * shape.head_dim + rows)
+    size = grouped_size(shape, tokens)
     calls: list[Call] = []
-    for _ in range(_rotate(num_bytes)):
+    for _ in range(_rotate(size.num_bytes)):
         x = _rows(tokens, shape.groups * columns).view(tokens, shape.groups, columns)
         weight = random_nvfp4(rows, columns)
         calls.append(lambda x=x, weight=weight: grouped_linear(x, weight))  # type: ignore[misc]
-    return Work("wo_a", shape.name, tokens, calls, num_bytes, 2.0 * tokens * rows * columns)
+    return Work("wo_a", shape.name, tokens, calls, size.num_bytes, size.flops)
 
 
 def random_routing(shape: Shape, tokens: int) -> tuple[Tensor, Tensor]:
@@ -194,19 +180,15 @@ def experts_work(
             return kernel.launch(x, e, r, weights.w13, weights.w2, one, two, 10.0, **configs or {})
 
         calls.append(call)
-    extra = 1 if shared else 0
-    per_expert = 3 * shape.hidden * shape.inner
-    num_bytes = (statistics.mean(distinct) + extra) * per_expert * 0.5625
-    num_bytes += 4.0 * tokens * shape.hidden
-    flops = 2.0 * tokens * (shape.chosen + extra) * per_expert
+    size = experts_size(shape, tokens, statistics.mean(distinct), shared=shared)
     name = "experts+shared" if shared else "experts"
-    return Work(name, shape.name, tokens, calls, num_bytes, flops)
+    return Work(name, shape.name, tokens, calls, size.num_bytes, size.flops)
 
 
 def router_work(shape: Shape, tokens: int) -> Work:
     calls: list[Call] = []
-    num_bytes = shape.num_experts * shape.hidden * 2.0 + tokens * shape.hidden * 2.0
-    for _ in range(_rotate(num_bytes)):
+    size = router_size(shape, tokens)
+    for _ in range(_rotate(size.num_bytes)):
         x = _rows(tokens, shape.hidden)
         gate = torch.randn(shape.num_experts, shape.hidden, device="cuda").bfloat16() * 0.02
         bias = torch.randn(shape.num_experts, device="cuda")
@@ -216,8 +198,7 @@ def router_work(shape: Shape, tokens: int) -> Work:
             return router(x, gate, bias, None, i, shape.chosen, 1.5)
 
         calls.append(call)
-    flops = 2.0 * tokens * shape.num_experts * shape.hidden
-    return Work("router", shape.name, tokens, calls, num_bytes, flops)
+    return Work("router", shape.name, tokens, calls, size.num_bytes, size.flops)
 
 
 def embed_work(shape: Shape, tokens: int) -> Work:
@@ -226,13 +207,13 @@ def embed_work(shape: Shape, tokens: int) -> Work:
     for _ in range(8):
         ids = torch.randint(0, shape.vocabulary, (tokens,), device="cuda")
         calls.append(lambda ids=ids: embed(ids, table, 4, torch.bfloat16))  # type: ignore[misc]
-    return Work("embed", shape.name, tokens, calls, tokens * shape.hidden * 10.0, 0.0)
+    return Work("embed", shape.name, tokens, calls, embed_size(shape, tokens).num_bytes, 0.0)
 
 
 def all_work(shape: Shape, tokens: Iterable[int], only: str = "") -> Iterator[Work]:
     """Every op of the issue at one model's sizes; weights of one op at a time are in memory."""
     h, heads = shape.hidden, shape.heads * shape.head_dim
-    csa = [shape.q_rank, 512, 1024, 1024, 256, 256]
+    csa = shape.csa_inputs
     plans: list[tuple[str, Callable[[int], Work]]] = [
         ("csa inputs", lambda t: linear_work("csa inputs", shape.name, t, csa, h)),
         ("wq_b", lambda t: linear_work("wq_b", shape.name, t, [heads], shape.q_rank)),

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4.cli.bench.serve import serve
-from dsv4.cli.bench.steps import decode, prefill
+from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
 from dsv4.errors import OptionError
 
@@ -29,19 +29,20 @@ def ops(
     shape: list[str] = typer.Option(["flash", "pro"], help="Model whose sizes are used."),
     tokens: str = typer.Option("1,8,32,128,8192", help="Numbers of tokens."),
     only: str = typer.Option("", help="Only ops whose name contains this."),
+    predict: str = typer.Option("", help="Run nothing: floors from published rates; b200."),
     record: Path | None = typer.Option(None, help="Write a JSONL record to this file."),
 ) -> None:
     """Time every weight op: microseconds, GB/s, TFLOP/s, and the floor they could reach.
 
-    Example: dsv4 bench ops --shape flash --only wq_b
+    Examples: dsv4 bench ops --shape flash --only wq_b; dsv4 bench ops --predict b200
     """
     from dsv4.tools.bench_ops import Ceilings, Result, bench_ops, write_record
 
-    try:
-        counts = [int(item) for item in tokens.split(",")]
-    except ValueError:
-        raise OptionError(f"tokens {tokens!r}, expected numbers like 1,8,32") from None
+    counts = numbers("tokens", tokens)
     console = Console()
+    if predict:
+        _predict(predict, shape, counts, only, record, console)
+        return
     rows: list[Ceilings | Result] = []
     table = Table("op", "shape", "tokens", "us", "spread", "GB/s", "TFLOP/s", "floor us", "ratio")
     for row in bench_ops(shape, counts, only):
@@ -54,6 +55,34 @@ def ops(
     console.print(table)
     if record is not None:
         write_record(record, rows)
+        console.print(f"recorded in {record}")
+
+
+def _predict(
+    gpu: str, shapes: list[str], tokens: list[int], only: str, record: Path | None, console: Console
+) -> None:
+    from dsv4.tools.predict import GPUS, newest_record, to_json
+    from dsv4.tools.predict import predict as predicted
+
+    rows = list(predicted(gpu, shapes, tokens, only))
+    chip, found = GPUS[gpu], newest_record()[0]
+    rates = ", ".join(f"{width} {rate:g}" for width, rate in chip.tflops.items())
+    console.print(
+        f"[bold]{chip.name}: predicted, not run[/]. {chip.read_gbs:g} GB/s, TFLOP/s {rates} "
+        f"({chip.source}). H200: {found}.",
+        soft_wrap=True,
+    )
+    columns = ("MB", "GFLOP", "launches", "floor us a16", "a8", "a4", "bound", "H200 measured us")
+    table = Table("op", "shape", "tokens", *columns)
+    for row in rows:
+        cells = [f"{row.bytes / 1e6:.4g}", f"{row.operations / 1e9:.4g}", str(row.launches)]
+        cells += [f"{row.floor_us[width]:g}" for width in ("a16", "a8", "a4")]
+        measured = "" if row.measured_us is None else f"{row.measured_us:g}"
+        table.add_row(row.op, row.shape, str(row.tokens), *cells, row.bound, measured)
+    console.print(table)
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text("\n".join(to_json(rows, gpu)) + "\n", encoding="utf-8")
         console.print(f"recorded in {record}")
 
 

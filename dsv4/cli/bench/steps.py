@@ -38,7 +38,7 @@ def decode(
     """
     from dsv4.tools.speed.steps import bench_decode
 
-    batches, contexts = _numbers("batch", batch), _numbers("context", context)
+    batches, contexts = numbers("batch", batch), numbers("context", context)
     if compare not in ("", "transformers"):
         raise OptionError(f"compare is {compare!r}, expected 'transformers'")
     _check_device(device)
@@ -60,7 +60,7 @@ def prefill(
     """
     from dsv4.tools.speed.steps import bench_prefill
 
-    lengths = _numbers("tokens", tokens)
+    lengths = numbers("tokens", tokens)
     _check_device(device)
     _show(bench_prefill(shape, _layers(shape, layers), lengths, device), record, plot)
 
@@ -107,7 +107,7 @@ def _show(
         plot.write_text(picture(first), encoding="utf-8")
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def numbers(name: str, text: str) -> list[int]:
     try:
         numbers = [int(item) for item in text.split(",")]
     except ValueError:

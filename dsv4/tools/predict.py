@@ -1,0 +1,222 @@
+"""What the weight ops must move and compute, and the time that published rates allow for it.
+
+A floor is the larger of bytes over memory bandwidth and operations over the tensor cores' rate.
+Weights, inputs and outputs count once; what stays inside an op does not. For a GPU that nobody
+here has, the floor is a prediction and nothing more: no kernel reaches it, and none was run.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4.errors import OptionError
+from dsv4.formats.quantized import WIDTHS, Activations
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+NVFP4_BYTES = 0.5625  # of a weight, its scale included
+BF16_BYTES = 2.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one model that the ops need."""
+
+    name: str
+    hidden: int
+    inner: int
+    num_experts: int
+    q_rank: int
+    heads: int
+    groups: int
+    vocabulary: int = 129280
+    chosen: int = 6
+    head_dim: int = 512
+    o_rank: int = 1024
+
+    @property
+    def csa_inputs(self) -> list[int]:
+        """Rows of the matrices that read a CSA layer's input: query, key, then what compressor
+        and indexer take, whose input is never rounded."""
+        return [self.q_rank, 512, 1024, 1024, 256, 256]
+
+
+SHAPES = {
+    "flash": Shape("flash", 4096, 2048, 256, 1024, 64, 8),
+    "pro": Shape("pro", 7168, 3072, 384, 1536, 128, 16),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published: GB/s, and dense TFLOP/s by the width of the activations."""
+
+    name: str
+    read_gbs: float
+    tflops: dict[Activations, float]
+    source: str
+
+
+GPUS = {
+    "b200": Gpu(
+        "B200",
+        8000.0,
+        {"a16": 2250.0, "a8": 4500.0, "a4": 9000.0},
+        "NVIDIA Blackwell architecture brief, HGX B200 at 1000 W, dense",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one call must move and compute; `rounding`: operations whose input may have few bits."""
+
+    num_bytes: float
+    rounding: float
+    fixed: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return self.rounding + self.fixed
+
+    def floor_us(self, gpu: Gpu, width: Activations) -> float:
+        fixed = self.fixed / gpu.tflops["a16"]
+        products = (self.rounding / gpu.tflops[width] + fixed) / 1e6
+        return max(self.num_bytes / gpu.read_gbs / 1e3, products)
+
+
+def linear_size(tokens: int, rows: int, columns: int, weight: float = NVFP4_BYTES) -> Size:
+    num_bytes = rows * columns * weight + 2.0 * tokens * (columns + rows)
+    return Size(num_bytes, 2.0 * tokens * rows * columns)
+
+
+def grouped_size(shape: Shape, tokens: int) -> Size:
+    width, rows = shape.heads * shape.head_dim, shape.groups * shape.o_rank
+    columns = width // shape.groups
+    num_bytes = rows * columns * NVFP4_BYTES + 2.0 * tokens * (width + rows)
+    return Size(num_bytes, 2.0 * tokens * rows * columns)
+
+
+def experts_size(shape: Shape, tokens: int, visited: float, *, shared: bool) -> Size:
+    """`visited`: how many different experts the tokens chose."""
+    extra = 1 if shared else 0
+    one = 3 * shape.hidden * shape.inner
+    num_bytes = (visited + extra) * one * NVFP4_BYTES + 4.0 * tokens * shape.hidden
+    return Size(num_bytes, 2.0 * tokens * (shape.chosen + extra) * one)
+
+
+def router_size(shape: Shape, tokens: int) -> Size:
+    num_bytes = (shape.num_experts + tokens) * shape.hidden * BF16_BYTES
+    return Size(num_bytes, 0.0, 2.0 * tokens * shape.num_experts * shape.hidden)
+
+
+def embed_size(shape: Shape, tokens: int) -> Size:
+    return Size(tokens * shape.hidden * 10.0, 0.0)
+
+
+def expected_experts(shape: Shape, tokens: int) -> float:
+    """Different experts that tokens choose at random, on average."""
+    missed = (1 - shape.chosen / shape.num_experts) ** tokens
+    return shape.num_experts * (1 - missed)
+
+
+def op_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
+    """The ops of `dsv4 bench ops` that a model runs, under its names."""
+    h, low = shape.hidden, shape.groups * shape.o_rank
+    inputs = linear_size(tokens, sum(shape.csa_inputs), h)
+    rounding = 2.0 * tokens * h * sum(shape.csa_inputs[:2])
+    yield "csa inputs", Size(inputs.num_bytes, rounding, inputs.flops - rounding)
+    yield "wq_b", linear_size(tokens, shape.heads * shape.head_dim, shape.q_rank)
+    yield "wo_a", grouped_size(shape, tokens)
+    yield "wo_b", linear_size(tokens, h, low)
+    yield "shared gate/up", linear_size(tokens, 2 * shape.inner, h)
+    yield "router", router_size(shape, tokens)
+    yield "embed", embed_size(shape, tokens)
+    if tokens <= 128:  # only last tokens reach the head
+        head = linear_size(tokens, shape.vocabulary, h, BF16_BYTES)
+        yield "head", Size(head.num_bytes, 0.0, head.flops)
+    visited = expected_experts(shape, tokens)
+    yield "experts+shared", experts_size(shape, tokens, visited, shared=True)
+
+
+# Kernels that a call starts with a4 activations, from so many tokens on; counted for Flash by
+# tests/tools/test_predict.py, which fails when they change.
+LAUNCHES: dict[str, dict[int, int]] = {
+    "csa inputs": {1: 3, 128: 4, 1024: 11},
+    "wq_b": {1: 2},
+    "wo_a": {1: 2},
+    "wo_b": {1: 2},
+    "shared gate/up": {1: 2},
+    "router": {1: 2},
+    "embed": {1: 1},
+    "head": {1: 1},
+    "experts+shared": {1: 10},
+}
+
+
+def launches(op: str, tokens: int) -> int:
+    return next(n for least, n in reversed(LAUNCHES[op].items()) if tokens >= least)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    op: str
+    shape: str
+    tokens: int
+    bytes: float
+    operations: float
+    launches: int
+    floor_us: dict[Activations, float]
+    bound: str  # what sets the floor at a4
+    measured_us: float | None  # on the H200 of the record, activations in bf16
+    note: str = "predicted, not run"
+
+
+def predict(
+    gpu: str, shapes: Iterable[str], tokens: Iterable[int], only: str = ""
+) -> Iterator[Prediction]:
+    if gpu not in GPUS:
+        raise OptionError(f"predict is {gpu!r}, expected one of {', '.join(GPUS)}")
+    chip, counts = GPUS[gpu], list(tokens)
+    _, measured = newest_record()
+    for name in shapes:
+        if name not in SHAPES:
+            raise OptionError(f"shape {name!r}, expected one of {', '.join(SHAPES)}")
+        for count in counts:
+            for op, size in op_sizes(SHAPES[name], count):
+                if only not in op:
+                    continue
+                floors = {width: round(size.floor_us(chip, width), 2) for width in WIDTHS}
+                memory_us = size.num_bytes / chip.read_gbs / 1e3
+                yield Prediction(
+                    op,
+                    name,
+                    count,
+                    size.num_bytes,
+                    size.flops,
+                    launches(op, count),
+                    floors,
+                    "memory" if size.floor_us(chip, "a4") <= memory_us else "tensor cores",
+                    measured.get((op, name, count)),
+                )
+
+
+def newest_record(folder: Path = RECORDS) -> tuple[str, dict[tuple[str, str, int], float]]:
+    """The newest `bench ops` record of an H200: its name, and microseconds by op, shape, tokens."""
+    found = sorted(folder.glob("*_h200_ops*.jsonl"))
+    if not found:
+        return "none", {}
+    times = {}
+    for line in found[-1].read_text(encoding="utf-8").splitlines():
+        row: dict[str, Any] = json.loads(line).get("result", {})
+        if row:
+            times[row["op"], row["shape"], row["tokens"]] = float(row["median_us"])
+    return found[-1].name, times
+
+
+def to_json(rows: Iterable[Prediction], gpu: str) -> Iterator[str]:
+    chip = GPUS[gpu]
+    facts = {**asdict(chip), "note": "predicted, not run", "h200_record": newest_record()[0]}
+    yield json.dumps({"prediction_for": facts})
+    yield from (json.dumps({"prediction": asdict(row)}) for row in rows)
