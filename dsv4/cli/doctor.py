@@ -145,8 +145,27 @@ def _print_machine(machine: "Machine", console: Console) -> None:
         f"CUDA {machine.cuda}{machine.driver and f' (driver {machine.driver})'}, "
         f"python {machine.python}"
     )
+    widths = ", ".join(f"{group} {width}" for group, width in machine.activations.items())
+    console.print(f"[bold]activations[/] auto: {widths} ({escape(machine.activations_why)})")
+    _print_kernels(machine.kernels, console)
     for note in machine.notes:
         console.print(f"[yellow]note[/] {escape(note)}")
+
+
+def _print_kernels(rows: list[dict[str, str]], console: Console) -> None:
+    """One line for each op: what serves which format; references with the reason."""
+    if all(row["runs"] == "reference" for row in rows):
+        console.print(f"[bold]kernels[/] none, references: {escape(rows[0]['why'])}")
+        return
+    console.print("[bold]kernels[/] by op and format")
+    for op in dict.fromkeys(row["op"] for row in rows):
+        parts: dict[str, list[str]] = {}
+        for row in rows:
+            if row["op"] == op:
+                why = f" ({row['why']})" if row["runs"] == "reference" else ""
+                parts.setdefault(row["runs"] + why, []).append(row["format"])
+        line = "; ".join(f"{' | '.join(formats)}: {runs}" for runs, formats in parts.items())
+        console.print(f"  {op}: {escape(line)}", soft_wrap=True)
 
 
 def _print_ops(results: list["OpResult"], console: Console) -> None:

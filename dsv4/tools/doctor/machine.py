@@ -3,15 +3,22 @@
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from dsv4 import __version__
+from dsv4.formats.quantized import Fp8BlockTensor, Nvfp4Tensor, QuantizedTensor
+from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.ops import OPS
-from dsv4.ops.arguments import copied
+from dsv4.ops.arguments import copied, leaves
+from dsv4.ops.gemm.scaled import ScaledTensor
+from dsv4.ops.kv.pool import PagedPool
+from dsv4.ops.op import Arguments, Op
+from dsv4.runner.activations import choose
+from dsv4.runner.load import find_gpu
 from dsv4.tools.bench_ops import measure_ceilings
 
 # GB/s the makers publish, by a part of the device's name
@@ -37,7 +44,9 @@ class Machine:
     memory_gb: float
     bandwidth_gbs: float
     published_gbs: float
-    kernels: list[dict[str, str]]  # op, runs, why
+    activations: dict[str, str]  # what `activations=auto` gives each module group here
+    activations_why: str
+    kernels: list[dict[str, str]]  # op, format, runs, why
 
     @property
     def notes(self) -> list[str]:
@@ -60,6 +69,7 @@ def examine_machine(device: str) -> Machine:
         facts = torch.cuda.get_device_properties(device)
         capability, memory = f"sm_{facts.major}{facts.minor}", facts.total_memory / 1e9
         driver = _driver()
+    choice = choose("auto", find_gpu(device))
     published = next((g for part, g in PUBLISHED_GBS.items() if part in name), 0) if on_gpu else 0
     return Machine(
         python=platform.python_version(),
@@ -73,7 +83,9 @@ def examine_machine(device: str) -> Machine:
         memory_gb=round(memory, 1),
         bandwidth_gbs=round(measure_ceilings().read_gbs if on_gpu else _copy_gbs(), 1),
         published_gbs=float(published),
-        kernels=list(_kernel_table(device)),
+        activations=dict(choice.widths),
+        activations_why=choice.why,
+        kernels=list(kernel_table(device)),
     )
 
 
@@ -98,22 +110,66 @@ def _copy_gbs() -> float:
     return 2 * _COPY_BYTES / (time.perf_counter() - begin) / 1e9
 
 
-def _kernel_table(device: str) -> Iterator[dict[str, str]]:
-    """For the first case of each op that a kernel takes, or the reason why none does."""
+def kernel_table(device: str) -> Iterator[dict[str, str]]:
+    """What serves each op and number format on this device, and why: the registry, asked with
+    the first case of each format."""
     for op in OPS.values():
         if device == "cpu":
-            yield {"op": op.name, "runs": "reference", "why": "a CPU runs references"}
+            why = "a CPU runs references"
+            yield {"op": op.name, "format": "all", "runs": "reference", "why": why}
             continue
-        runs, why = "reference", "no kernel is written yet"
+        seen: set[str] = set()
         for case in op.cases():
             drawn = case.build(torch.Generator().manual_seed(1))
-            arguments = copied(drawn, lambda tensor: tensor.to(device))
-            for kernel in op.kernels:
-                reason = kernel.supports(arguments)
-                if reason is None:
-                    runs, why = kernel.module.rpartition(".")[2], case.name
-                elif runs == "reference":
-                    why = reason
-            if runs != "reference":
-                break
-        yield {"op": op.name, "runs": runs, "why": why}
+            label = format_of(drawn)
+            if label not in seen and all(tensor.numel() for _, tensor in leaves(drawn)):
+                seen.add(label)
+                arguments = copied(drawn, lambda tensor: tensor.to(device))
+                runs, why = choice_for(op, arguments)
+                yield {"op": op.name, "format": label, "runs": runs, "why": why}
+
+
+def choice_for(op: Op, arguments: Arguments) -> tuple[str, str]:
+    """The first kernel that takes the arguments, or the reference with what each one lacks."""
+    reasons: list[str] = []
+    for kernel in op.kernels:
+        name = kernel.module.rpartition(".")[2]
+        reason = kernel.supports(arguments)
+        if reason is None:
+            return name, "; ".join(reasons) or "first choice"
+        reasons.append(f"not {name}: {reason}")
+    return "reference", "; ".join(reasons) or "no kernel is written yet"
+
+
+def format_of(value: Any) -> str:
+    """Number formats in an op's arguments: weights with their activations, pools, else dtypes."""
+    found = list(dict.fromkeys(_formats(value)))
+    if not found:
+        kinds = [tensor.dtype for _, tensor in leaves(value) if tensor.is_floating_point()]
+        found = [str(kinds[0]).removeprefix("torch.")] if kinds else ["integers"]
+    return ", ".join(found)
+
+
+def _stored(weight: QuantizedTensor | ScaledTensor) -> str:
+    if isinstance(weight, ScaledTensor):
+        four = "nvfp4" if weight.group == NVFP4_GROUP else "mxfp4"
+        return four if weight.element_bits == 4 else "fp8"
+    if isinstance(weight, Nvfp4Tensor):
+        return "nvfp4"
+    return "fp8" if isinstance(weight, Fp8BlockTensor) else "mxfp4"
+
+
+def _formats(value: Any) -> Iterator[str]:
+    if isinstance(value, QuantizedTensor | ScaledTensor):
+        yield f"{_stored(value)} x {value.activations}"
+    elif isinstance(value, PagedPool):
+        yield f"{value.format} entries"
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from _formats(getattr(value, item.name))
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _formats(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _formats(part)

@@ -171,9 +171,7 @@ def _same_shape(config: ModelConfig, other: ModelConfig, name: str) -> None:
     for fact in ("num_layers", "hidden_size", "compress_ratios", "num_experts", "vocab_size"):
         a, b = getattr(config, fact), getattr(other, fact)
         if a != b:
-            raise OptionError(
-                f"{name} has {fact} {b}, the examined model {a}; give the same model"
-            )
+            raise OptionError(f"{name} has {fact} {b}, the examined model {a}; give the same model")
 
 
 def _needed_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
