@@ -7,7 +7,8 @@ The references round activations exactly as block-scaled tensor cores see them, 
 what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
 them alone. Prompts come in rounds; every variant answers the same ones, and only what all of
 them answered before the time was up counts. The record has one JSON object per line; the table
-for docs/numerics.md is printed.
+for docs/numerics.md and the default that follows from it are printed. Records are kept in
+benchmarks/records as DATE_activations_tiny_cpu.jsonl; a test holds the default to the newest one.
 
 An answer that ends at once is counted as silent: the embedded model does that when its arithmetic
 is wrong.
@@ -41,6 +42,7 @@ HOLDERS = {  # module groups: where their weights are in a block
 VARIANTS = [("a16", "all")] + [(w, g) for w in ("a8", "a4") for g in ("all", *HOLDERS)]
 LENGTHS = (8000, 2000)  # of documents to find a fact in
 MOST_ROUNDS = 20
+MOST_LOST, MOST_SURPRISE = 0.02, 0.01  # what a width may cost and still be the default
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,34 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def tolerates(rows: list[dict[str, Any]], width: str, group: str) -> bool:
+    """Whether a variant is as good as a16: no skill loses more than MOST_LOST of its answers,
+    no more of them are silent, perplexity rises by at most MOST_SURPRISE."""
+    plain = {row["skill"]: row for row in rows if row["activations"] == "a16"}
+    own = [r for r in rows if (r["activations"], r["modules"]) == (width, group)]
+    for row in own:
+        base = plain[row["skill"]]
+        if row["right"] < base["right"] - MOST_LOST * base["asked"]:
+            return False
+        if row["silent"] > base["silent"]:
+            return False
+        if row.get("perplexity", 0) > base.get("perplexity", 0) * (1 + MOST_SURPRISE):
+            return False
+    return bool(own)
+
+
+def default(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The coarsest width that all groups tolerate together, else that each tolerates alone; a
+    group that does not tolerate a8 is not given a4, whatever luck it had."""
+    chosen = dict.fromkeys(HOLDERS, "a16")
+    for finer, width in (("a16", "a8"), ("a8", "a4")):
+        for group in HOLDERS:
+            good = tolerates(rows, width, "all") or tolerates(rows, width, group)
+            if good and chosen[group] == finer:
+                chosen[group] = width
+    return chosen
+
+
 def run_facts(arguments: argparse.Namespace, finished: int, seconds: float) -> dict[str, Any]:
     from dsv4.tools.bench_ops import run_facts as facts
 
@@ -207,6 +237,8 @@ def main() -> int:
         sys.stdout.write("no prompts were answered by all variants; give more --seconds\n")
         return 1
     sys.stdout.write(table(rows) + "\n")
+    widths = ", ".join(f"{group} {width}" for group, width in default(rows).items())
+    sys.stdout.write(f"NATIVE_AUTO in dsv4/runner/activations.py by this table: {widths}\n")
     return 0
 
 
