@@ -50,6 +50,8 @@ def test_the_default_is_what_the_table_allows(script: ModuleType) -> None:
         f"{w}_{g}": 0 for w in ("a8", "a4") for g in ("all", "attention", "shared", "routed")
     }
     assert set(script.default(rows_with(script, **nothing)).values()) == {"a16"}
+    lucky = rows_with(script, a8_all=0, a8_attention=0)
+    assert script.default(lucky)["attention"] == "a16"
 
 
 @pytest.mark.parametrize(("name", "value"), [("silent", 1), ("perplexity", 3.1)])
