@@ -1,12 +1,11 @@
 # mypy: ignore-errors
 """`attention` on a GPU: all heads of a block against tiles of BT gathered entries.
 
-A query's list of entries is its window, oldest first, then its compressed entries, ascending. It
-is cut by index into segments of SEGMENT tiles. A segment has its own online softmax; segments are
-merged in ascending order, starting from the sink. With few queries each segment has a program and
-a second launch merges; with many a program walks a query's segments and parks the merged sum
-between them. Same sums, same bits. Sums over entries are matrix products (the softmax
-denominator too), so no result depends on how a tile is laid out over threads.
+A query's list of entries is its window, oldest first, then its compressed entries, ascending, cut
+by index into tiles. Each tile has its own softmax; tiles are merged in ascending order, starting
+from the sink. With few queries each tile has a program and a second launch merges; with many a
+program walks a query's tiles. Same sums, same bits. Sums over entries are matrix products (the
+softmax denominator too), so no result depends on how a tile is laid out over threads.
 """
 
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ import triton.language as tl
 from dsv4.ops.attention.merge_triton import (
     BT,
     LOG2E,
-    SEGMENT,
-    merge_segments,
+    merge_tiles,
     num_programs,
     piece_first,
     piece_width,
@@ -45,32 +43,28 @@ from dsv4.ops.kv.entry_triton import (
     rope_tile,
 )
 
-FEW = 100  # up to this many blocks of 64 heads, segments run in parallel
+FEW = 160  # up to this many programs each takes one tile
+TYPICAL = 16  # more tiles than this do not keep tiles from running in parallel
 
 
 @triton.jit
 def _load_piece(
-    data, tail, scales, slot, present, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr,
+    data, tail, scales, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
+    NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT; absent ones are 0.
+    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT.
 
     `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
     """
     channel = FIRST + tl.arange(0, WIDTH)[None, :]
-    mask = present[:, None] & (channel >= 0)
     if FORMAT != 2:
-        k = tl.load(data + slot[:, None] * DIM + channel, mask=mask, other=0.0).to(MT)
+        k = tl.load(data + slot[:, None] * DIM + channel).to(MT)
     elif FIRST >= NOPE:
-        at = slot[:, None] * (DIM - NOPE) + (channel - NOPE)
-        k = tl.load(tail + at, mask=mask, other=0.0).to(MT)
+        k = tl.load(tail + slot[:, None] * (DIM - NOPE) + (channel - NOPE)).to(MT)
     else:
-        code = tl.load(data + slot[:, None] * NOPE + channel, mask=mask, other=0)
+        code = tl.load(data + slot[:, None] * NOPE + channel)
         GROUP: tl.constexpr = FIRST // 64
         factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
-        if WIDTH > 64:
-            second = power_of_two(((scales >> (8 * GROUP + 8)) & 255).to(tl.int32)).to(MT)
-            factor = tl.where(channel < FIRST + 64, factor, second[:, None])
         k = code.to(tl.float8e4nv, bitcast=True).to(MT) * factor
     return k
 
@@ -89,7 +83,11 @@ def _tile_slots(
     WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
     SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Where the entries of a tile lie (int64) and which are present."""
+    """Where the entries of a tile lie (int64) and which are present.
+
+    In place of an absent one stands another that exists, so that nothing but numbers is read: the
+    newest of the window, the first that was compressed.
+    """
     in_window = tile < WT
     i = tile * BT + tl.arange(0, BT)
     recent = tl.where(i < window, position + 1 - window + i, -1)
@@ -101,79 +99,58 @@ def _tile_slots(
         older = tl.where(j < visible, j, -1)
     entry = tl.where(in_window, recent, older)
     present = entry >= 0
-    entry = tl.maximum(entry, 0)
+    entry = tl.where(present, entry, tl.where(in_window, position, 0))
     page = tl.where(in_window, entry // W_ENTRIES, entry // C_ENTRIES)
     inside = tl.where(in_window, entry % W_ENTRIES, entry % C_ENTRIES)
     width = tl.where(in_window, w_width, c_width)
     table = tl.where(in_window, w_table, c_table) + seq * width
-    page = tl.load(table + page % width, mask=present, other=0).to(tl.int64)
+    page = tl.load(table + page % width).to(tl.int64)
     return page * tl.where(in_window, W_ENTRIES, C_ENTRIES) + inside, present
 
 
 @triton.jit
-def _segment(
-    queries, first_tile, last_tile, position, visible, seq, row, window, selected, num_selected,
-    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width, qk_scale,
+def _tile_weights(
+    queries, slot, present, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale, qk_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    STAGES: tl.constexpr, MT: tl.constexpr,
+    COUNT: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tiles: weighted sums by piece, denominator `[BH, 16]`, maximum."""
-    ones = tl.full((BT, 16), 1.0, MT)
-    top = tl.full((BH,), -1e30, tl.float32)
-    total = tl.zeros((BH, 16), tl.float32)
-    acc = ()
+    """Softmax of one tile: its entries by piece, weights, their sum `[BH]`, maximum."""
+    data = tl.where(in_window, w_data, c_data)
+    tail = tl.where(in_window, w_tail, c_tail)
+    scales = slot
+    if FORMAT == 2:
+        scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
+    keys = ()
+    scores = tl.zeros((BH, BT), tl.float32)
     for i in tl.static_range(COUNT):
-        acc = append(acc, tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32))
-    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
-        slot, present = _tile_slots(
-            tile, position, visible, seq, row, window, selected, num_selected,
-            w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+        k = _load_piece(
+            data, tail, scales, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
+            FORMAT, NOPE, DIM, MT,
         )  # fmt: skip
-        data = tl.where(tile < WT, w_data, c_data)
-        tail = tl.where(tile < WT, w_tail, c_tail)
-        scales = slot
-        if FORMAT == 2:
-            scale = tl.where(tile < WT, w_scale, c_scale)
-            scales = tl.load(scale + slot, mask=present, other=0)
-        keys = ()
-        scores = tl.zeros((BH, BT), tl.float32)
-        for i in tl.static_range(COUNT):
-            k = _load_piece(
-                data, tail, scales, slot, present, piece_first(DIM, ROPE, i),
-                piece_width(DIM, ROPE, i), FORMAT, NOPE, DIM, MT,
-            )  # fmt: skip
-            scores = _dot(queries[i], tl.trans(k), scores, MT)
-            keys = append(keys, k)
-        scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        shrink = tl.exp2(top - new_top)[:, None]
-        weights = tl.exp2(scores - new_top[:, None]).to(MT)
-        total = _dot(weights, ones, total * shrink, MT)
-        grown = ()
-        for i in tl.static_range(COUNT):
-            grown = append(grown, _dot(weights, keys[i], acc[i] * shrink, MT))
-        acc = grown
-        top = new_top
-    return acc, total, top
+        scores = _dot(queries[i], tl.trans(k), scores, MT)
+        keys = append(keys, k)
+    scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
+    top = tl.maximum(tl.max(scores, axis=1), -1e30)
+    weights = tl.exp2(scores - top[:, None]).to(MT)
+    ones = tl.full((BT, 16), 1.0, MT)
+    total = tl.max(_dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
+    return keys, weights, total, top
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _attend_kernel(
-    q, sink, out, acc_out, stat_out, parked, positions, seq_idx, selected, num_selected,
+    q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
     COUNT: tl.constexpr, SPLIT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, SEG: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
+    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
     C_ENTRIES: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Items are (segment if SPLIT, token, block of heads), the last fastest."""
+    """Items are (tile if SPLIT, token, block of heads), the last fastest."""
     start_dependents(ASM)
-    pid = tl.program_id(0)
     blocks = tl.cdiv(num_heads, BH)
-    for item in tl.range(pid, num_items, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = ((item // blocks) % num_tokens).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
         live = head < num_heads
@@ -181,70 +158,82 @@ def _attend_kernel(
         seq = tl.load(seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // ratio, num_selected)
         tiles = WT + tl.cdiv(visible, BT)
-        first_seg = 0
-        last_seg = tl.cdiv(tiles, SEG)
-        if SPLIT:
-            first_seg = item // blocks // num_tokens
-            last_seg = tl.minimum(last_seg, first_seg + 1)
-        q_at = (row * num_heads + head)[:, None] * DIM
-        queries = ()
-        for i in tl.static_range(COUNT):
-            channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-            x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
-            queries = append(queries, x.to(MT))
-        best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
-        total = tl.full((BH,), 1.0, tl.float32)
-        for seg in tl.range(first_seg, last_seg):
-            acc, part_total, top = _segment(
-                queries, seg * SEG, tl.minimum((seg + 1) * SEG, tiles), position, visible, seq,
-                row, window, selected, num_selected, w_data, w_tail, w_scale, w_table, w_width,
-                c_data, c_tail, c_scale, c_table, c_width, qk_scale, FORMAT, NOPE, DIM,
-                ROPE, COUNT, SELECTED, BH, BT, WT, W_ENTRIES, C_ENTRIES, STAGES, MT,
+        tile = item // blocks // num_tokens
+        if (not SPLIT) or tile < tiles:
+            q_at = (row * num_heads + head)[:, None] * DIM
+            queries = ()
+            for i in tl.static_range(COUNT):
+                channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+                x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
+                queries = append(queries, x.to(MT))
+            first = tile if SPLIT else 0
+            slot, present = _tile_slots(
+                first, position, visible, seq, row, window, selected, num_selected,
+                w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
             )  # fmt: skip
-            part = tl.max(part_total, axis=1)  # its columns are equal
             if SPLIT:
-                at = (seg * num_tokens + row) * num_heads + head
+                keys, weights, part, top = _tile_weights(
+                    queries, slot, present, tile < WT, w_data, w_tail, w_scale, c_data, c_tail,
+                    c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT,
+                )  # fmt: skip
+                at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
                 tl.store(stat_out + at * 2, top, mask=live)
                 tl.store(stat_out + at * 2 + 1, part, mask=live)
                 for i in tl.static_range(COUNT):
                     channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+                    zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
+                    acc = _dot(weights, keys[i], zero, MT)
                     acc_at = at[:, None] * DIM + channel[None, :]
-                    tl.store(acc_out + acc_at, acc[i], mask=live[:, None])
+                    tl.store(acc_out + acc_at, acc, mask=live[:, None])
             else:
-                new_best = tl.maximum(best, top)
-                old_part = tl.exp2(best - new_best)
-                new_part = tl.exp2(top - new_best)
-                total = tl.fma(part, new_part, total * old_part)
-                best = new_best
-                tl.debug_barrier()  # what this program parked is read by other threads
+                best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+                total = tl.full((BH,), 1.0, tl.float32)
+                sums = ()
                 for i in tl.static_range(COUNT):
-                    _merge_piece(
-                        acc[i], parked, out, q_at, live, old_part, new_part, total, position,
-                        frequencies, seg > 0, seg == last_seg - 1, pid,
+                    sums = append(sums, tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32))
+                for step in tl.range(0, tiles, num_stages=STAGES):
+                    next_slot, next_present = _tile_slots(
+                        step + 1, position, visible, seq, row, window, selected, num_selected,
+                        w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+                    )  # fmt: skip
+                    keys, weights, part, top = _tile_weights(
+                        queries, slot, present, step < WT, w_data, w_tail, w_scale, c_data,
+                        c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT,
+                    )  # fmt: skip
+                    new_best = tl.maximum(best, top)
+                    old_share = tl.exp2(best - new_best)
+                    new_share = tl.exp2(top - new_best)
+                    total = tl.fma(part, new_share, total * old_share)
+                    best = new_best
+                    grown = ()
+                    for i in tl.static_range(COUNT):
+                        zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
+                        acc = _dot(weights, keys[i], zero, MT)
+                        before = sums[i] * old_share[:, None]
+                        grown = append(grown, tl.fma(acc, new_share[:, None] + zero, before))
+                    sums = grown
+                    slot = next_slot
+                    present = next_present
+                scale = 1.0 / total
+                for i in tl.static_range(COUNT):
+                    _finish_piece(
+                        sums[i], scale, out, q_at, live, position, frequencies,
                         piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
                     )  # fmt: skip
-                tl.debug_barrier()
 
 
 @triton.jit
-def _merge_piece(
-    acc, parked, out, q_at, live, old_part, new_part, total, position, frequencies, is_later,
-    is_last, pid, FIRST: tl.constexpr, WIDTH: tl.constexpr, BH: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr,
+def _finish_piece(
+    acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Add a segment's piece to the sum of those before; park it, or finish after the last."""
+    """Divide by the sum of weights, rotate back where channels are rotated, store."""
+    x = (acc * scale[:, None]).to(out.dtype.element_ty)
+    if FIRST >= DIM - ROPE:
+        table = frequencies + (FIRST - (DIM - ROPE)) // 2
+        x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, 0, WIDTH, WIDTH)
     channel = FIRST + tl.arange(0, WIDTH)
-    mine = parked + pid.to(tl.int64) * (BH * DIM) + tl.arange(0, BH)[:, None] * DIM
-    mine = mine + channel[None, :]
-    before = tl.load(mine, mask=live[:, None] & is_later, other=0.0)
-    acc = tl.fma(acc, new_part[:, None].broadcast_to(BH, WIDTH), before * old_part[:, None])
-    tl.store(mine, acc, mask=live[:, None] & (is_last == 0))
-    if is_last:
-        x = (acc / total[:, None]).to(out.dtype.element_ty)
-        if FIRST >= DIM - ROPE:
-            table = frequencies + (FIRST - (DIM - ROPE)) // 2
-            x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, 0, WIDTH, WIDTH)
-        tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
+    tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
 
 
 @dataclass(frozen=True)
@@ -261,14 +250,14 @@ def has_tensor_memory() -> bool:
 
 
 def choose_config(
-    num_tokens: int, num_heads: int, num_segments: int, narrow: bool, few_heads: bool = False
+    num_tokens: int, num_heads: int, num_tiles: int, narrow: bool, few_heads: bool = False
 ) -> Config:
-    """Whether segments run in parallel changes no bit of the result; the number of heads does.
+    """Whether tiles run in parallel changes no bit of the result; the number of heads does.
 
     Programs of 16 heads multiply with `mma.sync`, which takes 8-bit keys in another order than
     the `wgmma` of 64 heads does. So the heads follow from the model and the GPU, never the batch.
     """
-    split = num_segments > 1 and num_tokens * triton.cdiv(num_heads, 64) <= FEW
+    split = num_tokens * triton.cdiv(num_heads, 64) * min(num_tiles, TYPICAL) <= FEW
     if not narrow:
         return Config(16, split, 4, 1)
     return Config(16 if few_heads or num_heads <= 16 else 64, split, 8, 2)
@@ -316,16 +305,15 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     if compressed is not None:
         most = other_table.shape[1] * other.page_entries if selected is None else selected.shape[1]
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
-    num_segments = triton.cdiv(num_tiles, SEGMENT)
     narrow = q.dtype == torch.bfloat16 and pool_format(pool) != FP32
-    config = config or choose_config(tokens, heads, num_segments, narrow, has_tensor_memory())
+    config = config or choose_config(tokens, heads, num_tiles, narrow, has_tensor_memory())
     out = torch.empty_like(q)
     blocks = triton.cdiv(heads, config.heads)
-    items = tokens * blocks * (num_segments if config.split else 1)
+    items = tokens * blocks * (num_tiles if config.split else 1)
     programs = items if config.split else min(items, num_programs(q.device))
-    room = num_segments * tokens * heads if config.split else programs * config.heads
+    room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
-    stats = workspace(q.device, "attention_stats", 2 * room if config.split else 1, torch.float32)
+    stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
     mt = tl.float32 if not narrow else (tl.float16 if pool_format(pool) == FP8 else tl.bfloat16)
     _attend_kernel[(programs,)](
         q,
@@ -333,7 +321,6 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         out,
         acc,
         stats,
-        acc,
         batch.positions,
         batch.seq_idx,
         batch.positions if selected is None else selected,
@@ -358,7 +345,6 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         SELECTED=selected is not None,
         BH=config.heads,
         BT=BT,
-        SEG=SEGMENT,
         WT=triton.cdiv(window, BT),
         W_ENTRIES=pool.page_entries,
         C_ENTRIES=other.page_entries,
@@ -368,7 +354,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         **launch_options(config.num_warps),
     )
     if config.split:
-        merge_segments(
+        merge_tiles(
             q,
             sink,
             out,

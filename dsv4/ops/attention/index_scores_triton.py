@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`index_scores` on a GPU: a program per token and tile of BN entries.
+"""`index_scores` on a GPU: a program walks tiles of BN entries of a token.
 
 The result has the page table's width, not the reference's, which depends on the data: columns
 beyond what a token can see are -inf in both. Heads are summed in one tile shape, whatever the
@@ -21,7 +21,9 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 RATIO = 4
-BN = 128  # entries of a program
+BN = 128  # entries of a tile
+STAGES = 3
+PROGRAMS = 528  # as many as run at once, four on a multiprocessor
 
 # four bytes -> four bf16, the E2M1 code of the low (high) half times 2^-126
 _LOW = tl.constexpr(
@@ -52,82 +54,97 @@ def _e2m1(code, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _queries(
+    q, q_at, live, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, MT: tl.constexpr
+):
+    """Query heads `[H, DIM]`; for FP4 keys the even and the odd numbers apart."""
+    x = tl.load(q + q_at + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0).to(MT)
+    even = x
+    odd = x
+    if FORMAT == 4:
+        even, odd = tl.split(x.reshape(H, DIM // 2, 2))
+    return even, odd
+
+
+@triton.jit
 def _products(
-    q, data, scale, q_at, slot, shown, live, H: tl.constexpr, DIM: tl.constexpr,
-    BN: tl.constexpr, FORMAT: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    even, odd, data, scale, slot, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
+    FORMAT: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[H, BN]`: query heads times keys."""
-    zero = tl.zeros((H, BN), tl.float32)
+    """fp32 `[BN, H]`: keys times query heads."""
+    zero = tl.zeros((BN, H), tl.float32)
     if FORMAT == 4:
         HALF: tl.constexpr = DIM // 2
         byte = tl.arange(0, HALF)
-        code = tl.load(data + slot[:, None] * HALF + byte[None, :], mask=shown[:, None], other=0)
+        code = tl.load(data + slot[:, None] * HALF + byte[None, :])
         group = tl.arange(0, DIM // 32)
-        power = tl.load(
-            scale + slot[:, None] * (DIM // 32) + group[None, :], mask=shown[:, None], other=127
-        )
+        power = tl.load(scale + slot[:, None] * (DIM // 32) + group[None, :])
         # 2^(e + 63) as bf16: with the codes' 2^-126 a key is held times 2^-63
         factor = (tl.minimum(power.to(tl.int32) + 63, 254) << 7).to(tl.int16)
         factor = factor.to(tl.bfloat16, bitcast=True)
         factor = factor[:, :, None].broadcast_to(BN, DIM // 32, 16).reshape(BN, HALF)
-        even = tl.load(q + q_at + 2 * byte[None, :], mask=live[:, None], other=0.0)
-        odd = tl.load(q + q_at + 2 * byte[None, :] + 1, mask=live[:, None], other=0.0)
         low = _e2m1(code, False, ASM) * factor
         high = _e2m1(code, True, ASM) * factor
         if tl.float32 == MT:
             low = low.to(tl.float32)
             high = high.to(tl.float32)
-            out = tl.dot(even, tl.trans(low), zero, input_precision="ieee")
-            out = tl.dot(odd, tl.trans(high), out, input_precision="ieee")
+            out = tl.dot(low, tl.trans(even), zero, input_precision="ieee")
+            out = tl.dot(high, tl.trans(odd), out, input_precision="ieee")
         else:
-            out = tl.dot(even, tl.trans(low), zero)
-            out = tl.dot(odd, tl.trans(high), out)
-        return out * 9223372036854775808.0  # 2^63
-    channel = tl.arange(0, DIM)[None, :]
-    x = tl.load(q + q_at + channel, mask=live[:, None], other=0.0).to(MT)
-    mask = shown[:, None] & (channel >= 0)
-    if FORMAT == 3:
-        code = tl.load(data + slot[:, None] * DIM + channel, mask=mask, other=0)
-        k = code.to(tl.float8e4nv, bitcast=True).to(MT)
+            out = tl.dot(low, tl.trans(even), zero)
+            out = tl.dot(high, tl.trans(odd), out)
+        out = out * 9223372036854775808.0  # 2^63
     else:
-        k = tl.load(data + slot[:, None] * DIM + channel, mask=mask, other=0.0).to(MT)
-    if tl.float32 == MT:
-        out = tl.dot(x, tl.trans(k), zero, input_precision="ieee")
-    else:
-        out = tl.dot(x, tl.trans(k), zero)
-    if FORMAT == 3:
-        out = out * tl.load(scale + slot, mask=shown, other=0.0)[None, :]
+        k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        if FORMAT == 3:
+            k = k.to(tl.float8e4nv, bitcast=True)
+        k = k.to(MT)
+        if tl.float32 == MT:
+            out = tl.dot(k, tl.trans(even), zero, input_precision="ieee")
+        else:
+            out = tl.dot(k, tl.trans(even), zero)
+        if FORMAT == 3:
+            out = out * tl.load(scale + slot)[:, None]
     return out
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width", "width"])
 def _scores_kernel(
     q, weights, out, positions, seq_idx, data, scale, table, table_width, page_entries, width,
     num_heads, topk,
     H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
-    MT: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf."""
     start_dependents(ASM)
+    first = tl.program_id(0)
+    apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
-    entry = tl.program_id(0) * BN + tl.arange(0, BN)
     visible = (tl.load(positions + row).to(tl.int32) + 1) // 4
-    shown = entry < visible
-    score = tl.where(shown, 0.0, float("-inf"))
-    if (visible > topk) & (tl.program_id(0) * BN < visible):
+    lane = tl.arange(0, BN)
+    out += row * width
+    tiles = tl.cdiv(tl.minimum(visible, width), BN)
+    begin = first
+    if visible > topk:
         seq = tl.load(seq_idx + row).to(tl.int64)
-        column = seq * table_width + (entry // page_entries) % table_width
-        page = tl.load(table + column, mask=shown, other=0).to(tl.int64)
-        slot = page * page_entries + entry % page_entries
         head = tl.arange(0, H)
         live = head < num_heads
-        q_at = (row * num_heads + head)[:, None] * DIM
-        products = _products(
-            q, data, scale, q_at, slot, shown, live, H, DIM, BN, FORMAT, MT, ASM
-        )  # fmt: skip
+        even, odd = _queries(q, (row * num_heads + head)[:, None] * DIM, live, DIM, H, FORMAT, MT)
         weight = tl.load(weights + row * num_heads + head, mask=live, other=0.0).to(tl.float32)
-        summed = tl.sum(tl.maximum(products, 0.0) * weight[:, None], axis=0)
-        score = tl.where(shown, summed, float("-inf"))
-    tl.store(out + row * width + entry, score, mask=entry < width)
+        for tile in tl.range(first, tiles, apart, num_stages=STAGES):
+            entry = tile * BN + lane
+            seen = tl.minimum(entry, visible - 1)  # what lies behind is a key, too
+            column = seq * table_width + (seen // page_entries) % table_width
+            page = tl.load(table + column).to(tl.int64)
+            slot = page * page_entries + seen % page_entries
+            products = _products(even, odd, data, scale, slot, H, DIM, BN, FORMAT, MT, ASM)
+            score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1)
+            score = tl.where(entry < visible, score, float("-inf"))
+            tl.store(out + entry, score, mask=entry < width)
+        begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
+    for tile in tl.range(begin, tl.cdiv(width, BN), apart):
+        entry = tile * BN + lane
+        tl.store(out + entry, tl.where(entry < visible, 0.0, float("-inf")), mask=entry < width)
 
 
 def supports(q, weights, pool, table, batch, topk) -> str | None:
@@ -154,7 +171,8 @@ def run(q, weights, pool, table, batch, topk):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (INDEX_FP4, 1) else tl.float16
-    _scores_kernel[(triton.cdiv(width, BN), tokens)](
+    programs = min(triton.cdiv(width, BN), triton.cdiv(PROGRAMS, max(tokens, 1)))
+    _scores_kernel[(programs, tokens)](
         q,
         weights,
         out,
@@ -172,6 +190,7 @@ def run(q, weights, pool, table, batch, topk):
         DIM=dim,
         BN=BN,
         FORMAT=fmt,
+        STAGES=STAGES,
         MT=mt,
         ASM=not interpreting(),
         **launch_options(4),

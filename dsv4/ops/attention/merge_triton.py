@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The second launch of `attention` with few queries: segments merged, output rotated back."""
+"""The second launch of `attention` with few queries: tiles merged, output rotated back."""
 
 from functools import lru_cache
 
@@ -10,18 +10,18 @@ import triton.language as tl
 from dsv4.ops.device import interpreting, launch_options, start_dependents
 from dsv4.ops.kv.entry_triton import rope_tile
 
-BT = 64  # entries of a tile
-SEGMENT = 5  # tiles of a segment; changing either changes bits
+BT = 64  # entries of a tile; changing it changes bits
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.constexpr_function
 def pieces(dim, rope_dim):
-    """Widths (powers of two, at most 128) into which an entry is cut; rotated channels apart."""
+    """Widths into which an entry is cut: powers of two up to 64, the group of one scale;
+    rotated channels apart."""
     widths = []
     for left in (dim - rope_dim, rope_dim):
         while left:
-            widths.append(min(128, 1 << (left.bit_length() - 1)))
+            widths.append(min(64, 1 << (left.bit_length() - 1)))
             left -= widths[-1]
     return tuple(widths)
 
@@ -40,7 +40,7 @@ def piece_first(dim, rope_dim, index):
 @triton.jit(do_not_specialize=["num_tokens", "most"])
 def _merge_kernel(
     sums, stats, sink, out, positions, frequencies, num_tokens, num_heads, most, ratio,
-    DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, BT: tl.constexpr, SEG: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, BT: tl.constexpr,
     WT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     start_dependents(ASM)
@@ -48,30 +48,30 @@ def _merge_kernel(
     head = tl.program_id(1)
     position = tl.load(positions + row).to(tl.int32)
     visible = tl.minimum((position + 1) // ratio, most)
-    num_segments = tl.cdiv(WT + tl.cdiv(visible, BT), SEG)
+    num_tiles = WT + tl.cdiv(visible, BT)
     channel = tl.arange(0, PAD)
     live = channel < DIM
     best = tl.load(sink + head).to(tl.float32) * LOG2E
     total = best * 0.0 + 1.0
     acc = tl.zeros((PAD,), tl.float32)
-    for seg in tl.range(0, num_segments):
-        at = (seg * num_tokens + row) * num_heads + head
+    for tile in tl.range(0, num_tiles):
+        at = (tile * num_tokens + row) * num_heads + head
         top = tl.load(stats + at * 2)
         part = tl.load(stats + at * 2 + 1)
         piece = tl.load(sums + at * DIM + channel, mask=live, other=0.0)
         new_best = tl.maximum(best, top)
-        old_part = tl.exp2(best - new_best)
-        new_part = tl.exp2(top - new_best)
-        total = tl.fma(part, new_part, total * old_part)
-        acc = tl.fma(piece, new_part, acc * old_part)
+        old_share = tl.exp2(best - new_best)
+        new_share = tl.exp2(top - new_best)
+        total = tl.fma(part, new_share, total * old_share)
+        acc = tl.fma(piece, new_share, acc * old_share)
         best = new_best
-    x = (acc / total).to(out.dtype.element_ty).to(tl.float32)[None, :]
+    x = (acc * (1.0 / total)).to(out.dtype.element_ty).to(tl.float32)[None, :]
     x = rope_tile(x, position, frequencies, -1.0, 1, DIM - ROPE, DIM, PAD)
     at = (row * num_heads + head) * DIM + channel[None, :]
     tl.store(out + at, x.to(out.dtype.element_ty), mask=live[None, :])
 
 
-def merge_segments(q, sink, out, sums, stats, positions, frequencies, window, most, ratio) -> None:
+def merge_tiles(q, sink, out, sums, stats, positions, frequencies, window, most, ratio) -> None:
     tokens, heads, dim = q.shape
     _merge_kernel[(tokens, heads)](
         sums,
@@ -88,7 +88,6 @@ def merge_segments(q, sink, out, sums, stats, positions, frequencies, window, mo
         PAD=triton.next_power_of_2(dim),
         ROPE=2 * frequencies.shape[0],
         BT=BT,
-        SEG=SEGMENT,
         WT=triton.cdiv(window, BT),
         ASM=not interpreting(),
         **launch_options(max(1, min(4, triton.next_power_of_2(dim) // 128))),

@@ -91,20 +91,31 @@ def _update_kernel(
 
 
 @triton.jit
-def _normal4(a, b, c, d, eps):
+def _reciprocal(x, ASM: tl.constexpr):
+    """1 / x to the last bit but one; a division would be ten instructions of every warp."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / x
+
+
+@triton.jit
+def _normal4(a, b, c, d, eps, ASM: tl.constexpr):
     """Four numbers divided by their sum + eps."""
-    r = 1.0 / (((a + b) + (c + d)) + eps)
+    r = _reciprocal(((a + b) + (c + d)) + eps, ASM)
     return a * r, b * r, c * r, d * r
 
 
 @triton.jit
-def _softmax4(z, row, first, eps):
+def _softmax4(z, row, first, eps, ASM: tl.constexpr):
     a = tl.sum(tl.where(row == first, z, 0.0))
     b = tl.sum(tl.where(row == first + 1, z, 0.0))
     c = tl.sum(tl.where(row == first + 2, z, 0.0))
     d = tl.sum(tl.where(row == first + 3, z, 0.0))
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = _normal4(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    a, b, c, d = _normal4(a, b, c, d, 0.0, ASM)
     return a + eps, b + eps, c + eps, d + eps
 
 
@@ -117,25 +128,25 @@ def _store4(out, a, b, c, d):
 
 
 @triton.jit
-def _sinkhorn4(z, row, out, eps, ITERS: tl.constexpr):
+def _sinkhorn4(z, row, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
     """4 x 4 in scalars: sums need no exchange between threads."""
-    a0, a1, a2, a3 = _softmax4(z, row, 8, eps)
-    b0, b1, b2, b3 = _softmax4(z, row, 12, eps)
-    c0, c1, c2, c3 = _softmax4(z, row, 16, eps)
-    d0, d1, d2, d3 = _softmax4(z, row, 20, eps)
-    a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps)
-    a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps)
-    a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps)
-    a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps)
+    a0, a1, a2, a3 = _softmax4(z, row, 8, eps, ASM)
+    b0, b1, b2, b3 = _softmax4(z, row, 12, eps, ASM)
+    c0, c1, c2, c3 = _softmax4(z, row, 16, eps, ASM)
+    d0, d1, d2, d3 = _softmax4(z, row, 20, eps, ASM)
+    a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
+    a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
+    a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
+    a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps, ASM)
     for _ in tl.range(0, ITERS - 1):
-        a0, a1, a2, a3 = _normal4(a0, a1, a2, a3, eps)
-        b0, b1, b2, b3 = _normal4(b0, b1, b2, b3, eps)
-        c0, c1, c2, c3 = _normal4(c0, c1, c2, c3, eps)
-        d0, d1, d2, d3 = _normal4(d0, d1, d2, d3, eps)
-        a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps)
-        a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps)
-        a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps)
-        a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps)
+        a0, a1, a2, a3 = _normal4(a0, a1, a2, a3, eps, ASM)
+        b0, b1, b2, b3 = _normal4(b0, b1, b2, b3, eps, ASM)
+        c0, c1, c2, c3 = _normal4(c0, c1, c2, c3, eps, ASM)
+        d0, d1, d2, d3 = _normal4(d0, d1, d2, d3, eps, ASM)
+        a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
+        a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
+        a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
+        a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps, ASM)
     _store4(out, a0, a1, a2, a3)
     _store4(out + 4, b0, b1, b2, b3)
     _store4(out + 8, c0, c1, c2, c3)
@@ -168,10 +179,14 @@ def _mix_kernel(
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, ITERS: tl.constexpr,
     HEAD: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One token: coefficients from the sums of the projection, collapse, norm."""
+    """One token: coefficients from the sums of the projection, collapse, norm.
+
+    With a second row of programs the first collapses and the second mixes, side by side.
+    """
     token = tl.program_id(0).to(tl.int64)
+    alone = tl.num_programs(1) == 1
+    collapses = alone | (tl.program_id(1) == 0)
     row = tl.arange(0, RPAD)
-    stream = tl.arange(0, NP)
     channel = tl.arange(0, PAD)
     used = row < ROWS
     shift = tl.load(base + row, mask=used, other=0.0)
@@ -179,10 +194,14 @@ def _mix_kernel(
     factor = tl.load(scale + which, mask=used, other=0.0)
     weight = tl.load(norm + channel, mask=channel < D, other=0.0).to(tl.float32)
     start_dependents(ASM)
-    at = (token * N + stream)[:, None] * D + channel[None, :]
-    mask = (stream < N)[:, None] & (channel < D)[None, :]
-    v = tl.load(streams + at, mask=mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(tl.sum(v * v, axis=0), axis=0) / (N * D) + eps)
+    held = ()
+    squares = tl.zeros((PAD,), tl.float32)
+    for j in tl.static_range(N):
+        at = (token * N + j) * D + channel
+        v = tl.load(streams + at, mask=channel < D, other=0.0).to(tl.float32)
+        squares = tl.fma(v, v, squares)
+        held = append(held, v)
+    inverse = tl.rsqrt(tl.sum(squares, axis=0) / (N * D) + eps)
     group = tl.arange(0, G).to(tl.int64)[:, None] * MEMBERS
     sums = tl.zeros((G, RPAD), tl.float32)
     for member in tl.static_range(MEMBERS):
@@ -190,14 +209,18 @@ def _mix_kernel(
         sums = sums + tl.load(partials + p_at)
     z = tl.sum(sums, axis=0) * inverse * factor + shift
     gate = 1.0 / (1.0 + tl.exp(-z))
-    picked = tl.where(stream[:, None] == row[None, :], (gate + hc_eps)[None, :], 0.0)
-    mixed = tl.sum(v * tl.sum(picked, axis=1)[:, None], axis=0).to(DT).to(tl.float32)
-    mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
-    tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
-    if not HEAD:
+    if collapses:
+        mixed = tl.zeros((PAD,), tl.float32)
+        for j in tl.static_range(N):
+            share = tl.sum(tl.where(row == j, gate + hc_eps, 0.0), axis=0)
+            mixed = tl.fma(held[j], share, mixed)
+        mixed = mixed.to(DT).to(tl.float32)
+        mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
+        tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
+    if (not HEAD) and (alone | (tl.program_id(1) == 1)):
         tl.store(post + token * N + row - N, 2.0 * gate, mask=(row >= N) & (row < 2 * N))
         if N == 4:
-            _sinkhorn4(z, row, comb + token * 16, hc_eps, ITERS)
+            _sinkhorn4(z, row, comb + token * 16, hc_eps, ITERS, ASM)
         else:
             _sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
 
@@ -212,10 +235,8 @@ class Config:
 
 def choose_config(num_tokens: int, size: int) -> Config:
     """Only `mix_warps` sets an order of summation; it depends on the size alone."""
-    mix_warps = max(1, min(16, triton.next_power_of_2(size) // 256))
-    if num_tokens <= 64:
-        return Config(16, True, 4, mix_warps)
-    return Config(64, False, 4, mix_warps)
+    mix_warps = max(1, min(8, triton.next_power_of_2(size) // 256))
+    return Config(16 if num_tokens <= 64 else 64, num_tokens <= 1024, 4, mix_warps)
 
 
 def supports(streams, site, y=None, post=None, comb=None) -> str | None:
@@ -266,7 +287,7 @@ def run(streams, site, y=None, post=None, comb=None):
         BD=CHANNELS,
         **launch_options(config.num_warps),
     )
-    _mix_kernel[(tokens,)](
+    _mix_kernel[(tokens, 2 if tokens <= 64 and not head else 1)](
         new,
         partials,
         site.base,

@@ -23,6 +23,7 @@ CHUNK = 4096  # logits of a program
 TILE = 8192  # logits a filter looks at at a time
 PARTS = 16  # parts of a chunk whose largest logits bound top-k
 CANDIDATES = 512  # most of a chunk
+FEW_CANDIDATES = 64  # as many as a chunk mostly has
 
 
 @triton.jit
@@ -119,17 +120,18 @@ def _candidates_kernel(
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
-        # at least `keep` parts, so at least that many tokens, reach the keep-th largest top
-        part = tl.arange(0, CHUNKS * PARTS)
-        used = part < num_chunks * PARTS
-        top = tl.load(tops + row * num_chunks * PARTS + part, mask=used, other=float("-inf"))
-        top_key = tl.where(used, _key(top), tl.zeros_like(part).to(tl.uint32))
         bound = tl.zeros((), tl.uint32)
-        bit = tl.full((), 0x80000000, tl.uint32)
-        for _ in tl.range(0, 32):
-            reached = tl.sum((top_key >= (bound | bit)).to(tl.int32), axis=0)
-            bound = tl.where(reached >= keep, bound | bit, bound)
-            bit = bit >> 1
+        if keep < CHUNKS * PARTS:
+            # at least `keep` parts, so at least that many tokens, reach the keep-th largest top
+            part = tl.arange(0, CHUNKS * PARTS)
+            used = part < num_chunks * PARTS
+            top = tl.load(tops + row * num_chunks * PARTS + part, mask=used, other=float("-inf"))
+            top_key = tl.where(used, _key(top), tl.zeros_like(part).to(tl.uint32))
+            bit = tl.full((), 0x80000000, tl.uint32)
+            for _ in tl.range(0, 32):
+                reached = tl.sum((top_key >= (bound | bit)).to(tl.int32), axis=0)
+                bound = tl.where(reached >= keep, bound | bit, bound)
+                bit = bit >> 1
         # tokens below (1 - share) / size together weigh less than 1 - share
         least = best + tl.log(tl.maximum(1.0 - share, 1e-30) * mass / size) - 1e-3
         least = tl.where(share < 1.0, least, float("-inf"))
@@ -212,11 +214,44 @@ def _filter_row(
 
 
 @triton.jit
+def _filter_candidates(
+    values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Threshold and last id among candidates, of which no chunk has more than MOST."""
+    place = tl.arange(0, CHUNKS * MOST)
+    owner = place // MOST
+    mine = tl.load(counts + row * num_chunks + owner, mask=owner < num_chunks, other=0)
+    live = place % MOST < mine
+    at = (row * num_chunks + owner) * ROOM + place % MOST
+    x = tl.load(values + at, mask=live, other=float("-inf"))
+    key = tl.where(live, _key(x), tl.zeros_like(place).to(tl.uint32))
+    weight = tl.where(live, tl.exp(x - best), 0.0)
+    threshold = tl.zeros((), tl.uint32)
+    bit = tl.full((), 0x80000000, tl.uint32)
+    for _ in tl.range(0, 32):
+        over = key >= (threshold | bit)
+        count = tl.sum(over.to(tl.int32), axis=0)
+        above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
+        ok = _passes(count, above, keep, share)
+        threshold = tl.where(ok, threshold, threshold | bit)
+        bit = bit >> 1
+    over = key > threshold
+    count = tl.sum(over.to(tl.int32), axis=0)
+    above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
+    room = _tie_room(threshold, count, above, best, mass, keep, share)
+    equal = (live & (key == threshold)).to(tl.int32)
+    hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
+    token = tl.load(ids + at, mask=hit, other=2147483647)
+    return threshold, tl.minimum(last_id, tl.min(token, axis=0))
+
+
+@triton.jit
 def _filter_kernel(
     logits, stats, limits, values, ids, counts, temperature, top_k, top_p, repetition, presence,
     frequency, prompt_counts, output_counts, bias, size, num_chunks,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr, COUNTS: tl.constexpr,
-    BIAS: tl.constexpr, ASM: tl.constexpr,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
+    COUNTS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
     start_dependents(ASM)
@@ -228,31 +263,17 @@ def _filter_kernel(
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
         chunk = tl.arange(0, CHUNKS)
         held = tl.load(counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-        if tl.max(held, axis=0) <= ROOM:
-            place = tl.arange(0, CHUNKS * ROOM)
-            owner = place // ROOM
-            mine = tl.load(counts + row * num_chunks + owner, mask=owner < num_chunks, other=0)
-            live = place % ROOM < mine
-            at = row * num_chunks * ROOM + place
-            x = tl.load(values + at, mask=live, other=float("-inf"))
-            key = tl.where(live, _key(x), tl.zeros_like(place).to(tl.uint32))
-            weight = tl.where(live, tl.exp(x - best), 0.0)
-            bit = tl.full((), 0x80000000, tl.uint32)
-            for _ in tl.range(0, 32):
-                over = key >= (threshold | bit)
-                count = tl.sum(over.to(tl.int32), axis=0)
-                above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
-                ok = _passes(count, above, keep, share)
-                threshold = tl.where(ok, threshold, threshold | bit)
-                bit = bit >> 1
-            over = key > threshold
-            count = tl.sum(over.to(tl.int32), axis=0)
-            above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
-            room = _tie_room(threshold, count, above, best, mass, keep, share)
-            equal = (live & (key == threshold)).to(tl.int32)
-            hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
-            token = tl.load(ids + at, mask=hit, other=2147483647)
-            last_id = tl.minimum(last_id, tl.min(token, axis=0))
+        most = tl.max(held, axis=0)
+        if most <= FEW:
+            threshold, last_id = _filter_candidates(
+                values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+                CHUNKS, ROOM, FEW,
+            )  # fmt: skip
+        elif most <= ROOM:
+            threshold, last_id = _filter_candidates(
+                values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+                CHUNKS, ROOM, ROOM,
+            )  # fmt: skip
         else:
             threshold, last_id = _filter_row(
                 logits, row, best, mass, keep, share, temperature, repetition, presence,
@@ -374,7 +395,7 @@ def run(logits, inputs):
     )  # fmt: skip
     _filter_kernel[(rows,)](
         logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
-        ROOM=CANDIDATES, TILE=TILE, **padded, **flags, **launch_options(16),
+        ROOM=CANDIDATES, FEW=min(FEW_CANDIDATES, CANDIDATES), TILE=TILE, **padded, **flags, **launch_options(16),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, logprobs, best_value, best_id, inputs.temperature, inputs.min_p,

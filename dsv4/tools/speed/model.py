@@ -1,12 +1,14 @@
 """A model of random NVFP4 weights and a state full of random entries, made where they are used.
 
 The shapes are those of `flash` or `pro` with fewer layers. Values are finite and unremarkable;
-speed does not depend on them, except through routing, which random rows spread evenly.
+speed does not depend on them, except through routing, so the experts that a step really visits
+are counted.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from dsv4.cache.geometry import Geometry, Pool
 from dsv4.cache.kinds import KINDS, LayerState
@@ -66,8 +68,12 @@ def _random_weight(
     if parameter.kind == "fp32":
         return torch.randn(shape, device=device) * (0.02 if len(shape) > 1 else 0.5)
     if parameter.kind == "plain":
-        scale = 1.0 if name == "embed.weight" else 0.02
-        return (torch.randn(shape, device=device, dtype=torch.bfloat16) * scale).contiguous()
+        # logits of standard deviation 5 on normed rows: as peaked as a trained model's
+        # and rows so different from each other that they choose different experts
+        own = {"embed.weight": 16.0, "head.weight": 5.0 * config.hidden_size**-0.5}
+        scale = own.get(name, 0.02)
+        plain: Tensor = torch.randn(shape, device=device, dtype=torch.bfloat16) * scale
+        return plain
     *lead, rows, columns = shape
     count = lead[0] if lead else None
     weight: Weight = random_nvfp4(rows, columns, count, name.endswith(".w13"), device)
@@ -150,12 +156,10 @@ def start_at(state: FilledState, position: int) -> None:
 
 
 def step_bytes(
-    config: ModelConfig, sizes: dict[str, int], batch: int, context: int
+    config: ModelConfig, sizes: dict[str, int], batch: int, context: int, visited: float
 ) -> dict[str, float]:
-    """Bytes one decode step must read, by op family, when routing is even."""
+    """Bytes one decode step must read, by op family; `visited` is the share of experts in use."""
     found = dict.fromkeys(("linear", "head", "experts", "router", "mhc", "attention", "index"), 0.0)
-    chosen = config.num_experts_per_tok / config.num_experts
-    visited = 1 - (1 - chosen) ** batch
     for name, size in sizes.items():
         if ".ffn.experts." in name:
             found["experts"] += size * visited

@@ -26,6 +26,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.mhc.mix import mhc_head
+from dsv4.ops.op import Arguments, Op, observe
 from dsv4.ops.ragged import make_ragged
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
@@ -92,6 +93,7 @@ class StepResult:
     full_layers: int
     full_ms: float  # scaled to all layers; embedding, head and sampling counted once
     rest_us: float  # those three alone
+    experts_used: float = 0.0  # different ones in a layer, on average
     kernels: int = 0
     kernels_of_layer: dict[str, float] = field(default_factory=dict)
     layer_us: dict[str, float] = field(default_factory=dict)  # by kind
@@ -129,7 +131,12 @@ class Bench:
             timed[name] = self._time_decode(model, layers, state, batch, context)
         rest_us, rest_kernels = self._time_rest(state, batch)
         ms, spread, profile = timed["all"]
-        families = step_bytes(self.config, self.sizes, batch, context)
+        start_at(state, max(context - 8, 0))
+        visited = experts_used(
+            lambda: decode_step(self.model, state.layers, state.buffers, bucket),
+            self.config.num_experts,
+        )
+        families = step_bytes(self.config, self.sizes, batch, context, visited)
         layer_us, layer_kernels = {}, {}
         for kind in self._kinds():
             kind_ms, _, kind_profile = timed[kind]
@@ -142,6 +149,7 @@ class Bench:
             (ms, spread, rest_us),
             families,
             0.0,
+            experts_used=round(visited * self.config.num_experts, 1),
             kernels=profile.num_kernels,
             kernels_of_layer=layer_kernels,
             layer_us=layer_us,
@@ -160,7 +168,7 @@ class Bench:
             for _ in range(repeats)
         ]
         profile = profile_step(lambda: self.model(inputs, state.layers), self.device)
-        families = step_bytes(self.config, self.sizes, tokens, tokens)
+        families = step_bytes(self.config, self.sizes, tokens, tokens, 1.0)
         flops = prefill_flops(self.config, tokens)
         spread = max(times) - min(times)
         return self._result(
@@ -267,6 +275,21 @@ class Bench:
         count = 1 if self.device.type == "cpu" else REPLAYS
         us = elapsed_ms(lambda: [step() for _ in range(count)], self.device) / count * 1e3
         return us, profile_step(step, self.device).num_kernels
+
+
+def experts_used(step: Callable[[], object], num_experts: int) -> float:
+    """The share of a layer's experts that a step visits, on average."""
+    found: list[int] = []
+
+    def watch(op: Op, _: Arguments, run: Callable[[], Any]) -> Any:
+        result = run()
+        if op.name == "router":
+            found.append(result[0].unique().numel())
+        return result
+
+    with observe(watch):
+        step()
+    return sum(found) / len(found) / num_experts
 
 
 def compile_ahead(step: Callable[[], object], device: torch.device) -> None:

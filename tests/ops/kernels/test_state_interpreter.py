@@ -346,8 +346,8 @@ def check_sample_edges() -> None:
     )
     logits = arguments["logits"].round()
     wanted = sample_reference(logits, inputs)
-    for room in (512, 4):  # with few places for candidates the whole row is searched
-        module.CANDIDATES = room
+    for few, room in ((64, 512), (4, 512), (4, 4)):  # without places the whole row is searched
+        module.FEW_CANDIDATES, module.CANDIDATES = few, room
         found = module.run(logits, inputs)
         compare("tokens", wanted[0], found[0], 0.0, 0.0)
         compare("logprobs", wanted[1], found[1], 1e-4, 1e-4)
