@@ -375,6 +375,15 @@ def device_reason(device: torch.device) -> str | None:
     return None
 
 
+def native_reason(device: torch.device) -> str | None:
+    """Why block-scaled products do not run on `device`, or None."""
+    reason = device_reason(device)
+    if reason is not None or interpreting():
+        return reason
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 10 else f"sm_{major}{minor} has no block-scaled products, sm_100 has"
+
+
 def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, object]:
     if interpreting():
         return {}

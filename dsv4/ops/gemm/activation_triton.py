@@ -134,8 +134,8 @@ def _quantize_kernel(
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, ROUTED: tl.constexpr,
     BM: tl.constexpr, PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """ROUTED: row i is row `i % BM` of tile `i // BM`; it comes from its pair's token (plain) or
-    lies in its own place (SwiGLU, whose weight is the pair's)."""
+    """ROUTED: row i is row `i % BM` of tile `i // BM`; it comes from its pair's token, or with
+    SwiGLU from its place among the sorted pairs, and its weight is the pair's."""
     await_previous(ASM)
     release_next(ASM)
     row = tl.program_id(0).to(tl.int64)
@@ -149,8 +149,7 @@ def _quantize_kernel(
         end = tl.load(ends + tl.maximum(expert, 0))
         present = (expert >= 0) & (at < end)
         pair = tl.load(sorted_pairs + at, mask=present, other=0)
-        if SOURCE == 0:
-            source = (pair // chosen).to(tl.int64)
+        source = (at if SOURCE == 2 else pair // chosen).to(tl.int64)
         own = weight + pair
     if present:
         column = tl.arange(0, PAD)  # flat, so that a norm is summed as in rms_norm

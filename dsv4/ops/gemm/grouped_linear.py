@@ -14,6 +14,7 @@ from dsv4.formats.quantized import Weight, activations_of
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.gemm.scaled import random_scaled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, pad_rows
 
@@ -46,6 +47,17 @@ def cases() -> Iterable[Case]:
         return {"x": x, "weight": random_tiled(256, 208, generator)}
 
     yield Case("3x2x208 rank 128 NVFP4", tiled, 2e-2, 2e-2)
+
+    def few_bits(kind: str, rows: int) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            x = (torch.randn(rows, 2, 288, generator=generator) * 30).bfloat16()
+            return {"x": x, "weight": random_scaled(256, 288, generator, kind)}
+
+        return Case(f"{rows}x2x288 rank 128 {kind}, few bits", make, 5e-2, 2e-2, rows < 100)
+
+    yield few_bits("nvfp4", 3)
+    yield few_bits("fp8", 2)
+    yield few_bits("nvfp4", 140)
 
 
 OP = Op(

@@ -1,13 +1,18 @@
 # mypy: ignore-errors
-"""`grouped_linear` on a GPU: the kernel of `linear`, with each group's own columns of the input."""
+"""`grouped_linear` on a GPU: kernels of `linear`, with each group's own columns of the input."""
 
 import torch
 
-from dsv4.ops.gemm import linear_triton
+from dsv4.ops.gemm import linear_scaled_triton, linear_triton
 from dsv4.ops.gemm.linear_triton import choose_config
+from dsv4.ops.gemm.scaled import ScaledTensor
 
 __all__ = ["choose_config", "run", "supports"]
 GROUP_MULTIPLE = 128
+
+
+def _kernels(weight):
+    return linear_scaled_triton if isinstance(weight, ScaledTensor) else linear_triton
 
 
 def supports(x, weight) -> str | None:
@@ -16,10 +21,10 @@ def supports(x, weight) -> str | None:
     rank = weight.shape[0] // x.shape[1]
     if x.shape[1] > 1 and rank % GROUP_MULTIPLE:
         return f"groups of {rank} rows, kernels need multiples of {GROUP_MULTIPLE}"
-    return linear_triton.supports(x.flatten(1), [weight], [x.dtype])
+    return _kernels(weight).supports(x.flatten(1), [weight], [x.dtype])
 
 
 def run(x, weight):
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    linear_triton.launch(x.flatten(1), [weight], [out], num_groups=x.shape[1])
+    _kernels(weight).launch(x.flatten(1), [weight], [out], num_groups=x.shape[1])
     return out

@@ -14,6 +14,7 @@ from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.gemm.scaled import random_scaled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, pad_rows
 
@@ -54,6 +55,7 @@ def cases() -> Iterable[Case]:
         yield build(0, 64, (16,), dtype)
         yield build(33, 256, (24, 128, 1), dtype)
     yield from _stored_cases()
+    yield from _few_bit_cases()
 
 
 def _stored_cases() -> Iterable[Case]:
@@ -77,7 +79,28 @@ def _stored_cases() -> Iterable[Case]:
     yield build(0, 128, (64,), 128)
 
 
-OP = Op("linear", linear_reference, cases, (Kernel("dsv4.ops.gemm.linear_triton"),))
+def _few_bit_cases() -> Iterable[Case]:
+    """Weights that block-scaled tensor cores read, with the activations that they ask for."""
+
+    def build(rows: int, k: int, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            x = (torch.randn(rows, k, generator=generator) * 30).bfloat16()
+            pairs = list(zip(kinds, sizes, strict=True))
+            weights: list[Weight] = [random_scaled(n, k, generator, kind) for kind, n in pairs]
+            weights.append(torch.randn(24, k, generator=generator).bfloat16())
+            dtypes = [torch.bfloat16, torch.float32] * len(weights)
+            return {"x": x, "weights": weights, "out_dtypes": dtypes[: len(weights)]}
+
+        return Case(f"{rows}x{k} to {sizes} {kinds} few bits", make, 5e-2, 2e-2, rows < 100)
+
+    yield build(1, 288, ("nvfp4",), (200,))
+    yield build(5, 2048, ("nvfp4", "nvfp4", "mxfp4", "fp8"), (130, 7, 64, 40))
+    yield build(130, 1024, ("nvfp4", "mxfp4"), (128, 130))
+    yield build(600, 512, ("nvfp4", "fp8"), (256, 64))
+
+
+KERNELS = (Kernel("dsv4.ops.gemm.linear_triton"), Kernel("dsv4.ops.gemm.linear_scaled_triton"))
+OP = Op("linear", linear_reference, cases, KERNELS)
 
 
 def linear_multi(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import KernelError
-from dsv4.formats import e2m1, e8m0
+from dsv4.formats import e2m1, e8m0, fp8, mxfp4, nvfp4
 from dsv4.formats.groups import expand
 from dsv4.formats.quantized import (
     Activations,
@@ -28,7 +28,7 @@ from dsv4.formats.quantized import (
     Nvfp4Tensor,
     RepackedTensor,
 )
-from dsv4.formats.spec import E8M0_BIAS, MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.spec import E8M0_BIAS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 
 ROWS = 128  # of a scale tile, and of the tensor core's M
 COLUMN_MULTIPLE = 256
@@ -123,6 +123,37 @@ def scaled_weight(weight: Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor) -> ScaledT
     fine = weight.refine(MXFP4_GROUP)
     scale = fine.scale.repeat_interleave(MXFP4_GROUP, dim=-2)[..., :rows, :]
     return _scaled(weight.data.view(torch.uint8), scale, ones, rows, columns, width)
+
+
+def random_scaled(
+    rows: int,
+    columns: int,
+    generator: torch.Generator,
+    kind: str = "nvfp4",
+    *,
+    count: int = 0,
+    num_parts: int = 1,
+) -> ScaledTensor:
+    """A random matrix, or `count` of them stacked, for cases: nvfp4 x a4, or mxfp4 or fp8 x a8."""
+    shape = (max(count, 1) * num_parts, rows // num_parts, columns)
+    values = torch.randn(shape, generator=generator) * 0.2
+    lead = (count, rows) if count else (rows,)
+    weight: Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor
+    if kind == "nvfp4":
+        parts = [nvfp4.quantize(value * (1 + i % num_parts)) for i, value in enumerate(values)]
+        packed, scale = (torch.stack([part[i].view(torch.uint8) for part in parts]) for i in (0, 1))
+        factor = torch.stack([part[2] for part in parts]).reshape(*lead[:-1], num_parts)
+        scale = scale.reshape(*lead, -1).view(torch.float8_e4m3fn)
+        weight = Nvfp4Tensor(packed.reshape(*lead, -1), scale, factor, activations="a4")
+    elif kind == "mxfp4":
+        weight = Mxfp4Tensor(*mxfp4.quantize(values.reshape(*lead, columns)), activations="a8")
+    else:
+        tiles = fp8.quantize_tiles(values.reshape(*lead, columns))
+        weight = Fp8BlockTensor(*tiles, FP8_BLOCK, activations="a8")
+    found = scaled_weight(weight)
+    if isinstance(found, str):
+        raise KernelError(found)
+    return found
 
 
 def _scaled(

@@ -19,6 +19,7 @@ from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.gemm.scaled import random_scaled
 from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, silu
 
@@ -91,6 +92,11 @@ def cases() -> Iterable[Case]:
         yield _tiled_case(tokens, 1040, 1024, 3, 2, 10.0)
     for tokens in (1, 3):
         yield _tiled_case(tokens, 128, 64, 4, 2, 0.5, fp8_shared=True)
+    yield _few_bit_case(3, ("nvfp4", "nvfp4"))
+    yield _few_bit_case(1, ("mxfp4", "fp8"))
+    yield _few_bit_case(1, ("nvfp4", "a16"))
+    yield _few_bit_case(1, ("a16", "nvfp4"))
+    yield _few_bit_case(300, ("nvfp4", "mxfp4"))
 
 
 def _tiled_case(
@@ -129,7 +135,45 @@ def _tiled_case(
     return Case(name, make, 5e-2, 2e-2, small=inner < 1000)
 
 
-OP = Op("experts", experts_reference, cases, (Kernel("dsv4.ops.moe.experts_triton"),))
+def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
+    """The kinds of the routed experts and of the shared one; see `random_scaled`."""
+    size, inner, count, chosen = 288, 96, 4, 2
+
+    def pair(kind: str, generator: torch.Generator, count: int) -> tuple[Weight, Weight]:
+        if kind == "a16":
+            lead = count or None
+            return (
+                random_tiled(2 * inner, size, generator, count=lead, paired=True),
+                random_tiled(size, inner, generator, count=lead),
+            )
+        parts = 2 if kind == "nvfp4" else 1
+        return (
+            random_scaled(2 * inner, size, generator, kind, count=count, num_parts=parts),
+            random_scaled(size, inner, generator, kind, count=count),
+        )
+
+    def make(generator: torch.Generator) -> Arguments:
+        picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
+        routed, shared = (
+            pair(kind, generator, n) for kind, n in zip(kinds, (count, 0), strict=True)
+        )
+        return {
+            "x": torch.randn(tokens, size, generator=generator).bfloat16(),
+            "experts": torch.stack(picks).sort(1).values,
+            "weights": torch.rand(tokens, chosen, generator=generator),
+            "w13": routed[0],
+            "w2": routed[1],
+            "shared_w13": shared[0],
+            "shared_w2": shared[1],
+            "limit": 3.0,
+        }
+
+    name = f"{tokens}x{size} inner {inner} {chosen} of {count} {kinds} few bits"
+    return Case(name, make, 0.2, 2e-2, tokens < 100)
+
+
+KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
+OP = Op("experts", experts_reference, cases, KERNELS)
 
 # the router and the experts of one token: choosing takes no launch of its own
 MOE = Fusion(("router", "experts"), Kernel("dsv4.ops.moe.moe_triton"))

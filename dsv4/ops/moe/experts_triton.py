@@ -25,11 +25,10 @@ from dsv4.ops.device import (
     release_next,
     workspace,
 )
-from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.router_triton import choose_place
-from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part
+from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
 
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
 
@@ -274,10 +273,9 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
     named = {"w13": w13, "w2": w2}
     if is_apart(shared_w13):
-        for weight in (shared_w13, shared_w2):
-            found = linear_triton.weight_format(weight)
-            if isinstance(found, str):
-                return f"the shared expert: {found}"
+        reason = shared_reason(shared_w13, shared_w2)
+        if reason is not None:
+            return reason
     else:
         named |= {"shared_w13": shared_w13, "shared_w2": shared_w2}
     for name, weight in named.items():
@@ -295,10 +293,12 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 
 def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None, select=None
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None, select=None,
+    parts_only=False,
 ):  # fmt: skip
-    """`shared_w13` and `shared_w2` may be None (benchmarks of the routed experts alone). With
-    `select` (see moe_triton) one token's `experts` are found on the way; `weights` are unused."""
+    """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `select` (see
+    moe_triton) one token's `experts` are found on the way; `weights` are unused. With
+    `parts_only` the result is fp32 `[tokens, places, size]`, not summed."""
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     up = up or choose_config(num_tokens, chosen, num_experts)
@@ -307,7 +307,7 @@ def launch(
     if shared_w13 is not None and is_apart(shared_w13):
         extra = shared_part(x, shared_w13, shared_w2, limit)
         shared_w13 = shared_w2 = None
-    direct = num_tokens == 1 and extra is None
+    direct = num_tokens == 1 and extra is None and not parts_only
     shared = shared_w13 is not None
     table = None if direct else route(experts, num_experts, up.bm)
     num_pairs, num_routed = num_tokens * chosen, chosen if direct else table.num_tiles
@@ -345,6 +345,8 @@ def launch(
         EVEN_K=inner % 128 == 0, K_RANGES=down_ranges,
         **common, **launch_options(down.num_warps),
     )  # fmt: skip
+    if parts_only:
+        return parts[:parts_size].view(num_tokens, places, size)
     if not direct:
         combine(parts, extra, y, places)
     return y

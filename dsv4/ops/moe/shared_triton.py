@@ -6,9 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import await_previous, interpreting, launch_options, release_next
-from dsv4.ops.gemm import linear_triton
+from dsv4.ops.device import (
+    await_previous,
+    interpreting,
+    launch_options,
+    native_reason,
+    release_next,
+)
+from dsv4.ops.gemm import linear_scaled_triton, linear_triton
 from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.scaled import ScaledTensor
 
 
 @triton.jit
@@ -32,13 +39,34 @@ def is_apart(shared_w13) -> bool:
     return not isinstance(shared_w13, TiledNvfp4)
 
 
+def shared_reason(w13, w2) -> str | None:
+    """Why a shared expert that is apart cannot run, or None."""
+    for weight in (w13, w2):
+        if isinstance(weight, ScaledTensor):
+            reason = native_reason(weight.device)
+        else:
+            found = linear_triton.weight_format(weight)
+            reason = found if isinstance(found, str) else None
+        if reason is not None:
+            return f"the shared expert: {reason}"
+    return None
+
+
+def _multiply(x, weight, out) -> None:
+    module = linear_scaled_triton if isinstance(weight, ScaledTensor) else linear_triton
+    module.launch(x, [weight], [out])
+
+
 def shared_part(x, w13, w2, limit):
-    """fp32 `[tokens, size]` of a shared expert in FP8 or bf16."""
+    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or for activations of few bits."""
     tokens, inner = x.shape[0], w2.shape[1]
     h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
-    z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
-    linear_triton.launch(x, [w13], [h])
+    _multiply(x, w13, h)
+    if isinstance(w2, ScaledTensor):
+        linear_scaled_triton.launch(h, [w2], [part], limit=limit)
+        return part
+    z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     grid = (triton.cdiv(inner, 1024), tokens)
     _activate_kernel[grid](h, z, inner, limit, BN=1024, ASM=not interpreting(), **launch_options(4))
     linear_triton.launch(z, [w2], [part])

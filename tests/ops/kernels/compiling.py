@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 MAX_SHARED = 232448
 MAX_TENSOR_COLUMNS = 512
+PRODUCT = r"(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*"  # of PTX
 Launch = tuple[str, Callable[[], object]]  # a case's name and what to launch
 
 
@@ -72,10 +73,12 @@ def facts(compiled: Any, tools: Path) -> dict[str, Any]:
     return {
         "registers": int(registers[1]) if registers else -1,
         "reloads": names.count("LDL"),
+        "spills": names.count("STL"),
         "shared": compiled.metadata.shared,
         "tensor_columns": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "instructions": len(names),
         "mix": sorted(set(names)),
+        "products": sorted(set(re.findall(PRODUCT, compiled.asm["ptx"]))),
     }
 
 

@@ -145,15 +145,31 @@ def _bool_mask(name, position):
     # a scalar condition spread over a tile comes out as uint8, which loads and stores refuse
     original = getattr(Builder, name)
 
-    def patched(self, *args):
+    def patched(self, *args, **options):
         mask = args[position]
         if mask is not None and mask.data.dtype != np.bool_:
             mask = Handle(mask.data.astype(np.bool_), mask.dtype.scalar)
-        return original(self, *args[:position], mask, *args[position + 1 :])
+        return original(self, *args[:position], mask, *args[position + 1 :], **options)
 
     setattr(Builder, name, patched)
 
 
+_patched = set()
+
+
+def patch_once(function):
+    """The language is patched at its first use and stays so: the interpreter does it anew at
+    every call of a device function, which took a third of the time."""
+    values = function.__globals__.values()
+    languages = {id(module) for module in (tl, tl.core) if any(v is module for v in values)}
+    if not languages <= _patched:
+        _patch_language(function)
+        _patched.update(languages)
+    return interp._LangPatchScope()
+
+
+_patch_language = interp._patch_lang
+interp._patch_lang = patch_once
 _bool_mask("create_masked_load", 1)
 _bool_mask("create_masked_store", 2)
 interp._convert_float, Builder.cast_impl = convert, cast

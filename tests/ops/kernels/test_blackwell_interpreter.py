@@ -13,11 +13,12 @@ import torch
 
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
+from dsv4.ops.gemm import activation
 from dsv4.ops.gemm.packed import TiledNvfp4, mxfp4_as_nvfp4, repack
 from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
 from tests.ops.kernels.compiling import interpreted
 
-GROUPS = ("rows",)
+GROUPS = ("rows", "linear", "experts")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -74,7 +75,7 @@ def test_what_is_not_exact_is_refused(caplog: pytest.LogCaptureFixture) -> None:
 def check_rows() -> None:
     """The same bytes as the reference, for every case and fused form."""
     from dsv4.ops.arguments import same_bits
-    from dsv4.ops.gemm import activation, activation_triton
+    from dsv4.ops.gemm import activation_triton
     from dsv4.ops.norm import rms_norm_triton
 
     for case in activation.cases():
@@ -123,11 +124,120 @@ def check_rows() -> None:
     assert torch.equal(scales[:3].reshape(6, 8), power)
 
 
+def check_cases(name: str, skip: tuple[str, ...] = ()) -> None:
+    """Every small case of an op that asks for few bits, by every kernel that takes it."""
+    from dsv4.ops import OPS
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    op, num_run = OPS[name], 0
+    for case in op.cases():
+        if "few bits" not in case.name or not case.small or any(s in case.name for s in skip):
+            continue
+        arguments = case.build(torch.Generator().manual_seed(1))
+        takers = [kernel for kernel in op.kernels if kernel.supports(arguments) is None]
+        assert takers, f"{name} {case.name}: no kernel"
+        for kernel in takers:
+            found, num_run = kernel.run(arguments), num_run + 1
+            wanted = op.reference(**arguments)
+            compare(f"{name} {case.name}", wanted, found, case.atol, case.rtol)
+    assert num_run >= 1, f"{name}: no case fits its kernels"
+
+
+def fill_by_reference(rows: Any, x: torch.Tensor) -> None:
+    """In place of `fill_rows`, whose bytes `check_rows` has compared: the interpreter takes its
+    time over a row."""
+    x = torch.nn.functional.pad(x.float(), (0, rows.columns - x.shape[1]))
+    if rows.a8:
+        codes, scales = fp8.quantize_groups(x, 32, check=False)
+    else:
+        codes, scales, row_scale = activation.quantize_rows_reference(x)
+        rows.row_scale[: x.shape[0]] = row_scale
+    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
+    rows.codes[: codes.numel()] = codes.flatten()
+    if rows.tiled:
+        scales = scales.reshape(x.shape[0] // rows.fold, -1)
+        scales = tile_scales(torch.nn.functional.pad(scales, (0, 0, 0, -scales.shape[0] % 256)))
+    rows.scales[: scales.numel()] = scales.flatten()
+
+
+def check_linear_forms() -> None:
+    """Every form gives the same bits, however many rows come with it."""
+    from dsv4.ops.gemm import linear_scaled_triton as kernel
+    from dsv4.ops.gemm.linear import linear_reference
+    from dsv4.ops.gemm.scaled import random_scaled
+    from dsv4.ops.gemm.scaled_triton import Config, num_scaled_ranges
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    kernel.fill_rows = fill_by_reference
+    generator = torch.Generator().manual_seed(2)
+    assert num_scaled_ranges(40, 2048)[0] == 2
+    for kind in ("nvfp4", "mxfp4"):
+        weight = random_scaled(40, 2048, generator, kind)
+        x = (torch.randn(16, 2048, generator=generator) * 100).bfloat16()
+        x[3] = 0
+        whole = torch.full((16, 40), float("nan"))
+        kernel.launch(x, [weight], [whole])
+        compare(kind, linear_reference(x, [weight], [torch.float32]), [whole], 1e-2, 1e-5)
+        assert not whole[3].any()
+        forms = [(Config(128, 8, 3, False), 16), (Config(64, 4, 4, True), 16)]
+        counts = range(1, 16) if kind == "nvfp4" else (1, 15)
+        forms += [(Config(16, 4, 4, True), count) for count in counts]
+        for config, count in forms:
+            out = torch.full((count, 40), float("nan"))
+            kernel.launch(x[16 - count :], [weight], [out], config=config)
+            assert torch.equal(out, whole[16 - count :]), f"{kind} {config}, {count} rows"
+
+
+def check_many_rows() -> None:
+    """More rows than a tile of scales has, in the form with descriptors: all three kinds."""
+    from dsv4.ops.gemm import linear_scaled_triton as kernel
+    from dsv4.ops.gemm.grouped_linear import grouped_linear_reference
+    from dsv4.ops.gemm.scaled import random_scaled
+    from dsv4.ops.gemm.scaled_triton import Config
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    kernel.fill_rows = fill_by_reference
+    generator = torch.Generator().manual_seed(5)
+    for kind, config in (
+        ("nvfp4", Config(128, 8, 3, False)),
+        ("fp8", Config(256, 8, 3, False)),
+    ):
+        x = torch.randn(131, 2, 288, generator=generator)
+        weight = random_scaled(256, 288, generator, kind)
+        out = torch.full((131, 256), float("nan"))
+        kernel.launch(x.flatten(1), [weight], [out], num_groups=2, config=config)
+        compare(kind, grouped_linear_reference(x, weight), [out], 1e-4, 1e-4)
+
+
+def check_experts() -> None:
+    check_cases("experts")
+    from dsv4.ops.gemm.scaled_triton import Config
+    from dsv4.ops.moe import experts_scaled_triton as kernel
+    from dsv4.ops.moe.experts import _few_bit_case
+
+    case = _few_bit_case(9, ("nvfp4", "fp8"))
+    arguments = case.build(torch.Generator().manual_seed(4))
+    whole = kernel.run(**arguments)
+    few = {**arguments, **{name: arguments[name][7:8] for name in ("x", "experts", "weights")}}
+    alone = kernel.run(**few)
+    assert torch.equal(alone[0], whole[7]), "a row's bits depend on its batch"
+    many = kernel.launch(**few, config=Config(128, 8, 3, False))
+    assert torch.equal(many[0], whole[7]), "a row's bits depend on the form"
+
+
 def main(group: str) -> None:
     importlib.import_module("tests.ops.kernels.shim")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    {"rows": check_rows}[group]()
+    if group == "rows":
+        check_rows()
+    elif group == "linear":
+        check_cases("linear")
+        check_cases("grouped_linear")
+        check_linear_forms()
+        check_many_rows()
+    else:
+        check_experts()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,365 @@
+# mypy: ignore-errors
+"""Products of few bits on sm_100: block-scaled tensor-core instructions, weights in the M slot.
+
+A weight (gemm/scaled.py) meets rows that are quantised first (activation_triton.py): NVFP4 x
+NVFP4, or MXFP4 or FP8 x MXFP8. A program makes 128 outputs for BN rows, in one of two forms:
+
+    few rows    pointers: up to eight matrices in a launch; ranges of K are programs of their own
+    many rows   descriptors, so that the copy engine feeds the tensor core; ranges one by one
+
+Both walk K in the same steps and ranges, which belong to the weight's shape, so a row has the
+same order of summation in either. Row and weight scales are applied in fp32 at the end. The same
+kernels serve routed experts (moe/experts_scaled_triton.py): `route` gives each tile of rows its
+expert, and results go to the rows of the pairs or stay in sorted order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dsv4.ops.device import (
+    await_previous,
+    finish_ranges,
+    interpreting,
+    launch_options,
+    release_next,
+    select_matrix,
+    workspace,
+)
+from dsv4.ops.gemm.scaled import ROWS
+
+FEW_ROWS = 64  # up to here the form with pointers
+RANGE_COLUMNS = 256  # ranges are whole numbers of these
+LEAST_RANGE = 1024  # columns
+WANTED_PROGRAMS = 296  # two for each processor of a B200
+
+
+@triton.jit
+def _words_as_bytes(words, BN: tl.constexpr, COUNT: tl.constexpr):
+    """int32 `[BN, COUNT / 4]` -> their bytes `[BN, COUNT]`, lowest first."""
+    halves = tl.join(words, words >> 16)
+    both = tl.join(halves, halves >> 8)
+    return (both & 255).to(tl.uint8).reshape(BN, COUNT)
+
+
+@triton.jit
+def _untile(scale, TILES: tl.constexpr, CHUNKS: tl.constexpr):
+    """Scales in the tensor core's order -> `[128 * TILES, 4 * CHUNKS]`; no data moves."""
+    grid = scale.reshape(TILES, CHUNKS, 32, 4, 4)
+    return grid.trans(0, 3, 2, 1, 4).reshape(128 * TILES, 4 * CHUNKS)
+
+
+@triton.jit
+def _product(w, w_scale, x, x_scale, acc, A8: tl.constexpr, W8: tl.constexpr):
+    """`acc + w . x`, `[128, K] x [K, BN]`, scales by row and group."""
+    if A8 and W8:
+        return tl.dot_scaled(w, w_scale, "e4m3", x, x_scale, "e4m3", acc)
+    elif A8:
+        return tl.dot_scaled(w, w_scale, "e2m1", x, x_scale, "e4m3", acc)
+    else:
+        return tl.dot_scaled(w, w_scale, "e2m1", x, x_scale, "e2m1", acc)
+
+
+@triton.jit
+def _few_sum(
+    words, scales, codes, x_scales, rows, first, last, k_steps,
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[128, BN]` over steps `first` to `last`; `words` and `scales` are a row tile's."""
+    BK: tl.constexpr = 128 if A8 else 256
+    GROUP: tl.constexpr = 32 if A8 else 16
+    CHUNKS: tl.constexpr = BK // (4 * GROUP)
+    WB: tl.constexpr = BK if W8 else BK // 2
+    XB: tl.constexpr = BK if A8 else BK // 2
+    SCALE: tl.constexpr = tl.uint8 if A8 else tl.float8e4nv
+    rn = tl.arange(0, 128)
+    w_ptrs = words + rn[:, None] * (k_steps * WB) + tl.arange(0, WB)[None, :] + first * WB
+    s_ptrs = scales.to(tl.pointer_type(SCALE)) + first * (CHUNKS * 512)
+    s_ptrs += tl.arange(0, CHUNKS * 512)[None, :]
+    x_ptrs = codes + rows[None, :] * (k_steps * XB) + tl.arange(0, XB)[:, None] + first * XB
+    xs = x_scales.to(tl.pointer_type(tl.int32))
+    xs_ptrs = xs + rows[:, None] * (k_steps * CHUNKS) + tl.arange(0, CHUNKS)[None, :]
+    xs_ptrs += first * CHUNKS
+    acc = tl.zeros((128, BN), dtype=tl.float32)
+    for _ in tl.range(first, last, num_stages=STAGES):
+        w = tl.load(w_ptrs)
+        s = tl.load(s_ptrs)
+        x = tl.load(x_ptrs)
+        if W8:
+            w = w.to(tl.float8e4nv, bitcast=True)
+        if A8:
+            x = x.to(tl.float8e4nv, bitcast=True)
+        x_scale = _words_as_bytes(tl.load(xs_ptrs), BN, 4 * CHUNKS).to(SCALE, bitcast=True)
+        acc = _product(w, _untile(s, 1, CHUNKS), x, x_scale, acc, A8, W8)
+        w_ptrs += WB
+        s_ptrs += CHUNKS * 512
+        x_ptrs += XB
+        xs_ptrs += CHUNKS
+    return acc
+
+
+@triton.jit
+def _tile_of(index, tile_expert, tile_start, ends, sorted_pairs, BN: tl.constexpr):
+    """(expert, which of the BN rows are live, their places, their pairs) of a routed tile."""
+    expert = tl.load(tile_expert + index)
+    at = tl.load(tile_start + index, mask=expert >= 0, other=0) + tl.arange(0, BN)
+    live = (at < tl.load(ends + tl.maximum(expert, 0))) & (expert >= 0)
+    return expert, live, at, tl.load(sorted_pairs + at, mask=live, other=0)
+
+
+@triton.jit
+def _store_tile(total, out, out_rows, rn, mask, size, wide):
+    """fp32 results where `wide`, else bf16; `out` is an address."""
+    out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
+    out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
+    offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
+    if wide:
+        tl.store(out_f32 + offsets, total, mask=mask)
+    else:
+        tl.store(out_bf16 + offsets, total.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_kernel(
+    codes, x_scales, row_scale, num_rows, fold, group_rows, k_steps,
+    words, scales, factors, outs, sizes, parts, firsts, ranges, range_steps,
+    partials, counters, sorted_pairs, tile_expert, tile_start, ends,
+    NUM: tl.constexpr, F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr,
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
+    when matrix i has fp32 results. A group of weight rows reads its own of `fold` rows."""
+    pid = tl.program_id(0)
+    count = select_matrix(ranges, firsts, pid, NUM)
+    per_range = select_matrix(range_steps, firsts, pid, NUM)
+    index = pid - select_matrix(firsts, firsts, pid, NUM)
+    split = index % count
+    tile = index // count
+    size = select_matrix(sizes, firsts, pid, NUM)
+    part_rows = select_matrix(parts, firsts, pid, NUM)
+    row_tiles = tl.cdiv(size, 128)
+    place = tl.program_id(1) * BN + tl.arange(0, BN)
+    await_previous(ASM)
+    expert = 0
+    live = place < num_rows
+    out_rows = place
+    if ROUTED:
+        expert, live, sorted_rows, pairs = _tile_of(
+            tl.program_id(1), tile_expert, tile_start, ends, sorted_pairs, BN
+        )
+        if expert < 0:
+            return
+        out_rows = pairs if TO_PAIRS else sorted_rows
+    rows = place * fold + tile * 128 // group_rows
+    rn = tile * 128 + tl.arange(0, 128)
+    first_row = expert.to(tl.int64) * row_tiles + tile if ROUTED else tile.to(tl.int64)
+    WB: tl.constexpr = 128 if W8 or not A8 else 64
+    CHUNKS: tl.constexpr = 1 if A8 else 4
+    w = select_matrix(words, firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
+    s = select_matrix(scales, firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
+    w = tl.multiple_of(w + first_row * 128 * k_steps * WB, 128)
+    s = tl.multiple_of(s + first_row * k_steps * (CHUNKS * 512), 128)
+    total = _few_sum(
+        w, s, codes, x_scales, rows.to(tl.int64), split * per_range,
+        tl.minimum((split + 1) * per_range, k_steps), k_steps, BN, A8, W8, STAGES,
+    )  # fmt: skip
+    release_next(ASM)
+    is_last = count > 0
+    if count > 1:
+        slot = tl.program_id(1) * tl.num_programs(0) + pid - split
+        total, is_last = finish_ranges(total, live, partials, counters, slot, split, count, 128, BN)
+    at = select_matrix(factors, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+    at += expert * tl.cdiv(size, part_rows)
+    factor = tl.load(at + rn // part_rows, mask=rn < size, other=0.0)
+    total = total * factor[:, None]
+    if not A8:
+        total = total * tl.load(row_scale + rows, mask=live, other=0.0)[None, :]
+    mask = (rn < tl.where(is_last, size, 0))[:, None] & live[None, :]
+    wide = tl.where(pid >= 0, F32 % 2, 0)
+    for i in tl.static_range(1, NUM):
+        wide = tl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
+    _store_tile(total, select_matrix(outs, firsts, pid, NUM), out_rows, rn, mask, size, wide == 1)
+
+
+@triton.jit
+def _many_sum(
+    w_desc, s_desc, x_desc, xs_desc, row, scale_row, x_row, x_column, first, last,
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_few_sum`, through descriptors; `x_column`: where a group's steps begin."""
+    CHUNKS: tl.constexpr = 1 if A8 else 4
+    WB: tl.constexpr = 128 if W8 or not A8 else 64
+    acc = tl.zeros((128, BN), dtype=tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        w = w_desc.load([row, step * WB])
+        x = x_desc.load([x_row, (x_column + step) * 128])
+        s = s_desc.load([scale_row, step * CHUNKS, 0, 0])
+        x_scale = xs_desc.load([x_row // 128, (x_column + step) * CHUNKS, 0, 0])
+        x_scale = _untile(x_scale, BN // 128, CHUNKS)
+        acc = _product(w, _untile(s, 1, CHUNKS), x.T, x_scale, acc, A8, W8)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _many_rows_kernel(
+    w_desc, s_desc, x_desc, xs_desc, row_scale, num_rows, fold, group_rows, k_steps,
+    factors, out, size, part_rows, count, per_range,
+    sorted_pairs, tile_expert, tile_start, ends,
+    F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr, RANGES: tl.constexpr,
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """One matrix (or stack) and BN rows; the arguments are those of `_few_rows_kernel`."""
+    await_previous(ASM)
+    tile = tl.program_id(0)
+    place = tl.program_id(1) * BN + tl.arange(0, BN)
+    live = place < num_rows
+    out_rows = place
+    expert = 0
+    if ROUTED:
+        expert, live, sorted_rows, pairs = _tile_of(
+            tl.program_id(1), tile_expert, tile_start, ends, sorted_pairs, BN
+        )
+        if expert < 0:
+            return
+        out_rows = pairs if TO_PAIRS else sorted_rows
+    group = tile * 128 // group_rows
+    row_tile = expert * tl.cdiv(size, 128) + tile
+    x_row = tl.program_id(1) * BN
+    if RANGES == 1:
+        total = _many_sum(
+            w_desc, s_desc, x_desc, xs_desc, row_tile * 128, row_tile, x_row, group * k_steps,
+            0, k_steps, BN, A8, W8, STAGES,
+        )  # fmt: skip
+    else:
+        total = tl.zeros((128, BN), dtype=tl.float32)
+        for index in tl.range(0, count):
+            part = _many_sum(
+                w_desc, s_desc, x_desc, xs_desc, row_tile * 128, row_tile, x_row,
+                group * k_steps, index * per_range,
+                tl.minimum((index + 1) * per_range, k_steps), BN, A8, W8, STAGES,
+            )  # fmt: skip
+            total = total + part
+    release_next(ASM)
+    rn = tile * 128 + tl.arange(0, 128)
+    factors += expert * tl.cdiv(size, part_rows)
+    factor = tl.load(factors + rn // part_rows, mask=rn < size, other=0.0)
+    total = total * factor[:, None]
+    if not A8:
+        own = tl.load(row_scale + place * fold + group, mask=live, other=0.0)
+        total = total * own[None, :]
+    mask = (rn < size)[:, None] & live[None, :]
+    _store_tile(total, out, out_rows, rn, mask, size, F32)
+
+
+@dataclass(frozen=True)
+class Config:
+    bn: int  # input rows of a program
+    num_warps: int
+    num_stages: int
+    few: bool  # the form with pointers
+
+
+def choose_config(num_rows: int, num_ranges: int) -> Config:
+    """Tile sizes; none of this changes the order of summation."""
+    for most in (16, 32, FEW_ROWS):
+        if num_rows <= most:
+            return Config(most, 4, 4, True)
+    if num_rows <= 512 or num_ranges > 1:  # ranges keep a second tile of sums in registers
+        return Config(128, 8, 3, False)
+    return Config(256, 8, 3, False)
+
+
+def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
+    """How K is cut: (ranges, multiples of 256 columns in each). A pure function of the shape."""
+    steps = triton.cdiv(columns, RANGE_COLUMNS)
+    wanted = triton.cdiv(WANTED_PROGRAMS, triton.cdiv(rows, ROWS))
+    ranges = max(1, min(wanted, columns // LEAST_RANGE))
+    per_range = triton.cdiv(steps, ranges)
+    return triton.cdiv(steps, per_range), per_range
+
+
+def _route_table(route, unused):
+    if route is None:
+        return (unused,) * 4
+    return route.sorted_pairs, route.tile_expert, route.tile_start, route.ends
+
+
+def _group_rows(rows, weight) -> int:
+    return weight.rows // rows.fold if rows.fold > 1 else 2**30
+
+
+def _steps(rows) -> tuple[int, int]:
+    """(steps along K, steps in RANGE_COLUMNS)."""
+    width = 128 if rows.a8 else 256
+    return rows.columns // width, RANGE_COLUMNS // width
+
+
+def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False) -> None:
+    num_rows = rows.num_rows // rows.fold
+    k_steps, per_unit = _steps(rows)
+    cuts = [(1, k_steps) if route else num_scaled_ranges(*w.shape) for w in weights]
+    cuts = [(n, unit if route else unit * per_unit) for n, unit in cuts]
+    tiles = [triton.cdiv(w.rows, ROWS) for w in weights]
+    programs = [n * count for n, (count, _) in zip(tiles, cuts, strict=True)]
+    grid = (sum(programs), route.num_tiles if route else triton.cdiv(num_rows, config.bn))
+    size = grid[0] * grid[1] if any(count > 1 for count, _ in cuts) else 1
+    device = rows.codes.device
+    partials = workspace(device, "partials", size * ROWS * config.bn, torch.float32)
+    counters = workspace(device, "counters", size, torch.int32)
+    _few_rows_kernel[grid](
+        rows.codes, rows.scales, rows.row_scale, num_rows, rows.fold,
+        _group_rows(rows, weights[0]), k_steps,
+        tuple(w.data.data_ptr() for w in weights),
+        tuple(w.scale.data_ptr() for w in weights),
+        tuple(w.global_scale.data_ptr() for w in weights),
+        tuple(out.data_ptr() for out in outs),
+        tuple(w.rows for w in weights),
+        tuple(w.rows // w.global_scale.shape[-1] for w in weights),
+        tuple(sum(programs[:i]) for i in range(len(programs))),
+        tuple(count for count, _ in cuts),
+        tuple(steps for _, steps in cuts),
+        partials, counters, *_route_table(route, rows.codes),
+        NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
+        ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
+        W8=weights[0].element_bits == 8, STAGES=config.num_stages, ASM=not interpreting(),
+        **launch_options(config.num_warps),
+    )  # fmt: skip
+
+
+def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> None:
+    num_rows = rows.num_rows // rows.fold
+    k_steps, per_unit = _steps(rows)
+    count, units = (1, 0) if route else num_scaled_ranges(*weight.shape)
+    width = rows.columns * rows.fold // (1 if rows.a8 else 2)
+    chunks = 1 if rows.a8 else 4
+    padded = triton.cdiv(num_rows, 2 * ROWS) * 2 * ROWS
+    codes = rows.codes[: padded * width].view(padded, width)
+    group_tiles = k_steps * chunks * rows.fold
+    scales = rows.scales[: padded * group_tiles * 4].view(padded // ROWS, group_tiles, 2, 256)
+    data = weight.data.view(-1, weight.data.shape[-1])
+    w_scale = weight.scale.view(-1, *weight.scale.shape[-3:])
+    tiles = triton.cdiv(weight.rows, ROWS)
+    step_bytes = weight.data.shape[-1] // k_steps
+    _many_rows_kernel[(tiles, route.num_tiles if route else triton.cdiv(num_rows, config.bn))](
+        _descriptor(data, [ROWS, step_bytes], weight.element_bits == 8),
+        _descriptor(w_scale, [1, chunks, 2, 256], not rows.a8),
+        _descriptor(codes, [config.bn, 128], rows.a8),
+        _descriptor(scales, [config.bn // ROWS, chunks, 2, 256], not rows.a8),
+        rows.row_scale, num_rows, rows.fold, _group_rows(rows, weight), k_steps,
+        weight.global_scale, out.data_ptr(), weight.rows,
+        weight.rows // weight.global_scale.shape[-1], count, units * per_unit,
+        *_route_table(route, rows.codes),
+        F32=out.dtype == torch.float32, ROUTED=route is not None, TO_PAIRS=to_pairs,
+        RANGES=count, BN=config.bn, A8=rows.a8, W8=weight.element_bits == 8,
+        STAGES=config.num_stages, ASM=not interpreting(), **launch_options(config.num_warps),
+    )  # fmt: skip
+
+
+def _descriptor(tensor, block, e4m3: bool):
+    tensor = tensor.view(torch.float8_e4m3fn) if e4m3 else tensor
+    return TensorDescriptor.from_tensor(tensor, block)
