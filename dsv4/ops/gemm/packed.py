@@ -20,7 +20,6 @@ Missing rows and columns of the last tiles are zero. A *paired* matrix (gate row
 has 32 gate rows and the 32 up rows that belong to them in each tile.
 """
 
-import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -39,8 +38,7 @@ from dsv4.formats.quantized import (
 )
 from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.ops.gemm.scaled import scaled_weight
-
-log = logging.getLogger(__name__)
+from dsv4.ops.op import warn_unless_strict
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
@@ -48,6 +46,7 @@ ROW_MULTIPLE = 128  # the widest kernels take two tiles of rows at a time
 _LOWEST_SCALE = 237 << 7  # bits of bf16(2^-9 * 2^119)
 _SCALE_POWER = 119
 _PAIRED_NAMES = (".w13",)
+_told: set[str] = set()  # why activations stay wide
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,9 @@ def _for_few_bits(name: str, weight: Weight) -> Weight:
     found = scaled_weight(weight)
     if not isinstance(found, str):
         return found
-    log.warning("%s: activations stay a16: %s", name, found)
+    if found not in _told:  # a model has hundreds of weights, but few reasons
+        warn_unless_strict(f"{name} and others like it: activations stay a16: {found}")
+        _told.add(found)
     return replace(weight, activations="a16")
 
 

@@ -20,11 +20,12 @@ from torch import Tensor
 from dsv4 import __version__
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
-from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, UnpackedTensor
 from dsv4.ops import OPS
 from dsv4.ops.arguments import copied, leaves
 from dsv4.ops.attention.attention import Compressed
 from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.scaled import ScaledTensor
 from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.pool import PagedPool, unpack
 from dsv4.ops.mhc.mix import MixSite
@@ -40,7 +41,7 @@ _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         Ragged, PagedPool, CompressorState, Compressed, MixSite,
-        Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, TiledNvfp4,
+        Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, UnpackedTensor, TiledNvfp4, ScaledTensor,
     )
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Which kernel serves which op and format, and why."""
 
+import json
 from dataclasses import dataclass
 from io import StringIO
 
@@ -7,13 +8,25 @@ import torch
 from rich.console import Console
 
 from dsv4.cli.doctor import _print_kernels, _print_machine
-from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, UnpackedTensor
 from dsv4.ops import OPS
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.gemm.scaled import random_scaled
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.op import Arguments, Kernel, Op
+from dsv4.tools.doctor.capsule import _decode, _encode
 from dsv4.tools.doctor.machine import choice_for, examine_machine, format_of
+
+
+def test_a_capsule_keeps_weights_with_few_bit_activations() -> None:
+    g, tensors = torch.Generator().manual_seed(2), {}
+    wide = UnpackedTensor(torch.randn(8, 32, generator=g), activations="a4")
+    few = random_scaled(16, 64, g, "fp8")
+    tree = _encode({"weights": [wide, few]}, "input", tensors)
+    one, two = _decode(json.loads(json.dumps(tree)), tensors)["weights"]
+    assert (one.activations, two.activations) == ("a4", "a8")
+    assert torch.equal(one.values, wide.values)
+    assert torch.equal(two.dequantize(), few.dequantize())
 
 
 @dataclass(frozen=True)
