@@ -40,7 +40,8 @@ HOLDERS = {  # module groups: where their weights are in a block
     "routed experts": ("ffn", ("w13", "w2")),
 }
 VARIANTS = [("a16", "all")] + [(w, g) for w in ("a8", "a4") for g in ("all", *HOLDERS)]
-LENGTHS = (8000, 2000)  # of documents to find a fact in
+DOCUMENTS = ("retrieval 8000", "retrieval 2000", "updates 2000")  # and their lengths in tokens
+UPDATES = 4  # of a round: each needs a document of its own
 MOST_ROUNDS = 20
 MOST_LOST, MOST_SURPRISE = 0.02, 0.01  # what a width may cost and still be the default
 
@@ -101,6 +102,9 @@ def work(job: Job) -> Result:
     if skill == "retrieval":
         first, *others = measure.retrieval_items(engine, int(length), job.number)
         score = measure.ask(engine, [first]) + measure.ask(engine, others)
+    elif skill == "updates":
+        items = measure.updates_items(engine, int(length), (job.number + 1) * UPDATES)
+        score = measure.ask(engine, items[-UPDATES:])
     else:
         start = job.number * job.size
         score = measure.ask(engine, measure.read_items("tiny")[skill][start : start + job.size])
@@ -113,7 +117,7 @@ def jobs(batch: int, only: list[str]) -> Iterator[Job]:
     items = measure.read_items("tiny")
     for number in range(MOST_ROUNDS):
         skills = [skill for skill, held in items.items() if number * batch < len(held)]
-        skills = [*[f"retrieval {length}" for length in LENGTHS], *skills]
+        skills = [*skills, *DOCUMENTS]  # the dear ones last
         if number == 0:
             skills.insert(0, "perplexity")
         for skill in skills:
@@ -217,12 +221,16 @@ def main() -> int:
     begin, results = time.perf_counter(), []
     pool = multiprocessing.get_context("spawn").Pool(arguments.workers)
     answers = pool.imap_unordered(work, wanted, chunksize=1)
+    failed = 0
     while True:
         try:
             left = arguments.seconds - (time.perf_counter() - begin)
             results.append(answers.next(timeout=max(left, 0.001)))
         except (multiprocessing.TimeoutError, StopIteration):
             break
+        except Exception as error:  # a job's own: what the others found is not lost
+            failed += 1
+            sys.stderr.write(f"a job failed: {error!r}\n")
     pool.terminate()
     seconds = time.perf_counter() - begin
     kept = common(results)
@@ -239,7 +247,7 @@ def main() -> int:
     sys.stdout.write(table(rows) + "\n")
     widths = ", ".join(f"{group} {width}" for group, width in default(rows).items())
     sys.stdout.write(f"NATIVE_AUTO in dsv4/runner/activations.py by this table: {widths}\n")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

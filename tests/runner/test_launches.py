@@ -7,6 +7,7 @@ chosen when a kernel's module is imported, so this file is both the test and the
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,39 +42,54 @@ def test_the_embedded_model_runs_on_kernels_alone(launches: dict[str, list[str]]
     assert len(launches["tiny decode"]) > 60
 
 
-def tiny_launches(names: list[str]) -> dict[str, list[str]]:
+def test_the_embedded_model_runs_on_block_scaled_products_alone(
+    launches: dict[str, list[str]],
+) -> None:
+    """The same with activations of few bits, as sm_100 would run it."""
+    for part in ("prompt", "decode"):
+        names = Counter(launches[f"tiny a4 {part}"])
+        products = names["_few_rows_kernel"] + names["_many_rows_kernel"]
+        assert products == 6 * 8, names  # each layer: attention 4, experts 4
+        assert not {"_up_kernel", "_down_kernel"} & names.keys()
+
+
+def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.checkpoint.reader import open_checkpoint
     from dsv4.config import EngineConfig, ModelConfig
     from dsv4.model.transformer import Transformer
     from dsv4.ops.gemm.packed import repack
     from dsv4.ops.op import kernels_on_cpu
+    from dsv4.runner.activations import choose, width_of
     from dsv4.runner.runner import Runner
     from dsv4.runner.settings import resolve
     from dsv4.util.models import model_folder
 
     config = ModelConfig.from_folder(model_folder("tiny"))
-    stream = open_checkpoint(model_folder("tiny"), config).stream(torch.bfloat16, "cpu", None, True)
-    table = {name: repack(name, weight) for name, weight in stream}
+    checkpoint = open_checkpoint(model_folder("tiny"), config)
+    table = {}
+    for name, weight in checkpoint.stream(torch.bfloat16, "cpu", None, True):
+        if not isinstance(weight, torch.Tensor):
+            asked = width_of(checkpoint.sources[name], choose(width, None).widths)
+            weight = replace(weight, activations=asked)
+        table[name] = repack(name, weight)
     choices = EngineConfig(
         device="cpu", dtype="bfloat16", kv_format="fp8", index_format="fp8", max_context=512,
         max_sequences=2, chunk_tokens=64,
     )  # fmt: skip
     settings = resolve(choices, config, has_gpu=False, memory_bytes=2**32)
     runner = Runner(Transformer(config, table, torch.bfloat16), settings)
-    found = {}
+    found, label = {}, "tiny" if width == "a16" else f"tiny {width}"
     with kernels_on_cpu():
         names.clear()
         runner._dummy_prompt(40, 512, 3)
-        found["tiny prompt"] = list(names)
+        found[f"{label} prompt"] = list(names)
         names.clear()
         runner._decode_once(runner.decoder.buffers.bucket(2, 300, True))
-        found["tiny decode"] = list(names)
+        found[f"{label} decode"] = list(names)
     return found
 
 
 def main() -> None:
-    from dataclasses import replace
-
     from triton.runtime.interpreter import InterpretedFunction
 
     from dsv4.config import ModelConfig
@@ -111,7 +127,8 @@ def main() -> None:
         once, twice = launched([place]), launched([place, place])
         counts[str(kind)] = sorted((Counter(twice) - Counter(once)).elements())
         counts["rest"] = sorted((Counter(once) - Counter(counts[str(kind)])).elements())
-    sys.stdout.write(json.dumps({**counts, **tiny_launches(names)}) + "\n")
+    tiny = {**tiny_launches(names), **tiny_launches(names, "a4")}
+    sys.stdout.write(json.dumps({**counts, **tiny}) + "\n")
 
 
 if __name__ == "__main__":
