@@ -5,6 +5,9 @@
 
 Entry `b` is visible to the token at `p` when `b < (p + 1) // 4`. Rows with at most `topk` visible
 entries keep all of them, so their scores are not computed (they are 0).
+
+Where keys are FP8 or FP4 the query has been through `index_query`, which rounds it the same way;
+a kernel may rely on that and multiply codes.
 """
 
 from collections.abc import Iterable
@@ -13,7 +16,15 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry
-from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
+from dsv4.ops.kv.pool import (
+    PagedPool,
+    allocate_pool,
+    load,
+    locate,
+    rotates,
+    round_index,
+    store,
+)
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import ROW_TILE, pad_rows
@@ -69,9 +80,11 @@ def index_select_reference(scores: Tensor, topk: int) -> Tensor:
 
 
 def score_cases() -> Iterable[Case]:
-    def build(fmt: str, starts: list[int], new: list[int], heads: int, topk: int) -> Case:
+    def build(
+        fmt: str, starts: list[int], new: list[int], heads: int, topk: int, dim: int = 32
+    ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
-            count, dim = len(starts), 32
+            count = len(starts)
             batch = make_ragged(starts, new, list(range(count)), torch.device("cpu"))
             columns = -(-int(batch.ends.max()) // (RATIO * 8)) + 1
             table = torch.randperm(count * columns, generator=generator).view(count, columns)
@@ -79,8 +92,9 @@ def score_cases() -> Iterable[Case]:
             for page in range(count * columns):
                 keys = torch.randn(8, dim, generator=generator)
                 store(pool, torch.full((8,), page), torch.arange(8), keys)
+            q = torch.randn(batch.num_tokens, heads, dim, generator=generator)
             return {
-                "q": torch.randn(batch.num_tokens, heads, dim, generator=generator),
+                "q": round_index(q, fmt) if rotates(fmt) else q,
                 "weights": torch.randn(batch.num_tokens, heads, generator=generator),
                 "pool": pool,
                 "table": table,
@@ -88,12 +102,15 @@ def score_cases() -> Iterable[Case]:
                 "topk": topk,
             }
 
-        return Case(f"{fmt} {starts}+{new} heads {heads} topk {topk}", make, 1e-3, 1e-3)
+        name = f"{fmt} {starts}+{new} heads {heads}x{dim} topk {topk}"
+        return Case(name, make, 1e-3, 1e-3)
 
     for fmt in ("fp32", "fp8", "fp4"):
         yield build(fmt, [400, 90], [1, 1], 4, 8)
         yield build(fmt, [0], [70], 3, 5)
     yield build("bf16", [0, 2], [2, 40], 2, 100)
+    for fmt in ("fp8", "fp4"):
+        yield build(fmt, [600, 90], [1, 2], 20, 8, 128)
 
 
 def select_cases() -> Iterable[Case]:
@@ -118,7 +135,10 @@ SCORES = Op(
     "index_scores",
     index_scores_reference,
     score_cases,
-    kernels=(Kernel("dsv4.ops.attention.index_scores_triton"),),
+    kernels=(
+        Kernel("dsv4.ops.attention.index_scores_scaled_triton"),  # sm_100
+        Kernel("dsv4.ops.attention.index_scores_triton"),
+    ),
 )
 SELECT = Op(
     "index_select",

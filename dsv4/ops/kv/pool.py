@@ -145,10 +145,15 @@ def round_trip_index(x: Tensor, index_format: str) -> Tensor:
     """An index query as the stored keys are: rotated and rounded the same way."""
     if not rotates(index_format):
         return x.to(torch.bfloat16).to(x.dtype) if index_format == "bf16" else x
-    turned = hadamard(x).float().reshape(-1, x.shape[-1])
+    return round_index(hadamard(x), index_format)
+
+
+def round_index(x: Tensor, index_format: str) -> Tensor:
+    """A rotated query rounded as keys are; once more changes nothing."""
+    wide = x.float().reshape(-1, x.shape[-1])
     if index_format == "fp4":
-        rounded = fp4.dequantize_groups(*fp4.quantize_groups(turned, INDEX_GROUP), INDEX_GROUP)
+        rounded = fp4.dequantize_groups(*fp4.quantize_groups(wide, INDEX_GROUP), INDEX_GROUP)
     else:
         group = x.shape[-1]
-        rounded = fp8.dequantize_groups(*fp8.quantize_groups(turned, group), group)
+        rounded = fp8.dequantize_groups(*fp8.quantize_groups(wide, group), group)
     return rounded.view(x.shape).to(x.dtype)

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from dsv4.ops import OPS
 from dsv4.ops.arguments import copied, leaves, same_bits
+from dsv4.ops.kv.pool import rotates, round_index
 from dsv4.ops.op import Arguments, Case, Kernel, Op
 
 # the argument that carries activations: it is made harder
 _ACTIVATION = {
     "rms_norm": "x", "mhc_pre": "streams", "mhc_boundary": "streams", "mhc_head": "streams",
-    "linear": "x", "grouped_linear": "x", "rope": "x", "query_prepare": "q", "kv_store": "kv",
-    "compress": "values", "index_query": "q", "index_scores": "q", "index_select": "scores",
-    "attention": "q", "router": "x", "experts": "x", "sample": "logits",
+    "quantize_rows": "x", "linear": "x", "grouped_linear": "x", "rope": "x", "query_prepare": "q",
+    "kv_store": "kv", "compress": "values", "index_query": "q", "index_scores": "q",
+    "index_select": "scores", "attention": "q", "router": "x", "experts": "x", "sample": "logits",
 }  # fmt: skip
 HARDER = ("outliers", "large", "zero row", "ties")
 _CODES = (torch.uint8, torch.float8_e4m3fn, torch.int16)
@@ -53,6 +54,8 @@ def harder(case: Case, op: str, kinds: Sequence[str] = HARDER) -> Iterator[Case]
         def build(generator: torch.Generator, kind: str = kind) -> Arguments:
             arguments = case.build(generator)
             changed = _change(arguments[name], kind, generator)
+            if op == "index_scores" and rotates(arguments["pool"].format):
+                changed = round_index(changed, arguments["pool"].format)  # as index_query leaves it
             return {**arguments, name: changed}
 
         yield Case(f"{case.name}, {kind}", build, case.atol, case.rtol, case.small)

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -63,13 +64,15 @@ def facts(compiled: Any, tools: Path) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run([str(tools / tool), flag, file.name], capture_output=True, text=True)
-            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
+        commands = (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        started = [
+            subprocess.Popen([str(tools / tool), flag, file.name], stdout=PIPE, text=True)
+            for tool, flag in commands
+        ]
+        usage, code = (process.communicate()[0] for process in started)
     pattern = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)"
-    names = re.findall(pattern, code.stdout, re.M)
-    registers = re.search(r"REG:(\d+)", usage.stdout)
+    names = re.findall(pattern, code, re.M)
+    registers = re.search(r"REG:(\d+)", usage)
     return {
         "registers": int(registers[1]) if registers else -1,
         "reloads": names.count("LDL"),

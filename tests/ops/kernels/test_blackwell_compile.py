@@ -18,6 +18,8 @@ KINDS = {  # the tensor-core instruction that a product must use
     "nvfp4": "kind::mxf4nvf4.block_scale",
     "mxfp4": "kind::mxf8f6f4.block_scale",
     "fp8": "kind::mxf8f6f4.block_scale",
+    "keys-fp8": "kind::f8f6f4",
+    "keys-fp4": "kind::mxf4.block_scale",
 }
 
 
@@ -33,41 +35,43 @@ def test_every_kernel_fits_and_nothing_spills(rows: list[dict[str, Any]]) -> Non
 
 
 def test_products_are_block_scaled(rows: list[dict[str, Any]]) -> None:
-    products = [row for row in rows if "_rows_kernel" in row["kernel"]]
-    assert {row["case"] for row in products} == {row["case"] for row in rows} - {"norm"}
+    products = [row for row in rows if row["kernel"].endswith(("_rows_kernel", "_scores_kernel"))]
+    cases = {row["case"] for row in rows if not row["case"].startswith("rows ")}
+    assert {row["case"] for row in products} == cases
+    assert len(cases) == 10
     for row in products:
         label, kind = f"{row['case']} {row['kernel']}", KINDS[row["case"].split()[-1]]
         assert row["products"], f"{label}: no matrix instruction"
         assert all("tcgen05.mma" in name and kind in name for name in row["products"]), label
-        assert "UTCCP" in row["mix"], f"{label}: weight scales pass through registers"
+        if "_rows_kernel" in row["kernel"]:
+            assert "UTCCP" in row["mix"], f"{label}: weight scales pass through registers"
         if "_many" in row["kernel"]:
             assert "UTMALDG" in row["mix"], f"{label}: the copy engine is idle"
 
 
 def launches(capability: int) -> Iterator[Launch]:
-    from dsv4.ops.gemm import activation_triton, linear_scaled_triton
+    from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.gemm.scaled import random_scaled
     from dsv4.ops.moe import experts_scaled_triton
 
+    yield from row_launches()
+    for module in (linear_scaled_triton, experts_scaled_triton):
+        module.fill_rows = lambda *_, **__: None  # compiled above
     generator = torch.Generator().manual_seed(0)
     bf16 = torch.bfloat16
 
     def linear(count: int, columns: int, kind: str) -> Launch:
         weight = random_scaled(256, columns, generator, kind)
         x = torch.zeros(count, columns, dtype=bf16)
-        return (
-            f"linear {count} {kind}",
-            lambda: linear_scaled_triton.run(x, [weight], [bf16]),
-        )
+        return f"linear {count} {kind}", lambda: linear_scaled_triton.run(x, [weight], [bf16])
 
-    for kind in KINDS:
+    for kind in ("nvfp4", "mxfp4", "fp8"):
         yield linear(1, 1024, kind)
     yield linear(128, 2048, "nvfp4")  # two ranges
     yield linear(1024, 1024, "nvfp4")
     yield linear(1024, 1024, "mxfp4")
-    x = torch.zeros(1, 4096, dtype=bf16)
-    norm = torch.zeros(4096)
-    yield "norm", lambda: activation_triton.rms_norm_rows(x, norm, 1e-6)
+    for fmt in ("fp8", "fp4"):
+        yield index_launch(fmt)
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_scaled_triton._shared = lambda *_: None  # two products of `linear`
@@ -76,3 +80,44 @@ def launches(capability: int) -> Iterator[Launch]:
         ids = torch.zeros(count, 2, dtype=torch.int64)
         arguments = (tokens, ids, torch.zeros(count, 2), w13, w2, None, None, 10.0)
         yield f"experts {count} nvfp4", lambda a=arguments: experts_scaled_triton.run(*a)
+
+
+def row_launches() -> Iterator[Launch]:
+    """Quantised rows: alone, behind a norm, behind SwiGLU for routed pairs."""
+    from dsv4.ops.gemm import activation_triton as kernel
+    from dsv4.ops.moe.route_triton import route
+
+    x = torch.zeros(128, 4096, dtype=torch.bfloat16)
+    norm = torch.zeros(4096)
+    yield "rows norm", lambda: kernel.rms_norm_rows(x, norm, 1e-6)
+    for a8 in (False, True):
+        rows = kernel.make_rows(x.device, 128, 4096, tiled=True, name="test", a8=a8)
+        yield f"rows a8={a8}", lambda rows=rows: kernel.fill_rows(rows, x)
+    h, weights = torch.zeros(256, 4096), torch.zeros(256)
+    rows = kernel.make_rows(x.device, 256, 2048, tiled=False, name="test")
+
+    def swiglu() -> None:
+        table = route(torch.zeros(128, 2, dtype=torch.int64), 4, 16)
+        options = {"limit": 10.0, "size": 2048, "route": table, "chosen": 2, "bm": 16}
+        kernel.fill_rows(rows, h, source=kernel.SWIGLU, weight=weights, **options)
+
+    yield "rows SwiGLU", swiglu
+
+
+def index_launch(fmt: str) -> Launch:
+    """64 heads of 128 against keys, at V4-Flash's sizes."""
+    from dsv4.formats.entry import index_entry
+    from dsv4.ops.attention import index_scores_scaled_triton
+    from dsv4.ops.kv.pool import allocate_pool
+    from dsv4.ops.ragged import make_ragged
+
+    cpu = torch.device("cpu")
+    arguments = {
+        "q": torch.zeros(1, 64, 128, dtype=torch.bfloat16),
+        "weights": torch.zeros(1, 64),
+        "pool": allocate_pool(fmt, True, index_entry(fmt, 128), (64, 64), "cpu"),
+        "table": torch.zeros(1, 64, dtype=torch.int64),
+        "batch": make_ragged([9000], [1], [0], cpu),
+        "topk": 512,
+    }
+    return f"index keys-{fmt}", lambda: index_scores_scaled_triton.run(**arguments)

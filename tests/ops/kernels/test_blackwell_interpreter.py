@@ -18,7 +18,7 @@ from dsv4.ops.gemm.packed import TiledNvfp4, mxfp4_as_nvfp4, repack
 from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
 from tests.ops.kernels.compiling import interpreted
 
-GROUPS = ("rows", "linear", "experts")
+GROUPS = ("rows and index", "linear", "experts")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -225,12 +225,36 @@ def check_experts() -> None:
     assert torch.equal(many[0], whole[7]), "a row's bits depend on the form"
 
 
+def check_index_scores() -> None:
+    """The same bits as the kernel for every GPU: codes are multiplied exactly in both."""
+    from dsv4.ops import OPS
+    from dsv4.ops.attention import index_scores_scaled_triton, index_scores_triton
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    op, num_run = OPS["index_scores"], 0
+    for case in op.cases():
+        arguments = case.build(torch.Generator().manual_seed(1))
+        if index_scores_scaled_triton.supports(**arguments) is not None:
+            continue
+        num_run += 1
+        found = index_scores_scaled_triton.run(**arguments)
+        assert torch.equal(found, index_scores_triton.run(**arguments)), case.name
+        wanted = op.reference(**arguments)
+        width = min(wanted.shape[1], found.shape[1])
+        hidden = wanted[:, :width].isinf()
+        assert torch.equal(hidden, found[:, :width].isinf())
+        pair = [t[:, :width].masked_fill(hidden, 0.0) for t in (wanted, found)]
+        compare(case.name, *pair, case.atol, case.rtol)
+    assert num_run == 2
+
+
 def main(group: str) -> None:
     importlib.import_module("tests.ops.kernels.shim")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if group == "rows":
+    if group == "rows and index":
         check_rows()
+        check_index_scores()
     elif group == "linear":
         check_cases("linear")
         check_cases("grouped_linear")

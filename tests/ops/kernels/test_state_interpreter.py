@@ -48,7 +48,7 @@ def compare(
 def kernel_module(name: str):  # type: ignore[no-untyped-def]
     from dsv4.ops import OPS
 
-    return importlib.import_module(OPS[name].kernels[0].module)
+    return importlib.import_module(OPS[name].kernels[-1].module)
 
 
 def check_cases(name: str) -> None:
