@@ -1,8 +1,8 @@
-"""What the weight ops must move and compute, and the time that published rates allow for it.
+"""What the ops must move and compute, and the time that published rates allow for it.
 
 A floor is the larger of bytes over memory bandwidth and operations over the tensor cores' rate.
-Weights, inputs and outputs count once; what stays inside an op does not. For a GPU that nobody
-here has, the floor is a prediction and nothing more: no kernel reaches it, and none was run.
+Weights, state, inputs and outputs count once; what stays inside an op does not. For a GPU that
+nobody here has, the floor is a prediction and nothing more: no kernel reaches it, none was run.
 """
 
 import json
@@ -17,6 +17,8 @@ from dsv4.formats.quantized import WIDTHS, Activations
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 NVFP4_BYTES = 0.5625  # of a weight, its scale included
 BF16_BYTES = 2.0
+KEY_BYTES, INDEX_BYTES, INDEX_WIDTH, WINDOW = 584, 68, 64 * 128, 128  # FP8 keys, FP4 index keys
+MOST_DECODED = 128  # tokens at once that are one of each sequence
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Shape:
     chosen: int = 6
     head_dim: int = 512
     o_rank: int = 1024
+    topk: int = 512
 
     @property
     def csa_inputs(self) -> list[int]:
@@ -44,7 +47,7 @@ class Shape:
 
 SHAPES = {
     "flash": Shape("flash", 4096, 2048, 256, 1024, 64, 8),
-    "pro": Shape("pro", 7168, 3072, 384, 1536, 128, 16),
+    "pro": Shape("pro", 7168, 3072, 384, 1536, 128, 16, topk=1024),
 }
 
 
@@ -70,20 +73,22 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Size:
-    """What one call must move and compute; `rounding`: operations whose input may have few bits."""
+    """What one call must move and compute. Operations: `rounding` those whose input may have few
+    bits, `fixed` those in bf16, `stored` those with keys that are kept in FP8 or FP4."""
 
     num_bytes: float
-    rounding: float
+    rounding: float = 0.0
     fixed: float = 0.0
+    stored: float = 0.0
 
     @property
     def flops(self) -> float:
-        return self.rounding + self.fixed
+        return self.rounding + self.fixed + self.stored
 
     def floor_us(self, gpu: Gpu, width: Activations) -> float:
-        fixed = self.fixed / gpu.tflops["a16"]
-        products = (self.rounding / gpu.tflops[width] + fixed) / 1e6
-        return max(self.num_bytes / gpu.read_gbs / 1e3, products)
+        rate = gpu.tflops
+        products = self.rounding / rate[width] + self.fixed / rate["a16"] + self.stored / rate["a8"]
+        return max(self.num_bytes / gpu.read_gbs / 1e3, products / 1e6)
 
 
 def linear_size(tokens: int, rows: int, columns: int, weight: float = NVFP4_BYTES) -> Size:
@@ -122,7 +127,7 @@ def expected_experts(shape: Shape, tokens: int) -> float:
 
 
 def op_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
-    """The ops of `dsv4 bench ops` that a model runs, under its names."""
+    """The ops that a model runs, under the names that they have when they are timed."""
     h, low = shape.hidden, shape.groups * shape.o_rank
     inputs = linear_size(tokens, sum(shape.csa_inputs), h)
     rounding = 2.0 * tokens * h * sum(shape.csa_inputs[:2])
@@ -133,11 +138,26 @@ def op_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
     yield "shared gate/up", linear_size(tokens, 2 * shape.inner, h)
     yield "router", router_size(shape, tokens)
     yield "embed", embed_size(shape, tokens)
-    if tokens <= 128:  # only last tokens reach the head
+    yield "mhc_boundary", Size(tokens * h * 20.0 + 24 * 4 * h * 4.0)
+    if tokens <= MOST_DECODED:
+        yield from _decode_sizes(shape, tokens)
         head = linear_size(tokens, shape.vocabulary, h, BF16_BYTES)
         yield "head", Size(head.num_bytes, 0.0, head.flops)
     visited = expected_experts(shape, tokens)
     yield "experts+shared", experts_size(shape, tokens, visited, shared=True)
+
+
+def _decode_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
+    """Ops on the state of sequences, with one new token each; contexts of 128k where named."""
+    for name, entries in (("attention csa", shape.topk), ("attention hca 128k", 1024)):
+        seen, queries = entries + WINDOW, shape.heads * shape.head_dim
+        moved = tokens * (seen * KEY_BYTES + queries * 4.0)
+        yield name, Size(moved, stored=tokens * seen * queries * 4.0)
+    keys = tokens * 131072 / 4
+    scores = Size(keys * (INDEX_BYTES + 4.0), stored=keys * INDEX_WIDTH * 2.0)
+    yield "index_scores 128k", scores
+    yield "index_select 32k", Size(tokens * 32768 * 4.0)
+    yield "sample", Size(tokens * shape.vocabulary * 8.0)
 
 
 # Kernels that a call starts with a4 activations, from so many tokens on; counted for Flash by
@@ -150,6 +170,12 @@ LAUNCHES: dict[str, dict[int, int]] = {
     "shared gate/up": {1: 2},
     "router": {1: 2},
     "embed": {1: 1},
+    "mhc_boundary": {1: 2},
+    "attention csa": {1: 2, 128: 1},
+    "attention hca 128k": {1: 2, 32: 1},
+    "index_scores 128k": {1: 1},
+    "index_select 32k": {1: 2},
+    "sample": {1: 5},
     "head": {1: 1},
     "experts+shared": {1: 10},
 }
@@ -203,16 +229,16 @@ def predict(
 
 
 def newest_record(folder: Path = RECORDS) -> tuple[str, dict[tuple[str, str, int], float]]:
-    """The newest `bench ops` record of an H200: its name, and microseconds by op, shape, tokens."""
-    found = sorted(folder.glob("*_h200_ops*.jsonl"))
-    if not found:
-        return "none", {}
-    times = {}
-    for line in found[-1].read_text(encoding="utf-8").splitlines():
-        row: dict[str, Any] = json.loads(line).get("result", {})
-        if row:
-            times[row["op"], row["shape"], row["tokens"]] = float(row["median_us"])
-    return found[-1].name, times
+    """Microseconds by op, shape and tokens in the records of an H200, newer ones over older ones,
+    and the name of the newest."""
+    times, newest = {}, "no record"
+    for path in sorted(folder.glob("*_h200_*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row: dict[str, Any] = json.loads(line).get("result", {})
+            if "median_us" in row:
+                times[row["op"], row["shape"], row["tokens"]] = float(row["median_us"])
+                newest = path.name
+    return newest, times
 
 
 def to_json(rows: Iterable[Prediction], gpu: str) -> Iterator[str]:

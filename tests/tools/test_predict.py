@@ -18,8 +18,10 @@ from dsv4.errors import OptionError
 from dsv4.tools.predict import (
     GPUS,
     LAUNCHES,
+    MOST_DECODED,
     RECORDS,
     SHAPES,
+    Size,
     expected_experts,
     launches,
     newest_record,
@@ -49,6 +51,12 @@ def test_floors_by_hand() -> None:
     wanted = 2 * 8192 * 4096 * (rounded / 9000 + fixed / 2250) / 1e6
     assert inputs.floor_us["a4"] == round(wanted, 2)
     assert ("head", 8192) not in found
+    scores = found["index_scores 128k", 1]
+    assert scores.bytes == 32768 * (64 + 4 + 4)
+    assert scores.operations == 32768 * 2 * 64 * 128
+    assert scores.floor_us["a4"] == round(scores.bytes / 8e6, 2)
+    assert Size(0.0, stored=4.5e9).floor_us(GPUS["b200"], "a16") == pytest.approx(1.0)
+    assert found["attention csa", 1].bytes == 640 * 584 + 64 * 512 * (2 + 2)
     assert {row.note for row in found.values()} == {"predicted, not run"}
 
 
@@ -64,10 +72,11 @@ def test_experts_that_random_tokens_visit() -> None:
 
 def test_sizes_are_those_of_the_measured_ops() -> None:
     """The record was written by code that allocated and timed the very same matrices."""
-    name, times = newest_record()
-    rows = [json.loads(line).get("result") for line in (RECORDS / name).read_text().splitlines()]
+    text = (RECORDS / "2026-11-16_h200_ops.jsonl").read_text()
+    rows = [json.loads(line).get("result") for line in text.splitlines()]
     recorded = {(r["op"], r["shape"], r["tokens"]): r["bytes"] for r in rows if r}
-    assert len(times) == len(recorded) > 20
+    assert len(recorded) > 20
+    assert recorded.keys() <= newest_record()[1].keys()
     for (op, shape, tokens), wanted in recorded.items():
         if op in LAUNCHES:
             found = dict(op_sizes(SHAPES[shape], tokens))[op].num_bytes
@@ -76,8 +85,18 @@ def test_sizes_are_those_of_the_measured_ops() -> None:
 
 
 def test_no_record_no_figures(tmp_path: Path) -> None:
-    assert newest_record(tmp_path) == ("none", {})
-    assert newest_record(tmp_path / "missing") == ("none", {})
+    assert newest_record(tmp_path) == ("no record", {})
+    assert newest_record(tmp_path / "missing") == ("no record", {})
+
+
+def test_newer_records_win(tmp_path: Path) -> None:
+    for day, time in (("02", 2.0), ("01", 1.0)):
+        row = {"op": "wq_b", "shape": "flash", "tokens": 1, "median_us": time}
+        text = json.dumps({"run": {}}) + "\n" + json.dumps({"result": row}) + "\n"
+        (tmp_path / f"2027-01-{day}_h200_ops.jsonl").write_text(text)
+    other = json.dumps({"result": {"what": "decode", "ms": 3}})
+    (tmp_path / "2027-01-03_h200_decode.jsonl").write_text(other)
+    assert newest_record(tmp_path) == ("2027-01-02_h200_ops.jsonl", {("wq_b", "flash", 1): 2.0})
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -104,25 +123,29 @@ def test_unknown_names(gpu: str, shape: str, says: str) -> None:
 def test_launches_are_counted() -> None:
     counted = json.loads(interpreted("tests.tools.test_predict").splitlines()[-1])
     for op in LAUNCHES:
-        wanted = {str(tokens): launches(op, tokens) for tokens in TOKENS}
-        if op == "head":
-            del wanted["2048"]
+        wanted = {number: launches(op, int(number)) for number in counted[op]}
+        assert len(wanted) >= 4
         assert counted[op] == wanted, op
 
 
 def main() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
+    from benchmarks import state_ops as state
+    from dsv4.ops import OPS
     from dsv4.ops.gemm.embed import embed
     from dsv4.ops.gemm.grouped_linear import grouped_linear
     from dsv4.ops.gemm.linear import linear_multi
     from dsv4.ops.gemm.scaled import ScaledTensor, padded
     from dsv4.ops.moe.experts import experts_ffn
     from dsv4.ops.moe.router import router
-    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.op import Arguments, kernels_on_cpu
     from dsv4.tools.bench_ops import random_nvfp4
 
     names: list[str] = []
+
+    def run(op: str, arguments: Arguments) -> None:
+        OPS[op].run(torch.device("cpu"), arguments)
 
     def record(self, grid):  # type: ignore[no-untyped-def]
         return lambda *args, **kwargs: names.append(self.fn.__name__)
@@ -160,16 +183,33 @@ def main() -> None:
             "shared gate/up": lambda: linear_multi(x, [up]),
             "router": lambda: router(x, gate, bias, None, ids, s.chosen, 1.5),
             "embed": lambda: embed(ids, table, 4, torch.bfloat16),
-            "head": lambda: linear_multi(x, [zeros(1000, s.hidden)]),
             "experts+shared": lambda: experts_ffn(x, *choice, *routed, *shared, 10.0),
+            "mhc_boundary": lambda: run("mhc_boundary", state.mhc_arguments(s, tokens, "cpu")),
+        }
+
+    def decode_calls(tokens: int) -> dict[str, Callable[[], object]]:
+        long = state.decode_batch(tokens, 131072, "cpu")
+        near = state.decode_batch(tokens, 8192, "cpu")
+        csa = state.attention_arguments(s, near, 4, s.topk, "cpu", 4)
+        hca = state.attention_arguments(s, long, 128, 0, "cpu", 4)
+        return {
+            "head": lambda: linear_multi(zeros(tokens, s.hidden), [zeros(1000, s.hidden)]),
+            "attention csa": lambda: run("attention", csa),
+            "attention hca 128k": lambda: run("attention", hca),
+            "index_scores 128k": lambda: run(
+                "index_scores", state.scores_arguments(long, s.topk, "cpu", 4)
+            ),
+            "index_select 32k": lambda: run(
+                "index_select", {"scores": torch.zeros(tokens, 32768), "topk": s.topk}
+            ),
+            "sample": lambda: run("sample", state.sample_arguments(tokens, "cpu", 1000, False)),
         }
 
     counts: dict[str, dict[int, int]] = {op: {} for op in LAUNCHES}
     with kernels_on_cpu():
         for tokens in TOKENS:
-            for op, call in calls(tokens).items():
-                if op == "head" and tokens > 128:
-                    continue
+            found = calls(tokens) | (decode_calls(tokens) if tokens <= MOST_DECODED else {})
+            for op, call in found.items():
                 names.clear()
                 call()
                 counts[op][tokens] = len(names)
