@@ -26,6 +26,7 @@ from dsv4.request import SamplingParams
 from dsv4.runner.activations import GROUPS, NATIVE_AUTO, Gpu, choose, describe
 from dsv4.runner.load import tell_activations
 from dsv4.runner.settings import resolve
+from dsv4.server.worker.main import _plan_text
 from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.plain.formulas import as_multiplied, expert
 from dsv4.tools.doctor.subject import open_subject
@@ -118,6 +119,14 @@ def test_one_line_for_each_group(folders: dict[str, Path]) -> None:
     for group in FIXED:
         assert "a16" in by_group[group]
         assert by_group[group].endswith("(always)")
+
+
+def test_the_servers_plan_says_what_and_why() -> None:
+    config = ModelConfig.builtin("flash")
+    facts: dict[str, Any] = {"has_gpu": True, "memory_bytes": 2**40, "gpu": HOPPER}
+    settings = resolve(EngineConfig(), config, **facts)
+    text = _plan_text(settings, config, 10**9, choose("auto", HOPPER).why)
+    assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in text
 
 
 def told(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, caplog: Any) -> list[str]:
