@@ -134,8 +134,8 @@ def _quantize_kernel(
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, ROUTED: tl.constexpr,
     BM: tl.constexpr, PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """ROUTED: row i is row `i % BM` of tile `i // BM`; it comes from its pair's token, or with
-    SwiGLU from its place among the sorted pairs, and its weight is the pair's."""
+    """BM > 0: row i is row `i % BM` of routed tile `i // BM`; it comes from its pair's token, or
+    with SwiGLU from its place among the sorted pairs. ROUTED: a weight is that of the pair."""
     await_previous(ASM)
     release_next(ASM)
     row = tl.program_id(0).to(tl.int64)
@@ -143,11 +143,13 @@ def _quantize_kernel(
     own = weight
     present = row < num_rows
     if ROUTED:
-        tile = row // BM
-        expert = tl.load(tile_expert + tile)
-        at = tl.load(tile_start + tile, mask=expert >= 0, other=0) + row % BM
-        end = tl.load(ends + tl.maximum(expert, 0))
-        present = (expert >= 0) & (at < end)
+        at = row.to(tl.int32)
+        if BM > 0:
+            tile = row // BM
+            expert = tl.load(tile_expert + tile)
+            at = tl.load(tile_start + tile, mask=expert >= 0, other=0) + (row % BM).to(tl.int32)
+            end = tl.load(ends + tl.maximum(expert, 0))
+            present = (expert >= 0) & (at < end)
         pair = tl.load(sorted_pairs + at, mask=present, other=0)
         source = (at if SOURCE == 2 else pair // chosen).to(tl.int64)
         own = weight + pair
@@ -198,9 +200,10 @@ def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Ro
 
 def fill_rows(
     rows: Rows, x, *, source=PLAIN, weight=None, eps=0.0, limit=0.0, normed=None, size=None,
-    route=None, chosen=1, bm=1,
+    route=None, chosen=1, bm=0,
 ) -> None:  # fmt: skip
-    """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`."""
+    """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`. With a `route`
+    these are pairs, in sorted order or (`bm`) by tiles."""
     table = (x, x, x, x)
     if route is not None:
         table = (route.sorted_pairs, route.tile_expert, route.tile_start, route.ends)

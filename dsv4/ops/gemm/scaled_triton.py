@@ -126,13 +126,14 @@ def _store_tile(total, out, out_rows, rn, mask, size, wide):
 def _few_rows_kernel(
     codes, x_scales, row_scale, num_rows, fold, group_rows, k_steps,
     words, scales, factors, outs, sizes, parts, firsts, ranges, range_steps,
-    partials, counters, sorted_pairs, tile_expert, tile_start, ends,
+    partials, counters, sorted_pairs, tile_expert, tile_start, ends, chosen,
     NUM: tl.constexpr, F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
-    when matrix i has fp32 results. A group of weight rows reads its own of `fold` rows."""
+    when matrix i has fp32 results. A group of weight rows reads its own of `fold` rows; a routed
+    pair reads its token's row (`chosen` pairs each), or with 0 its own in sorted order."""
     pid = tl.program_id(0)
     count = select_matrix(ranges, firsts, pid, NUM)
     per_range = select_matrix(range_steps, firsts, pid, NUM)
@@ -155,6 +156,9 @@ def _few_rows_kernel(
             return
         out_rows = pairs if TO_PAIRS else sorted_rows
     rows = place * fold + tile * 128 // group_rows
+    if ROUTED:
+        rows = tl.where(chosen > 0, pairs // tl.maximum(chosen, 1), sorted_rows)
+        rows = tl.where(live, rows, 0)
     rn = tile * 128 + tl.arange(0, 128)
     first_row = expert.to(tl.int64) * row_tiles + tile if ROUTED else tile.to(tl.int64)
     WB: tl.constexpr = 128 if W8 or not A8 else 64
@@ -299,7 +303,7 @@ def _steps(rows) -> tuple[int, int]:
     return rows.columns // width, RANGE_COLUMNS // width
 
 
-def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False) -> None:
+def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chosen=0) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
     cuts = [(1, k_steps) if route else num_scaled_ranges(*w.shape) for w in weights]
@@ -323,7 +327,7 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False) -> No
         tuple(sum(programs[:i]) for i in range(len(programs))),
         tuple(count for count, _ in cuts),
         tuple(steps for _, steps in cuts),
-        partials, counters, *_route_table(route, rows.codes),
+        partials, counters, *_route_table(route, rows.codes), chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
         ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
         W8=weights[0].element_bits == 8, STAGES=config.num_stages, ASM=not interpreting(),

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """`experts` with activations of few bits (sm_100): the products of gemm/scaled_triton.py.
 
-Pairs are sorted by expert and cut into tiles; a tile's rows are quantised side by side, once for
-each pair, so that a product reads whole tiles. Gate and up come out as fp32 in sorted order, one
+Pairs are sorted by expert and cut into tiles. With few tokens a tile gathers the quantised rows
+of its tokens; with many, rows are quantised once for each pair, a tile's side by side, so that
+descriptors can read them. Gate and up come out as fp32 in sorted order, one
 launch makes them clamped, activated, weighted and quantised rows, and the down matrix writes each
 pair's part. Parts are added in the order of a token's experts, the shared one last. Every matrix
 is summed in one range, with few tokens and with many.
@@ -11,7 +12,7 @@ is summed in one range, with few tokens and with many.
 import torch
 
 from dsv4.ops.device import native_reason, workspace
-from dsv4.ops.gemm.activation_triton import PLAIN, SWIGLU, fill_rows, make_rows
+from dsv4.ops.gemm.activation_triton import SWIGLU, fill_rows, make_rows
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.gemm.scaled import ScaledTensor
 from dsv4.ops.gemm.scaled_triton import Config, launch_few, launch_many
@@ -54,30 +55,38 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 
 def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
-    chosen = experts.shape[1]
+    num_tokens, chosen = experts.shape
+    num_pairs = experts.numel()
     extra = _shared(x, shared_w13, shared_w2, limit)
     table = route(experts, w2.shape[0], config.bn)
-    h = workspace(x.device, "experts_h", experts.numel() * w13.rows, torch.float32)
-    parts = workspace(x.device, "scaled_parts", experts.numel() * w2.rows, torch.float32)
-    h = h[: experts.numel() * w13.rows].view(-1, w13.rows)
-    for source, weight, inputs, out in ((PLAIN, w13, x, h), (SWIGLU, w2, h, parts)):
-        rows = make_rows(
-            x.device, table.num_tiles * config.bn, weight.columns, tiled=not config.few,
-            name="scaled", a8=weight.group == 32,
-        )  # fmt: skip
-        own = {"weight": weights, "limit": limit} if source == SWIGLU else {}
-        fill_rows(
-            rows, inputs, source=source, size=weight.columns, route=table, chosen=chosen,
-            bm=config.bn, **own,
-        )  # fmt: skip
-        options = {"route": table, "to_pairs": source == SWIGLU}
-        if config.few:
-            launch_few(rows, [weight], [out], config, **options)
-        else:
-            launch_many(rows, weight, out, config, **options)
+    h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
+    h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
+    parts = workspace(x.device, "scaled_parts", num_pairs * w2.rows, torch.float32)
+    swiglu = {"source": SWIGLU, "weight": weights, "limit": limit}
+    if config.few:
+        rows = _rows(x, num_tokens, w13, config)
+        fill_rows(rows, x)
+        launch_few(rows, [w13], [h], config, route=table, chosen=chosen)
+        rows = _rows(x, num_pairs, w2, config)
+        fill_rows(rows, h, size=w2.columns, route=table, **swiglu)
+        launch_few(rows, [w2], [parts], config, route=table, to_pairs=True)
+    else:
+        tiles = {"route": table, "chosen": chosen, "bm": config.bn}
+        rows = _rows(x, table.num_tiles * config.bn, w13, config)
+        fill_rows(rows, x, **tiles)
+        launch_many(rows, w13, h, config, route=table)
+        rows = _rows(x, table.num_tiles * config.bn, w2, config)
+        fill_rows(rows, h, size=w2.columns, **swiglu, **tiles)
+        launch_many(rows, w2, parts, config, route=table, to_pairs=True)
     y = torch.empty_like(x)
     combine(parts, extra, y, chosen)
     return y
+
+
+def _rows(x, count, weight, config):
+    """Buffers for `count` quantised rows that `weight` is multiplied with."""
+    a8 = weight.group == 32
+    return make_rows(x.device, count, weight.columns, tiled=not config.few, name="scaled", a8=a8)
 
 
 def _shared(x, w13, w2, limit):
