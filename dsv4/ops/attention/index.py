@@ -135,10 +135,7 @@ SCORES = Op(
     "index_scores",
     index_scores_reference,
     score_cases,
-    kernels=(
-        Kernel("dsv4.ops.attention.index_scores_scaled_triton"),  # sm_100
-        Kernel("dsv4.ops.attention.index_scores_triton"),
-    ),
+    kernels=(Kernel("dsv4.ops.attention.index_scores_triton"),),
 )
 SELECT = Op(
     "index_select",

@@ -4,20 +4,34 @@
 The result has the page table's width, not the reference's, which depends on the data: columns
 beyond what a token can see are -inf in both. Heads are summed in one tile shape, whatever the
 batch.
+
+On sm_100 FP8 and FP4 keys go to the tensor core as they are stored. A query has been rounded as
+keys are, so its codes and power-of-two scales, found again here, are exact: same bits.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import (
+    device_reason,
+    interpreting,
+    launch_options,
+    native_reason,
+    start_dependents,
+)
 from dsv4.ops.kv.entry_triton import (
     FP32,
     INDEX_FP4,
+    INDEX_FP8,
+    fp4_groups,
+    fp8_groups,
     index_tensors_reason,
     pool_format,
     pool_reason,
     pool_tensors,
+    power_of_two,
+    scale_byte,
 )
 
 RATIO = 4
@@ -108,12 +122,50 @@ def _products(
     return out
 
 
+@triton.jit
+def _query_codes(q, at, live, H: tl.constexpr, DIM: tl.constexpr, FP4: tl.constexpr):
+    """Codes of the heads `[DIM, H]` (FP4: `[DIM / 2, H]` bytes), scale bytes, factor `[H]`."""
+    x = tl.load(q + at + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0)
+    x = x.to(tl.float32)
+    if FP4:
+        codes, exponent = fp4_groups(x.reshape(H * (DIM // 32), 32))
+        low, high = tl.split(codes.reshape(H, DIM // 2, 2))
+        scales = scale_byte(exponent).to(tl.uint8).reshape(H, DIM // 32)
+        return tl.trans((low | (high << 4)).to(tl.uint8)), scales, tl.full((H,), 1.0, tl.float32)
+    else:
+        codes, exponent = fp8_groups(x, live[:, None])
+        return tl.trans(codes), exponent, power_of_two(scale_byte(exponent))
+
+
+@triton.jit
+def _code_products(
+    codes, q_scales, data, scale, slot, DIM: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
+    FP4: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BN, H]` without the factor of the heads, and that of the keys `[BN]`."""
+    zero = tl.zeros((BN, H), tl.float32)
+    if FP4:
+        k = tl.load(data + slot[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
+        WORDS: tl.constexpr = DIM // 128  # four scale bytes each
+        words = scale.to(tl.pointer_type(tl.int32)) + slot[:, None] * WORDS
+        words = tl.load(words + tl.arange(0, WORDS)[None, :])
+        halves = tl.join(words, words >> 16)
+        both = tl.join(halves, halves >> 8)
+        k_scales = (both & 255).to(tl.uint8).reshape(BN, DIM // 32)
+        products = tl.dot_scaled(k, k_scales, "e2m1", codes, q_scales, "e2m1", zero)
+        return products, tl.full((BN,), 1.0, tl.float32)
+    else:
+        k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        products = tl.dot(k.to(tl.float8e4nv, bitcast=True), codes, zero)
+        return products, tl.load(scale + slot)
+
+
 @triton.jit(do_not_specialize=["table_width", "width"])
 def _scores_kernel(
     q, weights, out, positions, seq_idx, data, scale, table, table_width, page_entries, width,
     num_heads, topk,
     H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
-    STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, MT: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf."""
     start_dependents(ASM)
@@ -129,16 +181,28 @@ def _scores_kernel(
         seq = tl.load(seq_idx + row).to(tl.int64)
         head = tl.arange(0, H)
         live = head < num_heads
-        even, odd = _queries(q, (row * num_heads + head)[:, None] * DIM, live, DIM, H, FORMAT, MT)
+        q_at = (row * num_heads + head)[:, None] * DIM
         weight = tl.load(weights + row * num_heads + head, mask=live, other=0.0).to(tl.float32)
+        if NATIVE:
+            codes, q_scales, factor = _query_codes(q, q_at, live, H, DIM, FORMAT == 4)
+            weight = weight * factor
+        else:
+            even, odd = _queries(q, q_at, live, DIM, H, FORMAT, MT)
         for tile in tl.range(first, tiles, apart, num_stages=STAGES):
             entry = tile * BN + lane
             seen = tl.minimum(entry, visible - 1)  # what lies behind is a key, too
             column = seq * table_width + (seen // page_entries) % table_width
             page = tl.load(table + column).to(tl.int64)
             slot = page * page_entries + seen % page_entries
-            products = _products(even, odd, data, scale, slot, H, DIM, BN, FORMAT, MT, ASM)
-            score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1)
+            if NATIVE:
+                products, own = _code_products(
+                    codes, q_scales, data, scale, slot, DIM, BN, H, FORMAT == 4
+                )
+                # scales are powers of two above zero: they may wait until the heads are summed
+                score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
+            else:
+                products = _products(even, odd, data, scale, slot, H, DIM, BN, FORMAT, MT, ASM)
+                score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1)
             score = tl.where(entry < visible, score, float("-inf"))
             tl.store(out + entry, score, mask=entry < width)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
@@ -161,7 +225,17 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     )
 
 
-def run(q, weights, pool, table, batch, topk):
+def native_form_reason(pool) -> str | None:
+    """Why keys are not multiplied as they are stored, or None."""
+    if pool_format(pool) not in (INDEX_FP8, INDEX_FP4) or pool.dim % 128:
+        return f"{pool.dim} numbers in {pool.format}, expected FP8 or FP4 and a multiple of 128"
+    return native_reason(pool.device)
+
+
+def run(q, weights, pool, table, batch, topk, native=None):
+    """`native`: whether keys are multiplied as stored; None: where the GPU can."""
+    if native is None:
+        native = not interpreting() and native_form_reason(pool) is None
     tokens, heads, dim = q.shape
     width = table.shape[1] * pool.page_entries
     fmt = pool_format(pool)
@@ -192,6 +266,7 @@ def run(q, weights, pool, table, batch, topk):
         FORMAT=fmt,
         STAGES=STAGES,
         MT=mt,
+        NATIVE=native,
         ASM=not interpreting(),
         **launch_options(4),
     )

@@ -107,7 +107,7 @@ def row_launches() -> Iterator[Launch]:
 def index_launch(fmt: str) -> Launch:
     """64 heads of 128 against keys, at V4-Flash's sizes."""
     from dsv4.formats.entry import index_entry
-    from dsv4.ops.attention import index_scores_scaled_triton
+    from dsv4.ops.attention import index_scores_triton
     from dsv4.ops.kv.pool import allocate_pool
     from dsv4.ops.ragged import make_ragged
 
@@ -120,4 +120,4 @@ def index_launch(fmt: str) -> Launch:
         "batch": make_ragged([9000], [1], [0], cpu),
         "topk": 512,
     }
-    return f"index keys-{fmt}", lambda: index_scores_scaled_triton.run(**arguments)
+    return f"index keys-{fmt}", lambda: index_scores_triton.run(**arguments, native=True)

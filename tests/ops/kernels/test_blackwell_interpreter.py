@@ -230,19 +230,19 @@ def check_experts() -> None:
 
 
 def check_index_scores() -> None:
-    """The same bits as the kernel for every GPU: codes are multiplied exactly in both."""
+    """The same bits as the form for every GPU: codes are multiplied exactly in both."""
     from dsv4.ops import OPS
-    from dsv4.ops.attention import index_scores_scaled_triton, index_scores_triton
+    from dsv4.ops.attention import index_scores_triton as kernel
     from tests.ops.kernels.test_weight_interpreter import compare
 
     op, num_run = OPS["index_scores"], 0
     for case in op.cases():
         arguments = case.build(torch.Generator().manual_seed(1))
-        if index_scores_scaled_triton.supports(**arguments) is not None:
+        if kernel.native_form_reason(arguments["pool"]) is not None:
             continue
         num_run += 1
-        found = index_scores_scaled_triton.run(**arguments)
-        assert torch.equal(found, index_scores_triton.run(**arguments)), case.name
+        found = kernel.run(**arguments, native=True)
+        assert torch.equal(found, kernel.run(**arguments, native=False)), case.name
         wanted = op.reference(**arguments)
         width = min(wanted.shape[1], found.shape[1])
         hidden = wanted[:, :width].isinf()

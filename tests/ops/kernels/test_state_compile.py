@@ -51,5 +51,5 @@ def launches(capability: int) -> Iterator[Launch]:
     from dsv4.ops import OPS
 
     for name, case, arguments in small_arguments():
-        module = import_module(OPS[name].kernels[-1].module)
+        module = import_module(OPS[name].kernels[0].module)
         yield f"{name} {case}", lambda module=module, arguments=arguments: module.run(**arguments)
