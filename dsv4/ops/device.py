@@ -18,7 +18,7 @@ from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they s
 
 STEP = 128  # columns of K that one tile of a weight covers
 MIN_CAPABILITY = (9, 0)
-DEPENDENT_LAUNCH = True  # a kernel's start overlaps the end of the one before
+DEPENDENT_LAUNCH = False  # a start that overlaps the end before: 3 % slower on an H200, docs/LOG.md
 ROW_WARPS = 4  # of a program that sums along a row: the same alone and in a fused kernel
 WIDE_PROGRAMS = 512  # ranges are made until a matrix gives about this many programs
 

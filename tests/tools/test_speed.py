@@ -14,8 +14,9 @@ from dsv4.cli import app
 from dsv4.errors import OptionError
 from dsv4.tools.plan_weights import scheme_named, weight_bytes
 from dsv4.tools.speed.model import prefill_flops, shape_config, step_bytes
+from dsv4.tools.speed.profile import FAMILIES, family_of
 from dsv4.tools.speed.report import picture
-from dsv4.tools.speed.steps import FAMILIES, StepResult, family_of
+from dsv4.tools.speed.steps import StepResult
 
 OPS = Path(__file__).parents[2] / "dsv4" / "ops"
 
@@ -79,13 +80,13 @@ def test_bytes_of_a_flash_step() -> None:
     sizes = dict.fromkeys(parameters(config), 0)
     sizes["layers.0.ffn.experts.w13"] = routed
     sizes["head.weight"] = total - routed - by_group["embedding and head"] // 2
-    found = step_bytes(config, sizes, 1, 4096)
+    found = step_bytes(config, sizes, 1, 4096, 6 / 256)
     weights = found["experts"] + found["head"]
     assert weights == pytest.approx(8.9e9, rel=0.06)
-    many = step_bytes(config, sizes, 128, 4096)
+    many = step_bytes(config, sizes, 128, 4096, 0.95)
     assert found["experts"] < many["experts"] < routed
     assert many["attention"] == 128 * found["attention"]
-    assert step_bytes(config, sizes, 1, 2**20)["index"] > 200 * found["index"]
+    assert step_bytes(config, sizes, 1, 2**20, 6 / 256)["index"] > 200 * found["index"]
 
 
 def test_prefill_operations() -> None:

@@ -9,19 +9,22 @@ softmax denominator too), so no result depends on how a tile is laid out over th
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.merge_triton import (
+from dsv4.ops.attention.merge_triton import FEW_TILES, finish_piece, merge_here, merge_tiles
+from dsv4.ops.attention.tiles_triton import (
     BT,
     LOG2E,
-    merge_tiles,
-    num_programs,
+    dot,
     piece_first,
     piece_width,
     pieces,
+    tile_slots,
+    tile_weights,
 )
 from dsv4.ops.device import (
     device_reason,
@@ -39,115 +42,24 @@ from dsv4.ops.kv.entry_triton import (
     pool_format,
     pool_reason,
     pool_tensors,
-    power_of_two,
-    rope_tile,
 )
 
-FEW = 160  # up to this many programs each takes one tile
+FEW = 600  # up to this many programs each takes one tile
 TYPICAL = 16  # more tiles than this do not keep tiles from running in parallel
-
-
-@triton.jit
-def _load_piece(
-    data, tail, scales, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-    NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr,
-):  # fmt: skip
-    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT.
-
-    `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
-    """
-    channel = FIRST + tl.arange(0, WIDTH)[None, :]
-    if FORMAT != 2:
-        k = tl.load(data + slot[:, None] * DIM + channel).to(MT)
-    elif FIRST >= NOPE:
-        k = tl.load(tail + slot[:, None] * (DIM - NOPE) + (channel - NOPE)).to(MT)
-    else:
-        code = tl.load(data + slot[:, None] * NOPE + channel)
-        GROUP: tl.constexpr = FIRST // 64
-        factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
-        k = code.to(tl.float8e4nv, bitcast=True).to(MT) * factor
-    return k
-
-
-@triton.jit
-def _dot(a, b, acc, MT: tl.constexpr):
-    if tl.float32 == MT:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _tile_slots(
-    tile, position, visible, seq, row, window, selected, num_selected,
-    w_table, w_width, c_table, c_width,
-    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    SELECTED: tl.constexpr,
-):  # fmt: skip
-    """Where the entries of a tile lie (int64) and which are present.
-
-    In place of an absent one stands another that exists, so that nothing but numbers is read: the
-    newest of the window, the first that was compressed.
-    """
-    in_window = tile < WT
-    i = tile * BT + tl.arange(0, BT)
-    recent = tl.where(i < window, position + 1 - window + i, -1)
-    j = i - WT * BT
-    if SELECTED:
-        live = (j >= 0) & (j < num_selected)
-        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int32)
-    else:
-        older = tl.where(j < visible, j, -1)
-    entry = tl.where(in_window, recent, older)
-    present = entry >= 0
-    entry = tl.where(present, entry, tl.where(in_window, position, 0))
-    page = tl.where(in_window, entry // W_ENTRIES, entry // C_ENTRIES)
-    inside = tl.where(in_window, entry % W_ENTRIES, entry % C_ENTRIES)
-    width = tl.where(in_window, w_width, c_width)
-    table = tl.where(in_window, w_table, c_table) + seq * width
-    page = tl.load(table + page % width).to(tl.int64)
-    return page * tl.where(in_window, W_ENTRIES, C_ENTRIES) + inside, present
-
-
-@triton.jit
-def _tile_weights(
-    queries, slot, present, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale, qk_scale,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
-):  # fmt: skip
-    """Softmax of one tile: its entries by piece, weights, their sum `[BH]`, maximum."""
-    data = tl.where(in_window, w_data, c_data)
-    tail = tl.where(in_window, w_tail, c_tail)
-    scales = slot
-    if FORMAT == 2:
-        scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
-    keys = ()
-    scores = tl.zeros((BH, BT), tl.float32)
-    for i in tl.static_range(COUNT):
-        k = _load_piece(
-            data, tail, scales, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
-            FORMAT, NOPE, DIM, MT,
-        )  # fmt: skip
-        scores = _dot(queries[i], tl.trans(k), scores, MT)
-        keys = append(keys, k)
-    scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
-    top = tl.maximum(tl.max(scores, axis=1), -1e30)
-    weights = tl.exp2(scores - top[:, None]).to(MT)
-    ones = tl.full((BT, 16), 1.0, MT)
-    total = tl.max(_dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
-    return keys, weights, total, top
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _attend_kernel(
-    q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
+    q, sink, out, acc_out, stat_out, counters, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, SPLIT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
+    COUNT: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr, SELECTED: tl.constexpr,
+    BH: tl.constexpr, BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
     C_ENTRIES: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Items are (tile if SPLIT, token, block of heads), the last fastest."""
+    """Items are (tile if SPLIT, token, block of heads), the last fastest. JOIN: the last program
+    to finish a tile merges all."""
     start_dependents(ASM)
     blocks = tl.cdiv(num_heads, BH)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -167,12 +79,12 @@ def _attend_kernel(
                 x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
                 queries = append(queries, x.to(MT))
             first = tile if SPLIT else 0
-            slot, present = _tile_slots(
+            slot, present = tile_slots(
                 first, position, visible, seq, row, window, selected, num_selected,
                 w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
             )  # fmt: skip
             if SPLIT:
-                keys, weights, part, top = _tile_weights(
+                keys, weights, part, top = tile_weights(
                     queries, slot, present, tile < WT, w_data, w_tail, w_scale, c_data, c_tail,
                     c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT,
                 )  # fmt: skip
@@ -182,9 +94,18 @@ def _attend_kernel(
                 for i in tl.static_range(COUNT):
                     channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
                     zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
-                    acc = _dot(weights, keys[i], zero, MT)
+                    acc = dot(weights, keys[i], zero, MT)
                     acc_at = at[:, None] * DIM + channel[None, :]
                     tl.store(acc_out + acc_at, acc, mask=live[:, None])
+                if JOIN:
+                    tl.debug_barrier()  # every thread's part is written before the count goes up
+                    counter = counters + (item % (blocks * num_tokens))
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == tiles - 1:
+                        merge_here(
+                            acc_out, stat_out, sink, out, q_at, row, head, live, position,
+                            frequencies, tiles, num_tokens, num_heads, COUNT, BH, DIM, ROPE,
+                        )  # fmt: skip
+                        tl.store(counter, 0)
             else:
                 best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
                 total = tl.full((BH,), 1.0, tl.float32)
@@ -192,11 +113,11 @@ def _attend_kernel(
                 for i in tl.static_range(COUNT):
                     sums = append(sums, tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32))
                 for step in tl.range(0, tiles, num_stages=STAGES):
-                    next_slot, next_present = _tile_slots(
+                    next_slot, next_present = tile_slots(
                         step + 1, position, visible, seq, row, window, selected, num_selected,
                         w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
                     )  # fmt: skip
-                    keys, weights, part, top = _tile_weights(
+                    keys, weights, part, top = tile_weights(
                         queries, slot, present, step < WT, w_data, w_tail, w_scale, c_data,
                         c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT,
                     )  # fmt: skip
@@ -208,7 +129,7 @@ def _attend_kernel(
                     grown = ()
                     for i in tl.static_range(COUNT):
                         zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
-                        acc = _dot(weights, keys[i], zero, MT)
+                        acc = dot(weights, keys[i], zero, MT)
                         before = sums[i] * old_share[:, None]
                         grown = append(grown, tl.fma(acc, new_share[:, None] + zero, before))
                     sums = grown
@@ -216,24 +137,18 @@ def _attend_kernel(
                     present = next_present
                 scale = 1.0 / total
                 for i in tl.static_range(COUNT):
-                    _finish_piece(
+                    finish_piece(
                         sums[i], scale, out, q_at, live, position, frequencies,
                         piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
                     )  # fmt: skip
 
 
-@triton.jit
-def _finish_piece(
-    acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """Divide by the sum of weights, rotate back where channels are rotated, store."""
-    x = (acc * scale[:, None]).to(out.dtype.element_ty)
-    if FIRST >= DIM - ROPE:
-        table = frequencies + (FIRST - (DIM - ROPE)) // 2
-        x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, 0, WIDTH, WIDTH)
-    channel = FIRST + tl.arange(0, WIDTH)
-    tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
+@lru_cache(maxsize=8)
+def num_programs(device: torch.device) -> int:
+    """Programs that run at once when one fills a multiprocessor."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)
@@ -314,6 +229,8 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
+    join = config.split and num_tiles <= FEW_TILES
+    counters = workspace(q.device, "counters", tokens * blocks if join else 1, torch.int32)
     mt = tl.float32 if not narrow else (tl.float16 if pool_format(pool) == FP8 else tl.bfloat16)
     _attend_kernel[(programs,)](
         q,
@@ -321,6 +238,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         out,
         acc,
         stats,
+        counters,
         batch.positions,
         batch.seq_idx,
         batch.positions if selected is None else selected,
@@ -342,6 +260,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         ROPE=2 * frequencies.shape[0],
         COUNT=len(pieces(dim, 2 * frequencies.shape[0])),
         SPLIT=config.split,
+        JOIN=join,
         SELECTED=selected is not None,
         BH=config.heads,
         BT=BT,
@@ -353,7 +272,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         ASM=not interpreting(),
         **launch_options(config.num_warps),
     )
-    if config.split:
+    if config.split and not join:
         merge_tiles(
             q,
             sink,

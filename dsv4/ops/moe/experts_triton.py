@@ -246,8 +246,6 @@ class Config:
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
     """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
     rows = num_tokens * chosen / num_experts
-    if num_tokens == 1:
-        return Config(8, 64, 2, 5)
     if rows <= 4:
         return Config(8, 64, 2, 3)
     if rows <= 10:

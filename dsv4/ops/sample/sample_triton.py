@@ -18,40 +18,13 @@ from dsv4.ops.device import (
     start_dependents,
     workspace,
 )
+from dsv4.ops.sample.filter_triton import adjusted, filter_candidates, filter_row, order_key
 
 CHUNK = 4096  # logits of a program
 TILE = 8192  # logits a filter looks at at a time
 PARTS = 16  # parts of a chunk whose largest logits bound top-k
 CANDIDATES = 512  # most of a chunk
 FEW_CANDIDATES = 64  # as many as a chunk mostly has
-
-
-@triton.jit
-def _key(x):
-    """uint32 in the order of `x`; -0 ties with 0."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
-
-
-@triton.jit
-def _adjusted(
-    raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts, output_counts,
-    bias, COUNTS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Logits after bias, penalties and temperature; -inf where there is no logit."""
-    x = raw
-    if BIAS:
-        x = x + tl.load(bias + at, mask=live, other=0.0).to(tl.float32)
-    if COUNTS:
-        output = tl.load(output_counts + at, mask=live, other=0)
-        seen = (tl.load(prompt_counts + at, mask=live, other=0) + output) > 0
-        factor = tl.load(repetition + row)
-        x = tl.where(seen, tl.where(x > 0, x / factor, x * factor), x)
-        x = x - tl.load(frequency + row) * output.to(tl.float32)
-        x = x - tl.where(output > 0, tl.load(presence + row), 0.0)
-    heat = tl.load(temperature + row)
-    x = tl.where(heat > 0, x / tl.where(heat > 0, heat, 1.0), x)
-    return tl.where(live, x, float("-inf"))
 
 
 @triton.jit
@@ -69,7 +42,7 @@ def _stats_kernel(
     live = place < size
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"))
-    x = _adjusted(
+    x = adjusted(
         raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
         output_counts, bias, COUNTS, BIAS,
     )  # fmt: skip
@@ -126,7 +99,7 @@ def _candidates_kernel(
             part = tl.arange(0, CHUNKS * PARTS)
             used = part < num_chunks * PARTS
             top = tl.load(tops + row * num_chunks * PARTS + part, mask=used, other=float("-inf"))
-            top_key = tl.where(used, _key(top), tl.zeros_like(part).to(tl.uint32))
+            top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
             bit = tl.full((), 0x80000000, tl.uint32)
             for _ in tl.range(0, 32):
                 reached = tl.sum((top_key >= (bound | bit)).to(tl.int32), axis=0)
@@ -139,111 +112,16 @@ def _candidates_kernel(
         live = place < size
         at = row * size + place
         raw = tl.load(logits + at, mask=live, other=float("-inf"))
-        x = _adjusted(
+        x = adjusted(
             raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
             output_counts, bias, COUNTS, BIAS,
         )  # fmt: skip
-        may = (live & (_key(x) >= bound) & (x >= least)).to(tl.int32)
+        may = (live & (order_key(x) >= bound) & (x >= least)).to(tl.int32)
         order = tl.cumsum(may, axis=0) - 1
         base = (row * num_chunks + chunk) * ROOM
         tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
         tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
         tl.store(counts + row * num_chunks + chunk, tl.sum(may, axis=0))
-
-
-@triton.jit
-def _passes(count, mass, keep, share):
-    """Whether a token with `count` tokens of `mass` before it passes; the first always does."""
-    return ((count < keep) & ((mass < share) | (share >= 1.0))) | (count == 0)
-
-
-@triton.jit
-def _tie_room(threshold, count, above, best, mass, keep, share):
-    """How many of the tokens whose key is the threshold pass."""
-    bits = tl.where(threshold >= 0x80000000, threshold ^ 0x80000000, ~threshold)
-    weight = tl.exp(bits.to(tl.float32, bitcast=True) - best) / mass
-    room = tl.where(share < 1.0, tl.ceil((share - above) / weight), 2147483520.0)
-    room = tl.minimum(tl.minimum(room, 2147483520.0).to(tl.int32), keep - count)
-    return tl.maximum(room, tl.where(count == 0, 1, 0))
-
-
-@triton.jit
-def _filter_row(
-    logits, row, best, mass, keep, share, temperature, repetition, presence, frequency,
-    prompt_counts, output_counts, bias, size, TILE: tl.constexpr, COUNTS: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
-    """Threshold and last id by looking at the whole row again and again."""
-    lane = tl.arange(0, TILE)
-    threshold = tl.zeros((), tl.uint32)
-    bit = tl.full((), 0x80000000, tl.uint32)
-    count = tl.zeros((), tl.int32)
-    above = tl.zeros((), tl.float32)
-    room = tl.zeros((), tl.int32)
-    last_id = tl.zeros((), tl.int32) + size
-    # 32 rounds for the bits, one strictly above the threshold, one to find the last of its ties
-    for step in tl.range(0, 34):
-        trial = tl.where(step < 32, threshold | bit, threshold + 1)
-        passed = tl.zeros((), tl.int32)
-        weight = tl.zeros((), tl.float32)
-        ties = tl.zeros((), tl.int32)
-        for start in tl.range(0, size, TILE):
-            at = row * size + start + lane
-            live = start + lane < size
-            raw = tl.load(logits + at, mask=live, other=float("-inf"))
-            x = _adjusted(
-                raw, row, at, live, temperature, repetition, presence, frequency,
-                prompt_counts, output_counts, bias, COUNTS, BIAS,
-            )  # fmt: skip
-            key = _key(x)
-            over = live & (key >= trial)
-            passed += tl.sum(over.to(tl.int32), axis=0)
-            weight += tl.sum(tl.where(over, tl.exp(x - best), 0.0), axis=0)
-            if step == 33:
-                equal = (live & (key == threshold)).to(tl.int32)
-                hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)
-                last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
-                ties += tl.sum(equal, axis=0)
-        count = passed
-        above = weight / mass
-        ok = _passes(count, above, keep, share)
-        threshold = tl.where((step < 32) & (ok == 0), trial, threshold)
-        room = _tie_room(threshold, count, above, best, mass, keep, share)
-        bit = bit >> 1
-    return threshold, last_id
-
-
-@triton.jit
-def _filter_candidates(
-    values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Threshold and last id among candidates, of which no chunk has more than MOST."""
-    place = tl.arange(0, CHUNKS * MOST)
-    owner = place // MOST
-    mine = tl.load(counts + row * num_chunks + owner, mask=owner < num_chunks, other=0)
-    live = place % MOST < mine
-    at = (row * num_chunks + owner) * ROOM + place % MOST
-    x = tl.load(values + at, mask=live, other=float("-inf"))
-    key = tl.where(live, _key(x), tl.zeros_like(place).to(tl.uint32))
-    weight = tl.where(live, tl.exp(x - best), 0.0)
-    threshold = tl.zeros((), tl.uint32)
-    bit = tl.full((), 0x80000000, tl.uint32)
-    for _ in tl.range(0, 32):
-        over = key >= (threshold | bit)
-        count = tl.sum(over.to(tl.int32), axis=0)
-        above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
-        ok = _passes(count, above, keep, share)
-        threshold = tl.where(ok, threshold, threshold | bit)
-        bit = bit >> 1
-    over = key > threshold
-    count = tl.sum(over.to(tl.int32), axis=0)
-    above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
-    room = _tie_room(threshold, count, above, best, mass, keep, share)
-    equal = (live & (key == threshold)).to(tl.int32)
-    hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
-    token = tl.load(ids + at, mask=hit, other=2147483647)
-    return threshold, tl.minimum(last_id, tl.min(token, axis=0))
 
 
 @triton.jit
@@ -265,17 +143,17 @@ def _filter_kernel(
         held = tl.load(counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
         most = tl.max(held, axis=0)
         if most <= FEW:
-            threshold, last_id = _filter_candidates(
+            threshold, last_id = filter_candidates(
                 values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, FEW,
             )  # fmt: skip
         elif most <= ROOM:
-            threshold, last_id = _filter_candidates(
+            threshold, last_id = filter_candidates(
                 values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM,
             )  # fmt: skip
         else:
-            threshold, last_id = _filter_row(
+            threshold, last_id = filter_row(
                 logits, row, best, mass, keep, share, temperature, repetition, presence,
                 frequency, prompt_counts, output_counts, bias, size, TILE, COUNTS, BIAS,
             )  # fmt: skip
@@ -315,7 +193,7 @@ def _draw_kernel(
     raw = tl.load(logits + at, mask=live, other=float("-inf"))
     raw_best, raw_mass = _row_stat(stats, row, num_chunks, 0, CHUNKS)
     tl.store(logprobs + at, (raw - raw_best) - tl.log(raw_mass), mask=live)
-    x = _adjusted(
+    x = adjusted(
         raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
         output_counts, bias, COUNTS, BIAS,
     )  # fmt: skip
@@ -323,7 +201,7 @@ def _draw_kernel(
         best, _ = _row_stat(stats, row, num_chunks, 2, CHUNKS)
         threshold = tl.load(limits + row * 2).to(tl.uint32)
         last_id = tl.load(limits + row * 2 + 1)
-        key = _key(x)
+        key = order_key(x)
         keep = live & ((key > threshold) | ((key == threshold) & (place <= last_id)))
         keep = keep & (tl.exp(x - best) >= tl.load(min_p + row))
         noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), chunk * CHUNK, CHUNK)
@@ -395,7 +273,8 @@ def run(logits, inputs):
     )  # fmt: skip
     _filter_kernel[(rows,)](
         logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
-        ROOM=CANDIDATES, FEW=min(FEW_CANDIDATES, CANDIDATES), TILE=TILE, **padded, **flags, **launch_options(16),
+        ROOM=CANDIDATES, FEW=min(FEW_CANDIDATES, CANDIDATES), TILE=TILE, **padded, **flags,
+        **launch_options(16),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, logprobs, best_value, best_id, inputs.temperature, inputs.min_p,

@@ -29,7 +29,7 @@ BATCHES = (1, 2, 3, 8, 9, 17, 64, 65, 128, 257, 1000, 8192)
 
 
 def module_of(name: str) -> Any:
-    return import_module(OPS[name].kernels[-1].module)
+    return import_module(OPS[name].kernels[0].module)
 
 
 def on(device: str, value: Any) -> Any:
@@ -201,17 +201,20 @@ def test_rows_do_not_depend_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
 @pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
-def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> None:
-    """Segments in parallel or in a row, 1 query or many."""
+def test_attention_has_the_same_bits_in_every_form(
+    shape: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles in parallel or in a row, merged by a launch of its own or not, 1 query or many."""
     torch.manual_seed(10)
     module = module_of("attention")
     ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
     batch = make_ragged([90000, 700], [5, 1995], [0, 1], torch.device("cuda"))
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
     whole = module.run(**arguments)
-    for split in (True, False):
+    for split, few_tiles in ((True, 0), (True, 10**6), (False, 0)):
+        monkeypatch.setattr(module, "FEW_TILES", few_tiles)
         form = module.run(**arguments, config=module.Config(64, split, 8, 2))
-        assert same_bits(form, whole), f"split {split}"
+        assert same_bits(form, whole), f"split {split}, few tiles {few_tiles}"
     for row in (0, 4, 5, 304, 1999):
         seq = int(batch.seq_idx[row])
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))

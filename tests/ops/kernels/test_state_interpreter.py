@@ -48,7 +48,7 @@ def compare(
 def kernel_module(name: str):  # type: ignore[no-untyped-def]
     from dsv4.ops import OPS
 
-    return importlib.import_module(OPS[name].kernels[-1].module)
+    return importlib.import_module(OPS[name].kernels[0].module)
 
 
 def check_cases(name: str) -> None:
@@ -260,7 +260,8 @@ def check_moe() -> None:
 
 
 def check_attention_forms() -> None:
-    """Segments in parallel and one after another, 16 and 64 heads a program: the same bits."""
+    """Tiles in parallel (merged by a second launch or by the last program) and one after another,
+    16 and 64 heads a program: the same bits."""
     from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
     from dsv4.ops.attention.rope import rope_frequencies
@@ -290,6 +291,8 @@ def check_attention_forms() -> None:
         for heads in (16, 32)
         for split in (True, False)
     ]
+    module.FEW_TILES = 100
+    forms.append(module.run(**arguments, config=module.Config(16, True, 4, 1)))
     assert all(same_bits(form, forms[0]) for form in forms[1:])
     compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
 

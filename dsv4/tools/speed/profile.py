@@ -1,0 +1,67 @@
+"""The kernels of one step, by family, from the GPU's own clock."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# which kernels belong together in the table of shares
+FAMILIES = {
+    "experts": (
+        "_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel", "_activate_kernel",
+    ),
+    "router": ("_gate_kernel", "_choose_kernel"),
+    "linear": (
+        "_linear_kernel", "expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
+        "_quantize_kernel",
+    ),
+    "mhc": ("_update_kernel", "_mix_kernel"),
+    "attention": ("_attend_kernel", "_merge_kernel"),
+    "index": ("_scores_kernel", "_select_kernel", "_index_kernel"),
+    "state": (
+        "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",
+        "_rms_norm_kernel", "_state_kernel", "_queries_kernel",
+    ),
+    "sample": (
+        "_stats_kernel", "_candidates_kernel", "_filter_kernel", "_draw_kernel", "_best_kernel",
+        "_accept_kernel", "_embed_kernel",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Kernels of one step, from the GPU's own clock."""
+
+    num_kernels: int
+    share_us: dict[str, float]  # by family; they overlap a little, so they may add up to more
+
+    @property
+    def total_us(self) -> float:
+        return sum(self.share_us.values())
+
+
+def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
+    if device.type == "cpu":
+        step()
+        return Profile(0, {})
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    shares: dict[str, float] = {}
+    count = 0
+    for event in seen.events():
+        if event.device_type.name == "CUDA" and not event.name.startswith("Mem"):
+            count += 1
+            family = family_of(event.name)
+            shares[family] = shares.get(family, 0.0) + event.time_range.elapsed_us()
+    return Profile(count, dict(sorted(shares.items(), key=lambda item: -item[1])))
+
+
+def family_of(kernel: str) -> str:
+    for family, names in FAMILIES.items():
+        if kernel in names:
+            return family
+    return "other"
