@@ -172,7 +172,7 @@ LAUNCHES: dict[str, dict[int, int]] = {
     "embed": {1: 1},
     "mhc_boundary": {1: 2},
     "attention csa": {1: 2, 128: 1},
-    "attention hca 128k": {1: 2, 32: 1},
+    "attention hca 128k": {1: 2, 128: 1},
     "index_scores 128k": {1: 1},
     "index_select 32k": {1: 2},
     "sample": {1: 5},

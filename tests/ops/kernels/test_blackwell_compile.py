@@ -75,6 +75,8 @@ def launches(capability: int) -> Iterator[Launch]:
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_scaled_triton._shared = lambda *_: None  # two products of `linear`
+    experts_scaled_triton.route = lambda *_: some_route()  # `make kernels` compiles these two
+    experts_scaled_triton.combine = lambda *_: None
     for count in (8, 256):
         tokens = torch.zeros(count, 1024, dtype=bf16)
         ids = torch.zeros(count, 2, dtype=torch.int64)
@@ -85,7 +87,6 @@ def launches(capability: int) -> Iterator[Launch]:
 def row_launches() -> Iterator[Launch]:
     """Quantised rows: alone, behind a norm, behind SwiGLU for routed pairs."""
     from dsv4.ops.gemm import activation_triton as kernel
-    from dsv4.ops.moe.route_triton import route
 
     x = torch.zeros(128, 4096, dtype=torch.bfloat16)
     norm = torch.zeros(4096)
@@ -96,12 +97,16 @@ def row_launches() -> Iterator[Launch]:
     h, weights = torch.zeros(256, 4096), torch.zeros(256)
     rows = kernel.make_rows(x.device, 256, 2048, tiled=False, name="test")
 
-    def swiglu() -> None:
-        table = route(torch.zeros(128, 2, dtype=torch.int64), 4, 16)
-        options = {"limit": 10.0, "size": 2048, "route": table, "chosen": 2, "bm": 16}
-        kernel.fill_rows(rows, h, source=kernel.SWIGLU, weight=weights, **options)
+    options = {"limit": 10.0, "size": 2048, "route": some_route(), "chosen": 2, "bm": 16}
+    options |= {"source": kernel.SWIGLU, "weight": weights}
+    yield "rows SwiGLU", lambda: kernel.fill_rows(rows, h, **options)
 
-    yield "rows SwiGLU", swiglu
+
+def some_route() -> Any:
+    """Tables of routed pairs; only their types matter here."""
+    from dsv4.ops.moe.route_triton import Route
+
+    return Route(*(torch.zeros(64, dtype=torch.int32) for _ in range(4)), 16)
 
 
 def index_launch(fmt: str) -> Launch:
