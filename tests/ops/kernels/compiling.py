@@ -70,12 +70,12 @@ def facts(compiled: Any, tools: Path) -> dict[str, Any]:
             for tool, flag in commands
         ]
         usage, code = (process.communicate()[0] for process in started)
-    pattern = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)"
-    names = re.findall(pattern, code, re.M)
+    names, loops = instructions(code)
     registers = re.search(r"REG:(\d+)", usage)
     return {
         "registers": int(registers[1]) if registers else -1,
         "reloads": names.count("LDL"),
+        "hot_reloads": hot_reloads(names, loops),
         "spills": names.count("STL"),
         "shared": compiled.metadata.shared,
         "tensor_columns": getattr(compiled.metadata, "tmem_size", 0) or 0,
@@ -83,6 +83,29 @@ def facts(compiled: Any, tools: Path) -> dict[str, Any]:
         "mix": sorted(set(names)),
         "products": sorted(set(re.findall(PRODUCT, compiled.asm["ptx"]))),
     }
+
+
+def instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Mnemonics in order, and where loops begin and end: at branches that lead back."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_\w+):", line.strip()):
+            labels[label[1]] = len(names)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(.*)", line):
+            target = re.search(r"`\((\.L_\w+)\)", found[2])
+            if found[1] == "BRA" and target and target[1] in labels:
+                loops.append((labels[target[1]], len(names)))
+            names.append(found[1])
+    return names, loops
+
+
+def hot_reloads(names: list[str], loops: list[tuple[int, int]]) -> int:
+    """Reloads from local memory in the innermost loops with matrix products."""
+    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
+    bodies = [names[first:last] for first, last in inner]
+    return sum(b.count("LDL") for b in bodies if any(name.endswith("MMA") for name in b))
 
 
 def install_driver(capability: int) -> None:

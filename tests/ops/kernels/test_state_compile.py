@@ -8,7 +8,8 @@ import pytest
 
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts
 
-# kernel: (instruction expected on sm_90, reloads from local memory allowed)
+# kernel: (instruction expected on sm_90, reloads from local memory allowed: in the innermost loops
+# where there are matrix products, else anywhere)
 EXPECTED: dict[str, tuple[str, int]] = {
     "_update_kernel": ("HGMMA|HMMA", 0),
     "_mix_kernel": ("SHFL", 0),
@@ -18,7 +19,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_append_kernel": ("STG", 0),
     "_prepare_kernel": ("SHFL", 0),
     "_index_kernel": ("SHFL", 0),
-    "_attend_kernel": ("HGMMA|HMMA", 240),  # outside the loop over tiles, see docs
+    "_attend_kernel": ("HGMMA|HMMA", 240),  # walking, Triton 3.9; 11 with 3.6 (docs/LOG.md)
     "_merge_kernel": ("MUFU", 0),
     "_scores_kernel": ("HGMMA|HMMA", 0),
     "_select_kernel": ("SHFL|REDUX", 0),
@@ -42,7 +43,8 @@ def test_kernels_compile(capability: int) -> None:
         check_limits(row, 40)
         if capability == 90:
             assert re.search(instruction, " ".join(row["mix"])), f"{label}: no {instruction}"
-            assert row["reloads"] <= reloads, f"{label}: {row['reloads']} reloads"
+            found = row["hot_reloads" if "MMA" in instruction else "reloads"]
+            assert found <= reloads, f"{label}: {found} reloads"
 
 
 def launches(capability: int) -> Iterator[Launch]:
