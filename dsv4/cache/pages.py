@@ -1,7 +1,8 @@
 """Pages and slots: who holds what. No tensors.
 
 `prepare` takes every page a step needs or none of them; `apply` makes the step's growth final
-and gives back what left the window; `cancel` undoes the preparation.
+and gives back what left the window; `cancel` undoes the preparation. A growth that is prepared
+*ahead* is for a step that may never count: whoever needs pages or ends a sequence cancels it.
 
 A page may have several holders: running sequences, and the prefix cache. What only the cache
 holds is *idle*: it is given up as soon as a sequence needs room.
@@ -140,6 +141,7 @@ class StatePages:
         self.reclaim: Callable[[Pool, int], None] | None = None  # makes so many pages free
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._open: list[SequencePages] = []
+        self._ahead: Growth | None = None
 
     @property
     def num_free_slots(self) -> int:
@@ -153,6 +155,8 @@ class StatePages:
         return sequence
 
     def close(self, sequence: SequencePages) -> None:
+        if self._ahead is not None and sequence in self._ahead.sequences:
+            self._drop_ahead()
         self._open.remove(sequence)
         for pool, columns in sequence.columns.items():
             self.allocators[pool].release(columns.values())
@@ -179,7 +183,10 @@ class StatePages:
             return list(range(len(held), len(needed)))
         return [column for column in needed if column not in held]
 
-    def prepare(self, sequences: Sequence[SequencePages], num_new: Sequence[int]) -> Growth:
+    def prepare(
+        self, sequences: Sequence[SequencePages], num_new: Sequence[int], ahead: bool = False
+    ) -> Growth:
+        self._drop_ahead()
         growth = Growth(list(sequences), list(num_new), [])
         try:
             for sequence, count in zip(sequences, num_new, strict=True):
@@ -188,7 +195,17 @@ class StatePages:
         except BaseException:
             self.cancel(growth)
             raise
+        if ahead:
+            self._ahead = growth
         return growth
+
+    def is_ahead(self, growth: Growth | None) -> bool:
+        """Whether this growth was prepared ahead and neither applied nor cancelled since."""
+        return growth is not None and growth is self._ahead
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self.cancel(self._ahead)
 
     def _take(self, growth: Growth, sequence: SequencePages, count: int) -> None:
         for pool in POOLS:
@@ -201,11 +218,17 @@ class StatePages:
                 growth.taken.append((sequence, pool, column))
 
     def cancel(self, growth: Growth) -> None:
+        self._settle(growth)
         for sequence, pool, column in growth.taken:
             self.allocators[pool].release([sequence.columns[pool].pop(column)])
         growth.taken.clear()
 
+    def _settle(self, growth: Growth) -> None:
+        if growth is self._ahead:
+            self._ahead = None
+
     def apply(self, growth: Growth) -> None:
+        self._settle(growth)
         for sequence, count in zip(growth.sequences, growth.num_new, strict=True):
             sequence.length += count
             held = sequence.columns["window"]

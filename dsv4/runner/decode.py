@@ -4,7 +4,10 @@
 and the sampled token is written where the next step reads its input. On a GPU it is captured
 once per bucket and replayed; on a CPU the same function simply runs. `Decoder` is the host's
 side: it knows which sequence sits at which place, takes pages ahead of a step, and reads tokens
-behind it.
+behind it. `advance` keeps the device busy meanwhile: it queues the step after next on the guess
+that the same sequences go on. If they do not, that step is forgotten. It has only written what
+the same tokens at the same positions will write again, and pages that are given to others are
+written by these later.
 
 A bucket's places beyond the sequences repeat the first one. They read what it reads and write
 the same bytes to the same places, so they leave no trace, need no page of their own, and visit
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.geometry import POOLS, Pool
+from dsv4.cache.geometry import POOLS, SHARED_TOKENS, Pool
 from dsv4.cache.kinds import LayerState
 from dsv4.cache.pages import Growth, SequencePages, StatePages
 from dsv4.errors import CapacityError
@@ -89,6 +92,8 @@ class Decoder:
         self._order: list[int] = []  # place of each row of the caller
         self._samples = False
         self._under_way: deque[_Reading] = deque()
+        self._ahead: Growth | None = None  # of the step that was queued on a guess
+        self._read: list[int] = []  # tokens of the last step that was read
 
     @property
     def num_under_way(self) -> int:
@@ -99,6 +104,7 @@ class Decoder:
 
         Tokens still under way must have been read: a row brings its newest token.
         """
+        self._forget_ahead()
         assert not self._under_way, "read the tokens under way before changing places"
         most = self.buffers.batches[-1]
         if not 0 < len(rows) <= most:
@@ -138,7 +144,49 @@ class Decoder:
         count = len(self._seats)
         return next(size for size in self.buffers.batches if size >= count)
 
-    def submit(self) -> None:
+    def advance(self, rows: Sequence[Row]) -> None:
+        """A step for these rows, and if they may go on, the next one behind it."""
+        if self._continues(rows):
+            assert self._ahead is not None
+            self._pages.apply(self._ahead)
+            self._ahead = None
+        else:
+            self.place(rows)
+            self.submit()
+        # prefixes are kept at whole blocks, from the state as it is then
+        at_block = any(pages.length % SHARED_TOKENS == 0 for pages in self._seats)
+        if not at_block and self._fits_ahead():
+            try:
+                self.submit(ahead=True)
+            except BaseException:
+                self._under_way.clear()  # the step before fails with it
+                raise
+
+    def _continues(self, rows: Sequence[Row]) -> bool:
+        """Whether the step queued ahead is the next one of exactly these rows."""
+        if not self._pages.is_ahead(self._ahead) or len(rows) != len(self._seats):
+            return False
+        seats = [self._seats[place] for place in self._order]
+        same = all(row.pages is held for row, held in zip(rows, seats, strict=True))
+        return same and [row.token_id for row in rows] == self._read
+
+    def _fits_ahead(self) -> bool:
+        if 1 + max(pages.length for pages in self._seats) > self.buffers.contexts[-1]:
+            return False
+        return all(
+            sum(len(self._pages.missing(pages, pool, 1)) for pages in self._seats)
+            <= self._pages.allocators[pool].num_free
+            for pool in POOLS
+        )
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            if self._pages.is_ahead(self._ahead):
+                self._pages.cancel(self._ahead)
+            self._ahead = None
+            self._under_way.pop()
+
+    def submit(self, ahead: bool = False) -> None:
         """Queue one step for all places. If pages do not suffice, nothing has changed."""
         assert len(self._under_way) < AHEAD, "read tokens before queueing more steps"
         length = 1 + max(pages.length for pages in self._seats)
@@ -147,7 +195,7 @@ class Decoder:
                 f"a sequence has {length} tokens, the context ends at {self.buffers.contexts[-1]}"
             )
         bucket = self.buffers.bucket(len(self._seats), length, self._samples)
-        growth = self._pages.prepare(self._seats, [1] * len(self._seats))
+        growth = self._pages.prepare(self._seats, [1] * len(self._seats), ahead)
         try:
             self._write_tables(growth, bucket)
             self._run(bucket)
@@ -155,7 +203,10 @@ class Decoder:
             self._pages.cancel(growth)
             self._forget_tables()
             raise
-        self._pages.apply(growth)
+        if ahead:
+            self._ahead = growth
+        else:
+            self._pages.apply(growth)
         if self._samples:
             self._under_way.append(self._copy_back(bucket.batch))
 
@@ -165,6 +216,7 @@ class Decoder:
         if reading.event is not None:
             reading.event.synchronize()
         tokens, chosen = reading.tokens.tolist(), reading.chosen.tolist()
+        self._read = [tokens[place] for place in self._order]
         return [TokenLogprobs(tokens[place], chosen[place]) for place in self._order]
 
     def logits(self) -> Tensor:

@@ -97,8 +97,7 @@ class Runner:
         if not drawn_inside:
             return sample_batch(self.step(chunks), draws)
         rows = zip(chunks, draws, strict=True)
-        self.decoder.place([Row(c.pages, c.token_ids[0], draw) for c, draw in rows])
-        self.decoder.submit()
+        self.decoder.advance([Row(c.pages, c.token_ids[0], draw) for c, draw in rows])
         return self.decoder.read()
 
     def _decode(self, bucket: Bucket) -> None:
