@@ -98,6 +98,7 @@ def test_a_signal_lets_running_answers_finish(own: Callable[..., Server], tmp_pa
     trace = tmp_path / "trace.jsonl"
     server = own("--trace", str(trace)).wait()
     server.chat("SAY a</think>b")
+    wait_for(lambda: server.stats()["num_running"] == 0)  # figures come a little late
     running = in_background(lambda: stream_text(server, "SAY </think>" + "w " * 30 + "end\nMS 20"))
     wait_for(lambda: server.stats()["num_running"] == 1)
     server.process.send_signal(signal.SIGTERM)
