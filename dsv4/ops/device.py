@@ -76,7 +76,7 @@ def start_dependents(ASM: tl.constexpr):
 
 
 @triton.jit
-def _half_scale(codes, HALF: tl.constexpr, BN: tl.constexpr):
+def half_scale(codes, HALF: tl.constexpr, BN: tl.constexpr):
     """bf16 scales `[BN, 16]` of a tile's words 0..15 (codes in the low bytes) or 16..31 (high)."""
     bits = (codes << 4) & 0xFF0 if HALF == 0 else (codes >> 4) & 0xFF0
     scale = (bits + 30336).to(tl.bfloat16, bitcast=True)
@@ -84,7 +84,7 @@ def _half_scale(codes, HALF: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _whole_tile(low, high, scale_low, scale_high, BN: tl.constexpr, ASM: tl.constexpr):
+def whole_tile(low, high, scale_low, scale_high, BN: tl.constexpr, ASM: tl.constexpr):
     """A tile's weights `[BN, 128]` in the order of summation: slot, half, word."""
     a0 = unpack_slot(low, 0, ASM) * scale_low
     b0 = unpack_slot(high, 0, ASM) * scale_high
@@ -98,6 +98,18 @@ def _whole_tile(low, high, scale_low, scale_high, BN: tl.constexpr, ASM: tl.cons
     odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     both = tl.join(even, odd)  # [BN, 16, half, slot // 2, slot % 2]
     return both.permute(0, 3, 4, 2, 1).reshape(BN, 128)
+
+
+@triton.jit
+def column_of(place):
+    """Which column of a step's 128 is summed at `place`."""
+    return 16 * ((place // 4) % 8) + 4 * (place // 32) + place % 4
+
+
+@triton.jit
+def place_of(column):
+    """Where a column of a step's 128 is summed."""
+    return 32 * ((column // 4) % 4) + 4 * (column // 16) + column % 4
 
 
 @triton.jit
@@ -117,6 +129,7 @@ def dot_nvfp4(
     FORM: tl.constexpr,
     UNROLL: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ARRANGED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """fp32 `[BN, BM]` over steps `first` to `last` of K, without the factor 128 * global.
@@ -124,7 +137,8 @@ def dot_nvfp4(
     `words` and `codes` point at the first of BN/64 row tiles; input row i starts at `x +
     x_rows[i]`. Forms of the same sum: 0, eight small products a step (few rows); 1, one product
     with the weights in registers; 2, one with the weights in shared memory (many rows). UNROLL
-    steps share a turn of the loop in form 0; it must divide the number of steps.
+    steps share a turn of the loop in form 0; it must divide the number of steps. ARRANGED (forms
+    1 and 2): `x` lies in the order of summation, see `arranged`.
     """
     rn = tl.arange(0, BN)
     rc = tl.arange(0, 16)
@@ -141,8 +155,8 @@ def dot_nvfp4(
                 low = tl.load(w_ptrs + sub * 2048)
                 high = tl.load(w_ptrs + (sub * 2048 + 1024))
                 code = tl.load(s_ptrs + sub * 256)
-                scale_low = _half_scale(code, 0, BN)
-                scale_high = _half_scale(code, 1, BN)
+                scale_low = half_scale(code, 0, BN)
+                scale_high = half_scale(code, 1, BN)
                 for slot in tl.static_range(4):
                     at = sub * 128 + 4 * slot
                     mask = x_mask[None, :]
@@ -160,7 +174,7 @@ def dot_nvfp4(
             x += UNROLL * 128
         return acc
     rk = tl.arange(0, 128)
-    columns = 16 * ((rk // 4) % 8) + 4 * (rk // 32) + rk % 4
+    columns = rk if ARRANGED else column_of(rk)
     offsets = x_rows[None, :] + columns[:, None]
     if FORM == 2:
         acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -172,60 +186,12 @@ def dot_nvfp4(
         if not EVEN_K:
             mask = mask & (step * 128 + columns < num_columns)[:, None]
         part = tl.load(x + offsets, mask=mask, other=0.0)
-        weights = _whole_tile(
-            low, high, _half_scale(code, 0, BN), _half_scale(code, 1, BN), BN, ASM
-        )
+        weights = whole_tile(low, high, half_scale(code, 0, BN), half_scale(code, 1, BN), BN, ASM)
         acc = tl.dot(part.T, weights.T, acc) if FORM == 2 else tl.dot(weights, part, acc)
         w_ptrs += 2048
         s_ptrs += 256
         x += 128
     return acc.T if FORM == 2 else acc
-
-
-@triton.jit
-def dot_expanded(
-    weight, x, x_rows, x_mask, first, last, total_steps, num_columns,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """`dot_nvfp4` on weights that `expand_kernel` has written out: BN rows of bf16."""
-    rn = tl.arange(0, BN)
-    rk = tl.arange(0, 64)
-    columns = 16 * ((rk // 4) % 8) + 4 * (rk // 32) + rk % 4
-    offsets = x_rows[None, :] + columns[:, None]
-    w_ptrs = weight + (rn * (total_steps * 128) + first * 128)[:, None] + rk[None, :]
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
-    for step in tl.range(first * 2, last * 2, num_stages=STAGES):
-        base = (step // 2) * 128 + (step % 2) * 8
-        mask = x_mask[None, :]
-        if not EVEN_K:
-            mask = mask & (base + columns < num_columns)[:, None]
-        part = tl.load(x + base + offsets, mask=mask, other=0.0)
-        acc = tl.dot(tl.load(w_ptrs), part, acc)
-        w_ptrs += 64
-    return acc
-
-
-@triton.jit
-def expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
-    """One tile as bf16 without its global, its columns in the order of summation."""
-    await_previous(ASM)
-    step = tl.program_id(0)
-    row_tile = tl.program_id(1).to(tl.int64)
-    rn = tl.arange(0, 64)
-    tile = row_tile * total_steps + step
-    w_ptrs = words + tile * 2048 + (rn * 16)[:, None] + tl.arange(0, 16)[None, :]
-    code = tl.load(codes + tile * 256 + (rn * 4)[:, None] + tl.arange(0, 4)[None, :])
-    weights = _whole_tile(
-        tl.load(w_ptrs),
-        tl.load(w_ptrs + 1024),
-        _half_scale(code, 0, 64),
-        _half_scale(code, 1, 64),
-        64,
-        ASM,
-    )
-    row = (row_tile * 64 + rn) * (total_steps * 128) + step * 128
-    tl.store(out + row[:, None] + tl.arange(0, 128)[None, :], weights)
-    release_next(ASM)
 
 
 @triton.jit

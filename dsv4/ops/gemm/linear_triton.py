@@ -18,10 +18,8 @@ from dsv4.ops.device import (
     await_previous,
     device_reason,
     dot_bf16,
-    dot_expanded,
     dot_fp8,
     dot_nvfp4,
-    expand_kernel,
     finish_ranges,
     interpreting,
     launch_options,
@@ -31,6 +29,7 @@ from dsv4.ops.device import (
     workspace,
 )
 from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
+from dsv4.ops.many_rows_triton import arranged, arranges, dot_expanded, expand_kernel
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
@@ -42,7 +41,7 @@ def _range_sum(
     words, scales, tile, live_n, x, x_rows, live_m, first, last, total_steps, num_columns,
     FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr,
-    EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
+    EVEN_K: tl.constexpr, E8M0: tl.constexpr, ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sum over one range of K, whatever the format; `words` and `scales` are addresses."""
     row = tile.to(tl.int64) * BN
@@ -51,13 +50,13 @@ def _range_sum(
         s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
         acc = dot_nvfp4(
             tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, x_rows, live_m, first, last,
-            total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+            total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
         )  # fmt: skip
     elif FORMAT == 3:
         w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
         acc = dot_expanded(
             tl.multiple_of(w, 64), x, x_rows, live_m, first, last, total_steps, num_columns,
-            BN, BM, STAGES, EVEN_K,
+            BN, BM, STAGES, EVEN_K, ARRANGED,
         )  # fmt: skip
     elif FORMAT == 1:
         w = tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
@@ -84,7 +83,7 @@ def _linear_kernel(
     NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
-    E8M0: tl.constexpr, ASM: tl.constexpr,
+    E8M0: tl.constexpr, ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
     when matrix i has fp32 results."""
@@ -116,7 +115,7 @@ def _linear_kernel(
         total = _range_sum(
             words_at, scales_at, tile, live_n, x, x_rows, live_m, split * per_range,
             tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
-            FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ASM,
+            FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
         )  # fmt: skip
         if count > 1:
             release_next(ASM)
@@ -130,7 +129,7 @@ def _linear_kernel(
             part = _range_sum(
                 words_at, scales_at, tile, live_n, x, x_rows, live_m, index * per_range,
                 tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-                FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ASM,
+                FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
             )  # fmt: skip
             total = total + part
     release_next(ASM)
@@ -231,13 +230,16 @@ def run(x, weights, out_dtypes):
         for weight, dtype in zip(weights, out_dtypes, strict=True)
     ]
     order = sorted(range(len(weights)), key=lambda i: launch_key(weights[i]))
-    for _, same in groupby(order, key=lambda i: launch_key(weights[i])):
+    for key, same in groupby(order, key=lambda i: launch_key(weights[i])):
         indices = list(same)
+        ready = key[0] == NVFP4 and arranges(*x.shape)
+        rows = arranged(x) if ready else x
         # there is one workspace to expand into
         most = 1 if _expands(x.shape[0], x.shape[1], None) else MAX_MATRICES
         for start in range(0, len(indices), most):
             chosen = indices[start : start + most]
-            launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
+            part = [weights[i] for i in chosen], [outs[i] for i in chosen]
+            launch(rows, *part, is_arranged=ready)
     return outs
 
 
@@ -249,9 +251,11 @@ def launch_key(weight) -> tuple[int, int, bool]:
     return fmt, 0, False
 
 
-def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> None:
+def launch(
+    x, weights, outs, *, num_groups=1, config=None, parallel=None, is_arranged=False
+) -> None:
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
-    weight rows reads its own k columns."""
+    weight rows reads its own k columns. `is_arranged`: x comes from `arranged`."""
     fmt, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
@@ -309,6 +313,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None) -> Non
         UNROLL=config.unroll if even else 1,
         EVEN_K=columns % 128 == 0,
         E8M0=e8m0,
+        ARRANGED=is_arranged,
         ASM=not interpreting(),
         **launch_options(config.num_warps),
     )

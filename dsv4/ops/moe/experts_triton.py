@@ -22,10 +22,12 @@ from dsv4.ops.device import (
     finish_ranges,
     interpreting,
     launch_options,
+    place_of,
     release_next,
     workspace,
 )
 from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.many_rows_triton import arranged, arranges
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.router_triton import choose_place
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
@@ -72,7 +74,7 @@ def _range_sums(
     words, scales, x, x_rows, live, total_steps, num_columns, split,
     K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BN, BM]`: range `split` of K with one token, else all ranges, in order."""
     words = tl.multiple_of(words, 64)
@@ -80,21 +82,21 @@ def _range_sums(
     if K_RANGES == 1:
         return dot_nvfp4(
             words, scales, x, x_rows, live, 0, total_steps, total_steps, num_columns,
-            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
         )  # fmt: skip
     per_range = tl.cdiv(total_steps, K_RANGES)
     if DIRECT:
         return dot_nvfp4(
             words, scales, x, x_rows, live, split * per_range,
             tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
-            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
         )  # fmt: skip
     total = tl.zeros((BN, BM), dtype=tl.float32)
     for index in tl.static_range(K_RANGES):
         total += dot_nvfp4(
             words, scales, x, x_rows, live, index * per_range,
             tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
         )  # fmt: skip
     return total
 
@@ -109,7 +111,7 @@ def _up_kernel(
     UNROLL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, DIRECT: tl.constexpr, SELECT: tl.constexpr, RANGES: tl.constexpr,
     CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`shared_*` are distances in elements from the routed experts' tensors. SELECT: one token,
     whose expert a program finds in the gate's logits itself and leaves for the next kernel."""
@@ -148,7 +150,7 @@ def _up_kernel(
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     acc = _range_sums(
         words + word_at, scales + scale_at, x, token * x_stride, live, total_steps, size,
-        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
     )  # fmt: skip
     release_next(ASM)
     last_column = inner
@@ -173,6 +175,8 @@ def _up_kernel(
             result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
     mask = (column < last_column)[:, None] & live[None, :]
+    if ARRANGED:  # for the next kernel
+        column = column // 128 * 128 + place_of(column % 128)
     out = z + rows.to(tl.int64)[None, :] * inner + column[:, None]
     tl.store(out, result.to(tl.bfloat16), mask=mask)
 
@@ -185,7 +189,7 @@ def _down_kernel(
     total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     UNROLL: tl.constexpr, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     await_previous(ASM)
     n_tile = tl.program_id(0)
@@ -205,7 +209,7 @@ def _down_kernel(
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     acc = _range_sums(
         words + word_at, scales + scale_at, z, rows * inner, live, total_steps, inner,
-        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ASM,
+        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
     )  # fmt: skip
     release_next(ASM)
     column = n_tile * BN + tl.arange(0, BN)
@@ -316,7 +320,9 @@ def launch(
     y = torch.empty_like(x)
     tiles = _table(table, experts)
     counts = (num_tokens, num_pairs, chosen)
-    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm}
+    ready = up.form > 0 and down.form > 0 and arranges(num_tokens, size) and inner % 128 == 0
+    rows = arranged(x) if ready else x
+    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm, "ARRANGED": ready}
     tile_count = num_routed + shared_tiles
     ranges, down_ranges = num_expert_ranges(w13), num_expert_ranges(w2)
     up_tiles, n_tiles = triton.cdiv(2 * inner, up.bn), triton.cdiv(size, down.bn)
@@ -326,7 +332,7 @@ def launch(
     partials = workspace(x.device, "partials", slots * most, torch.float32)
     counters = workspace(x.device, "counters", slots, torch.int32)
     _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
-        x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
+        rows, rows.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
         *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
         partials, counters, **_selection(select, x), K_RANGES=ranges,
         BN=up.bn, STAGES=up.num_stages, FORM=up.form, UNROLL=_unroll(up, w13),

@@ -13,7 +13,7 @@ FAMILIES = {
     "router": ("_gate_kernel", "_choose_kernel"),
     "linear": (
         "_linear_kernel", "expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
-        "_quantize_kernel",
+        "_quantize_kernel", "_arrange_kernel",
     ),
     "mhc": ("_update_kernel", "_mix_kernel"),
     "attention": ("_attend_kernel", "_merge_kernel"),
