@@ -17,7 +17,11 @@ OLDEST_TRITON = (3, 6)
 OLDEST_DRIVER = (12, 8)  # the CUDA version that knows sm_100
 
 # `auto` where products of few bits are native: the accuracy table in docs/numerics.md decides.
-NATIVE_AUTO: dict[str, Activations] = dict.fromkeys(GROUPS, "a16")
+NATIVE_AUTO: dict[str, Activations] = {
+    "attention": "a16",
+    "shared expert": "a8",
+    "routed experts": "a16",
+}
 
 # What the matrices of a stored format can be multiplied with; MXFP4 is cast to NVFP4 at load.
 SERVED: dict[StoredFormat, tuple[Activations, ...]] = {

@@ -127,6 +127,7 @@ def test_who_leaves_frees_the_engine(tiny: Server) -> None:
 
 def no_end(server: Server) -> dict[str, float]:
     """A bias against every marker that ends an answer."""
-    texts = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
+    names = ("end▁of▁sentence", "User", "Assistant", "begin▁of▁sentence", "latest_reminder")
+    texts = [f"<｜{name}｜>" for name in names]
     bodies = [{"prompt": text, "add_special_tokens": False} for text in texts]
     return {str(server.post("/tokenize", body).json()["tokens"][0]): -100.0 for body in bodies}
