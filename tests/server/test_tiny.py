@@ -112,9 +112,9 @@ def test_echo_equals_what_the_model_said(tiny: Server, client: OpenAI) -> None:
 
 
 def test_who_leaves_frees_the_engine(tiny: Server) -> None:
-    body = {"messages": ASK, "stream": True, "max_tokens": 5000, "temperature": 0}
+    body = {"prompt": "The river", "stream": True, "max_tokens": 5000, "temperature": 0}
     body["logit_bias"] = no_end(tiny)
-    path = "/v1/chat/completions"
+    path = "/v1/completions"
     with tiny.client() as client, client.stream("POST", path, json=body) as answer:
         next(answer.iter_lines())
         end = time.monotonic() + 20
