@@ -39,7 +39,7 @@ lint: $(VENV)/.installed-dev ## ruff, formatting, types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-test: lint ## lint, types and the tests that need no GPU (kernel compilation: make kernels)
+test: lint ## lint, types and the tests that need no GPU
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 fuzz: $(VENV)/.installed-dev ## throw damaged outputs at the chat parser for a minute
@@ -53,8 +53,8 @@ browser: $(VENV)/.installed-dev ## drive the web page in Chromium; screenshots g
 	  || $(BIN)/playwright install --with-deps chromium
 	@$(BIN)/python -m pytest -q -m browser tests/server/test_page.py
 
-kernels: $(VENV)/.installed-dev ## compile every Triton kernel for sm_90 and sm_100 and check the result
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m compile tests/ops/kernels
+kernels: $(VENV)/.installed-dev ## only the tests that compile kernels for sm_90 and sm_100 and look at the result
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "compile or not gpu" -k "compile or prompt" tests/ops/kernels tests/runner/test_kernels.py tests/runner/test_compile.py
 
 soak: $(VENV)/.installed-dev ## the engine for 20 minutes: thousands of random steps, then mixed traffic
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/test_engine_machine.py

@@ -8,11 +8,8 @@ import torch
 
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, pretend_cpu_is_a_gpu
 
-# outside their main loops; triton 3.6 and 3.9 differ by a few
-ALLOWED_RELOADS = {
-    "_attend_kernel": 240, "_linear_kernel": 16, "_filter_kernel": 16, "_mix_kernel": 4,
-    "_up_kernel": 4,
-}  # fmt: skip
+# in loops with matrix products where there are any, else anywhere; triton 3.6 and 3.9 differ
+ALLOWED_RELOADS = {"_attend_kernel": 240, "_filter_kernel": 40, "_mix_kernel": 4}
 
 
 @pytest.mark.compile
@@ -24,7 +21,8 @@ def test_steps_compile() -> None:
     for row in rows:
         check_limits(row, 10)
         most = ALLOWED_RELOADS.get(row["kernel"], 0)
-        assert row["reloads"] <= most, f"{row['case']} {row['kernel']}: {row['reloads']} reloads"
+        found = row["hot_reloads" if row["products"] else "reloads"]
+        assert found <= most, f"{row['case']} {row['kernel']}: {found} reloads"
 
 
 def launches(capability: int) -> Iterator[Launch]:

@@ -75,7 +75,7 @@ def launches(capability: int) -> Iterator[Launch]:
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_scaled_triton._shared = lambda *_: None  # two products of `linear`
-    experts_scaled_triton.route = lambda *_: some_route()  # `make kernels` compiles these two
+    experts_scaled_triton.route = lambda *_: some_route()  # test_weight_compile compiles these two
     experts_scaled_triton.combine = lambda *_: None
     for count in (8, 256):
         tokens = torch.zeros(count, 1024, dtype=bf16)

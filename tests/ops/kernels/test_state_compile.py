@@ -31,7 +31,6 @@ EXPECTED: dict[str, tuple[str, int]] = {
 }
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")

@@ -13,7 +13,6 @@ HOT = re.compile("decode|prefill")
 MATRIX = re.compile("HGMMA|HMMA|UTCHMMA|OMMA")
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
