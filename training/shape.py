@@ -126,7 +126,7 @@ LATER_FROM = 0.333
 LATER = {"facts": 1.8, "instructions": 1.9, "arithmetic": 1.3, "retrieval": 0.5, "repeat": 0.3}
 
 
-# the last leg: half of every step is computed with a mistake (mistakes.py), and words that change
+# the last legs: half of every step is computed with a mistake (canary.py), and words that change
 # have to be followed
 CANARY_FROM = 0.666
 UPDATES_SHARE = 0.2  # of the tokens in rows of 1024

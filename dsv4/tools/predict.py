@@ -66,7 +66,7 @@ GPUS = {
         "B200",
         8000.0,
         {"a16": 2250.0, "a8": 4500.0, "a4": 9000.0},
-        "NVIDIA Blackwell architecture brief, HGX B200 at 1000 W, dense",
+        "as published for HGX B200, dense, quoted at second hand",
     ),
 }
 

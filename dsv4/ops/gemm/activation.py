@@ -16,7 +16,7 @@ row with Inf or NaN has zero codes and a row scale of NaN: its results are NaN, 
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ from torch import Tensor
 from dsv4.errors import OptionError
 from dsv4.formats import e2m1, fp8
 from dsv4.formats.groups import expand
+from dsv4.formats.quantized import Activations
 from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
-Width = Literal["a16", "a8", "a4"]
 TOP = E2M1_MAX * E4M3_MAX
 SIXTH = 1.0 / E2M1_MAX
 SMALLEST_AMAX = 2.0**-100
@@ -116,7 +116,7 @@ def quantize_rows(x: Tensor) -> Fp4Rows:
     return result
 
 
-def rounded(x: Tensor, width: Width) -> Tensor:
+def rounded(x: Tensor, width: Activations) -> Tensor:
     """`[..., K]` as the multiplication sees it: unchanged for a16, else float32."""
     if width == "a16":
         return x

@@ -346,10 +346,6 @@ def _scale(weight):
     return weight if isinstance(weight, torch.Tensor) else weight.scale
 
 
-def _part_rows(weight) -> int:
-    return weight.rows // weight.global_scale.shape[-1] if isinstance(weight, TiledNvfp4) else 1
-
-
 def _factor(weight):
     return weight.global_scale if isinstance(weight, TiledNvfp4) else _scale(weight)
 
