@@ -16,17 +16,18 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.indexer import Indexer
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
-from dsv4.ops.attention.attention import Compressed, attention
+from dsv4.ops.attention.attention import ATTEND, Compressed, attention
 from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
 from dsv4.ops.gemm.grouped_linear import grouped_linear
-from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.gemm.linear import linear, linear_multi, linear_parts
 from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.kv_store import kv_store
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.kv.prepare import STATE_PREPARE
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.op import Arguments
+from dsv4.ops.parts import Parts
 from dsv4.parallel import Shard
 
 
@@ -69,7 +70,7 @@ class Attention:
         if ratio == 4:
             self.indexer = Indexer(config, self.frequencies, weights.under("indexer."))
 
-    def __call__(self, x: Tensor, step: StepInputs, state: LayerState) -> Tensor:
+    def __call__(self, x: Tensor, step: StepInputs, state: LayerState) -> Tensor | Parts:
         """`x` `[tokens, hidden]`, normalised -> `[tokens, hidden]`; writes the layer's state."""
         batch = step.batch
         latent, kv, compressed_in, index_in = self._project_input(x)
@@ -86,22 +87,30 @@ class Attention:
             compressed = Compressed(state.entries, table, self.ratio, selected)
         else:
             q = linear(latent, self.wq_b).view(-1, self.num_heads, self.head_dim)
-            q = query_prepare(q, batch.positions, self.frequencies, self.eps)
             if isinstance(state, HcaState):
                 compressed = Compressed(state.entries, table, self.ratio, None)
-        out = attention(
-            q,
-            self.sink,
-            state.window,
-            step.window_table,
-            compressed,
-            batch,
-            self.window,
-            self.frequencies,
-        )
-        return linear(
-            grouped_linear(out.view(x.shape[0], self.num_groups, -1), self.wo_a), self.wo_b
-        )
+        places: Arguments = {
+            "sink": self.sink,
+            "pool": state.window,
+            "table": step.window_table,
+            "compressed": compressed,
+            "batch": batch,
+            "window": self.window,
+            "frequencies": self.frequencies,
+        }
+        out = self._attend(q, places, is_prepared=self.indexer is not None)
+        grouped = grouped_linear(out.view(x.shape[0], self.num_groups, -1), self.wo_a)
+        return linear_parts(grouped, self.wo_b)
+
+    def _attend(self, q: Tensor, places: Arguments, *, is_prepared: bool) -> Tensor:
+        if is_prepared:
+            return attention(q, **places)
+        together = {"q": q, "eps": self.eps, **places}
+        if ATTEND.accepts(q.device, together):
+            fused: Tensor = ATTEND.run(together)
+            return fused
+        positions = places["batch"].positions
+        return attention(query_prepare(q, positions, self.frequencies, self.eps), **places)
 
     def _prepare_state(
         self,

@@ -7,6 +7,7 @@ from dsv4.model.weights import Weights
 from dsv4.ops.moe.experts import MOE, experts_ffn
 from dsv4.ops.moe.router import router
 from dsv4.ops.op import Arguments
+from dsv4.ops.parts import Parts
 
 
 class MoE:
@@ -23,7 +24,7 @@ class MoE:
         self.shared_w13 = weights.take("shared_experts.w13")
         self.shared_w2 = weights.take("shared_experts.w2")
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor | Parts:
         choice: Arguments = {
             "x": x,
             "gate": self.gate,
@@ -42,7 +43,7 @@ class MoE:
         }
         together = {"router": choice, "experts": matrices}
         if MOE.accepts(x.device, together):
-            fused: Tensor = MOE.run(together)
+            fused: Parts = MOE.run(together)
             return fused
         experts, weights = router(**choice)
         return experts_ffn(x, experts, weights, **matrices)

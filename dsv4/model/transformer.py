@@ -22,6 +22,7 @@ from dsv4.model.weights import Weights
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
+from dsv4.ops.parts import Parts
 from dsv4.parallel import Shard
 
 
@@ -60,7 +61,7 @@ class Transformer:
         """Logits fp32 `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
         streams = embed(step.token_ids, self.embedding, self.config.hc_mult, self.dtype)
         x, post, comb = mhc_pre(streams, self.blocks[0].attention_site)
-        y = x
+        y: Tensor | Parts = x
         for layer, block in enumerate(self.blocks):
             if layer > 0:
                 streams, x, post, comb = mhc_boundary(streams, y, post, comb, block.attention_site)

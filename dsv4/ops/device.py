@@ -311,6 +311,16 @@ def finish_ranges(
 
 
 @triton.jit
+def times_rounded(x, factor, ASM: tl.constexpr):
+    """fp32 `x * factor`, rounded even where an addition follows that it could be fused with."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return x * factor
+
+
+@triton.jit
 def select_matrix(values, firsts, pid, NUM: tl.constexpr):
     """The value of the matrix whose programs start at the last of `firsts` up to `pid`."""
     chosen = values[0]

@@ -1,5 +1,6 @@
 """A name or folder becomes a model: config, checkpoint, weights under canonical names."""
 
+import ctypes
 import logging
 import os
 import time
@@ -12,7 +13,7 @@ import torch
 
 from dsv4.checkpoint.reader import Checkpoint, Selection, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import CapacityError
+from dsv4.errors import CapacityError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
@@ -80,13 +81,21 @@ def find_gpu(device: str) -> Gpu | None:
     """What decides about native products of few bits, or None for a CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
-    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     numbers = metadata.version("triton").split(".")
     return Gpu(
         torch.cuda.get_device_capability("cuda" if device == "auto" else device),
         (int(numbers[0]), int(numbers[1])),
-        (number // 1000, number % 1000 // 10),
+        driver_version(),
     )
+
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA that the installed driver knows, asked of the driver itself."""
+    number = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    if status != 0:
+        raise KernelError(f"the CUDA driver does not tell its version (status {status})")
+    return number.value // 1000, number.value % 1000 // 10
 
 
 def tell_activations(checkpoint: Checkpoint, asked: str, gpu: Gpu | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4.formats.entry import kv_entry
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 
 KEY_TILE = 32
@@ -176,6 +176,9 @@ OP = Op(
     cases,
     kernels=(Kernel("dsv4.ops.attention.attention_triton"),),
 )
+
+# queries straight from their matrix, where few of them attend
+ATTEND = Fusion(("query_prepare", "attention"), Kernel("dsv4.ops.attention.attend_triton"))
 
 
 def attention(

@@ -15,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.merge_triton import FEW_TILES, finish_piece, merge_here, merge_tiles
+from dsv4.ops.attention.query_triton import prepare_heads
 from dsv4.ops.attention.tiles_triton import (
     BT,
     LOG2E,
     dot,
+    finish_piece,
+    merge_tiles,
     piece_first,
     piece_width,
     pieces,
@@ -44,22 +46,21 @@ from dsv4.ops.kv.entry_triton import (
     pool_tensors,
 )
 
-FEW = 600  # up to this many programs each takes one tile
-TYPICAL = 16  # more tiles than this do not keep tiles from running in parallel
+MOST_PARALLEL = 600  # programs of 64 heads with one tile each: their sums take 78 MB
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _attend_kernel(
-    q, sink, out, acc_out, stat_out, counters, positions, seq_idx, selected, num_selected,
+    raw, q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
-    frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale,
+    frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale, eps,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr, SELECTED: tl.constexpr,
+    COUNT: tl.constexpr, SPLIT: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
     C_ENTRIES: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Items are (tile if SPLIT, token, block of heads), the last fastest. JOIN: the last program
-    to finish a tile merges all."""
+    """Items are (tile if SPLIT, token, block of heads), the last fastest. PREPARE: queries are
+    made of `raw` first; programs of the same heads all write the same."""
     start_dependents(ASM)
     blocks = tl.cdiv(num_heads, BH)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -72,6 +73,12 @@ def _attend_kernel(
         tiles = WT + tl.cdiv(visible, BT)
         tile = item // blocks // num_tokens
         if (not SPLIT) or tile < tiles:
+            if PREPARE:
+                prepare_heads(
+                    raw, q, positions, frequencies, eps, num_heads, row, item % blocks,
+                    BH, DIM, DIM, ROPE,
+                )  # fmt: skip
+                tl.debug_barrier()  # what other threads wrote is read below
             q_at = (row * num_heads + head)[:, None] * DIM
             queries = ()
             for i in tl.static_range(COUNT):
@@ -86,7 +93,7 @@ def _attend_kernel(
             if SPLIT:
                 keys, weights, part, top = tile_weights(
                     queries, slot, present, tile < WT, w_data, w_tail, w_scale, c_data, c_tail,
-                    c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT,
+                    c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
                 )  # fmt: skip
                 at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
                 tl.store(stat_out + at * 2, top, mask=live)
@@ -97,15 +104,6 @@ def _attend_kernel(
                     acc = dot(weights, keys[i], zero, MT)
                     acc_at = at[:, None] * DIM + channel[None, :]
                     tl.store(acc_out + acc_at, acc, mask=live[:, None])
-                if JOIN:
-                    tl.debug_barrier()  # every thread's part is written before the count goes up
-                    counter = counters + (item % (blocks * num_tokens))
-                    if tl.atomic_add(counter, 1, sem="acq_rel") == tiles - 1:
-                        merge_here(
-                            acc_out, stat_out, sink, out, q_at, row, head, live, position,
-                            frequencies, tiles, num_tokens, num_heads, COUNT, BH, DIM, ROPE,
-                        )  # fmt: skip
-                        tl.store(counter, 0)
             else:
                 best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
                 total = tl.full((BH,), 1.0, tl.float32)
@@ -119,7 +117,7 @@ def _attend_kernel(
                     )  # fmt: skip
                     keys, weights, part, top = tile_weights(
                         queries, slot, present, step < WT, w_data, w_tail, w_scale, c_data,
-                        c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT,
+                        c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
                     )  # fmt: skip
                     new_best = tl.maximum(best, top)
                     old_share = tl.exp2(best - new_best)
@@ -167,15 +165,27 @@ def has_tensor_memory() -> bool:
 def choose_config(
     num_tokens: int, num_heads: int, num_tiles: int, narrow: bool, few_heads: bool = False
 ) -> Config:
-    """Whether tiles run in parallel changes no bit of the result; the number of heads does.
+    """None of this changes a bit of the result. `few_heads`: 64 heads do not fit.
 
-    Programs of 16 heads multiply with `mma.sync`, which takes 8-bit keys in another order than
-    the `wgmma` of 64 heads does. So the heads follow from the model and the GPU, never the batch.
+    The figures are microseconds measured on an H200 (docs/LOG.md): of a program with one tile, or
+    of one that walks tiles, each for as many programs as run at once.
     """
-    split = num_tokens * triton.cdiv(num_heads, 64) * min(num_tiles, TYPICAL) <= FEW
-    if not narrow:
-        return Config(16, split, 4, 1)
-    return Config(16 if few_heads or num_heads <= 16 else 64, split, 8, 2)
+    rooms = num_tokens * triton.cdiv(num_heads, 64) * num_tiles
+    if few_heads or not narrow or num_heads <= 16:
+        return Config(16, rooms <= MOST_PARALLEL, 8 if narrow else 4, 2 if narrow else 1)
+    forms = {
+        Config(16, False, 4, 2): (264, 4.0 * num_tiles + 4),
+        Config(64, False, 8, 2): (132, 6.5 * num_tiles + 4),
+    }
+    if rooms <= MOST_PARALLEL:
+        forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 2): (132, 17.0)}
+
+    def cost(config: Config) -> float:
+        at_once, each = forms[config]
+        blocks = num_tokens * triton.cdiv(num_heads, config.heads)
+        return each * triton.cdiv(blocks * (num_tiles if config.split else 1), at_once)
+
+    return min(forms, key=cost)
 
 
 def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
@@ -204,24 +214,44 @@ def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> st
     return device_reason(q.device) or index_tensors_reason(**tensors)
 
 
+def _is_narrow(q, pool) -> bool:
+    return q.dtype == torch.bfloat16 and pool_format(pool) != FP32
+
+
+def _most_entries(compressed) -> int:
+    """That any query sees of the compressed ones."""
+    if compressed is None:
+        return 0
+    if compressed.selected is not None:
+        return compressed.selected.shape[1]
+    return compressed.table.shape[1] * compressed.pool.page_entries
+
+
+def config_of(q, pool, compressed, window) -> Config:
+    num_tiles = triton.cdiv(window, BT) + triton.cdiv(_most_entries(compressed), BT)
+    return choose_config(
+        q.shape[0], q.shape[1], num_tiles, _is_narrow(q, pool), has_tensor_memory()
+    )
+
+
 def _parts(pool):
     """data, tail and the scale bytes of an entry as one integer."""
     data, tail, scale = pool_tensors(pool)
     return data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data
 
 
-def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None):
+def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None, eps=None):
+    """With `eps` the queries are as they come from their matrix, and `query_prepare` is part."""
     tokens, heads, dim = q.shape
     constants = pool_constants(pool)
     other = pool if compressed is None else compressed.pool
     other_table = table if compressed is None else compressed.table
     selected = None if compressed is None else compressed.selected
-    most = 0
-    if compressed is not None:
-        most = other_table.shape[1] * other.page_entries if selected is None else selected.shape[1]
+    most = _most_entries(compressed)
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
-    narrow = q.dtype == torch.bfloat16 and pool_format(pool) != FP32
-    config = config or choose_config(tokens, heads, num_tiles, narrow, has_tensor_memory())
+    narrow = _is_narrow(q, pool)
+    config = config or config_of(q, pool, compressed, window)
+    ready = q if eps is None else workspace(q.device, "prepared", q.numel(), q.dtype)
     out = torch.empty_like(q)
     blocks = triton.cdiv(heads, config.heads)
     items = tokens * blocks * (num_tiles if config.split else 1)
@@ -229,16 +259,14 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
-    join = config.split and num_tiles <= FEW_TILES
-    counters = workspace(q.device, "counters", tokens * blocks if join else 1, torch.int32)
     mt = tl.float32 if not narrow else (tl.float16 if pool_format(pool) == FP8 else tl.bfloat16)
     _attend_kernel[(programs,)](
         q,
+        ready,
         sink,
         out,
         acc,
         stats,
-        counters,
         batch.positions,
         batch.seq_idx,
         batch.positions if selected is None else selected,
@@ -256,11 +284,12 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         window,
         1 if compressed is None else compressed.ratio,
         dim**-0.5 * LOG2E.value,
+        0.0 if eps is None else eps,
         **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
         ROPE=2 * frequencies.shape[0],
         COUNT=len(pieces(dim, 2 * frequencies.shape[0])),
         SPLIT=config.split,
-        JOIN=join,
+        PREPARE=eps is not None,
         SELECTED=selected is not None,
         BH=config.heads,
         BT=BT,
@@ -272,7 +301,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         ASM=not interpreting(),
         **launch_options(config.num_warps),
     )
-    if config.split and not join:
+    if config.split:
         merge_tiles(
             q,
             sink,

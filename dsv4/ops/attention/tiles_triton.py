@@ -1,13 +1,16 @@
 # mypy: ignore-errors
-"""Device code of `attention`: where the entries of a tile lie, and the softmax of one tile."""
+"""What `attention` does with a tile: where its entries lie, its softmax; and how tiles that ran in
+parallel become one result, in ascending order from the sink on, by a program for each head."""
 
 import triton
 import triton.language as tl
 
-from dsv4.ops.kv.entry_triton import append, power_of_two
+from dsv4.ops.device import interpreting, launch_options, start_dependents
+from dsv4.ops.kv.entry_triton import append, power_of_two, rope_tile
 
 BT = 64  # entries of a tile; changing it changes bits
 LOG2E = tl.constexpr(1.4426950408889634)
+AHEAD = tl.constexpr(8)  # tiles that are merged together
 
 
 @triton.constexpr_function
@@ -34,9 +37,21 @@ def piece_first(dim, rope_dim, index):
 
 
 @triton.jit
+def _times(k, factor, ASM: tl.constexpr):
+    """`k * factor` in fp16. The compiler sees no 8-bit number behind an opaque instruction and
+    takes channels in the order of 16-bit ones, as it does for products of 64 heads."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [k, factor.broadcast_to(k.shape)],
+            dtype=tl.float16, is_pure=False, pack=2,
+        )  # fmt: skip
+    return k * factor
+
+
+@triton.jit
 def load_piece(
     data, tail, scales, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-    NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr,
+    NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT.
 
@@ -51,7 +66,8 @@ def load_piece(
         code = tl.load(data + slot[:, None] * NOPE + channel)
         GROUP: tl.constexpr = FIRST // 64
         factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
-        k = code.to(tl.float8e4nv, bitcast=True).to(MT) * factor
+        k = code.to(tl.float8e4nv, bitcast=True).to(MT)
+        k = _times(k, factor, ASM and tl.float16 == MT)
     return k
 
 
@@ -102,7 +118,7 @@ def tile_slots(
 def tile_weights(
     queries, slot, present, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale, qk_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
+    COUNT: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Softmax of one tile: its entries by piece, weights, their sum `[BH]`, maximum."""
     data = tl.where(in_window, w_data, c_data)
@@ -114,7 +130,7 @@ def tile_weights(
     for i in tl.static_range(COUNT):  # all before the first product: one wait for shared memory
         k = load_piece(
             data, tail, scales, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
-            FORMAT, NOPE, DIM, MT,
+            FORMAT, NOPE, DIM, MT, ASM and BH == 16,
         )  # fmt: skip
         keys = append(keys, k)
     scores = tl.zeros((BH, BT), tl.float32)
@@ -126,3 +142,80 @@ def tile_weights(
     ones = tl.full((BT, 16), 1.0, MT)
     total = tl.max(dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
     return keys, weights, total, top
+
+
+@triton.jit
+def finish_piece(
+    acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Divide by the sum of weights, rotate back where channels are rotated, store."""
+    x = (acc * scale[:, None]).to(out.dtype.element_ty)
+    if FIRST >= DIM - ROPE:
+        table = frequencies + (FIRST - (DIM - ROPE)) // 2
+        x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, 0, WIDTH, WIDTH)
+    channel = FIRST + tl.arange(0, WIDTH)
+    tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "most"])
+def _merge_kernel(
+    sums, stats, sink, out, positions, frequencies, num_tokens, num_heads, most, ratio,
+    DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, BT: tl.constexpr,
+    WT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    start_dependents(ASM)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int32)
+    visible = tl.minimum((position + 1) // ratio, most)
+    num_tiles = WT + tl.cdiv(visible, BT)
+    channel = tl.arange(0, PAD)
+    live = channel < DIM
+    best = tl.load(sink + head).to(tl.float32) * LOG2E
+    total = best * 0.0 + 1.0
+    acc = tl.zeros((PAD,), tl.float32)
+    for first in tl.range(0, num_tiles, AHEAD):
+        tops = ()
+        parts = ()
+        found = ()
+        for i in tl.static_range(AHEAD):  # in flight together; a tile too many changes nothing
+            there = first + i < num_tiles
+            at = ((first + i) * num_tokens + row) * num_heads + head
+            tops = append(tops, tl.load(stats + at * 2, mask=there, other=float("-inf")))
+            parts = append(parts, tl.load(stats + at * 2 + 1, mask=there, other=0.0))
+            found = append(found, tl.load(sums + at * DIM + channel, mask=live & there, other=0.0))
+        for i in tl.static_range(AHEAD):
+            new_best = tl.maximum(best, tops[i])
+            old_share = tl.exp2(best - new_best)
+            new_share = tl.exp2(tops[i] - new_best)
+            total = tl.fma(parts[i], new_share, total * old_share)
+            acc = tl.fma(found[i], new_share, acc * old_share)
+            best = new_best
+    x = (acc * (1.0 / total)).to(out.dtype.element_ty).to(tl.float32)[None, :]
+    x = rope_tile(x, position, frequencies, -1.0, 1, DIM - ROPE, DIM, PAD)
+    at = (row * num_heads + head) * DIM + channel[None, :]
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=live[None, :])
+
+
+def merge_tiles(q, sink, out, sums, stats, positions, frequencies, window, most, ratio) -> None:
+    tokens, heads, dim = q.shape
+    _merge_kernel[(tokens, heads)](
+        sums,
+        stats,
+        sink,
+        out,
+        positions,
+        frequencies,
+        tokens,
+        heads,
+        most,
+        ratio,
+        DIM=dim,
+        PAD=triton.next_power_of_2(dim),
+        ROPE=2 * frequencies.shape[0],
+        BT=BT,
+        WT=triton.cdiv(window, BT),
+        ASM=not interpreting(),
+        **launch_options(max(1, min(4, triton.next_power_of_2(dim) // 128))),
+    )

@@ -33,7 +33,7 @@ from dsv4.ops.many_rows_triton import arranged, arranges, dot_expanded, expand_k
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
-EXPAND_ROWS, EXPAND_COLUMNS = 1024, 2048  # from here on NVFP4 weights become bf16 first
+EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights become bf16 first
 
 
 @triton.jit
@@ -83,11 +83,21 @@ def _linear_kernel(
     NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
-    E8M0: tl.constexpr, ARRANGED: tl.constexpr, ASM: tl.constexpr,
+    E8M0: tl.constexpr, ARRANGED: tl.constexpr, SWIZZLE: tl.constexpr, TO_PARTS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
-    when matrix i has fp32 results."""
+    when matrix i has fp32 results. SWIZZLE row tiles run side by side, for the cache's sake.
+    TO_PARTS: ranges are stored one by one, times 128, for `Parts`."""
     pid = tl.program_id(0)
+    m_tile = tl.program_id(1)
+    if SWIZZLE > 1:
+        width = tl.num_programs(0) * SWIZZLE
+        place = m_tile * tl.num_programs(0) + pid
+        first_m = place // width * SWIZZLE
+        side = tl.minimum(tl.num_programs(1) - first_m, SWIZZLE)
+        m_tile = first_m + place % width % side
+        pid = place % width // side
     size = select_matrix(sizes, firsts, pid, NUM)
     count = select_matrix(ranges, firsts, pid, NUM)
     per_range = select_matrix(range_steps, firsts, pid, NUM)
@@ -100,7 +110,7 @@ def _linear_kernel(
     scales_at = select_matrix(scales, firsts, pid, NUM)
     rn = tile * BN + tl.arange(0, BN)
     live_n = rn < size
-    rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    rm = m_tile * BM + tl.arange(0, BM)
     live_m = rm < num_rows
     group = (tile * BN) // group_rows
     x_rows = rm * x_stride + group * num_columns
@@ -117,9 +127,9 @@ def _linear_kernel(
             tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
             FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
         )  # fmt: skip
-        if count > 1:
+        if (not TO_PARTS) and count > 1:
             release_next(ASM)
-            slot = tl.program_id(1) * tl.num_programs(0) + pid - split
+            slot = m_tile * tl.num_programs(0) + pid - split
             total, is_last = finish_ranges(
                 total, live_m, partials, counters, slot, split, count, BN, BM
             )
@@ -133,13 +143,17 @@ def _linear_kernel(
             )  # fmt: skip
             total = total + part
     release_next(ASM)
-    if FORMAT == 0 or FORMAT == 3:
+    out_rows = rm.to(tl.int64)
+    if TO_PARTS:
+        total = total * 128.0
+        out_rows += split * num_rows
+    elif FORMAT == 0 or FORMAT == 3:
         total = total * factor[:, None]
     out = select_matrix(outs, firsts, pid, NUM)
     # allocations are aligned; said here because a cast from an integer does not know it
     out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
     out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
-    offsets = rm.to(tl.int64)[None, :] * size + rn[:, None]
+    offsets = out_rows[None, :] * size + rn[:, None]
     mask = (rn < tl.where(is_last, size, 0))[:, None] & live_m[None, :]
     if F32 == 0:
         tl.store(out_bf16 + offsets, total.to(tl.bfloat16), mask=mask)
@@ -166,7 +180,7 @@ class Config:
     unroll: int = 1
 
 
-def choose_config(num_rows: int, fmt: int) -> Config:
+def choose_config(num_rows: int, fmt: int, columns: int) -> Config:
     """Tile sizes; none of this changes a bit of the result."""
     if fmt == NVFP4:
         table = (
@@ -177,7 +191,7 @@ def choose_config(num_rows: int, fmt: int) -> Config:
         )
         last = Config(64, 128, 4, 3, 1)
     elif fmt == EXPANDED:
-        table, last = (), Config(128, 256, 8, 3)
+        table, last = (), Config(256, 128, 8, 4 if columns <= 2048 else 3)
     else:
         # FP8 starts at 16 rows: with 8, Triton takes the columns in another order
         table = (
@@ -234,10 +248,8 @@ def run(x, weights, out_dtypes):
         indices = list(same)
         ready = key[0] == NVFP4 and arranges(*x.shape)
         rows = arranged(x) if ready else x
-        # there is one workspace to expand into
-        most = 1 if _expands(x.shape[0], x.shape[1], None) else MAX_MATRICES
-        for start in range(0, len(indices), most):
-            chosen = indices[start : start + most]
+        for start in range(0, len(indices), MAX_MATRICES):
+            chosen = indices[start : start + MAX_MATRICES]
             part = [weights[i] for i in chosen], [outs[i] for i in chosen]
             launch(rows, *part, is_arranged=ready)
     return outs
@@ -252,28 +264,32 @@ def launch_key(weight) -> tuple[int, int, bool]:
 
 
 def launch(
-    x, weights, outs, *, num_groups=1, config=None, parallel=None, is_arranged=False
-) -> None:
+    x, weights, outs, *, num_groups=1, config=None, parallel=None, is_arranged=False,
+    to_parts=False,
+) -> None:  # fmt: skip
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
-    weight rows reads its own k columns. `is_arranged`: x comes from `arranged`."""
+    weight rows reads its own k columns. `is_arranged`: x comes from `arranged`. `to_parts`: outs
+    are fp32 `[ranges, rows, n]`."""
     fmt, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
     if fmt == NVFP4 and _expands(num_rows, columns, config):
-        fmt, data = EXPANDED, [_expand(w) for w in weights]
-    config = config or choose_config(num_rows, fmt)
+        fmt, data = EXPANDED, _expand(weights)
+    config = config or choose_config(num_rows, fmt, columns)
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows lie in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
     cuts = [num_ranges(*w.shape) for w in weights]
     if parallel is None:
-        parallel = m_tiles * sum(tiles) < 2 * 132 or all(count == 1 for count, _ in cuts)
+        # sums of many rows are more bytes than the weights: there only where processors idle
+        least = 100 if fmt == EXPANDED else 2 * 132
+        parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in cuts)
     programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, cuts, strict=True)]
     firsts = [sum(programs[:i]) for i in range(len(programs))]
     total = sum(programs)
     grid = (total, m_tiles)
-    split = parallel and any(count > 1 for count, _ in cuts)
+    split = parallel and not to_parts and any(count > 1 for count, _ in cuts)
     size = total * m_tiles if split else 1
     partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
     counters = workspace(x.device, "counters", size, torch.int32)
@@ -314,6 +330,8 @@ def launch(
         EVEN_K=columns % 128 == 0,
         E8M0=e8m0,
         ARRANGED=is_arranged,
+        SWIZZLE=8 if fmt == EXPANDED and not split else 1,
+        TO_PARTS=to_parts,
         ASM=not interpreting(),
         **launch_options(config.num_warps),
     )
@@ -325,15 +343,17 @@ def _expands(num_rows: int, columns: int, config: Config | None) -> bool:
     return num_rows >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
 
 
-def _expand(weight: TiledNvfp4) -> torch.Tensor:
+def _expand(weights: list[TiledNvfp4]) -> list[torch.Tensor]:
     """The weights as bf16 in a workspace; a launch with many rows reads each of them often."""
-    row_tiles, steps = weight.packed.shape[:2]
-    size = row_tiles * steps * TILE_ROWS * 128
-    out = workspace(weight.device, "expanded", size, torch.bfloat16)
-    expand_kernel[(steps, row_tiles)](
-        weight.packed, weight.scale, out, steps, ASM=not interpreting(), **launch_options(4)
-    )
-    return out
+    sizes = [4 * weight.packed.numel() for weight in weights]
+    room = workspace(weights[0].device, "expanded", sum(sizes), torch.bfloat16)
+    outs = list(room[: sum(sizes)].split(sizes))
+    for weight, out in zip(weights, outs, strict=True):
+        row_tiles, steps = weight.packed.shape[:2]
+        expand_kernel[(steps, row_tiles)](
+            weight.packed, weight.scale, out, steps, ASM=not interpreting(), **launch_options(4)
+        )
+    return outs
 
 
 def _data(weight):

@@ -53,8 +53,11 @@ def rope_tile(
     sine, cosine = sin_cos(position.to(tl.float32) * frequency)
     sine = sine * SIGN
     u, v = tl.split(x.reshape(R, PAD // 2, 2))
-    turned_u = u * cosine[None, :] - v * sine[None, :]
-    turned_v = v * cosine[None, :] + u * sine[None, :]
+    # spelled out: a compiler that may choose chooses differently from kernel to kernel
+    sine = sine[None, :].broadcast_to(R, PAD // 2)
+    cosine = cosine[None, :].broadcast_to(R, PAD // 2)
+    turned_u = tl.fma(u, cosine, -(v * sine))
+    turned_v = tl.fma(v, cosine, u * sine)
     u = tl.where(live[None, :], turned_u, u)
     v = tl.where(live[None, :], turned_v, v)
     return tl.join(u, v).reshape(R, PAD)

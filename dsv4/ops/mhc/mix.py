@@ -5,8 +5,9 @@
     mhc_head       the update after the last half-block, then the final collapse and norm
 
 The boundary is one op so that a kernel reads and writes the streams once between two
-half-blocks. Streams are `[tokens, streams, size]` in the activation dtype; coefficients stay
-fp32; the collapsed row is rounded to the activation dtype before its norm.
+half-blocks. What a half-block gave, `y`, may come in parts. Streams are `[tokens, streams, size]`
+in the activation dtype; coefficients stay fp32; the collapsed row is rounded to the activation
+dtype before its norm.
 """
 
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from dsv4.ops.norm.rms_norm import rms_norm_reference
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.parts import Parts
 from dsv4.ops.rows import matmul_rows, sigmoid, softmax
 
 
@@ -73,21 +75,22 @@ def mhc_pre_reference(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, T
     return _collapse(streams, pre + site.hc_eps, site), 2 * post, comb
 
 
-def mhc_update_reference(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def mhc_update_reference(streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> Tensor:
     """`X_k <- q_k y + sum_j M[j, k] X_j`: the first index of M is the source stream."""
+    y = y.total() if isinstance(y, Parts) else y
     mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
 def mhc_boundary_reference(
-    streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = mhc_update_reference(streams, y, post, comb)
     return (streams, *mhc_pre_reference(streams, site))
 
 
 def mhc_head_reference(
-    streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
 ) -> Tensor:
     streams = mhc_update_reference(streams, y, post, comb)
     weights = sigmoid(_mixing_logits(streams, site)) + site.hc_eps
@@ -107,20 +110,37 @@ def _random_site(generator: torch.Generator, n: int, size: int, head: bool) -> M
     )
 
 
+def _random_parts(
+    generator: torch.Generator, shape: tuple[int, int, int, int], factors: int, dtype: torch.dtype
+) -> Parts:
+    factor = torch.rand(factors, generator=generator) + 0.5 if factors else None
+    return Parts(torch.randn(shape, generator=generator), factor, dtype)
+
+
 def _cases(with_update: bool, head: bool) -> Iterable[Case]:
-    def build(tokens: int, n: int, size: int, dtype: torch.dtype, scale: float) -> Case:
+    def build(
+        tokens: int,
+        n: int,
+        size: int,
+        dtype: torch.dtype,
+        scale: float,
+        parts: tuple[int, int, int] | None = None,  # groups, ranges, factors
+    ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             streams = (torch.randn(tokens, n, size, generator=generator) * scale).to(dtype)
             arguments: Arguments = {"streams": streams}
             if with_update:
                 arguments["y"] = torch.randn(tokens, size, generator=generator).to(dtype)
+                if parts is not None:
+                    shape = (parts[0], parts[1], tokens, size)
+                    arguments["y"] = _random_parts(generator, shape, parts[2], dtype)
                 arguments["post"] = torch.rand(tokens, n, generator=generator) * 2
                 comb = torch.randn(tokens, n, n, generator=generator)
                 arguments["comb"] = sinkhorn(comb, 1e-6, 20)
             return {**arguments, "site": _random_site(generator, n, size, head)}
 
         tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-        name = f"{tokens}x{n}x{size} {dtype} x{scale}"
+        name = f"{tokens}x{n}x{size} {dtype} x{scale}" + (f" parts {parts}" if parts else "")
         return Case(name, make, tolerance, tolerance, small=size < 1000)
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -128,6 +148,10 @@ def _cases(with_update: bool, head: bool) -> Iterable[Case]:
         yield build(1, 4, 4096, dtype, 1.0)
         yield build(5, 3, 33, dtype, 200.0)
         yield build(0, 4, 64, dtype, 1.0)
+        if with_update:
+            yield build(1, 4, 64, dtype, 1.0, (1, 8, 1))
+            yield build(2, 4, 4096, dtype, 1.0, (7, 2, 0))
+            yield build(3, 3, 33, dtype, 1.0, (3, 1, 3))
 
 
 def pre_cases() -> Iterable[Case]:
@@ -184,7 +208,7 @@ def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
     )
 
 
-def _check_update(op: Op, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> None:
+def _check_update(op: Op, streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> None:
     tokens, n, size = streams.shape
     for name, tensor, expected in (
         ("y", y, (tokens, size)),
@@ -203,7 +227,7 @@ def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mhc_boundary(
-    streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> updated streams, then as `mhc_pre`."""
     _check(BOUNDARY, streams, site, head=False)
@@ -214,7 +238,9 @@ def mhc_boundary(
     return result
 
 
-def mhc_head(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, site: MixSite) -> Tensor:
+def mhc_head(
+    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
+) -> Tensor:
     """-> the normalised row the output head reads, `[tokens, size]`."""
     _check(HEAD, streams, site, head=True)
     _check_update(HEAD, streams, y, post, comb)

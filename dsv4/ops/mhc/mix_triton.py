@@ -21,6 +21,7 @@ from dsv4.ops.device import (
     workspace,
 )
 from dsv4.ops.kv.entry_triton import append
+from dsv4.ops.parts import Parts
 
 CHANNELS = 32
 GROUPS = 8
@@ -43,11 +44,31 @@ def _dot_exact(v, f, acc, DT: tl.constexpr):
     return acc
 
 
+@triton.jit
+def _sum_parts(
+    values, factor, channel, mask, stride, D: tl.constexpr, PARTS: tl.constexpr,
+    RANGES: tl.constexpr, FACTORS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """`Parts.total` of a tile; PARTS groups of RANGES, each `stride` apart."""
+    total = tl.zeros((BM, BD), tl.float32)
+    for group in tl.static_range(PARTS):
+        part = tl.zeros((BM, BD), tl.float32)
+        for index in tl.static_range(RANGES):
+            at = (group * RANGES + index) * stride
+            part += tl.load(values + at, mask=mask, other=0.0)
+        total += part
+    if FACTORS > 0:
+        share = tl.load(factor + channel // (D // FACTORS), mask=channel < D, other=0.0)
+        total = total * share[None, :]
+    return total
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _update_kernel(
-    streams, y, post, comb, fn, out, partials, num_tokens,
+    streams, y, factor, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
-    UPDATE: tl.constexpr, COUNT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
+    COUNT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
     DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """COUNT chunks from `COUNT * program`: new streams to `out`, the projection to `partials`."""
@@ -69,7 +90,13 @@ def _update_kernel(
             old = append(old, tl.load(streams + at + j * D, mask=mask, other=0.0).to(tl.float32))
         if UPDATE:
             y_at = (row64 * D)[:, None] + channel[None, :]
-            new_part = tl.load(y + y_at, mask=mask, other=0.0).to(tl.float32)
+            if PARTS == 0:
+                new_part = tl.load(y + y_at, mask=mask, other=0.0).to(tl.float32)
+            else:
+                new_part = _sum_parts(
+                    y + y_at, factor, channel, mask, num_tokens.to(tl.int64) * D,
+                    D, PARTS, RANGES, FACTORS, BM, BD,
+                ).to(DT).to(tl.float32)  # fmt: skip
         for k in tl.static_range(N):
             f_at = rows[None, :] * (N * D) + k * D + channel[:, None]
             f_mask = inside[:, None] & (rows < ROWS)[None, :]
@@ -242,7 +269,8 @@ def choose_config(num_tokens: int, size: int) -> Config:
 def supports(streams, site, y=None, post=None, comb=None) -> str | None:
     if streams.dtype not in (torch.float32, torch.bfloat16):
         return f"streams are {streams.dtype}, kernels know bfloat16 and float32"
-    tensors = {"streams": streams, "fn": site.fn, "y": y, "post": post, "comb": comb}
+    made = y.values if isinstance(y, Parts) else y
+    tensors = {"streams": streams, "fn": site.fn, "y": made, "post": post, "comb": comb}
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
@@ -258,11 +286,17 @@ def run(streams, site, y=None, post=None, comb=None):
     tokens, n, size = streams.shape
     head = site.fn.shape[0] == n
     update = y is not None
+    parts = {"PARTS": 0, "RANGES": 0, "FACTORS": 0}
+    factor = None
+    if isinstance(y, Parts):
+        y, factor = y.values, y.factor
+        parts = {"PARTS": y.shape[0], "RANGES": y.shape[1]}
+        parts["FACTORS"] = 0 if factor is None else len(factor)
     config = choose_config(tokens, size)
     members = triton.cdiv(triton.cdiv(size, CHANNELS), GROUPS)
-    parts = GROUPS * members if config.split else GROUPS
+    chunks = GROUPS * members if config.split else GROUPS
     rpad = max(16, triton.next_power_of_2(site.fn.shape[0]))
-    partials = workspace(streams.device, "mhc_partials", parts * tokens * rpad, torch.float32)
+    partials = workspace(streams.device, "mhc_partials", chunks * tokens * rpad, torch.float32)
     new = torch.empty_like(streams) if update else streams
     x = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     options = {"dtype": torch.float32, "device": streams.device}
@@ -271,9 +305,10 @@ def run(streams, site, y=None, post=None, comb=None):
     shape = {"N": n, "D": size, "ROWS": site.fn.shape[0], "RPAD": rpad}
     shape["DT"] = tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32
     shape["ASM"] = not interpreting()
-    _update_kernel[(parts, triton.cdiv(tokens, config.bm))](
+    _update_kernel[(chunks, triton.cdiv(tokens, config.bm))](
         streams,
         y if update else streams,
+        site.base if factor is None else factor,
         post if update else partials,
         comb if update else partials,
         site.fn,
@@ -282,6 +317,7 @@ def run(streams, site, y=None, post=None, comb=None):
         tokens,
         **shape,
         UPDATE=update,
+        **parts,
         COUNT=1 if config.split else members,
         BM=config.bm,
         BD=CHANNELS,

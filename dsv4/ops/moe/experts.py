@@ -175,8 +175,9 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
 KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
 OP = Op("experts", experts_reference, cases, KERNELS)
 
-# the router and the experts of one token: choosing takes no launch of its own
-MOE = Fusion(("router", "experts"), Kernel("dsv4.ops.moe.moe_triton"))
+# the router and the experts of one token, for `mhc_boundary`: choosing takes no launch of its own
+# and the result comes in parts
+MOE = Fusion(("router", "experts", "mhc_boundary"), Kernel("dsv4.ops.moe.moe_triton"))
 
 
 def experts_ffn(

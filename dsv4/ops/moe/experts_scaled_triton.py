@@ -97,4 +97,4 @@ def _shared(x, w13, w2, limit):
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
     parts = experts_triton.launch(x, only, ones, *stack, None, None, limit, parts_only=True)
-    return parts.view(x.shape[0], -1)
+    return parts.sum(2).view(x.shape[0], -1)

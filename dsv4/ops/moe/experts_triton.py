@@ -2,13 +2,13 @@
 """`experts` on a GPU. Two passes over tiled NVFP4 weights: gate and up with SwiGLU, then down.
 
 A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens.
-One token needs no sorting: each of its experts is a tile of one row, and the last of them to
-finish an output tile adds the parts. With more tokens the parts go to a buffer and a small kernel
-adds them. Long K is summed in two ranges, which with one token are programs of their own: their
-number, not memory, limits how fast few rows go. Parts are added in the order of a token's
-experts, the shared one last.
+One token needs no sorting: each of its experts is a tile of one row. Parts go to a buffer and are
+added by whoever reads the row next, or by a small kernel: ranges of K first, then the token's
+experts in order, the shared one last. Long K is summed in two ranges, which with one token are
+programs of their own: their number, not memory, limits how fast few rows go.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from dsv4.ops.device import (
     launch_options,
     place_of,
     release_next,
+    times_rounded,
     workspace,
 )
 from dsv4.ops.gemm.packed import TiledNvfp4
@@ -72,32 +73,23 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
 @triton.jit
 def _range_sums(
     words, scales, x, x_rows, live, total_steps, num_columns, split,
-    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    factor, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
     ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, BM]`: range `split` of K with one token, else all ranges, in order."""
+    """fp32 `[BN, BM]`: range `split` of K with one token, else all ranges, in order; each times
+    `factor`."""
     words = tl.multiple_of(words, 64)
     scales = tl.multiple_of(scales, 64)
-    if K_RANGES == 1:
-        return dot_nvfp4(
-            words, scales, x, x_rows, live, 0, total_steps, total_steps, num_columns,
-            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
-        )  # fmt: skip
     per_range = tl.cdiv(total_steps, K_RANGES)
-    if DIRECT:
-        return dot_nvfp4(
-            words, scales, x, x_rows, live, split * per_range,
-            tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
-            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
-        )  # fmt: skip
     total = tl.zeros((BN, BM), dtype=tl.float32)
-    for index in tl.static_range(K_RANGES):
-        total += dot_nvfp4(
-            words, scales, x, x_rows, live, index * per_range,
-            tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-            BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+    for index in tl.static_range(1 if DIRECT else K_RANGES):
+        first = (split if DIRECT else index) * per_range
+        part = dot_nvfp4(
+            words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
+            total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
         )  # fmt: skip
+        total += times_rounded(part, factor, ASM)
     return total
 
 
@@ -150,7 +142,8 @@ def _up_kernel(
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     acc = _range_sums(
         words + word_at, scales + scale_at, x, token * x_stride, live, total_steps, size,
-        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+        tl.program_id(2), 1.0,
+        K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
     )  # fmt: skip
     release_next(ASM)
     last_column = inner
@@ -183,7 +176,7 @@ def _up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
 def _down_kernel(
-    z, y, parts_at, partials, counters, experts, sorted_pairs, tile_expert, tile_start, ends,
+    z, parts_at, experts, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
     num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
     total_steps, expert_tiles,
@@ -209,32 +202,17 @@ def _down_kernel(
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     acc = _range_sums(
         words + word_at, scales + scale_at, z, rows * inner, live, total_steps, inner,
-        tl.program_id(2), K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+        tl.program_id(2), factor,
+        K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
     )  # fmt: skip
     release_next(ASM)
     column = n_tile * BN + tl.arange(0, BN)
-    if DIRECT:  # one token: a tile is one row, and its index is the place
-        place = tl.program_id(1)
-        slot = n_tile * places
-        whole = place >= 0
-        if K_RANGES > 1:  # the last of a place's ranges goes on with their sum
-            pair = tl.num_programs(0) * places + (slot + place) * K_RANGES
-            acc, whole = finish_ranges(
-                acc, live, partials, counters, pair, tl.program_id(2), K_RANGES, BN, BM
-            )
-        if whole:
-            total, is_last = finish_ranges(
-                acc * factor, live, partials, counters, slot, place, places, BN, BM
-            )
-            first_row = tl.arange(0, BM) == 0
-            mask = (column < tl.where(is_last, size, 0))[:, None] & first_row[None, :]
-            out = y + column[:, None] + (tl.arange(0, BM) * size)[None, :]
-            tl.store(out, total.to(tl.bfloat16), mask=mask)
-    else:
-        token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
-        row = (token.to(tl.int64) * places + place) * size
-        mask = (column < size)[:, None] & live[None, :]
-        tl.store(parts_at + row[None, :] + column[:, None], acc * factor, mask=mask)
+    token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
+    row = token.to(tl.int64) * places + place
+    if DIRECT:
+        row = row * K_RANGES + tl.program_id(2)
+    mask = (column < size)[:, None] & live[None, :]
+    tl.store(parts_at + (row * size)[None, :] + column[:, None], acc, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -256,7 +234,9 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
         return Config(16, 64, 2, 3)
     if rows <= 28:
         return Config(32, 128, 4, 3, 1)
-    return Config(64, 128, 4, 3, 1)
+    if rows <= 128:
+        return Config(64, 128, 4, 3, 1)
+    return Config(256, 128, 8, 3, 1)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
@@ -300,7 +280,7 @@ def launch(
 ):  # fmt: skip
     """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `select` (see
     moe_triton) one token's `experts` are found on the way; `weights` are unused. With
-    `parts_only` the result is fp32 `[tokens, places, size]`, not summed."""
+    `parts_only` the result is fp32 `[tokens, places, ranges, size]`, not summed."""
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     up = up or choose_config(num_tokens, chosen, num_experts)
@@ -309,7 +289,7 @@ def launch(
     if shared_w13 is not None and is_apart(shared_w13):
         extra = shared_part(x, shared_w13, shared_w2, limit)
         shared_w13 = shared_w2 = None
-    direct = num_tokens == 1 and extra is None and not parts_only
+    direct = num_tokens == 1
     shared = shared_w13 is not None
     table = None if direct else route(experts, num_experts, up.bm)
     num_pairs, num_routed = num_tokens * chosen, chosen if direct else table.num_tiles
@@ -317,7 +297,6 @@ def launch(
     places = chosen + (1 if shared else 0)
     z_rows = num_pairs + num_tokens
     z = workspace(x.device, "experts_z", z_rows * inner, torch.bfloat16)
-    y = torch.empty_like(x)
     tiles = _table(table, experts)
     counts = (num_tokens, num_pairs, chosen)
     ready = up.form > 0 and down.form > 0 and arranges(num_tokens, size) and inner % 128 == 0
@@ -326,10 +305,8 @@ def launch(
     tile_count = num_routed + shared_tiles
     ranges, down_ranges = num_expert_ranges(w13), num_expert_ranges(w2)
     up_tiles, n_tiles = triton.cdiv(2 * inner, up.bn), triton.cdiv(size, down.bn)
-    slots = max(up_tiles * tile_count * ranges, n_tiles * places * (down_ranges + 1))
-    slots = slots if direct else 1
-    most = up.bm * max(up.bn, down.bn)
-    partials = workspace(x.device, "partials", slots * most, torch.float32)
+    slots = up_tiles * tile_count * ranges if direct else 1
+    partials = workspace(x.device, "partials", slots * up.bm * up.bn, torch.float32)
     counters = workspace(x.device, "counters", slots, torch.int32)
     _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
         rows, rows.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
@@ -340,19 +317,20 @@ def launch(
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
         EVEN_K=size % 128 == 0, **common, **launch_options(up.num_warps),
     )  # fmt: skip
-    parts_size = 1 if direct else num_tokens * places * size
-    parts = workspace(x.device, "experts_parts", parts_size, torch.float32)
-    _down_kernel[(n_tiles, tile_count, down_ranges if direct else 1)](
-        z, y, parts, partials, counters, experts, *tiles, *_weights(w2, shared_w2),
+    apart = down_ranges if direct else 1
+    shape = (num_tokens, places, apart, size)
+    parts = workspace(x.device, "experts_parts", math.prod(shape), torch.float32)
+    _down_kernel[(n_tiles, tile_count, apart)](
+        z, parts, experts, *tiles, *_weights(w2, shared_w2),
         *counts, places, num_routed, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
         BN=down.bn, STAGES=down.num_stages, FORM=down.form, UNROLL=_unroll(down, w2),
         EVEN_K=inner % 128 == 0, K_RANGES=down_ranges,
         **common, **launch_options(down.num_warps),
     )  # fmt: skip
     if parts_only:
-        return parts[:parts_size].view(num_tokens, places, size)
-    if not direct:
-        combine(parts, extra, y, places)
+        return parts[: math.prod(shape)].view(shape)
+    y = torch.empty_like(x)
+    combine(parts, extra, y, places, apart)
     return y
 
 

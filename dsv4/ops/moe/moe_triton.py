@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """`router` and `experts` for one token: the gate, then experts whose programs choose themselves.
 
-Choosing takes a program about a microsecond and spares a launch; the numbers are those of the
-two ops, bit for bit.
+Choosing takes a program about a microsecond and spares a launch; the result comes in parts, whose
+sum has the bits of the two ops.
 """
 
 import torch
@@ -11,6 +11,7 @@ import triton
 from dsv4.ops.moe import experts_triton, router_triton
 from dsv4.ops.moe.router_triton import gate_logits
 from dsv4.ops.moe.shared_triton import is_apart
+from dsv4.ops.parts import Parts
 
 
 def supports(router, experts) -> str | None:
@@ -23,7 +24,7 @@ def supports(router, experts) -> str | None:
     )
 
 
-def run(router, experts):
+def run(router, experts) -> Parts:
     x, gate, ids = router["x"], router["gate"], router["token_ids"]
     logits, ranges = gate_logits(x, gate)
     hashed = router["table"] is not None
@@ -39,4 +40,5 @@ def run(router, experts):
         "BE": triton.next_power_of_2(gate.shape[0]),
     }
     chosen = torch.empty(1, router["num_chosen"], dtype=torch.int64, device=x.device)
-    return experts_triton.launch(x, chosen, x, **experts, select=select)
+    parts = experts_triton.launch(x, chosen, x, **experts, select=select, parts_only=True)
+    return Parts(parts.movedim(0, 2), None, x.dtype)

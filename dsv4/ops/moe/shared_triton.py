@@ -75,8 +75,8 @@ def shared_part(x, w13, w2, limit):
 
 @triton.jit
 def _combine_kernel(
-    parts_at, extra, y, size, PLACES: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr,
-    ASM: tl.constexpr,
+    parts_at, extra, y, size, PLACES: tl.constexpr, RANGES: tl.constexpr, EXTRA: tl.constexpr,
+    BN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """EXTRA: the shared expert's part lies apart and comes last."""
     await_previous(ASM)
@@ -85,18 +85,21 @@ def _combine_kernel(
     row = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BN,), dtype=tl.float32)
     for place in tl.static_range(PLACES):
-        at = (row * PLACES + place) * size + column
-        total += tl.load(parts_at + at, mask=column < size, other=0.0)
+        part = tl.zeros((BN,), dtype=tl.float32)
+        for index in tl.static_range(RANGES):
+            at = ((row * PLACES + place) * RANGES + index) * size + column
+            part += tl.load(parts_at + at, mask=column < size, other=0.0)
+        total += part
     if EXTRA:
         total += tl.load(extra + row * size + column, mask=column < size, other=0.0)
     tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
 
 
-def combine(parts, extra, y, places) -> None:
-    """`parts` `[tokens, places, size]` fp32, and the part that lies apart, into `y`."""
+def combine(parts, extra, y, places, ranges=1) -> None:
+    """`parts` `[tokens, places, ranges, size]` fp32, and the part that lies apart, into `y`."""
     tokens, size = y.shape
     _combine_kernel[(triton.cdiv(size, 1024), tokens)](
         parts, parts if extra is None else extra, y, size,
-        PLACES=places, EXTRA=extra is not None, BN=1024, ASM=not interpreting(),
+        PLACES=places, RANGES=ranges, EXTRA=extra is not None, BN=1024, ASM=not interpreting(),
         **launch_options(4),
     )  # fmt: skip

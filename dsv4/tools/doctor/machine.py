@@ -18,7 +18,7 @@ from dsv4.ops.gemm.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.op import Arguments, Op
 from dsv4.runner.activations import choose
-from dsv4.runner.load import find_gpu
+from dsv4.runner.load import driver_version, find_gpu
 from dsv4.tools.bench_ops import measure_ceilings
 
 # GB/s the makers publish, by a part of the device's name
@@ -68,7 +68,7 @@ def examine_machine(device: str) -> Machine:
     if on_gpu:
         facts = torch.cuda.get_device_properties(device)
         capability, memory = f"sm_{facts.major}{facts.minor}", facts.total_memory / 1e9
-        driver = _driver()
+        driver = "CUDA {}.{}".format(*driver_version())
     choice = choose("auto", find_gpu(device))
     published = next((g for part, g in PUBLISHED_GBS.items() if part in name), 0) if on_gpu else 0
     return Machine(
@@ -94,11 +94,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _driver() -> str:
-    number: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return f"CUDA {number // 1000}.{number % 1000 // 10}"
 
 
 def _copy_gbs() -> float:

@@ -201,20 +201,17 @@ def test_rows_do_not_depend_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
 @pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
-def test_attention_has_the_same_bits_in_every_form(
-    shape: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles in parallel or in a row, merged by a launch of its own or not, 1 query or many."""
+def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> None:
+    """Tiles in parallel or in a row, 16 or 64 heads a program, 1 query or many."""
     torch.manual_seed(10)
     module = module_of("attention")
     ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
     batch = make_ragged([90000, 700], [5, 1995], [0, 1], torch.device("cuda"))
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
     whole = module.run(**arguments)
-    for split, few_tiles in ((True, 0), (True, 10**6), (False, 0)):
-        monkeypatch.setattr(module, "FEW_TILES", few_tiles)
-        form = module.run(**arguments, config=module.Config(64, split, 8, 2))
-        assert same_bits(form, whole), f"split {split}, few tiles {few_tiles}"
+    for config in ((64, True, 8, 2), (64, False, 8, 2), (16, True, 8, 1), (16, False, 4, 2)):
+        form = module.run(**arguments, config=module.Config(*config))
+        assert same_bits(form, whole), config
     for row in (0, 4, 5, 304, 1999):
         seq = int(batch.seq_idx[row])
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
@@ -318,6 +315,21 @@ def test_queries_in_one_launch() -> None:
     module = module_of("query_prepare")
     wanted = module.run(**query), module.run(**index), weights * 0.011
     assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("ratio", [0, 128])
+@pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
+def test_queries_are_prepared_inside_attention(shape: Any, ratio: int) -> None:
+    torch.manual_seed(16)
+    fused = import_module("dsv4.ops.attention.attend_triton")
+    arguments = inputs.attention_arguments(
+        shape, inputs.decode_batch(2, 9000, "cuda"), ratio, 0, "cuda"
+    )
+    q, positions = arguments.pop("q") * 3, arguments["batch"].positions
+    assert fused.supports(q, 1e-6, **arguments) is None, fused.supports(q, 1e-6, **arguments)
+    prepared = module_of("query_prepare").run(q, positions, arguments["frequencies"], 1e-6)
+    wanted = module_of("attention").run(prepared, **arguments)
+    assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
 
 
 def test_graph_capture_allocates_nothing_new() -> None:

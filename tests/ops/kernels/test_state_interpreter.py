@@ -253,15 +253,14 @@ def check_moe() -> None:
             choice["bias"] = choice["bias"][:8].contiguous()
         matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
         assert fused.supports(choice, matrices) is None, fused.supports(choice, matrices)
-        found = fused.run(choice, matrices)
+        found = fused.run(choice, matrices).total()
         picked, weights = kernel_module("router").run(**choice)
         wanted = kernel_module("experts").run(x, picked, weights, **matrices)
         assert same_bits(found, wanted), hashed
 
 
 def check_attention_forms() -> None:
-    """Tiles in parallel (merged by a second launch or by the last program) and one after another,
-    16 and 64 heads a program: the same bits."""
+    """Tiles in parallel and one after another, 16 and 32 heads a program: the same bits."""
     from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
     from dsv4.ops.attention.rope import rope_frequencies
@@ -291,10 +290,38 @@ def check_attention_forms() -> None:
         for heads in (16, 32)
         for split in (True, False)
     ]
-    module.FEW_TILES = 100
-    forms.append(module.run(**arguments, config=module.Config(16, True, 4, 1)))
     assert all(same_bits(form, forms[0]) for form in forms[1:])
     compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
+
+
+def check_attend() -> None:
+    """Queries prepared inside attention have the bits of the two ops one by one."""
+    from dsv4.ops.arguments import same_bits
+    from dsv4.ops.attention.attention import Compressed, _filled
+    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.ragged import make_ragged
+
+    fused = importlib.import_module("dsv4.ops.attention.attend_triton")
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(2, 20, 64, generator=generator).bfloat16() * 3
+    frequencies = rope_frequencies(16, 10000.0)
+    for compressed in (False, True):
+        batch = make_ragged([700, 40], [1, 1], [0, 1], torch.device("cpu"))
+        entries = _filled(generator, "fp8", 64, 2 * 2, 8)
+        table = torch.arange(4).view(2, 2)
+        places = {
+            "sink": torch.randn(20, generator=generator),
+            "pool": _filled(generator, "fp8", 64, 2 * 20, 8),
+            "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
+            "compressed": Compressed(entries, table, 128, None) if compressed else None,
+            "batch": batch,
+            "window": 128,
+            "frequencies": frequencies,
+        }
+        assert fused.supports(q, 1e-6, **places) is None, fused.supports(q, 1e-6, **places)
+        prepared = kernel_module("query_prepare").run(q, batch.positions, frequencies, 1e-6)
+        wanted = kernel_module("attention").run(prepared, **places)
+        assert same_bits(fused.run(q, 1e-6, **places), wanted)
 
 
 def check_select_levels() -> None:
@@ -376,6 +403,7 @@ EXTRA = {
     "queries": check_queries,
     "moe": check_moe,
     "attention forms": check_attention_forms,
+    "attend": check_attend,
     "select levels": check_select_levels,
     "far": check_far_positions,
     "sample edges": check_sample_edges,

@@ -1,0 +1,29 @@
+# mypy: ignore-errors
+"""`query_prepare` inside `attention`, where programs of few heads each take one tile: a program
+prepares its own queries, in the tile and with the warps of `query_triton`, so with its bits."""
+
+from dataclasses import replace
+
+from dsv4.ops.attention import attention_triton, query_triton
+from dsv4.ops.device import ROW_WARPS
+
+
+def supports(q, eps, **attention) -> str | None:
+    pool, compressed = attention["pool"], attention["compressed"]
+    frequencies, positions = attention["frequencies"], attention["batch"].positions
+    if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1):
+        return f"q has shape {tuple(q.shape)}"
+    config = attention_triton.config_of(q, pool, compressed, attention["window"])
+    if config.heads != query_triton.HEADS or not config.split:
+        return "many programs would prepare the same queries"
+    return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
+        q, **attention
+    )
+
+
+def run(q, eps, **attention):
+    config = attention_triton.config_of(
+        q, attention["pool"], attention["compressed"], attention["window"]
+    )
+    config = replace(config, num_warps=ROW_WARPS)
+    return attention_triton.run(q, **attention, config=config, eps=eps)

@@ -1,0 +1,24 @@
+# mypy: ignore-errors
+"""`linear` of one row whose ranges of K stay apart: `mhc_boundary`, which reads it next, adds
+them. The program that otherwise waits for the others' sums is spared."""
+
+import torch
+
+from dsv4.ops.device import num_ranges, workspace
+from dsv4.ops.gemm import linear_triton
+from dsv4.ops.parts import Parts
+
+
+def supports(x, weight) -> str | None:
+    if x.shape[0] != 1 or linear_triton.weight_format(weight) != linear_triton.NVFP4:
+        return "more rows than one, or not NVFP4"
+    return linear_triton.supports(x, [weight], [torch.float32])
+
+
+def run(x, weight) -> Parts:
+    rows, columns = weight.shape
+    ranges, _ = num_ranges(rows, columns)
+    values = workspace(x.device, "linear_parts", ranges * rows, torch.float32)
+    values = values[: ranges * rows].view(ranges, 1, rows)
+    linear_triton.launch(x, [weight], [values], parallel=True, to_parts=True)
+    return Parts(values[None], weight.global_scale, x.dtype)
