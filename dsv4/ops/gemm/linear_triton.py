@@ -180,18 +180,18 @@ class Config:
     unroll: int = 1
 
 
-def choose_config(num_rows: int, fmt: int, columns: int) -> Config:
+def choose_config(num_rows: int, fmt: int) -> Config:
     """Tile sizes; none of this changes a bit of the result."""
     if fmt == NVFP4:
         table = (
-            (8, Config(8, 64, 2, 3)),
-            (16, Config(16, 64, 2, 5)),
+            (8, Config(8, 64, 2, 3, 1)),
+            (16, Config(16, 64, 4, 3, 1)),
             (32, Config(32, 64, 4, 3, 1)),
             (128, Config(64, 128, 4, 3, 1)),
         )
         last = Config(64, 128, 4, 3, 1)
     elif fmt == EXPANDED:
-        table, last = (), Config(256, 128, 8, 4 if columns <= 2048 else 3)
+        table, last = (), Config(256, 128, 8, 3)
     else:
         # FP8 starts at 16 rows: with 8, Triton takes the columns in another order
         table = (
@@ -275,7 +275,7 @@ def launch(
     data = [_data(w) for w in weights]
     if fmt == NVFP4 and _expands(num_rows, columns, config):
         fmt, data = EXPANDED, _expand(weights)
-    config = config or choose_config(num_rows, fmt, columns)
+    config = config or choose_config(num_rows, fmt)
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows lie in one group
     m_tiles = triton.cdiv(num_rows, config.bm)

@@ -46,20 +46,19 @@ def _dot_exact(v, f, acc, DT: tl.constexpr):
 
 @triton.jit
 def _sum_parts(
-    values, factor, channel, mask, stride, D: tl.constexpr, PARTS: tl.constexpr,
-    RANGES: tl.constexpr, FACTORS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    values, factor, channel, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
+    FACTORS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """`Parts.total` of a tile; PARTS groups of RANGES, each `stride` apart."""
-    total = tl.zeros((BM, BD), tl.float32)
+    """`Parts.total` of one row's channels: PARTS groups of RANGES."""
+    total = tl.zeros((BD,), tl.float32)
     for group in tl.static_range(PARTS):
-        part = tl.zeros((BM, BD), tl.float32)
+        part = tl.zeros((BD,), tl.float32)
         for index in tl.static_range(RANGES):
-            at = (group * RANGES + index) * stride
-            part += tl.load(values + at, mask=mask, other=0.0)
+            at = (group * RANGES + index) * D + channel
+            part += tl.load(values + at, mask=channel < D, other=0.0)
         total += part
     if FACTORS > 0:
-        share = tl.load(factor + channel // (D // FACTORS), mask=channel < D, other=0.0)
-        total = total * share[None, :]
+        total = total * tl.load(factor + channel // (D // FACTORS), mask=channel < D, other=0.0)
     return total
 
 
@@ -93,10 +92,8 @@ def _update_kernel(
             if PARTS == 0:
                 new_part = tl.load(y + y_at, mask=mask, other=0.0).to(tl.float32)
             else:
-                new_part = _sum_parts(
-                    y + y_at, factor, channel, mask, num_tokens.to(tl.int64) * D,
-                    D, PARTS, RANGES, FACTORS, BM, BD,
-                ).to(DT).to(tl.float32)  # fmt: skip
+                whole = _sum_parts(y, factor, channel, D, PARTS, RANGES, FACTORS, BD)
+                new_part = tl.where(mask, whole.to(DT).to(tl.float32)[None, :], 0.0)
         for k in tl.static_range(N):
             f_at = rows[None, :] * (N * D) + k * D + channel[:, None]
             f_mask = inside[:, None] & (rows < ROWS)[None, :]
@@ -269,7 +266,11 @@ def choose_config(num_tokens: int, size: int) -> Config:
 def supports(streams, site, y=None, post=None, comb=None) -> str | None:
     if streams.dtype not in (torch.float32, torch.bfloat16):
         return f"streams are {streams.dtype}, kernels know bfloat16 and float32"
-    made = y.values if isinstance(y, Parts) else y
+    made = y
+    if isinstance(y, Parts):
+        made = y.values
+        if y.shape[0] > 1:
+            return f"{y.shape[0]} rows in parts, kernels add those of one"
     tensors = {"streams": streams, "fn": site.fn, "y": made, "post": post, "comb": comb}
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():

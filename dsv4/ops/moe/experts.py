@@ -175,8 +175,7 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
 KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
 OP = Op("experts", experts_reference, cases, KERNELS)
 
-# the router and the experts of one token, for `mhc_boundary`: choosing takes no launch of its own
-# and the result comes in parts
+# the router and the experts of one token, for `mhc_boundary`, which adds the parts itself
 MOE = Fusion(("router", "experts", "mhc_boundary"), Kernel("dsv4.ops.moe.moe_triton"))
 
 

@@ -30,7 +30,6 @@ from dsv4.ops.device import (
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.many_rows_triton import arranged, arranges
 from dsv4.ops.moe.route_triton import Route, route
-from dsv4.ops.moe.router_triton import choose_place
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
 
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
@@ -98,33 +97,20 @@ def _up_kernel(
     x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
     num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
-    total_steps, expert_tiles, partials, counters, logits, bias, table, token_ids, scaling,
+    total_steps, expert_tiles, partials, counters,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     UNROLL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, SELECT: tl.constexpr, RANGES: tl.constexpr,
-    CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, EVEN_K: tl.constexpr,
-    ARRANGED: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ARRANGED: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*` are distances in elements from the routed experts' tensors. SELECT: one token,
-    whose expert a program finds in the gate's logits itself and leaves for the next kernel."""
+    """`shared_*` are distances in elements from the routed experts' tensors."""
     await_previous(ASM)
     n_tile = tl.program_id(0)
     index = tl.program_id(1)
-    if SELECT:
-        routed = index < num_routed
-        chosen_expert, own_weight = choose_place(
-            logits, bias, table, token_ids, num_experts, scaling, index, RANGES, CHOSEN, HASHED, BE
-        )
-        first_program = (n_tile == 0) & (tl.program_id(2) == 0)
-        tl.store(experts + index, chosen_expert, mask=routed & first_program)
-        expert = tl.where(routed, chosen_expert.to(tl.int32), num_experts)
-        start = tl.where(routed, index, num_pairs)
-        end = start + 1
-    else:
-        expert, start, end = _tile(
-            index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
-            num_routed, num_experts, BM, DIRECT,
-        )  # fmt: skip
+    expert, start, end = _tile(
+        index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
+        num_routed, num_experts, BM, DIRECT,
+    )  # fmt: skip
     if expert < 0:
         return
     is_shared = expert == num_experts
@@ -159,13 +145,10 @@ def _up_kernel(
     up = tl.minimum(tl.maximum(up.reshape(BN // 2, BM) * up_factor, -limit), limit)
     result = gate / (1.0 + tl.exp(-gate)) * up
     if not is_shared:
-        if SELECT:
-            result = result * own_weight
-        else:
-            weight_rows = rows
-            if not DIRECT:
-                weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
-            result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
+        weight_rows = rows
+        if not DIRECT:
+            weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
+        result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
     mask = (column < last_column)[:, None] & live[None, :]
     if ARRANGED:  # for the next kernel
@@ -229,7 +212,7 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
     """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if rows <= 4:
-        return Config(8, 64, 2, 3)
+        return Config(8, 64, 2, 3, 1 if num_tokens <= 8 else 0)
     if rows <= 10:
         return Config(16, 64, 2, 3)
     if rows <= 28:
@@ -275,12 +258,11 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 
 def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None, select=None,
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None,
     parts_only=False,
 ):  # fmt: skip
-    """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `select` (see
-    moe_triton) one token's `experts` are found on the way; `weights` are unused. With
-    `parts_only` the result is fp32 `[tokens, places, ranges, size]`, not summed."""
+    """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `parts_only` the
+    result is fp32 `[tokens, places, ranges, size]`, not summed."""
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     up = up or choose_config(num_tokens, chosen, num_experts)
@@ -311,7 +293,7 @@ def launch(
     _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
         rows, rows.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
         *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
-        partials, counters, **_selection(select, x), K_RANGES=ranges,
+        partials, counters, K_RANGES=ranges,
         BN=up.bn, STAGES=up.num_stages, FORM=up.form, UNROLL=_unroll(up, w13),
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
@@ -332,15 +314,6 @@ def launch(
     y = torch.empty_like(x)
     combine(parts, extra, y, places, apart)
     return y
-
-
-def _selection(select, unused) -> dict[str, object]:
-    """What `_up_kernel` needs to choose a token's experts itself, or nothing."""
-    if select is not None:
-        return {**select, "SELECT": True}
-    none = dict.fromkeys(("logits", "bias", "table", "token_ids"), unused)
-    sizes = dict.fromkeys(("RANGES", "CHOSEN", "BE"), 1)
-    return {**none, **sizes, "scaling": 1.0, "HASHED": False, "SELECT": False}
 
 
 def num_expert_ranges(weight) -> int:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """`router` on a GPU: the gate's logits range by range of K, then one program per row selects.
 
-With few rows small programs write the ranges side by side and the selecting program adds them;
-with many the gate runs as a `linear`, whose ranges are the same. The logits, and so everything
-after them, have the same bits either way.
+With few rows small programs write the ranges side by side and the selecting program adds them; for
+one row that is the last of them to finish, in the same launch. With many rows the gate runs as a
+`linear`, whose ranges are the same. The logits, and so everything after them, have the same bits.
 """
 
 import torch
@@ -39,27 +39,6 @@ def _scores(logits):
     return tl.sqrt_rn(tl.where(exact, power, log1p) + tl.maximum(logits, 0.0))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gate_kernel(
-    x, x_stride, gate, partials, num_rows, num_columns, num_experts, total_steps, per_range,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """`partials` `[ranges, rows, experts]`."""
-    await_previous(ASM)
-    split = tl.program_id(1)
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
-    live = rows < num_rows
-    acc = dot_bf16(
-        gate + tl.program_id(0).to(tl.int64) * BN * num_columns, rn < num_experts,
-        x, rows * x_stride, live, split * per_range,
-        tl.minimum((split + 1) * per_range, total_steps), num_columns, BN, BM, 6, EVEN_K,
-    )  # fmt: skip
-    release_next(ASM)
-    at = (split * num_rows + rows)[None, :] * num_experts + rn[:, None]
-    tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
-
-
 @triton.jit
 def row_scores(partials, row, num_rows, num_experts, RANGES: tl.constexpr, BE: tl.constexpr):
     """fp32 `[BE]`: the ranges of the gate's logits summed, scored; 0 beyond the experts."""
@@ -75,20 +54,24 @@ def row_scores(partials, row, num_rows, num_experts, RANGES: tl.constexpr, BE: t
 @triton.jit
 def best_places(scores, bias, num_experts, CHOSEN: tl.constexpr, BE: tl.constexpr):
     """For each expert its place among the chosen, ascending, or -1; and the sum of their scores.
+    Of equals the first.
 
-    Every number is a largest, a smallest, a count or a sum of one: no order of summation.
+    Every number is a largest, a count or a sum of one: no order of summation.
     """
     expert = tl.arange(0, BE)
     real = expert < num_experts
     offset = tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
-    ranked = tl.where(real, scores + offset, float("-inf"))
-    taken = tl.zeros((BE,), dtype=tl.int32)
+    ranked = tl.where(real, scores + offset, float("-inf")).to(tl.int32, bitcast=True)
+    ranked = ranked ^ ((ranked >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    key = (ranked.to(tl.int64) << 32) | (BE - 1 - expert)
+    place = tl.full((BE,), -1, tl.int32)
+    before = tl.zeros((BE,), dtype=tl.int32)
     for _ in tl.static_range(CHOSEN):
-        best = tl.max(ranked, axis=0)
-        first = tl.min(tl.where(ranked == best, expert, BE), axis=0)
-        taken = tl.where(expert == first, 1, taken)
-        ranked = tl.where(expert == first, float("-inf"), ranked)
-    place = tl.where(taken == 1, tl.cumsum(taken, axis=0) - 1, -1)
+        first = BE - 1 - (tl.max(key, axis=0) & (BE - 1)).to(tl.int32)
+        place = tl.where(expert == first, 0, place)
+        before += tl.where(first < expert, 1, 0)
+        key = tl.where(expert == first, -(2**63), key)
+    place = tl.where(place == 0, before, -1)
     total = tl.sum(scores * 0.0)
     for j in tl.static_range(CHOSEN):
         total += tl.sum(tl.where(place == j, scores, 0.0))
@@ -117,39 +100,11 @@ def table_total(picks, scores, CHOSEN: tl.constexpr, BE: tl.constexpr):
 
 
 @triton.jit
-def choose_place(
-    partials, bias, table, token_ids, num_experts, scaling, wanted,
+def select_row(
+    partials, bias, table, token_ids, chosen_at, weights_at, row, num_rows, num_experts, scaling,
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Expert and weight at place `wanted` of the only row, as `_choose_kernel` stores them."""
-    scores = row_scores(partials, 0, 1, num_experts, RANGES, BE)
-    expert = tl.arange(0, BE)
-    if HASHED:
-        picks = table + tl.load(token_ids) * CHOSEN
-        total = table_total(picks, scores, CHOSEN, BE)
-        chosen = tl.load(picks) * 0
-        score = total * 0.0
-        for j in tl.static_range(CHOSEN):
-            pick, place, own = table_pick(picks, scores, j, CHOSEN, BE)
-            chosen = tl.where(place == wanted, pick, chosen)
-            score = tl.where(place == wanted, own, score)
-    else:
-        place, total = best_places(scores, bias, num_experts, CHOSEN, BE)
-        chosen = tl.sum(tl.where(place == wanted, expert, 0)).to(tl.int64)
-        score = tl.sum(tl.where(place == wanted, scores, 0.0))
-    return chosen, score / total * scaling
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _choose_kernel(
-    partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
-    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """One row: sum the ranges, score, select; results are stored in ascending order."""
-    await_previous(ASM)
-    release_next(ASM)
-    row = tl.program_id(0).to(tl.int64)
+    """Sum the ranges of one row, score, select; results are stored in ascending order."""
     expert = tl.arange(0, BE)
     scores = row_scores(partials, row, num_rows, num_experts, RANGES, BE)
     out = row * CHOSEN
@@ -165,6 +120,53 @@ def _choose_kernel(
         at = out + tl.maximum(place, 0)
         tl.store(chosen_at + at, expert.to(tl.int64), mask=place >= 0)
         tl.store(weights_at + at, scores / total * scaling, mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_kernel(
+    x, x_stride, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at,
+    num_rows, num_columns, num_experts, total_steps, per_range, scaling,
+    BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
+    HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """`partials` `[ranges, rows, experts]`. SELECT: the last program selects for the only row."""
+    await_previous(ASM)
+    split = tl.program_id(1)
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.program_id(2) * BM + tl.arange(0, BM)
+    live = rows < num_rows
+    acc = dot_bf16(
+        gate + tl.program_id(0).to(tl.int64) * BN * num_columns, rn < num_experts,
+        x, rows * x_stride, live, split * per_range,
+        tl.minimum((split + 1) * per_range, total_steps), num_columns, BN, BM, 6, EVEN_K,
+    )  # fmt: skip
+    release_next(ASM)
+    at = (split * num_rows + rows)[None, :] * num_experts + rn[:, None]
+    tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
+    if SELECT:
+        tl.debug_barrier()  # every thread's part is written before the count goes up
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
+            tl.store(counters, 0)
+            select_row(
+                partials, bias, table, token_ids, chosen_at, weights_at, 0, num_rows,
+                num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _choose_kernel(
+    partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
+    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    await_previous(ASM)
+    release_next(ASM)
+    select_row(
+        partials, bias, table, token_ids, chosen_at, weights_at, tl.program_id(0).to(tl.int64),
+        num_rows, num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
+    )  # fmt: skip
 
 
 def choose_config(num_rows: int) -> str:
@@ -190,37 +192,32 @@ def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None
     return None
 
 
-def gate_logits(x, gate):
-    """The gate applied to few rows: a workspace `[ranges, rows, experts]` and the ranges."""
-    num_rows, (num_experts, columns) = x.shape[0], gate.shape
-    ranges, per_range = num_ranges(num_experts, columns)
-    bn, bm = GATE_TILE
-    size = ranges * num_rows * num_experts
-    logits = workspace(x.device, "router_logits", size, torch.float32)
-    grid = (triton.cdiv(num_experts, bn), ranges, triton.cdiv(num_rows, bm))
-    _gate_kernel[grid](
-        x, x.stride(0), gate, logits, num_rows, columns, num_experts,
-        triton.cdiv(columns, 128), per_range,
-        BM=bm, BN=bn, EVEN_K=columns % 128 == 0, ASM=not interpreting(), **launch_options(1),
-    )  # fmt: skip
-    return logits, ranges
-
-
 def run(x, gate, bias, table, token_ids, num_chosen, scaling):
-    num_rows, num_experts = x.shape[0], gate.shape[0]
+    num_rows, (num_experts, columns) = x.shape[0], gate.shape
     chosen = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=x.device)
     weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=x.device)
-    if num_rows <= FEW_ROWS:
-        logits, ranges = gate_logits(x, gate)
-    else:
-        ranges, size = 1, num_rows * num_experts
-        logits = workspace(x.device, "router_logits", size, torch.float32)
-        linear_triton.launch(x, [gate], [logits[:size].view(num_rows, num_experts)])
+    few = choose_config(num_rows) != "linear"
+    ranges, per_range = num_ranges(num_experts, columns) if few else (1, 0)
+    size = ranges * num_rows * num_experts
+    logits = workspace(x.device, "router_logits", size, torch.float32)
     hashed = table is not None
     bias, table = (token_ids, table) if hashed else (bias, token_ids)  # one is not read
-    _choose_kernel[(num_rows,)](
-        logits, bias, table, token_ids, chosen, weights, num_rows, num_experts, scaling,
-        RANGES=ranges, CHOSEN=num_chosen, HASHED=hashed,
-        BE=triton.next_power_of_2(num_experts), ASM=not interpreting(), **launch_options(1),
-    )  # fmt: skip
+    places = (bias, table, token_ids, chosen, weights)
+    constants = {"RANGES": ranges, "CHOSEN": num_chosen, "HASHED": hashed}
+    constants |= {"BE": triton.next_power_of_2(num_experts), "ASM": not interpreting()}
+    if few:
+        bn, bm = GATE_TILE
+        counters = workspace(x.device, "counters", 1, torch.int32)
+        grid = (triton.cdiv(num_experts, bn), ranges, triton.cdiv(num_rows, bm))
+        _gate_kernel[grid](
+            x, x.stride(0), gate, logits, counters, *places, num_rows, columns, num_experts,
+            triton.cdiv(columns, 128), per_range, scaling, BM=bm, BN=bn, SELECT=num_rows == 1,
+            EVEN_K=columns % 128 == 0, **constants, **launch_options(1),
+        )  # fmt: skip
+    else:
+        linear_triton.launch(x, [gate], [logits[:size].view(num_rows, num_experts)])
+    if num_rows > 1:
+        _choose_kernel[(num_rows,)](
+            logits, *places, num_rows, num_experts, scaling, **constants, **launch_options(1)
+        )
     return chosen, weights

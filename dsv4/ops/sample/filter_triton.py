@@ -108,21 +108,23 @@ def filter_candidates(
     at = (row * num_chunks + owner) * ROOM + place % MOST
     x = tl.load(values + at, mask=live, other=float("-inf"))
     key = tl.where(live, order_key(x), tl.zeros_like(place).to(tl.uint32))
-    weight = tl.where(live, tl.exp(x - best), 0.0)
+    # one token and its weight in units of 2^-32 as one number: one exact sum for both
+    token = (tl.full((), 1, tl.int64) << 48) + (tl.exp(x - best) * 4294967296.0).to(tl.int64)
+    token = tl.where(live, token, tl.zeros_like(token))
+    unit = 1.0 / 4294967296.0
     threshold = tl.zeros((), tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
     for _ in tl.range(0, 32):
-        over = key >= (threshold | bit)
-        count = tl.sum(over.to(tl.int32), axis=0)
-        above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
-        ok = passes(count, above, keep, share)
+        both = tl.sum(tl.where(key >= (threshold | bit), token, tl.zeros_like(token)), axis=0)
+        above = (both & 0xFFFFFFFFFFFF).to(tl.float32) * unit / mass
+        ok = passes((both >> 48).to(tl.int32), above, keep, share)
         threshold = tl.where(ok, threshold, threshold | bit)
         bit = bit >> 1
-    over = key > threshold
-    count = tl.sum(over.to(tl.int32), axis=0)
-    above = tl.sum(tl.where(over, weight, 0.0), axis=0) / mass
+    both = tl.sum(tl.where(key > threshold, token, tl.zeros_like(token)), axis=0)
+    count = (both >> 48).to(tl.int32)
+    above = (both & 0xFFFFFFFFFFFF).to(tl.float32) * unit / mass
     room = tie_room(threshold, count, above, best, mass, keep, share)
     equal = (live & (key == threshold)).to(tl.int32)
     hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
-    token = tl.load(ids + at, mask=hit, other=2147483647)
-    return threshold, tl.minimum(last_id, tl.min(token, axis=0))
+    last = tl.load(ids + at, mask=hit, other=2147483647)
+    return threshold, tl.minimum(last_id, tl.min(last, axis=0))
