@@ -149,7 +149,14 @@ def _filled(
 
 def cases() -> Iterable[Case]:
     def build(
-        fmt: str, starts: list[int], new: list[int], heads: int, window: int, ratio: int, topk: int
+        fmt: str,
+        starts: list[int],
+        new: list[int],
+        heads: int,
+        window: int,
+        ratio: int,
+        topk: int,
+        width: Activations = "a16",
     ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             count, dim = len(starts), 48
@@ -159,15 +166,17 @@ def cases() -> Iterable[Case]:
             pages = torch.randperm(count * columns, generator=generator).view(count, columns)
             compressed = None
             if ratio:
-                width = max(-(-last // (ratio * 8)), 1)
-                table = torch.randperm(count * width, generator=generator).view(count, width)
+                blocks = max(-(-last // (ratio * 8)), 1)
+                table = torch.randperm(count * blocks, generator=generator)
+                table = table.view(count, blocks)
                 selected = _random_selection(generator, batch, ratio, topk) if topk else None
-                entries = _filled(generator, fmt, dim, count * width, 8)
+                entries = _filled(generator, fmt, dim, count * blocks, 8, width)
                 compressed = Compressed(entries, table, ratio, selected)
+            q = torch.randn(batch.num_tokens, heads, dim, generator=generator)
             return {
-                "q": torch.randn(batch.num_tokens, heads, dim, generator=generator),
+                "q": q if width == "a16" else q.bfloat16(),
                 "sink": torch.randn(heads, generator=generator),
-                "pool": _filled(generator, fmt, dim, count * columns, 8),
+                "pool": _filled(generator, fmt, dim, count * columns, 8, width),
                 "table": pages,
                 "compressed": compressed,
                 "batch": batch,
@@ -176,13 +185,19 @@ def cases() -> Iterable[Case]:
             }
 
         name = f"{fmt} {starts}+{new} heads {heads} window {window} ratio {ratio} top {topk}"
-        return Case(name, make, 2e-3, 2e-3)
+        if width == "a16":
+            return Case(name, make, 2e-3, 2e-3)
+        return Case(f"{name} few bits {width}", make, 2e-2, 2e-2)
 
     for fmt in ("fp32", "fp8"):
         yield build(fmt, [0], [5], 2, 8, 0, 0)
         yield build(fmt, [300, 17], [1, 3], 4, 32, 4, 16)
         yield build(fmt, [255, 0], [2, 40], 3, 7, 128, 0)
     yield build("bf16", [131], [1], 8, 128, 4, 8)
+    yield build("fp8", [0], [5], 2, 8, 0, 0, "a8")
+    yield build("fp8", [300, 17], [1, 3], 64, 32, 4, 16, "a8")
+    yield build("fp8", [255, 0], [2, 19], 3, 7, 128, 0, "a8")
+    yield build("fp8", [700], [1], 128, 128, 4, 160, "a8")
 
 
 def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, topk: int) -> Tensor:
@@ -198,7 +213,10 @@ OP = Op(
     "attention",
     attention_reference,
     cases,
-    kernels=(Kernel("dsv4.ops.attention.attention_triton"),),
+    kernels=(
+        Kernel("dsv4.ops.attention.attention_triton"),
+        Kernel("dsv4.ops.attention.attention_scaled_triton"),
+    ),
 )
 
 
