@@ -69,10 +69,22 @@ class Attention:
         if ratio == 4:
             self.indexer = Indexer(config, self.frequencies, weights.under("indexer."))
 
-    def __call__(self, x: Tensor, step: StepInputs, state: LayerState) -> Tensor:
-        """`x` `[tokens, hidden]`, normalised -> `[tokens, hidden]`; writes the layer's state."""
+    def inputs(self, dtype: torch.dtype) -> Arguments:
+        """The matrices that read the layer's input: query latent and window key in `dtype`, then
+        what compressor and indexer need in fp32."""
+        matrices: list[Weight] = [self.wq_a, self.wkv]
+        if self.compressor is not None:
+            matrices += self.compressor.matrices
+        if self.indexer is not None:
+            matrices += [*self.indexer.compressor.matrices, self.indexer.weights_proj]
+        wide = [torch.float32] * (len(matrices) - 2)
+        return {"weights": matrices, "out_dtypes": [dtype, dtype, *wide]}
+
+    def __call__(self, projected: list[Tensor], step: StepInputs, state: LayerState) -> Tensor:
+        """What `inputs` gave -> `[tokens, hidden]`; writes the layer's state."""
         batch = step.batch
-        latent, kv, compressed_in, index_in = self._project_input(x)
+        latent, kv, *rest = projected
+        compressed_in, index_in = rest[:2], rest[2:]
         table = step.csa_table if self.indexer is not None else step.hca_table
         latent = self._prepare_state(latent, kv, [compressed_in, index_in[:2]], table, step, state)
         compressed = None
@@ -100,7 +112,7 @@ class Attention:
             self.frequencies,
         )
         return linear(
-            grouped_linear(out.view(x.shape[0], self.num_groups, -1), self.wo_a), self.wo_b
+            grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a), self.wo_b
         )
 
     def _prepare_state(
@@ -148,15 +160,3 @@ class Attention:
         if self.indexer is not None:
             assert isinstance(state, CsaState)
             yield self.indexer.compressor, projected[1], state.index_compressor, state.index
-
-    def _project_input(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """Query latent, window key, and what compressor and indexer need (fp32)."""
-        matrices: list[Weight] = [self.wq_a, self.wkv]
-        dtypes = [x.dtype, x.dtype]
-        if self.compressor is not None:
-            matrices += self.compressor.matrices
-        if self.indexer is not None:
-            matrices += [*self.indexer.compressor.matrices, self.indexer.weights_proj]
-        dtypes += [torch.float32] * (len(matrices) - 2)
-        latent, kv, *rest = linear_multi(x, matrices, dtypes)
-        return latent, kv, rest[:2], rest[2:]

@@ -3,7 +3,8 @@
 
 One program holds a row in registers: the largest magnitude first, then scales and codes; nothing
 is read twice and no host waits. What is quantised is the row itself, its RMS norm, or SwiGLU of
-gate and up; the last two are rounded to bf16 first, as the ops that they replace do.
+gate and up; the last two are rounded to bf16 first, as the ops that they replace do. Kernels that
+hold a row anyway (mHC's mix) quantise it with `store_row`.
 
 A product wants rows padded to a multiple of 256 columns, and with many rows the scales in the
 order of gemm/scaled.py; `Rows` says where things are. Row i may be that of a routed pair.
@@ -127,6 +128,20 @@ def _store_mxfp8(
     tl.store(scales + at, (power + 127).to(tl.uint8), mask=live)
 
 
+@triton.jit
+def store_row(
+    value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr,
+    A8: tl.constexpr,
+):  # fmt: skip
+    """A row `[PAD]`, fp32, zero beyond its end, in few bits; PAD is at least `columns`."""
+    if A8:
+        value = value.reshape(PAD // 32, 32)
+        _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
+    else:
+        value = value.reshape(PAD // 16, 16)
+        _store_fp4(value, codes, scales, row_scale, row, fold, columns, PAD, TILED)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x, weight, codes, scales, row_scale, normed, x_stride, size, columns, num_rows, fold, eps,
@@ -159,12 +174,7 @@ def _quantize_kernel(
             x, own, source, row, x_stride, size, eps, limit, column, column < size, normed,
             SOURCE, WEIGHTED, KEEP,
         )  # fmt: skip
-        if A8:
-            value = value.reshape(PAD // 32, 32)
-            _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
-        else:
-            value = value.reshape(PAD // 16, 16)
-            _store_fp4(value, codes, scales, row_scale, row, fold, columns, PAD, TILED)
+        store_row(value, codes, scales, row_scale, row, fold, columns, PAD, TILED, A8)
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,19 @@ class Rows:
     tiled: bool = False
     fold: int = 1  # rows that lie side by side in one row of the product
     a8: bool = False
+
+    def is_like(self, other: "Rows | None") -> bool:
+        """Whether the product that reads these could read the other ones."""
+        if other is None:
+            return False
+        names = ("num_rows", "columns", "tiled", "fold", "a8")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+def row_fits(size: int) -> bool:
+    """Whether a row that some kernel holds, padded to a power of two, has room for what is added
+    for the product; another padding would change the sums of a norm."""
+    return triton.next_power_of_2(size) >= COLUMN_MULTIPLE
 
 
 def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Rows:
@@ -243,10 +266,3 @@ def run(x) -> Fp4Rows:
     rows = _new_rows(x)
     fill_rows(rows, x)
     return _fp4_rows(rows)
-
-
-def rms_norm_rows(x, weight, eps: float) -> tuple[torch.Tensor, Fp4Rows]:
-    """`rms_norm` and `quantize_rows` of its result, in one launch."""
-    rows, normed = _new_rows(x), torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    fill_rows(rows, x, source=NORM, weight=weight, eps=eps, normed=normed)
-    return normed, _fp4_rows(rows)
