@@ -24,7 +24,7 @@ from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.kv_store import kv_store
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.kv.prepare import STATE_PREPARE
+from dsv4.ops.kv.prepare import NORM_QUERIES, STATE_PREPARE, STATE_QUERIES
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.op import Arguments
 from dsv4.parallel import Shard
@@ -86,18 +86,15 @@ class Attention:
         latent, kv, *rest = projected
         compressed_in, index_in = rest[:2], rest[2:]
         table = step.csa_table if self.indexer is not None else step.hca_table
-        latent = self._prepare_state(latent, kv, [compressed_in, index_in[:2]], table, step, state)
+        q, *others = self._prepare(latent, kv, [compressed_in, index_in[:2]], table, step, state)
+        q = q.view(-1, self.num_heads, self.head_dim)
         compressed = None
         if self.indexer is not None:
             assert isinstance(state, CsaState)
-            q, index_q = linear_multi(latent, [self.wq_b, self.indexer.wq_b])
-            q, index_q, weights = self.indexer.prepare(
-                q.view(-1, self.num_heads, self.head_dim), index_q, index_in[2], step, state
-            )
+            q, index_q, weights = self.indexer.prepare(q, others[0], index_in[2], step, state)
             selected = self.indexer.select(index_q, weights, step, state)
             compressed = Compressed(state.entries, table, self.ratio, selected)
         else:
-            q = linear(latent, self.wq_b).view(-1, self.num_heads, self.head_dim)
             q = query_prepare(q, batch.positions, self.frequencies, self.eps)
             if isinstance(state, HcaState):
                 compressed = Compressed(state.entries, table, self.ratio, None)
@@ -115,7 +112,7 @@ class Attention:
             grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a), self.wo_b
         )
 
-    def _prepare_state(
+    def _prepare(
         self,
         latent: Tensor,
         kv: Tensor,
@@ -123,9 +120,10 @@ class Attention:
         table: Tensor,
         step: StepInputs,
         state: LayerState,
-    ) -> Tensor:
-        """The window key and what the compressors make are stored; the latent comes back
-        normalised. One launch where one token for each sequence is new."""
+    ) -> list[Tensor]:
+        """The window key and what the compressors make are stored; queries come back, projected
+        from the normalised latent, and the indexer's behind them. One launch and the products
+        where one token for each sequence is new."""
         batch, eps, frequencies = step.batch, self.eps, self.frequencies
         norm: Arguments = {"x": latent, "weight": self.q_norm, "eps": eps}
         key: Arguments = {
@@ -141,14 +139,21 @@ class Attention:
         for compressor, inputs, held, pool in self._compressors(projected, state):
             arguments = compressor.arguments(inputs, latent.dtype, batch, held, pool, table)
             updates.append((compressor, arguments))
-        together = {"norm": norm, "key": key, "blocks": [each for _, each in updates]}
-        if STATE_PREPARE.accepts(latent.device, together):
-            fused: Tensor = STATE_PREPARE.run(together)
+        matrices = [self.wq_b, *([self.indexer.wq_b] if self.indexer is not None else [])]
+        queries: Arguments = {"weights": matrices, "out_dtypes": [latent.dtype] * len(matrices)}
+        store: Arguments = {"norm": norm, "key": key, "blocks": [each for _, each in updates]}
+        if STATE_QUERIES.accepts(latent.device, {**store, "linear": queries}):
+            fused: list[Tensor] = STATE_QUERIES.run({**store, "linear": queries})
             return fused
+        if STATE_PREPARE.accepts(latent.device, store):
+            return linear_multi(STATE_PREPARE.run(store), **queries)
         kv_store(**key)
         for compressor, arguments in updates:
             compressor.update(arguments)
-        return rms_norm(**norm)
+        if NORM_QUERIES.accepts(latent.device, {"norm": norm, "linear": queries}):
+            fused = NORM_QUERIES.run({"norm": norm, "linear": queries})
+            return fused
+        return linear_multi(rms_norm(**norm), **queries)
 
     def _compressors(
         self, projected: list[list[Tensor]], state: LayerState

@@ -20,7 +20,7 @@ from dsv4.ops.device import (
     start_dependents,
     workspace,
 )
-from dsv4.ops.gemm.activation_triton import store_row
+from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv.entry_triton import append
 
 CHANNELS = 32
@@ -262,10 +262,6 @@ def supports(streams, site, y=None, post=None, comb=None) -> str | None:
     return device_reason(streams.device)
 
 
-def _row_buffers(rows):
-    return rows.codes, rows.scales, rows.row_scale, rows.columns
-
-
 def run(streams, site, y=None, post=None, comb=None, rows=None):
     """`mhc_pre` without `y`; `mhc_head` where the site has one row per stream; or the boundary.
     `rows` (activation_triton.Rows): where the normalised row goes in few bits as well."""
@@ -313,7 +309,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         tokens,
         site.eps,
         site.hc_eps,
-        *((x, x, x, 0) if rows is None else _row_buffers(rows)),
+        *row_buffers(rows, x),
         **shape,
         NP=triton.next_power_of_2(n),
         PAD=triton.next_power_of_2(size),
@@ -321,8 +317,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         MEMBERS=members if config.split else 1,
         ITERS=site.sinkhorn_iters,
         HEAD=head,
-        BITS=0 if rows is None else 8 if rows.a8 else 4,
-        TILED=rows is not None and rows.tiled,
+        **row_constants(rows),
         **launch_options(config.mix_warps),
     )
     if head:

@@ -99,15 +99,22 @@ def launches(capability: int) -> Iterator[Launch]:
 
 
 def row_launches() -> Iterator[Launch]:
-    """Quantised rows: alone, behind a norm, behind SwiGLU for routed pairs."""
+    """Quantised rows: alone, where a norm or mHC's boundary makes them, behind SwiGLU for routed
+    pairs."""
+    from benchmarks.state_ops import SHAPES, mhc_arguments
     from dsv4.ops.gemm import activation_triton as kernel
+    from dsv4.ops.mhc import mix_triton
+    from dsv4.ops.norm import rms_norm_triton
 
     x = torch.zeros(128, 4096, dtype=torch.bfloat16)
     norm = torch.zeros(4096)
-    yield "rows norm", lambda: kernel.rms_norm_rows(x, norm, 1e-6)
+    mix = mhc_arguments(SHAPES["pro"], 2, "cpu")
     for a8 in (False, True):
         rows = kernel.make_rows(x.device, 128, 4096, tiled=True, name="test", a8=a8)
         yield f"rows a8={a8}", lambda rows=rows: kernel.fill_rows(rows, x)
+        yield f"rows norm a8={a8}", lambda rows=rows: rms_norm_triton.run(x, norm, 1e-6, rows)
+        rows = kernel.make_rows(x.device, 2, 7168, tiled=False, name="test", a8=a8)
+        yield f"rows mhc a8={a8}", lambda rows=rows: mix_triton.run(**mix, rows=rows)
     h, weights = torch.zeros(256, 4096), torch.zeros(256)
     rows = kernel.make_rows(x.device, 256, 2048, tiled=False, name="test")
 
