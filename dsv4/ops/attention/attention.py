@@ -215,7 +215,7 @@ OP = Op(
     cases,
     kernels=(
         Kernel("dsv4.ops.attention.attention_triton"),
-        Kernel("dsv4.ops.attention.attention_scaled_triton"),
+        Kernel("dsv4.ops.attention.scaled.attention_scaled_triton"),
     ),
 )
 

@@ -252,8 +252,8 @@ def check_attention() -> None:
     """Outputs begin as NaN; both forms give the same bits; queries are rounded: the reference that
     does not round them is further off."""
     from dsv4.ops import OPS
-    from dsv4.ops.attention import attention_scaled_triton as kernel
     from dsv4.ops.attention.attention import attention
+    from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
     from dsv4.ops.op import kernels_on_cpu
     from dsv4.ops.ragged import make_ragged
     from tests.ops.kernels.test_state_interpreter import compare, fill_with_nan
@@ -281,7 +281,7 @@ def check_attention() -> None:
 
 def check_attention_rows(base: dict[str, Any]) -> None:
     """A row's bits with 1 to 16 rows, in both forms; queries of zeros and of large numbers."""
-    from dsv4.ops.attention import attention_scaled_triton as kernel
+    from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
     from dsv4.ops.ragged import make_ragged
 
     generator = torch.Generator().manual_seed(2)
