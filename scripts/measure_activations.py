@@ -6,8 +6,8 @@
 
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
 what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
-them alone; attention's scores know no A4, where the others take it they take A8. Prompts come in
-rounds; every variant answers the same ones, and only what all of them answered before the time was
+them alone. Attention's scores know no A4, where the others take it they take A8; alone they are
+tried with FP8 keys, as they are used, against A16 with FP8 keys. Prompts come in rounds; every variant answers the same ones, and only what all of them answered before the time was
 up counts. The record has one JSON object per line; the table for docs/numerics.md and the default
 that follows from it are printed. Records are kept in benchmarks/records, their names begin with
 DATE_activations_tiny_cpu; a test holds the default to them, newer rows over older ones.
@@ -42,7 +42,8 @@ HOLDERS = {  # module groups: where their weights are in a block
     "shared expert": ("ffn", ("shared_w13", "shared_w2")),
     "routed experts": ("ffn", ("w13", "w2")),
 }
-VARIANTS = [("a16", "all")] + [(w, g) for w in ("a8", "a4") for g in ("all", *GROUPS)]
+VARIANTS = [("a16", "all"), ("a16", SCORES)]
+VARIANTS += [(w, g) for w in ("a8", "a4") for g in ("all", *GROUPS)]
 VARIANTS.remove(("a4", SCORES))  # no key has four bits
 DOCUMENTS = ("retrieval 8000", "retrieval 2000", "updates 2000")  # and their lengths in tokens
 UPDATES = 4  # of a round: each needs a document of its own
@@ -77,7 +78,8 @@ class Result:
 @lru_cache(maxsize=1)
 def engine_for(width: str, group: str) -> Engine:
     """Fresh for each variant: what another one computed must not be found in the prefix cache."""
-    engine = Engine.load("tiny", device="cpu", activations="a4")
+    keys = "fp8" if group == SCORES else "auto"
+    engine = Engine.load("tiny", device="cpu", activations="a4", kv_format=keys)
     for block in engine._runner.model.blocks:
         for name, (holder, weights) in HOLDERS.items():
             module = getattr(block, holder)
@@ -194,7 +196,8 @@ def share_right(row: dict[str, Any]) -> float:
 def tolerates(rows: list[dict[str, Any]], width: str, group: str) -> bool:
     """Whether a variant is as good as a16: no skill loses more than MOST_LOST of its answers,
     no more of them are silent, perplexity rises by at most MOST_SURPRISE."""
-    plain = {row["skill"]: row for row in rows if row["activations"] == "a16"}
+    beside = ("a16", group if group == SCORES else "all")
+    plain = {r["skill"]: r for r in rows if (r["activations"], r["modules"]) == beside}
     own = [r for r in rows if (r["activations"], r["modules"]) == (width, group)]
     for row in own:
         base = plain[row["skill"]]
@@ -213,8 +216,9 @@ def default(rows: list[dict[str, Any]]) -> dict[str, str]:
     widths = dict.fromkeys(GROUPS, "a16")
     for finer, width in (("a16", "a8"), ("a8", "a4")):
         for group in GROUPS:
-            good = tolerates(rows, width, "all") or tolerates(rows, width, group)
-            if good and widths[group] == finer and (width, group) in VARIANTS:
+            together = group != SCORES and tolerates(rows, width, "all")
+            good = together or tolerates(rows, width, group)
+            if good and widths[group] == finer:
                 widths[group] = width
     return widths
 
