@@ -7,9 +7,10 @@
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
 what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
 them alone. Attention's scores know no A4, where the others take it they take A8; alone they are
-tried with FP8 keys, as they are used, against A16 with FP8 keys. Prompts come in rounds; every variant answers the same ones, and only what all of them answered before the time was
-up counts. The record has one JSON object per line; the table for docs/numerics.md and the default
-that follows from it are printed. Records are kept in benchmarks/records, their names begin with
+tried with FP8 keys, as they are used, against A16 with FP8 keys. Prompts come in rounds; every
+variant answers the same ones, and only what all of them answered before the time was up counts. The
+record has one JSON object per line; the table for docs/numerics.md and the default that follows
+from it are printed. Records are kept in benchmarks/records, their names begin with
 DATE_activations_tiny_cpu; a test holds the default to them, newer rows over older ones.
 
 An answer that ends at once is counted as silent: the embedded model does that when its arithmetic

@@ -24,7 +24,7 @@ NATIVE_AUTO: dict[str, Activations] = {
     "attention": "a16",
     "shared expert": "a8",
     "routed experts": "a16",
-    SCORES: "a8",
+    SCORES: "a16",
 }
 
 # What the matrices of a stored format can be multiplied with; MXFP4 is cast to NVFP4 at load.
