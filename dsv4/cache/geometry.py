@@ -15,6 +15,7 @@ from typing import Literal
 
 from dsv4.config import ModelConfig
 from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
+from dsv4.formats.spec import Activations
 
 Pool = Literal["window", "csa", "hca"]
 POOLS: tuple[Pool, ...] = ("window", "csa", "hca")
@@ -40,6 +41,7 @@ class Geometry:
     index_format: str
     chunk_tokens: int  # most prompt tokens of one step, over all sequences
     kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
+    query_width: Activations = "a16"  # what queries are rounded to that meet these keys
 
     @property
     def window_columns(self) -> int:

@@ -8,16 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd
-from typing import Literal, Self
+from typing import Self
 
 import torch
 
 from dsv4.errors import KernelError
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
-
-Activations = Literal["a16", "a8", "a4"]
-WIDTHS: tuple[Activations, ...] = ("a16", "a8", "a4")  # finest first
+from dsv4.formats.spec import WIDTHS as WIDTHS
+from dsv4.formats.spec import Activations as Activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ float32 scalars per matrix.
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -18,6 +19,10 @@ NVFP4_EXACT_SPREAD = 17
 NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 FP8_BLOCK = 128
+
+# What the input of a product is rounded to: not at all, MXFP8, NVFP4.
+Activations = Literal["a16", "a8", "a4"]
+WIDTHS: tuple[Activations, ...] = ("a16", "a8", "a4")  # finest first
 
 
 @dataclass(frozen=True)

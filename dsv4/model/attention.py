@@ -20,11 +20,11 @@ from dsv4.ops.attention.attention import ATTEND, Compressed, attention
 from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
 from dsv4.ops.gemm.grouped_linear import grouped_linear
-from dsv4.ops.gemm.linear import linear, linear_multi, linear_parts
+from dsv4.ops.gemm.linear import linear_multi, linear_parts
 from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.kv_store import kv_store
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.kv.prepare import STATE_PREPARE
+from dsv4.ops.kv.prepare import NORM_QUERIES, STATE_PREPARE, STATE_QUERIES
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.op import Arguments
 from dsv4.ops.parts import Parts
@@ -70,25 +70,35 @@ class Attention:
         if ratio == 4:
             self.indexer = Indexer(config, self.frequencies, weights.under("indexer."))
 
-    def __call__(self, x: Tensor, step: StepInputs, state: LayerState) -> Tensor | Parts:
-        """`x` `[tokens, hidden]`, normalised -> `[tokens, hidden]`; writes the layer's state."""
+    def inputs(self, dtype: torch.dtype) -> Arguments:
+        """The matrices that read the layer's input: query latent and window key in `dtype`, then
+        what compressor and indexer need in fp32."""
+        matrices: list[Weight] = [self.wq_a, self.wkv]
+        if self.compressor is not None:
+            matrices += self.compressor.matrices
+        if self.indexer is not None:
+            matrices += [*self.indexer.compressor.matrices, self.indexer.weights_proj]
+        wide = [torch.float32] * (len(matrices) - 2)
+        return {"weights": matrices, "out_dtypes": [dtype, dtype, *wide]}
+
+    def __call__(
+        self, projected: list[Tensor], step: StepInputs, state: LayerState
+    ) -> Tensor | Parts:
+        """What `inputs` gave -> `[tokens, hidden]`; writes the layer's state."""
         batch = step.batch
-        latent, kv, compressed_in, index_in = self._project_input(x)
+        latent, kv, *rest = projected
+        compressed_in, index_in = rest[:2], rest[2:]
         table = step.csa_table if self.indexer is not None else step.hca_table
-        latent = self._prepare_state(latent, kv, [compressed_in, index_in[:2]], table, step, state)
+        q, *others = self._prepare(latent, kv, [compressed_in, index_in[:2]], table, step, state)
+        q = q.view(-1, self.num_heads, self.head_dim)
         compressed = None
         if self.indexer is not None:
             assert isinstance(state, CsaState)
-            q, index_q = linear_multi(latent, [self.wq_b, self.indexer.wq_b])
-            q, index_q, weights = self.indexer.prepare(
-                q.view(-1, self.num_heads, self.head_dim), index_q, index_in[2], step, state
-            )
+            q, index_q, weights = self.indexer.prepare(q, others[0], index_in[2], step, state)
             selected = self.indexer.select(index_q, weights, step, state)
             compressed = Compressed(state.entries, table, self.ratio, selected)
-        else:
-            q = linear(latent, self.wq_b).view(-1, self.num_heads, self.head_dim)
-            if isinstance(state, HcaState):
-                compressed = Compressed(state.entries, table, self.ratio, None)
+        elif isinstance(state, HcaState):
+            compressed = Compressed(state.entries, table, self.ratio, None)
         places: Arguments = {
             "sink": self.sink,
             "pool": state.window,
@@ -99,7 +109,7 @@ class Attention:
             "frequencies": self.frequencies,
         }
         out = self._attend(q, places, is_prepared=self.indexer is not None)
-        grouped = grouped_linear(out.view(x.shape[0], self.num_groups, -1), self.wo_a)
+        grouped = grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a)
         return linear_parts(grouped, self.wo_b)
 
     def _attend(self, q: Tensor, places: Arguments, *, is_prepared: bool) -> Tensor:
@@ -112,7 +122,7 @@ class Attention:
         positions = places["batch"].positions
         return attention(query_prepare(q, positions, self.frequencies, self.eps), **places)
 
-    def _prepare_state(
+    def _prepare(
         self,
         latent: Tensor,
         kv: Tensor,
@@ -120,9 +130,10 @@ class Attention:
         table: Tensor,
         step: StepInputs,
         state: LayerState,
-    ) -> Tensor:
-        """The window key and what the compressors make are stored; the latent comes back
-        normalised. One launch where one token for each sequence is new."""
+    ) -> list[Tensor]:
+        """The window key and what the compressors make are stored; queries come back, projected
+        from the normalised latent, and the indexer's behind them. One launch and the products
+        where one token for each sequence is new."""
         batch, eps, frequencies = step.batch, self.eps, self.frequencies
         norm: Arguments = {"x": latent, "weight": self.q_norm, "eps": eps}
         key: Arguments = {
@@ -138,14 +149,21 @@ class Attention:
         for compressor, inputs, held, pool in self._compressors(projected, state):
             arguments = compressor.arguments(inputs, latent.dtype, batch, held, pool, table)
             updates.append((compressor, arguments))
-        together = {"norm": norm, "key": key, "blocks": [each for _, each in updates]}
-        if STATE_PREPARE.accepts(latent.device, together):
-            fused: Tensor = STATE_PREPARE.run(together)
+        matrices = [self.wq_b, *([self.indexer.wq_b] if self.indexer is not None else [])]
+        queries: Arguments = {"weights": matrices, "out_dtypes": [latent.dtype] * len(matrices)}
+        store: Arguments = {"norm": norm, "key": key, "blocks": [each for _, each in updates]}
+        if STATE_QUERIES.accepts(latent.device, {**store, "linear": queries}):
+            fused: list[Tensor] = STATE_QUERIES.run({**store, "linear": queries})
             return fused
+        if STATE_PREPARE.accepts(latent.device, store):
+            return linear_multi(STATE_PREPARE.run(store), **queries)
         kv_store(**key)
         for compressor, arguments in updates:
             compressor.update(arguments)
-        return rms_norm(**norm)
+        if NORM_QUERIES.accepts(latent.device, {"norm": norm, "linear": queries}):
+            fused = NORM_QUERIES.run({"norm": norm, "linear": queries})
+            return fused
+        return linear_multi(rms_norm(**norm), **queries)
 
     def _compressors(
         self, projected: list[list[Tensor]], state: LayerState
@@ -157,15 +175,3 @@ class Attention:
         if self.indexer is not None:
             assert isinstance(state, CsaState)
             yield self.indexer.compressor, projected[1], state.index_compressor, state.index
-
-    def _project_input(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        """Query latent, window key, and what compressor and indexer need (fp32)."""
-        matrices: list[Weight] = [self.wq_a, self.wkv]
-        dtypes = [x.dtype, x.dtype]
-        if self.compressor is not None:
-            matrices += self.compressor.matrices
-        if self.indexer is not None:
-            matrices += [*self.indexer.compressor.matrices, self.indexer.weights_proj]
-        dtypes += [torch.float32] * (len(matrices) - 2)
-        latent, kv, *rest = linear_multi(x, matrices, dtypes)
-        return latent, kv, rest[:2], rest[2:]

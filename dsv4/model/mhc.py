@@ -1,8 +1,18 @@
 """The places where the residual streams are collapsed, from their stored parameters."""
 
+from torch import Tensor
+
 from dsv4.config import ModelConfig
 from dsv4.model.weights import Weights
-from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.mhc.mix import MixSite, mhc_boundary, mhc_pre
+from dsv4.ops.op import Arguments
+
+
+def collapse(mix: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> updated streams, normalised row, post, comb; without a `y` there is nothing to update."""
+    if "y" in mix:
+        return mhc_boundary(**mix)
+    return (mix["streams"], *mhc_pre(**mix))
 
 
 def mix_site(config: ModelConfig, weights: Weights, mix: str, norm: str) -> MixSite:

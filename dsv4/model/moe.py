@@ -24,9 +24,9 @@ class MoE:
         self.shared_w13 = weights.take("shared_experts.w13")
         self.shared_w2 = weights.take("shared_experts.w2")
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor | Parts:
+    def arguments(self, token_ids: Tensor) -> dict[str, Arguments]:
+        """Of both ops, but for the input."""
         choice: Arguments = {
-            "x": x,
             "gate": self.gate,
             "bias": self.bias,
             "table": self.table,
@@ -41,9 +41,13 @@ class MoE:
             "shared_w2": self.shared_w2,
             "limit": self.limit,
         }
-        together = {"router": choice, "experts": matrices}
+        return {"router": choice, "experts": matrices}
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor | Parts:
+        together = self.arguments(token_ids)
+        together["router"]["x"] = x
         if MOE.accepts(x.device, together):
             fused: Parts = MOE.run(together)
             return fused
-        experts, weights = router(**choice)
-        return experts_ffn(x, experts, weights, **matrices)
+        experts, weights = router(**together["router"])
+        return experts_ffn(x, experts, weights, **together["experts"])

@@ -2,7 +2,8 @@
 
 The residual is `hc_mult` streams per token. Before each half-block they are collapsed into one
 normalised row; after it, its result is spread over the streams. The update after one half-block
-and the collapse before the next are one op (`mhc_boundary`).
+and the collapse before the next are one op (`mhc_boundary`). With activations of few bits the op
+and what reads its row are started as one, so that the row is quantised where it is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,13 @@ from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Weight
 from dsv4.model.attention import Attention
 from dsv4.model.inputs import StepInputs
-from dsv4.model.mhc import mix_site
+from dsv4.model.mhc import collapse, mix_site
 from dsv4.model.moe import MoE
 from dsv4.model.weights import Weights
 from dsv4.ops.gemm.embed import embed
-from dsv4.ops.gemm.linear import linear
-from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
-from dsv4.ops.parts import Parts
+from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.mhc.mix import MIX_EXPERTS, MIX_LINEAR, mhc_head
+from dsv4.ops.op import Arguments
 from dsv4.parallel import Shard
 
 
@@ -32,6 +33,32 @@ class Block:
         self.attention = Attention(config, layer, weights.under("attn."), shard)
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, weights.under("ffn."))
+
+    def attend(self, mix: Arguments, step: StepInputs, state: LayerState) -> Arguments:
+        """The first half. `mix`: the streams and, but for the first block, what the half-block
+        before gave them; the same comes back."""
+        mix = {**mix, "site": self.attention_site}
+        streams: Tensor = mix["streams"]
+        together = {"mix": mix, "linear": self.attention.inputs(streams.dtype)}
+        if MIX_LINEAR.accepts(streams.device, together):
+            streams, post, comb, projected = MIX_LINEAR.run(together)
+        else:
+            streams, x, post, comb = collapse(mix)
+            projected = linear_multi(x, **together["linear"])
+        y = self.attention(projected, step, state)
+        return {"streams": streams, "y": y, "post": post, "comb": comb}
+
+    def feed(self, mix: Arguments, token_ids: Tensor) -> Arguments:
+        """The second half, as `attend`."""
+        mix = {**mix, "site": self.ffn_site}
+        streams: Tensor = mix["streams"]
+        together = {"mix": mix, **self.ffn.arguments(token_ids)}
+        if MIX_EXPERTS.accepts(streams.device, together):
+            streams, post, comb, y = MIX_EXPERTS.run(together)
+        else:
+            streams, x, post, comb = collapse(mix)
+            y = self.ffn(x, token_ids)
+        return {"streams": streams, "y": y, "post": post, "comb": comb}
 
 
 class Transformer:
@@ -60,16 +87,11 @@ class Transformer:
     def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
         """Logits fp32 `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
         streams = embed(step.token_ids, self.embedding, self.config.hc_mult, self.dtype)
-        x, post, comb = mhc_pre(streams, self.blocks[0].attention_site)
-        y: Tensor | Parts = x
+        mix: Arguments = {"streams": streams}
         for layer, block in enumerate(self.blocks):
-            if layer > 0:
-                streams, x, post, comb = mhc_boundary(streams, y, post, comb, block.attention_site)
-            y = block.attention(x, step, state[layer])
-            streams, x, post, comb = mhc_boundary(streams, y, post, comb, block.ffn_site)
-            y = block.ffn(x, step.token_ids)
+            mix = block.attend(mix, step, state[layer])
+            mix = block.feed(mix, step.token_ids)
         rows = step.logits_rows
         if rows is not None:
-            streams, y, post, comb = streams[rows], y[rows], post[rows], comb[rows]
-        h = mhc_head(streams, y, post, comb, self.head_site)
-        return linear(h, self.head, torch.float32)
+            mix = {name: tensor[rows] for name, tensor in mix.items()}
+        return linear(mhc_head(**mix, site=self.head_site), self.head, torch.float32)

@@ -1,7 +1,9 @@
-"""How many bits activations have where they meet weights: decided per module group, with reasons.
+"""How many bits activations have where they meet weights or keys: decided per module group, with
+reasons.
 
 The projections of attention, the shared expert and the routed experts may take `a8` or `a4`.
 Compressor, indexer, router, head and embedding never do: what they choose cannot be half right.
+Attention's scores, the products of queries and cached keys, may take `a8`; no key has four bits.
 """
 
 from collections.abc import Iterable
@@ -11,7 +13,8 @@ from dsv4.checkpoint.linears import StoredFormat
 from dsv4.checkpoint.sources import Source
 from dsv4.formats.quantized import WIDTHS, Activations
 
-GROUPS = ("attention", "shared expert", "routed experts")
+SCORES = "attention scores"
+GROUPS = ("attention", "shared expert", "routed experts", SCORES)
 NATIVE_MAJOR = 10  # sm_100 and its kin multiply block-scaled operands
 OLDEST_TRITON = (3, 6)
 OLDEST_DRIVER = (12, 8)  # the CUDA version that knows sm_100
@@ -21,6 +24,7 @@ NATIVE_AUTO: dict[str, Activations] = {
     "attention": "a16",
     "shared expert": "a8",
     "routed experts": "a16",
+    SCORES: "a16",
 }
 
 # What the matrices of a stored format can be multiplied with; MXFP4 is cast to NVFP4 at load.
@@ -85,6 +89,16 @@ def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
     wanted = widths.get(source.parameter.group, "a16")
     finest_first = WIDTHS[: WIDTHS.index(wanted) + 1]
     return next(width for width in reversed(finest_first) if width in SERVED[source.format])
+
+
+def query_width(
+    widths: dict[str, Activations], kv_format: str, dtype: str, *, on_gpu: bool
+) -> Activations:
+    """What queries are rounded to before they meet cached keys. A GPU multiplies FP8 keys and
+    bfloat16 queries so; the references take any."""
+    if widths[SCORES] == "a16" or (on_gpu and (kv_format, dtype) != ("fp8", "bfloat16")):
+        return "a16"
+    return "a8"
 
 
 def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list[str]:

@@ -19,7 +19,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
 from dsv4.ops.gemm.packed import repack
 from dsv4.ops.op import warn_unless_strict
-from dsv4.runner.activations import Gpu, choose, describe, fallbacks, width_of
+from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve
 from dsv4.util.models import model_folder
 
@@ -53,7 +53,7 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
     choose_ops(settings.ops, OPS)
     set_threads(settings, config)
-    tell_activations(checkpoint, choices.activations, gpu)
+    tell_activations(checkpoint, choices.activations, gpu, settings)
     weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
@@ -98,14 +98,23 @@ def driver_version() -> tuple[int, int]:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def tell_activations(checkpoint: Checkpoint, asked: str, gpu: Gpu | None) -> None:
-    """Say what each group of weights is multiplied with and why; warn of what cannot be had."""
+def tell_activations(
+    checkpoint: Checkpoint, asked: str, gpu: Gpu | None, settings: Settings
+) -> None:
+    """Say what each group of weights, and keys, are multiplied with and why; warn of what cannot
+    be had."""
     choice, sources = choose(asked, gpu), checkpoint.sources.values()
-    for line in describe(sources, choice):
+    keys, width = f"{settings.kv_format} keys", settings.query_width
+    for line in (*describe(sources, choice), f"{SCORES}: {keys} x {width} ({choice.why})"):
         log.info("%s", line)
     refused = [choice.refused] if choice.refused else []
     if asked != "auto":
         refused += fallbacks(sources, choice.widths)
+        if choice.widths[SCORES] != "a16" and width == "a16":
+            refused.append(
+                f"{keys} and {settings.dtype} queries ({SCORES}) are not multiplied at "
+                f"{choice.widths[SCORES]}, a16 is used; a GPU takes fp8 keys and bfloat16 queries"
+            )
     for line in refused:
         warn_unless_strict(line)
 

@@ -8,7 +8,7 @@ from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.formats.quantized import Activations
-from dsv4.runner.activations import Gpu, choose
+from dsv4.runner.activations import Gpu, choose, query_width
 
 DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
@@ -49,9 +49,16 @@ class Settings:
             return next(iter(self.activations.values()))
         return "/".join(f"{group} {width}" for group, width in self.activations.items())
 
+    @property
+    def query_width(self) -> Activations:
+        """What queries are rounded to before they meet cached keys."""
+        on_gpu = self.device != "cpu"
+        return query_width(self.activations, self.kv_format, self.dtype, on_gpu=on_gpu)
+
     def geometry(self, config: ModelConfig) -> Geometry:
         kept = KEPT_PREFIXES if self.prefix_cache else 0
-        return Geometry(config, self.kv_format, self.index_format, self.chunk_tokens, kept)
+        formats = self.kv_format, self.index_format
+        return Geometry(config, *formats, self.chunk_tokens, kept, self.query_width)
 
 
 def available_memory() -> int:

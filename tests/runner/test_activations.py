@@ -23,7 +23,7 @@ from dsv4.ops.gemm.packed import TiledNvfp4, repack
 from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.op import kernels_only
 from dsv4.request import SamplingParams
-from dsv4.runner.activations import GROUPS, NATIVE_AUTO, Gpu, choose, describe
+from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES, Gpu, choose, describe
 from dsv4.runner.load import tell_activations
 from dsv4.runner.settings import resolve
 from dsv4.server.worker.main import _plan_text
@@ -129,10 +129,19 @@ def test_the_servers_plan_says_what_and_why() -> None:
     assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in text
 
 
-def told(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, caplog: Any) -> list[str]:
+def tell(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, **formats: str) -> None:
+    """As `load_model` does, for a machine with this GPU or none."""
+    choices = EngineConfig(device="cpu" if gpu is None else "cuda", activations=asked, **formats)
+    facts: dict[str, Any] = {"has_gpu": gpu is not None, "memory_bytes": 2**40, "gpu": gpu}
+    tell_activations(checkpoint, asked, gpu, resolve(choices, checkpoint.config, **facts))
+
+
+def told(
+    checkpoint: Checkpoint, asked: str, gpu: Gpu | None, caplog: Any, **formats: str
+) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dsv4"):
-        tell_activations(checkpoint, asked, gpu)
+        tell(checkpoint, asked, gpu, **formats)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -154,11 +163,56 @@ def test_one_warning_names_what_is_not_had(folders: dict[str, Path], caplog: Any
     assert told(plain, "auto", BLACKWELL, caplog) == []  # nobody asked for more
 
 
+def test_scores_of_other_keys_stay_wide_with_one_warning(
+    folders: dict[str, Path], caplog: Any
+) -> None:
+    full = opened(folders["modelopt-full"])
+    for asked in ("a8", "a4"):
+        assert told(full, asked, BLACKWELL, caplog) == []
+        [message] = told(full, asked, BLACKWELL, caplog, kv_format="bf16")
+        assert message == (
+            f"bf16 keys and bfloat16 queries (attention scores) are not multiplied at {asked}, "
+            "a16 is used; a GPU takes fp8 keys and bfloat16 queries"
+        )
+        [message] = told(full, asked, BLACKWELL, caplog, dtype="float32")
+        assert "fp8 keys and float32 queries" in message
+        [message] = told(full, asked, HOPPER, caplog)  # one for all groups
+        assert "sm_90" in message
+        for kv_format in ("fp32", "fp8"):  # the references round queries to any key
+            assert told(full, asked, None, caplog, kv_format=kv_format) == []
+    for asked in ("auto", "a16"):
+        assert told(full, asked, BLACKWELL, caplog, kv_format="bf16") == []
+
+
+def test_start_up_says_what_keys_are_multiplied_with(folders: dict[str, Path], caplog: Any) -> None:
+    full = opened(folders["modelopt-full"])
+    for asked, gpu, says in (
+        ("a4", BLACKWELL, "attention scores: fp8 keys x a8 (chosen)"),
+        ("auto", BLACKWELL, f"fp8 keys x {NATIVE_AUTO[SCORES]} (the accuracy table"),
+        ("a8", HOPPER, "attention scores: fp8 keys x a16 (sm_90"),
+        ("a8", None, "attention scores: fp32 keys x a8 (chosen; references round"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "dsv4"):
+            tell(full, asked, gpu)
+        assert [says in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+def test_pools_of_keys_know_their_width(folders: dict[str, Path]) -> None:
+    for asked, width in (("a16", "a16"), ("a8", "a8"), ("a4", "a8")):
+        engine = Engine.load(str(folders["modelopt-full"]), device="cpu", activations=asked)
+        pools = [pool for layer in engine._runner.state.layers for _, pool in layer.pools()]
+        assert {pool.activations for pool in pools if not pool.is_index} == {width}
+        assert {pool.activations for pool in pools if pool.is_index} <= {"a16"}
+
+
 def test_strict_mode_raises(folders: dict[str, Path]) -> None:
     with kernels_only(), pytest.raises(KernelError, match=r"bf16 weights.*strict mode forbids"):
         Engine.load(str(folders["plain-official"]), device="cpu", activations="a4")
     with kernels_only(), pytest.raises(KernelError, match=r"sm_90.*strict mode forbids"):
-        tell_activations(opened(folders["modelopt-full"]), "a4", HOPPER)
+        tell(opened(folders["modelopt-full"]), "a4", HOPPER)
+    with kernels_only(), pytest.raises(KernelError, match=r"bf16 keys.*strict mode forbids"):
+        tell(opened(folders["modelopt-full"]), "a8", BLACKWELL, kv_format="bf16")
 
 
 def test_weights_that_would_change_stay_wide_with_one_warning(caplog: Any) -> None:

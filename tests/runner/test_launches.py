@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,30 @@ def test_the_embedded_model_runs_on_block_scaled_products_alone(
         names = Counter(launches[f"tiny a4 {part}"])
         products = names["_few_rows_kernel"] + names["_many_rows_kernel"]
         assert products == 6 * 8, names  # each layer: attention 4, experts 4
+        # mHC quantises its own rows: left are those of wo_a, wo_b, both w2 and, as the latent of
+        # this model is too short for the norm to do it, wq_b
+        assert names["_quantize_kernel"] == 6 * 5, names
+        assert names["_attend_scaled_kernel"] == 6, names
+        assert "_attend_kernel" not in names
         assert not {"_up_kernel", "_down_kernel"} & names.keys()
+
+
+def test_norms_and_boundaries_quantise_their_rows(launches: dict[str, list[str]]) -> None:
+    """At Flash's widths nothing reads a row again to quantise it for wq_a, wkv and wq_b."""
+    for kind in MOST:
+        names = Counter(launches[f"{kind} few bits"])
+        assert names["_few_rows_kernel"] == 2, names
+        assert "_quantize_kernel" not in names
+
+
+def zero_weight(rows: int, columns: int) -> Any:
+    """NVFP4 for a4 products, with nothing in it."""
+    from dsv4.ops.gemm.scaled import ScaledTensor, padded
+
+    high, wide = padded(rows, columns)
+    data = torch.zeros(high, wide // 2, dtype=torch.uint8)
+    scale = torch.zeros(high // 128, wide // 64, 2, 256, dtype=torch.uint8)
+    return ScaledTensor(data, scale, torch.ones(1), rows, columns, 16, 4, activations="a4")
 
 
 def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
@@ -74,7 +98,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
         table[name] = repack(name, weight)
     choices = EngineConfig(
         device="cpu", dtype="bfloat16", kv_format="fp8", index_format="fp8", max_context=512,
-        max_sequences=2, chunk_tokens=64,
+        max_sequences=2, chunk_tokens=64, activations=width,
     )  # fmt: skip
     settings = resolve(choices, config, has_gpu=False, memory_bytes=2**32)
     runner = Runner(Transformer(config, table, torch.bfloat16), settings)
@@ -127,6 +151,11 @@ def main() -> None:
         once, twice = launched([place]), launched([place, place])
         counts[str(kind)] = sorted((Counter(twice) - Counter(once)).elements())
         counts["rest"] = sorted((Counter(once) - Counter(counts[str(kind)])).elements())
+    for place, kind in enumerate(config.kinds):
+        attention = blocks[place].attention
+        for name in ("wq_a", "wkv", "wq_b"):
+            setattr(attention, name, zero_weight(*getattr(attention, name).shape))
+        counts[f"{kind} few bits"] = launched([place])
     tiny = {**tiny_launches(names), **tiny_launches(names, "a4")}
     sys.stdout.write(json.dumps({**counts, **tiny}) + "\n")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dsv4.formats.quantized import activations_of
-from dsv4.runner.activations import GROUPS, NATIVE_AUTO
+from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES
 from dsv4.tools.quality.measure import read_items
 
 ROOT = Path(__file__).parents[2]
-RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*_activations_tiny_cpu.jsonl"))
+RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*_activations_tiny_cpu*.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +34,23 @@ def rows_with(script: ModuleType, **right: int) -> list[dict[str, Any]]:
     """Every variant answers 50 of 50, but those named `width_group` have so many right."""
     rows = []
     for width, group in script.VARIANTS:
-        name = f"{width}_{group.split()[0]}"
+        name = f"{width}_{group.split()[-1 if group == SCORES else 0]}"
         row = {"activations": width, "modules": group, "skill": "facts", "asked": 50, "silent": 0}
         rows.append({**row, "right": right.get(name, 50), "perplexity": 3.0})
     return rows
 
 
 def test_the_default_is_what_the_table_allows(script: ModuleType) -> None:
-    assert script.default(rows_with(script)) == dict.fromkeys(GROUPS, "a4")
+    most = {**dict.fromkeys(GROUPS, "a4"), SCORES: "a8"}
+    assert script.default(rows_with(script)) == most
     # one answer in fifty may be lost, two may not
-    assert set(script.default(rows_with(script, a4_all=49)).values()) == {"a4"}
+    assert script.default(rows_with(script, a4_all=49)) == most
     found = script.default(rows_with(script, a4_all=40, a4_attention=48, a4_routed=48))
-    assert found == {"attention": "a8", "shared expert": "a4", "routed experts": "a8"}
+    assert found == {**most, "attention": "a8", "routed experts": "a8"}
     nothing = {
-        f"{w}_{g}": 0 for w in ("a8", "a4") for g in ("all", "attention", "shared", "routed")
+        f"{w}_{g}": 0
+        for w in ("a8", "a4")
+        for g in ("all", "attention", "shared", "routed", "scores")
     }
     assert set(script.default(rows_with(script, **nothing)).values()) == {"a16"}
     lucky = rows_with(script, a8_all=0, a8_attention=0)
@@ -63,19 +66,24 @@ def test_silence_and_surprise_count_too(script: ModuleType, name: str, value: fl
     assert set(script.default(rows).values()) == {"a8"}
 
 
-def test_the_engine_has_the_default_of_the_newest_record(script: ModuleType) -> None:
+def test_the_engine_has_the_default_of_the_newest_rows(script: ModuleType) -> None:
     if not RECORDS:  # nothing measured: nothing is rounded unasked
         assert set(NATIVE_AUTO.values()) == {"a16"}
         return
-    lines = [json.loads(line) for line in RECORDS[-1].read_text().splitlines()]
-    assert script.default([line["result"] for line in lines if "result" in line]) == NATIVE_AUTO
+    newest = {}
+    for record in RECORDS:  # the newest last
+        for line in map(json.loads, record.read_text().splitlines()):
+            if row := line.get("result"):
+                newest[row["activations"], row["modules"], row["skill"]] = row
+    assert {key[:2] for key in newest} == set(script.VARIANTS)
+    assert script.default(list(newest.values())) == NATIVE_AUTO
 
 
 def test_only_prompts_that_all_variants_answered_count(script: ModuleType) -> None:
     job, result = script.Job, script.Result
     done = [result(job(*v, "facts", 0, 4), 3, 4, 0, 1.0) for v in script.VARIANTS]
     late = [result(job(*v, "facts", 1, 4), 4, 4, 1, 1.0) for v in script.VARIANTS[:-1]]
-    rows = script.summed(script.common([*done, *late]))
+    rows = script.summed(script.common([*done, *late], []))
     assert len(rows) == len(script.VARIANTS)
     assert {(row["right"], row["asked"], row["silent"]) for row in rows} == {(3, 4, 0)}
     assert "| a4 | routed experts | 75.0 | 0 |  |" in script.table(rows)
@@ -90,12 +98,28 @@ def test_variants_round_their_own_modules(script: ModuleType) -> None:
     before = torch.cat(list(engine.score(range(20, 60))))
     after = torch.cat(list(script.engine_for("a16", "all").score(range(20, 60))))
     assert not torch.equal(before, after)
+    for width, group, rounds in (
+        ("a8", SCORES, True),
+        ("a4", "all", True),
+        ("a4", "shared", False),
+    ):
+        engine = script.engine_for(width, group)
+        pools = [engine._runner.state.layers[1].window, engine._runner.state.layers[1].entries]
+        assert {pool.activations for pool in pools} == {"a8" if rounds else "a16"}
+    exact, rounded = (
+        torch.cat(list(script.engine_for(width, SCORES).score(range(20, 60))))
+        for width in ("a16", "a8")
+    )
+    assert not torch.equal(exact, rounded)
+    assert not torch.equal(exact, after)  # FP8 keys
 
 
 def test_jobs_cover_every_skill_before_more_of_one(script: ModuleType) -> None:
-    jobs = list(script.jobs(50, []))
+    jobs = list(script.jobs(50, [], []))
     first = {job.skill for job in jobs if job.number == 0}
     assert first == {"perplexity", *script.DOCUMENTS, *read_items("tiny")}
     assert [job.number for job in jobs] == sorted(job.number for job in jobs)
     assert {(job.width, job.group) for job in jobs} == set(script.VARIANTS)
-    assert {job.skill for job in script.jobs(50, ["facts"])} == {"facts"}
+    assert {job.skill for job in script.jobs(50, ["facts"], [])} == {"facts"}
+    few = {(job.width, job.group) for job in script.jobs(50, [], [SCORES])}
+    assert few == {("a16", SCORES), ("a8", SCORES)}

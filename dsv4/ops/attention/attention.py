@@ -4,6 +4,9 @@ Keys are values. Query `p` sees the window keys `p - window < j <= p` and, in co
 the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One softmax over both;
 `exp(sink)` joins the denominator only. The result is rotated back at `p`.
 
+Where the keys' pool asks for `a8`, the channels of a query that are not rotated are rounded to
+MXFP8 before they meet keys, each head on its own (gemm/activation.py); nothing else changes.
+
 The order of summation belongs to the query, not to the batch: the window's keys by position as
 one tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the
 sink. A tile with nothing visible changes nothing. Every query is a product of its own in a batch
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
+from dsv4.formats.spec import Activations
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
 from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
@@ -56,18 +61,28 @@ def _compressed_entries(compressed: Compressed, positions: Tensor) -> Tensor:
     return _pad_to_tiles(torch.where(numbers < visible.unsqueeze(1), numbers, -1))
 
 
+def _as_multiplied(q: Tensor, rope_dim: int, width: Activations) -> Tensor:
+    """Queries as they meet keys, fp32: channels that are not rotated rounded to `width`."""
+    nope_dim = q.shape[-1] - rope_dim
+    if width == "a16" or nope_dim == 0:
+        return q.float()
+    return torch.cat((rounded(q[..., :nope_dim], width), q[..., nope_dim:].float()), dim=-1)
+
+
 def _attend(
     q: Tensor,
+    wide_q: Tensor,
     sink: Tensor,
     tiles: list[tuple[PagedPool, Tensor, Tensor]],
     seq: Tensor,
     scale: float,
 ) -> Tensor:
-    """Some queries: online softmax over `tiles` (pool, table, entries), in order."""
+    """Some queries: online softmax over `tiles` (pool, table, entries), in order. `wide_q`: the
+    queries as they meet keys."""
     top = sink.view(1, -1, 1).expand(q.shape[0], -1, 1)
     total = torch.ones_like(top)
     out = torch.zeros_like(q, dtype=torch.float32)
-    wide_q = q.float() * scale
+    wide_q = wide_q * scale
     for pool, table, entries in tiles:
         absent = entries < 0
         num_absent = int(absent.sum())
@@ -111,12 +126,21 @@ def attention_reference(
     for at in range(0, q.shape[0], QUERIES_AT_ONCE):
         rows = slice(at, at + QUERIES_AT_ONCE)
         tiles = [(pool, table, entries[rows]) for pool, table, entries in sources]
-        parts.append(_attend(q[rows], sink.float(), tiles, batch.seq_idx[rows], q.shape[2] ** -0.5))
+        wide_q = _as_multiplied(q[rows], 2 * frequencies.shape[0], pool.activations)
+        seq, scale = batch.seq_idx[rows], q.shape[2] ** -0.5
+        parts.append(_attend(q[rows], wide_q, sink.float(), tiles, seq, scale))
     return rope_reference(torch.cat(parts).to(q.dtype), positions, frequencies, inverse=True)
 
 
-def _filled(generator: torch.Generator, fmt: str, dim: int, pages: int, entries: int) -> PagedPool:
-    pool = allocate_pool(fmt, False, kv_entry(fmt, dim, 16), (pages, entries), "cpu")
+def _filled(
+    generator: torch.Generator,
+    fmt: str,
+    dim: int,
+    pages: int,
+    entries: int,
+    width: Activations = "a16",
+) -> PagedPool:
+    pool = allocate_pool(fmt, False, kv_entry(fmt, dim, 16), (pages, entries), "cpu", width)
     for page in range(pages):
         keys = torch.randn(entries, dim, generator=generator)
         store(pool, torch.full((entries,), page), torch.arange(entries), keys)
@@ -125,7 +149,14 @@ def _filled(generator: torch.Generator, fmt: str, dim: int, pages: int, entries:
 
 def cases() -> Iterable[Case]:
     def build(
-        fmt: str, starts: list[int], new: list[int], heads: int, window: int, ratio: int, topk: int
+        fmt: str,
+        starts: list[int],
+        new: list[int],
+        heads: int,
+        window: int,
+        ratio: int,
+        topk: int,
+        width: Activations = "a16",
     ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             count, dim = len(starts), 48
@@ -135,15 +166,17 @@ def cases() -> Iterable[Case]:
             pages = torch.randperm(count * columns, generator=generator).view(count, columns)
             compressed = None
             if ratio:
-                width = max(-(-last // (ratio * 8)), 1)
-                table = torch.randperm(count * width, generator=generator).view(count, width)
+                blocks = max(-(-last // (ratio * 8)), 1)
+                table = torch.randperm(count * blocks, generator=generator)
+                table = table.view(count, blocks)
                 selected = _random_selection(generator, batch, ratio, topk) if topk else None
-                entries = _filled(generator, fmt, dim, count * width, 8)
+                entries = _filled(generator, fmt, dim, count * blocks, 8, width)
                 compressed = Compressed(entries, table, ratio, selected)
+            q = torch.randn(batch.num_tokens, heads, dim, generator=generator)
             return {
-                "q": torch.randn(batch.num_tokens, heads, dim, generator=generator),
+                "q": q if width == "a16" else q.bfloat16(),
                 "sink": torch.randn(heads, generator=generator),
-                "pool": _filled(generator, fmt, dim, count * columns, 8),
+                "pool": _filled(generator, fmt, dim, count * columns, 8, width),
                 "table": pages,
                 "compressed": compressed,
                 "batch": batch,
@@ -152,13 +185,19 @@ def cases() -> Iterable[Case]:
             }
 
         name = f"{fmt} {starts}+{new} heads {heads} window {window} ratio {ratio} top {topk}"
-        return Case(name, make, 2e-3, 2e-3)
+        if width == "a16":
+            return Case(name, make, 2e-3, 2e-3)
+        return Case(f"{name} few bits {width}", make, 2e-2, 2e-2)
 
     for fmt in ("fp32", "fp8"):
         yield build(fmt, [0], [5], 2, 8, 0, 0)
         yield build(fmt, [300, 17], [1, 3], 4, 32, 4, 16)
         yield build(fmt, [255, 0], [2, 40], 3, 7, 128, 0)
     yield build("bf16", [131], [1], 8, 128, 4, 8)
+    yield build("fp8", [0], [5], 2, 8, 0, 0, "a8")
+    yield build("fp8", [300, 17], [1, 3], 64, 32, 4, 16, "a8")
+    yield build("fp8", [255, 0], [2, 19], 3, 7, 128, 0, "a8")
+    yield build("fp8", [700], [1], 128, 128, 4, 160, "a8")
 
 
 def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, topk: int) -> Tensor:
@@ -174,7 +213,10 @@ OP = Op(
     "attention",
     attention_reference,
     cases,
-    kernels=(Kernel("dsv4.ops.attention.attention_triton"),),
+    kernels=(
+        Kernel("dsv4.ops.attention.attention_triton"),
+        Kernel("dsv4.ops.attention.scaled.attention_scaled_triton"),
+    ),
 )
 
 # queries straight from their matrix, where few of them attend

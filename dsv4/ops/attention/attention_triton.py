@@ -189,6 +189,13 @@ def choose_config(
 
 
 def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
+    if pool.activations != "a16":
+        return f"queries are to be {pool.activations}, here they stay as they are"
+    return form_reason(q, sink, pool, table, compressed, batch, window, frequencies)
+
+
+def form_reason(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
+    """Why shapes, layouts or the device do not fit, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
     if min(pieces(pool.dim, 2 * frequencies.shape[0]), default=0) < 16:
@@ -234,7 +241,7 @@ def config_of(q, pool, compressed, window) -> Config:
     )
 
 
-def _parts(pool):
+def entry_parts(pool):
     """data, tail and the scale bytes of an entry as one integer."""
     data, tail, scale = pool_tensors(pool)
     return data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data
@@ -271,10 +278,10 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         batch.seq_idx,
         batch.positions if selected is None else selected,
         most,
-        *_parts(pool),
+        *entry_parts(pool),
         table,
         table.shape[1],
-        *_parts(other),
+        *entry_parts(other),
         other_table,
         other_table.shape[1],
         frequencies,

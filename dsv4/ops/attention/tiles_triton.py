@@ -198,7 +198,9 @@ def _merge_kernel(
     tl.store(out + at, x.to(out.dtype.element_ty), mask=live[None, :])
 
 
-def merge_tiles(q, sink, out, sums, stats, positions, frequencies, window, most, ratio) -> None:
+def merge_tiles(
+    q, sink, out, sums, stats, positions, frequencies, window, most, ratio, tile=BT
+) -> None:
     tokens, heads, dim = q.shape
     _merge_kernel[(tokens, heads)](
         sums,
@@ -214,8 +216,8 @@ def merge_tiles(q, sink, out, sums, stats, positions, frequencies, window, most,
         DIM=dim,
         PAD=triton.next_power_of_2(dim),
         ROPE=2 * frequencies.shape[0],
-        BT=BT,
-        WT=triton.cdiv(window, BT),
+        BT=tile,
+        WT=triton.cdiv(window, tile),
         ASM=not interpreting(),
         **launch_options(max(1, min(4, triton.next_power_of_2(dim) // 128))),
     )

@@ -2,8 +2,9 @@
 """`quantize_rows` on a GPU, and its forms in front of a block-scaled product (sm_100).
 
 One program holds a row in registers: the largest magnitude first, then scales and codes; nothing
-is read twice and no host waits. What is quantised is the row itself, its RMS norm, or SwiGLU of
-gate and up; the last two are rounded to bf16 first, as the ops that they replace do.
+is read twice and no host waits. What is quantised is the row itself, or SwiGLU of gate and up,
+rounded to bf16 first, as the op that it replaces does. Kernels that hold a row anyway (mHC's mix,
+RMS norm) quantise it with `store_row`; `row_buffers` and `row_constants` are their arguments.
 
 A product wants rows padded to a multiple of 256 columns, and with many rows the scales in the
 order of gemm/scaled.py; `Rows` says where things are. Row i may be that of a routed pair.
@@ -27,7 +28,7 @@ from dsv4.ops.device import (
 from dsv4.ops.gemm.activation import SIXTH, SMALLEST_AMAX, TOP, Fp4Rows
 from dsv4.ops.gemm.scaled import COLUMN_MULTIPLE, ROWS
 
-PLAIN, NORM, SWIGLU = 0, 1, 2
+PLAIN, SWIGLU = 0, 1
 _TOP, _SIXTH, _SMALLEST = (tl.constexpr(value) for value in (TOP, SIXTH, SMALLEST_AMAX))
 
 
@@ -43,28 +44,20 @@ def _e2m1_code(x):
 
 @triton.jit
 def _source_row(
-    x, weight, row, out_row, x_stride, size, eps, limit, column, live, normed,
-    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr,
+    x, weight, row, x_stride, size, limit, column, live, SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """fp32 numbers of the row, zero beyond its end."""
     base = x + row * x_stride
     value = tl.load(base + column, mask=live, other=0.0).to(tl.float32)
     if SOURCE == 1:
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps)
-        if WEIGHTED:
-            value = value * tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
-    elif SOURCE == 2:
         up = tl.load(base + size + column, mask=live, other=0.0).to(tl.float32)
         gate = tl.minimum(value, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         value = gate / (1.0 + tl.exp(-gate)) * up
         if WEIGHTED:
             value = value * tl.load(weight)
-    if SOURCE != 0:
-        narrow = value.to(tl.bfloat16)
-        if KEEP:
-            tl.store(normed + out_row * size + column, narrow, mask=live)
-        value = narrow.to(tl.float32)
+        value = value.to(tl.bfloat16).to(tl.float32)
     return value
 
 
@@ -127,12 +120,26 @@ def _store_mxfp8(
     tl.store(scales + at, (power + 127).to(tl.uint8), mask=live)
 
 
+@triton.jit
+def store_row(
+    value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr,
+    A8: tl.constexpr,
+):  # fmt: skip
+    """A row `[PAD]`, fp32, zero beyond its end, in few bits; PAD is at least `columns`."""
+    if A8:
+        value = value.reshape(PAD // 32, 32)
+        _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
+    else:
+        value = value.reshape(PAD // 16, 16)
+        _store_fp4(value, codes, scales, row_scale, row, fold, columns, PAD, TILED)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
-    x, weight, codes, scales, row_scale, normed, x_stride, size, columns, num_rows, fold, eps,
-    limit, sorted_pairs, tile_expert, tile_start, ends, chosen,
-    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, ROUTED: tl.constexpr,
-    BM: tl.constexpr, PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr, ASM: tl.constexpr,
+    x, weight, codes, scales, row_scale, x_stride, size, columns, num_rows, fold, limit,
+    sorted_pairs, tile_expert, tile_start, ends, chosen,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
+    PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """BM > 0: row i is row `i % BM` of routed tile `i // BM`; it comes from its pair's token, or
     with SwiGLU from its place among the sorted pairs. ROUTED: a weight is that of the pair."""
@@ -151,20 +158,14 @@ def _quantize_kernel(
             end = tl.load(ends + tl.maximum(expert, 0))
             present = (expert >= 0) & (at < end)
         pair = tl.load(sorted_pairs + at, mask=present, other=0)
-        source = (at if SOURCE == 2 else pair // chosen).to(tl.int64)
+        source = (at if SOURCE == 1 else pair // chosen).to(tl.int64)
         own = weight + pair
     if present:
-        column = tl.arange(0, PAD)  # flat, so that a norm is summed as in rms_norm
+        column = tl.arange(0, PAD)
         value = _source_row(
-            x, own, source, row, x_stride, size, eps, limit, column, column < size, normed,
-            SOURCE, WEIGHTED, KEEP,
+            x, own, source, x_stride, size, limit, column, column < size, SOURCE, WEIGHTED
         )  # fmt: skip
-        if A8:
-            value = value.reshape(PAD // 32, 32)
-            _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
-        else:
-            value = value.reshape(PAD // 16, 16)
-            _store_fp4(value, codes, scales, row_scale, row, fold, columns, PAD, TILED)
+        store_row(value, codes, scales, row_scale, row, fold, columns, PAD, TILED, A8)
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,19 @@ class Rows:
     tiled: bool = False
     fold: int = 1  # rows that lie side by side in one row of the product
     a8: bool = False
+
+    def is_like(self, other: "Rows | None") -> bool:
+        """Whether the product that reads these could read the other ones."""
+        if other is None:
+            return False
+        names = ("num_rows", "columns", "tiled", "fold", "a8")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+def row_fits(size: int) -> bool:
+    """Whether a row that some kernel holds, padded to a power of two, has room for what is added
+    for the product; another padding would change the sums of a norm."""
+    return triton.next_power_of_2(size) >= COLUMN_MULTIPLE
 
 
 def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Rows:
@@ -198,9 +212,21 @@ def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Ro
     )
 
 
+def row_buffers(rows: Rows | None, unused):
+    """Arguments of a kernel that quantises the rows it makes, or not."""
+    if rows is None:
+        return unused, unused, unused, 0
+    return rows.codes, rows.scales, rows.row_scale, rows.columns
+
+
+def row_constants(rows: Rows | None) -> dict[str, object]:
+    if rows is None:
+        return {"BITS": 0, "TILED": False}
+    return {"BITS": 8 if rows.a8 else 4, "TILED": rows.tiled}
+
+
 def fill_rows(
-    rows: Rows, x, *, source=PLAIN, weight=None, eps=0.0, limit=0.0, normed=None, size=None,
-    route=None, chosen=1, bm=0,
+    rows: Rows, x, *, source=PLAIN, weight=None, limit=0.0, size=None, route=None, chosen=1, bm=0
 ) -> None:  # fmt: skip
     """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`. With a `route`
     these are pairs, in sorted order or (`bm`) by tiles."""
@@ -210,10 +236,10 @@ def fill_rows(
     pad = max(triton.next_power_of_2(rows.columns), COLUMN_MULTIPLE)
     _quantize_kernel[(rows.num_rows,)](
         x, x if weight is None else weight, rows.codes, rows.scales, rows.row_scale,
-        x if normed is None else normed, x.stride(0), size or x.shape[1], rows.columns,
-        rows.num_rows, rows.fold, eps, limit, *table, chosen,
-        SOURCE=source, WEIGHTED=weight is not None, KEEP=normed is not None,
-        ROUTED=route is not None, BM=bm, PAD=pad, TILED=rows.tiled, A8=rows.a8,
+        x.stride(0), size or x.shape[1], rows.columns, rows.num_rows, rows.fold, limit, *table,
+        chosen,
+        SOURCE=source, WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad,
+        TILED=rows.tiled, A8=rows.a8,
         ASM=not interpreting(), **launch_options(ROW_WARPS if pad <= 8192 else 8),
     )  # fmt: skip
 
@@ -243,10 +269,3 @@ def run(x) -> Fp4Rows:
     rows = _new_rows(x)
     fill_rows(rows, x)
     return _fp4_rows(rows)
-
-
-def rms_norm_rows(x, weight, eps: float) -> tuple[torch.Tensor, Fp4Rows]:
-    """`rms_norm` and `quantize_rows` of its result, in one launch."""
-    rows, normed = _new_rows(x), torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    fill_rows(rows, x, source=NORM, weight=weight, eps=eps, normed=normed)
-    return normed, _fp4_rows(rows)

@@ -37,7 +37,8 @@ def rows_reason(x) -> str | None:
     return native_reason(x.device)
 
 
-def run(x, weights, out_dtypes):
+def run(x, weights, out_dtypes, ready=None):
+    """`ready`: rows of `x` that were quantised where `x` was made, see `ready_rows`."""
     outs = [
         torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
         for weight, dtype in zip(weights, out_dtypes, strict=True)
@@ -45,7 +46,7 @@ def run(x, weights, out_dtypes):
     kinds = [_kind(weight) for weight in weights]
     for kind in sorted(set(kinds) - {None}):
         chosen = [i for i, found in enumerate(kinds) if found == kind]
-        launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
+        launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen], ready=ready)
     others = [i for i, found in enumerate(kinds) if found is None]
     if others:
         dtypes = [out_dtypes[i] for i in others]
@@ -60,7 +61,13 @@ def _kind(weight) -> tuple[int, int] | None:
     return (weight.group, weight.element_bits) if isinstance(weight, ScaledTensor) else None
 
 
-def launch(x, weights, outs, *, num_groups=1, config=None, limit=None) -> None:
+def ready_rows(x, weight):
+    """Buffers for rows of `x` as `weight` reads them, to be filled where `x` is made."""
+    tiled, a8 = not choose_config(x.shape[0], 1).few, weight.group == 32
+    return make_rows(x.device, x.shape[0], x.shape[1], tiled=tiled, name="ready", a8=a8)
+
+
+def launch(x, weights, outs, *, num_groups=1, config=None, limit=None, ready=None) -> None:
     """Quantise `x` `[rows, groups * k]` once and multiply it with matrices of one kind. With a
     `limit`, `x` is gate and up `[rows, 2 k]` and SwiGLU of them is what is quantised."""
     num_rows, columns = x.shape[0], weights[0].columns
@@ -70,7 +77,9 @@ def launch(x, weights, outs, *, num_groups=1, config=None, limit=None) -> None:
         x.device, num_rows * num_groups, columns, tiled=not config.few, name="scaled",
         fold=num_groups, a8=weights[0].group == 32,
     )  # fmt: skip
-    if limit is None:
+    if rows.is_like(ready):
+        rows = ready
+    elif limit is None:
         fill_rows(rows, x.reshape(num_rows * num_groups, columns) if num_groups > 1 else x)
     else:
         fill_rows(rows, x, source=SWIGLU, limit=limit, size=columns)

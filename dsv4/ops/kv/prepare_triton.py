@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import ROW_WARPS, interpreting, launch_options, start_dependents
+from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv import compress_triton, kv_store_triton
 from dsv4.ops.kv.compress_triton import block_sizes, close_block, state_sizes
 from dsv4.ops.kv.entry_triton import pool_constants, pool_tensors, tl_dtype
@@ -27,7 +28,7 @@ def _state_kernel(
     kv, kv_stride, kv_norm, w_table, w_width, w_entries, w_data, w_tail, w_scale,
     c_values, c_gates, c_ape, c_norm, c_state_v, c_state_z, c_data, c_tail, c_scale,
     i_values, i_gates, i_ape, i_norm, i_state_v, i_state_z, i_data, i_tail, i_scale,
-    c_table, c_width, c_entries,
+    c_table, c_width, c_entries, codes, code_scales, row_scale, columns,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, JOBS: tl.constexpr,
     RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
     OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr,
@@ -36,14 +37,21 @@ def _state_kernel(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
     I_FORMAT: tl.constexpr, I_NOPE: tl.constexpr, I_DIM: tl.constexpr, I_PAD: tl.constexpr,
     I_SCALES: tl.constexpr, I_LOG: tl.constexpr, I_FACTOR: tl.constexpr,
-    ROPE: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+    ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """`c_*` are the entries' compressor and pool, `i_*` the index keys'; both use one table."""
+    """`c_*` are the entries' compressor and pool, `i_*` the index keys'; both use one table. BITS 4
+    or 8: the latent in few bits as well (gemm/activation_triton.py)."""
     start_dependents(ASM)
     row = tl.program_id(0)
     job = tl.program_id(1)
     if job == 0:
-        norm_row(x, x_weight, x_out, row.to(tl.int64), x_stride, eps, SIZE, SIZE_PAD, True)
+        own = row.to(tl.int64)
+        value = norm_row(x, x_weight, x_out, own, x_stride, eps, SIZE, SIZE_PAD, True)
+        if BITS > 0:
+            store_row(
+                value, codes, code_scales, row_scale, own, 1, columns, SIZE_PAD, TILED, BITS == 8
+            )
     elif job == 1:
         store_key(
             kv, kv_stride, kv_norm, frequencies, positions, seq_idx, row, w_table, w_width,
@@ -101,7 +109,8 @@ def _differ(a, b) -> bool:
     )
 
 
-def run(norm, key, blocks):
+def run(norm, key, blocks, rows=None):
+    """`rows` (activation_triton.Rows): where the latent goes in few bits as well."""
     x, kv, batch, window = norm["x"], key["kv"], key["batch"], key["pool"]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = dict.fromkeys(("RATIO", "ROWS", "WIDTH", "WPAD", "SLOTS", "STEP", "OVERLAP"), 1)
@@ -119,10 +128,12 @@ def run(norm, key, blocks):
         key["table"].shape[1], window.page_entries, *pool_tensors(window),
         *_block_tensors(first, kv), *_block_tensors(second, kv),
         table, table.shape[1], (first["pool"] if first else window).page_entries,
+        *row_buffers(rows, x),
         SIZE=x.shape[1], SIZE_PAD=triton.next_power_of_2(x.shape[1]), JOBS=2 + len(blocks),
         **sizes, I_WIDTH=width, I_WPAD=triton.next_power_of_2(width),
         **pool_constants(window), **{f"I_{name}": index[name] for name in _SHARED},
-        ROPE=2 * key["frequencies"].shape[0], DT=tl_dtype(kv.dtype), ASM=not interpreting(),
+        ROPE=2 * key["frequencies"].shape[0], **row_constants(rows), DT=tl_dtype(kv.dtype),
+        ASM=not interpreting(),
         **launch_options(ROW_WARPS),
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 from dsv4.ops.parts import Parts
 from dsv4.ops.rows import matmul_rows, sigmoid, softmax
 
@@ -174,6 +174,12 @@ BOUNDARY = Op(
     kernels=(Kernel("dsv4.ops.mhc.mix_triton"),),
 )
 HEAD = Op("mhc_head", mhc_head_reference, head_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
+
+# with activations of few bits: the row is quantised where it is made, for the matrices of
+# attention's input, or for the experts
+_SCALED = Kernel("dsv4.ops.mhc.mix_scaled_triton")
+MIX_LINEAR = Fusion(("mhc_pre", "mhc_boundary", "linear"), _SCALED)
+MIX_EXPERTS = Fusion(("mhc_boundary", "router", "experts"), _SCALED)
 
 
 def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:

@@ -20,6 +20,7 @@ from dsv4.ops.device import (
     start_dependents,
     workspace,
 )
+from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv.entry_triton import append
 from dsv4.ops.parts import Parts
 
@@ -199,11 +200,14 @@ def _sinkhorn(z, row, out, eps, N: tl.constexpr, NP: tl.constexpr, ITERS: tl.con
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
     streams, partials, base, scale, norm, x, post, comb, num_tokens, eps, hc_eps,
+    codes, code_scales, row_scale, columns,
     N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, ITERS: tl.constexpr,
-    HEAD: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+    HEAD: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """One token: coefficients from the sums of the projection, collapse, norm.
+    """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: the
+    row in few bits as well, as gemm/activation_triton.py has it.
 
     With a second row of programs the first collapses and the second mixes, side by side.
     """
@@ -241,6 +245,11 @@ def _mix_kernel(
         mixed = mixed.to(DT).to(tl.float32)
         mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
         tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
+        if BITS > 0:
+            row_value = mixed.to(DT).to(tl.float32)
+            store_row(
+                row_value, codes, code_scales, row_scale, token, 1, columns, PAD, TILED, BITS == 8
+            )
     if (not HEAD) and (alone | (tl.program_id(1) == 1)):
         tl.store(post + token * N + row - N, 2.0 * gate, mask=(row >= N) & (row < 2 * N))
         if N == 4:
@@ -282,8 +291,9 @@ def supports(streams, site, y=None, post=None, comb=None) -> str | None:
     return device_reason(streams.device)
 
 
-def run(streams, site, y=None, post=None, comb=None):
-    """`mhc_pre` without `y`; `mhc_head` where the site has one row per stream; or the boundary."""
+def run(streams, site, y=None, post=None, comb=None, rows=None):
+    """`mhc_pre` without `y`; `mhc_head` where the site has one row per stream; or the boundary.
+    `rows` (activation_triton.Rows): where the normalised row goes in few bits as well."""
     tokens, n, size = streams.shape
     head = site.fn.shape[0] == n
     update = y is not None
@@ -336,6 +346,7 @@ def run(streams, site, y=None, post=None, comb=None):
         tokens,
         site.eps,
         site.hc_eps,
+        *row_buffers(rows, x),
         **shape,
         NP=triton.next_power_of_2(n),
         PAD=triton.next_power_of_2(size),
@@ -343,6 +354,7 @@ def run(streams, site, y=None, post=None, comb=None):
         MEMBERS=members if config.split else 1,
         ITERS=site.sinkhorn_iters,
         HEAD=head,
+        **row_constants(rows),
         **launch_options(config.mix_warps),
     )
     if head:

@@ -31,14 +31,18 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
-    if not (isinstance(w13, ScaledTensor) and isinstance(w2, ScaledTensor)):
-        return "the experts do not ask for activations of few bits"
-    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
     if experts.dtype != torch.int64 or weights.dtype != torch.float32:
         return f"experts are {experts.dtype}, weights {weights.dtype}; expected int64 and float32"
     if not (experts.is_contiguous() and weights.is_contiguous()):
         return "experts and weights are not contiguous"
+    return weights_reason(x, w13, w2, shared_w13, shared_w2)
+
+
+def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
+    if not (isinstance(w13, ScaledTensor) and isinstance(w2, ScaledTensor)):
+        return "the experts do not ask for activations of few bits"
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
     if is_apart(shared_w13):
         reason = shared_reason(shared_w13, shared_w2)
         if reason is not None:
@@ -49,15 +53,17 @@ def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str 
 
 
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
-    num_tokens, chosen = experts.shape
-    config = choose_config(num_tokens, chosen, w2.shape[0])
-    return launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config)
+    return launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
 
 
-def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
+def launch(
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, config=None, ready=None
+):  # fmt: skip
+    """`ready`: rows of `x` that were quantised where it was made."""
     num_tokens, chosen = experts.shape
+    config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
-    extra = _shared(x, shared_w13, shared_w2, limit)
+    extra = _shared(x, shared_w13, shared_w2, limit, ready)
     table = route(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
@@ -65,7 +71,10 @@ def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
     swiglu = {"source": SWIGLU, "weight": weights, "limit": limit}
     if config.few:
         rows = _rows(x, num_tokens, w13, config)
-        fill_rows(rows, x)
+        if rows.is_like(ready):
+            rows = ready
+        else:
+            fill_rows(rows, x)
         launch_few(rows, [w13], [h], config, route=table, chosen=chosen)
         rows = _rows(x, num_pairs, w2, config)
         fill_rows(rows, h, size=w2.columns, route=table, **swiglu)
@@ -89,10 +98,10 @@ def _rows(x, count, weight, config):
     return make_rows(x.device, count, weight.columns, tiled=not config.few, name="scaled", a8=a8)
 
 
-def _shared(x, w13, w2, limit):
+def _shared(x, w13, w2, limit, ready):
     """fp32 `[tokens, size]`, whatever the shared expert's format."""
     if is_apart(w13):
-        return shared_part(x, w13, w2, limit)
+        return shared_part(x, w13, w2, limit, ready)
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)

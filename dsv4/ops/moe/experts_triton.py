@@ -259,17 +259,18 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 def launch(
     x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None,
-    parts_only=False,
+    parts_only=False, ready=None,
 ):  # fmt: skip
     """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `parts_only` the
-    result is fp32 `[tokens, places, ranges, size]`, not summed."""
+    result is fp32 `[tokens, places, ranges, size]`, not summed. `ready`: rows of `x` for a shared
+    expert that is apart."""
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     up = up or choose_config(num_tokens, chosen, num_experts)
     down = down or up
     extra = None
     if shared_w13 is not None and is_apart(shared_w13):
-        extra = shared_part(x, shared_w13, shared_w2, limit)
+        extra = shared_part(x, shared_w13, shared_w2, limit, ready)
         shared_w13 = shared_w2 = None
     direct = num_tokens == 1
     shared = shared_w13 is not None

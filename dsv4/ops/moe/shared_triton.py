@@ -52,17 +52,20 @@ def shared_reason(w13, w2) -> str | None:
     return None
 
 
-def _multiply(x, weight, out) -> None:
-    module = linear_scaled_triton if isinstance(weight, ScaledTensor) else linear_triton
-    module.launch(x, [weight], [out])
+def _multiply(x, weight, out, ready) -> None:
+    if isinstance(weight, ScaledTensor):
+        linear_scaled_triton.launch(x, [weight], [out], ready=ready)
+    else:
+        linear_triton.launch(x, [weight], [out])
 
 
-def shared_part(x, w13, w2, limit):
-    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or for activations of few bits."""
+def shared_part(x, w13, w2, limit, ready=None):
+    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or for activations of few bits.
+    `ready`: rows of `x` that were quantised where it was made."""
     tokens, inner = x.shape[0], w2.shape[1]
     h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
     part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
-    _multiply(x, w13, h)
+    _multiply(x, w13, h, ready)
     if isinstance(w2, ScaledTensor):
         linear_scaled_triton.launch(h, [w2], [part], limit=limit)
         return part

@@ -12,6 +12,7 @@ from dsv4.ops.device import (
     launch_options,
     start_dependents,
 )
+from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 
 
 @triton.jit
@@ -19,23 +20,30 @@ def norm_row(
     x, weight, out, row, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
+    """Stores the row and gives it back as stored, fp32 `[PAD]`, zero beyond its end."""
     channel = tl.arange(0, PAD)
     live = channel < SIZE
     wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
     if WEIGHTED:
         wide = wide * tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + channel, wide.to(out.dtype.element_ty), mask=live)
+    narrow = wide.to(out.dtype.element_ty)
+    tl.store(out + row * SIZE + channel, narrow, mask=live)
+    return narrow.to(tl.float32)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, out, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr, WEIGHTED: tl.constexpr,
+    x, weight, out, x_stride, eps, codes, scales, row_scale, columns, SIZE: tl.constexpr,
+    PAD: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
+    """BITS 4 or 8: the row in few bits as well (gemm/activation_triton.py)."""
     start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
-    norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
+    value = norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
+    if BITS > 0:
+        store_row(value, codes, scales, row_scale, row, 1, columns, PAD, TILED, BITS == 8)
 
 
 def supports(x, weight, eps) -> str | None:
@@ -46,7 +54,8 @@ def supports(x, weight, eps) -> str | None:
     return device_reason(x.device)
 
 
-def run(x, weight, eps):
+def run(x, weight, eps, quantized=None):
+    """`quantized` (activation_triton.Rows): where the rows go in few bits as well."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = x.shape[-1]
     rows = x if x.dim() == 2 else x.view(-1, size)
@@ -56,9 +65,11 @@ def run(x, weight, eps):
         out,
         rows.stride(0),
         eps,
+        *row_buffers(quantized, rows),
         SIZE=size,
         PAD=triton.next_power_of_2(size),
         WEIGHTED=weight is not None,
+        **row_constants(quantized),
         ASM=not interpreting(),
         **launch_options(ROW_WARPS),
     )

@@ -231,7 +231,7 @@ def _pages(pool: PagedPool, table: Tensor) -> tuple[PagedPool, Tensor]:
     for name, part in pool.parts.items():
         rows = part.view(torch.uint8)[used.long()]  # not every dtype can be indexed
         parts[name] = rows.view(part.dtype)
-    return PagedPool(pool.format, pool.is_index, parts), places.to(table.dtype)
+    return replace(pool, parts=parts), places.to(table.dtype)
 
 
 # --- arguments as JSON and tensors ----------------------------------------------------------------

@@ -56,7 +56,7 @@ class Subject:
     def formats(self) -> Formats:
         s, lossy = self.settings, self.examined is not None
         dtype = getattr(torch, s.dtype)
-        return Formats(dtype, s.kv_format, s.index_format, lossy, self.widths)
+        return Formats(dtype, s.kv_format, s.index_format, lossy, self.widths, s.query_width)
 
     @property
     def summary(self) -> str:
@@ -120,7 +120,7 @@ def open_subject(
     settings = make_settings(config, choices, len(token_ids))
     choose_ops(settings.ops, OPS)
     set_threads(settings, config)
-    tell_activations(checkpoint, choices.activations, find_gpu(choices.device))
+    tell_activations(checkpoint, choices.activations, find_gpu(choices.device), settings)
     if stream is None:
         stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
     dtype = getattr(torch, settings.dtype)

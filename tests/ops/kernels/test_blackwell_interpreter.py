@@ -18,7 +18,7 @@ from dsv4.ops.gemm.packed import TiledNvfp4, mxfp4_as_nvfp4, repack
 from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
 from tests.ops.kernels.compiling import interpreted
 
-GROUPS = ("rows and index", "linear", "experts")
+GROUPS = ("rows and index", "linear", "experts", "attention")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -80,7 +80,6 @@ def check_rows() -> None:
     """The same bytes as the reference, for every case and fused form."""
     from dsv4.ops.arguments import same_bits
     from dsv4.ops.gemm import activation_triton
-    from dsv4.ops.norm import rms_norm_triton
 
     for case in activation.cases():
         arguments = case.build(torch.Generator().manual_seed(1))
@@ -97,15 +96,9 @@ def check_rows() -> None:
     assert torch.equal(wanted.row_scale.isnan(), torch.tensor([False, True, True]))
     assert torch.equal(found.row_scale.isnan(), torch.tensor([False, True, True]))
 
-    x, weight = (torch.randn(5, 208) * 70).bfloat16(), torch.randn(208)
-    normed, rows = activation_triton.rms_norm_rows(x, weight, 1e-6)
-    assert same_bits(normed, rms_norm_triton.run(x, weight, 1e-6))
-    for a, b in zip(activation.quantize_rows_reference(normed), rows, strict=True):
-        assert same_bits(a, b), "with RMS norm"
-
     # SwiGLU, rows padded and scales in the tensor core's order
     h = torch.randn(36, 2 * 48) * 3
-    rows = activation_triton.make_rows(x.device, 36, 48, tiled=True, name="test")
+    rows = activation_triton.make_rows(h.device, 36, 48, tiled=True, name="test")
     activation_triton.fill_rows(rows, h, source=activation_triton.SWIGLU, limit=2.0, size=48)
     gate, up = h.chunk(2, dim=1)
     gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
@@ -255,6 +248,62 @@ def check_index_scores() -> None:
     assert num_run == 2
 
 
+def check_attention() -> None:
+    """Outputs begin as NaN; both forms give the same bits; queries are rounded: the reference that
+    does not round them is further off."""
+    from dsv4.ops import OPS
+    from dsv4.ops.attention.attention import attention
+    from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
+    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.ragged import make_ragged
+    from tests.ops.kernels.test_state_interpreter import compare, fill_with_nan
+
+    fill_with_nan()
+    op = OPS["attention"]
+    for case in op.cases():
+        if "few bits" not in case.name:
+            continue
+        arguments = case.build(torch.Generator().manual_seed(1))
+        assert [kernel.supports(arguments) is None for kernel in op.kernels] == [False, True]
+        forms = [kernel.Config(kernel.HEADS, split, 8, 2) for split in (True, False)]
+        split, walked = (kernel.run(**arguments, config=form) for form in forms)
+        assert torch.equal(split, walked), case.name
+        plain = {**arguments, "pool": replace(arguments["pool"], activations="a16")}
+        rounded, exact = (op.reference(**each).float() for each in (arguments, plain))
+        compare(case.name, rounded, walked.float(), case.atol, case.rtol)
+        assert (walked - rounded).norm() < 0.5 * (walked - exact).norm(), case.name
+        nobody = make_ragged([9], [0], [0], torch.device("cpu"))
+        with kernels_on_cpu():
+            found = attention(**{**arguments, "q": arguments["q"][:0], "batch": nobody})
+        assert found.shape[0] == 0
+    check_attention_rows(arguments)
+
+
+def check_attention_rows(base: dict[str, Any]) -> None:
+    """A row's bits with 1 to 16 rows, in both forms; queries of zeros and of large numbers."""
+    from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
+    from dsv4.ops.ragged import make_ragged
+
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(16, 8, base["q"].shape[2], generator=generator) * 4
+    q[3, 1] = 0
+    q[5, :, :8] *= 300
+    chosen = torch.randperm(160, generator=generator)[:60].sort().values.repeat(16, 1)
+    chosen[:, 50:] = -1
+
+    def last(count: int, split: bool) -> torch.Tensor:
+        batch = make_ragged([656 - count], [count], [0], torch.device("cpu"))
+        given = {**base, "q": q[16 - count :].bfloat16(), "sink": base["sink"][:8], "batch": batch}
+        given["compressed"] = replace(base["compressed"], selected=chosen[:count].contiguous())
+        return kernel.run(**given, config=kernel.Config(kernel.HEADS, split, 8, 2))
+
+    whole = last(16, True)
+    assert not whole.isnan().any()
+    for count in range(1, 17):
+        found = last(count, split=count % 2 == 0)
+        assert torch.equal(found, whole[16 - count :]), f"{count} rows"
+
+
 def main(group: str) -> None:
     importlib.import_module("tests.ops.kernels.shim")
     torch.set_num_threads(1)
@@ -267,6 +316,8 @@ def main(group: str) -> None:
         check_cases("grouped_linear")
         check_linear_forms()
         check_many_rows()
+    elif group == "attention":
+        check_attention()
     else:
         check_experts()
 

@@ -63,8 +63,8 @@ def compare_loosely(label: str, wanted: Tensor, found: Tensor, atol: float, rtol
 def test_cases(name: str) -> None:
     for case in OPS[name].cases():
         arguments = case.build(torch.Generator().manual_seed(1))
-        if any(t.numel() == 0 for _, t in leaves(arguments)):
-            continue
+        if any(t.numel() == 0 for _, t in leaves(arguments)) or "few bits" in case.name:
+            continue  # few bits: kernels for another GPU
         wanted, found = run_both(name, arguments)
         for path, value in wanted.items():
             label = f"{name} {case.name} {path}"

@@ -63,8 +63,8 @@ def check_cases(name: str) -> None:
             continue
         if not case.small:
             continue
-        if case.name.startswith(SLOW):
-            continue
+        if case.name.startswith(SLOW) or "few bits" in case.name:
+            continue  # few bits: test_blackwell_interpreter
         mine = copied(arguments)
         assert module.supports(**mine) is None, f"{name} {case.name}: {module.supports(**mine)}"
         wanted, found = op.reference(**arguments), module.run(**mine)

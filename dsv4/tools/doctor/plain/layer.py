@@ -31,11 +31,13 @@ class Formats:
     index: str
     lossy: bool = False  # the right weights come from another checkpoint of the model
     widths: Mapping[str, str] = field(default_factory=dict)  # of weights that round their input
+    queries: str = "a16"  # what they are rounded to before they meet keys
 
     @property
     def is_exact(self) -> bool:
         """Whether small differences stay small, so that the logits can be judged end to end."""
-        return self.dtype == torch.float32 and not self.lossy and not self.widths
+        rounds = self.lossy or bool(self.widths) or self.queries != "a16"
+        return self.dtype == torch.float32 and not rounds
 
 
 @dataclass
@@ -296,7 +298,8 @@ class PlainLayer:
         if self.ratio:
             keys = torch.cat((keys, t.all("entries")))
         seen, sink = self.seen(t), self.weight("attn.attn_sink")
-        parts = zip(torch.split(t.new["q"], _ROWS), torch.split(seen, _ROWS), strict=True)
+        q = formulas.met_by_keys(t.new["q"], self.formats.queries, self.config.rope_head_dim)
+        parts = zip(torch.split(q, _ROWS), torch.split(seen, _ROWS), strict=True)
         out = self.round(torch.cat([formulas.attend(q, keys, part, sink) for q, part in parts]))
         return {"attended": formulas.rope(out, t.positions, self.table, back=True)}
 
