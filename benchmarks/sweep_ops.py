@@ -47,24 +47,20 @@ EXPERTS = {
 
 
 def jobs(phases):
-    yield from _jobs(phases, True)
-
-
-def _jobs(phases, dependent):
     if "linear" in phases:
         for name in LINEARS:
             for tokens, configs in SMALL.items():
                 for config in configs:
                     for wide in (256, 512) if name != "wq_b" and tokens <= 8 else (512,):
-                        yield "linear", name, tokens, config, wide, dependent
+                        yield "linear", name, tokens, config, wide
     if "prefill" in phases:
-        for name in ("wq_b", "wo_b") if dependent else ():
+        for name in ("wq_b", "wo_b"):
             for config in WIDE:
-                yield "linear", name, 8192, config, 512, dependent
+                yield "linear", name, 8192, config, 512
     if "experts" in phases:
         for tokens, configs in EXPERTS.items():
             for config in configs:
-                yield "experts", "experts", tokens, config, 512, dependent
+                yield "experts", "experts", tokens, config, 512
 
 
 _cache = {}
@@ -101,8 +97,8 @@ def experts_calls(tokens, config):
 
 
 def calls_of(job, sets):
-    kind, name, tokens, config, wide, dependent = job
-    dev.WIDE_PROGRAMS, dev.DEPENDENT_LAUNCH = wide, dependent
+    kind, name, tokens, config, wide = job
+    dev.WIDE_PROGRAMS = wide
     if kind == "linear":
         return linear_calls(name, tokens, config, sets if tokens < 8192 else min(sets, 2))
     return experts_calls(tokens, config)
@@ -184,7 +180,7 @@ def main():
         time_all(args.out)
     print(f"compiled after {time.time() - begin:.0f} s")
     for job in jobs(phases):
-        if (*job[:4], 512, job[5]) in failed:
+        if (*job[:4], 512) in failed:
             continue
         try:
             calls = calls_of(job, 12)
@@ -194,7 +190,7 @@ def main():
         except Exception as error:
             print("FAILED", job, repr(error)[:200])
             continue
-        line = {"op": job[1], "tokens": job[2], "config": job[3], "wide": job[4], "pdl": job[5]}
+        line = {"op": job[1], "tokens": job[2], "config": job[3], "wide": job[4]}
         lines.append({**line, "us": round(median, 2), "spread": round(spread, 2)})
         print(*job[1:], round(median, 2), round(spread, 2), flush=True)
     text = "\n".join(json.dumps(line) for line in lines)

@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py pack                                # here: tools for a bare machine
     python scripts/gpu_check.py --out DIR tests tiny                # there
-    python scripts/gpu_check.py --out DIR decode prefill pro
+    python scripts/gpu_check.py --out DIR decode prefill pro memory
     python scripts/gpu_check.py --out DIR ranges ops state compare
 
 A part that fails or runs out of time does not stop the others; what it wrote stays. Everything
@@ -62,11 +62,13 @@ def jobs_of(part: str) -> list[Job]:
             ),
         ]  # fmt: skip
     limits = {"tiny": 150, "decode": 330, "prefill": 120, "pro": 180}
-    limits |= {"ops": 240, "ranges": 120, "state": 180, "compare": 150}
+    limits |= {"ops": 240, "ranges": 120, "state": 180, "compare": 150, "memory": 150}
     return [own_job(part, limits[part])]
 
 
-PARTS = ("tests", "tiny", "decode", "prefill", "pro", "ranges", "ops", "state", "compare")
+PARTS = (
+    "tests", "tiny", "decode", "prefill", "pro", "ranges", "ops", "state", "compare", "memory",
+)  # fmt: skip
 
 
 class Log:
@@ -217,6 +219,53 @@ def run_state() -> None:
     main()
 
 
+def run_memory() -> None:
+    """What an engine with Flash layers takes when it is ready, next to what the plan says."""
+    import json
+
+    import torch
+
+    from dsv4.config import EngineConfig
+    from dsv4.runner.runner import Chunk, Runner
+    from dsv4.runner.settings import resolve
+    from dsv4.tools.bench_ops import run_facts
+    from dsv4.tools.plan import Machine, make_plan, with_scheme
+    from dsv4.tools.plan_weights import scheme_named
+    from dsv4.tools.speed.model import random_model, shape_config
+
+    sequences, context, chunk = 8, 16384, 4096
+    config = shape_config("flash", 24)
+    free, total = torch.cuda.mem_get_info()
+    choices = EngineConfig(
+        device=DEVICE, dtype="bfloat16", kv_format="fp8", index_format="fp8", max_context=context,
+        max_sequences=sequences, chunk_tokens=chunk,
+    )  # fmt: skip
+    settings = resolve(choices, config, has_gpu=True, memory_bytes=free)
+    model, _ = random_model(config, torch.device(DEVICE))
+    torch.cuda.empty_cache()
+    runner = Runner(model, settings)
+    pages = runner.pages.open()
+    for _ in range(2):
+        runner.step([Chunk(pages, [1] * chunk, 1)])
+    used = total - torch.cuda.mem_get_info()[0]
+    subject = with_scheme("flash", config, scheme_named("nvfp4-all"))
+    plan = make_plan(
+        subject, Machine(1, total), chunk_tokens=chunk, index_format="fp8", contexts=(context,)
+    )
+    parts = {
+        "weights": sum(plan.weight_bytes.values()),
+        "buffers": sum(plan.buffer_bytes.values()),
+        "state": plan.fits[0].sequence_bytes * sequences,
+    }
+    planned = sum(parts.values())
+    row = {"what": "memory", "layers": 24, "sequences": sequences, "context": context}
+    row |= {"chunk_tokens": chunk, "planned": parts, "planned_bytes": planned, "used_bytes": used}
+    row["ratio"] = round(used / planned, 4)
+    say(json.dumps(row))
+    lines = [json.dumps({"run": run_facts()}), json.dumps(row)]
+    (OUT / "memory.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def run_tiny() -> None:
     """The embedded model on both: the same answers, and how fast they come."""
     from dsv4 import Engine, SamplingParams
@@ -252,6 +301,7 @@ RUNS = {
     "ranges": run_ranges,
     "state": run_state,
     "tiny": run_tiny,
+    "memory": run_memory,
 }
 
 

@@ -12,13 +12,11 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they share here
 
 STEP = 128  # columns of K that one tile of a weight covers
 MIN_CAPABILITY = (9, 0)
-DEPENDENT_LAUNCH = False  # a start that overlaps the end before: 3 % slower on an H200, docs/LOG.md
 ROW_WARPS = 4  # of a program that sums along a row: the same alone and in a fused kernel
 WIDE_PROGRAMS = 512  # ranges are made until a matrix gives about this many programs
 
@@ -51,28 +49,6 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
     else:
         bits = ((words >> 7) & 0xD8) * 0x821
     return (bits & -32320).to(tl.bfloat16, bitcast=True)  # -32320 is int16(0x81C0)
-
-
-@triton.jit
-def await_previous(ASM: tl.constexpr):
-    """Wait for the kernel before; nothing of its may be read or overwritten sooner."""
-    if ASM:
-        gdc_wait()
-
-
-@triton.jit
-def release_next(ASM: tl.constexpr):
-    """Let the next kernel's programs start. Late in a kernel: programs that start while this
-    kernel still fills the processors crowd onto the few that have room."""
-    if ASM:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def start_dependents(ASM: tl.constexpr):
-    """Both at once, for small kernels."""
-    release_next(ASM)
-    await_previous(ASM)
 
 
 @triton.jit
@@ -363,7 +339,7 @@ def native_reason(device: torch.device) -> str | None:
 def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, object]:
     if interpreting():
         return {}
-    return {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": DEPENDENT_LAUNCH}
+    return {"num_warps": num_warps, "num_stages": num_stages}
 
 
 def num_ranges(rows: int, columns: int) -> tuple[int, int]:

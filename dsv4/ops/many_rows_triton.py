@@ -6,13 +6,9 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
-    await_previous,
     column_of,
     half_scale,
-    interpreting,
     launch_options,
-    release_next,
-    start_dependents,
     whole_tile,
     workspace,
 )
@@ -47,7 +43,6 @@ def dot_expanded(
 @triton.jit
 def expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
     """One tile as bf16 without its global, its columns in the order of summation."""
-    await_previous(ASM)
     step = tl.program_id(0)
     row_tile = tl.program_id(1).to(tl.int64)
     rn = tl.arange(0, 64)
@@ -64,14 +59,10 @@ def expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
     )
     row = (row_tile * 64 + rn) * (total_steps * 128) + step * 128
     tl.store(out + row[:, None] + tl.arange(0, 128)[None, :], weights)
-    release_next(ASM)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _arrange_kernel(
-    x, out, x_stride, num_rows, BM: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr
-):
-    start_dependents(ASM)
+def _arrange_kernel(x, out, x_stride, num_rows, BM: tl.constexpr, BK: tl.constexpr):
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     place = tl.program_id(1) * BK + tl.arange(0, BK)
     column = place // 128 * 128 + column_of(place % 128)
@@ -91,6 +82,6 @@ def arranged(x):
     rows, columns = x.shape
     out = workspace(x.device, "arranged", rows * columns, x.dtype)[: rows * columns]
     _arrange_kernel[(triton.cdiv(rows, 16), columns // 128)](
-        x, out, x.stride(0), rows, BM=16, BK=128, ASM=not interpreting(), **launch_options(4)
+        x, out, x.stride(0), rows, BM=16, BK=128, **launch_options(4)
     )
     return out.view(rows, columns)

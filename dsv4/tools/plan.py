@@ -84,10 +84,10 @@ class Subject:
 def subject_of(model: str, weights: str | None, folder: Path | None = None) -> Subject:
     """`model` is flash, pro, or a checkpoint's name with its `folder`."""
     if folder is None:
-        return _with_scheme(model, ModelConfig.builtin(model), scheme_named(weights or "official"))
+        return with_scheme(model, ModelConfig.builtin(model), scheme_named(weights or "official"))
     config = ModelConfig.from_folder(folder)
     if weights is not None:
-        return _with_scheme(model, config, scheme_named(weights))
+        return with_scheme(model, config, scheme_named(weights))
     manifest = build_manifest(folder, config, LAYOUTS.values())
     raise_errors(manifest.findings, str(folder))
     groups: dict[str, int] = {}
@@ -211,7 +211,7 @@ def _advice(subject: Subject, plan: Plan) -> list[str]:
             advice.append(f"use {count} GPUs of this size")
             break
     for name in ("nvfp4", "official"):
-        smaller = _with_scheme(subject.name, subject.config, scheme_named(name))
+        smaller = with_scheme(subject.name, subject.config, scheme_named(name))
         if _one_fits(smaller, plan.machine, options):
             advice.append(f"use {name} weights ({scheme_named(name).title})")
             break
@@ -224,7 +224,7 @@ def _advice(subject: Subject, plan: Plan) -> list[str]:
     return advice
 
 
-def _with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
+def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
     return Subject(name, config, scheme.name, weight_bytes(config, scheme), on_disk)
 

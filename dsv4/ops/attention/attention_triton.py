@@ -32,7 +32,6 @@ from dsv4.ops.device import (
     device_reason,
     interpreting,
     launch_options,
-    start_dependents,
     workspace,
 )
 from dsv4.ops.kv.entry_triton import (
@@ -61,7 +60,6 @@ def _attend_kernel(
 ):  # fmt: skip
     """Items are (tile if SPLIT, token, block of heads), the last fastest. PREPARE: queries are
     made of `raw` first; programs of the same heads all write the same."""
-    start_dependents(ASM)
     blocks = tl.cdiv(num_heads, BH)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = ((item // blocks) % num_tokens).to(tl.int64)

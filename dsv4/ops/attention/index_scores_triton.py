@@ -18,7 +18,6 @@ from dsv4.ops.device import (
     interpreting,
     launch_options,
     native_reason,
-    start_dependents,
 )
 from dsv4.ops.kv.entry_triton import (
     FP32,
@@ -168,7 +167,6 @@ def _scores_kernel(
     STAGES: tl.constexpr, MT: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf."""
-    start_dependents(ASM)
     first = tl.program_id(0)
     apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)

@@ -12,9 +12,7 @@ import triton.language as tl
 
 from dsv4.ops.device import (
     device_reason,
-    interpreting,
     launch_options,
-    start_dependents,
     workspace,
 )
 
@@ -34,10 +32,9 @@ def sort_key(score):
 @triton.jit(do_not_specialize=["num_chunks"])
 def _select_kernel(
     scores, indices, out_scores, out_indices, width, topk, out_width, num_chunks,
-    FIRST: tl.constexpr, FINAL: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
+    FIRST: tl.constexpr, FINAL: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Keep the `topk` best of a chunk. FIRST: a candidate's index is its place in the row."""
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     lane = tl.arange(0, CHUNK)
@@ -122,7 +119,6 @@ def run(scores, topk):
             FIRST=level == 0,
             FINAL=final,
             CHUNK=chunk,
-            ASM=not interpreting(),
             **launch_options(warps),
         )
         if final:

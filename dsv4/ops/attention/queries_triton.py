@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dsv4.ops.attention import query_triton
 from dsv4.ops.attention.query_triton import HEADS, index_constants, index_heads, prepare_heads
-from dsv4.ops.device import interpreting, launch_options, start_dependents
+from dsv4.ops.device import launch_options
 
 
 @triton.jit
@@ -17,10 +17,9 @@ def _queries_kernel(
     num_heads, num_index_heads,
     BH: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     INDEX_DIM: tl.constexpr, INDEX_PAD: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
-    LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+    LOG: tl.constexpr, FACTOR: tl.constexpr
 ):  # fmt: skip
     """The first BLOCKS programs of a token are attention's heads."""
-    start_dependents(ASM)
     row = tl.program_id(0)
     block = tl.program_id(1)
     if block < BLOCKS:
@@ -59,6 +58,6 @@ def run(query, index, weights, scale):
         BH=HEADS, BLOCKS=blocks, DIM=q.shape[2], PAD=triton.next_power_of_2(q.shape[2]),
         INDEX_DIM=index_q.shape[2], INDEX_PAD=triton.next_power_of_2(index_q.shape[2]),
         ROPE=2 * frequencies.shape[0], **index_constants(index_q, index["index_format"]),
-        ASM=not interpreting(), **launch_options(4),
+        **launch_options(4),
     )  # fmt: skip
     return out, index_out, weights_out

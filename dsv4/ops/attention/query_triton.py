@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import device_reason, launch_options
 from dsv4.ops.kv.entry_triton import (
     e2m1_value,
     fp4_groups,
@@ -72,9 +72,8 @@ def index_heads(
 @triton.jit
 def _prepare_kernel(
     q, out, positions, frequencies, eps, num_heads,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr
 ):  # fmt: skip
-    start_dependents(ASM)
     prepare_heads(
         q, out, positions, frequencies, eps, num_heads, tl.program_id(0), tl.program_id(1),
         BH, DIM, PAD, ROPE,
@@ -85,9 +84,8 @@ def _prepare_kernel(
 def _index_kernel(
     q, out, positions, frequencies, num_heads,
     BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr
 ):  # fmt: skip
-    start_dependents(ASM)
     index_heads(
         q, out, positions, frequencies, num_heads, tl.program_id(0), tl.program_id(1),
         BH, DIM, PAD, ROPE, FORMAT, LOG, FACTOR,
@@ -109,7 +107,6 @@ def _sizes(q, frequencies) -> dict[str, object]:
         "DIM": dim,
         "PAD": triton.next_power_of_2(dim),
         "ROPE": 2 * frequencies.shape[0],
-        "ASM": not interpreting(),
     }
 
 

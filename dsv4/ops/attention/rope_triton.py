@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import device_reason, launch_options
 from dsv4.ops.kv.entry_triton import rope_tile
 
 HEADS = 16
@@ -14,9 +14,8 @@ HEADS = 16
 @triton.jit
 def _rope_kernel(
     x, out, positions, frequencies, num_heads, SIGN: tl.constexpr, BH: tl.constexpr,
-    DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr
 ):  # fmt: skip
-    start_dependents(ASM)
     row = tl.program_id(0)
     position = tl.load(positions + row)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -54,7 +53,6 @@ def run(x, positions, frequencies, inverse):
         DIM=dim,
         PAD=triton.next_power_of_2(dim),
         ROPE=2 * frequencies.shape[0],
-        ASM=not interpreting(),
         **launch_options(4),
     )
     return out

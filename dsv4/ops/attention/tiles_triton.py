@@ -5,7 +5,7 @@ parallel become one result, in ascending order from the sink on, by a program fo
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import interpreting, launch_options, start_dependents
+from dsv4.ops.device import launch_options
 from dsv4.ops.kv.entry_triton import append, power_of_two, rope_tile
 
 BT = 64  # entries of a tile; changing it changes bits
@@ -162,9 +162,8 @@ def finish_piece(
 def _merge_kernel(
     sums, stats, sink, out, positions, frequencies, num_tokens, num_heads, most, ratio,
     DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, BT: tl.constexpr,
-    WT: tl.constexpr, ASM: tl.constexpr,
+    WT: tl.constexpr
 ):  # fmt: skip
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row).to(tl.int32)
@@ -218,6 +217,5 @@ def merge_tiles(
         ROPE=2 * frequencies.shape[0],
         BT=tile,
         WT=triton.cdiv(window, tile),
-        ASM=not interpreting(),
         **launch_options(max(1, min(4, triton.next_power_of_2(dim) // 128))),
     )

@@ -18,11 +18,8 @@ import triton.language as tl
 
 from dsv4.ops.device import (
     ROW_WARPS,
-    await_previous,
     device_reason,
-    interpreting,
     launch_options,
-    release_next,
     workspace,
 )
 from dsv4.ops.gemm.activation import SIXTH, SMALLEST_AMAX, TOP, Fp4Rows
@@ -139,12 +136,10 @@ def _quantize_kernel(
     x, weight, codes, scales, row_scale, x_stride, size, columns, num_rows, fold, limit,
     sorted_pairs, tile_expert, tile_start, ends, chosen,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
-    PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr, ASM: tl.constexpr,
+    PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr
 ):  # fmt: skip
     """BM > 0: row i is row `i % BM` of routed tile `i // BM`; it comes from its pair's token, or
     with SwiGLU from its place among the sorted pairs. ROUTED: a weight is that of the pair."""
-    await_previous(ASM)
-    release_next(ASM)
     row = tl.program_id(0).to(tl.int64)
     source = row
     own = weight
@@ -240,7 +235,7 @@ def fill_rows(
         chosen,
         SOURCE=source, WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad,
         TILED=rows.tiled, A8=rows.a8,
-        ASM=not interpreting(), **launch_options(ROW_WARPS if pad <= 8192 else 8),
+        **launch_options(ROW_WARPS if pad <= 8192 else 8),
     )  # fmt: skip
 
 

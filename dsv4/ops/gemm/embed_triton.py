@@ -6,22 +6,15 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
-    await_previous,
     device_reason,
-    interpreting,
     launch_options,
-    release_next,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
-def _embed_kernel(
-    token_ids, table, out, size, STREAMS: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr
-):
-    await_previous(ASM)
-    release_next(ASM)
+def _embed_kernel(token_ids, table, out, size, STREAMS: tl.constexpr, BN: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < size
@@ -54,6 +47,6 @@ def run(token_ids, table, num_streams, dtype):
     width = choose_config(size)
     _embed_kernel[(num_tokens, triton.cdiv(size, width))](
         token_ids, table, out, size,
-        STREAMS=num_streams, BN=width, ASM=not interpreting(), **launch_options(4),
+        STREAMS=num_streams, BN=width, **launch_options(4),
     )  # fmt: skip
     return out

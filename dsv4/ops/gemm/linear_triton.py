@@ -15,7 +15,6 @@ import triton.language as tl
 
 from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops.device import (
-    await_previous,
     device_reason,
     dot_bf16,
     dot_fp8,
@@ -24,7 +23,6 @@ from dsv4.ops.device import (
     interpreting,
     launch_options,
     num_ranges,
-    release_next,
     select_matrix,
     workspace,
 )
@@ -118,7 +116,6 @@ def _linear_kernel(
         factors = select_matrix(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
         part_rows = select_matrix(parts, firsts, pid, NUM)
         factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
-    await_previous(ASM)
 
     is_last = count > 0
     if PARALLEL:
@@ -128,7 +125,6 @@ def _linear_kernel(
             FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
         )  # fmt: skip
         if (not TO_PARTS) and count > 1:
-            release_next(ASM)
             slot = m_tile * tl.num_programs(0) + pid - split
             total, is_last = finish_ranges(
                 total, live_m, partials, counters, slot, split, count, BN, BM
@@ -142,7 +138,6 @@ def _linear_kernel(
                 FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
             )  # fmt: skip
             total = total + part
-    release_next(ASM)
     out_rows = rm.to(tl.int64)
     if TO_PARTS:
         total = total * 128.0

@@ -21,11 +21,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.ops.device import (
-    await_previous,
     finish_ranges,
-    interpreting,
     launch_options,
-    release_next,
     select_matrix,
     workspace,
 )
@@ -128,8 +125,7 @@ def _few_rows_kernel(
     words, scales, factors, outs, sizes, parts, firsts, ranges, range_steps,
     partials, counters, sorted_pairs, tile_expert, tile_start, ends, chosen,
     NUM: tl.constexpr, F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr,
-    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
     when matrix i has fp32 results. A group of weight rows reads its own of `fold` rows; a routed
@@ -144,7 +140,6 @@ def _few_rows_kernel(
     part_rows = select_matrix(parts, firsts, pid, NUM)
     row_tiles = tl.cdiv(size, 128)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
-    await_previous(ASM)
     expert = 0
     live = place < num_rows
     out_rows = place
@@ -171,7 +166,6 @@ def _few_rows_kernel(
         w, s, codes, x_scales, rows.to(tl.int64), split * per_range,
         tl.minimum((split + 1) * per_range, k_steps), k_steps, BN, A8, W8, STAGES,
     )  # fmt: skip
-    release_next(ASM)
     is_last = count > 0
     if count > 1:
         slot = tl.program_id(1) * tl.num_programs(0) + pid - split
@@ -214,11 +208,9 @@ def _many_rows_kernel(
     factors, out, size, part_rows, count, per_range,
     sorted_pairs, tile_expert, tile_start, ends,
     F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr, RANGES: tl.constexpr,
-    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """One matrix (or stack) and BN rows; the arguments are those of `_few_rows_kernel`."""
-    await_previous(ASM)
     tile = tl.program_id(0)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     live = place < num_rows
@@ -248,7 +240,6 @@ def _many_rows_kernel(
                 tl.minimum((index + 1) * per_range, k_steps), BN, A8, W8, STAGES,
             )  # fmt: skip
             total = total + part
-    release_next(ASM)
     rn = tile * 128 + tl.arange(0, 128)
     factors += expert * tl.cdiv(size, part_rows)
     factor = tl.load(factors + rn // part_rows, mask=rn < size, other=0.0)
@@ -330,7 +321,7 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
         partials, counters, *_route_table(route, rows.codes), chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
         ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
-        W8=weights[0].element_bits == 8, STAGES=config.num_stages, ASM=not interpreting(),
+        W8=weights[0].element_bits == 8, STAGES=config.num_stages, 
         **launch_options(config.num_warps),
     )  # fmt: skip
 
@@ -360,7 +351,7 @@ def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> Non
         *_route_table(route, rows.codes),
         F32=out.dtype == torch.float32, ROUTED=route is not None, TO_PAIRS=to_pairs,
         RANGES=count, BN=config.bn, A8=rows.a8, W8=weight.element_bits == 8,
-        STAGES=config.num_stages, ASM=not interpreting(), **launch_options(config.num_warps),
+        STAGES=config.num_stages, **launch_options(config.num_warps),
     )  # fmt: skip
 
 

@@ -13,9 +13,7 @@ import triton.language as tl
 from dsv4.ops.device import (
     ROW_WARPS,
     device_reason,
-    interpreting,
     launch_options,
-    start_dependents,
 )
 from dsv4.ops.kv.entry_triton import (
     entry_slot,
@@ -123,10 +121,9 @@ def _close_kernel(
     OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr, APPEND: tl.constexpr,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    DT: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
-    start_dependents(ASM)
     position = tl.load(positions + row).to(tl.int32)
     seq = tl.load(seq_idx + row).to(tl.int64)
     state_row = tl.load(slots + seq).to(tl.int64) * ROWS
@@ -143,11 +140,9 @@ def _close_kernel(
 @triton.jit
 def _append_kernel(
     values, gates, ape, state_v, state_z, positions, seq_idx, ends, slots,
-    RATIO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr,
-    ASM: tl.constexpr,
+    RATIO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
-    start_dependents(ASM)
     position = tl.load(positions + row).to(tl.int32)
     seq = tl.load(seq_idx + row).to(tl.int64)
     if position >= tl.load(ends + seq) - ROWS:
@@ -226,7 +221,6 @@ def run(
         APPEND=one_each,
         ROPE=2 * frequencies.shape[0],
         DT=tl_dtype(dtype),
-        ASM=not interpreting(),
         **launch_options(ROW_WARPS),
     )
     if not one_each:
@@ -241,6 +235,5 @@ def run(
             batch.ends,
             batch.slots,
             **sizes,
-            ASM=not interpreting(),
             **launch_options(ROW_WARPS),
         )

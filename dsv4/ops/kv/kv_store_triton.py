@@ -8,9 +8,7 @@ import triton.language as tl
 from dsv4.ops.device import (
     ROW_WARPS,
     device_reason,
-    interpreting,
     launch_options,
-    start_dependents,
 )
 from dsv4.ops.kv.entry_triton import (
     entry_slot,
@@ -49,9 +47,8 @@ def _kv_store_kernel(
     data, tail, scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    DT: tl.constexpr
 ):  # fmt: skip
-    start_dependents(ASM)
     store_key(
         kv, kv_stride, norm, frequencies, positions, seq_idx, tl.program_id(0), table,
         table_width, page_entries, eps, data, tail, scale,
@@ -87,6 +84,5 @@ def run(kv, norm, frequencies, eps, batch, pool, table) -> None:
         **pool_constants(pool),
         ROPE=2 * frequencies.shape[0],
         DT=tl_dtype(kv.dtype),
-        ASM=not interpreting(),
         **launch_options(ROW_WARPS),
     )

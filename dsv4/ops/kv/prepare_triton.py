@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import ROW_WARPS, interpreting, launch_options, start_dependents
+from dsv4.ops.device import ROW_WARPS, launch_options
 from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv import compress_triton, kv_store_triton
 from dsv4.ops.kv.compress_triton import block_sizes, close_block, state_sizes
@@ -37,12 +37,10 @@ def _state_kernel(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
     I_FORMAT: tl.constexpr, I_NOPE: tl.constexpr, I_DIM: tl.constexpr, I_PAD: tl.constexpr,
     I_SCALES: tl.constexpr, I_LOG: tl.constexpr, I_FACTOR: tl.constexpr,
-    ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr,
-    ASM: tl.constexpr,
+    ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
     """`c_*` are the entries' compressor and pool, `i_*` the index keys'; both use one table. BITS 4
     or 8: the latent in few bits as well (gemm/activation_triton.py)."""
-    start_dependents(ASM)
     row = tl.program_id(0)
     job = tl.program_id(1)
     if job == 0:
@@ -133,7 +131,7 @@ def run(norm, key, blocks, rows=None):
         **sizes, I_WIDTH=width, I_WPAD=triton.next_power_of_2(width),
         **pool_constants(window), **{f"I_{name}": index[name] for name in _SHARED},
         ROPE=2 * key["frequencies"].shape[0], **row_constants(rows), DT=tl_dtype(kv.dtype),
-        ASM=not interpreting(),
+        
         **launch_options(ROW_WARPS),
     )  # fmt: skip
     return out

@@ -17,7 +17,6 @@ from dsv4.ops.device import (
     device_reason,
     interpreting,
     launch_options,
-    start_dependents,
     workspace,
 )
 from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
@@ -69,7 +68,7 @@ def _update_kernel(
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
     UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
     COUNT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr,
+    DT: tl.constexpr
 ):  # fmt: skip
     """COUNT chunks from `COUNT * program`: new streams to `out`, the projection to `partials`."""
     part = tl.program_id(0)
@@ -77,7 +76,6 @@ def _update_kernel(
     live = token < num_tokens
     rows = tl.arange(0, RPAD)
     row64 = token.to(tl.int64)
-    start_dependents(ASM)
     total = tl.zeros((BM, RPAD), tl.float32)
     for chunk in tl.range(part * COUNT, (part + 1) * COUNT, num_stages=2):
         channel = chunk * BD + tl.arange(0, BD)
@@ -221,7 +219,6 @@ def _mix_kernel(
     which = (row >= N).to(tl.int32) + (row >= 2 * N).to(tl.int32)
     factor = tl.load(scale + which, mask=used, other=0.0)
     weight = tl.load(norm + channel, mask=channel < D, other=0.0).to(tl.float32)
-    start_dependents(ASM)
     held = ()
     squares = tl.zeros((PAD,), tl.float32)
     for j in tl.static_range(N):
@@ -315,7 +312,6 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
     new_comb = x if head else torch.empty(tokens, n, n, **options)
     shape = {"N": n, "D": size, "ROWS": site.fn.shape[0], "RPAD": rpad}
     shape["DT"] = tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32
-    shape["ASM"] = not interpreting()
     _update_kernel[(chunks, triton.cdiv(tokens, config.bm))](
         streams,
         y if update else streams,
@@ -354,6 +350,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         MEMBERS=members if config.split else 1,
         ITERS=site.sinkhorn_iters,
         HEAD=head,
+        ASM=not interpreting(),
         **row_constants(rows),
         **launch_options(config.mix_warps),
     )

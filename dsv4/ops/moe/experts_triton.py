@@ -16,14 +16,12 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
-    await_previous,
     device_reason,
     dot_nvfp4,
     finish_ranges,
     interpreting,
     launch_options,
     place_of,
-    release_next,
     times_rounded,
     workspace,
 )
@@ -104,7 +102,6 @@ def _up_kernel(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`shared_*` are distances in elements from the routed experts' tensors."""
-    await_previous(ASM)
     n_tile = tl.program_id(0)
     index = tl.program_id(1)
     expert, start, end = _tile(
@@ -131,7 +128,6 @@ def _up_kernel(
         tl.program_id(2), 1.0,
         K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
     )  # fmt: skip
-    release_next(ASM)
     last_column = inner
     if DIRECT and K_RANGES > 1:
         slot = (index * tl.num_programs(0) + n_tile) * K_RANGES
@@ -167,7 +163,6 @@ def _down_kernel(
     UNROLL: tl.constexpr, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
     ARRANGED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    await_previous(ASM)
     n_tile = tl.program_id(0)
     expert, start, end = _tile(
         tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
@@ -188,7 +183,6 @@ def _down_kernel(
         tl.program_id(2), factor,
         K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
     )  # fmt: skip
-    release_next(ASM)
     column = n_tile * BN + tl.arange(0, BN)
     token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
     row = token.to(tl.int64) * places + place

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import await_previous, interpreting, launch_options, release_next, workspace
+from dsv4.ops.device import launch_options, workspace
 
 SMALL_PAIRS = 1024  # up to here one block holds all pairs and the tile list has no gaps
 
@@ -19,11 +19,8 @@ SMALL_PAIRS = 1024  # up to here one block holds all pairs and the tile list has
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _route_kernel(
     experts, sorted_pairs, tile_expert, tile_start, ends, num_pairs, num_tiles, num_experts,
-    BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, SMALL: tl.constexpr,
-    ASM: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, SMALL: tl.constexpr
 ):  # fmt: skip
-    await_previous(ASM)
-    release_next(ASM)
     e = tl.program_id(0)
     lanes = tl.arange(0, CHUNK)
     few = tl.arange(0, 128)
@@ -102,7 +99,6 @@ def route(experts: torch.Tensor, num_experts: int, bm: int) -> Route:
         CHUNK=max(triton.next_power_of_2(num_pairs), 128) if small else 2048,
         BINS=triton.next_power_of_2(num_experts),
         SMALL=small,
-        ASM=not interpreting(),
         **launch_options(4),
     )
     return Route(*buffers, num_tiles)

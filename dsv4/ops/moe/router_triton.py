@@ -11,13 +11,10 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
-    await_previous,
     device_reason,
     dot_bf16,
-    interpreting,
     launch_options,
     num_ranges,
-    release_next,
     workspace,
 )
 from dsv4.ops.gemm import linear_triton
@@ -127,11 +124,9 @@ def _gate_kernel(
     x, x_stride, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at,
     num_rows, num_columns, num_experts, total_steps, per_range, scaling,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
-    HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr
 ):  # fmt: skip
     """`partials` `[ranges, rows, experts]`. SELECT: the last program selects for the only row."""
-    await_previous(ASM)
     split = tl.program_id(1)
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -141,7 +136,6 @@ def _gate_kernel(
         x, rows * x_stride, live, split * per_range,
         tl.minimum((split + 1) * per_range, total_steps), num_columns, BN, BM, 6, EVEN_K,
     )  # fmt: skip
-    release_next(ASM)
     at = (split * num_rows + rows)[None, :] * num_experts + rn[:, None]
     tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
     if SELECT:
@@ -158,11 +152,8 @@ def _gate_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
-    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
-    ASM: tl.constexpr,
+    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    await_previous(ASM)
-    release_next(ASM)
     select_row(
         partials, bias, table, token_ids, chosen_at, weights_at, tl.program_id(0).to(tl.int64),
         num_rows, num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
@@ -204,7 +195,7 @@ def run(x, gate, bias, table, token_ids, num_chosen, scaling):
     bias, table = (token_ids, table) if hashed else (bias, token_ids)  # one is not read
     places = (bias, table, token_ids, chosen, weights)
     constants = {"RANGES": ranges, "CHOSEN": num_chosen, "HASHED": hashed}
-    constants |= {"BE": triton.next_power_of_2(num_experts), "ASM": not interpreting()}
+    constants["BE"] = triton.next_power_of_2(num_experts)
     if few:
         bn, bm = GATE_TILE
         counters = workspace(x.device, "counters", 1, torch.int32)

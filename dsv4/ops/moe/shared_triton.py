@@ -7,11 +7,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
-    await_previous,
-    interpreting,
     launch_options,
     native_reason,
-    release_next,
 )
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
 from dsv4.ops.gemm.packed import TiledNvfp4
@@ -19,10 +16,8 @@ from dsv4.ops.gemm.scaled import ScaledTensor
 
 
 @triton.jit
-def _activate_kernel(h, z, inner, limit, BN: tl.constexpr, ASM: tl.constexpr):
+def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     """A shared expert in another format, between its matrices: gate and up side by side."""
-    await_previous(ASM)
-    release_next(ASM)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     live = column < inner
@@ -71,7 +66,7 @@ def shared_part(x, w13, w2, limit, ready=None):
         return part
     z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     grid = (triton.cdiv(inner, 1024), tokens)
-    _activate_kernel[grid](h, z, inner, limit, BN=1024, ASM=not interpreting(), **launch_options(4))
+    _activate_kernel[grid](h, z, inner, limit, BN=1024, **launch_options(4))
     linear_triton.launch(z, [w2], [part])
     return part
 
@@ -79,11 +74,9 @@ def shared_part(x, w13, w2, limit, ready=None):
 @triton.jit
 def _combine_kernel(
     parts_at, extra, y, size, PLACES: tl.constexpr, RANGES: tl.constexpr, EXTRA: tl.constexpr,
-    BN: tl.constexpr, ASM: tl.constexpr,
+    BN: tl.constexpr
 ):  # fmt: skip
     """EXTRA: the shared expert's part lies apart and comes last."""
-    await_previous(ASM)
-    release_next(ASM)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BN,), dtype=tl.float32)
@@ -103,6 +96,6 @@ def combine(parts, extra, y, places, ranges=1) -> None:
     tokens, size = y.shape
     _combine_kernel[(triton.cdiv(size, 1024), tokens)](
         parts, parts if extra is None else extra, y, size,
-        PLACES=places, RANGES=ranges, EXTRA=extra is not None, BN=1024, ASM=not interpreting(),
+        PLACES=places, RANGES=ranges, EXTRA=extra is not None, BN=1024, 
         **launch_options(4),
     )  # fmt: skip

@@ -8,9 +8,7 @@ import triton.language as tl
 from dsv4.ops.device import (
     ROW_WARPS,
     device_reason,
-    interpreting,
     launch_options,
-    start_dependents,
 )
 from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 
@@ -35,11 +33,9 @@ def norm_row(
 @triton.jit
 def _rms_norm_kernel(
     x, weight, out, x_stride, eps, codes, scales, row_scale, columns, SIZE: tl.constexpr,
-    PAD: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr,
-    ASM: tl.constexpr,
+    PAD: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr
 ):  # fmt: skip
     """BITS 4 or 8: the row in few bits as well (gemm/activation_triton.py)."""
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     value = norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
     if BITS > 0:
@@ -70,7 +66,6 @@ def run(x, weight, eps, quantized=None):
         PAD=triton.next_power_of_2(size),
         WEIGHTED=weight is not None,
         **row_constants(quantized),
-        ASM=not interpreting(),
         **launch_options(ROW_WARPS),
     )
     return out

@@ -5,14 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options, start_dependents
+from dsv4.ops.device import device_reason, launch_options
 
 
 @triton.jit
 def _accept_kernel(
-    tokens, logprobs, token_ids, positions, ends, chosen, size, ASM: tl.constexpr,
+    tokens, logprobs, token_ids, positions, ends, chosen, size
 ):  # fmt: skip
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     token = tl.minimum(tl.maximum(token, 0), size - 1)  # a row of NaN has no best token
@@ -35,5 +34,5 @@ def supports(tokens, logprobs, target) -> str | None:
 def run(tokens, logprobs, target) -> None:
     _accept_kernel[(tokens.shape[0],)](
         tokens, logprobs, target.token_ids, target.positions, target.ends, target.chosen,
-        logprobs.shape[1], ASM=not interpreting(), **launch_options(1),
+        logprobs.shape[1], **launch_options(1),
     )  # fmt: skip

@@ -13,9 +13,7 @@ import triton.language as tl
 
 from dsv4.ops.device import (
     device_reason,
-    interpreting,
     launch_options,
-    start_dependents,
     workspace,
 )
 from dsv4.ops.sample.filter_triton import adjusted, filter_candidates, filter_row, order_key
@@ -31,11 +29,9 @@ FEW_CANDIDATES = 64  # as many as a chunk mostly has
 def _stats_kernel(
     logits, stats, tops, temperature, repetition, presence, frequency, prompt_counts,
     output_counts, bias, size, num_chunks,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
-    ASM: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     """Largest logit and sum of exponentials of a chunk, as they came and adjusted."""
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -84,10 +80,9 @@ def _candidates_kernel(
     logits, stats, tops, values, ids, counts, temperature, top_k, top_p, repetition, presence,
     frequency, prompt_counts, output_counts, bias, size, num_chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
-    COUNTS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    COUNTS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     """Tokens of a chunk that may pass, in order of id; `counts` says how many there are."""
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
@@ -129,10 +124,9 @@ def _filter_kernel(
     logits, stats, limits, values, ids, counts, temperature, top_k, top_p, repetition, presence,
     frequency, prompt_counts, output_counts, bias, size, num_chunks,
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
-    COUNTS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    COUNTS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     threshold = tl.zeros((), tl.uint32)
@@ -181,10 +175,8 @@ def _gumbel(seed, position, first, CHUNK: tl.constexpr):
 def _draw_kernel(
     logits, stats, limits, logprobs, best_value, best_id, temperature, min_p, repetition, presence,
     frequency, seeds, positions, prompt_counts, output_counts, bias, size, num_chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
-    ASM: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    start_dependents(ASM)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -213,8 +205,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def _best_kernel(best_value, best_id, tokens, num_chunks, CHUNKS: tl.constexpr, ASM: tl.constexpr):
-    start_dependents(ASM)
+def _best_kernel(best_value, best_id, tokens, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     live = chunk < num_chunks
@@ -260,7 +251,7 @@ def run(logits, inputs):
         inputs.output_counts if counted else logits,
         logits if inputs.bias is None else inputs.bias,
     )
-    flags = {"COUNTS": counted, "BIAS": inputs.bias is not None, "ASM": not interpreting()}
+    flags = {"COUNTS": counted, "BIAS": inputs.bias is not None}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
         logits, stats, tops, inputs.temperature, *penalties, *wide, size, chunks,
@@ -282,6 +273,6 @@ def run(logits, inputs):
         CHUNK=CHUNK, **padded, **flags, **launch_options(8),
     )  # fmt: skip
     _best_kernel[(rows,)](
-        best_value, best_id, tokens, chunks, **padded, ASM=flags["ASM"], **launch_options(1)
+        best_value, best_id, tokens, chunks, **padded, **launch_options(1)
     )  # fmt: skip
     return tokens, logprobs

@@ -30,10 +30,8 @@ from dsv4.ops.attention.tiles_triton import (
     tile_slots,
 )
 from dsv4.ops.device import (
-    interpreting,
     launch_options,
     native_reason,
-    start_dependents,
     workspace,
 )
 from dsv4.ops.kv.entry_triton import FP8, append, fp8_groups, pool_format, scale_byte
@@ -109,10 +107,9 @@ def _attend_scaled_kernel(
     NOPE: tl.constexpr, DIM: tl.constexpr, CHUNKS: tl.constexpr, COUNT: tl.constexpr,
     SPLIT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
     BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, MT: tl.constexpr
 ):  # fmt: skip
     """A block of heads, a token and, if SPLIT, a tile."""
-    start_dependents(ASM)
     ROPE: tl.constexpr = DIM - NOPE
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -247,7 +244,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         COUNT=len(pieces(dim, rope_dim)), SPLIT=config.split,
         SELECTED=selected is not None, BH=config.heads, BT=BT, WT=triton.cdiv(window, BT),
         W_ENTRIES=pool.page_entries, C_ENTRIES=other.page_entries,
-        STAGES=config.num_stages, MT=MT, ASM=not interpreting(), **launch_options(config.num_warps),
+        STAGES=config.num_stages, MT=MT, **launch_options(config.num_warps),
     )  # fmt: skip
     if config.split:
         merge_tiles(
