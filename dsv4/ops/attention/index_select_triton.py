@@ -78,12 +78,12 @@ def _select_kernel(
 
 
 def choose_config(width: int, topk: int) -> tuple[int, int]:
-    """Chunk length and warps: 16 scores a thread in long chunks."""
+    """Chunk length and warps: 16 scores a thread in long chunks, 8 in short ones."""
     chunk = triton.next_power_of_2(width) if width <= CHUNK else CHUNK
     if width > CHUNK and 2 * topk > CHUNK:  # chunks that keep most would never end
         chunk = LAST
     chunk = max(chunk, 32)
-    return chunk, max(1, min(32, chunk // 512))
+    return chunk, max(1, min(32, chunk // (512 if chunk > 1024 else 256)))
 
 
 def supports(scores, topk) -> str | None:

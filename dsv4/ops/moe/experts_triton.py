@@ -206,7 +206,7 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
     """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if rows <= 4:
-        return Config(8, 64, 2, 3, 1 if num_tokens <= 8 else 0)
+        return Config(8, 64, 2, 3)
     if rows <= 10:
         return Config(16, 64, 2, 3)
     if rows <= 28:
