@@ -328,10 +328,10 @@ def main() -> None:
             rows.append(r)
             cells = (r.median_us, r.spread_us, r.gbs, r.tflops, r.floor_us, r.ratio)
             print(line.format(r.op, r.shape, r.tokens, *cells), flush=True)  # noqa: T201
+            if options.record:
+                save(options.record, rows)
             work.calls.clear()
             torch.cuda.empty_cache()
-    if options.record:
-        save(options.record, rows)
 
 
 if __name__ == "__main__":
