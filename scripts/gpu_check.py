@@ -1,7 +1,7 @@
 """Everything that must be seen on a GPU, in parts that each have their own time limit.
 
     python scripts/gpu_check.py pack                                # here: tools for a bare machine
-    python scripts/gpu_check.py --out DIR tests tiny                # there
+    python scripts/gpu_check.py --out DIR tests tiny quality        # there
     python scripts/gpu_check.py --out DIR decode prefill pro memory
     python scripts/gpu_check.py --out DIR ranges ops state compare
 
@@ -63,11 +63,13 @@ def jobs_of(part: str) -> list[Job]:
         ]  # fmt: skip
     limits = {"tiny": 150, "decode": 330, "prefill": 120, "pro": 180}
     limits |= {"ops": 240, "ranges": 120, "state": 180, "compare": 150, "memory": 150}
+    limits["quality"] = 240
     return [own_job(part, limits[part])]
 
 
 PARTS = (
     "tests", "tiny", "decode", "prefill", "pro", "ranges", "ops", "state", "compare", "memory",
+    "quality",
 )  # fmt: skip
 
 
@@ -292,7 +294,43 @@ def run_tiny() -> None:
         raise SystemExit("the GPU's answers differ from the CPU's early on")
 
 
+def run_quality() -> None:
+    """The embedded model's table of skills on this GPU, next to the one of a CPU."""
+    import json
+
+    from dsv4 import Engine
+    from dsv4.tools.bench_ops import run_facts
+    from dsv4.tools.quality.measure import Score, measure, perplexity, read_items
+
+    record = ROOT / "benchmarks" / "records" / "2026-11-16_quality_tiny_cpu.jsonl"
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    wanted = {
+        row["skill"]: row["right"] / row["asked"]
+        for row in lines
+        if row.get("formats") == "fp8" and not row.get("variant") and "skill" in row
+    }
+    count, lengths = (4, [300]) if SMALL else (200, [2000, 8000, 16000])
+    engine = Engine.load("tiny", device=DEVICE, max_sequences=32, max_context=20480)
+    rows: list[dict] = [{"run": run_facts()}]
+
+    def report(score: Score) -> None:
+        row = {"skill": score.skill, "right": score.num_right, "asked": score.num_asked}
+        rows.append(row | {"cpu": wanted.get(score.skill)})
+        say(json.dumps(rows[-1]))
+        text = "\n".join(map(json.dumps, rows)) + "\n"
+        (OUT / "quality.jsonl").write_text(text, encoding="utf-8")
+
+    scores = measure(engine, read_items("tiny"), count, lengths, report)
+    rows.append({"perplexity": perplexity(engine), "settings": str(engine.settings)})
+    (OUT / "quality.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    say(json.dumps(rows[-1]))
+    worse = [s.skill for s in scores if s.accuracy < wanted.get(s.skill, 0.0) - 0.02]
+    if worse:
+        raise SystemExit(f"more than 2 points below the CPU: {', '.join(worse)}")
+
+
 RUNS = {
+    "quality": run_quality,
     "decode": lambda: run_decode("decode", *(SMALL or ("flash", 36)), SMALL_CASES or DECODE),
     "pro": lambda: run_decode("pro", *(SMALL or ("pro", 9)), SMALL_CASES or PRO),
     "prefill": run_prefill,

@@ -5,6 +5,7 @@ watched too, but a surprise there is a warning: their shapes depend on what user
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -15,6 +16,9 @@ import torch
 from dsv4.errors import KernelError
 
 log = logging.getLogger(__name__)
+
+# torch's own remark that what the guard uses is a prototype: nothing a user could act on
+warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
 
 
 class Guard:

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """`index_select` on a GPU: the exact set by bisection over the bits of the scores.
 
-A chunk of a row stays in registers. Its k-th largest score is found two bits at a time: 16 sums of
-three counts each, no sorting, no atomics. Ties at that score go to the lower index. A long row is
-cut into chunks that each pass on their k best, in ascending order of index, until one is left.
+A chunk of a row stays in registers. Its k-th largest score is found two bits at a time: up to 16
+sums of three counts each, until exactly k scores lie above; no sorting, no atomics. Ties go to the
+lower index. A long row is cut into chunks that each pass on their k best, in ascending order of
+index, until one is left.
 """
 
 import torch
@@ -44,15 +45,18 @@ def _select_kernel(
     key = sort_key(score)
     threshold = tl.zeros((), tl.uint32)
     bit = tl.full((), 0x40000000, tl.uint32)
-    for _ in tl.range(0, 16):
+    count = tl.full((), CHUNK, tl.int64)  # of the keys from the threshold on
+    while (bit > 0) & (count != topk):
         low = threshold | bit
         middle = threshold | (bit << 1)
         high = middle | bit
         reached = (key >= low).to(tl.int64) + ((key >= middle).to(tl.int64) << 20)
         counts = tl.sum(reached + ((key >= high).to(tl.int64) << 40), axis=0)
-        threshold = tl.where((counts & 0xFFFFF) >= topk, low, threshold)
-        threshold = tl.where(((counts >> 20) & 0xFFFFF) >= topk, middle, threshold)
-        threshold = tl.where((counts >> 40) >= topk, high, threshold)
+        for field in tl.static_range(3):
+            found = (counts >> (20 * field)) & 0xFFFFF
+            trial = low if field == 0 else (middle if field == 1 else high)
+            threshold = tl.where(found >= topk, trial, threshold)
+            count = tl.where(found >= topk, found, count)
         bit = bit >> 2
     above = key > threshold
     room = topk - tl.sum(above.to(tl.int32), axis=0)
@@ -60,7 +64,7 @@ def _select_kernel(
     rank = tl.cumsum(equal.to(tl.int32), axis=0)
     kept = above | (equal & (rank <= room))
     order = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    count = tl.sum(kept.to(tl.int32), axis=0)
+    num_kept = tl.sum(kept.to(tl.int32), axis=0)
     if FIRST:
         index = place.to(tl.int64)
     else:
@@ -70,7 +74,7 @@ def _select_kernel(
     if not FINAL:
         tl.store(out_scores + base + order, score, mask=kept)
     hidden = tl.full((CHUNK,), float("-inf"), tl.float32)
-    for start in tl.range(count, out_width, CHUNK):
+    for start in tl.range(num_kept, out_width, CHUNK):
         rest = start + lane
         tl.store(out_indices + base + rest, lane.to(tl.int64) * 0 - 1, mask=rest < out_width)
         if not FINAL:

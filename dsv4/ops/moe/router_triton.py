@@ -53,26 +53,34 @@ def best_places(scores, bias, num_experts, CHOSEN: tl.constexpr, BE: tl.constexp
     """For each expert its place among the chosen, ascending, or -1; and the sum of their scores.
     Of equals the first.
 
-    Every number is a largest, a count or a sum of one: no order of summation.
+    Only integers are compared and counted, so there is no order of summation, and a warp reduces
+    them in one instruction.
     """
     expert = tl.arange(0, BE)
     real = expert < num_experts
     offset = tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
     ranked = tl.where(real, scores + offset, float("-inf")).to(tl.int32, bitcast=True)
     ranked = ranked ^ ((ranked >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
-    key = (ranked.to(tl.int64) << 32) | (BE - 1 - expert)
-    place = tl.full((BE,), -1, tl.int32)
-    before = tl.zeros((BE,), dtype=tl.int32)
+    taken = expert < 0
+    place = tl.zeros((BE,), dtype=tl.int32)
     for _ in tl.static_range(CHOSEN):
-        first = BE - 1 - (tl.max(key, axis=0) & (BE - 1)).to(tl.int32)
-        place = tl.where(expert == first, 0, place)
-        before += tl.where(first < expert, 1, 0)
-        key = tl.where(expert == first, -(2**63), key)
-    place = tl.where(place == 0, before, -1)
-    total = tl.sum(scores * 0.0)
+        best = tl.max(ranked, axis=0)
+        first = tl.min(tl.where(ranked == best, expert, BE), axis=0)
+        taken = taken | (expert == first)
+        place += tl.where(first < expert, 1, 0)
+        ranked = tl.where(expert == first, -(2**31), ranked)
+    place = tl.where(taken, place, -1)
+    total = tl.zeros((), tl.float32)
     for j in tl.static_range(CHOSEN):
-        total += tl.sum(tl.where(place == j, scores, 0.0))
+        total += score_of(scores, place == j)
     return place, total + LEAST
+
+
+@triton.jit
+def score_of(scores, chosen):
+    """The score of the one that is chosen: scores are not negative, so their bits are in order."""
+    bits = tl.where(chosen, scores.to(tl.int32, bitcast=True), 0)
+    return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -84,15 +92,15 @@ def table_pick(picks, scores, index, CHOSEN: tl.constexpr, BE: tl.constexpr):
     for i in tl.static_range(CHOSEN):
         other = tl.load(picks + i)
         place += tl.where((other < pick) | ((other == pick) & (i < index)), 1, 0)
-    return pick, place, tl.sum(tl.where(expert == pick, scores, 0.0))
+    return pick, place, score_of(scores, expert == pick)
 
 
 @triton.jit
 def table_total(picks, scores, CHOSEN: tl.constexpr, BE: tl.constexpr):
     expert = tl.arange(0, BE)
-    total = tl.sum(scores * 0.0)
+    total = tl.zeros((), tl.float32)
     for j in tl.static_range(CHOSEN):
-        total += tl.sum(tl.where(expert == tl.load(picks + j), scores, 0.0))
+        total += score_of(scores, expert == tl.load(picks + j))
     return total + LEAST
 
 
