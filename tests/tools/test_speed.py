@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,11 +13,20 @@ from typer.testing import CliRunner
 from dsv4.checkpoint.names import parameters
 from dsv4.cli import app
 from dsv4.errors import OptionError
+from dsv4.runner.buffers import Bucket
+from dsv4.runner.decode import decode_step
 from dsv4.tools.plan_weights import scheme_named, weight_bytes
-from dsv4.tools.speed.model import prefill_flops, shape_config, step_bytes
+from dsv4.tools.speed.model import (
+    filled_state,
+    prefill_flops,
+    random_model,
+    shape_config,
+    start_at,
+    step_bytes,
+)
 from dsv4.tools.speed.profile import FAMILIES, family_of
 from dsv4.tools.speed.report import picture
-from dsv4.tools.speed.steps import StepResult
+from dsv4.tools.speed.steps import StepResult, experts_used
 
 OPS = Path(__file__).parents[2] / "dsv4" / "ops"
 
@@ -38,6 +48,22 @@ def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert rows[2]["result"]["what"] == "prefill"
+
+
+@torch.inference_mode()
+def test_tokens_of_a_random_model_spread_over_its_experts() -> None:
+    """Figures of a batch mean little if all its tokens visit the same experts."""
+    config = replace(
+        shape_config("tiny", 3), hidden_size=256, num_experts=64, num_experts_per_tok=4,
+        moe_intermediate_size=32,
+    )  # fmt: skip
+    device = torch.device("cpu")
+    model, _ = random_model(config, device)
+    state = filled_state(config, 16, 256, device)
+    start_at(state, 100)
+    bucket = Bucket(16, 256, True)
+    used = experts_used(lambda: decode_step(model, state.layers, state.buffers, bucket), 64)
+    assert used > 0.85 * (1 - (1 - 4 / 64) ** 16)
 
 
 def test_wrong_use() -> None:

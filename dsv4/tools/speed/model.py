@@ -66,7 +66,9 @@ def _random_weight(
     if parameter.kind == "norm":
         return torch.ones(shape, device=device)
     if parameter.kind == "fp32":
-        return torch.randn(shape, device=device) * (0.02 if len(shape) > 1 else 0.5)
+        # a large bias of the gate would send all tokens to the same experts
+        small = len(shape) > 1 or name.endswith("gate.bias")
+        return torch.randn(shape, device=device) * (0.02 if small else 0.5)
     if parameter.kind == "plain":
         # logits of standard deviation 5 on normed rows: as peaked as a trained model's
         # and rows so different from each other that they choose different experts
