@@ -167,12 +167,12 @@ def _decode_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
 # tests/tools/test_predict.py, which fails when they change. Rows behind mHC's boundary and behind
 # the latent's norm are quantised there.
 LAUNCHES: dict[str, dict[int, int]] = {
-    "csa inputs": {1: 2, 128: 3, 1024: 11},
+    "csa inputs": {1: 2, 128: 3, 1024: 8},
     "wq_b": {1: 1},
     "wo_a": {1: 2},
     "wo_b": {1: 2},
     "shared gate/up": {1: 2},
-    "router": {1: 2},
+    "router": {1: 1, 2: 2},
     "embed": {1: 1},
     "mhc_boundary": {1: 2},
     "attention csa": {1: 2, 32: 1},

@@ -27,6 +27,7 @@ from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
 from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.moe.router import router
 from dsv4.ops.norm.rms_norm import rms_norm
+from dsv4.ops.parts import Parts
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
 
@@ -194,7 +195,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, case: Case) -> None:
     for count in {1, rows // 2, rows - 1}:
         chosen = torch.randperm(rows, generator=generator)[:count]
         part = {
-            key: copied(value, lambda t, c=chosen: t[c]) if key in ROWS[name] else value
+            key: on_rows(value, lambda t, c=chosen: t[c]) if key in ROWS[name] else value
             for key, value in arguments.items()
         }
         for all_rows, some in zip(whole, results_of(name, part), strict=True):
@@ -213,8 +214,16 @@ def stretched(name: str, arguments: Arguments) -> Arguments:
         return many
 
     return {
-        key: copied(value, grow) if key in ROWS[name] else value for key, value in arguments.items()
+        key: on_rows(value, grow) if key in ROWS[name] else value
+        for key, value in arguments.items()
     }
+
+
+def on_rows(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The value with its rows changed; those of a row in parts are not its first axis."""
+    if isinstance(value, Parts):
+        return Parts(change(value.values.movedim(2, 0)).movedim(0, 2), value.factor, value.dtype)
+    return copied(value, change)
 
 
 # --- pages that were never written are never read ---------------------------------------------

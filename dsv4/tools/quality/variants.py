@@ -22,7 +22,6 @@ import dsv4.ops.moe.experts as experts_module
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.model.attention import layer_frequencies
-from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_select
 from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
@@ -47,11 +46,14 @@ def random_selection(engine: Engine) -> Broken:
 def no_compressed_attention(engine: Engine) -> Broken:
     """Every layer sees its window only."""
 
-    def blind(*arguments: Any) -> Tensor:
-        q, sink, pool, table, _, *rest = arguments
-        return attention(q, sink, pool, table, None, *rest)
+    whole = attention_module.Attention._attend
 
-    return patch.object(attention_module, "attention", blind)
+    def blind(
+        layer: attention_module.Attention, q: Tensor, places: dict[str, Any], *, is_prepared: bool
+    ) -> Tensor:
+        return whole(layer, q, {**places, "compressed": None}, is_prepared=is_prepared)
+
+    return patch.object(attention_module.Attention, "_attend", blind)
 
 
 def _compress_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Broken:
