@@ -14,9 +14,7 @@ import torch
 
 from dsv4.errors import KernelError
 from dsv4.formats import fp8, mxfp4, nvfp4
-from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
-from dsv4.formats.spec import WIDTHS as WIDTHS
-from dsv4.formats.spec import Activations as Activations
+from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP, Activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dsv4.checkpoint.linears import StoredFormat
 from dsv4.checkpoint.sources import Source
-from dsv4.formats.quantized import WIDTHS, Activations
+from dsv4.formats.spec import WIDTHS, Activations
 
 SCORES = "attention scores"
 GROUPS = ("attention", "shared expert", "routed experts", SCORES)

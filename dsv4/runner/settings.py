@@ -7,7 +7,7 @@ from pathlib import Path
 from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
-from dsv4.formats.quantized import Activations
+from dsv4.formats.spec import Activations
 from dsv4.runner.activations import Gpu, choose, query_width
 
 DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32

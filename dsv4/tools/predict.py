@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.errors import OptionError
-from dsv4.formats.quantized import WIDTHS, Activations
+from dsv4.formats.spec import WIDTHS, Activations
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 NVFP4_BYTES = 0.5625  # of a weight, its scale included

@@ -19,6 +19,7 @@ from dsv4.ops.attention.query_triton import prepare_heads
 from dsv4.ops.attention.tiles_triton import (
     BT,
     LOG2E,
+    add_tile,
     dot,
     finish_piece,
     merge_tiles,
@@ -117,11 +118,7 @@ def _attend_kernel(
                         queries, slot, present, step < WT, w_data, w_tail, w_scale, c_data,
                         c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
                     )  # fmt: skip
-                    new_best = tl.maximum(best, top)
-                    old_share = tl.exp2(best - new_best)
-                    new_share = tl.exp2(top - new_best)
-                    total = tl.fma(part, new_share, total * old_share)
-                    best = new_best
+                    best, total, old_share, new_share = add_tile(best, total, top, part)
                     grown = ()
                     for i in tl.static_range(COUNT):
                         zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
@@ -223,7 +220,7 @@ def _is_narrow(q, pool) -> bool:
     return q.dtype == torch.bfloat16 and pool_format(pool) != FP32
 
 
-def _most_entries(compressed) -> int:
+def most_entries(compressed) -> int:
     """That any query sees of the compressed ones."""
     if compressed is None:
         return 0
@@ -233,7 +230,7 @@ def _most_entries(compressed) -> int:
 
 
 def config_of(q, pool, compressed, window) -> Config:
-    num_tiles = triton.cdiv(window, BT) + triton.cdiv(_most_entries(compressed), BT)
+    num_tiles = triton.cdiv(window, BT) + triton.cdiv(most_entries(compressed), BT)
     return choose_config(
         q.shape[0], q.shape[1], num_tiles, _is_narrow(q, pool), has_tensor_memory()
     )
@@ -252,7 +249,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     other = pool if compressed is None else compressed.pool
     other_table = table if compressed is None else compressed.table
     selected = None if compressed is None else compressed.selected
-    most = _most_entries(compressed)
+    most = most_entries(compressed)
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
     narrow = _is_narrow(q, pool)
     config = config or config_of(q, pool, compressed, window)

@@ -145,6 +145,16 @@ def tile_weights(
 
 
 @triton.jit
+def add_tile(best, total, top, part):
+    """The maximum and the sum of weights with one more tile, and the shares of what was there and
+    of the tile: every form merges by this formula."""
+    new_best = tl.maximum(best, top)
+    old_share = tl.exp2(best - new_best)
+    new_share = tl.exp2(top - new_best)
+    return new_best, tl.fma(part, new_share, total * old_share), old_share, new_share
+
+
+@triton.jit
 def finish_piece(
     acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
@@ -185,12 +195,8 @@ def _merge_kernel(
             parts = append(parts, tl.load(stats + at * 2 + 1, mask=there, other=0.0))
             found = append(found, tl.load(sums + at * DIM + channel, mask=live & there, other=0.0))
         for i in tl.static_range(AHEAD):
-            new_best = tl.maximum(best, tops[i])
-            old_share = tl.exp2(best - new_best)
-            new_share = tl.exp2(tops[i] - new_best)
-            total = tl.fma(parts[i], new_share, total * old_share)
+            best, total, old_share, new_share = add_tile(best, total, tops[i], parts[i])
             acc = tl.fma(found[i], new_share, acc * old_share)
-            best = new_best
     x = (acc * (1.0 / total)).to(out.dtype.element_ty).to(tl.float32)[None, :]
     x = rope_tile(x, position, frequencies, -1.0, 1, DIM - ROPE, DIM, PAD)
     at = (row * num_heads + head) * DIM + channel[None, :]

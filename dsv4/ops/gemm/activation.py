@@ -24,8 +24,7 @@ from torch import Tensor
 from dsv4.errors import OptionError
 from dsv4.formats import e2m1, fp8
 from dsv4.formats.groups import expand
-from dsv4.formats.quantized import Activations
-from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP
+from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP, Activations
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 
 TOP = E2M1_MAX * E4M3_MAX

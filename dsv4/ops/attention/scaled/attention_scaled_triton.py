@@ -11,16 +11,15 @@ heads]`. Tiles have BT entries; else a query's list, its tiles and their merging
 attention_triton.py: with few queries each tile has a program, with many a program walks them.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from dsv4.ops.attention import attention_triton
-from dsv4.ops.attention.attention_triton import entry_parts
+from dsv4.ops.attention.attention_triton import Config, entry_parts, most_entries
 from dsv4.ops.attention.tiles_triton import (
     LOG2E,
+    add_tile,
     finish_piece,
     load_piece,
     merge_tiles,
@@ -73,10 +72,15 @@ def _scores(
 
 @triton.jit
 def _tile_weights(
-    codes, q_scales, rotary, data, tail, scales, slot, present, qk_scale, NOPE: tl.constexpr,
-    DIM: tl.constexpr, CHUNKS: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
+    codes, q_scales, rotary, slot, present, in_window, w_data, w_tail, w_scale, c_data, c_tail,
+    c_scale, qk_scale, NOPE: tl.constexpr, DIM: tl.constexpr, CHUNKS: tl.constexpr,
+    BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile: weights `[BT, BH]`, their sum `[BH]`, maximum."""
+    """Softmax of one tile: where its entries are (data, tail, scales), weights `[BT, BH]`, their
+    sum `[BH]`, maximum."""
+    data = tl.where(in_window, w_data, c_data)
+    tail = tl.where(in_window, w_tail, c_tail)
+    scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
     rotated = load_piece(data, tail, scales, slot, NOPE, DIM - NOPE, 2, NOPE, DIM, MT, False)
     scores = _scores(codes, q_scales, rotary, data, scales, slot, rotated, BH, BT, NOPE, CHUNKS)
     scores = tl.where(present[:, None], scores * qk_scale, float("-inf"))
@@ -84,7 +88,7 @@ def _tile_weights(
     weights = tl.exp2(scores - top[None, :]).to(MT)
     ones = tl.full((64, BT), 1.0, MT)
     total = tl.max(tl.dot(ones, weights, tl.zeros((64, BH), tl.float32)), axis=0)  # all equal
-    return weights, total, top
+    return data, tail, scales, weights, total, top
 
 
 @triton.jit
@@ -137,12 +141,9 @@ def _attend_scaled_kernel(
             tile, position, visible, seq, row, window, selected, num_selected,
             w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
         )  # fmt: skip
-        data = tl.where(tile < WT, w_data, c_data)
-        tail = tl.where(tile < WT, w_tail, c_tail)
-        scales = tl.load(tl.where(tile < WT, w_scale, c_scale) + slot)
-        weights, part, top = _tile_weights(
-            codes, q_scales, rotary, data, tail, scales, slot, present, qk_scale,
-            NOPE, DIM, CHUNKS, BH, BT, MT,
+        data, tail, scales, weights, part, top = _tile_weights(
+            codes, q_scales, rotary, slot, present, tile < WT, w_data, w_tail, w_scale,
+            c_data, c_tail, c_scale, qk_scale, NOPE, DIM, CHUNKS, BH, BT, MT,
         )  # fmt: skip
         at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
         tl.store(stat_out + at * 2, top, mask=live)
@@ -163,18 +164,11 @@ def _attend_scaled_kernel(
                 step, position, visible, seq, row, window, selected, num_selected,
                 w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
             )  # fmt: skip
-            data = tl.where(step < WT, w_data, c_data)
-            tail = tl.where(step < WT, w_tail, c_tail)
-            scales = tl.load(tl.where(step < WT, w_scale, c_scale) + slot)
-            weights, part, top = _tile_weights(
-                codes, q_scales, rotary, data, tail, scales, slot, present, qk_scale,
-                NOPE, DIM, CHUNKS, BH, BT, MT,
+            data, tail, scales, weights, part, top = _tile_weights(
+                codes, q_scales, rotary, slot, present, step < WT, w_data, w_tail, w_scale,
+                c_data, c_tail, c_scale, qk_scale, NOPE, DIM, CHUNKS, BH, BT, MT,
             )  # fmt: skip
-            new_best = tl.maximum(best, top)
-            old_share = tl.exp2(best - new_best)
-            new_share = tl.exp2(top - new_best)
-            total = tl.fma(part, new_share, total * old_share)
-            best = new_best
+            best, total, old_share, new_share = add_tile(best, total, top, part)
             grown = ()
             for i in tl.static_range(COUNT):
                 acc = _piece_sum(weights, data, tail, scales, slot, i, NOPE, DIM, BH, MT)
@@ -189,14 +183,6 @@ def _attend_scaled_kernel(
                 tl.trans(sums[i]), scale, out, q_at, live, position, frequencies,
                 piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
             )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Config:
-    heads: int  # of a program
-    split: bool
-    num_warps: int
-    num_stages: int
 
 
 def choose_config(num_tokens: int, num_heads: int, num_tiles: int) -> Config:
@@ -224,9 +210,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     other_table = table if compressed is None else compressed.table
     selected = None if compressed is None else compressed.selected
     ratio = 1 if compressed is None else compressed.ratio
-    most = 0
-    if compressed is not None:
-        most = other_table.shape[1] * other.page_entries if selected is None else selected.shape[1]
+    most = most_entries(compressed)
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
     config = config or choose_config(tokens, heads, num_tiles)
     rope_dim, out = 2 * frequencies.shape[0], torch.empty_like(q)
