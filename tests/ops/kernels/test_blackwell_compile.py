@@ -131,15 +131,15 @@ def some_route() -> Any:
 
 
 def attention_launches() -> Iterator[Launch]:
-    """Window only, where the last program merges; a csa layer's tiles side by side; walking the
-    entries of an hca layer with Pro's 128 heads."""
+    """Window only; a csa layer's tiles side by side; walking the entries of an hca layer with Pro's
+    128 heads."""
     from benchmarks.state_ops import SHAPES, attention_arguments, decode_batch
     from dsv4.ops.attention.scaled import attention_scaled_triton
 
     flash, pro = SHAPES["flash"], SHAPES["pro"]
     few, many = decode_batch(2, 9000, "cpu"), decode_batch(128, 9000, "cpu")
     for name, arguments in (
-        ("joining", attention_arguments(flash, few, 0, 0, "cpu", 64)),
+        ("window", attention_arguments(flash, few, 0, 0, "cpu", 64)),
         ("tiles", attention_arguments(flash, few, 4, 512, "cpu", 64)),
         ("walking", attention_arguments(pro, many, 128, 0, "cpu", 64)),
     ):
