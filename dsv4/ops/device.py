@@ -28,6 +28,13 @@ _SLOT3 = tl.constexpr(
     "{ .reg .b32 u; shr.u32 u, $1, 7; and.b32 u, u, 0x00D800D8; "
     "mul.lo.u32 u, u, 0x821; and.b32 $0, u, 0x81C081C0; }"
 )
+# four codes of a register, of 8 bits each: the first and third, or the others, as two bf16
+_LOW_CODES = tl.constexpr(
+    "{ .reg .b32 u; shl.b32 u, $1, 4; lop3.b32 $0, u, 0x0FF00FF0, 0x70007000, 0xEA; }"
+)
+_HIGH_CODES = tl.constexpr(
+    "{ .reg .b32 u; shr.u32 u, $1, 4; lop3.b32 $0, u, 0x0FF00FF0, 0x70007000, 0xEA; }"
+)
 
 
 @triton.jit
@@ -52,40 +59,53 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def half_scale(codes, HALF: tl.constexpr, BN: tl.constexpr):
-    """bf16 scales `[BN, 16]` of a tile's words 0..15 (codes in the low bytes) or 16..31 (high)."""
-    bits = (codes << 4) & 0xFF0 if HALF == 0 else (codes >> 4) & 0xFF0
-    scale = (bits + 30336).to(tl.bfloat16, bitcast=True)
-    return scale[:, :, None].broadcast_to(BN, 4, 4).reshape(BN, 16)
+def scale_pairs(codes, ASM: tl.constexpr):
+    """The eight codes of each row, int64 `[rows]` -> four int32 `[rows]`: two scales as bf16, of
+    slots 0 and 1, then 2 and 3, of the first half, then of the second."""
+    first = codes.to(tl.int32)
+    second = (codes >> 32).to(tl.int32)
+    if ASM:
+        return (
+            tl.inline_asm_elementwise(_LOW_CODES, "=r,r", [first], tl.int32, True, 1),
+            tl.inline_asm_elementwise(_LOW_CODES, "=r,r", [second], tl.int32, True, 1),
+            tl.inline_asm_elementwise(_HIGH_CODES, "=r,r", [first], tl.int32, True, 1),
+            tl.inline_asm_elementwise(_HIGH_CODES, "=r,r", [second], tl.int32, True, 1),
+        )
+    else:
+        mask = 0x0FF00FF0
+        top = 0x70007000
+        return (
+            (first << 4) & mask | top,
+            (second << 4) & mask | top,
+            (first >> 4) & mask | top,
+            (second >> 4) & mask | top,
+        )
 
 
 @triton.jit
-def whole_tile(low, high, scale_low, scale_high, BN: tl.constexpr, ASM: tl.constexpr):
-    """A tile's weights `[BN, 128]` in the order of summation: slot, half, word."""
-    a0 = unpack_slot(low, 0, ASM) * scale_low
-    b0 = unpack_slot(high, 0, ASM) * scale_high
-    a1 = unpack_slot(low, 1, ASM) * scale_low
-    b1 = unpack_slot(high, 1, ASM) * scale_high
-    a2 = unpack_slot(low, 2, ASM) * scale_low
-    b2 = unpack_slot(high, 2, ASM) * scale_high
-    a3 = unpack_slot(low, 3, ASM) * scale_low
-    b3 = unpack_slot(high, 3, ASM) * scale_high
+def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """bf16 `[rows, 16]`: the weights of one of eight groups from the words of its half."""
+    both = pairs[GROUP // 2]
+    scale = (both if GROUP % 2 == 0 else both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return unpack_slot(words, GROUP % 4, ASM) * scale[:, None]
+
+
+@triton.jit
+def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr):
+    """A tile's weights `[BN, 128]`."""
+    pairs = scale_pairs(codes, ASM)
+    a0 = unpack_group(low, pairs, 0, ASM)
+    a1 = unpack_group(low, pairs, 1, ASM)
+    a2 = unpack_group(low, pairs, 2, ASM)
+    a3 = unpack_group(low, pairs, 3, ASM)
+    b0 = unpack_group(high, pairs, 4, ASM)
+    b1 = unpack_group(high, pairs, 5, ASM)
+    b2 = unpack_group(high, pairs, 6, ASM)
+    b3 = unpack_group(high, pairs, 7, ASM)
     even = tl.join(tl.join(a0, b0), tl.join(a2, b2))  # [BN, 16, half, slot // 2]
     odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     both = tl.join(even, odd)  # [BN, 16, half, slot // 2, slot % 2]
-    return both.permute(0, 3, 4, 2, 1).reshape(BN, 128)
-
-
-@triton.jit
-def column_of(place):
-    """Which column of a step's 128 is summed at `place`."""
-    return 16 * ((place // 4) % 8) + 4 * (place // 32) + place % 4
-
-
-@triton.jit
-def place_of(column):
-    """Where a column of a step's 128 is summed."""
-    return 32 * ((column // 4) % 4) + 4 * (column // 16) + column % 4
+    return both.permute(0, 2, 3, 4, 1).reshape(BN, 128)
 
 
 @triton.jit
@@ -103,71 +123,46 @@ def dot_nvfp4(
     BM: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
-    UNROLL: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ARRANGED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """fp32 `[BN, BM]` over steps `first` to `last` of K, without the factor 128 * global.
 
     `words` and `codes` point at the first of BN/64 row tiles; input row i starts at `x +
-    x_rows[i]`. Forms of the same sum: 0, eight small products a step (few rows); 1, one product
-    with the weights in registers; 2, one with the weights in shared memory (many rows). UNROLL
-    steps share a turn of the loop in form 0; it must divide the number of steps. ARRANGED (forms
-    1 and 2): `x` lies in the order of summation, see `arranged`.
+    x_rows[i]`. Forms of the same sum, 16 columns after 16 columns: 0, eight small products a step
+    (few rows); 1, one product.
     """
     rn = tl.arange(0, BN)
-    rc = tl.arange(0, 16)
     tile = (rn // 64) * total_steps + first
-    w_ptrs = words + (tile * 2048 + (rn % 64) * 16)[:, None] + rc[None, :]
-    s_ptrs = codes + (tile * 256 + (rn % 64) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    w_ptrs = words + (tile * 2048 + (rn % 64) * 16)[:, None] + tl.arange(0, 16)[None, :]
+    codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
+    s_ptrs = codes + (tile * 64 + rn % 64)
+    rk = tl.arange(0, 16 if FORM == 0 else 128)
+    offsets = x_rows[None, :] + rk[:, None]
     x += first * 128
     acc = tl.zeros((BN, BM), dtype=tl.float32)
-    if FORM == 0:
-        columns = 16 * (rc // 4) + rc % 4
-        offsets = x_rows[None, :] + columns[:, None]
-        for step in tl.range(first, last, UNROLL, num_stages=STAGES):
-            for sub in tl.static_range(UNROLL):
-                low = tl.load(w_ptrs + sub * 2048)
-                high = tl.load(w_ptrs + (sub * 2048 + 1024))
-                code = tl.load(s_ptrs + sub * 256)
-                scale_low = half_scale(code, 0, BN)
-                scale_high = half_scale(code, 1, BN)
-                for slot in tl.static_range(4):
-                    at = sub * 128 + 4 * slot
-                    mask = x_mask[None, :]
-                    high_mask = mask
-                    if not EVEN_K:
-                        column = step * 128 + at + columns
-                        high_mask = mask & (column + 64 < num_columns)[:, None]
-                        mask = mask & (column < num_columns)[:, None]
-                    part = tl.load(x + at + offsets, mask=mask, other=0.0)
-                    acc = tl.dot(unpack_slot(low, slot, ASM) * scale_low, part, acc)
-                    part = tl.load(x + (at + 64) + offsets, mask=high_mask, other=0.0)
-                    acc = tl.dot(unpack_slot(high, slot, ASM) * scale_high, part, acc)
-            w_ptrs += UNROLL * 2048
-            s_ptrs += UNROLL * 256
-            x += UNROLL * 128
-        return acc
-    rk = tl.arange(0, 128)
-    columns = rk if ARRANGED else column_of(rk)
-    offsets = x_rows[None, :] + columns[:, None]
-    if FORM == 2:
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         low = tl.load(w_ptrs)
         high = tl.load(w_ptrs + 1024)
         code = tl.load(s_ptrs)
         mask = x_mask[None, :]
-        if not EVEN_K:
-            mask = mask & (step * 128 + columns < num_columns)[:, None]
-        part = tl.load(x + offsets, mask=mask, other=0.0)
-        weights = whole_tile(low, high, half_scale(code, 0, BN), half_scale(code, 1, BN), BN, ASM)
-        acc = tl.dot(part.T, weights.T, acc) if FORM == 2 else tl.dot(weights, part, acc)
+        if FORM == 0:
+            pairs = scale_pairs(code, ASM)
+            for group in tl.static_range(8):
+                if not EVEN_K:
+                    mask = x_mask[None, :] & (step * 128 + group * 16 + rk < num_columns)[:, None]
+                part = tl.load(x + group * 16 + offsets, mask=mask, other=0.0)
+                half = low if group < 4 else high
+                acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
+        else:
+            if not EVEN_K:
+                mask = mask & (step * 128 + rk < num_columns)[:, None]
+            part = tl.load(x + offsets, mask=mask, other=0.0)
+            acc = tl.dot(whole_tile(low, high, code, BN, ASM), part, acc)
         w_ptrs += 2048
-        s_ptrs += 256
+        s_ptrs += 64
         x += 128
-    return acc.T if FORM == 2 else acc
+    return acc
 
 
 @triton.jit

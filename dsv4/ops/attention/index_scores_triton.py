@@ -67,15 +67,24 @@ def _e2m1(code, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _by_thread(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns of each 16 in another order, the same for keys and queries: a thread then multiplies
+    four that lie side by side."""
+    return x.reshape(ROWS, WIDTH // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, WIDTH)
+
+
+@triton.jit
 def _queries(
     q, q_at, live, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, MT: tl.constexpr
 ):
     """Query heads `[H, DIM]`; for FP4 keys the even and the odd numbers apart."""
     x = tl.load(q + q_at + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0).to(MT)
-    even = x
-    odd = x
+    even = _by_thread(x, H, DIM) if FORMAT == 3 else x
+    odd = even
     if FORMAT == 4:
         even, odd = tl.split(x.reshape(H, DIM // 2, 2))
+        even = _by_thread(even, H, DIM // 2)
+        odd = _by_thread(odd, H, DIM // 2)
     return even, odd
 
 
@@ -84,12 +93,13 @@ def _products(
     even, odd, data, scale, slot, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
     FORMAT: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, H]`: keys times query heads."""
+    """fp32 `[BN, H]`: keys (FP4: times 2^-63) times query heads; and the keys' factor `[BN]`."""
+    own = tl.full((BN,), 1.0, tl.float32)
     zero = tl.zeros((BN, H), tl.float32)
     if FORMAT == 4:
         HALF: tl.constexpr = DIM // 2
         byte = tl.arange(0, HALF)
-        code = tl.load(data + slot[:, None] * HALF + byte[None, :])
+        code = _by_thread(tl.load(data + slot[:, None] * HALF + byte[None, :]), BN, HALF)
         group = tl.arange(0, DIM // 32)
         power = tl.load(scale + slot[:, None] * (DIM // 32) + group[None, :])
         # 2^(e + 63) as bf16: with the codes' 2^-126 a key is held times 2^-63
@@ -106,19 +116,18 @@ def _products(
         else:
             out = tl.dot(low, tl.trans(even), zero)
             out = tl.dot(high, tl.trans(odd), out)
-        out = out * 9223372036854775808.0  # 2^63
     else:
         k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
         if FORMAT == 3:
-            k = k.to(tl.float8e4nv, bitcast=True)
+            k = _by_thread(k, BN, DIM).to(tl.float8e4nv, bitcast=True)
         k = k.to(MT)
         if tl.float32 == MT:
             out = tl.dot(k, tl.trans(even), zero, input_precision="ieee")
         else:
             out = tl.dot(k, tl.trans(even), zero)
         if FORMAT == 3:
-            out = out * tl.load(scale + slot)[:, None]
-    return out
+            own = tl.load(scale + slot)
+    return out, own
 
 
 @triton.jit
@@ -161,9 +170,8 @@ def _code_products(
 
 @triton.jit(do_not_specialize=["table_width", "width"])
 def _scores_kernel(
-    q, weights, out, positions, seq_idx, data, scale, table, table_width, page_entries, width,
-    num_heads, topk,
-    H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
+    q, weights, out, positions, seq_idx, data, scale, table, table_width, width, num_heads, topk,
+    PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
     STAGES: tl.constexpr, MT: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf."""
@@ -186,21 +194,21 @@ def _scores_kernel(
             weight = weight * factor
         else:
             even, odd = _queries(q, q_at, live, DIM, H, FORMAT, MT)
+            if FORMAT == 4:
+                weight = weight * 9223372036854775808.0  # 2^63
         for tile in tl.range(first, tiles, apart, num_stages=STAGES):
             entry = tile * BN + lane
-            seen = tl.minimum(entry, visible - 1)  # what lies behind is a key, too
-            column = seq * table_width + (seen // page_entries) % table_width
-            page = tl.load(table + column).to(tl.int64)
-            slot = page * page_entries + seen % page_entries
+            seen = tl.minimum(entry, tl.minimum(visible, width) - 1)  # behind it are keys, too
+            page = tl.load(table + seq * table_width + seen // PAGE).to(tl.int64)
+            slot = page * PAGE + seen % PAGE
             if NATIVE:
                 products, own = _code_products(
                     codes, q_scales, data, scale, slot, DIM, BN, H, FORMAT == 4
                 )
-                # scales are powers of two above zero: they may wait until the heads are summed
-                score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
             else:
-                products = _products(even, odd, data, scale, slot, H, DIM, BN, FORMAT, MT, ASM)
-                score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1)
+                products, own = _products(even, odd, data, scale, slot, H, DIM, BN, FORMAT, MT, ASM)
+            # scales are powers of two above zero: they may wait until the heads are summed
+            score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
             score = tl.where(entry < visible, score, float("-inf"))
             tl.store(out + entry, score, mask=entry < width)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
@@ -254,10 +262,10 @@ def run(q, weights, pool, table, batch, topk, native=None):
         scale,
         table,
         table.shape[1],
-        pool.page_entries,
         width,
         heads,
         topk,
+        PAGE=pool.page_entries,
         H=max(16, triton.next_power_of_2(heads)),
         DIM=dim,
         BN=BN,

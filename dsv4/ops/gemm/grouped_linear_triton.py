@@ -5,9 +5,7 @@ import torch
 
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
 from dsv4.ops.gemm.linear_triton import choose_config
-from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.gemm.scaled import ScaledTensor
-from dsv4.ops.many_rows_triton import arranged, arranges
 
 __all__ = ["choose_config", "run", "supports"]
 GROUP_MULTIPLE = 128
@@ -28,8 +26,5 @@ def supports(x, weight) -> str | None:
 
 def run(x, weight):
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    rows, groups = x.flatten(1), {"num_groups": x.shape[1]}
-    if isinstance(weight, TiledNvfp4) and arranges(x.shape[0], x.shape[2]):
-        rows, groups["is_arranged"] = arranged(rows), True
-    _kernels(weight).launch(rows, [weight], [out], **groups)
+    _kernels(weight).launch(x.flatten(1), [weight], [out], num_groups=x.shape[1])
     return out

@@ -27,7 +27,7 @@ from dsv4.ops.device import (
     workspace,
 )
 from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
-from dsv4.ops.many_rows_triton import arranged, arranges, dot_expanded, expand_kernel
+from dsv4.ops.many_rows_triton import dot_expanded, expand_kernel
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
@@ -38,8 +38,8 @@ EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights become bf
 def _range_sum(
     words, scales, tile, live_n, x, x_rows, live_m, first, last, total_steps, num_columns,
     FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr,
-    EVEN_K: tl.constexpr, E8M0: tl.constexpr, ARRANGED: tl.constexpr, ASM: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sum over one range of K, whatever the format; `words` and `scales` are addresses."""
     row = tile.to(tl.int64) * BN
@@ -48,13 +48,13 @@ def _range_sum(
         s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
         acc = dot_nvfp4(
             tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, x_rows, live_m, first, last,
-            total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+            total_steps, num_columns, BN, BM, STAGES, FORM, EVEN_K, ASM,
         )  # fmt: skip
     elif FORMAT == 3:
         w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
         acc = dot_expanded(
             tl.multiple_of(w, 64), x, x_rows, live_m, first, last, total_steps, num_columns,
-            BN, BM, STAGES, EVEN_K, ARRANGED,
+            BN, BM, STAGES, EVEN_K,
         )  # fmt: skip
     elif FORMAT == 1:
         w = tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
@@ -80,8 +80,8 @@ def _linear_kernel(
     partials, counters,
     NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
-    E8M0: tl.constexpr, ARRANGED: tl.constexpr, SWIZZLE: tl.constexpr, TO_PARTS: tl.constexpr,
+    STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
+    E8M0: tl.constexpr, SWIZZLE: tl.constexpr, TO_PARTS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
@@ -122,7 +122,7 @@ def _linear_kernel(
         total = _range_sum(
             words_at, scales_at, tile, live_n, x, x_rows, live_m, split * per_range,
             tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
-            FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
+            FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, EVEN_K, E8M0, ASM,
         )  # fmt: skip
         if (not TO_PARTS) and count > 1:
             slot = m_tile * tl.num_programs(0) + pid - split
@@ -135,7 +135,7 @@ def _linear_kernel(
             part = _range_sum(
                 words_at, scales_at, tile, live_n, x, x_rows, live_m, index * per_range,
                 tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-                FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, UNROLL, EVEN_K, E8M0, ARRANGED, ASM,
+                FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, EVEN_K, E8M0, ASM,
             )  # fmt: skip
             total = total + part
     out_rows = rm.to(tl.int64)
@@ -172,7 +172,6 @@ class Config:
     num_warps: int
     num_stages: int
     form: int = 0  # of the product; see dot_nvfp4
-    unroll: int = 1
 
 
 def choose_config(num_rows: int, fmt: int) -> Config:
@@ -240,14 +239,12 @@ def run(x, weights, out_dtypes):
         for weight, dtype in zip(weights, out_dtypes, strict=True)
     ]
     order = sorted(range(len(weights)), key=lambda i: launch_key(weights[i]))
-    for key, same in groupby(order, key=lambda i: launch_key(weights[i])):
+    for _, same in groupby(order, key=lambda i: launch_key(weights[i])):
         indices = list(same)
-        ready = key[0] == NVFP4 and arranges(*x.shape)
-        rows = arranged(x) if ready else x
         for start in range(0, len(indices), MAX_MATRICES):
             chosen = indices[start : start + MAX_MATRICES]
             part = [weights[i] for i in chosen], [outs[i] for i in chosen]
-            launch(rows, *part, is_arranged=ready)
+            launch(x, *part)
     return outs
 
 
@@ -259,13 +256,9 @@ def launch_key(weight) -> tuple[int, int, bool]:
     return fmt, 0, False
 
 
-def launch(
-    x, weights, outs, *, num_groups=1, config=None, parallel=None, is_arranged=False,
-    to_parts=False,
-) -> None:  # fmt: skip
+def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_parts=False) -> None:
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
-    weight rows reads its own k columns. `is_arranged`: x comes from `arranged`. `to_parts`: outs
-    are fp32 `[ranges, rows, n]`."""
+    weight rows reads its own k columns. `to_parts`: outs are fp32 `[ranges, rows, n]`."""
     fmt, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
@@ -289,8 +282,6 @@ def launch(
     size = total * m_tiles if split else 1
     partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
     counters = workspace(x.device, "counters", size, torch.int32)
-    even = all(steps * count == triton.cdiv(columns, 128) for count, steps in cuts)
-    even = even and all(steps % config.unroll == 0 for _, steps in cuts)
     f32 = sum(1 << i for i, out in enumerate(outs) if out.dtype == torch.float32)
     _linear_kernel[grid](
         x,
@@ -322,10 +313,8 @@ def launch(
         BLOCK=max(block, 1),
         STAGES=config.num_stages,
         FORM=config.form,
-        UNROLL=config.unroll if even else 1,
         EVEN_K=columns % 128 == 0,
         E8M0=e8m0,
-        ARRANGED=is_arranged,
         SWIZZLE=8 if fmt == EXPANDED and not split else 1,
         TO_PARTS=to_parts,
         ASM=not interpreting(),

@@ -5,16 +5,16 @@ A matrix `[N, K]` is cut into tiles of 64 rows by 128 columns, each contiguous i
     packed  int16  [..., N/64, K/128, 2, 64, 16]   four weights to a word
     scale   int16  [..., N/64, K/128, 64, 4]       the codes of two groups of 16 columns
 
-A row of a tile has 32 words, 16 in each half. Word `4g + i` (group g = 0..7, i = 0..3) holds
-columns `16g + i`, `+4`, `+8`, `+12` (slots 0..3). A weight is sign and magnitude `eem`; in slots
-0 to 2 the magnitude lies at bits 6..8, 3..5, 0..2 and the sign at 15, 12, 9, so that one shift
-and one mask give a bf16 whose value is the weight times 2^-126. Slot 3 takes what is left: bits
-13, 14, 10 (low to high), sign 11.
+A row of a tile has 32 words, 16 in each half of its columns. Word i of a half holds columns `i`,
+`16 + i`, `32 + i` and `48 + i` of it (slots 0..3): a slot of 16 words is one group of 16 columns,
+under one scale. A weight is sign and magnitude `eem`; in slots 0 to 2 the magnitude lies at bits
+6..8, 3..5, 0..2 and the sign at 15, 12, 9, so that one shift and one mask give a bf16 whose value
+is the weight times 2^-126. Slot 3 takes what is left: bits 13, 14, 10 (low to high), sign 11.
 
-The scale code is bits 4..11 of bf16(scale * 2^119), less the smallest one: `(code << 4) + 237 *
-128` are the bits of that bf16. Element g of a row of `scale` holds the code of group g in its low
-byte and that of group g + 4 in its high byte. E4M3 subnormals come out normalised; a zero scale
-has no code, so the weights of its group are set to zero.
+The scale code is bits 4..11 of bf16(scale * 2^119); the bits above are 7 for every scale. A row of
+`scale` holds the code of slot s in element s, that of the first half in the low byte. E4M3
+subnormals come out normalised; a zero scale has no code, so the weights of its group are set to
+zero.
 
 Missing rows and columns of the last tiles are zero. A *paired* matrix (gate rows above up rows)
 has 32 gate rows and the 32 up rows that belong to them in each tile.
@@ -43,7 +43,7 @@ from dsv4.ops.op import warn_unless_strict
 TILE_ROWS = 64
 TILE_COLUMNS = 128
 ROW_MULTIPLE = 128  # the widest kernels take two tiles of rows at a time
-_LOWEST_SCALE = 237 << 7  # bits of bf16(2^-9 * 2^119)
+_SCALE_TOP = 7 << 12  # what bf16(scale * 2^119) has above the code
 _SCALE_POWER = 119
 _PAIRED_NAMES = (".w13",)
 _told: set[str] = set()  # why activations stay wide
@@ -251,7 +251,7 @@ def _halve(tiles: Tensor) -> Tensor:
 
 
 def _join_codes(tiles: Tensor) -> Tensor:
-    """Codes `[..., 8]` -> `[..., 4]` int16: group g in the low byte, g + 4 in the high one."""
+    """Codes `[..., 8]` -> `[..., 4]` int16: slot s of the first half in the low byte."""
     low, high = tiles.to(torch.int32).chunk(2, dim=-1)
     both = low | high << 8
     return ((both ^ 0x8000) - 0x8000).to(torch.int16)
@@ -273,8 +273,9 @@ def _unpair(value: Tensor) -> Tensor:
 
 
 def _words_of_codes(codes: Tensor) -> Tensor:
-    """`[N, K]` E2M1 codes -> `[N, K/4]` int16."""
-    slots = codes.to(torch.int32).reshape(codes.shape[0], -1, 4, 4)  # group, slot, i
+    """`[N, K]` E2M1 codes -> `[N, K/4]` int16, K made a multiple of 128 with zeros."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % TILE_COLUMNS))
+    slots = codes.to(torch.int32).reshape(codes.shape[0], -1, 4, 16)  # half, slot, word
     sign, mag = slots >> 3, slots & 7
     word = sign[:, :, 0] << 15 | mag[:, :, 0] << 6
     word |= sign[:, :, 1] << 12 | mag[:, :, 1] << 3
@@ -292,16 +293,16 @@ def _codes_of_words(words: Tensor) -> Tensor:
         (word >> 9 & 1) << 3 | word & 7,
         (word >> 11 & 1) << 3 | (word >> 10 & 1) << 2 | word >> 13 & 3,
     ]
-    grouped = [slot.reshape(*words.shape[:-1], -1, 4) for slot in slots]
+    grouped = [slot.reshape(*words.shape[:-1], -1, 16) for slot in slots]
     return torch.stack(grouped, dim=-2).flatten(-3).to(torch.uint8)
 
 
 def _codes_of_scale(scale: Tensor) -> Tensor:
     bits = (scale * 2.0**_SCALE_POWER).to(torch.bfloat16).view(torch.int16).to(torch.int32)
-    return ((bits - _LOWEST_SCALE) >> 4).clamp(min=0).to(torch.uint8)
+    return (bits >> 4 & 0xFF).to(torch.uint8)
 
 
 def _scale_of_codes(codes: Tensor) -> Tensor:
-    bits = (codes.to(torch.int32) << 4) + _LOWEST_SCALE
+    bits = codes.to(torch.int32) << 4 | _SCALE_TOP
     value = bits.to(torch.int16).view(torch.bfloat16).float() * 2.0**-_SCALE_POWER
     return value.to(torch.float8_e4m3fn)

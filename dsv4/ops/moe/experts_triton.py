@@ -21,12 +21,10 @@ from dsv4.ops.device import (
     finish_ranges,
     interpreting,
     launch_options,
-    place_of,
     times_rounded,
     workspace,
 )
 from dsv4.ops.gemm.packed import TiledNvfp4
-from dsv4.ops.many_rows_triton import arranged, arranges
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
 
@@ -71,8 +69,8 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
 def _range_sums(
     words, scales, x, x_rows, live, total_steps, num_columns, split,
     factor, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr, FORM: tl.constexpr, UNROLL: tl.constexpr, EVEN_K: tl.constexpr,
-    ARRANGED: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BN, BM]`: range `split` of K with one token, else all ranges, in order; each times
     `factor`."""
@@ -84,7 +82,7 @@ def _range_sums(
         first = (split if DIRECT else index) * per_range
         part = dot_nvfp4(
             words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
-            total_steps, num_columns, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+            total_steps, num_columns, BN, BM, STAGES, FORM, EVEN_K, ASM,
         )  # fmt: skip
         total += times_rounded(part, factor, ASM)
     return total
@@ -97,8 +95,8 @@ def _up_kernel(
     num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
     total_steps, expert_tiles, partials, counters,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    UNROLL: tl.constexpr, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr, ARRANGED: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`shared_*` are distances in elements from the routed experts' tensors."""
@@ -126,7 +124,7 @@ def _up_kernel(
     acc = _range_sums(
         words + word_at, scales + scale_at, x, token * x_stride, live, total_steps, size,
         tl.program_id(2), 1.0,
-        K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+        K_RANGES, DIRECT, BN, BM, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
     last_column = inner
     if DIRECT and K_RANGES > 1:
@@ -147,8 +145,6 @@ def _up_kernel(
         result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
     mask = (column < last_column)[:, None] & live[None, :]
-    if ARRANGED:  # for the next kernel
-        column = column // 128 * 128 + place_of(column % 128)
     out = z + rows.to(tl.int64)[None, :] * inner + column[:, None]
     tl.store(out, result.to(tl.bfloat16), mask=mask)
 
@@ -160,8 +156,8 @@ def _down_kernel(
     num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
     total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    UNROLL: tl.constexpr, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
-    ARRANGED: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     n_tile = tl.program_id(0)
     expert, start, end = _tile(
@@ -181,7 +177,7 @@ def _down_kernel(
     acc = _range_sums(
         words + word_at, scales + scale_at, z, rows * inner, live, total_steps, inner,
         tl.program_id(2), factor,
-        K_RANGES, DIRECT, BN, BM, STAGES, FORM, UNROLL, EVEN_K, ARRANGED, ASM,
+        K_RANGES, DIRECT, BN, BM, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
     column = n_tile * BN + tl.arange(0, BN)
     token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
@@ -199,7 +195,6 @@ class Config:
     num_warps: int
     num_stages: int
     form: int = 0  # of the product; see dot_nvfp4
-    unroll: int = 1
 
 
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
@@ -276,9 +271,7 @@ def launch(
     z = workspace(x.device, "experts_z", z_rows * inner, torch.bfloat16)
     tiles = _table(table, experts)
     counts = (num_tokens, num_pairs, chosen)
-    ready = up.form > 0 and down.form > 0 and arranges(num_tokens, size) and inner % 128 == 0
-    rows = arranged(x) if ready else x
-    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm, "ARRANGED": ready}
+    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm}
     tile_count = num_routed + shared_tiles
     ranges, down_ranges = num_expert_ranges(w13), num_expert_ranges(w2)
     up_tiles, n_tiles = triton.cdiv(2 * inner, up.bn), triton.cdiv(size, down.bn)
@@ -286,10 +279,10 @@ def launch(
     partials = workspace(x.device, "partials", slots * up.bm * up.bn, torch.float32)
     counters = workspace(x.device, "counters", slots, torch.int32)
     _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
-        rows, rows.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
+        x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
         *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
         partials, counters, K_RANGES=ranges,
-        BN=up.bn, STAGES=up.num_stages, FORM=up.form, UNROLL=_unroll(up, w13),
+        BN=up.bn, STAGES=up.num_stages, FORM=up.form,
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
         EVEN_K=size % 128 == 0, **common, **launch_options(up.num_warps),
@@ -300,7 +293,7 @@ def launch(
     _down_kernel[(n_tiles, tile_count, apart)](
         z, parts, experts, *tiles, *_weights(w2, shared_w2),
         *counts, places, num_routed, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
-        BN=down.bn, STAGES=down.num_stages, FORM=down.form, UNROLL=_unroll(down, w2),
+        BN=down.bn, STAGES=down.num_stages, FORM=down.form,
         EVEN_K=inner % 128 == 0, K_RANGES=down_ranges,
         **common, **launch_options(down.num_warps),
     )  # fmt: skip
@@ -314,12 +307,6 @@ def launch(
 def num_expert_ranges(weight) -> int:
     """Of K; a pure function of the shape, because it fixes the order of summation."""
     return 2 if weight.num_steps >= LONG_STEPS else 1
-
-
-def _unroll(config: Config, weight) -> int:
-    ranges = num_expert_ranges(weight)
-    whole = weight.num_steps % (ranges * config.unroll) == 0
-    return config.unroll if whole else 1
 
 
 def _table(table: Route | None, experts) -> tuple[torch.Tensor, ...]:

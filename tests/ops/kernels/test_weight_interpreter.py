@@ -110,19 +110,15 @@ def check_linear_forms() -> None:
     x = torch.randn(3, 1024, generator=generator).bfloat16()
     wanted = linear_reference(x, [weight], [torch.float32])
     configs = [
-        kernel.Config(8, 64, 2, 3, 0, 2),
+        kernel.Config(8, 64, 2, 3),
         kernel.Config(16, 128, 4, 3, 1),
-        kernel.Config(16, 128, 4, 3, 2),
         kernel.Config(16, 128, 4, 3, kernel.EXPANDED),
     ]
     for config in configs:
         for parallel in (True, False):
-            for ready in (False, True) if config.form else (False,):
-                out = torch.full((3, 130), float("nan"))
-                rows = kernel.arranged(x) if ready else x
-                options = {"config": config, "parallel": parallel, "is_arranged": ready}
-                kernel.launch(rows, [weight], [out], **options)
-                compare(f"{config} {parallel} {ready}", wanted, [out], 1e-4, 1e-4)
+            out = torch.full((3, 130), float("nan"))
+            kernel.launch(x, [weight], [out], config=config, parallel=parallel)
+            compare(f"{config} {parallel}", wanted, [out], 1e-4, 1e-4)
 
 
 def check_two_ranges() -> None:
@@ -148,25 +144,9 @@ def check_two_ranges() -> None:
     assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
 
 
-def check_arranged_experts() -> None:
-    """Inputs put in the order of summation first: the same bits."""
-    from dsv4.ops import many_rows_triton
-    from dsv4.ops.moe import experts_triton
-    from dsv4.ops.moe.experts import _tiled_case
-
-    arguments = _tiled_case(3, 128, 128, 2, 1, 10.0).build(torch.Generator().manual_seed(6))
-    config = experts_triton.Config(16, 64, 4, 3, 1)
-    results = []
-    for least in (1, 4):
-        many_rows_triton.ARRANGE_ROWS = least
-        results.append(experts_triton.launch(**arguments, up=config, down=config))
-    assert torch.equal(*results)
-
-
 def check_experts() -> None:
     check_cases("experts")
     check_two_ranges()
-    check_arranged_experts()
     from dsv4.ops.moe import route_triton
 
     generator = torch.Generator().manual_seed(3)
