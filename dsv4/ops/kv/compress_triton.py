@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`compress` on a GPU: a program per token; those whose token ends a block write its entry.
+"""`compress` on a GPU: a program for a few tokens writes the entries of those that end a block.
 
 Rows of the state that a block still needs are overwritten by later tokens of the same step, so
 blocks are closed in one launch and the newest tokens remembered in a second. With one new token
@@ -26,6 +26,7 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 STEP = 8  # slots summed at a time; part of the order of summation, so never varied
+GROUP = 4  # tokens of a program in prompts: mostly one of them ends a block
 
 
 @triton.jit
@@ -113,28 +114,35 @@ def close_block(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width", "num_rows"])
 def _close_kernel(
     values, gates, ape, norm, frequencies, state_v, state_z, positions, seq_idx, first_rows,
-    starts, slots, table, table_width, page_entries, eps, data, tail, scale,
+    starts, slots, table, table_width, page_entries, eps, data, tail, scale, num_rows,
     RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
-    OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr, APPEND: tl.constexpr,
+    OVERLAP: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr, GROUP: tl.constexpr,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
     DT: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0)
-    position = tl.load(positions + row).to(tl.int32)
-    seq = tl.load(seq_idx + row).to(tl.int64)
-    state_row = tl.load(slots + seq).to(tl.int64) * ROWS
-    start = tl.load(starts + seq).to(tl.int32)
-    first_row = tl.load(first_rows + seq).to(tl.int64)
-    close_block(
-        values, gates, ape, norm, frequencies, state_v, state_z, row, position, seq, start,
-        first_row, state_row, table, table_width, page_entries, eps, data, tail, scale,
-        RATIO, ROWS, SLOTS, STEP, OVERLAP, WIDTH, WPAD, APPEND,
-        FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
-    )  # fmt: skip
+    """GROUP 1: the token joins the state, too."""
+    rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    known = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    is_wanted = (rows < num_rows) & ((GROUP == 1) | ((known + 1) % RATIO == 0))
+    rank = tl.cumsum(is_wanted.to(tl.int32))
+    for number in tl.range(0, tl.max(rank)):
+        is_next = is_wanted & (rank == number + 1)
+        row = tl.max(tl.where(is_next, rows, 0))
+        position = tl.max(tl.where(is_next, known, 0))
+        seq = tl.load(seq_idx + row).to(tl.int64)
+        state_row = tl.load(slots + seq).to(tl.int64) * ROWS
+        start = tl.load(starts + seq).to(tl.int32)
+        first_row = tl.load(first_rows + seq).to(tl.int64)
+        close_block(
+            values, gates, ape, norm, frequencies, state_v, state_z, row, position, seq, start,
+            first_row, state_row, table, table_width, page_entries, eps, data, tail, scale,
+            RATIO, ROWS, SLOTS, STEP, OVERLAP, WIDTH, WPAD, GROUP == 1,
+            FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -197,7 +205,8 @@ def run(
 ) -> None:
     one_each = batch.num_tokens == batch.starts.shape[0]
     sizes = state_sizes(ratio, values, state)
-    _close_kernel[(batch.num_tokens,)](
+    group = 1 if one_each else GROUP
+    _close_kernel[(triton.cdiv(batch.num_tokens, group),)](
         values,
         gates,
         ape,
@@ -215,10 +224,11 @@ def run(
         pool.page_entries,
         eps,
         *pool_tensors(pool),
+        batch.num_tokens,
         **sizes,
         **block_sizes(ratio),
         **pool_constants(pool),
-        APPEND=one_each,
+        GROUP=group,
         ROPE=2 * frequencies.shape[0],
         DT=tl_dtype(dtype),
         **launch_options(ROW_WARPS),
