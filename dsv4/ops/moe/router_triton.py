@@ -49,7 +49,14 @@ def row_scores(partials, row, num_rows, num_experts, RANGES: tl.constexpr, BE: t
 
 
 @triton.jit
-def best_places(scores, bias, num_experts, CHOSEN: tl.constexpr, BE: tl.constexpr):
+def row_bias(bias, num_experts, BE: tl.constexpr):
+    """fp32 `[BE]`; comes from memory, so it is asked for long before it is used."""
+    expert = tl.arange(0, BE)
+    return tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def best_places(scores, offset, num_experts, CHOSEN: tl.constexpr, BE: tl.constexpr):
     """For each expert its place among the chosen, ascending, or -1; and the sum of their scores.
     Of equals the first.
 
@@ -58,7 +65,6 @@ def best_places(scores, bias, num_experts, CHOSEN: tl.constexpr, BE: tl.constexp
     """
     expert = tl.arange(0, BE)
     real = expert < num_experts
-    offset = tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
     ranked = tl.where(real, scores + offset, float("-inf")).to(tl.int32, bitcast=True)
     ranked = ranked ^ ((ranked >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
     taken = expert < 0
@@ -106,7 +112,7 @@ def table_total(picks, scores, CHOSEN: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit
 def select_row(
-    partials, bias, table, token_ids, chosen_at, weights_at, row, num_rows, num_experts, scaling,
+    partials, offset, table, token_ids, chosen_at, weights_at, row, num_rows, num_experts, scaling,
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Sum the ranges of one row, score, select; results are stored in ascending order."""
@@ -121,7 +127,7 @@ def select_row(
             tl.store(chosen_at + out + place, pick)
             tl.store(weights_at + out + place, score / total * scaling)
     else:
-        place, total = best_places(scores, bias, num_experts, CHOSEN, BE)
+        place, total = best_places(scores, offset, num_experts, CHOSEN, BE)
         at = out + tl.maximum(place, 0)
         tl.store(chosen_at + at, expert.to(tl.int64), mask=place >= 0)
         tl.store(weights_at + at, scores / total * scaling, mask=place >= 0)
@@ -139,6 +145,9 @@ def _gate_kernel(
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.program_id(2) * BM + tl.arange(0, BM)
     live = rows < num_rows
+    offset = tl.zeros((BE,), tl.float32)
+    if SELECT and not HASHED:
+        offset = row_bias(bias, num_experts, BE)
     acc = dot_bf16(
         gate + tl.program_id(0).to(tl.int64) * BN * num_columns, rn < num_experts,
         x, rows * x_stride, live, split * per_range,
@@ -152,7 +161,7 @@ def _gate_kernel(
         if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
             tl.store(counters, 0)
             select_row(
-                partials, bias, table, token_ids, chosen_at, weights_at, 0, num_rows,
+                partials, offset, table, token_ids, chosen_at, weights_at, 0, num_rows,
                 num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
             )  # fmt: skip
 
@@ -162,8 +171,11 @@ def _choose_kernel(
     partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
+    offset = tl.zeros((BE,), tl.float32)
+    if not HASHED:
+        offset = row_bias(bias, num_experts, BE)
     select_row(
-        partials, bias, table, token_ids, chosen_at, weights_at, tl.program_id(0).to(tl.int64),
+        partials, offset, table, token_ids, chosen_at, weights_at, tl.program_id(0).to(tl.int64),
         num_rows, num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
     )  # fmt: skip
 
