@@ -91,7 +91,7 @@ def random_nvfp4(
     lead = () if count is None else (count,)
     grid = (*lead, ceil(rows / 128) * 2, ceil(columns / 128))
     words = torch.randint(-(2**15), 2**15, (*grid, 2, 64, 16), dtype=torch.int16, device=device)
-    bytes_ = torch.randint(64, 80, (*grid, 64, 8), dtype=torch.uint8, device=device)
+    bytes_ = torch.randint(168, 184, (*grid, 64, 8), dtype=torch.uint8, device=device)
     codes = bytes_.view(torch.int16)
     factor = torch.full((*lead, 1), 0.02, device=device)
     return TiledNvfp4(words, codes, factor, rows, columns, paired)

@@ -47,19 +47,17 @@ def _block_softmax(
         token = last + 1 - SLOTS + place
         half = (place >= RATIO).to(tl.int32) * DIM if OVERLAP else place * 0
         column = half[:, None] + channel[None, :]
-        is_new = token >= start
-        is_old = (token >= 0) & (token < start)
+        is_new = token >= start  # else it lies in the state, if anywhere
+        mask = (token >= 0)[:, None] & inside[None, :]
         new_at = ((first_row + token - start) * WIDTH)[:, None] + column
         old_at = ((state_row + token % ROWS) * WIDTH)[:, None] + column
         ape_at = ((token % RATIO) * WIDTH)[:, None] + column
-        new_mask = is_new[:, None] & inside[None, :]
-        old_mask = is_old[:, None] & inside[None, :]
-        v = tl.load(values + new_at, mask=new_mask, other=0.0)
-        v += tl.load(state_v + old_at, mask=old_mask, other=0.0)
-        z = tl.load(gates + new_at, mask=new_mask, other=0.0)
-        z += tl.load(ape + ape_at, mask=new_mask, other=0.0)
-        z += tl.load(state_z + old_at, mask=old_mask, other=0.0)
-        z = tl.where((token >= 0)[:, None], z, float("-inf"))
+        from_new = is_new[:, None]
+        v = tl.load(tl.where(from_new, values + new_at, state_v + old_at), mask=mask, other=0.0)
+        z = tl.load(
+            tl.where(from_new, gates + new_at, state_z + old_at), mask=mask, other=float("-inf")
+        )
+        z += tl.load(ape + ape_at, mask=mask & from_new, other=0.0)
         new_top = tl.maximum(top, tl.max(z, axis=0))
         shrink = tl.exp(top - new_top)
         weight = tl.exp(z - new_top[None, :])
