@@ -28,6 +28,7 @@ from dsv4.ops.parts import Parts
 
 CHANNELS = 32
 GROUPS = 8
+STAGES = 2  # of the walk over a group
 
 
 @triton.jit
@@ -78,8 +79,8 @@ def _update_kernel(
     streams, y, factor, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
     UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
-    COUNT: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    DT: tl.constexpr, ONCE: tl.constexpr
+    COUNT: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
     """COUNT chunks from `program`: new streams to `out`, the projection to `partials`."""
     part = tl.program_id(0)
@@ -96,7 +97,7 @@ def _update_kernel(
                 coefficients = append(coefficients, m)
             q = tl.load(post + row64 * N + k, mask=live, other=0.0)
             coefficients = append(coefficients, q)
-    for chunk in tl.range(part, part + COUNT * STRIDE, STRIDE, num_stages=2):
+    for chunk in tl.range(part, part + COUNT * STRIDE, STRIDE, num_stages=STAGES):
         channel = chunk * BD + tl.arange(0, BD)
         inside = channel < D
         mask = live[:, None] & inside[None, :]
@@ -367,6 +368,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         **parts,
         COUNT=1 if config.split else members,
         STRIDE=GROUPS,
+        STAGES=STAGES,
         ONCE=config.bm > 16 and streams.dtype == torch.bfloat16 and not interpreting(),
         BM=config.bm,
         BD=CHANNELS,

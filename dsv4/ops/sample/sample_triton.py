@@ -128,6 +128,7 @@ def _candidates_kernel(
                 least = tl.where(reached >= keep, least | bit, least)
                 bit = bit >> 1
             bound = tl.maximum(bound, key_value(least))
+        bound = tl.maximum(bound, -3.4e38)  # what cannot be drawn needs no place
         total = tl.zeros((), tl.int32)
         if tl.load(stats + (row * num_chunks + chunk) * 4 + 2) >= bound:
             place = chunk * CHUNK + tl.arange(0, CHUNK)
