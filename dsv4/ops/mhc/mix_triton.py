@@ -1,10 +1,12 @@
 # mypy: ignore-errors
 """mHC on a GPU, two launches: update and projection over channels, then the rest per token.
 
-The projection walks chunks of CHANNELS channels, all streams of a chunk in one sum; chunks of a
-group are added in ascending order, then the groups. With few tokens each chunk has its own
-program, with many a program walks a group: same sums, same bits. Updated streams are bf16, so the
-product with the fp32 matrix is made of three bf16 products that together are exact.
+The projection walks chunks of CHANNELS channels, all streams of a chunk in one sum; every
+GROUPS-th chunk is of the same group; chunks of a group are added in ascending order, then the
+groups. With few tokens each chunk has its own program, with many a program walks a group, side by
+side with those of the chunks next to its own: same sums, same bits. Updated streams are bf16, so
+the product with the fp32 matrix is made of three bf16 products that together are exact. With many
+tokens a third launch has the Sinkhorn turns, a thread for each token.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from dsv4.ops.device import (
     device_reason,
     interpreting,
     launch_options,
+    times_rounded,
     workspace,
 )
 from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
@@ -25,6 +28,7 @@ from dsv4.ops.parts import Parts
 
 CHANNELS = 32
 GROUPS = 8
+STAGES = 2  # of the walk over a group
 
 
 @triton.jit
@@ -42,6 +46,14 @@ def _dot_exact(v, f, acc, DT: tl.constexpr):
     else:
         acc = tl.dot(v, f, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _made_once(x):
+    """bf16 `x`, which the compiler would otherwise make once more, as the product wants it."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+    )
 
 
 @triton.jit
@@ -67,17 +79,25 @@ def _update_kernel(
     streams, y, factor, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
     UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
-    COUNT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    DT: tl.constexpr
+    COUNT: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
-    """COUNT chunks from `COUNT * program`: new streams to `out`, the projection to `partials`."""
+    """COUNT chunks from `program`: new streams to `out`, the projection to `partials`."""
     part = tl.program_id(0)
     token = tl.program_id(1) * BM + tl.arange(0, BM)
     live = token < num_tokens
     rows = tl.arange(0, RPAD)
     row64 = token.to(tl.int64)
     total = tl.zeros((BM, RPAD), tl.float32)
-    for chunk in tl.range(part * COUNT, (part + 1) * COUNT, num_stages=2):
+    coefficients = ()
+    if UPDATE:
+        for k in tl.static_range(N):
+            for j in tl.static_range(N):
+                m = tl.load(comb + row64 * (N * N) + j * N + k, mask=live, other=0.0)
+                coefficients = append(coefficients, m)
+            q = tl.load(post + row64 * N + k, mask=live, other=0.0)
+            coefficients = append(coefficients, q)
+    for chunk in tl.range(part, part + COUNT * STRIDE, STRIDE, num_stages=STAGES):
         channel = chunk * BD + tl.arange(0, BD)
         inside = channel < D
         mask = live[:, None] & inside[None, :]
@@ -101,10 +121,12 @@ def _update_kernel(
             if UPDATE:
                 v = tl.zeros((BM, BD), tl.float32)
                 for j in tl.static_range(N):
-                    m = tl.load(comb + row64 * (N * N) + j * N + k, mask=live, other=0.0)
+                    m = coefficients[k * (N + 1) + j]
                     v = tl.fma(old[j], m[:, None].broadcast_to(BM, BD), v)
-                q = tl.load(post + row64 * N + k, mask=live, other=0.0)
+                q = coefficients[k * (N + 1) + N]
                 v = tl.fma(new_part, q[:, None].broadcast_to(BM, BD), v).to(DT)
+                if ONCE:
+                    v = _made_once(v)
                 tl.store(out + at + k * D, v, mask=mask)
                 v = v.to(tl.float32)
             acc = _dot_exact(v, f, acc, DT)
@@ -127,15 +149,13 @@ def _reciprocal(x, ASM: tl.constexpr):
 def _normal4(a, b, c, d, eps, ASM: tl.constexpr):
     """Four numbers divided by their sum + eps."""
     r = _reciprocal(((a + b) + (c + d)) + eps, ASM)
-    return a * r, b * r, c * r, d * r
+    a, b = times_rounded(a, r, ASM), times_rounded(b, r, ASM)
+    return a, b, times_rounded(c, r, ASM), times_rounded(d, r, ASM)
 
 
 @triton.jit
-def _softmax4(z, row, first, eps, ASM: tl.constexpr):
-    a = tl.sum(tl.where(row == first, z, 0.0))
-    b = tl.sum(tl.where(row == first + 1, z, 0.0))
-    c = tl.sum(tl.where(row == first + 2, z, 0.0))
-    d = tl.sum(tl.where(row == first + 3, z, 0.0))
+def _softmax4(logits, eps, ASM: tl.constexpr):
+    a, b, c, d = logits
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
     a, b, c, d = _normal4(a, b, c, d, 0.0, ASM)
@@ -151,12 +171,12 @@ def _store4(out, a, b, c, d):
 
 
 @triton.jit
-def _sinkhorn4(z, row, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
-    """4 x 4 in scalars: sums need no exchange between threads."""
-    a0, a1, a2, a3 = _softmax4(z, row, 8, eps, ASM)
-    b0, b1, b2, b3 = _softmax4(z, row, 12, eps, ASM)
-    c0, c1, c2, c3 = _softmax4(z, row, 16, eps, ASM)
-    d0, d1, d2, d3 = _softmax4(z, row, 20, eps, ASM)
+def _sinkhorn4(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
+    """4 x 4, an entry a number or a vector over tokens: sums need no exchange of threads."""
+    a0, a1, a2, a3 = _softmax4(logits[:4], eps, ASM)
+    b0, b1, b2, b3 = _softmax4(logits[4:8], eps, ASM)
+    c0, c1, c2, c3 = _softmax4(logits[8:12], eps, ASM)
+    d0, d1, d2, d3 = _softmax4(logits[12:], eps, ASM)
     a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
     a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
     a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
@@ -196,8 +216,22 @@ def _sinkhorn(z, row, out, eps, N: tl.constexpr, NP: tl.constexpr, ITERS: tl.con
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
+def _comb_kernel(
+    logits, comb, num_tokens, eps,
+    RPAD: tl.constexpr, ITERS: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The mixing matrices of BM tokens from the logits that `_mix_kernel` left."""
+    token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    token = tl.minimum(token, num_tokens - 1)  # the last one again and again, to the same place
+    entries = ()
+    for i in tl.static_range(16):
+        entries = append(entries, tl.load(logits + token * RPAD + 8 + i))
+    _sinkhorn4(entries, comb + token * 16, eps, ITERS, ASM)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
-    streams, partials, base, scale, norm, x, post, comb, num_tokens, eps, hc_eps,
+    streams, partials, base, scale, norm, x, post, comb, logits, num_tokens, eps, hc_eps,
     codes, code_scales, row_scale, columns,
     N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, ITERS: tl.constexpr,
@@ -207,7 +241,8 @@ def _mix_kernel(
     """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: the
     row in few bits as well, as gemm/activation_triton.py has it.
 
-    With a second row of programs the first collapses and the second mixes, side by side.
+    With a second row of programs the first collapses and the second mixes, side by side. Without
+    one, 4 x 4 matrices are left to `_comb_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     alone = tl.num_programs(1) == 1
@@ -225,12 +260,12 @@ def _mix_kernel(
         at = (token * N + j) * D + channel
         v = tl.load(streams + at, mask=channel < D, other=0.0).to(tl.float32)
         squares = tl.fma(v, v, squares)
-        held = append(held, v)
+        held = append(held, v.to(DT))
     inverse = tl.rsqrt(tl.sum(squares, axis=0) / (N * D) + eps)
-    group = tl.arange(0, G).to(tl.int64)[:, None] * MEMBERS
+    group = tl.arange(0, G).to(tl.int64)[:, None]
     sums = tl.zeros((G, RPAD), tl.float32)
     for member in tl.static_range(MEMBERS):
-        p_at = ((group + member) * num_tokens + token) * RPAD + row[None, :]
+        p_at = ((group + member * G) * num_tokens + token) * RPAD + row[None, :]
         sums = sums + tl.load(partials + p_at)
     z = tl.sum(sums, axis=0) * inverse * factor + shift
     gate = 1.0 / (1.0 + tl.exp(-z))
@@ -238,7 +273,7 @@ def _mix_kernel(
         mixed = tl.zeros((PAD,), tl.float32)
         for j in tl.static_range(N):
             share = tl.sum(tl.where(row == j, gate + hc_eps, 0.0), axis=0)
-            mixed = tl.fma(held[j], share, mixed)
+            mixed = tl.fma(held[j].to(tl.float32), share, mixed)
         mixed = mixed.to(DT).to(tl.float32)
         mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
         tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
@@ -250,7 +285,13 @@ def _mix_kernel(
     if (not HEAD) and (alone | (tl.program_id(1) == 1)):
         tl.store(post + token * N + row - N, 2.0 * gate, mask=(row >= N) & (row < 2 * N))
         if N == 4:
-            _sinkhorn4(z, row, comb + token * 16, hc_eps, ITERS, ASM)
+            if alone:
+                tl.store(logits + token * RPAD + row, z)
+            else:
+                entries = ()
+                for i in tl.static_range(16):
+                    entries = append(entries, tl.sum(tl.where(row == 8 + i, z, 0.0)))
+                _sinkhorn4(entries, comb + token * 16, hc_eps, ITERS, ASM)
         else:
             _sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
 
@@ -326,11 +367,16 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         UPDATE=update,
         **parts,
         COUNT=1 if config.split else members,
+        STRIDE=GROUPS,
+        STAGES=STAGES,
+        ONCE=config.bm > 16 and streams.dtype == torch.bfloat16 and not interpreting(),
         BM=config.bm,
         BD=CHANNELS,
         **launch_options(config.num_warps),
     )
-    _mix_kernel[(tokens, 2 if tokens <= 64 and not head else 1)](
+    beside = tokens <= 64 and not head
+    logits = workspace(streams.device, "mhc_logits", tokens * rpad, torch.float32)
+    _mix_kernel[(tokens, 2 if beside else 1)](
         new,
         partials,
         site.base,
@@ -339,6 +385,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         x,
         new_post,
         new_comb,
+        logits,
         tokens,
         site.eps,
         site.hc_eps,
@@ -354,6 +401,11 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         **row_constants(rows),
         **launch_options(config.mix_warps),
     )
+    if n == 4 and not (head or beside):
+        _comb_kernel[(triton.cdiv(tokens, 32),)](
+            logits, new_comb, tokens, site.hc_eps, RPAD=rpad, ITERS=site.sinkhorn_iters, BM=32,
+            ASM=not interpreting(), **launch_options(1),
+        )  # fmt: skip
     if head:
         return x
     return (new, x, new_post, new_comb) if update else (x, new_post, new_comb)

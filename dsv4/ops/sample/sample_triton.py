@@ -13,23 +13,40 @@ import triton.language as tl
 
 from dsv4.ops.device import (
     device_reason,
+    interpreting,
     launch_options,
     workspace,
 )
-from dsv4.ops.sample.filter_triton import adjusted, filter_candidates, filter_row, order_key
+from dsv4.ops.sample.filter_triton import (
+    adjusted,
+    exp2_fast,
+    filter_candidates,
+    filter_row,
+    key_value,
+    log2_fast,
+    order_key,
+)
 
-CHUNK = 4096  # logits of a program
+CHUNK = 2048  # logits of a program
+WARPS = 4  # sets an order of summation, as CHUNK does
 TILE = 8192  # logits a filter looks at at a time
-PARTS = 16  # parts of a chunk whose largest logits bound top-k
-CANDIDATES = 512  # most of a chunk
-FEW_CANDIDATES = 64  # as many as a chunk mostly has
+PARTS = 8  # parts of a chunk whose largest logits bound top-k
+CANDIDATES = 256  # most of a chunk
+FEW_CANDIDATES = 256  # as many as a row mostly has
+
+
+@triton.jit
+def _sum_exp(x, top, ASM: tl.constexpr):
+    below = x - tl.where(top > -3e38, top, 0.0)
+    return tl.sum(exp2_fast(below * 1.4426950408889634, ASM), axis=0)
 
 
 @triton.jit
 def _stats_kernel(
     logits, stats, tops, temperature, repetition, presence, frequency, prompt_counts,
     output_counts, bias, size, num_chunks,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    ASM: tl.constexpr
 ):  # fmt: skip
     """Largest logit and sum of exponentials of a chunk, as they came and adjusted."""
     row = tl.program_id(0).to(tl.int64)
@@ -42,15 +59,21 @@ def _stats_kernel(
         raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
         output_counts, bias, COUNTS, BIAS,
     )  # fmt: skip
-    raw_top = tl.max(raw, axis=0)
-    x_top = tl.max(x, axis=0)
+    part_tops = tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1)
+    part = (row * num_chunks + chunk) * PARTS + tl.arange(0, PARTS)
+    tl.store(tops + part, part_tops)
+    x_top = tl.max(part_tops, axis=0)
+    x_sum = _sum_exp(x, x_top, ASM)
+    raw_top, raw_sum = x_top, x_sum
+    heat = tl.load(temperature + row)
+    if COUNTS | BIAS | ((heat > 0) & (heat != 1.0)):
+        raw_top = tl.max(raw, axis=0)
+        raw_sum = _sum_exp(raw, raw_top, ASM)
     out = stats + (row * num_chunks + chunk) * 4
     tl.store(out, raw_top)
-    tl.store(out + 1, tl.sum(tl.exp(raw - tl.where(raw_top > -3e38, raw_top, 0.0)), axis=0))
+    tl.store(out + 1, raw_sum)
     tl.store(out + 2, x_top)
-    tl.store(out + 3, tl.sum(tl.exp(x - tl.where(x_top > -3e38, x_top, 0.0)), axis=0))
-    part = (row * num_chunks + chunk) * PARTS + tl.arange(0, PARTS)
-    tl.store(tops + part, tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1))
+    tl.store(out + 3, x_sum)
 
 
 @triton.jit
@@ -88,35 +111,41 @@ def _candidates_kernel(
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
-        bound = tl.zeros((), tl.uint32)
+        # tokens below (1 - share) / size together weigh less than 1 - share
+        bound = best + tl.log(tl.maximum(1.0 - share, 1e-30) * mass / size) - 1e-3
+        bound = tl.where(share < 1.0, bound, float("-inf"))
         if keep < CHUNKS * PARTS:
-            # at least `keep` parts, so at least that many tokens, reach the keep-th largest top
+            # at least `keep` parts, so at least that many tokens, reach the keep-th largest top;
+            # half of its bits say enough
             part = tl.arange(0, CHUNKS * PARTS)
             used = part < num_chunks * PARTS
             top = tl.load(tops + row * num_chunks * PARTS + part, mask=used, other=float("-inf"))
             top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
+            least = tl.zeros((), tl.uint32)
             bit = tl.full((), 0x80000000, tl.uint32)
-            for _ in tl.range(0, 32):
-                reached = tl.sum((top_key >= (bound | bit)).to(tl.int32), axis=0)
-                bound = tl.where(reached >= keep, bound | bit, bound)
+            for _ in tl.range(0, 16):
+                reached = tl.sum((top_key >= (least | bit)).to(tl.int32), axis=0)
+                least = tl.where(reached >= keep, least | bit, least)
                 bit = bit >> 1
-        # tokens below (1 - share) / size together weigh less than 1 - share
-        least = best + tl.log(tl.maximum(1.0 - share, 1e-30) * mass / size) - 1e-3
-        least = tl.where(share < 1.0, least, float("-inf"))
-        place = chunk * CHUNK + tl.arange(0, CHUNK)
-        live = place < size
-        at = row * size + place
-        raw = tl.load(logits + at, mask=live, other=float("-inf"))
-        x = adjusted(
-            raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
-            output_counts, bias, COUNTS, BIAS,
-        )  # fmt: skip
-        may = (live & (order_key(x) >= bound) & (x >= least)).to(tl.int32)
-        order = tl.cumsum(may, axis=0) - 1
-        base = (row * num_chunks + chunk) * ROOM
-        tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
-        tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
-        tl.store(counts + row * num_chunks + chunk, tl.sum(may, axis=0))
+            bound = tl.maximum(bound, key_value(least))
+        bound = tl.maximum(bound, -3.4e38)  # what cannot be drawn needs no place
+        total = tl.zeros((), tl.int32)
+        if tl.load(stats + (row * num_chunks + chunk) * 4 + 2) >= bound:
+            place = chunk * CHUNK + tl.arange(0, CHUNK)
+            live = place < size
+            at = row * size + place
+            raw = tl.load(logits + at, mask=live, other=float("-inf"))
+            x = adjusted(
+                raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
+                output_counts, bias, COUNTS, BIAS,
+            )  # fmt: skip
+            may = (live & (x >= bound)).to(tl.int32)
+            order = tl.cumsum(may, axis=0) - 1
+            base = (row * num_chunks + chunk) * ROOM
+            tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
+            tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
+            total = tl.sum(may, axis=0)
+        tl.store(counts + row * num_chunks + chunk, total)
 
 
 @triton.jit
@@ -135,16 +164,16 @@ def _filter_kernel(
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
         chunk = tl.arange(0, CHUNKS)
         held = tl.load(counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-        most = tl.max(held, axis=0)
-        if most <= FEW:
+        fit = tl.max(held, axis=0) <= ROOM
+        if fit & (tl.sum(held, axis=0) <= FEW):
             threshold, last_id = filter_candidates(
                 values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
-                CHUNKS, ROOM, FEW,
+                CHUNKS, ROOM, FEW, 4,
             )  # fmt: skip
-        elif most <= ROOM:
+        elif fit:
             threshold, last_id = filter_candidates(
                 values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
-                CHUNKS, ROOM, ROOM,
+                CHUNKS, ROOM, CHUNKS * ROOM, 1,
             )  # fmt: skip
         else:
             threshold, last_id = filter_row(
@@ -156,51 +185,74 @@ def _filter_kernel(
 
 
 @triton.jit
-def _gumbel(seed, position, first, CHUNK: tl.constexpr):
-    """Number i of the row's stream: word i % 4 of counter (i // 4, position, 0, 0)."""
-    block = (first // 4 + tl.arange(0, CHUNK // 4)).to(tl.uint32)
-    zero = block * 0
-    w0, w1, w2, w3 = tl.philox(
-        seed.to(tl.uint64), block, zero + position.to(tl.uint32), zero, zero, 10
-    )
+def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexpr):
+    """`x - log(-log2(u))`: Gumbel noise but for a constant that decides nothing.
+
+    u is number i of the row's stream: word i % 4 of counter (i // 4, position, 0, 0), 23 bits
+    and a half.
+    """
+    w0 = (first // 4 + tl.arange(0, CHUNK // 4)).to(tl.uint32)
+    w2, w3 = w0 * 0, w0 * 0
+    w1 = w2 + position.to(tl.uint32)
+    key0 = seed.to(tl.uint32)
+    key1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        # tl.philox multiplies twice where one product of 64 bits has both halves
+        a = w0.to(tl.uint64) * 0xD2511F53
+        b = w2.to(tl.uint64) * 0xCD9E8D57
+        w0 = (b >> 32).to(tl.uint32) ^ w1 ^ key0
+        w2 = (a >> 32).to(tl.uint32) ^ w3 ^ key1
+        w1, w3 = b.to(tl.uint32), a.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(CHUNK)
-    number = (words >> 9).to(tl.float32) + 0.5
-    u = number * 1.1920928955078125e-07  # 2^-23
-    d = (8388608.0 - number) * 1.1920928955078125e-07  # 1 - u, exact
-    series = d * tl.fma(d, tl.fma(d, tl.fma(d, 0.25, 0.3333333333333333), 0.5), 1.0)
-    return -tl.log(tl.where(d < 0.01, series, -tl.log(u)))
+    u = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355225
+    d = 1.0 - u  # exact, as u is
+    # -log2(u), near 1 by a polynomial (to 4e-8) where a logarithm would lose bits
+    series = tl.fma(d, 0.49044735401873113, 0.20748625485680564)
+    series = tl.fma(d, series, 0.37195638106245643)
+    series = tl.fma(d, series, 0.48020793694298664)
+    series = tl.fma(d, series, 0.721362740909083)
+    series = tl.fma(d, series, 1.442694954897638)
+    e = tl.where(d < 0.25, d * series, -log2_fast(u, ASM))
+    return tl.fma(log2_fast(e, ASM), -0.6931471805599453, x)
 
 
 @triton.jit
 def _draw_kernel(
     logits, stats, limits, logprobs, best_value, best_id, temperature, min_p, repetition, presence,
     frequency, seeds, positions, prompt_counts, output_counts, bias, size, num_chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    ASM: tl.constexpr
 ):  # fmt: skip
+    """Log-probabilities of a chunk and its best token; last chunks first, as caches have them."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
+    chunk = num_chunks - 1 - tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     live = place < size
     at = row * size + place
-    raw = tl.load(logits + at, mask=live, other=float("-inf"))
+    raw = tl.load(logits + at, mask=live, other=float("-inf"), eviction_policy="evict_first")
     raw_best, raw_mass = _row_stat(stats, row, num_chunks, 0, CHUNKS)
-    tl.store(logprobs + at, (raw - raw_best) - tl.log(raw_mass), mask=live)
+    logprob = (raw - raw_best) - tl.log(raw_mass)
+    tl.store(logprobs + at, logprob, mask=live, eviction_policy="evict_first")
     x = adjusted(
         raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
         output_counts, bias, COUNTS, BIAS,
     )  # fmt: skip
     if tl.load(temperature + row) > 0:
-        best, _ = _row_stat(stats, row, num_chunks, 2, CHUNKS)
-        threshold = tl.load(limits + row * 2).to(tl.uint32)
-        last_id = tl.load(limits + row * 2 + 1)
-        key = order_key(x)
-        keep = live & ((key > threshold) | ((key == threshold) & (place <= last_id)))
-        keep = keep & (tl.exp(x - best) >= tl.load(min_p + row))
-        noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), chunk * CHUNK, CHUNK)
-        x = tl.where(keep, x + noise, float("-inf"))
+        threshold = key_value(tl.load(limits + row * 2).to(tl.uint32))
+        share = tl.load(min_p + row)
+        if (threshold > float("-inf")) | (share > 0):
+            best, _ = _row_stat(stats, row, num_chunks, 2, CHUNKS)
+            least = best + tl.minimum(tl.log(share), 0.0)
+            last_id = tl.load(limits + row * 2 + 1).to(tl.int32)
+            keep = (x > threshold) | ((x == threshold) & (place <= last_id))
+            x = tl.where(keep & (x >= least), x, float("-inf"))
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        x = _with_gumbel(x, seed, position, chunk * CHUNK, CHUNK, ASM)
     top = tl.max(x, axis=0)
     tl.store(best_value + row * num_chunks + chunk, top)
-    first = tl.min(tl.where((x == top) & live, place, 2147483647), axis=0)
+    first = tl.min(tl.where(x == top, place, 2147483647), axis=0)
     tl.store(best_id + row * num_chunks + chunk, first)
 
 
@@ -222,8 +274,8 @@ def supports(logits, inputs) -> str | None:
         tensor = getattr(inputs, name)
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
-    if triton.cdiv(logits.shape[1], CHUNK) > 64:
-        return f"vocabulary of {logits.shape[1]}, kernels know up to {64 * CHUNK}"
+    if logits.shape[1] > 1 << 18:
+        return f"vocabulary of {logits.shape[1]}, kernels know up to {1 << 18}"
     return device_reason(logits.device)
 
 
@@ -252,10 +304,11 @@ def run(logits, inputs):
         logits if inputs.bias is None else inputs.bias,
     )
     flags = {"COUNTS": counted, "BIAS": inputs.bias is not None}
+    fast = {"ASM": not interpreting()}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
         logits, stats, tops, inputs.temperature, *penalties, *wide, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, **flags, **launch_options(8),
+        CHUNK=CHUNK, PARTS=PARTS, **flags, **fast, **launch_options(WARPS),
     )  # fmt: skip
     filters = (inputs.temperature, inputs.top_k, inputs.top_p)
     _candidates_kernel[(rows, chunks)](
@@ -264,13 +317,13 @@ def run(logits, inputs):
     )  # fmt: skip
     _filter_kernel[(rows,)](
         logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
-        ROOM=CANDIDATES, FEW=min(FEW_CANDIDATES, CANDIDATES), TILE=TILE, **padded, **flags,
+        ROOM=CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **flags,
         **launch_options(16),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, logprobs, best_value, best_id, inputs.temperature, inputs.min_p,
         *penalties, inputs.seeds, inputs.positions, *wide, size, chunks,
-        CHUNK=CHUNK, **padded, **flags, **launch_options(8),
+        CHUNK=CHUNK, **padded, **flags, **fast, **launch_options(WARPS),
     )  # fmt: skip
     _best_kernel[(rows,)](
         best_value, best_id, tokens, chunks, **padded, **launch_options(1)

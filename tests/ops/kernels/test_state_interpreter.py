@@ -100,7 +100,7 @@ def cut_hidden(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def check_mhc_forms() -> None:
-    """A program per chunk and a program per group give the same bits."""
+    """A program per chunk and a program per group give the same bits; so do few and many rows."""
     from dsv4.ops import OPS
     from dsv4.ops.arguments import same_bits
 
@@ -113,6 +113,10 @@ def check_mhc_forms() -> None:
     many = module.run(**arguments)
     module.choose_config = chosen
     assert all(same_bits(a, b) for a, b in zip(few, many, strict=True))
+    again = torch.arange(70) % few[0].shape[0]
+    wide = {k: v[again] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    many = module.run(**wide)
+    assert all(same_bits(a[again], b) for a, b in zip(few, many, strict=True))
 
 
 def check_compress_forms() -> None:
@@ -376,7 +380,7 @@ def check_sample_edges() -> None:
     )
     logits = arguments["logits"].round()
     wanted = sample_reference(logits, inputs)
-    for few, room in ((64, 512), (4, 512), (4, 4)):  # without places the whole row is searched
+    for few, room in ((256, 512), (4, 512), (4, 4)):  # without places the whole row is searched
         module.FEW_CANDIDATES, module.CANDIDATES = few, room
         found = module.run(logits, inputs)
         compare("tokens", wanted[0], found[0], 0.0, 0.0)
