@@ -8,7 +8,7 @@ program walks a query's tiles. Same sums, same bits. Sums over entries are matri
 softmax denominator too), so no result depends on how a tile is laid out over threads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -21,13 +21,22 @@ from dsv4.ops.attention.tiles_triton import (
     LOG2E,
     add_tile,
     dot,
+    fetch_tile,
     finish_piece,
     merge_tiles,
+    chunk_width,
+    join_pieces,
+    num_joined,
+    num_pieces,
     piece_first,
     piece_width,
     pieces,
+    slots_of,
+    tile_choice,
+    tile_pages,
     tile_slots,
     tile_weights,
+    widen_tile,
 )
 from dsv4.ops.device import (
     device_reason,
@@ -55,13 +64,14 @@ def _attend_kernel(
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale, eps,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, SPLIT: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr,
+    JOINED: tl.constexpr, SPLIT: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
-    C_ENTRIES: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    C_ENTRIES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Items are (tile if SPLIT, token, block of heads), the last fastest. PREPARE: queries are
     made of `raw` first; programs of the same heads all write the same."""
     blocks = tl.cdiv(num_heads, BH)
+    COUNT: tl.constexpr = num_pieces(DIM, ROPE) // JOINED
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = ((item // blocks) % num_tokens).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
@@ -80,27 +90,33 @@ def _attend_kernel(
                 tl.debug_barrier()  # what other threads wrote is read below
             q_at = (row * num_heads + head)[:, None] * DIM
             queries = ()
-            for i in tl.static_range(COUNT):
+            for i in tl.static_range(num_pieces(DIM, ROPE)):
                 channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
                 x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
                 queries = append(queries, x.to(MT))
-            first = tile if SPLIT else 0
-            slot, present = tile_slots(
-                first, position, visible, seq, row, window, selected, num_selected,
-                w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
-            )  # fmt: skip
+            queries = join_pieces(queries, JOINED)
             if SPLIT:
-                keys, weights, part, top = tile_weights(
-                    queries, slot, present, tile < WT, w_data, w_tail, w_scale, c_data, c_tail,
-                    c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
+                slot, present = tile_slots(
+                    tile, position, visible, seq, row, window, selected, num_selected,
+                    w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
                 )  # fmt: skip
+                stored, scales = fetch_tile(
+                    slot, tile < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
+                    FORMAT, NOPE, DIM, ROPE,
+                )  # fmt: skip
+                keys = widen_tile(
+                    stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH == 16
+                )
+                weights, part, top = tile_weights(
+                    queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+                )
                 at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
                 tl.store(stat_out + at * 2, top, mask=live)
                 tl.store(stat_out + at * 2 + 1, part, mask=live)
                 for i in tl.static_range(COUNT):
-                    channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-                    zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
+                    zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
                     acc = dot(weights, keys[i], zero, MT)
+                    channel = piece_first(DIM, ROPE, i * JOINED) + tl.arange(0, acc.shape[1])
                     acc_at = at[:, None] * DIM + channel[None, :]
                     tl.store(acc_out + acc_at, acc, mask=live[:, None])
             else:
@@ -108,31 +124,54 @@ def _attend_kernel(
                 total = tl.full((BH,), 1.0, tl.float32)
                 sums = ()
                 for i in tl.static_range(COUNT):
-                    sums = append(sums, tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32))
-                for step in tl.range(0, tiles, num_stages=STAGES):
-                    next_slot, next_present = tile_slots(
-                        step + 1, position, visible, seq, row, window, selected, num_selected,
-                        w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+                    zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
+                    sums = append(sums, zero)
+                slot, present = tile_slots(
+                    0, position, visible, seq, row, window, selected, num_selected,
+                    w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+                )  # fmt: skip
+                # pages of the next tile and the choice of the one after are on the way
+                older = tile_choice(1, visible, row, selected, num_selected, WT, BT, SELECTED)
+                page, inside, next_present = tile_pages(
+                    1, older, position, seq, window, w_table, w_width, c_table, c_width,
+                    WT, BT, W_ENTRIES, C_ENTRIES,
+                )  # fmt: skip
+                older = tile_choice(2, visible, row, selected, num_selected, WT, BT, SELECTED)
+                for step in tl.range(0, tiles):
+                    stored, scales = fetch_tile(
+                        slot, step < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
+                        FORMAT, NOPE, DIM, ROPE,
                     )  # fmt: skip
-                    keys, weights, part, top = tile_weights(
-                        queries, slot, present, step < WT, w_data, w_tail, w_scale, c_data,
-                        c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
+                    slot = slots_of(step + 1, page, inside, WT, W_ENTRIES, C_ENTRIES)
+                    page, inside, later_present = tile_pages(
+                        step + 2, older, position, seq, window, w_table, w_width,
+                        c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES,
                     )  # fmt: skip
+                    older = tile_choice(
+                        step + 3, visible, row, selected, num_selected, WT, BT, SELECTED
+                    )
+                    keys = widen_tile(
+                        stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH == 16
+                    )
+                    weights, part, top = tile_weights(
+                        queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+                    )
                     best, total, old_share, new_share = add_tile(best, total, top, part)
                     grown = ()
                     for i in tl.static_range(COUNT):
-                        zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
+                        zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
                         acc = dot(weights, keys[i], zero, MT)
                         before = sums[i] * old_share[:, None]
                         grown = append(grown, tl.fma(acc, new_share[:, None] + zero, before))
                     sums = grown
-                    slot = next_slot
-                    present = next_present
+                    present = next_present & (step + 1 < tiles)
+                    next_present = later_present
                 scale = 1.0 / total
                 for i in tl.static_range(COUNT):
                     finish_piece(
                         sums[i], scale, out, q_at, live, position, frequencies,
-                        piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
+                        piece_first(DIM, ROPE, i * JOINED), chunk_width(DIM, ROPE, JOINED, i),
+                        BH, DIM, ROPE,
                     )  # fmt: skip
 
 
@@ -150,6 +189,7 @@ class Config:
     split: bool
     num_warps: int
     num_stages: int
+    channels: int = 64  # of a product; more only with 64 heads
 
 
 def has_tensor_memory() -> bool:
@@ -162,18 +202,19 @@ def choose_config(
 ) -> Config:
     """None of this changes a bit of the result. `few_heads`: 64 heads do not fit.
 
-    The figures are microseconds measured on an H200 (docs/LOG.md): of a program with one tile, or
-    of one that walks tiles, each for as many programs as run at once.
+    The figures are microseconds on an H200 (docs/LOG.md): of a program with one tile, or of one
+    that walks tiles, each for as many programs as run at once.
     """
     rooms = num_tokens * triton.cdiv(num_heads, 64) * num_tiles
     if few_heads or not narrow or num_heads <= 16:
         return Config(16, rooms <= MOST_PARALLEL, 8 if narrow else 4, 2 if narrow else 1)
     forms = {
         Config(16, False, 4, 2): (264, 4.0 * num_tiles + 4),
-        Config(64, False, 8, 2): (132, 6.5 * num_tiles + 4),
+        Config(16, False, 8, 3): (132, 3.0 * num_tiles + 4),  # TODO estimated
+        Config(64, False, 8, 3, 128): (132, 3.5 * num_tiles + 5),  # TODO estimated
     }
     if rooms <= MOST_PARALLEL:
-        forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 2): (132, 17.0)}
+        forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 1, 128): (132, 14.0)}
 
     def cost(config: Config) -> float:
         at_once, each = forms[config]
@@ -231,9 +272,12 @@ def most_entries(compressed) -> int:
 
 def config_of(q, pool, compressed, window) -> Config:
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most_entries(compressed), BT)
-    return choose_config(
+    config = choose_config(
         q.shape[0], q.shape[1], num_tiles, _is_narrow(q, pool), has_tensor_memory()
     )
+    if pool_format(pool) == FP8:
+        return config
+    return replace(config, num_stages=min(config.num_stages, 2))  # three do not fit
 
 
 def entry_parts(pool):
@@ -289,7 +333,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         0.0 if eps is None else eps,
         **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
         ROPE=2 * frequencies.shape[0],
-        COUNT=len(pieces(dim, 2 * frequencies.shape[0])),
+        JOINED=num_joined(dim, 2 * frequencies.shape[0], config.channels),
         SPLIT=config.split,
         PREPARE=eps is not None,
         SELECTED=selected is not None,
@@ -298,10 +342,9 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         WT=triton.cdiv(window, BT),
         W_ENTRIES=pool.page_entries,
         C_ENTRIES=other.page_entries,
-        STAGES=config.num_stages,
         MT=mt,
         ASM=not interpreting(),
-        **launch_options(config.num_warps),
+        **launch_options(config.num_warps, config.num_stages),
     )
     if config.split:
         merge_tiles(
