@@ -5,7 +5,12 @@ A query's list of entries is its window, oldest first, then its compressed entri
 by index into tiles. Each tile has its own softmax; tiles are merged in ascending order, starting
 from the sink. With few queries each tile has a program and a second launch merges; with many a
 program walks a query's tiles. Same sums, same bits. Sums over entries are matrix products (the
-softmax denominator too), so no result depends on how a tile is laid out over threads.
+softmax denominator too), so no result depends on how a tile is laid out over threads. Channels
+are multiplied in ascending order, however many stand in one matrix.
+
+A walking program has two tiles of entries on the way to shared memory, the pages of the tile after
+them and the choice of the next. Names that a loop hands on twice unchanged (`a = b; b = c`) would
+switch that off: the compiler then loads everything where it is used.
 """
 
 from dataclasses import dataclass, replace
@@ -20,22 +25,22 @@ from dsv4.ops.attention.tiles_triton import (
     BT,
     LOG2E,
     add_tile,
+    chunk_width,
     dot,
     fetch_tile,
     finish_piece,
+    load_queries,
     merge_tiles,
-    chunk_width,
-    join_pieces,
     num_joined,
     num_pieces,
     piece_first,
-    piece_width,
     pieces,
     slots_of,
     tile_choice,
     tile_pages,
     tile_slots,
     tile_weights,
+    widen_queries,
     widen_tile,
 )
 from dsv4.ops.device import (
@@ -76,6 +81,9 @@ def _attend_kernel(
         row = ((item // blocks) % num_tokens).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
         live = head < num_heads
+        q_at = (row * num_heads + head)[:, None] * DIM
+        if not SPLIT:  # on the way while pages are looked up
+            found = load_queries(q, q_at, live, DIM, ROPE)
         position = tl.load(positions + row).to(tl.int32)
         seq = tl.load(seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // ratio, num_selected)
@@ -88,14 +96,8 @@ def _attend_kernel(
                     BH, DIM, DIM, ROPE,
                 )  # fmt: skip
                 tl.debug_barrier()  # what other threads wrote is read below
-            q_at = (row * num_heads + head)[:, None] * DIM
-            queries = ()
-            for i in tl.static_range(num_pieces(DIM, ROPE)):
-                channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-                x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
-                queries = append(queries, x.to(MT))
-            queries = join_pieces(queries, JOINED)
             if SPLIT:
+                queries = widen_queries(load_queries(q, q_at, live, DIM, ROPE), JOINED, MT)
                 slot, present = tile_slots(
                     tile, position, visible, seq, row, window, selected, num_selected,
                     w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
@@ -137,6 +139,7 @@ def _attend_kernel(
                     WT, BT, W_ENTRIES, C_ENTRIES,
                 )  # fmt: skip
                 older = tile_choice(2, visible, row, selected, num_selected, WT, BT, SELECTED)
+                queries = widen_queries(found, JOINED, MT)
                 for step in tl.range(0, tiles):
                     stored, scales = fetch_tile(
                         slot, step < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
@@ -177,7 +180,7 @@ def _attend_kernel(
 
 @lru_cache(maxsize=8)
 def num_programs(device: torch.device) -> int:
-    """Programs that run at once when one fills a multiprocessor."""
+    """Programs of 8 warps that run at once: one fills a multiprocessor."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -210,8 +213,8 @@ def choose_config(
         return Config(16, rooms <= MOST_PARALLEL, 8 if narrow else 4, 2 if narrow else 1)
     forms = {
         Config(16, False, 4, 2): (264, 4.0 * num_tiles + 4),
-        Config(16, False, 8, 3): (132, 3.0 * num_tiles + 4),  # TODO estimated
-        Config(64, False, 8, 3, 128): (132, 3.5 * num_tiles + 5),  # TODO estimated
+        Config(16, False, 8, 3): (132, 3.0 * num_tiles + 4),  # not timed
+        Config(64, False, 8, 3, 128): (132, 3.5 * num_tiles + 5),  # not timed
     }
     if rooms <= MOST_PARALLEL:
         forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 1, 128): (132, 14.0)}
@@ -301,7 +304,8 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     out = torch.empty_like(q)
     blocks = triton.cdiv(heads, config.heads)
     items = tokens * blocks * (num_tiles if config.split else 1)
-    programs = items if config.split else min(items, num_programs(q.device))
+    most_programs = num_programs(q.device) * (2 if config.num_warps == 4 else 1)
+    programs = items if config.split else min(items, most_programs)
     room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)

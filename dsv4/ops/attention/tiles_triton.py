@@ -98,6 +98,25 @@ def load_piece(
 
 
 @triton.jit
+def load_queries(q, q_at, live, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Queries by piece, as they are stored."""
+    found = ()
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+        x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
+        found = append(found, x)
+    return found
+
+
+@triton.jit
+def widen_queries(found, JOINED: tl.constexpr, MT: tl.constexpr):
+    queries = ()
+    for i in tl.static_range(len(found)):
+        queries = append(queries, found[i].to(MT))
+    return join_pieces(queries, JOINED)
+
+
+@triton.jit
 def fetch_tile(
     slot, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
@@ -261,7 +280,7 @@ def tile_weights(
     for i in tl.static_range(len(keys)):
         if JOINED == 1:
             scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
-        elif num_tokens > -1 - i:
+        elif num_tokens > i - 64:
             scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
             if i == len(keys) - 1:
                 weights, top = _softmax(scores, present, qk_scale, MT)
