@@ -9,8 +9,9 @@ softmax denominator too), so no result depends on how a tile is laid out over th
 are multiplied in ascending order, however many stand in one matrix.
 
 A walking program has two tiles of entries on the way to shared memory, the pages of the tile after
-them and the choice of the next. Names that a loop hands on twice unchanged (`a = b; b = c`) would
-switch that off: the compiler then loads everything where it is used.
+them and the choice of the next, and loads its next queries before it stores a result. Names that a
+loop hands on twice unchanged (`a = b; b = c`) would switch that off: the compiler then loads
+everything where it is used.
 """
 
 from dataclasses import dataclass, replace
@@ -63,6 +64,17 @@ from dsv4.ops.kv.entry_triton import (
 MOST_PARALLEL = 600  # programs of 64 heads with one tile each: their sums take 78 MB
 
 
+@triton.jit
+def _queries_of(
+    item, q, num_tokens, num_heads, BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
+):
+    blocks = tl.cdiv(num_heads, BH)
+    row = ((item // blocks) % num_tokens).to(tl.int64)
+    head = (item % blocks) * BH + tl.arange(0, BH)
+    q_at = (row * num_heads + head)[:, None] * DIM
+    return load_queries(q, q_at, head < num_heads, DIM, ROPE)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _attend_kernel(
     raw, q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
@@ -77,13 +89,14 @@ def _attend_kernel(
     made of `raw` first; programs of the same heads all write the same."""
     blocks = tl.cdiv(num_heads, BH)
     COUNT: tl.constexpr = num_pieces(DIM, ROPE) // JOINED
+    if not SPLIT:
+        found = _queries_of(tl.program_id(0), q, num_tokens, num_heads, BH, DIM, ROPE)
+        queries = widen_queries(found, JOINED, MT)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = ((item // blocks) % num_tokens).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
         live = head < num_heads
         q_at = (row * num_heads + head)[:, None] * DIM
-        if not SPLIT:  # on the way while pages are looked up
-            found = load_queries(q, q_at, live, DIM, ROPE)
         position = tl.load(positions + row).to(tl.int32)
         seq = tl.load(seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // ratio, num_selected)
@@ -97,7 +110,8 @@ def _attend_kernel(
                 )  # fmt: skip
                 tl.debug_barrier()  # what other threads wrote is read below
             if SPLIT:
-                queries = widen_queries(load_queries(q, q_at, live, DIM, ROPE), JOINED, MT)
+                found = _queries_of(item, q, num_tokens, num_heads, BH, DIM, ROPE)
+                queries = widen_queries(found, JOINED, MT)
                 slot, present = tile_slots(
                     tile, position, visible, seq, row, window, selected, num_selected,
                     w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
@@ -139,7 +153,6 @@ def _attend_kernel(
                     WT, BT, W_ENTRIES, C_ENTRIES,
                 )  # fmt: skip
                 older = tile_choice(2, visible, row, selected, num_selected, WT, BT, SELECTED)
-                queries = widen_queries(found, JOINED, MT)
                 for step in tl.range(0, tiles):
                     stored, scales = fetch_tile(
                         slot, step < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
@@ -169,6 +182,8 @@ def _attend_kernel(
                     sums = grown
                     present = next_present & (step + 1 < tiles)
                     next_present = later_present
+                following = tl.minimum(item + tl.num_programs(0), num_items - 1)
+                found = _queries_of(following, q, num_tokens, num_heads, BH, DIM, ROPE)
                 scale = 1.0 / total
                 for i in tl.static_range(COUNT):
                     finish_piece(
@@ -176,6 +191,9 @@ def _attend_kernel(
                         piece_first(DIM, ROPE, i * JOINED), chunk_width(DIM, ROPE, JOINED, i),
                         BH, DIM, ROPE,
                     )  # fmt: skip
+                # handed on by the loop: the compiler keeps only such ones, or loaded as they are,
+                # in shared memory for all tiles, others go through registers at each
+                queries = widen_queries(found, JOINED, MT)
 
 
 @lru_cache(maxsize=8)
