@@ -5,10 +5,16 @@ A query's list of entries is its window, oldest first, then its compressed entri
 by index into tiles. Each tile has its own softmax; tiles are merged in ascending order, starting
 from the sink. With few queries each tile has a program and a second launch merges; with many a
 program walks a query's tiles. Same sums, same bits. Sums over entries are matrix products (the
-softmax denominator too), so no result depends on how a tile is laid out over threads.
+softmax denominator too), so no result depends on how a tile is laid out over threads. Channels
+are multiplied in ascending order, however many stand in one matrix.
+
+A walking program has two tiles of entries on the way to shared memory, the pages of the tile after
+them and the choice of the next, and loads its next queries before it stores a result. Names that a
+loop hands on twice unchanged (`a = b; b = c`) would switch that off: the compiler then loads
+everything where it is used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,14 +26,23 @@ from dsv4.ops.attention.tiles_triton import (
     BT,
     LOG2E,
     add_tile,
+    chunk_width,
     dot,
+    fetch_tile,
     finish_piece,
+    load_queries,
     merge_tiles,
+    num_joined,
+    num_pieces,
     piece_first,
-    piece_width,
     pieces,
+    slots_of,
+    tile_choice,
+    tile_pages,
     tile_slots,
     tile_weights,
+    widen_queries,
+    widen_tile,
 )
 from dsv4.ops.device import (
     device_reason,
@@ -49,23 +64,39 @@ from dsv4.ops.kv.entry_triton import (
 MOST_PARALLEL = 600  # programs of 64 heads with one tile each: their sums take 78 MB
 
 
+@triton.jit
+def _queries_of(
+    item, q, num_tokens, num_heads, BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
+):
+    blocks = tl.cdiv(num_heads, BH)
+    row = ((item // blocks) % num_tokens).to(tl.int64)
+    head = (item % blocks) * BH + tl.arange(0, BH)
+    q_at = (row * num_heads + head)[:, None] * DIM
+    return load_queries(q, q_at, head < num_heads, DIM, ROPE)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _attend_kernel(
     raw, q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, ratio, qk_scale, eps,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, SPLIT: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr,
+    JOINED: tl.constexpr, SPLIT: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr,
-    C_ENTRIES: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    C_ENTRIES: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Items are (tile if SPLIT, token, block of heads), the last fastest. PREPARE: queries are
     made of `raw` first; programs of the same heads all write the same."""
     blocks = tl.cdiv(num_heads, BH)
+    COUNT: tl.constexpr = num_pieces(DIM, ROPE) // JOINED
+    if not SPLIT:
+        found = _queries_of(tl.program_id(0), q, num_tokens, num_heads, BH, DIM, ROPE)
+        queries = widen_queries(found, JOINED, MT)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = ((item // blocks) % num_tokens).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
         live = head < num_heads
+        q_at = (row * num_heads + head)[:, None] * DIM
         position = tl.load(positions + row).to(tl.int32)
         seq = tl.load(seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // ratio, num_selected)
@@ -78,29 +109,30 @@ def _attend_kernel(
                     BH, DIM, DIM, ROPE,
                 )  # fmt: skip
                 tl.debug_barrier()  # what other threads wrote is read below
-            q_at = (row * num_heads + head)[:, None] * DIM
-            queries = ()
-            for i in tl.static_range(COUNT):
-                channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-                x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
-                queries = append(queries, x.to(MT))
-            first = tile if SPLIT else 0
-            slot, present = tile_slots(
-                first, position, visible, seq, row, window, selected, num_selected,
-                w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
-            )  # fmt: skip
             if SPLIT:
-                keys, weights, part, top = tile_weights(
-                    queries, slot, present, tile < WT, w_data, w_tail, w_scale, c_data, c_tail,
-                    c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
+                found = _queries_of(item, q, num_tokens, num_heads, BH, DIM, ROPE)
+                queries = widen_queries(found, JOINED, MT)
+                slot, present = tile_slots(
+                    tile, position, visible, seq, row, window, selected, num_selected,
+                    w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
                 )  # fmt: skip
+                stored, scales = fetch_tile(
+                    slot, tile < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
+                    FORMAT, NOPE, DIM, ROPE,
+                )  # fmt: skip
+                keys = widen_tile(
+                    stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH == 16
+                )
+                weights, part, top = tile_weights(
+                    queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+                )
                 at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
                 tl.store(stat_out + at * 2, top, mask=live)
                 tl.store(stat_out + at * 2 + 1, part, mask=live)
                 for i in tl.static_range(COUNT):
-                    channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-                    zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
+                    zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
                     acc = dot(weights, keys[i], zero, MT)
+                    channel = piece_first(DIM, ROPE, i * JOINED) + tl.arange(0, acc.shape[1])
                     acc_at = at[:, None] * DIM + channel[None, :]
                     tl.store(acc_out + acc_at, acc, mask=live[:, None])
             else:
@@ -108,37 +140,65 @@ def _attend_kernel(
                 total = tl.full((BH,), 1.0, tl.float32)
                 sums = ()
                 for i in tl.static_range(COUNT):
-                    sums = append(sums, tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32))
-                for step in tl.range(0, tiles, num_stages=STAGES):
-                    next_slot, next_present = tile_slots(
-                        step + 1, position, visible, seq, row, window, selected, num_selected,
-                        w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+                    zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
+                    sums = append(sums, zero)
+                slot, present = tile_slots(
+                    0, position, visible, seq, row, window, selected, num_selected,
+                    w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+                )  # fmt: skip
+                # pages of the next tile and the choice of the one after are on the way
+                older = tile_choice(1, visible, row, selected, num_selected, WT, BT, SELECTED)
+                page, inside, next_present = tile_pages(
+                    1, older, position, seq, window, w_table, w_width, c_table, c_width,
+                    WT, BT, W_ENTRIES, C_ENTRIES,
+                )  # fmt: skip
+                older = tile_choice(2, visible, row, selected, num_selected, WT, BT, SELECTED)
+                for step in tl.range(0, tiles):
+                    stored, scales = fetch_tile(
+                        slot, step < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
+                        FORMAT, NOPE, DIM, ROPE,
                     )  # fmt: skip
-                    keys, weights, part, top = tile_weights(
-                        queries, slot, present, step < WT, w_data, w_tail, w_scale, c_data,
-                        c_tail, c_scale, qk_scale, FORMAT, NOPE, DIM, ROPE, COUNT, BH, BT, MT, ASM,
+                    slot = slots_of(step + 1, page, inside, WT, W_ENTRIES, C_ENTRIES)
+                    page, inside, later_present = tile_pages(
+                        step + 2, older, position, seq, window, w_table, w_width,
+                        c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES,
                     )  # fmt: skip
+                    older = tile_choice(
+                        step + 3, visible, row, selected, num_selected, WT, BT, SELECTED
+                    )
+                    keys = widen_tile(
+                        stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH == 16
+                    )
+                    weights, part, top = tile_weights(
+                        queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+                    )
                     best, total, old_share, new_share = add_tile(best, total, top, part)
                     grown = ()
                     for i in tl.static_range(COUNT):
-                        zero = tl.zeros((BH, piece_width(DIM, ROPE, i)), tl.float32)
+                        zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
                         acc = dot(weights, keys[i], zero, MT)
                         before = sums[i] * old_share[:, None]
                         grown = append(grown, tl.fma(acc, new_share[:, None] + zero, before))
                     sums = grown
-                    slot = next_slot
-                    present = next_present
+                    present = next_present & (step + 1 < tiles)
+                    next_present = later_present
+                following = tl.minimum(item + tl.num_programs(0), num_items - 1)
+                found = _queries_of(following, q, num_tokens, num_heads, BH, DIM, ROPE)
                 scale = 1.0 / total
                 for i in tl.static_range(COUNT):
                     finish_piece(
                         sums[i], scale, out, q_at, live, position, frequencies,
-                        piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
+                        piece_first(DIM, ROPE, i * JOINED), chunk_width(DIM, ROPE, JOINED, i),
+                        BH, DIM, ROPE,
                     )  # fmt: skip
+                # handed on by the loop: the compiler keeps only such ones, or loaded as they are,
+                # in shared memory for all tiles, others go through registers at each
+                queries = widen_queries(found, JOINED, MT)
 
 
 @lru_cache(maxsize=8)
 def num_programs(device: torch.device) -> int:
-    """Programs that run at once when one fills a multiprocessor."""
+    """Programs of 8 warps that run at once: one fills a multiprocessor."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -150,6 +210,7 @@ class Config:
     split: bool
     num_warps: int
     num_stages: int
+    channels: int = 64  # of a product; more only with 64 heads
 
 
 def has_tensor_memory() -> bool:
@@ -162,18 +223,19 @@ def choose_config(
 ) -> Config:
     """None of this changes a bit of the result. `few_heads`: 64 heads do not fit.
 
-    The figures are microseconds measured on an H200 (docs/LOG.md): of a program with one tile, or
-    of one that walks tiles, each for as many programs as run at once.
+    The figures are microseconds on an H200 (docs/LOG.md): of a program with one tile, or of one
+    that walks tiles, each for as many programs as run at once.
     """
     rooms = num_tokens * triton.cdiv(num_heads, 64) * num_tiles
     if few_heads or not narrow or num_heads <= 16:
         return Config(16, rooms <= MOST_PARALLEL, 8 if narrow else 4, 2 if narrow else 1)
     forms = {
         Config(16, False, 4, 2): (264, 4.0 * num_tiles + 4),
-        Config(64, False, 8, 2): (132, 6.5 * num_tiles + 4),
+        Config(16, False, 8, 3): (132, 3.0 * num_tiles + 4),  # not timed
+        Config(64, False, 8, 3, 128): (132, 3.5 * num_tiles + 5),  # not timed
     }
     if rooms <= MOST_PARALLEL:
-        forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 2): (132, 17.0)}
+        forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 1, 128): (132, 14.0)}
 
     def cost(config: Config) -> float:
         at_once, each = forms[config]
@@ -231,9 +293,12 @@ def most_entries(compressed) -> int:
 
 def config_of(q, pool, compressed, window) -> Config:
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most_entries(compressed), BT)
-    return choose_config(
+    config = choose_config(
         q.shape[0], q.shape[1], num_tiles, _is_narrow(q, pool), has_tensor_memory()
     )
+    if pool_format(pool) == FP8:
+        return config
+    return replace(config, num_stages=min(config.num_stages, 2))  # three do not fit
 
 
 def entry_parts(pool):
@@ -257,7 +322,8 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     out = torch.empty_like(q)
     blocks = triton.cdiv(heads, config.heads)
     items = tokens * blocks * (num_tiles if config.split else 1)
-    programs = items if config.split else min(items, num_programs(q.device))
+    most_programs = num_programs(q.device) * (2 if config.num_warps == 4 else 1)
+    programs = items if config.split else min(items, most_programs)
     room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
@@ -289,7 +355,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         0.0 if eps is None else eps,
         **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
         ROPE=2 * frequencies.shape[0],
-        COUNT=len(pieces(dim, 2 * frequencies.shape[0])),
+        JOINED=num_joined(dim, 2 * frequencies.shape[0], config.channels),
         SPLIT=config.split,
         PREPARE=eps is not None,
         SELECTED=selected is not None,
@@ -298,10 +364,9 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         WT=triton.cdiv(window, BT),
         W_ENTRIES=pool.page_entries,
         C_ENTRIES=other.page_entries,
-        STAGES=config.num_stages,
         MT=mt,
         ASM=not interpreting(),
-        **launch_options(config.num_warps),
+        **launch_options(config.num_warps, config.num_stages),
     )
     if config.split:
         merge_tiles(

@@ -26,6 +26,11 @@ def pieces(dim, rope_dim):
 
 
 @triton.constexpr_function
+def num_pieces(dim, rope_dim):
+    return len(pieces(dim, rope_dim))
+
+
+@triton.constexpr_function
 def piece_width(dim, rope_dim, index):
     return pieces(dim, rope_dim)[index]
 
@@ -49,26 +54,133 @@ def _times(k, factor, ASM: tl.constexpr):
 
 
 @triton.jit
+def _fetch_piece(
+    data, tail, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
+    NOPE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, as they are stored."""
+    channel = FIRST + tl.arange(0, WIDTH)[None, :]
+    if FORMAT != 2:
+        x = tl.load(data + slot[:, None] * DIM + channel)
+    elif FIRST >= NOPE:
+        x = tl.load(tail + slot[:, None] * (DIM - NOPE) + (channel - NOPE))
+    else:
+        x = tl.load(data + slot[:, None] * NOPE + channel)
+    return x
+
+
+@triton.jit
+def _widen_piece(
+    x, scales, FIRST: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, MT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """What `_fetch_piece` found, in MT.
+
+    `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
+    """
+    if FORMAT == 2 and FIRST < NOPE:
+        GROUP: tl.constexpr = FIRST // 64
+        factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
+        k = x.to(tl.float8e4nv, bitcast=True).to(MT)
+        k = _times(k, factor, ASM and tl.float16 == MT)
+    else:
+        k = x.to(MT)
+    return k
+
+
+@triton.jit
 def load_piece(
     data, tail, scales, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
     NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, in MT.
+    x = _fetch_piece(data, tail, slot, FIRST, WIDTH, FORMAT, NOPE, DIM)
+    return _widen_piece(x, scales, FIRST, FORMAT, NOPE, MT, ASM)
 
-    `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
-    """
-    channel = FIRST + tl.arange(0, WIDTH)[None, :]
-    if FORMAT != 2:
-        k = tl.load(data + slot[:, None] * DIM + channel).to(MT)
-    elif FIRST >= NOPE:
-        k = tl.load(tail + slot[:, None] * (DIM - NOPE) + (channel - NOPE)).to(MT)
+
+@triton.jit
+def load_queries(q, q_at, live, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Queries by piece, as they are stored."""
+    found = ()
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+        x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
+        found = append(found, x)
+    return found
+
+
+@triton.jit
+def widen_queries(found, JOINED: tl.constexpr, MT: tl.constexpr):
+    queries = ()
+    for i in tl.static_range(len(found)):
+        queries = append(queries, found[i].to(MT))
+    return join_pieces(queries, JOINED)
+
+
+@triton.jit
+def fetch_tile(
+    slot, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """The entries at `slot` as they are stored, by piece, and their scale bytes."""
+    data = tl.where(in_window, w_data, c_data)
+    tail = tl.where(in_window, w_tail, c_tail)
+    scales = slot
+    if FORMAT == 2:
+        scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
+    stored = ()
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        x = _fetch_piece(
+            data, tail, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
+            FORMAT, NOPE, DIM,
+        )  # fmt: skip
+        stored = append(stored, x)
+    return stored, scales
+
+
+@triton.jit
+def widen_tile(
+    stored, scales, JOINED: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr,
+    DIM: tl.constexpr, ROPE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What `fetch_tile` found, in MT, every JOINED pieces as one matrix."""
+    keys = ()
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        k = _widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
+        keys = append(keys, k)
+    return join_pieces(keys, JOINED)
+
+
+@triton.constexpr_function
+def num_joined(dim, rope_dim, channels):
+    """How many pieces make a matrix of `channels`; one where they do not fill such matrices."""
+    widths = pieces(dim, rope_dim)
+    count = channels // widths[0]
+    fits = len(set(widths)) == 1 and count & (count - 1) == 0 and len(widths) % max(count, 1) == 0
+    return count if fits and count > 0 else 1
+
+
+@triton.constexpr_function
+def chunk_width(dim, rope_dim, joined, index):
+    """Of `joined` pieces side by side."""
+    return joined * piece_width(dim, rope_dim, index * joined)
+
+
+@triton.jit
+def beside(a, b):
+    """`[R, C]` and `[R, C]` -> `[R, 2 C]`; no number leaves its thread."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def join_pieces(found, JOINED: tl.constexpr):
+    """Every JOINED matrices in a row become one."""
+    if JOINED > 1:
+        halves = ()
+        for i in tl.static_range(0, len(found), 2):
+            halves = append(halves, beside(found[i], found[i + 1]))
+        return join_pieces(halves, JOINED // 2)
     else:
-        code = tl.load(data + slot[:, None] * NOPE + channel)
-        GROUP: tl.constexpr = FIRST // 64
-        factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
-        k = code.to(tl.float8e4nv, bitcast=True).to(MT)
-        k = _times(k, factor, ASM and tl.float16 == MT)
-    return k
+        return found
 
 
 @triton.jit
@@ -79,13 +191,26 @@ def dot(a, b, acc, MT: tl.constexpr):
 
 
 @triton.jit
-def tile_slots(
-    tile, position, visible, seq, row, window, selected, num_selected,
-    w_table, w_width, c_table, c_width,
-    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
+def tile_choice(
+    tile, visible, row, selected, num_selected, WT: tl.constexpr, BT: tl.constexpr,
     SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Where the entries of a tile lie (int64) and which are present.
+    """Which compressed entries a tile has, -1 for none."""
+    j = (tile - WT) * BT + tl.arange(0, BT)
+    if SELECTED:
+        live = (j >= 0) & (j < num_selected)
+        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int32)
+    else:
+        older = tl.where(j < visible, j, -1)
+    return older
+
+
+@triton.jit
+def tile_pages(
+    tile, older, position, seq, window, w_table, w_width, c_table, c_width,
+    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Pages of a tile's entries, their places inside, and which are present.
 
     In place of an absent one stands another that exists, so that nothing but numbers is read: the
     newest of the window, the first that was compressed.
@@ -93,12 +218,6 @@ def tile_slots(
     in_window = tile < WT
     i = tile * BT + tl.arange(0, BT)
     recent = tl.where(i < window, position + 1 - window + i, -1)
-    j = i - WT * BT
-    if SELECTED:
-        live = (j >= 0) & (j < num_selected)
-        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int32)
-    else:
-        older = tl.where(j < visible, j, -1)
     entry = tl.where(in_window, recent, older)
     present = entry >= 0
     entry = tl.where(present, entry, tl.where(in_window, position, 0))
@@ -110,38 +229,66 @@ def tile_slots(
     oldest = tl.where(in_window, tl.maximum(position + 1 - window, 0) // W_ENTRIES, 0)
     place = page - oldest + oldest % width
     place = tl.where(place >= width, place - width, place)
-    page = tl.load(table + place).to(tl.int64)
-    return page * tl.where(in_window, W_ENTRIES, C_ENTRIES) + inside, present
+    return tl.load(table + place), inside, present
+
+
+@triton.jit
+def slots_of(
+    tile, page, inside, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr
+):
+    """Where entries lie (int64), counted in entries from the pool's start."""
+    return page.to(tl.int64) * tl.where(tile < WT, W_ENTRIES, C_ENTRIES) + inside
+
+
+@triton.jit
+def tile_slots(
+    tile, position, visible, seq, row, window, selected, num_selected,
+    w_table, w_width, c_table, c_width,
+    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
+    SELECTED: tl.constexpr,
+):  # fmt: skip
+    """Where the entries of a tile lie and which are present."""
+    older = tile_choice(tile, visible, row, selected, num_selected, WT, BT, SELECTED)
+    page, inside, present = tile_pages(
+        tile, older, position, seq, window, w_table, w_width, c_table, c_width,
+        WT, BT, W_ENTRIES, C_ENTRIES,
+    )  # fmt: skip
+    return slots_of(tile, page, inside, WT, W_ENTRIES, C_ENTRIES), present
+
+
+@triton.jit
+def _softmax(scores, present, qk_scale, MT: tl.constexpr):
+    scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
+    top = tl.maximum(tl.max(scores, axis=1), -1e30)
+    return tl.exp2(scores - top[:, None]).to(MT), top
 
 
 @triton.jit
 def tile_weights(
-    queries, slot, present, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale, qk_scale,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    COUNT: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    queries, keys, present, num_tokens, qk_scale, JOINED: tl.constexpr, BH: tl.constexpr,
+    BT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile: its entries by piece, weights, their sum `[BH]`, maximum."""
-    data = tl.where(in_window, w_data, c_data)
-    tail = tl.where(in_window, w_tail, c_tail)
-    scales = slot
-    if FORMAT == 2:
-        scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
-    keys = ()
-    for i in tl.static_range(COUNT):  # all before the first product: one wait for shared memory
-        k = load_piece(
-            data, tail, scales, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
-            FORMAT, NOPE, DIM, MT, ASM and BH == 16,
-        )  # fmt: skip
-        keys = append(keys, k)
+    """Softmax of one tile: weights, their sum `[BH]`, maximum.
+
+    Where pieces are joined, products stand behind conditions that always hold: a compiler that
+    sees that a product's result is multiplied again gives each warpgroup rows of its own, and of
+    64 rows there is one group's, so both groups would compute all scores.
+    """
     scores = tl.zeros((BH, BT), tl.float32)
-    for i in tl.static_range(COUNT):
-        scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
-    scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
-    top = tl.maximum(tl.max(scores, axis=1), -1e30)
-    weights = tl.exp2(scores - top[:, None]).to(MT)
+    weights = tl.zeros((BH, BT), MT)
+    top = tl.zeros((BH,), tl.float32)
+    for i in tl.static_range(len(keys)):
+        if JOINED == 1:
+            scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
+        elif num_tokens > i - 64:
+            scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
+            if i == len(keys) - 1:
+                weights, top = _softmax(scores, present, qk_scale, MT)
+    if JOINED == 1:
+        weights, top = _softmax(scores, present, qk_scale, MT)
     ones = tl.full((BT, 16), 1.0, MT)
     total = tl.max(dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
-    return keys, weights, total, top
+    return weights, total, top
 
 
 @triton.jit
@@ -161,9 +308,10 @@ def finish_piece(
 ):  # fmt: skip
     """Divide by the sum of weights, rotate back where channels are rotated, store."""
     x = (acc * scale[:, None]).to(out.dtype.element_ty)
-    if FIRST >= DIM - ROPE:
-        table = frequencies + (FIRST - (DIM - ROPE)) // 2
-        x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, 0, WIDTH, WIDTH)
+    if FIRST + WIDTH > DIM - ROPE:
+        TURNED: tl.constexpr = max(DIM - ROPE - FIRST, 0)
+        table = frequencies + max(FIRST - (DIM - ROPE), 0) // 2
+        x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, TURNED, WIDTH, WIDTH)
     channel = FIRST + tl.arange(0, WIDTH)
     tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
 

@@ -264,7 +264,8 @@ def check_moe() -> None:
 
 
 def check_attention_forms() -> None:
-    """Tiles in parallel and one after another, 16 and 32 heads a program: the same bits."""
+    """Tiles in parallel and one after another, 16 and 32 heads a program: the same bits, with
+    pieces one by one and with joined ones (whether both agree only a GPU can say)."""
     from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
     from dsv4.ops.attention.rope import rope_frequencies
@@ -277,25 +278,26 @@ def check_attention_forms() -> None:
     for position in batch.positions.tolist():
         kept = torch.randperm((position + 1) // 4, generator=generator)[:400].sort().values
         rows.append(torch.nn.functional.pad(kept, (0, 400 - kept.numel()), value=-1))
-    entries = _filled(generator, "fp8", 48, 2 * 54, 8)
-    table = torch.randperm(2 * 54, generator=generator).view(2, 54)
-    arguments = {
-        "q": torch.randn(3, 20, 48, generator=generator).bfloat16(),
-        "sink": torch.randn(20, generator=generator),
-        "pool": _filled(generator, "fp8", 48, 2 * 20, 8),
-        "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
-        "compressed": Compressed(entries, table, 4, torch.stack(rows)),
-        "batch": batch,
-        "window": 128,
-        "frequencies": rope_frequencies(16, 10000.0),
-    }
-    forms = [
-        module.run(**arguments, config=module.Config(heads, split, 4, 1))
-        for heads in (16, 32)
-        for split in (True, False)
-    ]
-    assert all(same_bits(form, forms[0]) for form in forms[1:])
-    compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
+    for dim, channels in ((48, 64), (32, 32)):  # of 48 nothing can be joined
+        entries = _filled(generator, "fp8", dim, 2 * 54, 8)
+        table = torch.randperm(2 * 54, generator=generator).view(2, 54)
+        arguments = {
+            "q": torch.randn(3, 20, dim, generator=generator).bfloat16(),
+            "sink": torch.randn(20, generator=generator),
+            "pool": _filled(generator, "fp8", dim, 2 * 20, 8),
+            "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
+            "compressed": Compressed(entries, table, 4, torch.stack(rows)),
+            "batch": batch,
+            "window": 128,
+            "frequencies": rope_frequencies(16, 10000.0),
+        }
+        forms = [
+            module.run(**arguments, config=module.Config(heads, split, 4, 1, channels))
+            for heads in (16, 32)
+            for split in (True, False)
+        ]
+        assert all(same_bits(form, forms[0]) for form in forms[1:])
+        compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
 
 
 def check_attend() -> None:
