@@ -34,8 +34,8 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 RATIO = 4
-BN = 128  # entries of a tile
-STAGES = 3
+BN = 64  # entries of a tile
+STAGES = 2
 PROGRAMS = 528  # as many as run at once, four on a multiprocessor
 
 # four bytes -> four bf16, the E2M1 code of the low (high) half times 2^-126
@@ -251,7 +251,7 @@ def run(q, weights, pool, table, batch, topk, native=None):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (INDEX_FP4, 1) else tl.float16
-    programs = min(triton.cdiv(width, BN), triton.cdiv(PROGRAMS, max(tokens, 1)))
+    programs = min(triton.cdiv(width, BN), max(1, PROGRAMS // max(tokens, 1)))
     _scores_kernel[(programs, tokens)](
         q,
         weights,

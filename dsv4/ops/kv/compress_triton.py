@@ -145,17 +145,18 @@ def _close_kernel(
 
 @triton.jit
 def _append_kernel(
-    values, gates, ape, state_v, state_z, positions, seq_idx, ends, slots,
+    values, gates, ape, state_v, state_z, first_rows, starts, ends, slots,
     RATIO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0)
-    position = tl.load(positions + row).to(tl.int32)
-    seq = tl.load(seq_idx + row).to(tl.int64)
-    if position >= tl.load(ends + seq) - ROWS:
+    """One of a sequence's newest tokens: the newest, the one before it, and so on."""
+    seq = tl.program_id(0)
+    position = tl.load(ends + seq).to(tl.int32) - 1 - tl.program_id(1)
+    start = tl.load(starts + seq).to(tl.int32)
+    if position >= start:
         state_row = tl.load(slots + seq).to(tl.int64) * ROWS
         _remember(
-            values, gates, ape, state_v, state_z, row, position, state_row,
-            RATIO, ROWS, WIDTH, WPAD,
+            values, gates, ape, state_v, state_z, tl.load(first_rows + seq) + position - start,
+            position, state_row, RATIO, ROWS, WIDTH, WPAD,
         )  # fmt: skip
 
 
@@ -232,14 +233,14 @@ def run(
         **launch_options(ROW_WARPS),
     )
     if not one_each:
-        _append_kernel[(batch.num_tokens,)](
+        _append_kernel[(batch.starts.shape[0], state.rows)](
             values,
             gates,
             ape,
             state.values,
             state.gates,
-            batch.positions,
-            batch.seq_idx,
+            batch.first_rows,
+            batch.starts,
             batch.ends,
             batch.slots,
             **sizes,

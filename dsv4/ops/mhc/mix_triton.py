@@ -28,7 +28,7 @@ from dsv4.ops.parts import Parts
 
 CHANNELS = 32
 GROUPS = 8
-STAGES = 2  # of the walk over a group
+STAGES = 3  # of the walk over a group
 
 
 @triton.jit
@@ -306,8 +306,12 @@ class Config:
 
 def choose_config(num_tokens: int, size: int) -> Config:
     """Only `mix_warps` sets an order of summation; it depends on the size alone."""
-    mix_warps = max(1, min(8, triton.next_power_of_2(size) // 256))
-    return Config(16 if num_tokens <= 64 else 64, num_tokens <= 1024, 4, mix_warps)
+    mix_warps = max(1, min(8, triton.next_power_of_2(size) // 1024))
+    if num_tokens <= 64:
+        return Config(16, True, 2, mix_warps)
+    if num_tokens < 4096:
+        return Config(64, num_tokens <= 1024, 4, mix_warps)
+    return Config(128, False, 8, mix_warps)
 
 
 def supports(streams, site, y=None, post=None, comb=None) -> str | None:
