@@ -42,8 +42,8 @@ def decode_step(
     """No branch on data, no waiting, no memory that outlives the step."""
     logits = model(buffers.inputs(bucket), state)
     if bucket.samples:
-        tokens, logprobs = sample(logits, buffers.sampling(bucket))
-        accept(tokens, logprobs, buffers.next_inputs(bucket))
+        tokens, norms = sample(logits, buffers.sampling(bucket))
+        accept(tokens, logits, norms, buffers.next_inputs(bucket))
     else:
         buffers.logits[: bucket.batch].copy_(logits)
 

@@ -28,13 +28,16 @@ class Draw:
 
 def sample_batch(logits: Tensor, draws: Sequence[Draw]) -> list[TokenLogprobs]:
     """One token for each row of `logits` `[rows, vocabulary]`."""
-    tokens, logprobs = sample(logits, sample_inputs(draws, logits.shape[1], logits.device))
+    tokens, norms = sample(logits, sample_inputs(draws, logits.shape[1], logits.device))
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - norms
+    rows = zip(logits, norms, tokens.tolist(), chosen.tolist(), draws, strict=True)
     results = []
-    for row, token, draw in zip(logprobs, tokens.tolist(), draws, strict=True):
-        count = draw.params.logprobs or 0
-        best, ids = torch.topk(row, min(count, row.shape[0]))
-        top = tuple(zip(ids.tolist(), best.tolist(), strict=True))
-        results.append(TokenLogprobs(token, float(row[token]), top))
+    for row, norm, token, logprob, draw in rows:
+        top: tuple[tuple[int, float], ...] = ()
+        if draw.params.logprobs:
+            best, ids = torch.topk(row, min(draw.params.logprobs, row.shape[0]))
+            top = tuple(zip(ids.tolist(), (best - norm).tolist(), strict=True))
+        results.append(TokenLogprobs(token, logprob, top))
     return results
 
 

@@ -24,9 +24,9 @@ class NextInputs:
     chosen: Tensor  # fp32, log-probability of the token
 
 
-def accept_reference(tokens: Tensor, logprobs: Tensor, target: NextInputs) -> None:
+def accept_reference(tokens: Tensor, logits: Tensor, norms: Tensor, target: NextInputs) -> None:
     target.token_ids.copy_(tokens)
-    target.chosen.copy_(logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+    target.chosen.copy_(logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - norms)
     target.positions.add_(1)
     target.ends.add_(1)
 
@@ -40,7 +40,8 @@ def cases() -> Iterable[Case]:
             positions = ints(10**6)
             return {
                 "tokens": ints(vocabulary),
-                "logprobs": torch.randn(rows, vocabulary, generator=generator),
+                "logits": torch.randn(rows, vocabulary, generator=generator),
+                "norms": torch.randn(rows, generator=generator),
                 "target": NextInputs(ints(vocabulary), positions, positions + 1, torch.zeros(rows)),
             }
 
@@ -60,17 +61,21 @@ OP = Op(
 )
 
 
-def accept(tokens: Tensor, logprobs: Tensor, target: NextInputs) -> None:
-    """`tokens` `[rows]` int64, `logprobs` `[rows, vocabulary]`; `target` is written in place."""
+def accept(tokens: Tensor, logits: Tensor, norms: Tensor, target: NextInputs) -> None:
+    """`tokens` and `norms` `[rows]` as `sample` returns them for `logits` `[rows, vocabulary]`;
+    `target` is written in place."""
     rows = tokens.shape[0]
     check(
-        logprobs.dim() == 2 and logprobs.shape[0] == rows,
+        logits.dim() == 2 and logits.shape[0] == rows and norms.shape == (rows,),
         OP.name,
-        lambda: f"logprobs has shape {tuple(logprobs.shape)}, expected [{rows}, vocabulary]",
+        lambda: (
+            f"logits and norms have shapes {tuple(logits.shape)} and {tuple(norms.shape)}, "
+            f"expected [{rows}, vocabulary] and [{rows}]"
+        ),
     )
     for name in ("token_ids", "positions", "ends", "chosen"):
         found = tuple(getattr(target, name).shape)
         check(found == (rows,), OP.name, f"{name} has shape {found}, expected ({rows},)")
     if rows == 0:
         return
-    OP(tokens.device, tokens=tokens, logprobs=logprobs, target=target)
+    OP(tokens.device, tokens=tokens, logits=logits, norms=norms, target=target)

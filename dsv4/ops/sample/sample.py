@@ -64,20 +64,20 @@ def _kept(row: Tensor, s: SampleInputs, i: int) -> Tensor:
 
 def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty_like(logits, dtype=torch.float32)
+    norms = torch.empty(logits.shape[0], device=logits.device)
     drawn = inputs.temperature > 0
     noise: Iterator[Tensor] = iter(())
     if drawn.any():
         uniform = uniform_rows(inputs.seeds[drawn], inputs.positions[drawn], logits.shape[1])
         noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel, a row for each that draws
     for i, raw in enumerate(logits.float()):
-        logprobs[i] = torch.log_softmax(raw, dim=0)
+        norms[i] = torch.logsumexp(raw, dim=0)
         row = _penalised(raw, inputs, i)
         if drawn[i]:
             row = row / inputs.temperature[i]
             row = torch.where(_kept(row, inputs, i), row + next(noise), float("-inf"))
         tokens[i] = torch.nonzero(row == row.max())[0, 0]
-    return tokens, logprobs
+    return tokens, norms
 
 
 def cases() -> Iterable[Case]:
@@ -121,7 +121,8 @@ OP = Op("sample", sample_reference, cases, kernels=(Kernel("dsv4.ops.sample.samp
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
-    """fp32 `[rows, vocabulary]` -> token ids `[rows]`, log-probabilities `[rows, vocabulary]`."""
+    """fp32 `[rows, vocabulary]` -> token ids `[rows]` and what to take from the logits of a row for
+    log-probabilities, `[rows]`: the logarithm of the sum of their exponentials."""
     check(
         logits.dtype == torch.float32 and logits.dim() == 2,
         OP.name,
@@ -137,6 +138,6 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
             found = tuple(tensor.shape)
             check(found == expected, OP.name, f"{item.name} has shape {found}, not {expected}")
     if logits.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device), logits.clone()
+        return torch.empty(0, dtype=torch.int64, device=logits.device), logits.sum(1)
     result: tuple[Tensor, Tensor] = OP(logits.device, logits=logits, inputs=inputs)
     return result

@@ -33,6 +33,7 @@ TILE = 8192  # logits a filter looks at at a time
 PARTS = 8  # parts of a chunk whose largest logits bound top-k
 CANDIDATES = 256  # most of a chunk
 FEW_CANDIDATES = 256  # as many as a row mostly has
+PROGRAMS = 528  # that look for candidates
 
 
 @triton.jit
@@ -105,9 +106,8 @@ def _candidates_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
     COUNTS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Tokens of a chunk that may pass, in order of id; `counts` says how many there are."""
+    """Of some chunks the tokens that may pass, in order of id; `counts`: how many there are."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
@@ -129,23 +129,24 @@ def _candidates_kernel(
                 bit = bit >> 1
             bound = tl.maximum(bound, key_value(least))
         bound = tl.maximum(bound, -3.4e38)  # what cannot be drawn needs no place
-        total = tl.zeros((), tl.int32)
-        if tl.load(stats + (row * num_chunks + chunk) * 4 + 2) >= bound:
-            place = chunk * CHUNK + tl.arange(0, CHUNK)
-            live = place < size
-            at = row * size + place
-            raw = tl.load(logits + at, mask=live, other=float("-inf"))
-            x = adjusted(
-                raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
-                output_counts, bias, COUNTS, BIAS,
-            )  # fmt: skip
-            may = (live & (x >= bound)).to(tl.int32)
-            order = tl.cumsum(may, axis=0) - 1
-            base = (row * num_chunks + chunk) * ROOM
-            tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
-            tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
-            total = tl.sum(may, axis=0)
-        tl.store(counts + row * num_chunks + chunk, total)
+        for chunk in tl.range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+            total = tl.zeros((), tl.int32)
+            if tl.load(stats + (row * num_chunks + chunk) * 4 + 2) >= bound:
+                place = chunk * CHUNK + tl.arange(0, CHUNK)
+                live = place < size
+                at = row * size + place
+                raw = tl.load(logits + at, mask=live, other=float("-inf"))
+                x = adjusted(
+                    raw, row, at, live, temperature, repetition, presence, frequency,
+                    prompt_counts, output_counts, bias, COUNTS, BIAS,
+                )  # fmt: skip
+                may = (live & (x >= bound)).to(tl.int32)
+                order = tl.cumsum(may, axis=0) - 1
+                base = (row * num_chunks + chunk) * ROOM
+                tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
+                tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
+                total = tl.sum(may, axis=0)
+            tl.store(counts + row * num_chunks + chunk, total)
 
 
 @triton.jit
@@ -220,21 +221,18 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def _draw_kernel(
-    logits, stats, limits, logprobs, best_value, best_id, temperature, min_p, repetition, presence,
+    logits, stats, limits, best_value, best_id, temperature, min_p, repetition, presence,
     frequency, seeds, positions, prompt_counts, output_counts, bias, size, num_chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
-    """Log-probabilities of a chunk and its best token; last chunks first, as caches have them."""
+    """The best token of a chunk; last chunks first, as caches have them."""
     row = tl.program_id(0).to(tl.int64)
     chunk = num_chunks - 1 - tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     live = place < size
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"), eviction_policy="evict_first")
-    raw_best, raw_mass = _row_stat(stats, row, num_chunks, 0, CHUNKS)
-    logprob = (raw - raw_best) - tl.log(raw_mass)
-    tl.store(logprobs + at, logprob, mask=live, eviction_policy="evict_first")
     x = adjusted(
         raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
         output_counts, bias, COUNTS, BIAS,
@@ -257,8 +255,10 @@ def _draw_kernel(
 
 
 @triton.jit
-def _best_kernel(best_value, best_id, tokens, num_chunks, CHUNKS: tl.constexpr):
+def _best_kernel(best_value, best_id, stats, tokens, norms, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    top, mass = _row_stat(stats, row, num_chunks, 0, CHUNKS)
+    tl.store(norms + row, top + tl.log(mass))
     chunk = tl.arange(0, CHUNKS)
     live = chunk < num_chunks
     value = tl.load(best_value + row * num_chunks + chunk, mask=live, other=float("-inf"))
@@ -285,7 +285,7 @@ def run(logits, inputs):
     chunks = triton.cdiv(size, CHUNK)
     counted = inputs.prompt_counts is not None and inputs.output_counts is not None
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(rows, size, dtype=torch.float32, device=device)
+    norms = torch.empty(rows, dtype=torch.float32, device=device)
     stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
     tops = workspace(device, "sample_tops", rows * chunks * PARTS, torch.float32)
     held = rows * chunks * CANDIDATES
@@ -311,7 +311,7 @@ def run(logits, inputs):
         CHUNK=CHUNK, PARTS=PARTS, **flags, **fast, **launch_options(WARPS),
     )  # fmt: skip
     filters = (inputs.temperature, inputs.top_k, inputs.top_p)
-    _candidates_kernel[(rows, chunks)](
+    _candidates_kernel[(rows, min(chunks, max(1, PROGRAMS // rows)))](
         logits, stats, tops, *found, *filters, *penalties, *wide, size, chunks,
         CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **flags, **launch_options(8),
     )  # fmt: skip
@@ -321,11 +321,11 @@ def run(logits, inputs):
         **launch_options(16),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
-        logits, stats, limits, logprobs, best_value, best_id, inputs.temperature, inputs.min_p,
+        logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p,
         *penalties, inputs.seeds, inputs.positions, *wide, size, chunks,
         CHUNK=CHUNK, **padded, **flags, **fast, **launch_options(WARPS),
     )  # fmt: skip
     _best_kernel[(rows,)](
-        best_value, best_id, tokens, chunks, **padded, **launch_options(1)
+        best_value, best_id, stats, tokens, norms, chunks, **padded, **launch_options(1)
     )  # fmt: skip
-    return tokens, logprobs
+    return tokens, norms

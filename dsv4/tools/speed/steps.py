@@ -237,8 +237,8 @@ class Bench:
             streams = embed(ids, model.embedding, model.config.hc_mult, model.dtype)
             h = mhc_head(streams, y, post, comb, model.head_site)
             logits = linear(h, model.head, torch.float32)
-            tokens, logprobs = sample(logits, buffers.sampling(bucket))
-            accept(tokens, logprobs, buffers.next_inputs(bucket))
+            tokens, norms = sample(logits, buffers.sampling(bucket))
+            accept(tokens, logits, norms, buffers.next_inputs(bucket))
 
         step = captured(rest, self.device)
         step()

@@ -386,7 +386,7 @@ def check_sample_edges() -> None:
         module.FEW_CANDIDATES, module.CANDIDATES = few, room
         found = module.run(logits, inputs)
         compare("tokens", wanted[0], found[0], 0.0, 0.0)
-        compare("logprobs", wanted[1], found[1], 1e-4, 1e-4)
+        compare("norms", wanted[1], found[1], 1e-4, 1e-4)
 
 
 def fill_with_nan() -> None:
