@@ -26,6 +26,7 @@ PURE = (
     "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "typer", "click", "rich",
     "shellingham", "markdown_it", "mdurl", "annotated_doc",
 )  # fmt: skip
+TOLERANCE = 0.03  # docs/numerics.md, "A CPU and a GPU"
 # the most wanted first: what a time limit cuts off is what matters least
 DECODE = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 131072), (1, 1048576), (32, 131072))
 PRO = ((1, 4096), (32, 4096), (1, 1048576))
@@ -304,11 +305,11 @@ def run_quality() -> None:
 
     record = ROOT / "benchmarks" / "records" / "2026-11-16_quality_tiny_cpu.jsonl"
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    wanted = {
-        row["skill"]: row["right"] / row["asked"]
-        for row in lines
-        if row.get("formats") == "fp8" and not row.get("variant") and "skill" in row
-    }
+    wanted: dict[str, float] = {}
+    for formats in ("fp8", "fp8, activations bf16"):  # the latter where it was measured
+        for row in lines:
+            if row.get("formats") == formats and not row.get("variant") and "skill" in row:
+                wanted[row["skill"]] = row["right"] / row["asked"]
     count, lengths = (4, [300]) if SMALL else (200, [2000, 8000, 16000])
     engine = Engine.load("tiny", device=DEVICE, max_sequences=32, max_context=20480)
     rows: list[dict] = [{"run": run_facts()}]
@@ -324,9 +325,9 @@ def run_quality() -> None:
     rows.append({"perplexity": perplexity(engine), "settings": str(engine.settings)})
     (OUT / "quality.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     say(json.dumps(rows[-1]))
-    worse = [s.skill for s in scores if s.accuracy < wanted.get(s.skill, 0.0) - 0.02]
+    worse = [s.skill for s in scores if s.accuracy < wanted.get(s.skill, 0.0) - TOLERANCE]
     if worse:
-        raise SystemExit(f"more than 2 points below the CPU: {', '.join(worse)}")
+        raise SystemExit(f"more than 3 points below the CPU: {', '.join(worse)}")
 
 
 RUNS = {

@@ -6,7 +6,7 @@ beyond what a token can see are -inf in both. Heads are summed in one tile shape
 batch.
 
 On sm_100 FP8 and FP4 keys go to the tensor core as they are stored. A query has been rounded as
-keys are, so its codes and power-of-two scales, found again here, are exact: same bits.
+keys are, so its codes and power-of-two scales, found again here, are exact.
 """
 
 import torch
@@ -34,7 +34,7 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 RATIO = 4
-BN = 64  # entries of a tile
+BN = 64  # entries of a tile; block-scaled products have 128
 STAGES = 2
 PROGRAMS = 528  # as many as run at once, four on a multiprocessor
 
@@ -251,7 +251,8 @@ def run(q, weights, pool, table, batch, topk, native=None):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (INDEX_FP4, 1) else tl.float16
-    programs = min(triton.cdiv(width, BN), max(1, PROGRAMS // max(tokens, 1)))
+    bn = 128 if native else BN
+    programs = min(triton.cdiv(width, bn), max(1, PROGRAMS // max(tokens, 1)))
     _scores_kernel[(programs, tokens)](
         q,
         weights,
@@ -268,7 +269,7 @@ def run(q, weights, pool, table, batch, topk, native=None):
         PAGE=pool.page_entries,
         H=max(16, triton.next_power_of_2(heads)),
         DIM=dim,
-        BN=BN,
+        BN=bn,
         FORMAT=fmt,
         STAGES=STAGES,
         MT=mt,

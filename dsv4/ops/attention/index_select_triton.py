@@ -42,6 +42,10 @@ def _select_kernel(
     place = chunk * CHUNK + lane
     live = place < width
     score = tl.load(scores + row * width + place, mask=live, other=float("-inf"))
+    if FIRST:
+        index = place.to(tl.int64)
+    else:
+        index = tl.load(indices + row * width + place, mask=live, other=-1).to(tl.int64)
     key = sort_key(score)
     threshold = tl.zeros((), tl.uint32)
     bit = tl.full((), 0x40000000, tl.uint32)
@@ -59,16 +63,15 @@ def _select_kernel(
             count = tl.where(found >= topk, found, count)
         bit = bit >> 2
     above = key > threshold
-    room = topk - tl.sum(above.to(tl.int32), axis=0)
     equal = (key == threshold) & (key > 0)
-    rank = tl.cumsum(equal.to(tl.int32), axis=0)
+    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)  # two counts in one sum
+    totals = tl.sum(both, axis=0)
+    upto = tl.cumsum(both, axis=0)
+    room = topk - (totals & 0xFFFF)
+    rank = (upto >> 16) & 0xFFFF
     kept = above | (equal & (rank <= room))
-    order = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    num_kept = tl.sum(kept.to(tl.int32), axis=0)
-    if FIRST:
-        index = place.to(tl.int64)
-    else:
-        index = tl.load(indices + row * width + place, mask=live, other=-1).to(tl.int64)
+    order = (upto & 0xFFFF) + tl.minimum(rank, room) - 1
+    num_kept = (totals & 0xFFFF) + tl.minimum((totals >> 16) & 0xFFFF, room)
     base = (row * num_chunks + chunk) * out_width
     tl.store(out_indices + base + order, index, mask=kept)
     if not FINAL:

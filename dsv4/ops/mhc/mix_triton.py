@@ -19,11 +19,11 @@ from dsv4.ops.device import (
     device_reason,
     interpreting,
     launch_options,
-    times_rounded,
     workspace,
 )
 from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv.entry_triton import append
+from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn, sinkhorn4
 from dsv4.ops.parts import Parts
 
 CHANNELS = 32
@@ -135,100 +135,6 @@ def _update_kernel(
     tl.store(partials + at, total, mask=live[:, None])
 
 
-@triton.jit
-def _reciprocal(x, ASM: tl.constexpr):
-    """1 / x to the last bit but one; a division would be ten instructions of every warp."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return 1.0 / x
-
-
-@triton.jit
-def _normal4(a, b, c, d, eps, ASM: tl.constexpr):
-    """Four numbers divided by their sum + eps."""
-    r = _reciprocal(((a + b) + (c + d)) + eps, ASM)
-    a, b = times_rounded(a, r, ASM), times_rounded(b, r, ASM)
-    return a, b, times_rounded(c, r, ASM), times_rounded(d, r, ASM)
-
-
-@triton.jit
-def _softmax4(logits, eps, ASM: tl.constexpr):
-    a, b, c, d = logits
-    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    a, b, c, d = _normal4(a, b, c, d, 0.0, ASM)
-    return a + eps, b + eps, c + eps, d + eps
-
-
-@triton.jit
-def _store4(out, a, b, c, d):
-    tl.store(out, a)
-    tl.store(out + 1, b)
-    tl.store(out + 2, c)
-    tl.store(out + 3, d)
-
-
-@triton.jit
-def _sinkhorn4(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
-    """4 x 4, an entry a number or a vector over tokens: sums need no exchange of threads."""
-    a0, a1, a2, a3 = _softmax4(logits[:4], eps, ASM)
-    b0, b1, b2, b3 = _softmax4(logits[4:8], eps, ASM)
-    c0, c1, c2, c3 = _softmax4(logits[8:12], eps, ASM)
-    d0, d1, d2, d3 = _softmax4(logits[12:], eps, ASM)
-    a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
-    a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
-    a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
-    a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps, ASM)
-    for _ in tl.range(0, ITERS - 1):
-        a0, a1, a2, a3 = _normal4(a0, a1, a2, a3, eps, ASM)
-        b0, b1, b2, b3 = _normal4(b0, b1, b2, b3, eps, ASM)
-        c0, c1, c2, c3 = _normal4(c0, c1, c2, c3, eps, ASM)
-        d0, d1, d2, d3 = _normal4(d0, d1, d2, d3, eps, ASM)
-        a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
-        a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
-        a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
-        a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps, ASM)
-    _store4(out, a0, a1, a2, a3)
-    _store4(out + 4, b0, b1, b2, b3)
-    _store4(out + 8, c0, c1, c2, c3)
-    _store4(out + 12, d0, d1, d2, d3)
-
-
-@triton.jit
-def _sinkhorn(z, row, out, eps, N: tl.constexpr, NP: tl.constexpr, ITERS: tl.constexpr):
-    """N x N as a tile; `z` holds entry (j, k) at row 2N + jN + k."""
-    j = tl.arange(0, NP)[:, None]
-    k = tl.arange(0, NP)[None, :]
-    live = (j < N) & (k < N)
-    place = 2 * N + j * N + k
-    m = tl.sum(tl.where(place[:, :, None] == row[None, None, :], z[None, None, :], 0.0), axis=2)
-    m = tl.where(live, m, float("-inf"))
-    top = tl.max(m, axis=1)
-    m = tl.exp(m - tl.where(tl.arange(0, NP) < N, top, 0.0)[:, None])
-    m = tl.where(live, m / tl.maximum(tl.sum(m, axis=1), 1e-30)[:, None] + eps, 0.0)
-    m = m / (tl.sum(m, axis=0) + eps)[None, :]
-    for _ in tl.range(0, ITERS - 1):
-        m = m / (tl.sum(m, axis=1) + eps)[:, None]
-        m = m / (tl.sum(m, axis=0) + eps)[None, :]
-    tl.store(out + j * N + k, m, mask=live)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _comb_kernel(
-    logits, comb, num_tokens, eps,
-    RPAD: tl.constexpr, ITERS: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The mixing matrices of BM tokens from the logits that `_mix_kernel` left."""
-    token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    token = tl.minimum(token, num_tokens - 1)  # the last one again and again, to the same place
-    entries = ()
-    for i in tl.static_range(16):
-        entries = append(entries, tl.load(logits + token * RPAD + 8 + i))
-    _sinkhorn4(entries, comb + token * 16, eps, ITERS, ASM)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
     streams, partials, base, scale, norm, x, post, comb, logits, num_tokens, eps, hc_eps,
@@ -242,7 +148,7 @@ def _mix_kernel(
     row in few bits as well, as gemm/activation_triton.py has it.
 
     With a second row of programs the first collapses and the second mixes, side by side. Without
-    one, 4 x 4 matrices are left to `_comb_kernel`.
+    one, 4 x 4 matrices are left to `comb_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     alone = tl.num_programs(1) == 1
@@ -291,9 +197,9 @@ def _mix_kernel(
                 entries = ()
                 for i in tl.static_range(16):
                     entries = append(entries, tl.sum(tl.where(row == 8 + i, z, 0.0)))
-                _sinkhorn4(entries, comb + token * 16, hc_eps, ITERS, ASM)
+                sinkhorn4(entries, comb + token * 16, hc_eps, ITERS, ASM)
         else:
-            _sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
+            sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
 
 
 @dataclass(frozen=True)
@@ -406,7 +312,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
         **launch_options(config.mix_warps),
     )
     if n == 4 and not (head or beside):
-        _comb_kernel[(triton.cdiv(tokens, 32),)](
+        comb_kernel[(triton.cdiv(tokens, 32),)](
             logits, new_comb, tokens, site.hc_eps, RPAD=rpad, ITERS=site.sinkhorn_iters, BM=32,
             ASM=not interpreting(), **launch_options(1),
         )  # fmt: skip

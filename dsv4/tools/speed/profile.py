@@ -13,9 +13,9 @@ FAMILIES = {
     "router": ("_gate_kernel", "_choose_kernel"),
     "linear": (
         "_linear_kernel", "expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
-        "_quantize_kernel", "_arrange_kernel",
+        "_quantize_kernel",
     ),
-    "mhc": ("_update_kernel", "_mix_kernel", "_comb_kernel"),
+    "mhc": ("_update_kernel", "_mix_kernel", "comb_kernel"),
     "attention": ("_attend_kernel", "_attend_scaled_kernel", "_merge_kernel"),
     "index": ("_scores_kernel", "_select_kernel", "_index_kernel"),
     "state": (

@@ -226,7 +226,7 @@ def check_experts() -> None:
 
 
 def check_index_scores() -> None:
-    """The same bits as the form for every GPU: codes are multiplied exactly in both."""
+    """As the form for every GPU but for the order of summation: both multiply codes exactly."""
     from dsv4.ops import OPS
     from dsv4.ops.attention import index_scores_triton as kernel
     from tests.ops.kernels.test_weight_interpreter import compare
@@ -238,7 +238,8 @@ def check_index_scores() -> None:
             continue
         num_run += 1
         found = kernel.run(**arguments, native=True)
-        assert torch.equal(found, kernel.run(**arguments, native=False)), case.name
+        other = kernel.run(**arguments, native=False)
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6, msg=case.name)
         wanted = op.reference(**arguments)
         width = min(wanted.shape[1], found.shape[1])
         hidden = wanted[:, :width].isinf()

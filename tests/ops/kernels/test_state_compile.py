@@ -13,7 +13,7 @@ from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts
 EXPECTED: dict[str, tuple[str, int]] = {
     "_update_kernel": ("HGMMA|HMMA", 0),
     "_mix_kernel": ("SHFL", 0),
-    "_comb_kernel": ("MUFU", 0),
+    "comb_kernel": ("MUFU", 0),
     "_rms_norm_kernel": ("SHFL", 0),
     "_kv_store_kernel": ("F2FP", 0),
     "_close_kernel": ("MUFU", 0),
