@@ -214,7 +214,7 @@ def choose_config(num_tokens: int, size: int) -> Config:
     """Only `mix_warps` sets an order of summation; it depends on the size alone."""
     mix_warps = max(1, min(8, triton.next_power_of_2(size) // 1024))
     if num_tokens <= 64:
-        return Config(16, True, 2, mix_warps)
+        return Config(16, True, 4 if num_tokens == 1 else 2, mix_warps)  # one token has parts
     if num_tokens < 4096:
         return Config(64, num_tokens <= 1024, 4, mix_warps)
     return Config(128, False, 8, mix_warps)
