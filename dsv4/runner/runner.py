@@ -20,7 +20,7 @@ from dsv4.runner.decode import Decoder, Row, decode_step, samples_on_device
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
 from dsv4.runner.settings import Settings
-from dsv4.runner.warmup import Progress, warm_up
+from dsv4.runner.warmup import Forms, Progress, warm_up
 from dsv4.sampling import Draw, sample_batch
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,7 @@ class Runner:
             self._decode_once,
             self._dummy_prompt,
             graphs.capture,
+            Forms(self.pages.geometry, self.model.dtype),
             progress,
         )
         self._graphs = graphs

@@ -8,10 +8,13 @@ Compiled kernels are kept on disk by Triton (`TRITON_CACHE_DIR`), so a second st
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 
+import torch
+
+from dsv4.cache.geometry import PAGE_ENTRIES, Geometry, Pool
 from dsv4.ops.op import kernels_only
 from dsv4.ops.workspace import freeze_workspaces, workspace_bytes
 from dsv4.runner.buffers import Bucket, DecodeBuffers
@@ -23,12 +26,60 @@ ALL_LOGITS = 256  # most rows of a prompt whose logits are all wanted, as `score
 
 
 def prompt_lengths(chunk_tokens: int) -> list[int]:
-    """Each kernel chooses its form at powers of two: one length beyond each, and the longest."""
+    """Most kernels choose their form at powers of two: one length beyond each, and the longest."""
     lengths, size = [], 2
     while size < chunk_tokens:
         lengths.append(size)
         size = 2 * size - 1 if size > 2 else 5
     return [*lengths, chunk_tokens]
+
+
+class Forms:
+    """What experts and attention choose at other numbers of tokens, and by the context."""
+
+    MOST = 1024  # tokens; beyond, attention's programs walk
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
+        self.geometry = geometry
+        self.narrow = dtype == torch.bfloat16 and geometry.kv_format != "fp32"
+        self._experts = import_module("dsv4.ops.moe.experts_triton")
+        self._route = import_module("dsv4.ops.moe.route_triton")
+        self._attention = import_module("dsv4.ops.attention.attention_triton")
+
+    def __call__(self, tokens: int, context: int) -> set[Hashable]:
+        c, found = self.geometry.config, set[Hashable]()
+        tiles = self._experts.choose_config(tokens, c.num_experts_per_tok, c.num_experts)
+        found.add((tiles, self._route.choose_config(tokens * c.num_experts_per_tok)))
+        if tokens > self.MOST:
+            return found
+        for ratio in sorted(set(c.compress_ratios)):
+            pool: Pool = "csa" if ratio == 4 else "hca"
+            entries = 0
+            if ratio:
+                pages = max(1, len(self.geometry.pages_needed(pool, 0, context)))
+                entries = pages * PAGE_ENTRIES[pool]
+            if ratio == 4:
+                entries = min(entries, c.index_topk)
+            found.add((ratio, self._attention.form_of(tokens, c, entries, self.narrow)))
+        return found
+
+
+def prompt_shapes(
+    chunk_tokens: int, most_tokens: int, contexts: Sequence[int], forms: Forms
+) -> list[tuple[int, int]]:
+    """Tokens and context of prompts that between them need every kernel, the largest first."""
+    lengths = prompt_lengths(chunk_tokens)
+    shapes = [(most_tokens, contexts[-1])]
+    shapes += [(n, contexts[-1]) for n in reversed(lengths)]
+    shapes += [(lengths[0], context) for context in contexts[:-1]]
+    seen = set[Hashable]().union(*(forms(*shape) for shape in shapes))
+    for context in reversed(contexts):
+        for tokens in range(1, most_tokens if context == contexts[-1] else Forms.MOST):
+            new = forms(tokens, context) - seen
+            if new and tokens <= most_tokens:
+                shapes.append((tokens, context))
+                seen |= new
+    return shapes
 
 
 class Pieces:
@@ -56,16 +107,16 @@ def warm_up(
     decode: Callable[[Bucket], None],
     prompt: Callable[[int, int, int], None],
     capture: Callable[[list[Bucket], Callable[[], None]], None],
+    forms: Forms,
     progress: Progress | None = None,
 ) -> None:
     """`decode` runs a bucket's step, `prompt` a prompt of so many tokens, context and logits."""
     device = buffers.device
     buckets = buffers.buckets()
-    lengths = prompt_lengths(chunk_tokens)
-    prompts = [(n, buffers.contexts[-1], 1) for n in reversed(lengths)]
     # the most tokens a step can have: a whole chunk, and everyone else decodes
-    prompts.insert(0, (chunk_tokens + buffers.batches[-1] - 1, buffers.contexts[-1], 1))
-    prompts += [(lengths[0], context, 1) for context in buffers.contexts[:-1]]
+    most_tokens = chunk_tokens + buffers.batches[-1] - 1
+    shapes = prompt_shapes(chunk_tokens, most_tokens, buffers.contexts, forms)
+    prompts = [(tokens, context, 1) for tokens, context in shapes]
     most = min(chunk_tokens, ALL_LOGITS)
     prompts.append((most, buffers.contexts[0], most))
     pieces = Pieces(2 * len(prompts) + 3 * len(buckets), progress)

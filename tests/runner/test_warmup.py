@@ -2,20 +2,23 @@
 
 import random
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4.cache.geometry import Geometry
 from dsv4.errors import KernelError
 from dsv4.ops.workspace import freeze_workspaces, workspace
 from dsv4.request import SamplingParams
 from dsv4.runner import runner as runner_module
-from dsv4.runner.buffers import Bucket
+from dsv4.runner.buffers import Bucket, context_sizes
 from dsv4.runner.guard import Guard
 from dsv4.runner.runner import Chunk, Runner
-from dsv4.runner.warmup import prompt_lengths
+from dsv4.runner.warmup import Forms, prompt_lengths, prompt_shapes
 from dsv4.sampling import Draw, sample_batch
+from dsv4.tools.speed.model import shape_config
 from tests.runner.test_decode import make_runner
 
 CPU = torch.device("cpu")
@@ -39,8 +42,16 @@ class PretendGraphs:
 
 
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runner, list[tuple[int, int]]]]:
-    pytest.importorskip("triton", reason="warm-ups compile")
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="warm-ups compile, forms are those of kernels")
+    module = import_module("dsv4.ops.attention.attention_triton")
+    monkeypatch.setattr(module, "has_tensor_memory", lambda: False)
+
+
+@pytest.fixture
+def warm(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Runner, list[tuple[int, int]]]]:
     monkeypatch.setattr(runner_module, "Graphs", PretendGraphs)
     runner, progress = make_runner(sequences=2, context=256), []
     runner.warm_up(5, lambda done, total: progress.append((done, total)))
@@ -128,6 +139,24 @@ def test_sampled_rows_match_sample_batch() -> None:
     runner.pages.close(pages)
     again = runner.pages.open()
     assert found == sample_batch(runner.step([Chunk(again, [1, 2, 3], 1)]), draws)
+
+
+@pytest.mark.parametrize(("shape", "chunk"), [("flash", 8192), ("pro", 2048), ("tiny", 300)])
+def test_prompts_need_every_form_that_any_prompt_needs(
+    hopper: None, shape: str, chunk: int
+) -> None:
+    config = shape_config(shape, 4)
+    geometry = Geometry(config, "fp8", "fp8", chunk_tokens=chunk)
+    contexts = context_sizes(65536)
+    forms = Forms(geometry, torch.bfloat16)
+    shapes = prompt_shapes(chunk, chunk + 31, contexts, forms)
+    assert shapes[0] == (chunk + 31, contexts[-1])
+    assert len(shapes) == len(set(shapes)) < 60
+    seen = set().union(*(forms(*each) for each in shapes))
+    rng = random.Random(chunk)
+    for _ in range(2000):
+        tokens = rng.randint(1, rng.choice((40, 300, chunk)))
+        assert forms(tokens, rng.choice(contexts)) <= seen
 
 
 def test_prompt_lengths_pass_every_power_of_two() -> None:

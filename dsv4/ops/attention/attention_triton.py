@@ -291,6 +291,12 @@ def most_entries(compressed) -> int:
     return compressed.table.shape[1] * compressed.pool.page_entries
 
 
+def form_of(num_tokens: int, model, num_entries: int, narrow: bool) -> Config:
+    """What a model's layer with so many compressed entries will run."""
+    num_tiles = triton.cdiv(model.sliding_window, BT) + triton.cdiv(num_entries, BT)
+    return choose_config(num_tokens, model.num_heads, num_tiles, narrow, has_tensor_memory())
+
+
 def config_of(q, pool, compressed, window) -> Config:
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most_entries(compressed), BT)
     config = choose_config(

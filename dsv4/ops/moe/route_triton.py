@@ -79,10 +79,16 @@ def num_route_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
     return min(num_pairs, tiles) if num_pairs <= SMALL_PAIRS else tiles
 
 
+def choose_config(num_pairs: int) -> tuple[int, bool]:
+    """Pairs that a program looks at at a time, and whether these are all."""
+    small = num_pairs <= SMALL_PAIRS
+    return max(triton.next_power_of_2(num_pairs), 128) if small else 2048, small
+
+
 def route(experts: torch.Tensor, num_experts: int, bm: int) -> Route:
     num_pairs = experts.numel()
     num_tiles = num_route_tiles(num_pairs, num_experts, bm)
-    small = num_pairs <= SMALL_PAIRS
+    chunk, small = choose_config(num_pairs)
     names = ("sorted_pairs", "tile_expert", "tile_start", "ends")
     sizes = (num_pairs, num_tiles, num_tiles, num_experts)
     buffers = [
@@ -96,7 +102,7 @@ def route(experts: torch.Tensor, num_experts: int, bm: int) -> Route:
         num_tiles,
         num_experts,
         BM=bm,
-        CHUNK=max(triton.next_power_of_2(num_pairs), 128) if small else 2048,
+        CHUNK=chunk,
         BINS=triton.next_power_of_2(num_experts),
         SMALL=small,
         **launch_options(4),
