@@ -56,7 +56,7 @@ def adjusted(
         x = x - tl.load(frequency + row) * output.to(tl.float32)
         x = x - tl.where(output > 0, tl.load(presence + row), 0.0)
     heat = tl.load(temperature + row)
-    return x * (1.0 / tl.where(heat > 0, heat, 1.0))
+    return x * (1.0 / tl.where(heat > 0, tl.maximum(heat, 1e-30), 1.0))
 
 
 @triton.jit
