@@ -203,7 +203,7 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     """One of each kernel at Flash's widths with few rows, on the CPU: what compilers need."""
     shape, cpu = SHAPES["flash"], "cpu"
     one, two = decode_batch(2, 9000, cpu), decode_batch(1, 9000, cpu, new=2)
-    for tokens in (1, 128):
+    for tokens in (1, 128, 4096):
         yield "mhc_boundary", f"{tokens}", mhc_arguments(shape, tokens, cpu)
     yield (
         "rms_norm",
@@ -216,9 +216,10 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     yield "compress", "csa", compress_arguments(one, 4, False, cpu)
     yield "compress", "index", compress_arguments(two, 4, True, cpu)
     yield "compress", "hca", compress_arguments(one, 128, False, cpu)
-    yield "attention", "csa few", attention_arguments(shape, one, 4, 512, cpu, 4)
-    many = prefill_batch(160, 9000, cpu)
-    yield "attention", "csa many", attention_arguments(shape, many, 4, 512, cpu, 4)
+    batches = [decode_batch(n, 9000, cpu) for n in (2, 8, 32)]  # each another form
+    for batch in (*batches, prefill_batch(160, 9000, cpu)):
+        arguments = attention_arguments(shape, batch, 4, 512, cpu, 4)
+        yield "attention", f"csa {batch.num_tokens}", arguments
     yield "index_scores", "", scores_arguments(one, 512, cpu, 4)
     yield "index_select", "", {"scores": torch.zeros(1, 32768), "topk": 512}
     yield "sample", "", sample_arguments(1, cpu, 129280, True)

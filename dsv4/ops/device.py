@@ -166,6 +166,28 @@ def dot_nvfp4(
 
 
 @triton.jit
+def dot_expanded(
+    weight, x, x_rows, x_mask, first, last, total_steps, num_columns,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """`dot_nvfp4` on weights that were written out: `weight` points at BN rows of bf16."""
+    rn = tl.arange(0, BN)
+    rk = tl.arange(0, 64)
+    w_ptrs = weight + (rn * (total_steps * 128) + first * 128)[:, None] + rk[None, :]
+    offsets = x_rows[None, :] + rk[:, None]
+    x += first * 128
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    for step in tl.range(first * 2, last * 2, num_stages=STAGES):
+        mask = x_mask[None, :]
+        if not EVEN_K:
+            mask = mask & (step * 64 + rk < num_columns)[:, None]
+        acc = tl.dot(tl.load(w_ptrs), tl.load(x + offsets, mask=mask, other=0.0), acc)
+        w_ptrs += 64
+        x += 64
+    return acc
+
+
+@triton.jit
 def dot_bf16(
     weight,
     n_mask,

@@ -17,6 +17,7 @@ from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops.device import (
     device_reason,
     dot_bf16,
+    dot_expanded,
     dot_fp8,
     dot_nvfp4,
     finish_ranges,
@@ -24,10 +25,10 @@ from dsv4.ops.device import (
     launch_options,
     num_ranges,
     select_matrix,
+    whole_tile,
     workspace,
 )
 from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
-from dsv4.ops.many_rows_triton import dot_expanded, expand_kernel
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
@@ -163,6 +164,20 @@ def _linear_kernel(
         else:
             narrow = total.to(tl.bfloat16)
             tl.store(out_bf16 + offsets, narrow, mask=mask)
+
+
+@triton.jit
+def _expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
+    """One tile as bf16 without its global."""
+    step = tl.program_id(0)
+    row_tile = tl.program_id(1).to(tl.int64)
+    rn = tl.arange(0, 64)
+    tile = row_tile * total_steps + step
+    w_ptrs = words + tile * 2048 + (rn * 16)[:, None] + tl.arange(0, 16)[None, :]
+    code = tl.load(codes.to(tl.pointer_type(tl.int64), bitcast=True) + tile * 64 + rn)
+    weights = whole_tile(tl.load(w_ptrs), tl.load(w_ptrs + 1024), code, 64, ASM)
+    row = (row_tile * 64 + rn) * (total_steps * 128) + step * 128
+    tl.store(out + row[:, None] + tl.arange(0, 128)[None, :], weights)
 
 
 @dataclass(frozen=True)
@@ -335,7 +350,7 @@ def _expand(weights: list[TiledNvfp4]) -> list[torch.Tensor]:
     outs = list(room[: sum(sizes)].split(sizes))
     for weight, out in zip(weights, outs, strict=True):
         row_tiles, steps = weight.packed.shape[:2]
-        expand_kernel[(steps, row_tiles)](
+        _expand_kernel[(steps, row_tiles)](
             weight.packed, weight.scale, out, steps, ASM=not interpreting(), **launch_options(4)
         )
     return outs

@@ -12,7 +12,7 @@ FAMILIES = {
     ),
     "router": ("_gate_kernel", "_choose_kernel"),
     "linear": (
-        "_linear_kernel", "expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
+        "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
         "_quantize_kernel",
     ),
     "mhc": ("_update_kernel", "_mix_kernel", "comb_kernel"),
