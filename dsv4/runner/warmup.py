@@ -74,9 +74,10 @@ def prompt_shapes(
     shapes += [(lengths[0], context) for context in contexts[:-1]]
     seen = set[Hashable]().union(*(forms(*shape) for shape in shapes))
     for context in reversed(contexts):
-        for tokens in range(1, most_tokens if context == contexts[-1] else Forms.MOST):
+        most = most_tokens if context == contexts[-1] else min(most_tokens, Forms.MOST)
+        for tokens in range(1, most + 1):
             new = forms(tokens, context) - seen
-            if new and tokens <= most_tokens:
+            if new:
                 shapes.append((tokens, context))
                 seen |= new
     return shapes

@@ -10,10 +10,13 @@ import torch
 
 from dsv4.cache.geometry import Geometry
 from dsv4.errors import KernelError
+from dsv4.formats.entry import kv_entry
+from dsv4.ops.attention.attention import Compressed
+from dsv4.ops.kv.pool import allocate_pool
 from dsv4.ops.workspace import freeze_workspaces, workspace
 from dsv4.request import SamplingParams
 from dsv4.runner import runner as runner_module
-from dsv4.runner.buffers import Bucket, context_sizes
+from dsv4.runner.buffers import Bucket, DecodeBuffers, context_sizes
 from dsv4.runner.guard import Guard
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.warmup import Forms, prompt_lengths, prompt_shapes
@@ -157,6 +160,26 @@ def test_prompts_need_every_form_that_any_prompt_needs(
     for _ in range(2000):
         tokens = rng.randint(1, rng.choice((40, 300, chunk)))
         assert forms(tokens, rng.choice(contexts)) <= seen
+
+
+def test_forms_are_those_that_attention_chooses_for_the_tables_of_a_step(hopper: None) -> None:
+    module = import_module("dsv4.ops.attention.attention_triton")
+    config = shape_config("flash", 4)
+    geometry = Geometry(config, "fp8", "fp8", chunk_tokens=64)
+    forms = Forms(geometry, torch.bfloat16)
+    pool = allocate_pool("fp8", False, kv_entry("fp8", 512, 64), (1, 32), "cpu")
+    seen = set()
+    for context, tables in DecodeBuffers(geometry, 1, 65536, CPU).tables.items():
+        for tokens in (1, 8, 32, 40, 171):
+            q = torch.empty(tokens, config.num_heads, config.head_dim, dtype=torch.bfloat16)
+            for ratio, name in ((4, "csa"), (128, "hca")):
+                table = tables[name]
+                chosen = torch.empty(tokens, min(config.index_topk, 32 * table.shape[1]))
+                compressed = Compressed(pool, table, ratio, chosen if ratio == 4 else None)
+                found = module.config_of(q, pool, compressed, config.sliding_window)
+                assert (ratio, found) in forms(tokens, context)
+                seen.add(found)
+    assert len(seen) >= 4
 
 
 def test_prompt_lengths_pass_every_power_of_two() -> None:
