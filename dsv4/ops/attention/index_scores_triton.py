@@ -38,32 +38,63 @@ BN = 64  # entries of a tile; block-scaled products have 128
 STAGES = 2
 PROGRAMS = 528  # as many as run at once, four on a multiprocessor
 
-# four bytes -> four bf16, the E2M1 code of the low (high) half times 2^-126
-_LOW = tl.constexpr(
-    "{ .reg .b32 a, b; prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342; "
-    "and.b32 a, a, 0x000F000F; and.b32 b, b, 0x000F000F; "
-    "mul.lo.u32 a, a, 0x1040; mul.lo.u32 b, b, 0x1040; "
-    "and.b32 $0, a, 0x81C081C0; and.b32 $1, b, 0x81C081C0; }"
+# one E2M1 code of each of two 16-bit words as two bf16, times 2^-126
+_SLOT0 = tl.constexpr(
+    "{ .reg .b32 u; and.b32 u, $1, 0x000F000F; mul.lo.u32 u, u, 0x1040; "
+    "and.b32 $0, u, 0x81C081C0; }"
 )
-_HIGH = tl.constexpr(
-    "{ .reg .b32 a, b; prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342; "
-    "shr.u32 a, a, 4; shr.u32 b, b, 4; and.b32 a, a, 0x000F000F; and.b32 b, b, 0x000F000F; "
-    "mul.lo.u32 a, a, 0x1040; mul.lo.u32 b, b, 0x1040; "
-    "and.b32 $0, a, 0x81C081C0; and.b32 $1, b, 0x81C081C0; }"
+_SLOT1 = tl.constexpr(
+    "{ .reg .b32 u; and.b32 u, $1, 0x00F000F0; mul.lo.u32 u, u, 0x104; "
+    "and.b32 $0, u, 0x81C081C0; }"
+)
+_SLOT2 = tl.constexpr(
+    "{ .reg .b32 u; shr.u32 u, $1, 2; and.b32 u, u, 0x03C003C0; mul.lo.u32 u, u, 0x41; "
+    "and.b32 $0, u, 0x81C081C0; }"
+)
+_SLOT3 = tl.constexpr(
+    "{ .reg .b32 u; shr.u32 u, $1, 6; and.b32 u, u, 0x01C001C0; "
+    "lop3.b32 $0, $1, 0x80008000, u, 0xEA; }"
 )
 
 
 @triton.jit
-def _e2m1(code, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """bf16 of one E2M1 number of each byte, times 2^-126."""
+def _e2m1(words, SLOT: tl.constexpr, ASM: tl.constexpr):
+    """bf16 of one of the four E2M1 numbers of each 16-bit word, times 2^-126."""
     if ASM:
-        CODE: tl.constexpr = _HIGH if HIGH else _LOW
-        return tl.inline_asm_elementwise(
-            CODE, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4
+        CODE: tl.constexpr = (
+            _SLOT0 if SLOT == 0 else (_SLOT1 if SLOT == 1 else (_SLOT2 if SLOT == 2 else _SLOT3))
         )
-    wide = code.to(tl.int16)
-    wide = (wide >> 4) if HIGH else (wide & 15)
-    return ((wide * 0x1040) & -32320).to(tl.bfloat16, bitcast=True)
+        return tl.inline_asm_elementwise(
+            CODE, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    code = (words >> (4 * SLOT)) & 15
+    return ((code * 0x1040) & -32320).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _positive(x, ASM: tl.constexpr):
+    """max(x, 0) of x below one: a sum that saturates leaves the units of bit operations free."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "add.sat.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _by_group(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns `[ROWS, WIDTH / 4, 4]` (word, number of the word) in the order in which they are
+    multiplied: a thread then multiplies the 32 numbers of one scale."""
+    GROUPS: tl.constexpr = WIDTH // 32
+    x = x.reshape(ROWS, GROUPS, 2, 2, 2, 2, 2)
+    return x.permute(0, 6, 5, 2, 3, 1, 4).reshape(ROWS, WIDTH)
+
+
+@triton.jit
+def _by_warp(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows as a product spreads them over warps; loads spread them another way."""
+    x = x.reshape(ROWS // 64, 2, 4, 8, WIDTH)
+    return x.permute(0, 2, 1, 3, 4).reshape(ROWS, WIDTH)
 
 
 @triton.jit
@@ -77,57 +108,64 @@ def _by_thread(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def _queries(
     q, q_at, live, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, MT: tl.constexpr
 ):
-    """Query heads `[H, DIM]`; for FP4 keys the even and the odd numbers apart."""
+    """Query heads `[H, DIM]`, columns in the order of the keys'."""
     x = tl.load(q + q_at + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0).to(MT)
-    even = _by_thread(x, H, DIM) if FORMAT == 3 else x
-    odd = even
     if FORMAT == 4:
-        even, odd = tl.split(x.reshape(H, DIM // 2, 2))
-        even = _by_thread(even, H, DIM // 2)
-        odd = _by_thread(odd, H, DIM // 2)
-    return even, odd
+        x = _by_group(x, H, DIM)
+    elif FORMAT == 3:
+        x = _by_thread(x, H, DIM)
+    return x
+
+
+@triton.jit
+def _times(k, queries, ROWS: tl.constexpr, H: tl.constexpr, MT: tl.constexpr):
+    zero = tl.zeros((ROWS, H), tl.float32)
+    if tl.float32 == MT:
+        out = tl.dot(k.to(tl.float32), tl.trans(queries), zero, input_precision="ieee")
+    else:
+        out = tl.dot(k, tl.trans(queries), zero)
+    return out
 
 
 @triton.jit
 def _products(
-    even, odd, data, scale, slot, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
-    FORMAT: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    queries, data, scale, slot, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
+    FORMAT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, H]`: keys (FP4: times 2^-63) times query heads; and the keys' factor `[BN]`."""
+    """fp32 `[BN, H]`: keys times query heads; and the keys' factor `[BN]`."""
     own = tl.full((BN,), 1.0, tl.float32)
-    zero = tl.zeros((BN, H), tl.float32)
-    if FORMAT == 4:
-        HALF: tl.constexpr = DIM // 2
-        byte = tl.arange(0, HALF)
-        code = _by_thread(tl.load(data + slot[:, None] * HALF + byte[None, :]), BN, HALF)
-        group = tl.arange(0, DIM // 32)
-        power = tl.load(scale + slot[:, None] * (DIM // 32) + group[None, :])
-        # 2^(e + 63) as bf16: with the codes' 2^-126 a key is held times 2^-63
-        factor = (tl.minimum(power.to(tl.int32) + 63, 254) << 7).to(tl.int16)
-        factor = factor.to(tl.bfloat16, bitcast=True)
-        factor = factor[:, :, None].broadcast_to(BN, DIM // 32, 16).reshape(BN, HALF)
-        low = _e2m1(code, False, ASM) * factor
-        high = _e2m1(code, True, ASM) * factor
-        if tl.float32 == MT:
-            low = low.to(tl.float32)
-            high = high.to(tl.float32)
-            out = tl.dot(low, tl.trans(even), zero, input_precision="ieee")
-            out = tl.dot(high, tl.trans(odd), out, input_precision="ieee")
-        else:
-            out = tl.dot(low, tl.trans(even), zero)
-            out = tl.dot(high, tl.trans(odd), out)
-    else:
-        k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
-        if FORMAT == 3:
-            k = _by_thread(k, BN, DIM).to(tl.float8e4nv, bitcast=True)
-        k = k.to(MT)
-        if tl.float32 == MT:
-            out = tl.dot(k, tl.trans(even), zero, input_precision="ieee")
-        else:
-            out = tl.dot(k, tl.trans(even), zero)
-        if FORMAT == 3:
-            own = tl.load(scale + slot)
-    return out, own
+    k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    if FORMAT == 3:
+        k = _by_thread(k, BN, DIM).to(tl.float8e4nv, bitcast=True)
+        own = tl.load(scale + slot)
+    return _times(k.to(MT), queries, BN, H, MT), own
+
+
+@triton.jit
+def _fetch_codes(data, scale, slot, DIM: tl.constexpr):
+    """Codes of FP4 keys by four `[BN, DIM / 4]`, their scale bytes `[BN, DIM / 32]`."""
+    slot = slot[:, None]
+    words = data.to(tl.pointer_type(tl.int16)) + slot * (DIM // 4)
+    group = tl.trans(slot * (DIM // 32)) + tl.arange(0, DIM // 32)[:, None]
+    # seen as single bytes, groups first, they are loaded by the threads that need them
+    power = tl.trans(tl.load(scale + tl.max_contiguous(group, (1, 1))))
+    return tl.load(words + tl.arange(0, DIM // 4)[None, :]), power
+
+
+@triton.jit
+def _code_sums(
+    queries, words, power, DIM: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
+    MT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BN, H]`: FP4 keys, times 2^-63, times query heads. Rows are those of `_by_warp`."""
+    # 2^(e + 63) as bf16: with the codes' 2^-126 a key is held times 2^-63
+    factor = (tl.minimum(power.to(tl.int32) + 63, 254) << 7).to(tl.int16)
+    factor = factor.to(tl.bfloat16, bitcast=True)
+    factor = factor[:, :, None].broadcast_to(BN, DIM // 32, 8).reshape(BN, DIM // 4)
+    even = tl.join(_e2m1(words, 0, ASM) * factor, _e2m1(words, 2, ASM) * factor)
+    odd = tl.join(_e2m1(words, 1, ASM) * factor, _e2m1(words, 3, ASM) * factor)
+    k = _by_warp(_by_group(tl.join(even, odd), BN, DIM), BN, DIM)
+    return _times(k, queries, BN, H, MT)
 
 
 @triton.jit
@@ -168,6 +206,43 @@ def _code_products(
         return products, tl.load(scale + slot)
 
 
+@triton.jit
+def _pages(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
+    """The page of each entry of a tile and its place there; behind the last one are keys, too."""
+    seen = tl.minimum(tile * BN + tl.arange(0, BN), last).to(tl.uint32)
+    return tl.load(table + seen // PAGE), seen % PAGE
+
+
+@triton.jit
+def _store_scores(out, score, tile, visible, width, BN: tl.constexpr):
+    entry = tile * BN + tl.arange(0, BN)
+    score = tl.where(entry < visible, score, float("-inf"))
+    tl.store(out + entry, score, mask=entry < width)
+
+
+@triton.jit
+def _walk_codes(
+    out, queries, weight, data, scale, table, visible, width, first, tiles, apart,
+    PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """FP4 keys go from memory into the registers that multiply them. The next tile's are on the
+    way meanwhile, as are the pages of the one after."""
+    last = tl.minimum(visible, width) - 1
+    page, place = _pages(table, first, last, PAGE, BN)
+    words, power = _fetch_codes(data, scale, page.to(tl.int64) * PAGE + place, DIM)
+    page, place = _pages(table, first + apart, last, PAGE, BN)
+    for tile in tl.range(first, tiles, apart, num_stages=1):
+        slot = page.to(tl.int64) * PAGE + place
+        next_words, next_power = _fetch_codes(data, scale, slot, DIM)
+        page, place = _pages(table, tile + 2 * apart, last, PAGE, BN)
+        products = _code_sums(queries, words, power, DIM, BN, H, MT, ASM)
+        score = tl.sum(_positive(products, ASM) * weight[None, :], axis=1)
+        score = score.reshape(BN // 64, 4, 2, 8).permute(0, 2, 1, 3).reshape(BN)
+        _store_scores(out, score, tile, visible, width, BN)
+        words, power = next_words, next_power
+
+
 @triton.jit(do_not_specialize=["table_width", "width"])
 def _scores_kernel(
     q, weights, out, positions, seq_idx, data, scale, table, table_width, width, num_heads, topk,
@@ -179,39 +254,40 @@ def _scores_kernel(
     apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     visible = (tl.load(positions + row).to(tl.int32) + 1) // 4
-    lane = tl.arange(0, BN)
     out += row * width
     tiles = tl.cdiv(tl.minimum(visible, width), BN)
     begin = first
     if visible > topk:
-        seq = tl.load(seq_idx + row).to(tl.int64)
+        table += tl.load(seq_idx + row).to(tl.int64) * table_width
         head = tl.arange(0, H)
         live = head < num_heads
         q_at = (row * num_heads + head)[:, None] * DIM
         weight = tl.load(weights + row * num_heads + head, mask=live, other=0.0).to(tl.float32)
         if NATIVE:
-            codes, q_scales, factor = _query_codes(q, q_at, live, H, DIM, FORMAT == 4)
+            queries, q_scales, factor = _query_codes(q, q_at, live, H, DIM, FORMAT == 4)
             weight = weight * factor
         else:
-            even, odd = _queries(q, q_at, live, DIM, H, FORMAT, MT)
-            if FORMAT == 4:
-                weight = weight * 9223372036854775808.0  # 2^63
-        for tile in tl.range(first, tiles, apart, num_stages=STAGES):
-            entry = tile * BN + lane
-            seen = tl.minimum(entry, tl.minimum(visible, width) - 1)  # behind it are keys, too
-            page = tl.load(table + seq * table_width + seen // PAGE).to(tl.int64)
-            slot = page * PAGE + seen % PAGE
-            if NATIVE:
-                products, own = _code_products(
-                    codes, q_scales, data, scale, slot, DIM, BN, H, FORMAT == 4
-                )
-            else:
-                products, own = _products(even, odd, data, scale, slot, H, DIM, BN, FORMAT, MT, ASM)
-            # scales are powers of two above zero: they may wait until the heads are summed
-            score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
-            score = tl.where(entry < visible, score, float("-inf"))
-            tl.store(out + entry, score, mask=entry < width)
+            queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
+        if FORMAT == 4 and not NATIVE:
+            _walk_codes(
+                out, queries, weight * 9223372036854775808.0, data, scale, table, visible, width,
+                first, tiles, apart, PAGE, H, DIM, BN, MT, ASM,
+            )  # 2^63  # fmt: skip
+        else:
+            for tile in tl.range(first, tiles, apart, num_stages=STAGES):
+                page, place = _pages(table, tile, tl.minimum(visible, width) - 1, PAGE, BN)
+                slot = page.to(tl.int64) * PAGE + place
+                if NATIVE:
+                    products, own = _code_products(
+                        queries, q_scales, data, scale, slot, DIM, BN, H, FORMAT == 4
+                    )
+                else:
+                    products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
+                # scales are powers of two above zero: they may wait until the heads are summed
+                score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
+                _store_scores(out, score, tile, visible, width, BN)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
+    lane = tl.arange(0, BN)
     for tile in tl.range(begin, tl.cdiv(width, BN), apart):
         entry = tile * BN + lane
         tl.store(out + entry, tl.where(entry < visible, 0.0, float("-inf")), mask=entry < width)
