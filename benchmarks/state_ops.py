@@ -221,7 +221,8 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
         arguments = attention_arguments(shape, batch, 4, 512, cpu, 4)
         yield "attention", f"csa {batch.num_tokens}", arguments
     yield "index_scores", "", scores_arguments(one, 512, cpu, 4)
-    yield "index_select", "", {"scores": torch.zeros(1, 32768), "topk": 512}
+    for width in (4096, 32768):
+        yield "index_select", f"{width}", {"scores": torch.zeros(1, width), "topk": 512}
     yield "sample", "", sample_arguments(1, cpu, 129280, True)
 
 

@@ -44,8 +44,7 @@ _SLOT0 = tl.constexpr(
     "and.b32 $0, u, 0x81C081C0; }"
 )
 _SLOT1 = tl.constexpr(
-    "{ .reg .b32 u; and.b32 u, $1, 0x00F000F0; mul.lo.u32 u, u, 0x104; "
-    "and.b32 $0, u, 0x81C081C0; }"
+    "{ .reg .b32 u; and.b32 u, $1, 0x00F000F0; mul.lo.u32 u, u, 0x104; and.b32 $0, u, 0x81C081C0; }"
 )
 _SLOT2 = tl.constexpr(
     "{ .reg .b32 u; shr.u32 u, $1, 2; and.b32 u, u, 0x03C003C0; mul.lo.u32 u, u, 0x41; "

@@ -27,6 +27,8 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_merge_kernel": ("MUFU", 0),
     "_scores_kernel": ("HGMMA|HMMA", 0),
     "_select_kernel": ("SHFL|REDUX", 0),
+    "_peaks_kernel": ("FMNMX", 0),
+    "_cut_kernel": ("SHFL|REDUX", 0),
     "_stats_kernel": ("MUFU", 0),
     "_candidates_kernel": ("MUFU", 0),
     "_filter_kernel": ("MUFU", 0),

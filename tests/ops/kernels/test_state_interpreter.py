@@ -331,11 +331,12 @@ def check_attend() -> None:
 
 
 def check_select_levels() -> None:
-    """Rows cut into chunks, with ties across their borders and hidden entries."""
+    """Rows cut into chunks, with ties across their borders and hidden entries; more candidates
+    than the last program holds at a time."""
     from dsv4.ops.attention.index import index_select_reference
 
     module = kernel_module("index_select")
-    module.CHUNK = 64
+    module.ONE = module.CHUNK = 64
     generator = torch.Generator().manual_seed(5)
     scores = (torch.randn(4, 700, generator=generator) * 2).round()
     scores[1, 300:] = float("-inf")
@@ -343,8 +344,13 @@ def check_select_levels() -> None:
     scores[3, 655:] = float("-inf")
     scores[2] = -0.0
     scores[2, 5::7] = 0.0
-    for topk in (17, 32):
-        compare("levels", index_select_reference(scores, topk), module.run(scores, topk), 0.0, 0.0)
+    peaked = torch.randn(2, 700, generator=generator)
+    peaked[:, 100:180] += 9.0  # all of the best in two chunks
+    peaked[1, 5::64] = float("inf")  # parts with nothing but ties
+    for inputs, topk, room in ((scores, 17, 64), (scores, 32, 16), (peaked, 100, 4096)):
+        module.CANDIDATES = room
+        wanted, found = index_select_reference(inputs, topk), module.run(inputs, topk)
+        compare(f"levels {topk}", wanted, found, 0.0, 0.0)
 
 
 def check_far_positions() -> None:
