@@ -277,7 +277,7 @@ def _run_long(scores, out, topk) -> None:
         workspace(device, "select_counters", rows, torch.int32),
         out, width, topk, out.shape[1], chunks,
         PARTS=parts, PIVOTS=max(2, min(32, 32768 // parts)), CHUNK=chunk,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCK=min(2 * parts, CANDIDATES),
+        CHUNKS=triton.next_power_of_2(chunks), BLOCK=min(parts, CANDIDATES),
         **launch_options(8),
     )  # fmt: skip
 
