@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import triton
 from triton.runtime.jit import JITFunction
 
+_compiling: list[bool] = []
+
 
 @contextmanager
 def compile_only(workers: int):
@@ -21,12 +23,19 @@ def compile_only(workers: int):
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = warm
+    _compiling.append(True)
     try:
         executor = ThreadPoolExecutor(workers)
         with executor, triton.AsyncCompileMode(executor, ignore_errors=True):
             yield
     finally:
         JITFunction.run = run
+        _compiling.pop()
+
+
+def compiling() -> bool:
+    """Whether launches only compile."""
+    return bool(_compiling)
 
 
 def watch_compiles(seen) -> None:

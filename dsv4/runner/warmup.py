@@ -37,7 +37,7 @@ def prompt_lengths(chunk_tokens: int) -> list[int]:
 class Forms:
     """What experts and attention choose at other numbers of tokens, and by the context."""
 
-    MOST = 1024  # tokens; beyond, attention's programs walk
+    MOST = 1024  # tokens; beyond, attention chooses by the context alone
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
         self.geometry = geometry
@@ -47,20 +47,31 @@ class Forms:
         self._attention = import_module("dsv4.ops.attention.attention_triton")
 
     def __call__(self, tokens: int, context: int) -> set[Hashable]:
+        """Tokens beyond a chunk are of other sequences."""
         c, found = self.geometry.config, set[Hashable]()
         tiles = self._experts.choose_config(tokens, c.num_experts_per_tok, c.num_experts)
         found.add((tiles, self._route.choose_config(tokens * c.num_experts_per_tok)))
-        if tokens > self.MOST:
-            return found
+        sequences = 1 + max(0, tokens - self.geometry.chunk_tokens)
         for ratio in sorted(set(c.compress_ratios)):
             pool: Pool = "csa" if ratio == 4 else "hca"
-            entries = 0
+            held = 0
             if ratio:
                 pages = max(1, len(self.geometry.pages_needed(pool, 0, context)))
-                entries = pages * PAGE_ENTRIES[pool]
-            if ratio == 4:
-                entries = min(entries, c.index_topk)
-            found.add((ratio, self._attention.form_of(tokens, c, entries, self.narrow)))
+                held = pages * PAGE_ENTRIES[pool]
+            seen = min(held, c.index_topk) if ratio == 4 else held
+            sizes = self._attention.Sizes(
+                tokens,
+                sequences,
+                c.num_heads,
+                c.head_dim,
+                c.rope_head_dim,
+                c.sliding_window,
+                seen,
+                held,
+            )
+            for unpacked in (True, False):  # the second is compiled with the first
+                form = self._attention.form_of(sizes, self.narrow, unpacked=unpacked)
+                found.add((ratio, form))
         return found
 
 
@@ -75,7 +86,7 @@ def prompt_shapes(
     seen = set[Hashable]().union(*(forms(*shape) for shape in shapes))
     for context in reversed(contexts):
         most = most_tokens if context == contexts[-1] else min(most_tokens, Forms.MOST)
-        for tokens in range(1, most + 1):
+        for tokens in (*range(1, most + 1), chunk_tokens):
             new = forms(tokens, context) - seen
             if new:
                 shapes.append((tokens, context))

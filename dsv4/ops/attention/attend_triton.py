@@ -9,11 +9,10 @@ from dsv4.ops.device import ROW_WARPS
 
 
 def supports(q, eps, **attention) -> str | None:
-    pool, compressed = attention["pool"], attention["compressed"]
     frequencies, positions = attention["frequencies"], attention["batch"].positions
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1):
         return f"q has shape {tuple(q.shape)}"
-    config = attention_triton.config_of(q, pool, compressed, attention["window"])
+    config = _config(q, attention)
     if config.heads != query_triton.HEADS or not config.split:
         return "many programs would prepare the same queries"
     return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
@@ -21,9 +20,11 @@ def supports(q, eps, **attention) -> str | None:
     )
 
 
+def _config(q, attention) -> attention_triton.Config:
+    names = ("pool", "table", "compressed", "window", "frequencies")
+    return attention_triton.config_of(q, *(attention[name] for name in names))
+
+
 def run(q, eps, **attention):
-    config = attention_triton.config_of(
-        q, attention["pool"], attention["compressed"], attention["window"]
-    )
-    config = replace(config, num_warps=ROW_WARPS)
+    config = replace(_config(q, attention), num_warps=ROW_WARPS)
     return attention_triton.run(q, **attention, config=config, eps=eps)

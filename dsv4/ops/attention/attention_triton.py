@@ -16,6 +16,7 @@ everything where it is used.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 
 import torch
 import triton
@@ -44,6 +45,8 @@ from dsv4.ops.attention.tiles_triton import (
     widen_queries,
     widen_tile,
 )
+from dsv4.ops.attention.unpacked import unpack_triton
+from dsv4.ops.compile_triton import compiling
 from dsv4.ops.device import (
     device_reason,
     interpreting,
@@ -211,17 +214,24 @@ class Config:
     num_warps: int
     num_stages: int
     channels: int = 64  # of a product; more only with 64 heads
+    unpacked: bool = False  # entries are unpacked first
 
 
-def has_tensor_memory() -> bool:
-    """sm_100: sums of 64 heads do not fit its tensor memory; 16 heads stay in registers."""
-    return not interpreting() and triton.runtime.driver.active.get_current_target().arch >= 100
+def capability() -> int:
+    """90 or more; 0 in the interpreter."""
+    return 0 if interpreting() else triton.runtime.driver.active.get_current_target().arch
 
 
 def choose_config(
-    num_tokens: int, num_heads: int, num_tiles: int, narrow: bool, few_heads: bool = False
+    num_tokens: int,
+    num_heads: int,
+    num_tiles: int,
+    narrow: bool,
+    few_heads: bool = False,
+    num_rows: int | None = None,
 ) -> Config:
-    """None of this changes a bit of the result. `few_heads`: 64 heads do not fit.
+    """None of this changes a bit of the result. `few_heads`: 64 heads do not fit; `num_rows`: of
+    entries that could be unpacked first.
 
     The figures are microseconds on an H200 (docs/LOG.md): of a program with one tile, or of one
     that walks tiles, each for as many programs as run at once.
@@ -234,13 +244,19 @@ def choose_config(
         Config(16, False, 8, 3): (132, 2.8 * num_tiles + 5.5),
         Config(64, False, 8, 3, 128): (132, 4.2 * num_tiles + 8.5),
     }
+    ahead: dict[Config, float] = {}
+    if num_rows is not None and num_rows <= unpack_triton.MOST_ROWS:
+        unpacked = Config(64, False, 8, 2, 128, unpacked=True)
+        forms[unpacked] = (132, 2.2 * num_tiles + 8.5)
+        ahead[unpacked] = 3 + num_rows / 2000
     if rooms <= MOST_PARALLEL:
         forms |= {Config(16, True, 8, 1): (132, 9.0), Config(64, True, 8, 1, 128): (132, 18.0)}
 
     def cost(config: Config) -> float:
         at_once, each = forms[config]
         blocks = num_tokens * triton.cdiv(num_heads, config.heads)
-        return each * triton.cdiv(blocks * (num_tiles if config.split else 1), at_once)
+        waves = triton.cdiv(blocks * (num_tiles if config.split else 1), at_once)
+        return ahead.get(config, 0.0) + each * waves
 
     return min(forms, key=cost)
 
@@ -291,17 +307,40 @@ def most_entries(compressed) -> int:
     return compressed.table.shape[1] * compressed.pool.page_entries
 
 
-def form_of(num_tokens: int, model, num_entries: int, narrow: bool) -> Config:
-    """What a model's layer with so many compressed entries will run."""
-    num_tiles = triton.cdiv(model.sliding_window, BT) + triton.cdiv(num_entries, BT)
-    return choose_config(num_tokens, model.num_heads, num_tiles, narrow, has_tensor_memory())
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer's attention in one step."""
+
+    num_tokens: int
+    num_sequences: int
+    num_heads: int
+    dim: int
+    rope_dim: int
+    window: int
+    num_entries: int  # compressed ones that any query sees
+    num_held: int  # compressed ones that a sequence may have
 
 
-def config_of(q, pool, compressed, window) -> Config:
-    num_tiles = triton.cdiv(window, BT) + triton.cdiv(most_entries(compressed), BT)
-    config = choose_config(
-        q.shape[0], q.shape[1], num_tiles, _is_narrow(q, pool), has_tensor_memory()
-    )
+def form_of(sizes: Sizes, narrow: bool, *, unpacked: bool = True) -> Config:
+    num_tiles = triton.cdiv(sizes.window, BT) + triton.cdiv(sizes.num_entries, BT)
+    rows = None
+    fits = (capability(), sizes.dim, sizes.rope_dim) == (90, 512, 64) and sizes.window > 1
+    if unpacked and fits:
+        rows = unpack_triton.num_rows(
+            sizes.num_tokens, sizes.num_sequences, sizes.window, sizes.num_held
+        )
+    # sm_100: sums of 64 heads do not fit its tensor memory; 16 heads stay in registers
+    few_heads = capability() >= 100
+    return choose_config(sizes.num_tokens, sizes.num_heads, num_tiles, narrow, few_heads, rows)
+
+
+def config_of(q, pool, table, compressed, window, frequencies, *, unpacked=True) -> Config:
+    held = 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
+    sizes = Sizes(
+        q.shape[0], table.shape[0], q.shape[1], q.shape[2], 2 * frequencies.shape[0], window,
+        most_entries(compressed), held,
+    )  # fmt: skip
+    config = form_of(sizes, _is_narrow(q, pool), unpacked=unpacked)
     if pool_format(pool) == FP8:
         return config
     return replace(config, num_stages=min(config.num_stages, 2))  # three do not fit
@@ -323,7 +362,16 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     most = most_entries(compressed)
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
     narrow = _is_narrow(q, pool)
-    config = config or config_of(q, pool, compressed, window)
+    config = config or config_of(q, pool, table, compressed, window, frequencies)
+    if config.unpacked:
+        if compiling():  # as many tokens of more sequences may have too many entries to unpack
+            other = config_of(q, pool, table, compressed, window, frequencies, unpacked=False)
+            run(q, sink, pool, table, compressed, batch, window, frequencies, other)
+        places = (pool, table, compressed, batch, window, frequencies)
+        entries, recent = unpack_triton.unpack(*places, entry_parts)
+        places = (compressed, batch, window, frequencies)
+        walk = import_module("dsv4.ops.attention.unpacked.walk_triton").walk
+        return walk(q, sink, entries, recent, *places, num_programs(q.device))
     # as many as any number of tokens could need: room that grows later is an allocation
     most_tokens = MOST_PARALLEL // (triton.cdiv(heads, 64) * num_tiles)
     size = most_tokens * heads * dim

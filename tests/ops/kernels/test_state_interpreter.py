@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
     "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
     "fused": ("state prepare", "queries", "moe"),
-    "attention": ("attention", "attention forms"),
+    "attention": ("attention", "attention forms", "unpack"),
     "index": ("index_scores", "index_select", "select levels"),
     "sample": ("sample", "sample edges", "accept"),
 }
@@ -300,6 +300,44 @@ def check_attention_forms() -> None:
         compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
 
 
+def check_unpack() -> None:
+    """Rows of all entries that the sequences of a step can see; none of another is touched."""
+    from dsv4.ops.attention.attention import Compressed, _filled
+    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.kv.pool import load, locate
+    from dsv4.ops.ragged import make_ragged
+
+    attention = kernel_module("attention")
+    module = importlib.import_module("dsv4.ops.attention.unpacked.unpack_triton")
+    module.MOST_ROWS = 400
+    generator = torch.Generator().manual_seed(6)
+    starts, new, window, ratio = [700, 0, 3], [2, 20, 1], 31, 4
+    batch = make_ragged(starts, new, [0, 1, 2], torch.device("cpu"))
+    for fmt, dim, dtype in (("fp8", 96, torch.float16), ("bf16", 48, torch.bfloat16)):
+        pool, table = _filled(generator, fmt, dim, 21, 8), torch.randperm(21).view(3, 7)
+        older = _filled(generator, fmt, dim, 9, 8), torch.randperm(9).view(3, 3)
+        for compressed in (None, Compressed(*older, ratio, None)):
+            places = (pool, table, compressed, batch, window, rope_frequencies(16, 10000.0))
+            module.workspace(pool.device, f"unpacked_{fmt}", 400 * dim, dtype).fill_(-7)
+            rows, recent = module.unpack(*places, attention.entry_parts)
+            assert recent == 23 + 3 * (window - 1)
+            rows, seen = rows[: 400 * dim].view(400, dim).float(), torch.zeros(400, dtype=bool)
+            for s, (start, count) in enumerate(zip(starts, new, strict=True)):
+                begin = max(0, start - window + 1)
+                at = sum(new[:s]) + (s + 1) * (window - 1) + begin - start
+                wanted = [(pool, table, at, begin, start + count)]
+                if compressed is not None:
+                    visible = min((start + count) // ratio, 24)
+                    wanted.append((*older, recent + 24 * s, 0, visible))
+                for source, its_table, at, begin, end in wanted:
+                    entry = torch.arange(begin, end)
+                    where = locate(its_table, torch.full_like(entry, s), entry, 8)
+                    place = at + torch.arange(end - begin)
+                    assert torch.equal(rows[place], load(source, *where).float()), (fmt, s)
+                    seen[place] = True
+            assert (rows[~seen] == -7).all(), fmt
+
+
 def check_attend() -> None:
     """Queries prepared inside attention have the bits of the two ops one by one."""
     from dsv4.ops.arguments import same_bits
@@ -415,6 +453,7 @@ EXTRA = {
     "queries": check_queries,
     "moe": check_moe,
     "attention forms": check_attention_forms,
+    "unpack": check_unpack,
     "attend": check_attend,
     "select levels": check_select_levels,
     "far": check_far_positions,

@@ -1,0 +1,125 @@
+# mypy: ignore-errors
+"""`attention` of many queries: entries are unpacked once, not again by every query that sees them.
+
+A first launch writes what the step's sequences can see as numbers of 16 bits, a row an entry: for
+each sequence the positions from its oldest window on, then its compressed entries. The second one
+(`walk_triton`) has only rows to copy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.attention.tiles_triton import load_piece, num_pieces, piece_first, piece_width
+from dsv4.ops.device import launch_options, workspace
+from dsv4.ops.kv.entry_triton import FP8, pool_constants, pool_format
+
+MOST_ROWS = 65536  # unpacked at once: 67 MB of entries of 512
+ROWS = 16  # that a program unpacks
+
+
+def num_rows(num_tokens: int, num_sequences: int, window: int, num_entries: int) -> int:
+    """That are unpacked for a step."""
+    return num_tokens + num_sequences * (window - 1 + num_entries)
+
+
+@triton.jit
+def _unpack_rows(
+    out, to, entry, there, seq, table, width, data, tail, scale, FORMAT: tl.constexpr,
+    NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Entries of sequences, in their tables' rings, to rows of `out`; the first stands in for one
+    that is not there, and is not written."""
+    entry = tl.where(there, entry, 0)
+    page = tl.load(table + seq * width + (entry // ENTRIES) % width, mask=there, other=0)
+    slot = page.to(tl.int64) * ENTRIES + entry % ENTRIES
+    scales = slot
+    if FORMAT == 2:
+        scales = tl.load(scale + slot)
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        x = load_piece(
+            data, tail, scales, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
+            FORMAT, NOPE, DIM, out.dtype.element_ty, False,
+        )  # fmt: skip
+        channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+        tl.store(out + to[:, None] * DIM + channel[None, :], x, mask=there[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_older", "older_width", "w_width", "c_width"])
+def _unpack_kernel(
+    out, positions, seq_idx, first_rows, starts, ends, num_tokens, num_sequences, num_older,
+    older_width, window, ratio,
+    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
+    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Programs of the new tokens, then of the windows before them, then of compressed entries."""
+    before = window - 1
+    recent = num_tokens + num_sequences * before
+    recent_programs = tl.cdiv(recent, ROWS)
+    program = tl.program_id(0)
+    if program < recent_programs:
+        i = program * ROWS + tl.arange(0, ROWS)
+        new = i < num_tokens
+        row = tl.where(new, i, 0)
+        seq = tl.where(new, tl.load(seq_idx + row).to(tl.int32), (i - num_tokens) // before)
+        seq = tl.minimum(seq, num_sequences - 1)
+        back = before - (i - num_tokens) % before  # from the first new token
+        position = tl.load(starts + seq).to(tl.int32) - back
+        position = tl.where(new, tl.load(positions + row).to(tl.int32), position)
+        row = tl.where(new, row, tl.load(first_rows + seq).to(tl.int32) - back)
+        _unpack_rows(
+            out, row.to(tl.int64) + (seq + 1) * before, position, (i < recent) & (position >= 0),
+            seq.to(tl.int64), w_table, w_width, w_data, w_tail, w_scale,
+            FORMAT, NOPE, DIM, ROPE, W_ENTRIES,
+        )  # fmt: skip
+    else:
+        i = (program - recent_programs) * ROWS + tl.arange(0, ROWS)
+        seq = tl.minimum(i // older_width, num_sequences - 1)
+        entry = i - seq * older_width
+        visible = tl.load(ends + seq).to(tl.int32) // ratio
+        _unpack_rows(
+            out, recent + i.to(tl.int64), entry, (i < num_older) & (entry < visible),
+            seq.to(tl.int64), c_table, c_width, c_data, c_tail, c_scale,
+            FORMAT, NOPE, DIM, ROPE, C_ENTRIES,
+        )  # fmt: skip
+
+
+def unpack(pool, table, compressed, batch, window, frequencies, parts):
+    """Rows of all entries, and where the compressed ones begin. `parts`: a pool's tensors."""
+    tokens, sequences = batch.num_tokens, table.shape[0]
+    other = pool if compressed is None else compressed.pool
+    other_table = table if compressed is None else compressed.table
+    held = 0 if compressed is None else other_table.shape[1] * other.page_entries
+    constants = pool_constants(pool)
+    dtype = torch.float16 if pool_format(pool) == FP8 else torch.bfloat16
+    rows = workspace(pool.device, f"unpacked_{pool.format}", MOST_ROWS * pool.dim, dtype)
+    recent = tokens + sequences * (window - 1)
+    programs = triton.cdiv(recent, ROWS) + triton.cdiv(sequences * held, ROWS)
+    _unpack_kernel[(programs,)](
+        rows,
+        batch.positions,
+        batch.seq_idx,
+        batch.first_rows,
+        batch.starts,
+        batch.ends,
+        tokens,
+        sequences,
+        sequences * held,
+        max(held, 1),
+        window,
+        1 if compressed is None else compressed.ratio,
+        *parts(pool),
+        table,
+        table.shape[1],
+        *parts(other),
+        other_table,
+        other_table.shape[1],
+        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
+        ROPE=2 * frequencies.shape[0],
+        W_ENTRIES=pool.page_entries,
+        C_ENTRIES=other.page_entries,
+        ROWS=ROWS,
+        **launch_options(4),
+    )
+    return rows, recent
