@@ -170,13 +170,13 @@ def test_forms_are_those_that_attention_chooses_for_the_tables_of_a_step(hopper:
     pool = allocate_pool("fp8", False, kv_entry("fp8", 512, 64), (1, 32), "cpu")
     seen = set()
     for context, tables in DecodeBuffers(geometry, 1, 65536, CPU).tables.items():
-        for tokens in (1, 8, 32, 40, 171):
+        for tokens in (1, 8, 32, 171, 500):
             q = torch.empty(tokens, config.num_heads, config.head_dim, dtype=torch.bfloat16)
             for ratio, name in ((4, "csa"), (128, "hca")):
                 table = tables[name]
                 chosen = torch.empty(tokens, min(config.index_topk, 32 * table.shape[1]))
                 compressed = Compressed(pool, table, ratio, chosen if ratio == 4 else None)
-                found = module.config_of(q, pool, compressed, config.sliding_window)
+                found = module.config_of(q, pool, compressed, config.sliding_window, 64)
                 assert (ratio, found) in forms(tokens, context)
                 seen.add(found)
     assert len(seen) >= 4

@@ -24,7 +24,10 @@ EXPECTED: dict[str, tuple[str, int]] = {
         "HGMMA|HMMA",
         140,
     ),  # walking, Triton 3.9; 8 with 3.6 (docs/state-kernels.md)
+    "_tile_kernel": ("HMMA", 0),
     "_merge_kernel": ("MUFU", 0),
+    "_weights_kernel": ("HGMMA", 0),
+    "_values_kernel": ("HGMMA", 0),
     "_scores_kernel": ("HGMMA|HMMA", 0),
     "_select_kernel": ("SHFL|REDUX", 0),
     "_stats_kernel": ("MUFU", 0),
@@ -33,13 +36,15 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_draw_kernel": ("IMAD", 0),
     "_best_kernel": ("SHFL", 0),
 }
+NOT_ON_100 = {"_weights_kernel", "_values_kernel"}  # programs of 64 heads
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_state_compile", capability)
-    assert {row["kernel"] for row in rows} == set(EXPECTED)
+    expected = set(EXPECTED) - (NOT_ON_100 if capability == 100 else set())
+    assert {row["kernel"] for row in rows} == expected
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         instruction, reloads = EXPECTED[row["kernel"]]
