@@ -353,10 +353,10 @@ def native_reason(device: torch.device) -> str | None:
     return None if major == 10 else f"sm_{major}{minor} has no block-scaled products, sm_100 has"
 
 
-def launch_options(num_warps: int, num_stages: int = 1) -> dict[str, object]:
+def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dict[str, object]:
     if interpreting():
         return {}
-    return {"num_warps": num_warps, "num_stages": num_stages}
+    return {"num_warps": num_warps, "num_stages": num_stages, **others}
 
 
 def num_ranges(rows: int, columns: int) -> tuple[int, int]:

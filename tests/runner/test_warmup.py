@@ -165,19 +165,19 @@ def test_prompts_need_every_form_that_any_prompt_needs(
 def test_forms_are_those_that_attention_chooses_for_the_tables_of_a_step(hopper: None) -> None:
     module = import_module("dsv4.ops.attention.attention_triton")
     config = shape_config("flash", 4)
-    geometry = Geometry(config, "fp8", "fp8", chunk_tokens=64)
+    geometry = Geometry(config, "fp8", "fp8", chunk_tokens=512)
     forms = Forms(geometry, torch.bfloat16)
     pool = allocate_pool("fp8", False, kv_entry("fp8", 512, 64), (1, 32), "cpu")
     seen = set()
     for context, tables in DecodeBuffers(geometry, 1, 65536, CPU).tables.items():
-        for tokens in (1, 8, 32, 40, 64):
+        for tokens in (1, 8, 32, 64, 500):
             q = torch.empty(tokens, config.num_heads, config.head_dim, dtype=torch.bfloat16)
             for ratio, name in ((4, "csa"), (128, "hca")):
                 table = tables[name]
                 chosen = torch.empty(tokens, min(config.index_topk, 32 * table.shape[1]))
                 compressed = Compressed(pool, table, ratio, chosen if ratio == 4 else None)
                 found = module.config_of(
-                    q, pool, tables["window"], compressed, config.sliding_window, torch.empty(32)
+                    q, pool, tables["window"], compressed, config.sliding_window, 64
                 )
                 assert (ratio, found) in forms(tokens, context)
                 seen.add(found)

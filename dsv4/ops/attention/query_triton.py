@@ -15,7 +15,9 @@ from dsv4.ops.kv.entry_triton import (
     hadamard_tile,
     is_power_of_two,
     power_of_two,
+    rope_angles,
     rope_tile,
+    rotate,
     scale_byte,
 )
 
@@ -23,21 +25,46 @@ HEADS = 16  # heads of a program; part of the tile a head's norm is summed in, s
 
 
 @triton.jit
+def _places(num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    head = block * BH + tl.arange(0, BH)
+    channel = tl.arange(0, PAD)
+    at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
+    return at, (head < num_heads)[:, None] & (channel < DIM)[None, :]
+
+
+@triton.jit
+def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    """A block of a token's heads as they come from their matrix."""
+    at, mask = _places(num_heads, row, block, BH, DIM, PAD)
+    return tl.load(q + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_prepared(
+    found, out, position, frequencies, eps, num_heads, row, block,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """What `load_heads` found: norm without weight, then rope."""
+    pair = tl.arange(0, PAD // 2)
+    live, sine, cosine = rope_angles(pair, position, frequencies, 1.0, DIM - ROPE, DIM)
+    x = found.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    x = (x * inverse[:, None]).to(found.dtype).to(tl.float32)
+    x = rotate(x, live, sine, cosine, BH, PAD)
+    at, mask = _places(num_heads, row, block, BH, DIM, PAD)
+    tl.store(out + at, x.to(found.dtype), mask=mask)
+
+
+@triton.jit
 def prepare_heads(
     q, out, positions, frequencies, eps, num_heads, row, block,
     BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a token's heads: norm without weight, then rope."""
     position = tl.load(positions + row)
-    head = block * BH + tl.arange(0, BH)
-    channel = tl.arange(0, PAD)
-    at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
-    mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
-    x = tl.load(q + at, mask=mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    x = (x * inverse[:, None]).to(q.dtype.element_ty).to(tl.float32)
-    x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
-    tl.store(out + at, x.to(q.dtype.element_ty), mask=mask)
+    found = load_heads(q, num_heads, row, block, BH, DIM, PAD)
+    store_prepared(
+        found, out, position, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE
+    )
 
 
 @triton.jit

@@ -1,16 +1,24 @@
 # mypy: ignore-errors
-"""What `attention` does with a tile: where its entries lie, its softmax; and how tiles that ran in
-parallel become one result, in ascending order from the sink on, by a program for each head."""
+"""What `attention` does with a tile: where its entries lie, its softmax, how it joins others."""
 
+import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import launch_options
-from dsv4.ops.kv.entry_triton import append, power_of_two, rope_tile
+from dsv4.ops.device import interpreting
+from dsv4.ops.kv.entry_triton import (
+    FP8,
+    FP32,
+    append,
+    pool_constants,
+    pool_format,
+    pool_tensors,
+    power_of_two,
+    rope_tile,
+)
 
 BT = 64  # entries of a tile; changing it changes bits
 LOG2E = tl.constexpr(1.4426950408889634)
-AHEAD = tl.constexpr(8)  # tiles that are merged together
 
 
 @triton.constexpr_function
@@ -54,6 +62,19 @@ def _times(k, factor, ASM: tl.constexpr):
 
 
 @triton.jit
+def to_half(x, MT: tl.constexpr, ASM: tl.constexpr):
+    """`x` in MT; from bf16 to fp16 once, before shared memory, not in every warp that reads it
+    from there."""
+    if ASM and x.dtype == tl.bfloat16 and tl.float16 == MT:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xFFFF0000;"
+            " cvt.rn.f16x2.f32 $0, b, a; }",
+            "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2,
+        )  # fmt: skip
+    return x.to(MT)
+
+
+@triton.jit
 def _fetch_piece(
     data, tail, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
     NOPE: tl.constexpr, DIM: tl.constexpr,
@@ -70,7 +91,7 @@ def _fetch_piece(
 
 
 @triton.jit
-def _widen_piece(
+def widen_piece(
     x, scales, FIRST: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -79,13 +100,17 @@ def _widen_piece(
     `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
     """
     if FORMAT == 2 and FIRST < NOPE:
-        GROUP: tl.constexpr = FIRST // 64
-        factor = power_of_two(((scales >> (8 * GROUP)) & 255).to(tl.int32)).to(MT)[:, None]
-        k = x.to(tl.float8e4nv, bitcast=True).to(MT)
-        k = _times(k, factor, ASM and tl.float16 == MT)
+        return widen_codes(x, scales, FIRST // 64, MT, ASM)
     else:
-        k = x.to(MT)
-    return k
+        return to_half(x, MT, ASM)
+
+
+@triton.jit
+def widen_codes(x, scales, group, MT: tl.constexpr, ASM: tl.constexpr):
+    """FP8 bytes of one group of channels, scaled, in MT."""
+    factor = power_of_two(((scales >> (8 * group)) & 255).to(tl.int32)).to(MT)[:, None]
+    k = x.to(tl.float8e4nv, bitcast=True).to(MT)
+    return _times(k, factor, ASM and tl.float16 == MT)
 
 
 @triton.jit
@@ -94,7 +119,7 @@ def load_piece(
     NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     x = _fetch_piece(data, tail, slot, FIRST, WIDTH, FORMAT, NOPE, DIM)
-    return _widen_piece(x, scales, FIRST, FORMAT, NOPE, MT, ASM)
+    return widen_piece(x, scales, FIRST, FORMAT, NOPE, MT, ASM)
 
 
 @triton.jit
@@ -145,7 +170,7 @@ def widen_tile(
     """What `fetch_tile` found, in MT, every JOINED pieces as one matrix."""
     keys = ()
     for i in tl.static_range(num_pieces(DIM, ROPE)):
-        k = _widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
+        k = widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
         keys = append(keys, k)
     return join_pieces(keys, JOINED)
 
@@ -257,7 +282,8 @@ def tile_slots(
 
 
 @triton.jit
-def _softmax(scores, present, qk_scale, MT: tl.constexpr):
+def softmax(scores, present, qk_scale, MT: tl.constexpr):
+    """Weights of a tile's entries, and the maximum."""
     scores = tl.where(present[None, :], scores * qk_scale, float("-inf"))
     top = tl.maximum(tl.max(scores, axis=1), -1e30)
     return tl.exp2(scores - top[:, None]).to(MT), top
@@ -283,12 +309,17 @@ def tile_weights(
         elif num_tokens > i - 64:
             scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
             if i == len(keys) - 1:
-                weights, top = _softmax(scores, present, qk_scale, MT)
+                weights, top = softmax(scores, present, qk_scale, MT)
     if JOINED == 1:
-        weights, top = _softmax(scores, present, qk_scale, MT)
+        weights, top = softmax(scores, present, qk_scale, MT)
+    return weights, weights_sum(weights, BH, BT, MT), top
+
+
+@triton.jit
+def weights_sum(weights, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr):
+    """By a product, so that the order of summation is that of the values."""
     ones = tl.full((BT, 16), 1.0, MT)
-    total = tl.max(dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
-    return weights, total, top
+    return tl.max(dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
 
 
 @triton.jit
@@ -316,60 +347,49 @@ def finish_piece(
     tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "most"])
-def _merge_kernel(
-    sums, stats, sink, out, positions, frequencies, num_tokens, num_heads, most, ratio,
-    DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, BT: tl.constexpr,
-    WT: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    position = tl.load(positions + row).to(tl.int32)
-    visible = tl.minimum((position + 1) // ratio, most)
-    num_tiles = WT + tl.cdiv(visible, BT)
-    channel = tl.arange(0, PAD)
-    live = channel < DIM
-    best = tl.load(sink + head).to(tl.float32) * LOG2E
-    total = best * 0.0 + 1.0
-    acc = tl.zeros((PAD,), tl.float32)
-    for first in tl.range(0, num_tiles, AHEAD):
-        tops = ()
-        parts = ()
-        found = ()
-        for i in tl.static_range(AHEAD):  # in flight together; a tile too many changes nothing
-            there = first + i < num_tiles
-            at = ((first + i) * num_tokens + row) * num_heads + head
-            tops = append(tops, tl.load(stats + at * 2, mask=there, other=float("-inf")))
-            parts = append(parts, tl.load(stats + at * 2 + 1, mask=there, other=0.0))
-            found = append(found, tl.load(sums + at * DIM + channel, mask=live & there, other=0.0))
-        for i in tl.static_range(AHEAD):
-            best, total, old_share, new_share = add_tile(best, total, tops[i], parts[i])
-            acc = tl.fma(found[i], new_share, acc * old_share)
-    x = (acc * (1.0 / total)).to(out.dtype.element_ty).to(tl.float32)[None, :]
-    x = rope_tile(x, position, frequencies, -1.0, 1, DIM - ROPE, DIM, PAD)
-    at = (row * num_heads + head) * DIM + channel[None, :]
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=live[None, :])
+def is_narrow(q, pool) -> bool:
+    return q.dtype == torch.bfloat16 and pool_format(pool) != FP32
 
 
-def merge_tiles(
-    q, sink, out, sums, stats, positions, frequencies, window, most, ratio, tile=BT
-) -> None:
-    tokens, heads, dim = q.shape
-    _merge_kernel[(tokens, heads)](
-        sums,
-        stats,
-        sink,
-        out,
-        positions,
-        frequencies,
-        tokens,
-        heads,
-        most,
-        ratio,
-        DIM=dim,
-        PAD=triton.next_power_of_2(dim),
-        ROPE=2 * frequencies.shape[0],
-        BT=tile,
-        WT=triton.cdiv(window, tile),
-        **launch_options(max(1, min(4, triton.next_power_of_2(dim) // 128))),
-    )
+def most_entries(compressed) -> int:
+    """That any query sees of the compressed ones."""
+    if compressed is None:
+        return 0
+    if compressed.selected is not None:
+        return compressed.selected.shape[1]
+    return compressed.table.shape[1] * compressed.pool.page_entries
+
+
+def entry_parts(pool):
+    """data, tail and the scale bytes of an entry as one integer."""
+    data, tail, scale = pool_tensors(pool)
+    return data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data
+
+
+def place_arguments(pool, table, compressed, batch) -> tuple:
+    """Where entries are, as kernels take it: from `positions` to `c_width`."""
+    other = pool if compressed is None else compressed.pool
+    other_table = table if compressed is None else compressed.table
+    selected = None if compressed is None else compressed.selected
+    return (
+        batch.positions, batch.seq_idx, batch.positions if selected is None else selected,
+        most_entries(compressed), *entry_parts(pool), table, table.shape[1],
+        *entry_parts(other), other_table, other_table.shape[1],
+    )  # fmt: skip
+
+
+def place_constants(q, pool, compressed, window, frequencies) -> dict[str, object]:
+    constants = pool_constants(pool)
+    narrow = tl.float16 if pool_format(pool) == FP8 else tl.bfloat16
+    return {
+        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
+        "ROPE": 2 * frequencies.shape[0],
+        "RATIO": 1 if compressed is None else compressed.ratio,
+        "SELECTED": compressed is not None and compressed.selected is not None,
+        "BT": BT,
+        "WT": triton.cdiv(window, BT),
+        "W_ENTRIES": pool.page_entries,
+        "C_ENTRIES": (pool if compressed is None else compressed.pool).page_entries,
+        "MT": narrow if is_narrow(q, pool) else tl.float32,
+        "ASM": not interpreting(),
+    }

@@ -42,16 +42,19 @@ def sin_cos(angle):
 
 
 @triton.jit
-def rope_tile(
-    x, position, frequencies, SIGN: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
-    """Rotate channels FIRST to DIM of fp32 `[R, PAD]` at one position, interleaved pairs."""
-    pair = tl.arange(0, PAD // 2)
+def rope_angles(
+    pair, position, frequencies, SIGN: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr
+):
+    """Whether the channels of each pair are among FIRST to DIM, the rotated ones; sin and cos."""
     live = (pair >= FIRST // 2) & (pair < DIM // 2)
     frequency = tl.load(frequencies + pair - FIRST // 2, mask=live, other=0.0)
     sine, cosine = sin_cos(position.to(tl.float32) * frequency)
-    sine = sine * SIGN
+    return live, sine * SIGN, cosine
+
+
+@triton.jit
+def rotate(x, live, sine, cosine, R: tl.constexpr, PAD: tl.constexpr):
+    """Interleaved pairs of fp32 `[R, PAD]` by the angles of `rope_angles`, where `live`."""
     u, v = tl.split(x.reshape(R, PAD // 2, 2))
     # spelled out: a compiler that may choose chooses differently from kernel to kernel
     sine = sine[None, :].broadcast_to(R, PAD // 2)
@@ -61,6 +64,17 @@ def rope_tile(
     u = tl.where(live[None, :], turned_u, u)
     v = tl.where(live[None, :], turned_v, v)
     return tl.join(u, v).reshape(R, PAD)
+
+
+@triton.jit
+def rope_tile(
+    x, position, frequencies, SIGN: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Rotate channels FIRST to DIM of fp32 `[R, PAD]` at one position, interleaved pairs."""
+    pair = tl.arange(0, PAD // 2)
+    live, sine, cosine = rope_angles(pair, position, frequencies, SIGN, FIRST, DIM)
+    return rotate(x, live, sine, cosine, R, PAD)
 
 
 @triton.jit

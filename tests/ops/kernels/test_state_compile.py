@@ -24,24 +24,31 @@ EXPECTED: dict[str, tuple[str, int]] = {
         "HGMMA|HMMA",
         140,
     ),  # walking, Triton 3.9; 8 with 3.6 (docs/state-kernels.md)
+    "_tile_kernel": ("HMMA", 0),
     "_merge_kernel": ("MUFU", 0),
+    "_weights_kernel": ("HGMMA", 0),
+    "_values_kernel": ("HGMMA", 0),
+    "_unpack_kernel": ("STG", 0),
+    "_walk_kernel": ("HGMMA", 90),  # Triton 3.9; 0 with 3.6
     "_scores_kernel": ("HGMMA|HMMA", 0),
     "_select_kernel": ("SHFL|REDUX", 0),
     "_peaks_kernel": ("FMNMX", 0),
-    "_cut_kernel": ("SHFL|REDUX", 0),
+    "_cut_kernel": ("SHFL|REDUX", 8),  # once, in the last program of a row
     "_stats_kernel": ("MUFU", 0),
     "_candidates_kernel": ("MUFU", 0),
     "_filter_kernel": ("MUFU", 0),
     "_draw_kernel": ("IMAD", 0),
     "_best_kernel": ("SHFL", 0),
 }
+NOT_ON_100 = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_walk_kernel"}  # 64 heads
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_state_compile", capability)
-    assert {row["kernel"] for row in rows} == set(EXPECTED)
+    expected = set(EXPECTED) - (NOT_ON_100 if capability == 100 else set())
+    assert {row["kernel"] for row in rows} == expected
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         instruction, reloads = EXPECTED[row["kernel"]]

@@ -15,7 +15,7 @@ from tests.ops.kernels.compiling import interpreted
 GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
     "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
-    "fused": ("state prepare", "queries", "moe"),
+    "fused": ("state prepare", "queries", "moe", "attend"),
     "attention": ("attention", "attention forms", "unpack"),
     "index": ("index_scores", "index_select", "select levels"),
     "sample": ("sample", "sample edges", "accept"),
@@ -264,8 +264,9 @@ def check_moe() -> None:
 
 
 def check_attention_forms() -> None:
-    """Tiles in parallel and one after another, 16 and 32 heads a program: the same bits, with
-    pieces one by one and with joined ones (whether both agree only a GPU can say)."""
+    """Tiles in parallel and one after another, 16 and 32 heads a program, weights before values:
+    the same bits, with pieces one by one and with joined ones (whether both agree only a GPU can
+    say)."""
     from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
     from dsv4.ops.attention.rope import rope_frequencies
@@ -278,12 +279,12 @@ def check_attention_forms() -> None:
     for position in batch.positions.tolist():
         kept = torch.randperm((position + 1) // 4, generator=generator)[:400].sort().values
         rows.append(torch.nn.functional.pad(kept, (0, 400 - kept.numel()), value=-1))
-    for dim, channels in ((48, 64), (32, 32)):  # of 48 nothing can be joined
+    for dim, channels, heads in ((48, 64, 20), (32, 32, 32)):  # of 48 nothing can be joined
         entries = _filled(generator, "fp8", dim, 2 * 54, 8)
         table = torch.randperm(2 * 54, generator=generator).view(2, 54)
         arguments = {
-            "q": torch.randn(3, 20, dim, generator=generator).bfloat16(),
-            "sink": torch.randn(20, generator=generator),
+            "q": torch.randn(3, heads, dim, generator=generator).bfloat16(),
+            "sink": torch.randn(heads, generator=generator),
             "pool": _filled(generator, "fp8", dim, 2 * 20, 8),
             "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
             "compressed": Compressed(entries, table, 4, torch.stack(rows)),
@@ -296,6 +297,9 @@ def check_attention_forms() -> None:
             for heads in (16, 32)
             for split in (True, False)
         ]
+        if dim == 32:  # all pieces and blocks of heads alike
+            passes = module.Config(16, False, 4, 1, passes=True)
+            forms.append(module.run(**arguments, config=passes))
         assert all(same_bits(form, forms[0]) for form in forms[1:])
         compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
 
@@ -307,7 +311,6 @@ def check_unpack() -> None:
     from dsv4.ops.kv.pool import load, locate
     from dsv4.ops.ragged import make_ragged
 
-    attention = kernel_module("attention")
     module = importlib.import_module("dsv4.ops.attention.unpacked.unpack_triton")
     module.MOST_ROWS = 400
     generator = torch.Generator().manual_seed(6)
@@ -319,7 +322,7 @@ def check_unpack() -> None:
         for compressed in (None, Compressed(*older, ratio, None)):
             places = (pool, table, compressed, batch, window, rope_frequencies(16, 10000.0))
             module.workspace(pool.device, f"unpacked_{fmt}", 400 * dim, dtype).fill_(-7)
-            rows, recent = module.unpack(*places, attention.entry_parts)
+            rows, recent = module.unpack(*places)
             assert recent == 23 + 3 * (window - 1)
             rows, seen = rows[: 400 * dim].view(400, dim).float(), torch.zeros(400, dtype=bool)
             for s, (start, count) in enumerate(zip(starts, new, strict=True)):

@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention import attention_triton
-from dsv4.ops.attention.attention_triton import Config, entry_parts, most_entries
+from dsv4.ops.attention.attention_triton import Config
+from dsv4.ops.attention.decode.merge_triton import merge_tiles
 from dsv4.ops.attention.tiles_triton import (
     LOG2E,
     add_tile,
+    entry_parts,
     finish_piece,
     load_piece,
-    merge_tiles,
+    most_entries,
     piece_first,
     piece_width,
     pieces,

@@ -10,7 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tiles_triton import load_piece, num_pieces, piece_first, piece_width
+from dsv4.ops.attention.tiles_triton import (
+    entry_parts,
+    load_piece,
+    num_pieces,
+    piece_first,
+    piece_width,
+)
 from dsv4.ops.device import launch_options, workspace
 from dsv4.ops.kv.entry_triton import FP8, pool_constants, pool_format
 
@@ -85,8 +91,8 @@ def _unpack_kernel(
         )  # fmt: skip
 
 
-def unpack(pool, table, compressed, batch, window, frequencies, parts):
-    """Rows of all entries, and where the compressed ones begin. `parts`: a pool's tensors."""
+def unpack(pool, table, compressed, batch, window, frequencies):
+    """Rows of all entries, and where the compressed ones begin."""
     tokens, sequences = batch.num_tokens, table.shape[0]
     other = pool if compressed is None else compressed.pool
     other_table = table if compressed is None else compressed.table
@@ -109,10 +115,10 @@ def unpack(pool, table, compressed, batch, window, frequencies, parts):
         max(held, 1),
         window,
         1 if compressed is None else compressed.ratio,
-        *parts(pool),
+        *entry_parts(pool),
         table,
         table.shape[1],
-        *parts(other),
+        *entry_parts(other),
         other_table,
         other_table.shape[1],
         **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},

@@ -1,0 +1,165 @@
+# mypy: ignore-errors
+"""`attention` of few queries: a program for each tile of entries and block of heads, whose sums a
+second launch merges.
+
+Such a program is one chain of waits: for the position, a page's number, entries, and the products
+of 512 channels one after another. So nothing waits that need not: queries and the choice of
+entries are asked for before the position is known, queries become fp16 behind an opaque
+instruction before they go to shared memory (the compiler would else put each piece's trip through
+shared memory beside its load, one wait after another, and convert in every warp), and all sums are
+turned over to the threads that store them at once.
+"""
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.attention.decode.merge_triton import merge_tiles
+from dsv4.ops.attention.query_triton import load_heads, store_prepared
+from dsv4.ops.attention.tiles_triton import (
+    BT,
+    LOG2E,
+    dot,
+    fetch_tile,
+    join_pieces,
+    load_queries,
+    num_joined,
+    num_pieces,
+    piece_first,
+    pieces,
+    softmax,
+    tile_slots,
+    to_half,
+    weights_sum,
+    widen_piece,
+)
+from dsv4.ops.device import launch_options, workspace
+from dsv4.ops.kv.entry_triton import append
+
+GROUP = 4  # pieces of keys that are converted together; more take the room of a third program
+MOST_ROOMS = 600  # of one tile and 64 heads: their sums take 78 MB
+
+
+@triton.jit
+def _keys_and_scores(
+    queries, stored, scales, GROUP: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr,
+    DIM: tl.constexpr, ROPE: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Keys in MT by piece, and scores. GROUP pieces are multiplied while the next are converted."""
+    keys = ()
+    scores = tl.zeros((BH, BT), tl.float32)
+    for i in tl.static_range(len(stored)):
+        k = widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
+        keys = append(keys, k)
+        if (i + 1) % GROUP == 0:
+            for j in tl.static_range(i + 1 - GROUP, i + 1):
+                scores = dot(queries[j], tl.trans(keys[j]), scores, MT)
+    return keys, scores
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_selected", "w_width", "c_width"])
+def _tile_kernel(
+    raw, q, acc_out, stat_out, positions, seq_idx, selected, num_selected,
+    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
+    frequencies, num_heads, num_tokens, window, qk_scale, eps,
+    RATIO: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
+    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
+    GROUP: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A block of heads, a token and a tile. PREPARE: queries are made of `raw` first; programs of
+    the same heads all write the same."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(2)
+    head = block * BH + tl.arange(0, BH)
+    live = head < num_heads
+    position = tl.load(positions + row).to(tl.int32)
+    seq = tl.load(seq_idx + row).to(tl.int64)
+    q_at = (row * num_heads + head)[:, None] * DIM
+    if PREPARE:
+        unturned = load_heads(raw, num_heads, row, block, BH, DIM, DIM)
+    else:
+        found = load_queries(q, q_at, live, DIM, ROPE)
+    visible = tl.minimum((position + 1) // RATIO, num_selected)
+    # where entries are chosen all tiles are there but at the very beginning: no wait to find out
+    if not SELECTED:  # noqa: SIM102 - settled by the compiler
+        if tile >= WT + tl.cdiv(visible, BT):
+            return
+    slot, present = tile_slots(
+        tile, position, visible, seq, row, window, selected, num_selected,
+        w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+    )  # fmt: skip
+    if SELECTED:
+        slot = tl.where((visible > 0) | (tile < WT), slot, 0)  # nothing compressed, no page
+    stored, scales = fetch_tile(
+        slot, tile < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale, FORMAT, NOPE, DIM, ROPE
+    )
+    if PREPARE:
+        store_prepared(
+            unturned, q, position, frequencies, eps, num_heads, row, block, BH, DIM, DIM, ROPE
+        )
+    # all loads leave before the first is awaited; what other threads wrote is read below
+    tl.debug_barrier()
+    if PREPARE:
+        found = load_queries(q, q_at, live, DIM, ROPE)
+    queries = ()
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        queries = append(queries, to_half(found[i], MT, ASM))
+    keys, scores = _keys_and_scores(
+        queries, stored, scales, GROUP, FORMAT, NOPE, DIM, ROPE, BH, BT, MT, ASM
+    )
+    weights, top = softmax(scores, present, qk_scale, MT)
+    part = weights_sum(weights, BH, BT, MT)
+    at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
+    tl.store(stat_out + at * 2, top, mask=live)
+    tl.store(stat_out + at * 2 + 1, part, mask=live)
+    sums = ()
+    for i in tl.static_range(num_pieces(DIM, ROPE)):
+        zero = tl.zeros((BH, keys[i].shape[1]), tl.float32)
+        sums = append(sums, dot(weights, keys[i], zero, MT))
+    JOINED: tl.constexpr = num_joined(DIM, ROPE, DIM)
+    joined = join_pieces(sums, JOINED)
+    for i in tl.static_range(len(joined)):
+        channel = piece_first(DIM, ROPE, i * JOINED) + tl.arange(0, joined[i].shape[1])
+        tl.store(acc_out + at[:, None] * DIM + channel[None, :], joined[i], mask=live[:, None])
+
+
+def run(q, sink, out, window, frequencies, config, eps, places, constants) -> None:
+    """With `eps` the queries are as they come from their matrix."""
+    tokens, heads, dim = q.shape
+    most = places[3]
+    num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
+    # as many as any number of tokens could need: room that grows later is an allocation
+    most_tokens = MOST_ROOMS // (triton.cdiv(heads, 64) * num_tiles)
+    room = num_tiles * max(tokens, most_tokens) * heads
+    sums = workspace(q.device, "attention_sums", room * dim, torch.float32)
+    stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
+    ready = q
+    if eps is not None:
+        size = max(q.numel(), most_tokens * heads * dim)
+        ready = workspace(q.device, "prepared", size, q.dtype)
+    count = len(pieces(dim, 2 * frequencies.shape[0]))
+    _tile_kernel[(triton.cdiv(heads, config.heads), tokens, num_tiles)](
+        q,
+        ready,
+        sums,
+        stats,
+        *places,
+        frequencies,
+        heads,
+        tokens,
+        window,
+        dim**-0.5 * LOG2E.value,
+        0.0 if eps is None else eps,
+        **constants,
+        PREPARE=eps is not None,
+        BH=config.heads,
+        GROUP=gcd(GROUP, count),
+        **launch_options(config.num_warps, config.num_stages),
+    )
+    ratio, tile = constants["RATIO"], constants["BT"]
+    merge_tiles(q, sink, out, sums, stats, places[0], frequencies, window, most, ratio, tile)
