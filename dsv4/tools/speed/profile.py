@@ -18,9 +18,11 @@ FAMILIES = {
     "mhc": ("_update_kernel", "_mix_kernel", "comb_kernel"),
     "attention": (
         "_attend_kernel", "_attend_scaled_kernel", "_merge_kernel", "_tile_kernel",
-        "_weights_kernel", "_values_kernel",
+        "_weights_kernel", "_values_kernel", "_unpack_kernel", "_walk_kernel",
     ),
-    "index": ("_scores_kernel", "_select_kernel", "_index_kernel"),
+    "index": (
+        "_scores_kernel", "_select_kernel", "_peaks_kernel", "_cut_kernel", "_index_kernel",
+    ),
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",
         "_rms_norm_kernel", "_state_kernel", "_queries_kernel",
