@@ -6,7 +6,9 @@ GROUPS-th chunk is of the same group; chunks of a group are added in ascending o
 second launch) the groups. With few tokens each chunk has its own program, with many a program
 walks a group, side by side with those of the chunks next to its own: same sums, same bits. Updated
 streams are bf16, so the product with the fp32 matrix is made of three bf16 products that together
-are exact. The sum of squares goes the same way.
+are exact, each with a sum of its own: 16 neighbouring channels of one stream share a product of the
+matrix unit, and a chunk's products follow each other by stream, then by channel. The sum of squares
+goes the same way.
 """
 
 import triton
@@ -32,6 +34,14 @@ def _dot_parts(v, f, sums, DT: tl.constexpr):
         return tl.dot(v, high, sums[0]), tl.dot(v, middle, sums[1]), tl.dot(v, low, sums[2])
     else:
         return tl.dot(v.to(tl.float32), f, sums[0], input_precision="ieee"), sums[1], sums[2]
+
+
+@triton.jit
+def _add_parts(high, middle, low, BM: tl.constexpr, RPAD: tl.constexpr):
+    """high + (middle + low). A plain sum the compiler would put where a chain of products starts,
+    but only if that chain is one `tl.dot`: then not all forms would have the same bits."""
+    one = tl.full((BM, RPAD), 1.0, tl.float32)
+    return tl.fma(high, one, tl.fma(middle, one, low))
 
 
 @triton.jit
@@ -193,7 +203,7 @@ def few_update_kernel(
     token = tl.program_id(1) * BM + tl.arange(0, BM)
     at = (part64 + token.to(tl.int64))[:, None] * RPAD + rows[None, :]
     mask = (token < num_tokens)[:, None] & (rows < ROWS)[None, :]
-    tl.store(partials + at, high + (middle + low), mask=mask)
+    tl.store(partials + at, _add_parts(high, middle, low, BM, RPAD), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -240,7 +250,7 @@ def update_kernel(
                 v = v.to(tl.float32)
             squares = tl.fma(v, v, squares)
             high, middle, low = _dot_parts(v, f, (high, middle, low), DT)
-        total = total + (high + (middle + low))
+        total = total + _add_parts(high, middle, low, BM, RPAD)
         total_squares = total_squares + _sum_halves(squares.reshape(BM, 1, BD), BM, 1).reshape(BM)
     at = (part.to(tl.int64) * num_tokens + row64) * RPAD
     tl.store(partials + at + ROWS, total_squares, mask=live)
