@@ -348,7 +348,7 @@ def run(logits, inputs):
     _filter_kernel[(rows,)](
         logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
         ROOM=CANDIDATES, SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **flags,
-        **launch_options(16),
+        **launch_options(8),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p,
