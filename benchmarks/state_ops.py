@@ -203,7 +203,7 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     """One of each kernel at Flash's widths with few rows, on the CPU: what compilers need."""
     shape, cpu = SHAPES["flash"], "cpu"
     one, two = decode_batch(2, 9000, cpu), decode_batch(1, 9000, cpu, new=2)
-    for tokens in (1, 128, 4096):
+    for tokens in (1, 8, 128, 4096):
         yield "mhc_boundary", f"{tokens}", mhc_arguments(shape, tokens, cpu)
     yield (
         "rms_norm",

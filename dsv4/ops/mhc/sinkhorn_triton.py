@@ -1,5 +1,12 @@
 # mypy: ignore-errors
-"""The mixing matrix of a token from its logits: softmax of rows, then rows and columns in turn."""
+"""The mixing matrix of a token from its logits: softmax of rows, then rows and columns in turn.
+
+A turn of a 4 x 4 matrix is a chain of dependent instructions, so it is made short. Rows are not
+divided by their sums but multiplied by those of the other rows: the factor that they then have
+in common goes out with the columns. Four reciprocals are one, of the product. Sums of rows and
+columns lie between 1/4 and 4, so nothing overflows, and eps matters in the columns alone, which
+come last. The matrix itself is only multiplied every other turn.
+"""
 
 import triton
 import triton.language as tl
@@ -19,54 +26,94 @@ def _reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _normal4(a, b, c, d, eps, ASM: tl.constexpr):
-    """Four numbers divided by their sum + eps."""
-    r = _reciprocal(((a + b) + (c + d)) + eps, ASM)
-    a, b = times_rounded(a, r, ASM), times_rounded(b, r, ASM)
-    return a, b, times_rounded(c, r, ASM), times_rounded(d, r, ASM)
+def _others(a, b, c, d):
+    """The product of the three others for each of four numbers, and that of all."""
+    ab = a * b
+    cd = c * d
+    return b * cd, a * cd, d * ab, c * ab, ab * cd
 
 
 @triton.jit
-def _softmax4(logits, eps, ASM: tl.constexpr):
-    a, b, c, d = logits
+def _inverses(a, b, c, d, ASM: tl.constexpr):
+    p, q, r, s, product = _others(a, b, c, d)
+    f = _reciprocal(product, ASM)
+    return p * f, q * f, r * f, s * f
+
+
+@triton.jit
+def _dot4(a, b, c, d, p, q, r, s, more):
+    """ap + bq + cr + ds + more, spelled out: fused alike wherever it is compiled."""
+    return tl.fma(a, p, b * q) + tl.fma(c, r, tl.fma(d, s, more))
+
+
+@triton.jit
+def _columns(m, w0, w1, w2, w3, eps, ASM: tl.constexpr):
+    """Factors of rows, from sums of rows, and of the columns that these leave; in two tuples."""
+    u0, u1, u2, u3, all_rows = _others(w0, w1, w2, w3)
+    least = eps * all_rows
+    c0 = _dot4(m[0], m[4], m[8], m[12], u0, u1, u2, u3, least)
+    c1 = _dot4(m[1], m[5], m[9], m[13], u0, u1, u2, u3, least)
+    c2 = _dot4(m[2], m[6], m[10], m[14], u0, u1, u2, u3, least)
+    c3 = _dot4(m[3], m[7], m[11], m[15], u0, u1, u2, u3, least)
+    return (u0, u1, u2, u3), _inverses(c0, c1, c2, c3, ASM)
+
+
+@triton.jit
+def _scaled(m, u, v, ASM: tl.constexpr):
+    """Rows of `m` multiplied by `u`, columns by `v`."""
+    out = ()
+    for i in tl.static_range(16):
+        out = append(out, times_rounded(m[i] * u[i // 4], v[i % 4], ASM))
+    return out
+
+
+@triton.jit
+def _one_turn(m, eps, ASM: tl.constexpr):
+    """Rows, then columns."""
+    w0 = (m[0] + m[1]) + (m[2] + m[3])
+    w1 = (m[4] + m[5]) + (m[6] + m[7])
+    w2 = (m[8] + m[9]) + (m[10] + m[11])
+    w3 = (m[12] + m[13]) + (m[14] + m[15])
+    return _columns(m, w0, w1, w2, w3, eps, ASM)
+
+
+@triton.jit
+def _two_turns(m, eps, ASM: tl.constexpr):
+    _, v = _one_turn(m, eps, ASM)
+    w0 = tl.fma(m[0], v[0], m[1] * v[1]) + tl.fma(m[2], v[2], m[3] * v[3])
+    w1 = tl.fma(m[4], v[0], m[5] * v[1]) + tl.fma(m[6], v[2], m[7] * v[3])
+    w2 = tl.fma(m[8], v[0], m[9] * v[1]) + tl.fma(m[10], v[2], m[11] * v[3])
+    w3 = tl.fma(m[12], v[0], m[13] * v[1]) + tl.fma(m[14], v[2], m[15] * v[3])
+    return _columns(m, w0, w1, w2, w3, eps, ASM)
+
+
+@triton.jit
+def _softmax4(a, b, c, d, eps, ASM: tl.constexpr):
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    a, b, c, d = _normal4(a, b, c, d, 0.0, ASM)
-    return a + eps, b + eps, c + eps, d + eps
-
-
-@triton.jit
-def _store4(out, a, b, c, d):
-    tl.store(out, a)
-    tl.store(out + 1, b)
-    tl.store(out + 2, c)
-    tl.store(out + 3, d)
+    r = _reciprocal((a + b) + (c + d), ASM)
+    return tl.fma(a, r, eps), tl.fma(b, r, eps), tl.fma(c, r, eps), tl.fma(d, r, eps)
 
 
 @triton.jit
 def sinkhorn4(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
     """4 x 4, an entry a number or a vector over tokens: sums need no exchange of threads."""
-    a0, a1, a2, a3 = _softmax4(logits[:4], eps, ASM)
-    b0, b1, b2, b3 = _softmax4(logits[4:8], eps, ASM)
-    c0, c1, c2, c3 = _softmax4(logits[8:12], eps, ASM)
-    d0, d1, d2, d3 = _softmax4(logits[12:], eps, ASM)
-    a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
-    a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
-    a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
-    a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps, ASM)
-    for _ in tl.range(0, ITERS - 1):
-        a0, a1, a2, a3 = _normal4(a0, a1, a2, a3, eps, ASM)
-        b0, b1, b2, b3 = _normal4(b0, b1, b2, b3, eps, ASM)
-        c0, c1, c2, c3 = _normal4(c0, c1, c2, c3, eps, ASM)
-        d0, d1, d2, d3 = _normal4(d0, d1, d2, d3, eps, ASM)
-        a0, b0, c0, d0 = _normal4(a0, b0, c0, d0, eps, ASM)
-        a1, b1, c1, d1 = _normal4(a1, b1, c1, d1, eps, ASM)
-        a2, b2, c2, d2 = _normal4(a2, b2, c2, d2, eps, ASM)
-        a3, b3, c3, d3 = _normal4(a3, b3, c3, d3, eps, ASM)
-    _store4(out, a0, a1, a2, a3)
-    _store4(out + 4, b0, b1, b2, b3)
-    _store4(out + 8, c0, c1, c2, c3)
-    _store4(out + 12, d0, d1, d2, d3)
+    m = ()
+    for i in tl.static_range(4):
+        row = _softmax4(
+            logits[4 * i], logits[4 * i + 1], logits[4 * i + 2], logits[4 * i + 3], eps, ASM
+        )
+        m = m + row
+    _, first = _columns(m, 1.0, 1.0, 1.0, 1.0, eps, ASM)
+    m = _scaled(m, (1.0, 1.0, 1.0, 1.0), first, ASM)
+    for _ in tl.range(0, (ITERS - 1) // 2):
+        u, v = _two_turns(m, eps, ASM)
+        m = _scaled(m, u, v, ASM)
+    if ITERS % 2 == 0:
+        u, v = _one_turn(m, eps, ASM)
+        m = _scaled(m, u, v, ASM)
+    for i in tl.static_range(16):
+        tl.store(out + i, m[i])
 
 
 @triton.jit

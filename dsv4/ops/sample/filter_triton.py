@@ -76,6 +76,45 @@ def tie_room(threshold, count, above, best, mass, keep, share):
 
 
 @triton.jit
+def _first_bit(low, high):
+    """The highest bit in which two keys differ, or one above it; bit 0 if none does."""
+    power = (low ^ high).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return tl.minimum(tl.maximum(power - 127, 0), 31)
+
+
+@triton.jit
+def _units(x, best, mass):
+    """A token's share of the mass in units of 2^-31. Sums of integers have no order, that of a
+    whole row fits 32 bits, and along a warp it is one instruction."""
+    return (tl.exp(x - best) * (2147483648.0 / mass) + 0.5).to(tl.uint32)
+
+
+@triton.jit
+def _total(units):
+    return tl.sum(units, axis=0).to(tl.float32) * (1.0 / 2147483648.0)
+
+
+@triton.jit
+def _sums(units, over):
+    """How many tokens are `over` and their share of the mass; along the first axis."""
+    share = _total(tl.where(over, units, tl.zeros_like(units)))
+    return tl.sum(over.to(tl.int32), axis=0), share
+
+
+@triton.jit
+def _row_key(
+    logits, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
+    output_counts, bias, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    raw = tl.load(logits + at, mask=live, other=float("-inf"))
+    x = adjusted(
+        raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
+        output_counts, bias, COUNTS, BIAS,
+    )  # fmt: skip
+    return x, order_key(x)
+
+
+@triton.jit
 def filter_row(
     logits, row, best, mass, keep, share, temperature, repetition, presence, frequency,
     prompt_counts, output_counts, bias, size, TILE: tl.constexpr, COUNTS: tl.constexpr,
@@ -87,37 +126,41 @@ def filter_row(
     bit = tl.full((), 0x80000000, tl.uint32)
     count = tl.zeros((), tl.int32)
     above = tl.zeros((), tl.float32)
-    room = tl.zeros((), tl.int32)
-    last_id = tl.zeros((), tl.int32) + size
-    # 32 rounds for the bits, one strictly above the threshold, one to find the last of its ties
-    for step in tl.range(0, 34):
+    # 32 rounds for the bits, one strictly above the threshold
+    for step in tl.range(0, 33):
         trial = tl.where(step < 32, threshold | bit, threshold + 1)
-        passed = tl.zeros((), tl.int32)
-        weight = tl.zeros((), tl.float32)
-        ties = tl.zeros((), tl.int32)
+        passed = tl.zeros((TILE,), tl.int32)
+        weight = tl.zeros((TILE,), tl.uint32)
         for start in tl.range(0, size, TILE):
             at = row * size + start + lane
             live = start + lane < size
-            raw = tl.load(logits + at, mask=live, other=float("-inf"))
-            x = adjusted(
-                raw, row, at, live, temperature, repetition, presence, frequency,
+            x, key = _row_key(
+                logits, row, at, live, temperature, repetition, presence, frequency,
                 prompt_counts, output_counts, bias, COUNTS, BIAS,
             )  # fmt: skip
-            key = order_key(x)
             over = live & (key >= trial)
-            passed += tl.sum(over.to(tl.int32), axis=0)
-            weight += tl.sum(tl.where(over, tl.exp(x - best), 0.0), axis=0)
-            if step == 33:
-                equal = (live & (key == threshold)).to(tl.int32)
-                hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)
-                last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
-                ties += tl.sum(equal, axis=0)
-        count = passed
-        above = weight / mass
+            passed += over.to(tl.int32)
+            units = _units(x, best, mass)
+            weight += tl.where(over, units, tl.zeros_like(units))
+        count = tl.sum(passed, axis=0)
+        above = _total(weight)
         ok = passes(count, above, keep, share)
         threshold = tl.where((step < 32) & (ok == 0), trial, threshold)
-        room = tie_room(threshold, count, above, best, mass, keep, share)
         bit = bit >> 1
+    room = tie_room(threshold, count, above, best, mass, keep, share)
+    last_id = tl.zeros((), tl.int32) + size
+    ties = tl.zeros((), tl.int32)
+    for start in tl.range(0, size, TILE):
+        at = row * size + start + lane
+        live = start + lane < size
+        x, key = _row_key(
+            logits, row, at, live, temperature, repetition, presence, frequency,
+            prompt_counts, output_counts, bias, COUNTS, BIAS,
+        )  # fmt: skip
+        equal = (live & (key == threshold)).to(tl.int32)
+        hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)
+        last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
+        ties += tl.sum(equal, axis=0)
     return threshold, last_id
 
 
@@ -134,46 +177,53 @@ def _closed_up(held, PLACES: tl.constexpr):
 @triton.jit
 def filter_candidates(
     values, ids, counts, row, num_chunks, best, mass, keep, share, last_id, CHUNKS: tl.constexpr,
-    ROOM: tl.constexpr, PLACES: tl.constexpr, DIGIT: tl.constexpr,
+    ROOM: tl.constexpr, USED: tl.constexpr, PLACES: tl.constexpr, DIGIT: tl.constexpr,
 ):  # fmt: skip
-    """Threshold and last id among PLACES candidates at most, DIGIT bits a round."""
+    """Threshold and last id among PLACES candidates, USED of a chunk; DIGIT bits a round."""
     mine = counts + row * num_chunks
-    if PLACES < CHUNKS * ROOM:
+    if PLACES < CHUNKS * USED:
         chunk = tl.arange(0, CHUNKS)
         held = tl.load(mine + chunk, mask=chunk < num_chunks, other=0)
         owner, index = _closed_up(held, PLACES)
         live = owner < CHUNKS
     else:
-        owner, index = tl.arange(0, PLACES) // ROOM, tl.arange(0, PLACES) % ROOM
+        owner, index = tl.arange(0, PLACES) // USED, tl.arange(0, PLACES) % USED
         live = index < tl.load(mine + owner, mask=owner < num_chunks, other=0)
-    at = (row * num_chunks + owner) * ROOM + index
-    x = tl.load(values + at, mask=live, other=float("-inf"))
-    key = tl.where(live, order_key(x), tl.zeros_like(index).to(tl.uint32))
-    # one token and its weight in units of 2^-32 as one number: one exact sum for both
-    token = (tl.full((), 1, tl.int64) << 48) + (tl.exp(x - best) * 4294967296.0).to(tl.int64)
-    token = tl.where(live, token, tl.zeros_like(token))
-    unit = 1.0 / 4294967296.0
+    at = owner * ROOM + index
+    base = row * num_chunks * ROOM
+    x = tl.load(values + base + at, mask=live, other=float("-inf"))
+    key = tl.where(live, order_key(x), tl.zeros_like(index).to(tl.uint32))  # 0: no token
+    units = _units(x, best, mass)
     threshold = tl.zeros((), tl.uint32)
-    digits = tl.arange(0, 1 << DIGIT).to(tl.uint32)
-    unit_of_digit = tl.full((), 1 << (32 - DIGIT), tl.uint32)
-    for _ in tl.range(0, 32 // DIGIT):
-        if DIGIT == 1:  # digit 0 needs no trial
-            trial = threshold | unit_of_digit
-            both = tl.sum(tl.where(key >= trial, token, tl.zeros_like(token)), axis=0)
-        else:
-            trial = threshold | (digits * unit_of_digit)
+    if DIGIT == 1:
+        # all keys agree above some bit; if even all tokens leave room, nothing is filtered
+        top = tl.max(key, axis=0)
+        first = _first_bit(tl.min(tl.where(key > 0, key, top), axis=0), top)
+        count, above = _sums(units, key > 0)
+        everything = passes(count, above, keep, share)
+        threshold = (top >> first >> 1) << first << 1
+        bit = tl.full((), 1, tl.uint32) << first.to(tl.uint32)
+        for _ in tl.range(0, first + 1):
+            trial = threshold | bit
+            count, above = _sums(units, key >= trial)
+            threshold = tl.where(passes(count, above, keep, share), threshold, trial)
+            bit = bit >> 1
+        threshold = tl.where(everything, tl.zeros((), tl.uint32), threshold)
+    else:
+        digits = tl.arange(0, 1 << DIGIT).to(tl.uint32)
+        unit = tl.full((), 1 << (32 - DIGIT), tl.uint32)
+        for _ in tl.range(0, 32 // DIGIT):
+            trial = threshold | (digits * unit)
             over = key[:, None] >= trial[None, :]
-            both = tl.sum(tl.where(over, token[:, None], tl.zeros_like(token)[:, None]), axis=0)
-        above = (both & 0xFFFFFFFFFFFF).to(tl.float32) * unit / mass
-        ok = passes((both >> 48).to(tl.int32), above, keep, share)
-        reached = tl.where(ok, threshold, trial)  # the largest that leaves no room
-        threshold = reached if DIGIT == 1 else tl.max(reached, axis=0)
-        unit_of_digit = (unit_of_digit >> DIGIT).to(tl.uint32)
-    both = tl.sum(tl.where(key > threshold, token, tl.zeros_like(token)), axis=0)
-    count = (both >> 48).to(tl.int32)
-    above = (both & 0xFFFFFFFFFFFF).to(tl.float32) * unit / mass
+            count, above = _sums(units[:, None], over)
+            ok = passes(count, above, keep, share)
+            threshold = tl.max(tl.where(ok, threshold, trial), axis=0)  # that leaves no room
+            unit = (unit >> DIGIT).to(tl.uint32)
+    count, above = _sums(units, key > threshold)
     room = tie_room(threshold, count, above, best, mass, keep, share)
-    equal = (live & (key == threshold)).to(tl.int32)
-    hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
-    last = tl.load(ids + at, mask=hit, other=2147483647)
-    return threshold, tl.minimum(last_id, tl.min(last, axis=0))
+    equal = ((key > 0) & (key == threshold)).to(tl.int32)
+    if tl.sum(equal, axis=0) > room:
+        hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
+        last = tl.load(ids + base + at, mask=hit, other=2147483647)
+        last_id = tl.minimum(last_id, tl.min(last, axis=0))
+    return threshold, last_id

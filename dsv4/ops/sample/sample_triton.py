@@ -29,27 +29,29 @@ from dsv4.ops.sample.filter_triton import (
 
 CHUNK = 2048  # logits of a program
 WARPS = 4  # sets an order of summation, as CHUNK does
-TILE = 8192  # logits a filter looks at at a time
-PARTS = 8  # parts of a chunk whose largest logits bound top-k
+TILE = 4096  # logits a filter looks at at a time
+PARTS = 16  # parts of a chunk whose largest logits and masses bound filters
 CANDIDATES = 256  # most of a chunk
+SOME_CANDIDATES = 64  # of a chunk: a row then has some thousands
 FEW_CANDIDATES = 256  # as many as a row mostly has
 PROGRAMS = 528  # that look for candidates
 
 
 @triton.jit
-def _sum_exp(x, top, ASM: tl.constexpr):
+def _exp_below(x, top, ASM: tl.constexpr):
     below = x - tl.where(top > -3e38, top, 0.0)
-    return tl.sum(exp2_fast(below * 1.4426950408889634, ASM), axis=0)
+    return exp2_fast(below * 1.4426950408889634, ASM)
 
 
 @triton.jit
 def _stats_kernel(
-    logits, stats, tops, temperature, repetition, presence, frequency, prompt_counts,
+    logits, stats, parts, temperature, repetition, presence, frequency, prompt_counts,
     output_counts, bias, size, num_chunks,
     CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
-    """Largest logit and sum of exponentials of a chunk, as they came and adjusted."""
+    """Largest logit and sum of exponentials of a chunk, as they came and adjusted; the latter
+    for each of its parts as well."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -61,15 +63,17 @@ def _stats_kernel(
         output_counts, bias, COUNTS, BIAS,
     )  # fmt: skip
     part_tops = tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1)
-    part = (row * num_chunks + chunk) * PARTS + tl.arange(0, PARTS)
-    tl.store(tops + part, part_tops)
     x_top = tl.max(part_tops, axis=0)
-    x_sum = _sum_exp(x, x_top, ASM)
+    part_sums = tl.sum(_exp_below(x, x_top, ASM).reshape(PARTS, CHUNK // PARTS), axis=1)
+    part = parts + ((row * num_chunks + chunk) * PARTS + tl.arange(0, PARTS)) * 2
+    tl.store(part, part_tops)
+    tl.store(part + 1, part_sums)
+    x_sum = tl.sum(part_sums, axis=0)
     raw_top, raw_sum = x_top, x_sum
     heat = tl.load(temperature + row)
     if COUNTS | BIAS | ((heat > 0) & (heat != 1.0)):
         raw_top = tl.max(raw, axis=0)
-        raw_sum = _sum_exp(raw, raw_top, ASM)
+        raw_sum = tl.sum(_exp_below(raw, raw_top, ASM), axis=0)
     out = stats + (row * num_chunks + chunk) * 4
     tl.store(out, raw_top)
     tl.store(out + 1, raw_sum)
@@ -100,8 +104,45 @@ def _limits(temperature, top_k, top_p, row, size):
 
 
 @triton.jit
+def _bound(
+    parts, stats, row, num_chunks, best, mass, keep, share, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A logit below which no token passes, as its key; half of the bits say enough.
+
+    That holds if `keep` parts reach it with their largest tokens, and if all tokens below it
+    weigh no more than 1 - share. Of a part that reaches it these are at most all but the largest,
+    and at most as many as there are, each below the bound.
+    """
+    part = tl.arange(0, CHUNKS * PARTS)
+    used = part < num_chunks * PARTS
+    at = row * num_chunks * PARTS + part
+    top = tl.load(parts + at * 2, mask=used, other=float("-inf"))
+    own = tl.load(parts + at * 2 + 1, mask=used, other=0.0)
+    chunk_top = tl.load(stats + (row * num_chunks + part // PARTS) * 4 + 2, mask=used, other=0.0)
+    own = tl.where(used, own * tl.exp(chunk_top - best), 0.0)
+    others = tl.maximum(own - tl.exp(top - best), 0.0) + own * 1e-5
+    top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
+    spare = tl.where(share < 1.0, (1.0 - share) * mass * 0.999, -1.0)
+    least = tl.zeros((), tl.uint32)
+    digits = tl.arange(0, 4).to(tl.uint32)
+    unit = tl.full((), 0x40000000, tl.uint32)
+    for _ in tl.range(0, 8):
+        trial = least | (digits * unit)
+        reaches = top_key[:, None] >= trial[None, :]
+        reached = tl.sum(reaches.to(tl.int32), axis=0)
+        most = tl.exp(key_value(trial) - best) * (CHUNK // PARTS)
+        inside = tl.minimum(others[:, None], most[None, :])
+        below = tl.sum(tl.where(reaches, inside, own[:, None]), axis=0)
+        holds = (reached >= keep) | (below <= spare)
+        least = tl.max(tl.where(holds, trial, least), axis=0)
+        unit = (unit >> 2).to(tl.uint32)
+    return least
+
+
+@triton.jit
 def _candidates_kernel(
-    logits, stats, tops, values, ids, counts, temperature, top_k, top_p, repetition, presence,
+    logits, stats, parts, values, ids, counts, temperature, top_k, top_p, repetition, presence,
     frequency, prompt_counts, output_counts, bias, size, num_chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
     COUNTS: tl.constexpr, BIAS: tl.constexpr
@@ -111,24 +152,8 @@ def _candidates_kernel(
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
-        # tokens below (1 - share) / size together weigh less than 1 - share
-        bound = best + tl.log(tl.maximum(1.0 - share, 1e-30) * mass / size) - 1e-3
-        bound = tl.where(share < 1.0, bound, float("-inf"))
-        if keep < CHUNKS * PARTS:
-            # at least `keep` parts, so at least that many tokens, reach the keep-th largest top;
-            # half of its bits say enough
-            part = tl.arange(0, CHUNKS * PARTS)
-            used = part < num_chunks * PARTS
-            top = tl.load(tops + row * num_chunks * PARTS + part, mask=used, other=float("-inf"))
-            top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
-            least = tl.zeros((), tl.uint32)
-            bit = tl.full((), 0x80000000, tl.uint32)
-            for _ in tl.range(0, 16):
-                reached = tl.sum((top_key >= (least | bit)).to(tl.int32), axis=0)
-                least = tl.where(reached >= keep, least | bit, least)
-                bit = bit >> 1
-            bound = tl.maximum(bound, key_value(least))
-        bound = tl.maximum(bound, -3.4e38)  # what cannot be drawn needs no place
+        least = _bound(parts, stats, row, num_chunks, best, mass, keep, share, CHUNKS, PARTS, CHUNK)
+        bound = tl.maximum(key_value(least), -3.4e38)  # what cannot be drawn needs no place
         for chunk in tl.range(tl.program_id(1), num_chunks, tl.num_programs(1)):
             total = tl.zeros((), tl.int32)
             if tl.load(stats + (row * num_chunks + chunk) * 4 + 2) >= bound:
@@ -153,8 +178,8 @@ def _candidates_kernel(
 def _filter_kernel(
     logits, stats, limits, values, ids, counts, temperature, top_k, top_p, repetition, presence,
     frequency, prompt_counts, output_counts, bias, size, num_chunks,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
-    COUNTS: tl.constexpr, BIAS: tl.constexpr
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, SOME: tl.constexpr, FEW: tl.constexpr,
+    TILE: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
     """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
     row = tl.program_id(0).to(tl.int64)
@@ -165,16 +190,21 @@ def _filter_kernel(
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
         chunk = tl.arange(0, CHUNKS)
         held = tl.load(counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
-        fit = tl.max(held, axis=0) <= ROOM
-        if fit & (tl.sum(held, axis=0) <= FEW):
+        most = tl.max(held, axis=0)
+        if (most <= ROOM) & (tl.sum(held, axis=0) <= FEW):
             threshold, last_id = filter_candidates(
                 values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
-                CHUNKS, ROOM, FEW, 4,
+                CHUNKS, ROOM, ROOM, FEW, 4,
             )  # fmt: skip
-        elif fit:
+        elif most <= SOME:
             threshold, last_id = filter_candidates(
                 values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
-                CHUNKS, ROOM, CHUNKS * ROOM, 1,
+                CHUNKS, ROOM, SOME, CHUNKS * SOME, 1,
+            )  # fmt: skip
+        elif most <= ROOM:
+            threshold, last_id = filter_candidates(
+                values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+                CHUNKS, ROOM, ROOM, CHUNKS * ROOM, 1,
             )  # fmt: skip
         else:
             threshold, last_id = filter_row(
@@ -287,7 +317,7 @@ def run(logits, inputs):
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     norms = torch.empty(rows, dtype=torch.float32, device=device)
     stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
-    tops = workspace(device, "sample_tops", rows * chunks * PARTS, torch.float32)
+    parts = workspace(device, "sample_parts", rows * chunks * PARTS * 2, torch.float32)
     held = rows * chunks * CANDIDATES
     found = (
         workspace(device, "sample_candidates", held, torch.float32),
@@ -307,18 +337,18 @@ def run(logits, inputs):
     fast = {"ASM": not interpreting()}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
-        logits, stats, tops, inputs.temperature, *penalties, *wide, size, chunks,
+        logits, stats, parts, inputs.temperature, *penalties, *wide, size, chunks,
         CHUNK=CHUNK, PARTS=PARTS, **flags, **fast, **launch_options(WARPS),
     )  # fmt: skip
     filters = (inputs.temperature, inputs.top_k, inputs.top_p)
     _candidates_kernel[(rows, min(chunks, max(1, PROGRAMS // rows)))](
-        logits, stats, tops, *found, *filters, *penalties, *wide, size, chunks,
+        logits, stats, parts, *found, *filters, *penalties, *wide, size, chunks,
         CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **flags, **launch_options(8),
     )  # fmt: skip
     _filter_kernel[(rows,)](
         logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
-        ROOM=CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **flags,
-        **launch_options(16),
+        ROOM=CANDIDATES, SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **flags,
+        **launch_options(8),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p,

@@ -15,7 +15,7 @@ FAMILIES = {
         "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
         "_quantize_kernel",
     ),
-    "mhc": ("_update_kernel", "_mix_kernel", "comb_kernel"),
+    "mhc": ("update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel"),
     "attention": (
         "_attend_kernel", "_attend_scaled_kernel", "_merge_kernel", "_tile_kernel",
         "_weights_kernel", "_values_kernel", "_unpack_kernel", "_walk_kernel",

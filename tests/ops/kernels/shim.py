@@ -92,7 +92,18 @@ def dot(self, a, b, acc, precision, imprecise):
     if not a.dtype.scalar.is_floating():
         product = a.data.astype(np.int64) @ b.data.astype(np.int64)
         return Handle(product.astype(acc.data.dtype) + acc.data, kind)
+    if a.dtype.scalar.primitive_bitwidth == 16:
+        return Handle(_down(_by_sixteens(_f32(a), _f32(b), _f32(acc)), kind), kind)
     return Handle(_down(_f32(a) @ _f32(b) + _f32(acc), kind), kind)
+
+
+def _by_sixteens(a, b, acc):
+    """As matrix units do: 16 columns after 16, so that a product's bits do not show its width."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    for k in range(0, a.shape[-1], 16):
+        product = a[..., k : k + 16] @ b[..., k : k + 16, :]
+        acc = (product + acc).astype(np.float32)
+    return acc
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)

@@ -11,7 +11,8 @@ from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts
 # kernel: (instruction expected on sm_90, reloads from local memory allowed: in the innermost loops
 # where there are matrix products, else anywhere)
 EXPECTED: dict[str, tuple[str, int]] = {
-    "_update_kernel": ("HGMMA|HMMA", 0),
+    "update_kernel": ("HGMMA|HMMA", 0),
+    "few_update_kernel": ("HMMA", 0),
     "_mix_kernel": ("SHFL", 0),
     "comb_kernel": ("MUFU", 0),
     "_rms_norm_kernel": ("SHFL", 0),

@@ -429,8 +429,9 @@ def check_sample_edges() -> None:
     )
     logits = arguments["logits"].round()
     wanted = sample_reference(logits, inputs)
-    for few, room in ((256, 512), (4, 512), (4, 4)):  # without places the whole row is searched
-        module.FEW_CANDIDATES, module.CANDIDATES = few, room
+    # without places for some candidates there are more; without any the whole row is searched
+    for few, some, room in ((256, 512, 512), (4, 512, 512), (4, 4, 512), (4, 4, 4)):
+        module.FEW_CANDIDATES, module.SOME_CANDIDATES, module.CANDIDATES = few, some, room
         found = module.run(logits, inputs)
         compare("tokens", wanted[0], found[0], 0.0, 0.0)
         compare("norms", wanted[1], found[1], 1e-4, 1e-4)
