@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.kv.entry_triton import append
 from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they share here
 
 STEP = 128  # columns of K that one tile of a weight covers
@@ -109,6 +110,20 @@ def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def tile_rows(start, end, BM: tl.constexpr):
+    """Rows of a tile from `start` on, in pieces of powers of two, the longest last because the next
+    weights are unpacked during its product; and which of the rows lie before `end`."""
+    rows = ()
+    live = ()
+    for i in tl.static_range(9):  # up to 256
+        if BM >> i & 1:
+            piece = start + BM % (1 << i) + tl.arange(0, 1 << i)
+            rows = append(rows, piece)
+            live = append(live, piece < end)
+    return rows, live
+
+
+@triton.jit
 def dot_nvfp4(
     words,
     codes,
@@ -120,17 +135,17 @@ def dot_nvfp4(
     total_steps,
     num_columns,
     BN: tl.constexpr,
-    BM: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """fp32 `[BN, BM]` over steps `first` to `last` of K, without the factor 128 * global.
+    """fp32 `[BN, rows]` over steps `first` to `last` of K, without the factor 128 * global.
 
     `words` and `codes` point at the first of BN/64 row tiles; input row i starts at `x +
-    x_rows[i]`. Forms of the same sum, 16 columns after 16 columns: 0, eight small products a step
-    (few rows); 1, one product.
+    x_rows[i]`. Rows, masks and results are by piece, see `tile_rows`. Forms of the same sum, 16
+    columns after 16 columns: 0, eight small products a step (few rows, one piece); 1, one product
+    for each piece.
     """
     rn = tl.arange(0, BN)
     tile = (rn // 64) * total_steps + first
@@ -138,31 +153,41 @@ def dot_nvfp4(
     codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
     s_ptrs = codes + (tile * 64 + rn % 64)
     rk = tl.arange(0, 16 if FORM == 0 else 128)
-    offsets = x_rows[None, :] + rk[:, None]
+    offsets = ()
+    sums = ()
+    for i in tl.static_range(len(x_rows)):
+        offsets = append(offsets, x_rows[i][None, :] + rk[:, None])
+        sums = append(sums, tl.zeros((BN, x_rows[i].shape[0]), dtype=tl.float32))
     x += first * 128
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         low = tl.load(w_ptrs)
         high = tl.load(w_ptrs + 1024)
         code = tl.load(s_ptrs)
-        mask = x_mask[None, :]
+        added = ()
         if FORM == 0:
             pairs = scale_pairs(code, ASM)
+            acc = sums[0]
             for group in tl.static_range(8):
+                mask = x_mask[0][None, :]
                 if not EVEN_K:
-                    mask = x_mask[None, :] & (step * 128 + group * 16 + rk < num_columns)[:, None]
-                part = tl.load(x + group * 16 + offsets, mask=mask, other=0.0)
+                    mask = mask & (step * 128 + group * 16 + rk < num_columns)[:, None]
+                part = tl.load(x + group * 16 + offsets[0], mask=mask, other=0.0)
                 half = low if group < 4 else high
                 acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
+            added = append(added, acc)
         else:
-            if not EVEN_K:
-                mask = mask & (step * 128 + rk < num_columns)[:, None]
-            part = tl.load(x + offsets, mask=mask, other=0.0)
-            acc = tl.dot(whole_tile(low, high, code, BN, ASM), part, acc)
+            weights = whole_tile(low, high, code, BN, ASM)
+            for i in tl.static_range(len(offsets)):
+                mask = x_mask[i][None, :]
+                if not EVEN_K:
+                    mask = mask & (step * 128 + rk < num_columns)[:, None]
+                part = tl.load(x + offsets[i], mask=mask, other=0.0)
+                added = append(added, tl.dot(weights, part, sums[i]))
+        sums = added
         w_ptrs += 2048
         s_ptrs += 64
         x += 128
-    return acc
+    return sums
 
 
 @triton.jit

@@ -48,9 +48,9 @@ def _range_sum(
         w = words.to(tl.pointer_type(tl.int16)) + row * total_steps * 32
         s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
         acc = dot_nvfp4(
-            tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, x_rows, live_m, first, last,
-            total_steps, num_columns, BN, BM, STAGES, FORM, EVEN_K, ASM,
-        )  # fmt: skip
+            tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, (x_rows,), (live_m,), first, last,
+            total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM,
+        )[0]  # fmt: skip
     elif FORMAT == 3:
         w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
         acc = dot_expanded(

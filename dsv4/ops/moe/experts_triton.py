@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.device import (
+    append,
     device_reason,
     dot_nvfp4,
     finish_ranges,
     interpreting,
     launch_options,
+    tile_rows,
     times_rounded,
     workspace,
 )
@@ -28,6 +30,8 @@ from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
 
+HEIGHTS = (160, 192, 224, 256)  # of tiles with many rows: sums of few powers of two
+UNPACKING = 150  # rows whose products take as long as what a tile does between products
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
 
 
@@ -68,24 +72,38 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
 @triton.jit
 def _range_sums(
     words, scales, x, x_rows, live, total_steps, num_columns, split,
-    factor, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    factor, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, BM]`: range `split` of K with one token, else all ranges, in order; each times
-    `factor`."""
+    """fp32 `[BN, rows]` of each piece: range `split` of K with one token, else all ranges, in
+    order; each times `factor`."""
     words = tl.multiple_of(words, 64)
     scales = tl.multiple_of(scales, 64)
     per_range = tl.cdiv(total_steps, K_RANGES)
-    total = tl.zeros((BN, BM), dtype=tl.float32)
+    totals = ()
     for index in tl.static_range(1 if DIRECT else K_RANGES):
         first = (split if DIRECT else index) * per_range
-        part = dot_nvfp4(
+        parts = dot_nvfp4(
             words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
-            total_steps, num_columns, BN, BM, STAGES, FORM, EVEN_K, ASM,
+            total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM,
         )  # fmt: skip
-        total += times_rounded(part, factor, ASM)
-    return total
+        added = ()
+        for i in tl.static_range(len(parts)):
+            before = 0.0 if index == 0 else totals[i]
+            added = append(added, before + times_rounded(parts[i], factor, ASM))
+        totals = added
+    return totals
+
+
+@triton.jit
+def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
+    """`[BN, rows]` -> `[BN / 2, rows]`: of each tile's 64 weight rows the first 32 are gates."""
+    pairs = acc.reshape(BN // 64, 2, 32, acc.shape[1]).permute(0, 2, 3, 1)
+    gate, up = tl.split(pairs)
+    gate = tl.minimum(gate.reshape(BN // 2, acc.shape[1]) * gate_factor, limit)
+    up = tl.minimum(tl.maximum(up.reshape(BN // 2, acc.shape[1]) * up_factor, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
@@ -109,44 +127,43 @@ def _up_kernel(
     if expert < 0:
         return
     is_shared = expert == num_experts
-    rows = start + tl.arange(0, BM)
-    live = rows < end
+    rows, live = tile_rows(start, end, BM)
     at = tl.where(is_shared, shared_factors, expert * PARTS)
     parts = tl.where(is_shared, SHARED_PARTS, PARTS)
     gate_factor = tl.load(factors + at) * 128.0
     up_factor = tl.load(factors + at + parts - 1) * 128.0
-    token, _ = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
-    token = tl.where(live, token, 0)
+    x_rows = ()
+    for i in tl.static_range(len(rows)):
+        token, _ = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen, DIRECT)
+        x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
     tile = n_tile * (BN // 64)
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
-    acc = _range_sums(
-        words + word_at, scales + scale_at, x, token * x_stride, live, total_steps, size,
+    sums = _range_sums(
+        words + word_at, scales + scale_at, x, x_rows, live, total_steps, size,
         tl.program_id(2), 1.0,
-        K_RANGES, DIRECT, BN, BM, STAGES, FORM, EVEN_K, ASM,
+        K_RANGES, DIRECT, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
     last_column = inner
     if DIRECT and K_RANGES > 1:
         slot = (index * tl.num_programs(0) + n_tile) * K_RANGES
         acc, is_last = finish_ranges(
-            acc, live, partials, counters, slot, tl.program_id(2), K_RANGES, BN, BM
+            sums[0], live[0], partials, counters, slot, tl.program_id(2), K_RANGES, BN, BM
         )
+        sums = (acc,)
         last_column = tl.where(is_last, inner, 0)
-    pairs = acc.reshape(BN // 64, 2, 32, BM).permute(0, 2, 3, 1)
-    gate, up = tl.split(pairs)
-    gate = tl.minimum(gate.reshape(BN // 2, BM) * gate_factor, limit)
-    up = tl.minimum(tl.maximum(up.reshape(BN // 2, BM) * up_factor, -limit), limit)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    if not is_shared:
-        weight_rows = rows
-        if not DIRECT:
-            weight_rows = tl.load(sorted_pairs + rows, mask=live, other=0)
-        result = result * tl.load(weights + weight_rows, mask=live, other=0.0)[None, :]
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
-    mask = (column < last_column)[:, None] & live[None, :]
-    out = z + rows.to(tl.int64)[None, :] * inner + column[:, None]
-    tl.store(out, result.to(tl.bfloat16), mask=mask)
+    for i in tl.static_range(len(sums)):
+        result = _swiglu(sums[i], gate_factor, up_factor, limit, BN)
+        if not is_shared:
+            weight_rows = rows[i]
+            if not DIRECT:
+                weight_rows = tl.load(sorted_pairs + rows[i], mask=live[i], other=0)
+            result = result * tl.load(weights + weight_rows, mask=live[i], other=0.0)[None, :]
+        mask = (column < last_column)[:, None] & live[i][None, :]
+        out = z + rows[i].to(tl.int64)[None, :] * inner + column[:, None]
+        tl.store(out, result.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
@@ -167,25 +184,28 @@ def _down_kernel(
     if expert < 0:
         return
     is_shared = expert == num_experts
-    rows = start + tl.arange(0, BM)
-    live = rows < end
+    rows, live = tile_rows(start, end, BM)
     factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
     tile = n_tile * (BN // 64)
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
-    acc = _range_sums(
-        words + word_at, scales + scale_at, z, rows * inner, live, total_steps, inner,
+    z_rows = ()
+    for i in tl.static_range(len(rows)):
+        z_rows = append(z_rows, rows[i] * inner)
+    sums = _range_sums(
+        words + word_at, scales + scale_at, z, z_rows, live, total_steps, inner,
         tl.program_id(2), factor,
-        K_RANGES, DIRECT, BN, BM, STAGES, FORM, EVEN_K, ASM,
+        K_RANGES, DIRECT, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
     column = n_tile * BN + tl.arange(0, BN)
-    token, place = _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT)
-    row = token.to(tl.int64) * places + place
-    if DIRECT:
-        row = row * K_RANGES + tl.program_id(2)
-    mask = (column < size)[:, None] & live[None, :]
-    tl.store(parts_at + (row * size)[None, :] + column[:, None], acc, mask=mask)
+    for i in tl.static_range(len(sums)):
+        token, place = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen, DIRECT)
+        row = token.to(tl.int64) * places + place
+        if DIRECT:
+            row = row * K_RANGES + tl.program_id(2)
+        mask = (column < size)[:, None] & live[i][None, :]
+        tl.store(parts_at + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
 
 
 @dataclass(frozen=True)
@@ -208,7 +228,9 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
         return Config(32, 128, 4, 3, 1)
     if rows <= 128:
         return Config(64, 128, 4, 3, 1)
-    return Config(256, 128, 8, 3, 1)
+    most = rows + 2 * math.sqrt(rows)  # seldom more where routing is random
+    height = min(HEIGHTS, key=lambda bm: math.ceil(most / bm) * (bm + UNPACKING))
+    return Config(height, 128, 8, 3, 1)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:

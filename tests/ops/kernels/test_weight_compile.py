@@ -56,7 +56,7 @@ def all_launches() -> Iterator[Launch]:
     yield "linear bf16", lambda: linear_triton.run(x, [dense, matrix, matrix], [torch.float32] * 3)
     w13 = random_tiled(512, 256, generator, count=2, paired=True)
     w2 = random_tiled(256, 256, generator, count=2)
-    for rows, case in ((1, "decode"), (8, "decode"), (2048, "prefill")):
+    for rows, case in ((1, "decode"), (8, "decode"), (192, "prefill"), (2048, "prefill")):
         x = torch.zeros(rows, 256, dtype=torch.bfloat16)
         ids = torch.zeros(rows, 2, dtype=torch.int64)
         arguments = (x, ids, torch.zeros(rows, 2), w13, w2, w13[0], w2[0], 10.0)

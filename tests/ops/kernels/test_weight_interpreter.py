@@ -144,9 +144,22 @@ def check_two_ranges() -> None:
     assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
 
 
+def check_heights() -> None:
+    """Tiles whose rows are several pieces, in either matrix, full and not."""
+    from dsv4.ops.moe.experts import _tiled_case, experts_reference
+    from dsv4.ops.moe.experts_triton import Config, launch
+
+    case = _tiled_case(33, 144, 64, 3, 2, 10.0)
+    arguments = case.build(torch.Generator().manual_seed(5))
+    wanted = experts_reference(**arguments)
+    found = launch(**arguments, up=Config(28, 128, 4, 3, 1))
+    compare("pieces of 4, 8 and 16 rows", wanted, found, case.atol, case.rtol)
+
+
 def check_experts() -> None:
     check_cases("experts")
     check_two_ranges()
+    check_heights()
     from dsv4.ops.moe import route_triton
 
     generator = torch.Generator().manual_seed(3)
