@@ -66,7 +66,7 @@ LINE_BUDGET = {
     "util": 600,
     "formats": 1500,
     "parallel": 800,
-    "ops": 11200,
+    "ops": 11300,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,

@@ -109,17 +109,23 @@ def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr):
     return both.permute(0, 2, 3, 4, 1).reshape(BN, 128)
 
 
+@triton.constexpr_function
+def tile_pieces(height):
+    """(first row, rows) of pieces of powers of two: the longest last, others descending (LOG.md)."""
+    longest = 1 << (height.bit_length() - 1)
+    sizes = [1 << i for i in range(8, -1, -1) if height - longest >> i & 1] + [longest]
+    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
 @triton.jit
 def tile_rows(start, end, BM: tl.constexpr):
-    """Rows of a tile from `start` on, in pieces of powers of two, the longest last because the next
-    weights are unpacked during its product; and which of the rows lie before `end`."""
+    """Rows of a tile from `start` on, by piece, and which of them lie before `end`."""
     rows = ()
     live = ()
-    for i in tl.static_range(9):  # up to 256
-        if BM >> i & 1:
-            piece = start + BM % (1 << i) + tl.arange(0, 1 << i)
-            rows = append(rows, piece)
-            live = append(live, piece < end)
+    for i in tl.static_range(len(tile_pieces(BM))):
+        piece = start + tile_pieces(BM)[i][0] + tl.arange(0, tile_pieces(BM)[i][1])
+        rows = append(rows, piece)
+        live = append(live, piece < end)
     return rows, live
 
 
