@@ -111,7 +111,7 @@ def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def tile_pieces(height):
-    """(first row, rows) of pieces of powers of two: the longest last, others descending (LOG.md)."""
+    """(first row, rows) of pieces of powers of two, the longest last: fastest (docs/LOG.md)."""
     longest = 1 << (height.bit_length() - 1)
     sizes = [1 << i for i in range(8, -1, -1) if height - longest >> i & 1] + [longest]
     return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
