@@ -1,18 +1,19 @@
 # mypy: ignore-errors
 """`query_prepare` inside `attention`, where programs of few heads each take one tile: a program
-prepares its own queries while its entries are on the way, in the tile of `query_triton`, so with
-its bits: a row of up to 512 channels is summed by one or two warps, however many there are."""
+prepares its own queries while its entries are on the way, in the tile and with the warps of
+`query_triton`: the sum of a head's squares has its order from both."""
+
+from dataclasses import replace
 
 from dsv4.ops.attention import attention_triton, query_triton
+from dsv4.ops.device import ROW_WARPS
 
 
 def supports(q, eps, **attention) -> str | None:
     frequencies, positions = attention["frequencies"], attention["batch"].positions
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1) or q.shape[2] > 512:
         return f"q has shape {tuple(q.shape)}"
-    names = ("pool", "table", "compressed", "window")
-    places = (attention[name] for name in names)
-    config = attention_triton.config_of(q, *places, 2 * frequencies.shape[0])
+    config = _config(q, attention)
     if config.heads != query_triton.HEADS or not config.split:
         return "many programs would prepare the same queries"
     return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
@@ -20,5 +21,12 @@ def supports(q, eps, **attention) -> str | None:
     )
 
 
+def _config(q, attention) -> attention_triton.Config:
+    names = ("pool", "table", "compressed", "window")
+    places = (attention[name] for name in names)
+    return attention_triton.config_of(q, *places, 2 * attention["frequencies"].shape[0])
+
+
 def run(q, eps, **attention):
-    return attention_triton.run(q, **attention, eps=eps)
+    config = replace(_config(q, attention), num_warps=ROW_WARPS)
+    return attention_triton.run(q, **attention, config=config, eps=eps)

@@ -11,6 +11,8 @@ from torch import Tensor
 from benchmarks import state_ops as inputs
 from dsv4.ops import OPS
 from dsv4.ops.arguments import copied, leaves, same_bits
+from dsv4.ops.attention.attention import _filled
+from dsv4.ops.attention.rope import rope_frequencies
 from dsv4.ops.op import Arguments
 from dsv4.ops.ragged import make_ragged
 from dsv4.tools.bench_ops import SHAPES
@@ -332,6 +334,31 @@ def test_queries_are_prepared_inside_attention(shape: Any, ratio: int) -> None:
     prepared = module_of("query_prepare").run(q, positions, arguments["frequencies"], 1e-6)
     wanted = module_of("attention").run(prepared, **arguments)
     assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
+
+
+def test_queries_of_narrow_heads_are_prepared_inside_attention() -> None:
+    """A head's squares are summed in one order however many warps attention would like: a wrong
+    one shows in one row of thousands."""
+    torch.manual_seed(17)
+    fused = import_module("dsv4.ops.attention.attend_triton")
+    batch = make_ragged([15], [4096], [0], torch.device("cuda"))
+    pool = _filled(torch.Generator().manual_seed(1), "fp8", 32, 2, 64)
+    pool = on("cuda", pool)
+    frequencies = rope_frequencies(16, 10000.0).cuda()
+    q = torch.randn(4096, 4, 32, device="cuda").bfloat16() * 3
+    prepared = module_of("query_prepare").run(q, batch.positions, frequencies, 1e-6)
+    places = {
+        "sink": torch.randn(4, device="cuda"), "pool": pool, "compressed": None, "window": 16,
+        "frequencies": frequencies, "table": torch.zeros(1, 65, dtype=torch.int64, device="cuda"),
+    }  # fmt: skip
+    spans = [(first, 4) for first in range(0, 2048, 4)] + [(2048, 128), (2176, 86)]
+    for first, count in spans:
+        rows = slice(first, first + count)
+        some = make_ragged([15 + first], [count], [0], torch.device("cuda"))
+        given = {**places, "batch": some}
+        assert fused.supports(q[rows], 1e-6, **given) is None
+        wanted = module_of("attention").run(prepared[rows].contiguous(), **given)
+        assert same_bits(fused.run(q[rows].contiguous(), 1e-6, **given), wanted), rows
 
 
 def test_graph_capture_allocates_nothing_new() -> None:
