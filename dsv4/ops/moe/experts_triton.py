@@ -30,8 +30,7 @@ from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
 
-HEIGHTS = (128, 160, 192, 224, 256)  # of tiles with many rows: sums of few powers of two
-UNPACKING = 150  # rows whose products take as long as what a tile does between products
+HEIGHTS = {128: 0.57, 160: 0.74, 192: 0.82, 256: 1.0}  # of tiles with many rows: time (docs/LOG.md)
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
 
 
@@ -228,8 +227,8 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
         return Config(32, 128, 4, 3, 1)
     if rows <= 56:
         return Config(64, 128, 4, 3, 1)
-    most = rows + 1.6 * math.sqrt(rows)  # one expert in twenty has more where routing is random
-    height = min(HEIGHTS, key=lambda bm: math.ceil(most / bm) * (bm + UNPACKING))
+    most = rows * 4 / 3  # few experts of a prompt have more
+    height = min(HEIGHTS, key=lambda bm: math.ceil(most / bm) * HEIGHTS[bm])
     return Config(height, 128, 8, 3, 1)
 
 
