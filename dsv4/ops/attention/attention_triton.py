@@ -232,8 +232,8 @@ def form_of(sizes: Sizes, narrow: bool, *, unpacked: bool = True) -> Config:
     if rooms <= passes_triton.MOST_ROOMS and heads % 64 == 0:
         costs[PASSES] = max(10 + 0.7 * tiles, 8.6 + 0.055 * rooms)
     if unpacked and sizes.unpacks:
-        walking = (2.9 * tiles + 8) * triton.cdiv(wide, 132)
-        costs[UNPACKED] = walking + 2 + sizes.num_rows / 1500
+        walking = (2.9 * tiles + 4.6) * triton.cdiv(wide, 132)
+        costs[UNPACKED] = walking + 11 + sizes.num_rows / 1500
     return min(costs, key=costs.get)
 
 
