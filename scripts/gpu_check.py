@@ -3,7 +3,7 @@
     python scripts/gpu_check.py pack                                # here: tools for a bare machine
     python scripts/gpu_check.py --out DIR tests tiny quality        # there
     python scripts/gpu_check.py --out DIR decode prefill pro memory
-    python scripts/gpu_check.py --out DIR ranges ops state compare
+    python scripts/gpu_check.py --out DIR ops state compare
 
 A part that fails or runs out of time does not stop the others; what it wrote stays. Everything
 printed also goes to DIR/log.txt, results to DIR/<part>.jsonl. `pack` copies what the tests need
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,13 +63,13 @@ def jobs_of(part: str) -> list[Job]:
             ),
         ]  # fmt: skip
     limits = {"tiny": 150, "decode": 330, "prefill": 120, "pro": 180}
-    limits |= {"ops": 240, "ranges": 120, "state": 180, "compare": 150, "memory": 150}
+    limits |= {"ops": 240, "state": 180, "compare": 150, "memory": 150}
     limits["quality"] = 240
     return [own_job(part, limits[part])]
 
 
 PARTS = (
-    "tests", "tiny", "decode", "prefill", "pro", "ranges", "ops", "state", "compare", "memory",
+    "tests", "tiny", "decode", "prefill", "pro", "ops", "state", "compare", "memory",
     "quality",
 )  # fmt: skip
 
@@ -198,23 +198,6 @@ def run_ops() -> None:
         write_record(OUT / "ops.jsonl", rows)
 
 
-def run_ranges() -> None:
-    """Experts with K in two ranges and in one: which is faster, at each number of tokens."""
-    from dsv4.ops.moe import experts_triton
-    from dsv4.tools.bench_ops import SHAPES, all_work, measure, measure_ceilings, write_record
-
-    ceilings = measure_ceilings()
-    rows: list = [ceilings]
-    for long_steps, label in ((experts_triton.LONG_STEPS, "two"), (10**6, "one")):
-        experts_triton.LONG_STEPS = long_steps
-        for work in all_work(SHAPES["flash"], (1, 8, 32, 128, 8192), "experts"):
-            row = replace(measure(work, ceilings), op=f"{work.op}, {label}")
-            rows.append(row)
-            say(f"{row.op:22} {row.tokens:5} {row.median_us:9.2f} us  x{row.ratio}")
-            write_record(OUT / "ranges.jsonl", rows)
-            work.calls.clear()
-
-
 def run_state() -> None:
     from benchmarks.state_ops import main
 
@@ -337,7 +320,6 @@ RUNS = {
     "prefill": run_prefill,
     "compare": run_compare,
     "ops": run_ops,
-    "ranges": run_ranges,
     "state": run_state,
     "tiny": run_tiny,
     "memory": run_memory,

@@ -61,8 +61,8 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scale_pairs(codes, ASM: tl.constexpr):
-    """The eight codes of each row, int64 `[rows]` -> four int32 `[rows]`: two scales as bf16, of
-    slots 0 and 1, then 2 and 3, of the first half, then of the second."""
+    """The eight codes of each row, int64 -> four int32: two scales as bf16, of slots 0 and 1, then
+    2 and 3, of the first half, then of the second."""
     first = codes.to(tl.int32)
     second = (codes >> 32).to(tl.int32)
     if ASM:
@@ -85,10 +85,10 @@ def scale_pairs(codes, ASM: tl.constexpr):
 
 @triton.jit
 def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """bf16 `[rows, 16]`: the weights of one of eight groups from the words of its half."""
+    """bf16 `[..., 16]`: the weights of one of eight groups from the words of its half."""
     both = pairs[GROUP // 2]
     scale = (both if GROUP % 2 == 0 else both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return unpack_slot(words, GROUP % 4, ASM) * scale[:, None]
+    return unpack_slot(words, GROUP % 4, ASM) * tl.expand_dims(scale, -1)
 
 
 @triton.jit
@@ -194,6 +194,49 @@ def dot_nvfp4(
         s_ptrs += 64
         x += 128
     return sums
+
+
+@triton.jit
+def dot_two_ranges(
+    words, codes, rows, x, x_rows, x_mask, total_steps, num_columns,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BN, BM]`: two ranges of K, each by form 0 of `dot_nvfp4` and a warp of its own, added.
+    `rows` `[BN]` are rows of the tile at `words`. EVEN: the ranges are whole and alike; else the
+    second may be shorter."""
+    per_range = tl.cdiv(total_steps, 2)
+    codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
+    first = tl.arange(0, 2) * per_range
+    rk = tl.arange(0, 16)
+    w_ptrs = words + (first[:, None] * 2048 + rows[None, :] * 16)[:, :, None] + rk[None, None, :]
+    s_ptrs = codes + (first[:, None] * 64 + rows[None, :])
+    x_ptrs = x + (first[:, None] * 128 + rk[None, :])[:, :, None] + x_rows[None, None, :]
+    acc = tl.zeros((2, BN, BM), dtype=tl.float32)
+    for step in tl.range(0, per_range, num_stages=STAGES):
+        if EVEN:
+            low = tl.load(w_ptrs)
+            high = tl.load(w_ptrs + 1024)
+            code = tl.load(s_ptrs)
+        else:
+            inside = (first + step < total_steps)[:, None]
+            low = tl.load(w_ptrs, mask=inside[:, :, None], other=0)
+            high = tl.load(w_ptrs + 1024, mask=inside[:, :, None], other=0)
+            code = tl.load(s_ptrs, mask=inside, other=0)
+        pairs = scale_pairs(code, ASM)
+        for group in tl.static_range(8):
+            mask = x_mask[None, None, :]
+            if not EVEN:
+                column = (first + step)[:, None] * 128 + group * 16 + rk[None, :]
+                mask = mask & (column < num_columns)[:, :, None]
+            part = tl.load(x_ptrs + group * 16, mask=mask, other=0.0)
+            half = low if group < 4 else high
+            acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
+        w_ptrs += 2048
+        s_ptrs += 64
+        x_ptrs += 128
+    earlier, later = tl.split(acc.permute(1, 2, 0))
+    return 0.0 + earlier + later
 
 
 @triton.jit

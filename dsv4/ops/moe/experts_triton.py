@@ -2,10 +2,8 @@
 """`experts` on a GPU. Two passes over tiled NVFP4 weights: gate and up with SwiGLU, then down.
 
 A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens.
-One token needs no sorting: each of its experts is a tile of one row. Parts go to a buffer and are
-added by whoever reads the row next, or by a small kernel: ranges of K first, then the token's
-experts in order, the shared one last. Long K is summed in two ranges, which with one token are
-programs of their own: their number, not memory, limits how fast few rows go.
+One token has kernels of its own (`token_triton.py`). Parts go to a buffer and are added by a small
+kernel: ranges of K first, then the token's experts in order, the shared one last.
 """
 
 import math
@@ -19,7 +17,6 @@ from dsv4.ops.device import (
     append,
     device_reason,
     dot_nvfp4,
-    finish_ranges,
     interpreting,
     launch_options,
     tile_rows,
@@ -27,29 +24,25 @@ from dsv4.ops.device import (
     workspace,
 )
 from dsv4.ops.gemm.packed import TiledNvfp4
-from dsv4.ops.moe.route_triton import Route, route
-from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
+from dsv4.ops.moe import token_triton
+from dsv4.ops.moe.route_triton import route
+from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason, swiglu
+from dsv4.ops.moe.token_triton import expert_weights, num_expert_ranges
 
 HEIGHTS = {128: 0.57, 160: 0.74, 192: 0.82, 256: 1.0}  # of tiles with many rows: time (docs/LOG.md)
-LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
 
 
 @triton.jit
 def _tile(
-    index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed, num_experts,
-    BM: tl.constexpr, DIRECT: tl.constexpr,
+    index, tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed, num_experts,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """(expert, first row, one past the last row) of a tile; expert -1: nothing to do."""
     routed = index < num_routed
     shared_start = num_pairs + (index - num_routed) * BM
-    if DIRECT:
-        expert = tl.load(experts + index, mask=routed, other=0).to(tl.int32)
-        start = index
-        end = index + 1
-    else:
-        expert = tl.load(tile_expert + index, mask=routed, other=0)
-        start = tl.load(tile_start + index, mask=routed, other=0)
-        end = tl.load(ends + tl.maximum(expert, 0))
+    expert = tl.load(tile_expert + index, mask=routed, other=0)
+    start = tl.load(tile_start + index, mask=routed, other=0)
+    end = tl.load(ends + tl.maximum(expert, 0))
     expert = tl.where(routed, expert, num_experts)
     start = tl.where(routed, start, shared_start)
     end = tl.where(routed, end, num_pairs + num_tokens)
@@ -57,12 +50,10 @@ def _tile(
 
 
 @triton.jit
-def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
+def _pair_of(rows, live, sorted_pairs, num_pairs, chosen):
     """(token, place) of sorted rows; the shared expert's place is the last."""
     routed = rows < num_pairs
-    pair = rows
-    if not DIRECT:
-        pair = tl.load(sorted_pairs + rows, mask=live & routed, other=0)
+    pair = tl.load(sorted_pairs + rows, mask=live & routed, other=0)
     token = tl.where(routed, pair // chosen, rows - num_pairs)
     place = tl.where(routed, pair % chosen, chosen)
     return token, place
@@ -70,19 +61,17 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen, DIRECT: tl.constexpr):
 
 @triton.jit
 def _range_sums(
-    words, scales, x, x_rows, live, total_steps, num_columns, split,
-    factor, K_RANGES: tl.constexpr, DIRECT: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    words, scales, x, x_rows, live, total_steps, num_columns, factor,
+    K_RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, rows]` of each piece: range `split` of K with one token, else all ranges, in
-    order; each times `factor`."""
+    """fp32 `[BN, rows]` of each piece: all ranges of K, in order, each times `factor`."""
     words = tl.multiple_of(words, 64)
     scales = tl.multiple_of(scales, 64)
     per_range = tl.cdiv(total_steps, K_RANGES)
     totals = ()
-    for index in tl.static_range(1 if DIRECT else K_RANGES):
-        first = (split if DIRECT else index) * per_range
+    for index in tl.static_range(K_RANGES):
+        first = index * per_range
         parts = dot_nvfp4(
             words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
             total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM,
@@ -100,28 +89,26 @@ def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
     """`[BN, rows]` -> `[BN / 2, rows]`: of each tile's 64 weight rows the first 32 are gates."""
     pairs = acc.reshape(BN // 64, 2, 32, acc.shape[1]).permute(0, 2, 3, 1)
     gate, up = tl.split(pairs)
-    gate = tl.minimum(gate.reshape(BN // 2, acc.shape[1]) * gate_factor, limit)
-    up = tl.minimum(tl.maximum(up.reshape(BN // 2, acc.shape[1]) * up_factor, -limit), limit)
-    return gate / (1.0 + tl.exp(-gate)) * up
+    gate = gate.reshape(BN // 2, acc.shape[1])
+    up = up.reshape(BN // 2, acc.shape[1])
+    return swiglu(gate * gate_factor, up * up_factor, limit)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
 def _up_kernel(
-    x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
+    x, x_stride, z, weights, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
     num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
-    total_steps, expert_tiles, partials, counters,
+    total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`shared_*` are distances in elements from the routed experts' tensors."""
     n_tile = tl.program_id(0)
-    index = tl.program_id(1)
     expert, start, end = _tile(
-        index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
-        num_routed, num_experts, BM, DIRECT,
+        tl.program_id(1), tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed,
+        num_experts, BM,
     )  # fmt: skip
     if expert < 0:
         return
@@ -133,52 +120,40 @@ def _up_kernel(
     up_factor = tl.load(factors + at + parts - 1) * 128.0
     x_rows = ()
     for i in tl.static_range(len(rows)):
-        token, _ = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen, DIRECT)
+        token, _ = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen)
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
     tile = n_tile * (BN // 64)
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     sums = _range_sums(
-        words + word_at, scales + scale_at, x, x_rows, live, total_steps, size,
-        tl.program_id(2), 1.0,
-        K_RANGES, DIRECT, BN, STAGES, FORM, EVEN_K, ASM,
+        words + word_at, scales + scale_at, x, x_rows, live, total_steps, size, 1.0,
+        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
-    last_column = inner
-    if DIRECT and K_RANGES > 1:
-        slot = (index * tl.num_programs(0) + n_tile) * K_RANGES
-        acc, is_last = finish_ranges(
-            sums[0], live[0], partials, counters, slot, tl.program_id(2), K_RANGES, BN, BM
-        )
-        sums = (acc,)
-        last_column = tl.where(is_last, inner, 0)
     column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
     for i in tl.static_range(len(sums)):
         result = _swiglu(sums[i], gate_factor, up_factor, limit, BN)
         if not is_shared:
-            weight_rows = rows[i]
-            if not DIRECT:
-                weight_rows = tl.load(sorted_pairs + rows[i], mask=live[i], other=0)
+            weight_rows = tl.load(sorted_pairs + rows[i], mask=live[i], other=0)
             result = result * tl.load(weights + weight_rows, mask=live[i], other=0.0)[None, :]
-        mask = (column < last_column)[:, None] & live[i][None, :]
+        mask = (column < inner)[:, None] & live[i][None, :]
         out = z + rows[i].to(tl.int64)[None, :] * inner + column[:, None]
         tl.store(out, result.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
 def _down_kernel(
-    z, parts_at, experts, sorted_pairs, tile_expert, tile_start, ends,
+    z, parts_at, sorted_pairs, tile_expert, tile_start, ends,
     words, scales, factors, shared_words, shared_scales, shared_factors,
     num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
     total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     n_tile = tl.program_id(0)
     expert, start, end = _tile(
-        tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
-        num_routed, num_experts, BM, DIRECT,
+        tl.program_id(1), tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed,
+        num_experts, BM,
     )  # fmt: skip
     if expert < 0:
         return
@@ -193,16 +168,13 @@ def _down_kernel(
     for i in tl.static_range(len(rows)):
         z_rows = append(z_rows, rows[i] * inner)
     sums = _range_sums(
-        words + word_at, scales + scale_at, z, z_rows, live, total_steps, inner,
-        tl.program_id(2), factor,
-        K_RANGES, DIRECT, BN, STAGES, FORM, EVEN_K, ASM,
+        words + word_at, scales + scale_at, z, z_rows, live, total_steps, inner, factor,
+        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
     column = n_tile * BN + tl.arange(0, BN)
     for i in tl.static_range(len(sums)):
-        token, place = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen, DIRECT)
+        token, place = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen)
         row = token.to(tl.int64) * places + place
-        if DIRECT:
-            row = row * K_RANGES + tl.program_id(2)
         mask = (column < size)[:, None] & live[i][None, :]
         tl.store(parts_at + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
 
@@ -268,79 +240,56 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 
 def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, up=None, down=None,
-    parts_only=False, ready=None,
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, parts_only=False, ready=None,
+    config=None,
 ):  # fmt: skip
     """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `parts_only` the
     result is fp32 `[tokens, places, ranges, size]`, not summed. `ready`: rows of `x` for a shared
     expert that is apart."""
     num_tokens, chosen = experts.shape
-    size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
-    up = up or choose_config(num_tokens, chosen, num_experts)
-    down = down or up
     extra = None
     if shared_w13 is not None and is_apart(shared_w13):
         extra = shared_part(x, shared_w13, shared_w2, limit, ready)
         shared_w13 = shared_w2 = None
-    direct = num_tokens == 1
-    shared = shared_w13 is not None
-    table = None if direct else route(experts, num_experts, up.bm)
-    num_pairs, num_routed = num_tokens * chosen, chosen if direct else table.num_tiles
-    shared_tiles = triton.cdiv(num_tokens, up.bm) if shared else 0
-    places = chosen + (1 if shared else 0)
-    z_rows = num_pairs + num_tokens
-    z = workspace(x.device, "experts_z", z_rows * inner, torch.bfloat16)
-    tiles = _table(table, experts)
-    counts = (num_tokens, num_pairs, chosen)
-    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm}
-    tile_count = num_routed + shared_tiles
-    ranges, down_ranges = num_expert_ranges(w13), num_expert_ranges(w2)
-    up_tiles, n_tiles = triton.cdiv(2 * inner, up.bn), triton.cdiv(size, down.bn)
-    slots = up_tiles * tile_count * ranges if direct else 1
-    partials = workspace(x.device, "partials", slots * up.bm * up.bn, torch.float32)
-    counters = workspace(x.device, "counters", slots, torch.int32)
-    _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
-        x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
-        *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
-        partials, counters, K_RANGES=ranges,
-        BN=up.bn, STAGES=up.num_stages, FORM=up.form,
-        PARTS=w13.global_scale.shape[1],
-        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
-        EVEN_K=size % 128 == 0, **common, **launch_options(up.num_warps),
-    )  # fmt: skip
-    apart = down_ranges if direct else 1
-    shape = (num_tokens, places, apart, size)
-    parts = workspace(x.device, "experts_parts", math.prod(shape), torch.float32)
-    _down_kernel[(n_tiles, tile_count, apart)](
-        z, parts, experts, *tiles, *_weights(w2, shared_w2),
-        *counts, places, num_routed, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
-        BN=down.bn, STAGES=down.num_stages, FORM=down.form,
-        EVEN_K=inner % 128 == 0, K_RANGES=down_ranges,
-        **common, **launch_options(down.num_warps),
-    )  # fmt: skip
+    arguments = (x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
+    if num_tokens == 1:
+        parts = token_triton.launch(*arguments)[None]
+    else:
+        config = config or choose_config(num_tokens, chosen, w2.shape[0])
+        parts = _launch_tiles(*arguments, config)
     if parts_only:
-        return parts[: math.prod(shape)].view(shape)
+        return parts
     y = torch.empty_like(x)
-    combine(parts, extra, y, places, apart)
+    combine(parts, extra, y, *parts.shape[1:3])
     return y
 
 
-def num_expert_ranges(weight) -> int:
-    """Of K; a pure function of the shape, because it fixes the order of summation."""
-    return 2 if weight.num_steps >= LONG_STEPS else 1
-
-
-def _table(table: Route | None, experts) -> tuple[torch.Tensor, ...]:
-    if table is None:
-        return (experts, experts, experts, experts)  # not read
-    return table.sorted_pairs, table.tile_expert, table.tile_start, table.ends
-
-
-def _weights(weight, shared):
-    """Tensors of the routed experts and how far behind them the shared expert's lie."""
-    parts = (weight.packed, weight.scale, weight.global_scale)
-    if shared is None:
-        return (*parts, 0, 0, 0)
-    others = (shared.packed, shared.scale, shared.global_scale)
-    pairs = zip(parts, others, strict=True)
-    return (*parts, *((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairs))
+def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
+    """fp32 parts `[tokens, places, 1, size]`."""
+    num_tokens, chosen = experts.shape
+    size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
+    shared = shared_w13 is not None
+    table = route(experts, num_experts, config.bm)
+    tiles = (table.sorted_pairs, table.tile_expert, table.tile_start, table.ends)
+    num_pairs, places = num_tokens * chosen, chosen + shared
+    z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
+    parts = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
+    counts = (num_tokens, num_pairs, chosen)
+    common = {"BM": config.bm, "BN": config.bn, "STAGES": config.num_stages, "FORM": config.form}
+    common |= {"ASM": not interpreting(), **launch_options(config.num_warps)}
+    tile_count = table.num_tiles + (triton.cdiv(num_tokens, config.bm) if shared else 0)
+    _up_kernel[(triton.cdiv(2 * inner, config.bn), tile_count)](
+        x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13),
+        *counts, table.num_tiles, num_experts, size, inner, limit, w13.num_steps,
+        w13.packed.shape[1], K_RANGES=num_expert_ranges(w13),
+        PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
+        EVEN_K=size % 128 == 0, **common,
+    )  # fmt: skip
+    _down_kernel[(triton.cdiv(size, config.bn), tile_count)](
+        z, parts, *tiles, *expert_weights(w2, shared_w2),
+        *counts, places, table.num_tiles, num_experts, size, inner, w2.num_steps,
+        w2.packed.shape[1], K_RANGES=num_expert_ranges(w2),
+        EVEN_K=inner % 128 == 0, **common,
+    )  # fmt: skip
+    return parts[: num_tokens * places * size].view(num_tokens, places, 1, size)

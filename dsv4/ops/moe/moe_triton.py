@@ -2,7 +2,7 @@
 """`router` and `experts` of one token, for `mhc_boundary`: the result comes in parts, whose sum has
 the bits of the two ops."""
 
-from dsv4.ops.moe import experts_triton, router_triton
+from dsv4.ops.moe import experts_triton, router_triton, token_triton
 from dsv4.ops.moe.shared_triton import is_apart
 from dsv4.ops.parts import Parts
 
@@ -18,7 +18,5 @@ def supports(router, experts) -> str | None:
 
 
 def run(router, experts) -> Parts:
-    chosen, weights = router_triton.run(**router)
-    x = router["x"]
-    parts = experts_triton.launch(x, chosen, weights, **experts, parts_only=True)
-    return Parts(parts.movedim(0, 2), None, x.dtype)
+    parts = token_triton.launch_routed(router, **experts)
+    return Parts(parts[:, :, None], None, router["x"].dtype)

@@ -133,23 +133,23 @@ def select_row(
         tl.store(weights_at + at, scores / total * scaling, mask=place >= 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gate_kernel(
-    x, x_stride, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at,
-    num_rows, num_columns, num_experts, total_steps, per_range, scaling,
+@triton.jit
+def gate_program(
+    tile, split, row_tile, programs, x, x_stride, gate, partials, counters, bias, table, token_ids,
+    chosen_at, weights_at, num_rows, num_columns, num_experts, total_steps, per_range, scaling,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
     HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr
 ):  # fmt: skip
-    """`partials` `[ranges, rows, experts]`. SELECT: the last program selects for the only row."""
-    split = tl.program_id(1)
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
+    """`partials` `[ranges, rows, experts]`. SELECT: the last of all programs selects for the only
+    row."""
+    rn = tile * BN + tl.arange(0, BN)
+    rows = row_tile * BM + tl.arange(0, BM)
     live = rows < num_rows
     offset = tl.zeros((BE,), tl.float32)
     if SELECT and not HASHED:
         offset = row_bias(bias, num_experts, BE)
     acc = dot_bf16(
-        gate + tl.program_id(0).to(tl.int64) * BN * num_columns, rn < num_experts,
+        gate + tile.to(tl.int64) * BN * num_columns, rn < num_experts,
         x, rows * x_stride, live, split * per_range,
         tl.minimum((split + 1) * per_range, total_steps), num_columns, BN, BM, 6, EVEN_K,
     )  # fmt: skip
@@ -157,13 +157,27 @@ def _gate_kernel(
     tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
     if SELECT:
         tl.debug_barrier()  # every thread's part is written before the count goes up
-        programs = tl.num_programs(0) * tl.num_programs(1)
         if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
             tl.store(counters, 0)
             select_row(
                 partials, offset, table, token_ids, chosen_at, weights_at, 0, num_rows,
                 num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_kernel(
+    x, x_stride, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at,
+    num_rows, num_columns, num_experts, total_steps, per_range, scaling,
+    BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
+    HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr
+):  # fmt: skip
+    gate_program(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        tl.num_programs(0) * tl.num_programs(1), x, x_stride, gate, partials, counters, bias,
+        table, token_ids, chosen_at, weights_at, num_rows, num_columns, num_experts, total_steps,
+        per_range, scaling, BM, BN, RANGES, CHOSEN, HASHED, BE, SELECT, EVEN_K,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -203,19 +217,25 @@ def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None
     return None
 
 
+def prepare(x, gate, bias, table, token_ids, num_chosen, scaling, ranges):
+    """Room for the logits and the results, what selects, and constants of the kernels."""
+    rows, num_experts = x.shape[0], gate.shape[0]
+    logits = workspace(x.device, "router_logits", ranges * rows * num_experts, torch.float32)
+    chosen = torch.empty(rows, num_chosen, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, num_chosen, dtype=torch.float32, device=x.device)
+    constants = {"RANGES": ranges, "CHOSEN": num_chosen, "HASHED": table is not None}
+    constants["BE"] = triton.next_power_of_2(num_experts)
+    bias, table = (bias, token_ids) if table is None else (token_ids, table)  # one is not read
+    return logits, (bias, table, token_ids, chosen, weights), constants
+
+
 def run(x, gate, bias, table, token_ids, num_chosen, scaling):
     num_rows, (num_experts, columns) = x.shape[0], gate.shape
-    chosen = torch.empty(num_rows, num_chosen, dtype=torch.int64, device=x.device)
-    weights = torch.empty(num_rows, num_chosen, dtype=torch.float32, device=x.device)
     few = choose_config(num_rows) != "linear"
     ranges, per_range = num_ranges(num_experts, columns) if few else (1, 0)
-    size = ranges * num_rows * num_experts
-    logits = workspace(x.device, "router_logits", size, torch.float32)
-    hashed = table is not None
-    bias, table = (token_ids, table) if hashed else (bias, token_ids)  # one is not read
-    places = (bias, table, token_ids, chosen, weights)
-    constants = {"RANGES": ranges, "CHOSEN": num_chosen, "HASHED": hashed}
-    constants["BE"] = triton.next_power_of_2(num_experts)
+    logits, places, constants = prepare(
+        x, gate, bias, table, token_ids, num_chosen, scaling, ranges
+    )
     if few:
         bn, bm = GATE_TILE
         counters = workspace(x.device, "counters", 1, torch.int32)
@@ -226,9 +246,10 @@ def run(x, gate, bias, table, token_ids, num_chosen, scaling):
             EVEN_K=columns % 128 == 0, **constants, **launch_options(1),
         )  # fmt: skip
     else:
+        size = num_rows * num_experts
         linear_triton.launch(x, [gate], [logits[:size].view(num_rows, num_experts)])
     if num_rows > 1:
         _choose_kernel[(num_rows,)](
             logits, *places, num_rows, num_experts, scaling, **constants, **launch_options(1)
         )
-    return chosen, weights
+    return places[-2:]

@@ -16,6 +16,13 @@ from dsv4.ops.gemm.scaled import ScaledTensor
 
 
 @triton.jit
+def swiglu(gate, up, limit):
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     """A shared expert in another format, between its matrices: gate and up side by side."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -23,10 +30,7 @@ def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     live = column < inner
     gate = tl.load(h + row * (2 * inner) + column, mask=live, other=0.0)
     up = tl.load(h + row * (2 * inner) + inner + column, mask=live, other=0.0)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(z + row * inner + column, result.to(tl.bfloat16), mask=live)
+    tl.store(z + row * inner + column, swiglu(gate, up, limit).to(tl.bfloat16), mask=live)
 
 
 def is_apart(shared_w13) -> bool:

@@ -123,10 +123,10 @@ def check_linear_forms() -> None:
 
 def check_two_ranges() -> None:
     """K of both matrices in two ranges: side by side for one token, in a row for more."""
-    from dsv4.ops.moe import experts_triton
+    from dsv4.ops.moe import experts_triton, token_triton
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
 
-    long, experts_triton.LONG_STEPS = experts_triton.LONG_STEPS, 2
+    long, token_triton.LONG_STEPS = token_triton.LONG_STEPS, 2
     results = []
     for tokens in (1, 2):
         case = _tiled_case(tokens, 144, 256, 2, 2, 10.0)
@@ -140,7 +140,7 @@ def check_two_ranges() -> None:
         wanted = experts_reference(**arguments)
         compare(f"two ranges, {tokens}", wanted, found, case.atol, case.rtol)
         results.append((found, arguments))
-    experts_triton.LONG_STEPS = long
+    token_triton.LONG_STEPS = long
     assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
 
 
@@ -152,7 +152,7 @@ def check_heights() -> None:
     case = _tiled_case(33, 144, 64, 3, 2, 10.0)
     arguments = case.build(torch.Generator().manual_seed(5))
     wanted = experts_reference(**arguments)
-    found = launch(**arguments, up=Config(28, 128, 4, 3, 1))
+    found = launch(**arguments, config=Config(28, 128, 4, 3, 1))
     compare("pieces of 4, 8 and 16 rows", wanted, found, case.atol, case.rtol)
 
 

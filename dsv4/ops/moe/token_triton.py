@@ -1,0 +1,221 @@
+# mypy: ignore-errors
+"""Experts of one token on a GPU: nothing is sorted, each of its experts is a matrix with one row.
+
+Long K has two ranges. In the first matrix each has a warp of its own of one program, which adds
+them: as programs they would wait for each other. The choice of experts keeps few programs busy and
+the memory idle, so the shared expert's first matrix shares its launch.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.device import (
+    dot_nvfp4,
+    dot_two_ranges,
+    interpreting,
+    launch_options,
+    num_ranges,
+    workspace,
+)
+from dsv4.ops.moe.router_triton import gate_program, prepare
+from dsv4.ops.moe.shared_triton import swiglu
+
+LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
+STAGES, GATE_STAGES = 3, 4
+UP_ROWS, SHARED_ROWS, GATE_ROWS = 32, 16, 32  # of a program with two warps
+
+
+@triton.jit
+def _store(row, columns, size, values):
+    """The first of eight columns of `values`."""
+    first = tl.arange(0, 8)[None, :]
+    tl.store(row + columns[:, None] + first, values, mask=(columns < size)[:, None] & (first < 1))
+
+
+@triton.jit
+def _up_program(
+    part, place, expert, weight, num_factors, x, z, words, scales, factors, size, inner, limit,
+    total_steps, expert_tiles, RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """BN/2 numbers between the matrices, from as many gate rows and up rows of a tile. With one
+    range of K BN is 64."""
+    gate_factor = tl.load(factors + expert * num_factors) * 128.0
+    up_factor = tl.load(factors + expert * num_factors + num_factors - 1) * 128.0
+    HALF: tl.constexpr = BN // 2
+    tile = expert * expert_tiles + part // (64 // BN)
+    index = tl.arange(0, BN)
+    rows = index // HALF * 32 + part % (64 // BN) * HALF + index % HALF
+    words = tl.multiple_of(words + tile * total_steps * 2048, 64)
+    scales = tl.multiple_of(scales + tile * total_steps * 256, 64)
+    only = tl.arange(0, 8)
+    if RANGES == 1:
+        acc = 0.0 + dot_nvfp4(
+            words, scales, x, (only * 0,), (only < 1,), 0, total_steps, total_steps, size, BN,
+            STAGES, 0, EVEN, ASM,
+        )[0]  # fmt: skip
+    else:
+        acc = dot_two_ranges(
+            words, scales, rows, x, only * 0, only < 1, total_steps, size, BN, 8, STAGES, EVEN, ASM
+        )
+    gate, up = tl.split(acc.reshape(2, HALF, 8).permute(1, 2, 0))
+    result = swiglu(gate * gate_factor, up * up_factor, limit) * weight
+    column = part * HALF + tl.arange(0, HALF)
+    _store(z + place * inner, column, inner, result.to(tl.bfloat16))
+
+
+@triton.jit
+def _up_kernel(
+    x, z, experts, weights, words, scales, factors, shared_words, shared_scales, shared_factors,
+    chosen, size, inner, limit, total_steps, expert_tiles,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`shared_*`: how far behind the others the shared expert's lie, which has the last place."""
+    place = tl.program_id(1)
+    routed = place < chosen
+    expert = tl.load(experts + place, mask=routed, other=0)
+    weight = tl.load(weights + place, mask=routed, other=1.0)
+    words += tl.where(routed, 0, shared_words)
+    scales += tl.where(routed, 0, shared_scales)
+    factors += tl.where(routed, 0, shared_factors)
+    _up_program(
+        tl.program_id(0), place, expert, weight, tl.where(routed, PARTS, SHARED_PARTS),
+        x, z, words, scales, factors, size, inner, limit, total_steps, expert_tiles,
+        RANGES, BN, STAGES, EVEN, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate_kernel(
+    x, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at, size, num_experts,
+    per_range, gate_tiles, scaling, z, words, scales, factors, inner, limit, total_steps,
+    CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, GATE_RANGES: tl.constexpr,
+    GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The gate, whose last program chooses experts; and gate and up of the shared expert."""
+    pid = tl.program_id(0)
+    programs = gate_tiles * GATE_RANGES
+    if pid < programs:
+        gate_program(
+            pid // GATE_RANGES, pid % GATE_RANGES, 0, programs, x, 0, gate, partials, counters,
+            bias, table, token_ids, chosen_at, weights_at, 1, size, num_experts, total_steps,
+            per_range, scaling, 8, GATE_ROWS, GATE_RANGES, CHOSEN, HASHED, BE, True, EVEN_K,
+        )  # fmt: skip
+    else:
+        _up_program(
+            pid - programs, CHOSEN, tl.zeros((), tl.int64), 1.0, PARTS, x, z, words, scales,
+            factors, size, inner, limit, total_steps, 0, RANGES, BN, STAGES, EVEN, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_kernel(
+    z, parts_at, experts, words, scales, factors, shared_words, shared_scales, shared_factors,
+    chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Ranges stay apart: whoever reads the row next adds them."""
+    part = tl.program_id(0)
+    place = tl.program_id(1)
+    split = tl.program_id(2)
+    routed = place < chosen
+    expert = tl.load(experts + place, mask=routed, other=0)
+    factor = tl.load(factors + tl.where(routed, expert, shared_factors)) * 128.0
+    tile = expert * expert_tiles + part
+    words += tl.where(routed, 0, shared_words) + tile * total_steps * 2048
+    scales += tl.where(routed, 0, shared_scales) + tile * total_steps * 256
+    only = tl.arange(0, 8)
+    per_range = tl.cdiv(total_steps, RANGES)
+    acc = dot_nvfp4(
+        tl.multiple_of(words, 64), tl.multiple_of(scales, 64), z + place * inner, (only * 0,),
+        (only < 1,), split * per_range, tl.minimum((split + 1) * per_range, total_steps),
+        total_steps, inner, 64, STAGES, 0, EVEN_K, ASM,
+    )[0]  # fmt: skip
+    column = part * 64 + tl.arange(0, 64)
+    _store(parts_at + (place * RANGES + split) * size, column, size, acc * factor)
+
+
+def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
+    """fp32 `[places, ranges, size]`: a part for each expert and range, the shared expert (which may
+    be None) last."""
+    chosen, shared = experts.shape[1], shared_w13 is not None
+    z = _between(x, chosen, w2)
+    programs, constants = _up_constants(w13, UP_ROWS)
+    _up_kernel[(programs, chosen + shared)](
+        x, z, experts, weights, *expert_weights(w13, shared_w13), chosen, w2.rows, w2.columns,
+        limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1, **constants,
+    )  # fmt: skip
+    return _down(z, experts, w2, shared_w2)
+
+
+def launch_routed(router, w13, w2, shared_w13, shared_w2, limit):
+    """`router` (its arguments) and `launch`: the shared expert's first matrix beside the gate."""
+    x, gate, table = router["x"], router["gate"], router["table"]
+    num_experts, size = gate.shape
+    ranges, per_range = num_ranges(num_experts, size)
+    logits, places, constants = prepare(**router, ranges=ranges)
+    experts, weights = places[-2:]
+    counters = workspace(x.device, "counters", 1, torch.int32)
+    chosen, z = experts.shape[1], _between(x, experts.shape[1], w2)
+    gate_tiles = triton.cdiv(num_experts, GATE_ROWS)
+    programs, shared_constants = _up_constants(shared_w13, SHARED_ROWS, GATE_STAGES)
+    _gate_kernel[(gate_tiles * ranges + programs,)](
+        x, gate, logits, counters, *places, size, num_experts, per_range, gate_tiles,
+        router["scaling"], z, shared_w13.packed, shared_w13.scale, shared_w13.global_scale,
+        w2.columns, limit, w13.num_steps, CHOSEN=chosen, HASHED=table is not None,
+        BE=constants["BE"], GATE_RANGES=ranges, GATE_ROWS=GATE_ROWS,
+        PARTS=shared_w13.global_scale.shape[0], EVEN_K=size % 128 == 0, **shared_constants,
+    )  # fmt: skip
+    programs, up_constants = _up_constants(w13, UP_ROWS)
+    _up_kernel[(programs, chosen)](
+        x, z, experts, weights, *expert_weights(w13, None), chosen, size, w2.columns, limit,
+        w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1], SHARED_PARTS=1,
+        **up_constants,
+    )  # fmt: skip
+    return _down(z, experts, w2, shared_w2)
+
+
+def _between(x, chosen, w2):
+    return workspace(x.device, "experts_z", (chosen + 1) * w2.columns, torch.bfloat16)
+
+
+def _down(z, experts, w2, shared_w2):
+    chosen, ranges = experts.shape[1], num_expert_ranges(w2)
+    shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
+    parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
+    _down_kernel[(triton.cdiv(w2.rows, 64), shape[0], ranges)](
+        z, parts, experts, *expert_weights(w2, shared_w2), chosen, w2.rows, w2.columns,
+        w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
+        EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), **launch_options(2),
+    )  # fmt: skip
+    return parts[: math.prod(shape)].view(shape)
+
+
+def num_expert_ranges(weight) -> int:
+    """Of K; a pure function of the shape, because it fixes the order of summation."""
+    return 2 if weight.num_steps >= LONG_STEPS else 1
+
+
+def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
+    """Programs of a matrix with `rows` weight rows each, and their constants."""
+    ranges = num_expert_ranges(w13)
+    rows = rows if ranges > 1 else 64
+    constants = {"RANGES": ranges, "BN": rows, "STAGES": stages, "ASM": not interpreting()}
+    constants["EVEN"] = w13.columns % (128 * ranges) == 0
+    return triton.cdiv(w13.rows, rows), constants | launch_options(2)
+
+
+def expert_weights(weight, shared):
+    """Tensors of the routed experts and how far behind them the shared expert's lie."""
+    parts = (weight.packed, weight.scale, weight.global_scale)
+    if shared is None:
+        return (*parts, 0, 0, 0)
+    others = (shared.packed, shared.scale, shared.global_scale)
+    pairs = zip(parts, others, strict=True)
+    return (*parts, *((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairs))
