@@ -2,10 +2,11 @@
 """`experts` on a GPU. Two passes over tiled NVFP4 weights: gate and up with SwiGLU, then down.
 
 A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens.
-One token needs no sorting: each of its experts is a tile of one row. Parts go to a buffer and are
-added by whoever reads the row next, or by a small kernel: ranges of K first, then the token's
-experts in order, the shared one last. Long K is summed in two ranges, which with one token are
-programs of their own: their number, not memory, limits how fast few rows go.
+One token needs no sorting: each of its experts is a tile of one row. How many tiles a prompt needs
+is known on the device alone: half as many programs as there could be tiles walk them. Parts go to
+a buffer and are added by whoever reads the row next, or by a small kernel: ranges of K first, then
+the token's experts in order, the shared one last. Long K is summed in two ranges, which with one
+token are programs of their own: their number, not memory, limits how fast few rows go.
 """
 
 import math
@@ -30,29 +31,44 @@ from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.route_triton import Route, route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
 
-HEIGHTS = {128: 0.57, 160: 0.74, 192: 0.82, 256: 1.0}  # of tiles with many rows: time (docs/LOG.md)
+TALL = 256  # rows of tiles in prompts, of which as many are multiplied as there are
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
+
+
+@triton.constexpr_function
+def tile_heights(most):
+    """Rows that are multiplied for a tile of up to `most`: the fewest of these that hold its rows.
+    The branch is taken once for a tile; a loop along K knows nothing of it."""
+    return (64, 128, 192, 256) if most == 256 else (most,)
+
+
+@triton.jit
+def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
+    """Whether the height at PLACE is the lowest that holds `num_rows`, or the last one."""
+    found = num_rows > (0 if PLACE == 0 else tile_heights(BM)[PLACE - 1])
+    if len(tile_heights(BM)) > PLACE + 1:
+        found = found & (num_rows <= tile_heights(BM)[PLACE])
+    return found
 
 
 @triton.jit
 def _tile(
-    index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed, num_experts,
-    BM: tl.constexpr, DIRECT: tl.constexpr,
+    index, experts, tile_expert, tile_start, tile_end, num_tiles, chosen, num_experts,
+    DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """(expert, first row, one past the last row) of a tile; expert -1: nothing to do."""
-    routed = index < num_routed
-    shared_start = num_pairs + (index - num_routed) * BM
+    """(expert, first row, one past the expert's last row); expert -1: nothing to do. One token:
+    its experts are the tiles, of one row each."""
     if DIRECT:
+        routed = index < chosen
         expert = tl.load(experts + index, mask=routed, other=0).to(tl.int32)
+        expert = tl.where(routed, expert, num_experts)
         start = index
         end = index + 1
     else:
-        expert = tl.load(tile_expert + index, mask=routed, other=0)
-        start = tl.load(tile_start + index, mask=routed, other=0)
-        end = tl.load(ends + tl.maximum(expert, 0))
-    expert = tl.where(routed, expert, num_experts)
-    start = tl.where(routed, start, shared_start)
-    end = tl.where(routed, end, num_pairs + num_tokens)
+        listed = index < num_tiles
+        expert = tl.load(tile_expert + index, mask=listed, other=-1)
+        start = tl.load(tile_start + index, mask=listed, other=0)
+        end = tl.load(tile_end + index, mask=listed, other=0)
     return expert, start, end
 
 
@@ -105,43 +121,24 @@ def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
-def _up_kernel(
-    x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, ends,
-    words, scales, factors, shared_words, shared_scales, shared_factors,
-    num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
-    total_steps, expert_tiles, partials, counters,
+@triton.jit
+def _up_rows(
+    x, x_stride, z, weights, sorted_pairs, words, scales, gate_factor, up_factor,
+    start, end, num_pairs, chosen, is_shared, index, size, inner, limit, total_steps,
+    partials, counters,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*` are distances in elements from the routed experts' tensors."""
+    """Up to BM rows of a tile."""
     n_tile = tl.program_id(0)
-    index = tl.program_id(1)
-    expert, start, end = _tile(
-        index, experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
-        num_routed, num_experts, BM, DIRECT,
-    )  # fmt: skip
-    if expert < 0:
-        return
-    is_shared = expert == num_experts
     rows, live = tile_rows(start, end, BM)
-    at = tl.where(is_shared, shared_factors, expert * PARTS)
-    parts = tl.where(is_shared, SHARED_PARTS, PARTS)
-    gate_factor = tl.load(factors + at) * 128.0
-    up_factor = tl.load(factors + at + parts - 1) * 128.0
     x_rows = ()
     for i in tl.static_range(len(rows)):
         token, _ = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen, DIRECT)
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
-    tile = n_tile * (BN // 64)
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
-    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     sums = _range_sums(
-        words + word_at, scales + scale_at, x, x_rows, live, total_steps, size,
-        tl.program_id(2), 1.0,
+        words, scales, x, x_rows, live, total_steps, size, tl.program_id(2), 1.0,
         K_RANGES, DIRECT, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
     last_column = inner
@@ -165,39 +162,93 @@ def _up_kernel(
         tl.store(out, result.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
-def _down_kernel(
-    z, parts_at, experts, sorted_pairs, tile_expert, tile_start, ends,
+@triton.jit
+def _up_tile(
+    tile, index, x, x_stride, z, weights, sorted_pairs,
     words, scales, factors, shared_words, shared_scales, shared_factors,
-    num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
-    total_steps, expert_tiles,
+    num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
+    partials, counters,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    expert, start, end = tile
+    is_shared = expert == num_experts
+    at = tl.where(is_shared, shared_factors, expert * PARTS)
+    parts = tl.where(is_shared, SHARED_PARTS, PARTS)
+    gate_factor = tl.load(factors + at) * 128.0
+    up_factor = tl.load(factors + at + parts - 1) * 128.0
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
+    first += tl.program_id(0) * (BN // 64)
+    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    for i in tl.static_range(len(tile_heights(BM))):
+        if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
+            _up_rows(
+                x, x_stride, z, weights, sorted_pairs, words + word_at, scales + scale_at,
+                gate_factor, up_factor, start, end, num_pairs, chosen, is_shared, index,
+                size, inner, limit, total_steps, partials, counters,
+                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, DIRECT, EVEN_K, ASM,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _up_kernel(
+    x, x_stride, z, experts, weights, sorted_pairs, tile_expert, tile_start, tile_end, num_live,
+    words, scales, factors, shared_words, shared_scales, shared_factors,
+    num_pairs, num_tiles, chosen, num_experts, size, inner, limit,
+    total_steps, expert_tiles, partials, counters,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, WALK: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """`shared_*` are distances in elements from the routed experts' tensors. WALK: there are
+    fewer programs than tiles in the list."""
+    listed = (experts, tile_expert, tile_start, tile_end, num_tiles, chosen, num_experts)
+    rest = (
+        x, x_stride, z, weights, sorted_pairs,
+        words, scales, factors, shared_words, shared_scales, shared_factors,
+        num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
+        partials, counters,
+    )  # fmt: skip
+    own = tl.program_id(1)
+    tile = _tile(own, *listed, DIRECT)
+    if WALK:
+        # what is the same for all tiles is made for each again, else it takes the sums' registers
+        for index in tl.range(own, tl.load(num_live), tl.num_programs(1), disable_licm=True):
+            following = _tile(index + tl.num_programs(1), *listed, DIRECT)
+            _up_tile(
+                tile, index, *rest, BM, BN, STAGES, FORM, PARTS, SHARED_PARTS,
+                K_RANGES, DIRECT, EVEN_K, ASM,
+            )  # fmt: skip
+            tile = following
+    elif tile[0] >= 0:
+        _up_tile(
+            tile, own, *rest, BM, BN, STAGES, FORM, PARTS, SHARED_PARTS,
+            K_RANGES, DIRECT, EVEN_K, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_rows(
+    z, parts_at, sorted_pairs, words, scales, factor, start, end, num_pairs, chosen, places,
+    size, inner, total_steps,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    n_tile = tl.program_id(0)
-    expert, start, end = _tile(
-        tl.program_id(1), experts, tile_expert, tile_start, ends, num_pairs, num_tokens,
-        num_routed, num_experts, BM, DIRECT,
-    )  # fmt: skip
-    if expert < 0:
-        return
-    is_shared = expert == num_experts
+    """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
-    factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
-    tile = n_tile * (BN // 64)
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
-    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     z_rows = ()
     for i in tl.static_range(len(rows)):
         z_rows = append(z_rows, rows[i] * inner)
     sums = _range_sums(
-        words + word_at, scales + scale_at, z, z_rows, live, total_steps, inner,
-        tl.program_id(2), factor,
+        words, scales, z, z_rows, live, total_steps, inner, tl.program_id(2), factor,
         K_RANGES, DIRECT, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
-    column = n_tile * BN + tl.arange(0, BN)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
     for i in tl.static_range(len(sums)):
         token, place = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen, DIRECT)
         row = token.to(tl.int64) * places + place
@@ -205,6 +256,59 @@ def _down_kernel(
             row = row * K_RANGES + tl.program_id(2)
         mask = (column < size)[:, None] & live[i][None, :]
         tl.store(parts_at + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
+
+
+@triton.jit
+def _down_tile(
+    tile, z, parts_at, sorted_pairs,
+    words, scales, factors, shared_words, shared_scales, shared_factors,
+    num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    expert, start, end = tile
+    is_shared = expert == num_experts
+    factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
+    first += tl.program_id(0) * (BN // 64)
+    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    for i in tl.static_range(len(tile_heights(BM))):
+        if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
+            _down_rows(
+                z, parts_at, sorted_pairs, words + word_at, scales + scale_at, factor,
+                start, end, num_pairs, chosen, places, size, inner, total_steps,
+                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, DIRECT, EVEN_K, ASM,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _down_kernel(
+    z, parts_at, experts, sorted_pairs, tile_expert, tile_start, tile_end, num_live,
+    words, scales, factors, shared_words, shared_scales, shared_factors,
+    num_pairs, num_tiles, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    WALK: tl.constexpr,
+    K_RANGES: tl.constexpr, DIRECT: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_up_kernel`."""
+    listed = (experts, tile_expert, tile_start, tile_end, num_tiles, chosen, num_experts)
+    rest = (
+        z, parts_at, sorted_pairs,
+        words, scales, factors, shared_words, shared_scales, shared_factors,
+        num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
+    )  # fmt: skip
+    own = tl.program_id(1)
+    tile = _tile(own, *listed, DIRECT)
+    if WALK:
+        for index in tl.range(own, tl.load(num_live), tl.num_programs(1), disable_licm=True):
+            following = _tile(index + tl.num_programs(1), *listed, DIRECT)
+            _down_tile(tile, *rest, BM, BN, STAGES, FORM, K_RANGES, DIRECT, EVEN_K, ASM)
+            tile = following
+    elif tile[0] >= 0:
+        _down_tile(tile, *rest, BM, BN, STAGES, FORM, K_RANGES, DIRECT, EVEN_K, ASM)
 
 
 @dataclass(frozen=True)
@@ -227,9 +331,7 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
         return Config(32, 128, 4, 3, 1)
     if rows <= 56:
         return Config(64, 128, 4, 3, 1)
-    most = rows * 4 / 3  # few experts of a prompt have more
-    height = min(HEIGHTS, key=lambda bm: math.ceil(most / bm) * HEIGHTS[bm])
-    return Config(height, 128, 8, 3, 1)
+    return Config(TALL, 128, 8, 3, 1)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
@@ -284,24 +386,27 @@ def launch(
         shared_w13 = shared_w2 = None
     direct = num_tokens == 1
     shared = shared_w13 is not None
-    table = None if direct else route(experts, num_experts, up.bm)
-    num_pairs, num_routed = num_tokens * chosen, chosen if direct else table.num_tiles
-    shared_tiles = triton.cdiv(num_tokens, up.bm) if shared else 0
     places = chosen + (1 if shared else 0)
+    num_pairs, num_tiles = num_tokens * chosen, places
+    table = None
+    if not direct:
+        table = route(experts, num_experts, up.bm, shared=shared)
+        num_tiles = table.num_tiles
     z_rows = num_pairs + num_tokens
     z = workspace(x.device, "experts_z", z_rows * inner, torch.bfloat16)
     tiles = _table(table, experts)
-    counts = (num_tokens, num_pairs, chosen)
-    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm}
-    tile_count = num_routed + shared_tiles
+    counts = (num_pairs, num_tiles, chosen)
+    walk = up.bm == TALL
+    programs = triton.cdiv(num_tiles, 2) if walk else num_tiles  # a program of no tile takes time
+    common = {"DIRECT": direct, "ASM": not interpreting(), "BM": up.bm, "WALK": walk}
     ranges, down_ranges = num_expert_ranges(w13), num_expert_ranges(w2)
     up_tiles, n_tiles = triton.cdiv(2 * inner, up.bn), triton.cdiv(size, down.bn)
-    slots = up_tiles * tile_count * ranges if direct else 1
+    slots = up_tiles * num_tiles * ranges if direct else 1
     partials = workspace(x.device, "partials", slots * up.bm * up.bn, torch.float32)
     counters = workspace(x.device, "counters", slots, torch.int32)
-    _up_kernel[(up_tiles, tile_count, ranges if direct else 1)](
+    _up_kernel[(up_tiles, programs, ranges if direct else 1)](
         x, x.stride(0), z, experts, weights, *tiles, *_weights(w13, shared_w13),
-        *counts, num_routed, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
+        *counts, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
         partials, counters, K_RANGES=ranges,
         BN=up.bn, STAGES=up.num_stages, FORM=up.form,
         PARTS=w13.global_scale.shape[1],
@@ -311,9 +416,9 @@ def launch(
     apart = down_ranges if direct else 1
     shape = (num_tokens, places, apart, size)
     parts = workspace(x.device, "experts_parts", math.prod(shape), torch.float32)
-    _down_kernel[(n_tiles, tile_count, apart)](
+    _down_kernel[(n_tiles, programs, apart)](
         z, parts, experts, *tiles, *_weights(w2, shared_w2),
-        *counts, places, num_routed, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
+        *counts, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
         BN=down.bn, STAGES=down.num_stages, FORM=down.form,
         EVEN_K=inner % 128 == 0, K_RANGES=down_ranges,
         **common, **launch_options(down.num_warps),
@@ -332,8 +437,8 @@ def num_expert_ranges(weight) -> int:
 
 def _table(table: Route | None, experts) -> tuple[torch.Tensor, ...]:
     if table is None:
-        return (experts, experts, experts, experts)  # not read
-    return table.sorted_pairs, table.tile_expert, table.tile_start, table.ends
+        return (experts,) * 5  # not read
+    return table.sorted_pairs, table.tile_expert, table.tile_start, table.tile_end, table.num_live
 
 
 def _weights(weight, shared):

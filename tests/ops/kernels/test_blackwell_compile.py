@@ -127,7 +127,7 @@ def some_route() -> Any:
     """Tables of routed pairs; only their types matter here."""
     from dsv4.ops.moe.route_triton import Route
 
-    return Route(*(torch.zeros(64, dtype=torch.int32) for _ in range(4)), 16)
+    return Route(*(torch.zeros(64, dtype=torch.int32) for _ in range(5)), 16)
 
 
 def attention_launches() -> Iterator[Launch]:
