@@ -181,7 +181,7 @@ def route(experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = Fa
         for name, size in zip(names, sizes, strict=True)
     ]
     numbers = (num_pairs, num_tokens, num_shared, num_tiles, num_experts)
-    bins, width = triton.next_power_of_2(num_experts), choose_config(num_pairs)
+    bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)
     if width is not None:
         _route_kernel[(num_experts,)](
             experts, *buffers, *numbers, BM=bm, WIDTH=width, BINS=bins, **launch_options(4)
