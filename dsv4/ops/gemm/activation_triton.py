@@ -134,7 +134,7 @@ def store_row(
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x, weight, codes, scales, row_scale, x_stride, size, columns, num_rows, fold, limit,
-    sorted_pairs, tile_expert, tile_start, ends, chosen,
+    sorted_pairs, tile_expert, tile_start, tile_end, chosen,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
     PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr
 ):  # fmt: skip
@@ -149,8 +149,8 @@ def _quantize_kernel(
         if BM > 0:
             tile = row // BM
             expert = tl.load(tile_expert + tile)
-            at = tl.load(tile_start + tile, mask=expert >= 0, other=0) + (row % BM).to(tl.int32)
-            end = tl.load(ends + tl.maximum(expert, 0))
+            at = tl.load(tile_start + tile) + (row % BM).to(tl.int32)
+            end = tl.load(tile_end + tile)
             present = (expert >= 0) & (at < end)
         pair = tl.load(sorted_pairs + at, mask=present, other=0)
         source = (at if SOURCE == 1 else pair // chosen).to(tl.int64)
@@ -227,7 +227,7 @@ def fill_rows(
     these are pairs, in sorted order or (`bm`) by tiles."""
     table = (x, x, x, x)
     if route is not None:
-        table = (route.sorted_pairs, route.tile_expert, route.tile_start, route.ends)
+        table = (route.sorted_pairs, route.tile_expert, route.tile_start, route.tile_end)
     pad = max(triton.next_power_of_2(rows.columns), COLUMN_MULTIPLE)
     _quantize_kernel[(rows.num_rows,)](
         x, x if weight is None else weight, rows.codes, rows.scales, rows.row_scale,

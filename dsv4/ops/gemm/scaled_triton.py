@@ -99,11 +99,11 @@ def _few_sum(
 
 
 @triton.jit
-def _tile_of(index, tile_expert, tile_start, ends, sorted_pairs, BN: tl.constexpr):
+def _tile_of(index, tile_expert, tile_start, tile_end, sorted_pairs, BN: tl.constexpr):
     """(expert, which of the BN rows are live, their places, their pairs) of a routed tile."""
     expert = tl.load(tile_expert + index)
-    at = tl.load(tile_start + index, mask=expert >= 0, other=0) + tl.arange(0, BN)
-    live = (at < tl.load(ends + tl.maximum(expert, 0))) & (expert >= 0)
+    at = tl.load(tile_start + index) + tl.arange(0, BN)
+    live = (at < tl.load(tile_end + index)) & (expert >= 0)
     return expert, live, at, tl.load(sorted_pairs + at, mask=live, other=0)
 
 
@@ -123,7 +123,7 @@ def _store_tile(total, out, out_rows, rn, mask, size, wide):
 def _few_rows_kernel(
     codes, x_scales, row_scale, num_rows, fold, group_rows, k_steps,
     words, scales, factors, outs, sizes, parts, firsts, ranges, range_steps,
-    partials, counters, sorted_pairs, tile_expert, tile_start, ends, chosen,
+    partials, counters, sorted_pairs, tile_expert, tile_start, tile_end, chosen,
     NUM: tl.constexpr, F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _few_rows_kernel(
     out_rows = place
     if ROUTED:
         expert, live, sorted_rows, pairs = _tile_of(
-            tl.program_id(1), tile_expert, tile_start, ends, sorted_pairs, BN
+            tl.program_id(1), tile_expert, tile_start, tile_end, sorted_pairs, BN
         )
         if expert < 0:
             return
@@ -206,7 +206,7 @@ def _many_sum(
 def _many_rows_kernel(
     w_desc, s_desc, x_desc, xs_desc, row_scale, num_rows, fold, group_rows, k_steps,
     factors, out, size, part_rows, count, per_range,
-    sorted_pairs, tile_expert, tile_start, ends,
+    sorted_pairs, tile_expert, tile_start, tile_end,
     F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr, RANGES: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
@@ -218,7 +218,7 @@ def _many_rows_kernel(
     expert = 0
     if ROUTED:
         expert, live, sorted_rows, pairs = _tile_of(
-            tl.program_id(1), tile_expert, tile_start, ends, sorted_pairs, BN
+            tl.program_id(1), tile_expert, tile_start, tile_end, sorted_pairs, BN
         )
         if expert < 0:
             return
@@ -281,7 +281,7 @@ def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
 def _route_table(route, unused):
     if route is None:
         return (unused,) * 4
-    return route.sorted_pairs, route.tile_expert, route.tile_start, route.ends
+    return route.sorted_pairs, route.tile_expert, route.tile_start, route.tile_end
 
 
 def _group_rows(rows, weight) -> int:

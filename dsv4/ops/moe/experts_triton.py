@@ -6,7 +6,6 @@ One token has kernels of its own (`token_triton.py`). Parts go to a buffer and a
 kernel: ranges of K first, then the token's experts in order, the shared one last.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -29,24 +28,23 @@ from dsv4.ops.moe.route_triton import route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason, swiglu
 from dsv4.ops.moe.token_triton import expert_weights, num_expert_ranges
 
-HEIGHTS = {128: 0.57, 160: 0.74, 192: 0.82, 256: 1.0}  # of tiles with many rows: time (docs/LOG.md)
+TALL = 256  # rows of tiles in prompts, of which as many are multiplied as there are
+
+
+@triton.constexpr_function
+def tile_heights(most):
+    """Rows that are multiplied for a tile of up to `most`: the fewest of these that hold its rows.
+    The branch is taken once for a tile; a loop along K knows nothing of it."""
+    return (64, 128, 192, 256) if most == 256 else (most,)
 
 
 @triton.jit
-def _tile(
-    index, tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed, num_experts,
-    BM: tl.constexpr,
-):  # fmt: skip
-    """(expert, first row, one past the last row) of a tile; expert -1: nothing to do."""
-    routed = index < num_routed
-    shared_start = num_pairs + (index - num_routed) * BM
-    expert = tl.load(tile_expert + index, mask=routed, other=0)
-    start = tl.load(tile_start + index, mask=routed, other=0)
-    end = tl.load(ends + tl.maximum(expert, 0))
-    expert = tl.where(routed, expert, num_experts)
-    start = tl.where(routed, start, shared_start)
-    end = tl.where(routed, end, num_pairs + num_tokens)
-    return expert, start, end
+def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
+    """Whether the height at PLACE is the lowest that holds `num_rows`, or the last one."""
+    found = num_rows > (0 if PLACE == 0 else tile_heights(BM)[PLACE - 1])
+    if len(tile_heights(BM)) > PLACE + 1:
+        found = found & (num_rows <= tile_heights(BM)[PLACE])
+    return found
 
 
 @triton.jit
@@ -94,43 +92,24 @@ def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
     return swiglu(gate * gate_factor, up * up_factor, limit)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
-def _up_kernel(
-    x, x_stride, z, weights, sorted_pairs, tile_expert, tile_start, ends,
-    words, scales, factors, shared_words, shared_scales, shared_factors,
-    num_tokens, num_pairs, chosen, num_routed, num_experts, size, inner, limit,
-    total_steps, expert_tiles,
+@triton.jit
+def _up_rows(
+    x, x_stride, z, weights, sorted_pairs, words, scales, gate_factor, up_factor,
+    start, end, num_pairs, chosen, is_shared, size, inner, limit, total_steps,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*` are distances in elements from the routed experts' tensors."""
-    n_tile = tl.program_id(0)
-    expert, start, end = _tile(
-        tl.program_id(1), tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed,
-        num_experts, BM,
-    )  # fmt: skip
-    if expert < 0:
-        return
-    is_shared = expert == num_experts
+    """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
-    at = tl.where(is_shared, shared_factors, expert * PARTS)
-    parts = tl.where(is_shared, SHARED_PARTS, PARTS)
-    gate_factor = tl.load(factors + at) * 128.0
-    up_factor = tl.load(factors + at + parts - 1) * 128.0
     x_rows = ()
     for i in tl.static_range(len(rows)):
         token, _ = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen)
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
-    tile = n_tile * (BN // 64)
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
-    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
     sums = _range_sums(
-        words + word_at, scales + scale_at, x, x_rows, live, total_steps, size, 1.0,
+        words, scales, x, x_rows, live, total_steps, size, 1.0,
         K_RANGES, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
-    column = n_tile * (BN // 2) + tl.arange(0, BN // 2)
+    column = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
     for i in tl.static_range(len(sums)):
         result = _swiglu(sums[i], gate_factor, up_factor, limit, BN)
         if not is_shared:
@@ -141,42 +120,90 @@ def _up_kernel(
         tl.store(out, result.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_routed"])
-def _down_kernel(
-    z, parts_at, sorted_pairs, tile_expert, tile_start, ends,
+@triton.jit(do_not_specialize=["num_pairs"])
+def _up_kernel(
+    x, x_stride, z, weights, sorted_pairs, tile_expert, tile_start, tile_end,
     words, scales, factors, shared_words, shared_scales, shared_factors,
-    num_tokens, num_pairs, chosen, places, num_routed, num_experts, size, inner,
-    total_steps, expert_tiles,
+    num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    n_tile = tl.program_id(0)
-    expert, start, end = _tile(
-        tl.program_id(1), tile_expert, tile_start, ends, num_pairs, num_tokens, num_routed,
-        num_experts, BM,
-    )  # fmt: skip
+    """`shared_*` are distances in elements from the routed experts' tensors."""
+    expert = tl.load(tile_expert + tl.program_id(1))
+    start = tl.load(tile_start + tl.program_id(1))
+    end = tl.load(tile_end + tl.program_id(1))
     if expert < 0:
         return
     is_shared = expert == num_experts
-    rows, live = tile_rows(start, end, BM)
-    factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
-    tile = n_tile * (BN // 64)
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles + tile
+    at = tl.where(is_shared, shared_factors, expert * PARTS)
+    parts = tl.where(is_shared, SHARED_PARTS, PARTS)
+    gate_factor = tl.load(factors + at) * 128.0
+    up_factor = tl.load(factors + at + parts - 1) * 128.0
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
+    first += tl.program_id(0) * (BN // 64)
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    for i in tl.static_range(len(tile_heights(BM))):
+        if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
+            _up_rows(
+                x, x_stride, z, weights, sorted_pairs, words + word_at, scales + scale_at,
+                gate_factor, up_factor, start, end, num_pairs, chosen, is_shared,
+                size, inner, limit, total_steps,
+                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_rows(
+    z, parts_at, sorted_pairs, words, scales, factor, start, end, num_pairs, chosen, places,
+    size, inner, total_steps,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Up to BM rows of a tile."""
+    rows, live = tile_rows(start, end, BM)
     z_rows = ()
     for i in tl.static_range(len(rows)):
         z_rows = append(z_rows, rows[i] * inner)
     sums = _range_sums(
-        words + word_at, scales + scale_at, z, z_rows, live, total_steps, inner, factor,
+        words, scales, z, z_rows, live, total_steps, inner, factor,
         K_RANGES, BN, STAGES, FORM, EVEN_K, ASM,
     )  # fmt: skip
-    column = n_tile * BN + tl.arange(0, BN)
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
     for i in tl.static_range(len(sums)):
         token, place = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen)
         row = token.to(tl.int64) * places + place
         mask = (column < size)[:, None] & live[i][None, :]
         tl.store(parts_at + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _down_kernel(
+    z, parts_at, sorted_pairs, tile_expert, tile_start, tile_end,
+    words, scales, factors, shared_words, shared_scales, shared_factors,
+    num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(tile_expert + tl.program_id(1))
+    start = tl.load(tile_start + tl.program_id(1))
+    end = tl.load(tile_end + tl.program_id(1))
+    if expert < 0:
+        return
+    is_shared = expert == num_experts
+    factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
+    first += tl.program_id(0) * (BN // 64)
+    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    for i in tl.static_range(len(tile_heights(BM))):
+        if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
+            _down_rows(
+                z, parts_at, sorted_pairs, words + word_at, scales + scale_at, factor,
+                start, end, num_pairs, chosen, places, size, inner, total_steps,
+                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,9 +226,7 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
         return Config(32, 128, 4, 3, 1)
     if rows <= 56:
         return Config(64, 128, 4, 3, 1)
-    most = rows * 4 / 3  # few experts of a prompt have more
-    height = min(HEIGHTS, key=lambda bm: math.ceil(most / bm) * HEIGHTS[bm])
-    return Config(height, 128, 8, 3, 1)
+    return Config(TALL, 128, 8, 3, 1)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
@@ -269,27 +294,23 @@ def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, co
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     shared = shared_w13 is not None
-    table = route(experts, num_experts, config.bm)
-    tiles = (table.sorted_pairs, table.tile_expert, table.tile_start, table.ends)
+    table = route(experts, num_experts, config.bm, shared=shared)
+    tiles = (table.sorted_pairs, table.tile_expert, table.tile_start, table.tile_end)
     num_pairs, places = num_tokens * chosen, chosen + shared
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
     parts = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
-    counts = (num_tokens, num_pairs, chosen)
     common = {"BM": config.bm, "BN": config.bn, "STAGES": config.num_stages, "FORM": config.form}
     common |= {"ASM": not interpreting(), **launch_options(config.num_warps)}
-    tile_count = table.num_tiles + (triton.cdiv(num_tokens, config.bm) if shared else 0)
-    _up_kernel[(triton.cdiv(2 * inner, config.bn), tile_count)](
+    _up_kernel[(triton.cdiv(2 * inner, config.bn), table.num_tiles)](
         x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13),
-        *counts, table.num_tiles, num_experts, size, inner, limit, w13.num_steps,
-        w13.packed.shape[1], K_RANGES=num_expert_ranges(w13),
-        PARTS=w13.global_scale.shape[1],
+        num_pairs, chosen, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
+        K_RANGES=num_expert_ranges(w13), PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
         EVEN_K=size % 128 == 0, **common,
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(size, config.bn), tile_count)](
+    _down_kernel[(triton.cdiv(size, config.bn), table.num_tiles)](
         z, parts, *tiles, *expert_weights(w2, shared_w2),
-        *counts, places, table.num_tiles, num_experts, size, inner, w2.num_steps,
-        w2.packed.shape[1], K_RANGES=num_expert_ranges(w2),
-        EVEN_K=inner % 128 == 0, **common,
+        num_pairs, chosen, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
+        K_RANGES=num_expert_ranges(w2), EVEN_K=inner % 128 == 0, **common,
     )  # fmt: skip
     return parts[: num_tokens * places * size].view(num_tokens, places, 1, size)

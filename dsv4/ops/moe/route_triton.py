@@ -2,7 +2,9 @@
 """Which rows an expert gets, worked out on the GPU: no host waits for it.
 
 A *pair* is (token, place). Pairs are sorted by expert, each expert's in ascending order, and cut
-into tiles of BM rows. Program e finds the pairs of expert e; no atomics, so one result.
+into tiles of BM rows; the list of tiles has no gaps. Few pairs: program e finds those of expert e.
+Many: chunks of them are counted, then a program knows from these counts where its chunk's go. No
+atomics, so one result.
 """
 
 from dataclasses import dataclass
@@ -13,98 +15,180 @@ import triton.language as tl
 
 from dsv4.ops.device import launch_options, workspace
 
-SMALL_PAIRS = 1024  # up to here one block holds all pairs and the tile list has no gaps
+SMALL_PAIRS = 1024  # up to here one block holds all pairs
+CHUNK = 256  # pairs of a program where there are more
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+@triton.jit
+def _extra_tile(tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM: tl.constexpr):
+    """(expert, start, end) behind the `routed` tiles: of the shared expert, or of none."""
+    shared = (tile >= routed) & (tile < routed + num_shared)
+    start = num_pairs + (tile - routed) * BM
+    return tl.where(shared, num_experts, -1), start, tile * 0 + num_pairs + num_tokens
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
 def _route_kernel(
-    experts, sorted_pairs, tile_expert, tile_start, ends, num_pairs, num_tiles, num_experts,
-    BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, SMALL: tl.constexpr
+    experts, sorted_pairs, tile_expert, tile_start, tile_end,
+    num_pairs, num_tokens, num_shared, num_tiles, num_experts,
+    BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
+    """Program e: the pairs and tiles of expert e, the last also all that are not routed."""
     e = tl.program_id(0)
-    lanes = tl.arange(0, CHUNK)
+    lanes = tl.arange(0, WIDTH)
     few = tl.arange(0, 128)
-    less = 0
-    count = 0
-    if SMALL:
-        ids = tl.load(experts + lanes, mask=lanes < num_pairs, other=0).to(tl.int32)
-        bins = tl.histogram(ids, BINS, mask=lanes < num_pairs)
-        below = tl.arange(0, BINS) < e
-        less = tl.sum(tl.where(below, bins, 0))
-        count = tl.sum(tl.where(tl.arange(0, BINS) == e, bins, 0))
-        tiles = (bins + BM - 1) // BM
-        base = tl.sum(tl.where(below, tiles, 0))
-        gap_end = tl.where(e == num_experts - 1, num_tiles, 0)
-    else:
-        for start in tl.range(0, num_pairs, CHUNK):
-            live = start + lanes < num_pairs
-            ids = tl.load(experts + start + lanes, mask=live, other=num_experts).to(tl.int32)
-            less += tl.sum((ids < e).to(tl.int32))
-            count += tl.sum((ids == e).to(tl.int32))
-        base = less // BM + e
-        gap_end = (less + count) // BM + e + 1
+    live = lanes < num_pairs
+    ids = tl.load(experts + lanes, mask=live, other=0).to(tl.int32)
+    bins = tl.histogram(ids, BINS, mask=live)
+    below = tl.arange(0, BINS) < e
+    less = tl.sum(tl.where(below, bins, 0))
+    count = tl.sum(tl.where(tl.arange(0, BINS) == e, bins, 0))
+    base = tl.sum(tl.where(below, (bins + BM - 1) // BM, 0))
     own = (count + BM - 1) // BM
-    tl.store(ends + e, less + count)
     for start in tl.range(0, own, 128):
         index = start + few
         tl.store(tile_expert + base + index, few * 0 + e, mask=index < own)
         tl.store(tile_start + base + index, less + index * BM, mask=index < own)
-    for start in tl.range(base + own, gap_end, 128):
-        tl.store(tile_expert + start + few, few * 0 - 1, mask=start + few < gap_end)
+        tl.store(tile_end + base + index, few * 0 + less + count, mask=index < own)
+    if e == num_experts - 1:
+        for start in tl.range(base + own, num_tiles, 128):
+            tile = start + few
+            expert, at, end = _extra_tile(
+                tile, base + own, num_pairs, num_tokens, num_shared, num_experts, BM
+            )
+            tl.store(tile_expert + tile, expert, mask=tile < num_tiles)
+            tl.store(tile_start + tile, at, mask=tile < num_tiles)
+            tl.store(tile_end + tile, end, mask=tile < num_tiles)
     if count > 0:
-        placed = less
-        for start in tl.range(0, num_pairs, CHUNK):
-            live = start + lanes < num_pairs
-            ids = tl.load(experts + start + lanes, mask=live, other=num_experts).to(tl.int32)
-            match = (ids == e).to(tl.int32)
-            rank = placed + tl.cumsum(match, 0) - 1
-            tl.store(sorted_pairs + rank, start + lanes, mask=match == 1)
-            placed += tl.sum(match)
+        match = (live & (ids == e)).to(tl.int32)
+        rank = less + tl.cumsum(match, 0) - 1
+        tl.store(sorted_pairs + rank, lanes, mask=match == 1)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(experts, counts, num_pairs, CHUNK: tl.constexpr, BINS: tl.constexpr):
+    """Program c: how many pairs of chunk c each expert gets."""
+    chunk = tl.program_id(0)
+    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = pairs < num_pairs
+    ids = tl.load(experts + pairs, mask=live, other=0).to(tl.int32)
+    bins = tl.histogram(ids, BINS, mask=live)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), bins)
+
+
+@triton.jit
+def _add_counts(counts, BINS: tl.constexpr):
+    """Pairs of each expert: of all chunks, and of those before this program's."""
+    ROWS: tl.constexpr = 8192 // BINS
+    rows = tl.arange(0, ROWS)
+    column = tl.arange(0, BINS)
+    total = tl.zeros((ROWS, BINS), tl.int32)
+    before = tl.zeros((ROWS, BINS), tl.int32)
+    for first in tl.range(0, tl.num_programs(0), ROWS):
+        row = (first + rows)[:, None]
+        live = row < tl.num_programs(0)
+        part = tl.load(counts + row * BINS + column[None, :], mask=live, other=0)
+        total += part
+        before += tl.where(row < tl.program_id(0), part, 0)
+    return tl.sum(total, 0), tl.sum(before, 0)
+
+
+@triton.jit
+def _rank_in_chunk(experts, ids, num_pairs, CHUNK: tl.constexpr):
+    """How many pairs before each in its chunk have its expert."""
+    own = tl.arange(0, CHUNK)
+    few = tl.arange(0, 32)
+    rank = tl.zeros((CHUNK,), tl.int32)
+    for first in tl.range(0, CHUNK, 32):
+        pairs = tl.program_id(0) * CHUNK + first + few
+        others = tl.load(experts + pairs, mask=pairs < num_pairs, other=0).to(tl.int32)
+        same = (others[None, :] == ids[:, None]) & ((first + few)[None, :] < own[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    return rank
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
+def _place_kernel(
+    experts, counts, sorted_pairs, tile_expert, tile_start, tile_end,
+    num_pairs, num_tokens, num_shared, num_tiles, num_experts,
+    BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr
+):  # fmt: skip
+    """Program c: where the pairs of chunk c go, and some of the tiles."""
+    chunk = tl.program_id(0)
+    total, before = _add_counts(counts, BINS)
+    end = tl.cumsum(total, 0)
+    start = end - total
+    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = pairs < num_pairs
+    ids = tl.load(experts + pairs, mask=live, other=0).to(tl.int32)
+    rank = _rank_in_chunk(experts, ids, num_pairs, CHUNK)
+    tl.store(sorted_pairs + tl.gather(start + before, ids, 0) + rank, pairs, mask=live)
+    tiles = (total + BM - 1) // BM
+    last = tl.cumsum(tiles, 0)
+    routed = tl.sum(tiles)
+    for first in tl.range(chunk * 16, num_tiles, tl.num_programs(0) * 16):
+        tile = first + tl.arange(0, 16)
+        expert = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
+        own = tl.arange(0, BINS)[None, :] == expert[:, None]
+        starts = start[None, :] + (tile[:, None] - (last - tiles)[None, :]) * BM
+        at = tl.sum(tl.where(own, starts, 0), 1)
+        until = tl.sum(tl.where(own, end[None, :], 0), 1)
+        extra, extra_at, extra_end = _extra_tile(
+            tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM
+        )
+        is_routed = tile < routed
+        mask = tile < num_tiles
+        tl.store(tile_expert + tile, tl.where(is_routed, expert, extra), mask=mask)
+        tl.store(tile_start + tile, tl.where(is_routed, at, extra_at), mask=mask)
+        tl.store(tile_end + tile, tl.where(is_routed, until, extra_end), mask=mask)
 
 
 @dataclass(frozen=True)
 class Route:
-    """Pairs sorted by expert and their tiles; a tile whose expert is -1 is empty."""
+    """Pairs sorted by expert and their tiles. Behind these may come tiles of the shared expert,
+    whose rows follow the pairs, one for each token; the last tiles are empty, their expert -1."""
 
     sorted_pairs: torch.Tensor  # [pairs] int32
     tile_expert: torch.Tensor  # [num_tiles] int32
-    tile_start: torch.Tensor  # [num_tiles] int32: first sorted pair
-    ends: torch.Tensor  # [experts] int32: one past the expert's last sorted pair
+    tile_start: torch.Tensor  # [num_tiles] int32: first row, that is sorted pair
+    tile_end: torch.Tensor  # [num_tiles] int32: one past the last row of the tile's expert
     num_tiles: int
 
 
 def num_route_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
     """Enough tiles for any routing."""
-    tiles = num_pairs // bm + num_experts
-    return min(num_pairs, tiles) if num_pairs <= SMALL_PAIRS else tiles
+    return min(num_pairs, num_pairs // bm + num_experts)
 
 
-def choose_config(num_pairs: int) -> tuple[int, bool]:
-    """Pairs that a program looks at at a time, and whether these are all."""
-    small = num_pairs <= SMALL_PAIRS
-    return max(triton.next_power_of_2(num_pairs), 128) if small else 2048, small
+def choose_config(num_pairs: int) -> int | None:
+    """Pairs that a program looks at where it looks at all of them, else None."""
+    return max(triton.next_power_of_2(num_pairs), 128) if num_pairs <= SMALL_PAIRS else None
 
 
-def route(experts: torch.Tensor, num_experts: int, bm: int) -> Route:
-    num_pairs = experts.numel()
-    num_tiles = num_route_tiles(num_pairs, num_experts, bm)
-    chunk, small = choose_config(num_pairs)
-    names = ("sorted_pairs", "tile_expert", "tile_start", "ends")
-    sizes = (num_pairs, num_tiles, num_tiles, num_experts)
+def route(experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = False) -> Route:
+    """`shared`: the list has tiles of the shared expert, as number `num_experts`."""
+    device, num_pairs, num_tokens = experts.device, experts.numel(), experts.shape[0]
+    num_shared = triton.cdiv(num_tokens, bm) if shared else 0
+    num_tiles = num_route_tiles(num_pairs, num_experts, bm) + num_shared
+    names = ("sorted_pairs", "tile_expert", "tile_start", "tile_end")
+    sizes = (num_pairs, num_tiles, num_tiles, num_tiles)
     buffers = [
-        workspace(experts.device, f"route_{name}", size, torch.int32)
+        workspace(device, f"route_{name}", size, torch.int32)
         for name, size in zip(names, sizes, strict=True)
     ]
-    _route_kernel[(num_experts,)](
-        experts,
-        *buffers,
-        num_pairs,
-        num_tiles,
-        num_experts,
-        BM=bm,
-        CHUNK=chunk,
-        BINS=triton.next_power_of_2(num_experts),
-        SMALL=small,
-        **launch_options(4),
-    )
+    numbers = (num_pairs, num_tokens, num_shared, num_tiles, num_experts)
+    bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)
+    if width is not None:
+        _route_kernel[(num_experts,)](
+            experts, *buffers, *numbers, BM=bm, WIDTH=width, BINS=bins, **launch_options(4)
+        )
+    else:
+        chunks = triton.cdiv(num_pairs, CHUNK)
+        counts = workspace(device, "route_counts", chunks * bins, torch.int32)
+        _count_kernel[(chunks,)](
+            experts, counts, num_pairs, CHUNK=CHUNK, BINS=bins, **launch_options(4)
+        )
+        _place_kernel[(chunks,)](
+            experts, counts, *buffers, *numbers, BM=bm, CHUNK=CHUNK, BINS=bins, **launch_options(8)
+        )
     return Route(*buffers, num_tiles)

@@ -32,6 +32,22 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     assert not wrong
 
 
+def test_rows_do_not_depend_on_the_height_of_their_tile() -> None:
+    """Experts with as many rows as a height has, one more, and none."""
+    from importlib import import_module
+
+    from tests.ops.kernels import inputs
+
+    kernel = import_module("dsv4.ops.moe.experts_triton")
+    counts = torch.tensor([64, 0, 65, 128, 129, 192, 193, 256, 257, 1, 513, 2])
+    ids = torch.arange(len(counts)).repeat_interleave(counts)
+    arguments = inputs.experts_arguments(len(ids) // 6)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    arguments["experts"] = ids[order].view(-1, 6).cuda()
+    tall = kernel.launch(**arguments, config=kernel.Config(kernel.TALL, 128, 8, 3, 1))
+    assert torch.equal(tall, kernel.launch(**arguments, config=kernel.Config(64, 128, 4, 3, 1)))
+
+
 def test_repeats_bit_for_bit() -> None:
     from tests.ops.kernels import inputs
 

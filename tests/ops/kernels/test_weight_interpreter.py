@@ -145,38 +145,53 @@ def check_two_ranges() -> None:
 
 
 def check_heights() -> None:
-    """Tiles whose rows are several pieces, in either matrix, full and not."""
+    """Tall tiles with as many rows as a height has and one more; then all in one expert."""
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
-    from dsv4.ops.moe.experts_triton import Config, launch
+    from dsv4.ops.moe.experts_triton import TALL, Config, launch
 
-    case = _tiled_case(33, 144, 64, 3, 2, 10.0)
-    arguments = case.build(torch.Generator().manual_seed(5))
-    wanted = experts_reference(**arguments)
-    found = launch(**arguments, config=Config(28, 128, 4, 3, 1))
-    compare("pieces of 4, 8 and 16 rows", wanted, found, case.atol, case.rtol)
+    rows = torch.tensor([64, 0, 65, 128, 129, 192, 193, 256, 257, 1, 0])
+    for counts in (rows, torch.tensor([0, 600, 0])):
+        tokens, count = int(counts.sum()), len(counts)
+        case = _tiled_case(tokens, 144, 64, count, 1, 10.0)
+        arguments = case.build(torch.Generator().manual_seed(5))
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(6))
+        arguments["experts"] = torch.arange(count).repeat_interleave(counts)[order, None]
+        wanted = experts_reference(**arguments)
+        found = launch(**arguments, config=Config(TALL, 128, 8, 3, 1))
+        compare(f"rows of experts {counts.tolist()}", wanted, found, case.atol, case.rtol)
+
+
+def check_route(experts: torch.Tensor, num_experts: int, bm: int, shared: bool) -> None:
+    """Every row in one tile of its expert, tiles in order and without gaps."""
+    from dsv4.ops.moe.route_triton import route
+
+    found = route(experts, num_experts, bm, shared=shared)
+    flat = experts.flatten().tolist()
+    pairs = found.sorted_pairs[: len(flat)].tolist()
+    assert pairs == sorted(range(len(flat)), key=lambda i: (flat[i], i))
+    owners = [flat[pair] for pair in pairs] + [num_experts] * (len(experts) if shared else 0)
+    covered, num_live = [], int((found.tile_expert[: found.num_tiles] >= 0).sum())
+    for tile in range(num_live):
+        expert, start = int(found.tile_expert[tile]), int(found.tile_start[tile])
+        rows = range(start, min(start + bm, int(found.tile_end[tile])))
+        assert rows
+        assert {owners[row] for row in rows} == {expert}
+        covered += rows
+    assert covered == list(range(len(owners)))
+    assert set(found.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
 
 
 def check_experts() -> None:
     check_cases("experts")
     check_two_ranges()
     check_heights()
-    from dsv4.ops.moe import route_triton
-
     generator = torch.Generator().manual_seed(3)
-    for num_tokens, num_experts, bm in ((1, 5, 8), (40, 5, 8), (600, 7, 16)):
+    for num_tokens, num_experts, bm in ((1, 5, 8), (40, 5, 8), (600, 7, 16), (1500, 300, 8)):
         experts = torch.randint(0, num_experts, (num_tokens, 2), generator=generator)
-        found = route_triton.route(experts, num_experts, bm)
-        pairs = found.sorted_pairs[: experts.numel()].tolist()
-        order = sorted(range(experts.numel()), key=lambda i: (int(experts.flatten()[i]), i))
-        assert pairs == order
-        covered = []
-        for tile in range(found.num_tiles):
-            expert, start = int(found.tile_expert[tile]), int(found.tile_start[tile])
-            if expert >= 0:
-                rows = range(start, min(start + bm, int(found.ends[expert])))
-                covered += rows
-                assert all(int(experts.flatten()[pairs[row]]) == expert for row in rows)
-        assert covered == list(range(experts.numel()))
+        for shared in (False, True):
+            check_route(experts, num_experts, bm, shared)
+    for num_tokens in (300, 900):
+        check_route(torch.full((num_tokens, 2), 3), 5, 256, True)
 
 
 def check_shim() -> None:
