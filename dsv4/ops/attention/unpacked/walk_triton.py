@@ -5,9 +5,10 @@ Written in Gluon, where copies and products are begun and awaited by name: while
 tile are multiplied the next tile is copied, sums are added while the next channels are multiplied,
 the next query arrives during the last tile and its first tile while the result is stored. Triton's
 own compiler, given the same rows, awaits each of nine products of a tile where it stands: 2,630 us
-for 8,192 queries instead of 2,080. No thread loads anything in the loop: a fence that products need
-would await it, so choices of entries come as copies too. The interpreter does not know Gluon; a GPU test compares this form, to the last
-bit, with those of `attention_triton`, which are tested everywhere. Sums and their order are theirs.
+for 8,192 queries instead of 2,080. No thread loads anything in the loop, which the fence before
+products might await: choices of entries come as copies too. The interpreter does not know Gluon; a
+GPU test compares this form, to the last bit, with those of `attention_triton`, which are tested
+everywhere. Sums and their order are theirs.
 
 Shared memory holds a block of queries, two tiles of 64 entries, and little else: 220 KB.
 """
