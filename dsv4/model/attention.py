@@ -91,10 +91,10 @@ class Attention:
         table = step.csa_table if self.indexer is not None else step.hca_table
         q, *others = self._prepare(latent, kv, [compressed_in, index_in[:2]], table, step, state)
         q = q.view(-1, self.num_heads, self.head_dim)
-        compressed = None
+        compressed = ready = None
         if self.indexer is not None:
             assert isinstance(state, CsaState)
-            q, index_q, weights = self.indexer.prepare(q, others[0], index_in[2], step, state)
+            ready, index_q, weights = self.indexer.prepare(q, others[0], index_in[2], step, state)
             selected = self.indexer.select(index_q, weights, step, state)
             compressed = Compressed(state.entries, table, self.ratio, selected)
         elif isinstance(state, HcaState):
@@ -108,7 +108,7 @@ class Attention:
             "window": self.window,
             "frequencies": self.frequencies,
         }
-        out = self._attend(q, places, is_prepared=self.indexer is not None)
+        out = self._attend(q if ready is None else ready, places, is_prepared=ready is not None)
         grouped = grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a)
         return linear_parts(grouped, self.wo_b)
 

@@ -8,7 +8,7 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
 from dsv4.ops.attention.index import index_scores, index_select
-from dsv4.ops.attention.query import QUERIES, index_query, query_prepare
+from dsv4.ops.attention.query import QUERIES, index_query
 from dsv4.ops.op import Arguments
 
 
@@ -25,9 +25,10 @@ class Indexer:
 
     def prepare(
         self, q: Tensor, index_q: Tensor, head_weights: Tensor, step: StepInputs, state: CsaState
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Attention's queries `[tokens, heads, dim]`, the index queries and the weights of their
-        heads (fp32), all as projected -> as they are used."""
+        heads (fp32), all as projected -> as they are used; None where attention is to prepare its
+        own."""
         positions = step.batch.positions
         index_q = index_q.view(index_q.shape[0], self.num_heads, -1)
         query: Arguments = {
@@ -46,7 +47,7 @@ class Indexer:
         if QUERIES.accepts(q.device, together):
             fused: tuple[Tensor, Tensor, Tensor] = QUERIES.run(together)
             return fused
-        return query_prepare(**query), index_query(**index), head_weights * self.scale
+        return None, index_query(**index), head_weights * self.scale
 
     def select(self, q: Tensor, weights: Tensor, step: StepInputs, state: CsaState) -> Tensor:
         """`q` `[tokens, heads, dim]` and `weights` `[tokens, heads]`, prepared -> `selected`."""

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """`query_prepare` inside `attention`, where programs of few heads each take one tile: a program
 prepares its own queries while its entries are on the way, in the tile and with the warps of
-`query_triton`: the sum of a head's squares has its order from both."""
+`query_triton`: the sum of a head's squares has its order from both. Also where entries are unpacked
+and walked, by programs that have all of a head in one place (`unpacked/`)."""
 
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ def supports(q, eps, **attention) -> str | None:
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1) or q.shape[2] > 512:
         return f"q has shape {tuple(q.shape)}"
     config = _config(q, attention)
-    if config.heads != query_triton.HEADS or not config.split:
+    alone = config.split and config.heads == query_triton.HEADS
+    if not (alone or config.unpacked):
         return "many programs would prepare the same queries"
     return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
         q, **attention
@@ -28,5 +30,6 @@ def _config(q, attention) -> attention_triton.Config:
 
 
 def run(q, eps, **attention):
-    config = replace(_config(q, attention), num_warps=ROW_WARPS)
+    config = _config(q, attention)
+    config = config if config.unpacked else replace(config, num_warps=ROW_WARPS)
     return attention_triton.run(q, **attention, config=config, eps=eps)

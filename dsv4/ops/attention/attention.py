@@ -219,7 +219,7 @@ OP = Op(
     ),
 )
 
-# queries straight from their matrix, where few of them attend
+# queries straight from their matrix, where few of them attend or entries are unpacked first
 ATTEND = Fusion(("query_prepare", "attention"), Kernel("dsv4.ops.attention.attend_triton"))
 
 

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.attention import query_triton
 from dsv4.ops.attention.decode import passes_triton, tile_triton
 from dsv4.ops.attention.decode.merge_triton import tiles_ahead
 from dsv4.ops.attention.tiles_triton import (
@@ -285,13 +286,15 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     sizes = (q, pool, table, compressed, window, 2 * frequencies.shape[0])
     config = config or config_of(*sizes)
     if config.unpacked:
-        if compiling():  # as many tokens of more sequences may have too many entries to unpack
-            other = config_of(*sizes, unpacked=False)
-            run(q, sink, pool, table, compressed, batch, window, frequencies, other)
         unpacked = unpack_triton.unpack(pool, table, compressed, batch, window, frequencies)
         walk = import_module("dsv4.ops.attention.unpacked.walk_triton").walk
-        places = (compressed, batch, window, frequencies)
-        return walk(q, sink, *unpacked, *places, num_programs(q.device))
+        given = (*unpacked, compressed, batch, window, frequencies, num_programs(q.device))
+        if compiling():  # as many tokens of more sequences may have too many entries to unpack
+            other = config_of(*sizes, unpacked=False)
+            ready = query_triton.run(q, batch.positions, frequencies, 0.0)
+            run(ready, sink, pool, table, compressed, batch, window, frequencies, other)
+            walk(q, sink, *given, 0.0 if eps is None else None)  # or fewer tokens be prepared
+        return walk(q, sink, *given, eps)
     out = torch.empty_like(q)
     given = {
         "places": place_arguments(pool, table, compressed, batch),
@@ -311,18 +314,7 @@ def _walk(q, sink, out, window, frequencies, config, places, constants) -> None:
     items = tokens * triton.cdiv(heads, config.heads)
     most_programs = num_programs(q.device) * (2 if config.num_warps == 4 else 1)
     _attend_kernel[(min(items, most_programs),)](
-        q,
-        sink,
-        out,
-        *places,
-        frequencies,
-        heads,
-        tokens,
-        items,
-        window,
-        dim**-0.5 * LOG2E.value,
-        **constants,
-        JOINED=num_joined(dim, 2 * frequencies.shape[0], config.channels),
-        BH=config.heads,
-        **launch_options(config.num_warps, config.num_stages),
-    )
+        q, sink, out, *places, frequencies, heads, tokens, items, window, dim**-0.5 * LOG2E.value,
+        **constants, JOINED=num_joined(dim, 2 * frequencies.shape[0], config.channels),
+        BH=config.heads, **launch_options(config.num_warps, config.num_stages),
+    )  # fmt: skip

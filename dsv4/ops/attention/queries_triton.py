@@ -8,7 +8,9 @@ import triton.language as tl
 
 from dsv4.ops.attention import query_triton
 from dsv4.ops.attention.query_triton import HEADS, index_constants, index_heads, prepare_heads
-from dsv4.ops.device import launch_options
+from dsv4.ops.device import interpreting, launch_options
+
+MOST_TOKENS = 128  # beyond, a launch more costs nothing, and index heads alone are faster
 
 
 @triton.jit
@@ -17,19 +19,19 @@ def _queries_kernel(
     num_heads, num_index_heads,
     BH: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     INDEX_DIM: tl.constexpr, INDEX_PAD: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
-    LOG: tl.constexpr, FACTOR: tl.constexpr
+    LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """The first BLOCKS programs of a token are attention's heads."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if block < BLOCKS:
         prepare_heads(
-            q, out, positions, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE
+            q, out, positions, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE, ASM
         )
     else:
         index_heads(
             index_q, index_out, positions, frequencies, num_index_heads, row, block - BLOCKS,
-            BH, INDEX_DIM, INDEX_PAD, ROPE, FORMAT, LOG, FACTOR,
+            BH, INDEX_DIM, INDEX_PAD, ROPE, FORMAT, LOG, FACTOR, ASM, False,
         )  # fmt: skip
         head = (block - BLOCKS) * BH + tl.arange(0, BH)
         at = row.to(tl.int64) * num_index_heads + head
@@ -38,6 +40,8 @@ def _queries_kernel(
 
 
 def supports(query, index, weights, scale) -> str | None:
+    if query["q"].shape[0] > MOST_TOKENS:
+        return "of so many tokens attention prepares its own queries"
     if weights.dtype != torch.float32 or not weights.is_contiguous():
         return f"weights are {weights.dtype} with strides {weights.stride()}"
     if query["q"].dtype != index["q"].dtype or query["q"].shape[0] == 0:
@@ -57,7 +61,8 @@ def run(query, index, weights, scale):
         query["eps"], scale, q.shape[1], index_q.shape[1],
         BH=HEADS, BLOCKS=blocks, DIM=q.shape[2], PAD=triton.next_power_of_2(q.shape[2]),
         INDEX_DIM=index_q.shape[2], INDEX_PAD=triton.next_power_of_2(index_q.shape[2]),
-        ROPE=2 * frequencies.shape[0], **index_constants(index_q, index["index_format"]),
+        ROPE=2 * frequencies.shape[0], ASM=not interpreting(),
+        **index_constants(index_q, index["index_format"]),
         **launch_options(4),
     )  # fmt: skip
     return out, index_out, weights_out

@@ -7,21 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, launch_options
+from dsv4.ops.device import device_reason, interpreting, launch_options
 from dsv4.ops.kv.entry_triton import (
-    e2m1_value,
-    fp4_groups,
+    fp4_rounded,
     fp8_groups,
+    hadamard_rows,
     hadamard_tile,
     is_power_of_two,
+    narrow,
     power_of_two,
     rope_angles,
     rope_tile,
     rotate,
     scale_byte,
+    widen,
 )
 
 HEADS = 16  # heads of a program; part of the tile a head's norm is summed in, so never varied
+INDEX_HEADS = 32  # a head for each thread of a warp
+REGISTERS = 168  # of such a thread: twelve warps on a multiprocessor
 
 
 @triton.jit
@@ -42,28 +46,28 @@ def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PA
 @triton.jit
 def store_prepared(
     found, out, position, frequencies, eps, num_heads, row, block,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What `load_heads` found: norm without weight, then rope."""
     pair = tl.arange(0, PAD // 2)
     live, sine, cosine = rope_angles(pair, position, frequencies, 1.0, DIM - ROPE, DIM)
-    x = found.to(tl.float32)
+    x = widen(found, ASM)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    x = (x * inverse[:, None]).to(found.dtype).to(tl.float32)
+    x = widen(narrow(x * inverse[:, None], found.dtype, ASM), ASM)
     x = rotate(x, live, sine, cosine, BH, PAD)
     at, mask = _places(num_heads, row, block, BH, DIM, PAD)
-    tl.store(out + at, x.to(found.dtype), mask=mask)
+    tl.store(out + at, narrow(x, found.dtype, ASM), mask=mask)
 
 
 @triton.jit
 def prepare_heads(
     q, out, positions, frequencies, eps, num_heads, row, block,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     position = tl.load(positions + row)
     found = load_heads(q, num_heads, row, block, BH, DIM, PAD)
     store_prepared(
-        found, out, position, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE
+        found, out, position, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE, ASM
     )
 
 
@@ -71,39 +75,42 @@ def prepare_heads(
 def index_heads(
     q, out, positions, frequencies, num_heads, row, block,
     BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
+    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4."""
+    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4. ALONE: one warp, a row a thread."""
     position = tl.load(positions + row)
     head = block * BH + tl.arange(0, BH)
     channel = tl.arange(0, PAD)
     at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
     mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
-    x = tl.load(q + at, mask=mask, other=0.0).to(tl.float32)
+    x = widen(tl.load(q + at, mask=mask, other=0.0), ASM)
     x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
-    x = x.to(q.dtype.element_ty).to(tl.float32)
+    x = narrow(x, q.dtype.element_ty, ASM)
+    if FORMAT >= 3 and ALONE:
+        x = hadamard_rows(x, FACTOR, LOG, BH, DIM, ASM)
+    elif FORMAT >= 3:
+        x = hadamard_tile(widen(x, ASM), FACTOR, LOG, BH, DIM)
+        x = narrow(x, q.dtype.element_ty, ASM)
+    x = widen(x, ASM)
     if FORMAT == 1:
         x = x.to(tl.bfloat16).to(tl.float32)
-    if FORMAT >= 3:
-        x = hadamard_tile(x, FACTOR, LOG, BH, DIM).to(q.dtype.element_ty).to(tl.float32)
     if FORMAT == 3:
         codes, exponent = fp8_groups(x, channel[None, :] >= 0)
         x = codes.to(tl.float32) * power_of_two(scale_byte(exponent))[:, None]
     if FORMAT == 4:
-        codes, exponent = fp4_groups(x.reshape(BH * DIM // 32, 32))
-        x = e2m1_value(codes) * power_of_two(scale_byte(exponent))[:, None]
-        x = x.reshape(BH, DIM)
-    tl.store(out + at, x.to(q.dtype.element_ty), mask=mask)
+        x = fp4_rounded(x.reshape(BH * DIM // 32, 32)).reshape(BH, DIM)
+    tl.store(out + at, narrow(x, q.dtype.element_ty, ASM), mask=mask)
 
 
 @triton.jit
 def _prepare_kernel(
     q, out, positions, frequencies, eps, num_heads,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr
+    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     prepare_heads(
         q, out, positions, frequencies, eps, num_heads, tl.program_id(0), tl.program_id(1),
-        BH, DIM, PAD, ROPE,
+        BH, DIM, PAD, ROPE, ASM,
     )  # fmt: skip
 
 
@@ -111,11 +118,11 @@ def _prepare_kernel(
 def _index_kernel(
     q, out, positions, frequencies, num_heads,
     BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr
+    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     index_heads(
         q, out, positions, frequencies, num_heads, tl.program_id(0), tl.program_id(1),
-        BH, DIM, PAD, ROPE, FORMAT, LOG, FACTOR,
+        BH, DIM, PAD, ROPE, FORMAT, LOG, FACTOR, ASM, True,
     )  # fmt: skip
 
 
@@ -130,10 +137,10 @@ def _supports(q, positions, frequencies) -> str | None:
 def _sizes(q, frequencies) -> dict[str, object]:
     dim = q.shape[2]
     return {
-        "BH": HEADS,
         "DIM": dim,
         "PAD": triton.next_power_of_2(dim),
         "ROPE": 2 * frequencies.shape[0],
+        "ASM": not interpreting(),
     }
 
 
@@ -155,27 +162,14 @@ def supports(q, positions, frequencies, eps=None, index_format=None) -> str | No
 def run(q, positions, frequencies, eps=None, index_format=None):
     """`query_prepare` with `eps`, `index_query` with `index_format`."""
     out = torch.empty_like(q)
-    grid = (q.shape[0], triton.cdiv(q.shape[1], HEADS))
     if index_format is None:
-        _prepare_kernel[grid](
-            q,
-            out,
-            positions,
-            frequencies,
-            eps,
-            q.shape[1],
-            **_sizes(q, frequencies),
-            **launch_options(4),
-        )
+        _prepare_kernel[(q.shape[0], triton.cdiv(q.shape[1], HEADS))](
+            q, out, positions, frequencies, eps, q.shape[1], BH=HEADS,
+            **_sizes(q, frequencies), **launch_options(4),
+        )  # fmt: skip
         return out
-    _index_kernel[grid](
-        q,
-        out,
-        positions,
-        frequencies,
-        q.shape[1],
-        **_sizes(q, frequencies),
-        **index_constants(q, index_format),
-        **launch_options(4),
-    )
+    _index_kernel[(q.shape[0], triton.cdiv(q.shape[1], INDEX_HEADS))](
+        q, out, positions, frequencies, q.shape[1], BH=INDEX_HEADS, **_sizes(q, frequencies),
+        **index_constants(q, index_format), **launch_options(1, maxnreg=REGISTERS),
+    )  # fmt: skip
     return out

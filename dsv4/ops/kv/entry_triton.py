@@ -20,6 +20,30 @@ def append(values, value):
 
 
 @triton.jit
+def narrow(x, DT: tl.constexpr, ASM: tl.constexpr):
+    """fp32 `x` in DT; to bf16 in pairs. Where the compiler sees that numbers become fp32 again it
+    converts one by one, in a slow unit."""
+    if ASM and tl.bfloat16 == DT:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(DT)
+
+
+@triton.jit
+def widen(x, ASM: tl.constexpr):
+    """`x` in fp32; from bf16 an instruction for each."""
+    if ASM and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=f,=f,r", [x],
+            dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def sin_cos(angle):
     """fp32 angles -> sin, cos. The angle is reduced in fp64: a million radians cost no accuracy."""
     wide = angle.to(tl.float64)
@@ -90,6 +114,20 @@ def hadamard_tile(x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, D
 
 
 @triton.jit
+def hadamard_rows(
+    x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """`hadamard_tile` of `[R, DIM]` in its own dtype, with one warp: where rows come last each
+    thread has one of its own, and only on the way there and back numbers leave registers."""
+    y = widen(tl.trans(x), ASM)
+    for _ in tl.static_range(LOG):
+        u, v = tl.split(tl.trans(y.reshape(DIM // 2, 2, R), 0, 2, 1))
+        y = tl.trans(tl.join(u + v, u - v), 2, 0, 1).reshape(DIM, R)
+    return tl.trans(narrow(y * FACTOR, x.dtype, ASM))
+
+
+@triton.jit
 def ceil_exponent(amax, LIMIT_BITS: tl.constexpr):
     """The smallest k with amax <= limit * 2^k, from the bits of both."""
     bits = amax.to(tl.int32, bitcast=True)
@@ -118,11 +156,17 @@ def fp8_groups(x, live):
 
 
 @triton.jit
-def fp4_groups(x):
-    """`[groups, channels]` fp32 -> E2M1 codes (int32), exponents `[groups]`."""
+def _fp4_scaled(x):
+    """`[groups, channels]` fp32 -> the same up to 6, exponents `[groups]`."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 7.052966104933725e-38)  # 6 * 2^-126
     exponent = ceil_exponent(amax, 0x40C00000)  # 6
-    y = x * power_of_two(scale_byte(-exponent))[:, None]
+    return x * power_of_two(scale_byte(-exponent))[:, None], exponent
+
+
+@triton.jit
+def fp4_groups(x):
+    """`[groups, channels]` fp32 -> E2M1 codes (int32), exponents `[groups]`."""
+    y, exponent = _fp4_scaled(x)
     m = tl.abs(y)
     code = (m > 0.25).to(tl.int32) + (m >= 0.75).to(tl.int32) + (m > 1.25).to(tl.int32)
     code += (m >= 1.75).to(tl.int32) + (m > 2.5).to(tl.int32) + (m >= 3.5).to(tl.int32)
@@ -132,12 +176,17 @@ def fp4_groups(x):
 
 
 @triton.jit
-def e2m1_value(code):
-    m = code & 7
-    small = m.to(tl.float32) * 0.5
-    large = tl.where(m == 4, 2.0, tl.where(m == 5, 3.0, tl.where(m == 6, 4.0, 6.0)))
-    value = tl.where(m < 4, small, large)
-    return tl.where(code >= 8, -value, value)
+def fp4_rounded(x):
+    """`[groups, channels]` fp32 as their codes and exponents have them.
+
+    E2M1 keeps a bit behind the leading one, and steps of a half below 2: what is added and taken
+    away again leaves just these."""
+    y, exponent = _fp4_scaled(x)
+    bits = y.to(tl.int32, bitcast=True)
+    large = tl.maximum(bits & 0x7F800000, 0x3F800000) + 0x0B400000  # 1.5 * 2^22 times its power
+    large = large.to(tl.float32, bitcast=True)
+    value = ((y + large) - large).to(tl.int32, bitcast=True) | (bits & -0x80000000)
+    return value.to(tl.float32, bitcast=True) * power_of_two(scale_byte(exponent))[:, None]
 
 
 @triton.jit

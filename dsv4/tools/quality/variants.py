@@ -23,7 +23,6 @@ from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.model.attention import layer_frequencies
 from dsv4.ops.attention.index import index_select
-from dsv4.ops.attention.query import query_prepare
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.compress import compress
 from dsv4.ops.mhc.mix import mhc_update_reference
@@ -134,14 +133,7 @@ def plain_base_in_compressed_layers(engine: Engine) -> Broken:
     """For queries, window keys and the rotation back; compressors keep theirs."""
     c = engine.config
     wrong = rope_frequencies(c.rope_head_dim, c.rope_theta)
-    stack = ExitStack()
-    stack.enter_context(_in_attention(engine, "frequencies", wrong, compressed=True))
-
-    def query(**given: Any) -> Tensor:
-        return query_prepare(**{**given, "frequencies": wrong})
-
-    stack.enter_context(patch.object(indexer_module, "query_prepare", query))
-    return stack
+    return _in_attention(engine, "frequencies", wrong, compressed=True)
 
 
 def yarn_in_window_layers(engine: Engine) -> Broken:

@@ -20,7 +20,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_close_kernel": ("MUFU", 0),
     "_append_kernel": ("STG", 0),
     "_prepare_kernel": ("SHFL", 0),
-    "_index_kernel": ("SHFL", 0),
+    "_index_kernel": ("SHFL", 24),  # once a program, for one more of them
     "_attend_kernel": (
         "HGMMA|HMMA",
         140,
@@ -62,9 +62,15 @@ def test_kernels_compile(capability: int) -> None:
 
 def launches(capability: int) -> Iterator[Launch]:
     """At the sizes of V4-Flash; tensors lie on the CPU."""
-    from benchmarks.state_ops import small_arguments
+    from benchmarks.state_ops import SHAPES, attention_arguments, prefill_batch, small_arguments
     from dsv4.ops import OPS
 
     for name, case, arguments in small_arguments():
         module = import_module(OPS[name].kernels[0].module)
         yield f"{name} {case}", lambda module=module, arguments=arguments: module.run(**arguments)
+    if capability == 90:
+        attend = import_module("dsv4.ops.attention.attend_triton")
+        prompt = attention_arguments(
+            SHAPES["flash"], prefill_batch(160, 9000, "cpu"), 4, 512, "cpu", 4
+        )
+        yield "attend csa 160", lambda: attend.run(eps=1e-6, **prompt)

@@ -336,6 +336,23 @@ def test_queries_are_prepared_inside_attention(shape: Any, ratio: int) -> None:
     assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
 
 
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+@pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
+def test_queries_are_prepared_inside_a_walk(shape: Any, kind: str) -> None:
+    """Of a prompt, next to a few tokens of a long sequence; other forms walk prepared ones."""
+    torch.manual_seed(18)
+    fused, module = import_module("dsv4.ops.attention.attend_triton"), module_of("attention")
+    ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
+    batch = make_ragged([90000, 0], [5, 1995], [0, 1], torch.device("cuda"))
+    arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
+    q = arguments.pop("q") * torch.rand(batch.num_tokens, shape.heads, 1, device="cuda") * 9
+    q = q.bfloat16()
+    assert fused.supports(q, 1e-6, **arguments) is None, fused.supports(q, 1e-6, **arguments)
+    prepared = module_of("query_prepare").run(q, batch.positions, arguments["frequencies"], 1e-6)
+    wanted = module.run(prepared, **arguments, config=module.Config(64, False, 8, 2))
+    assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
+
+
 def test_queries_of_narrow_heads_are_prepared_inside_attention() -> None:
     """A head's squares are summed in one order however many warps attention would like: a wrong
     one shows in one row of thousands."""

@@ -100,7 +100,7 @@ def _tile_kernel(
     )
     if PREPARE:
         store_prepared(
-            unturned, q, position, frequencies, eps, num_heads, row, block, BH, DIM, DIM, ROPE
+            unturned, q, position, frequencies, eps, num_heads, row, block, BH, DIM, DIM, ROPE, ASM
         )
     # all loads leave before the first is awaited; what other threads wrote is read below
     tl.debug_barrier()

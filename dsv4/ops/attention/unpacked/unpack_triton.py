@@ -103,29 +103,13 @@ def unpack(pool, table, compressed, batch, window, frequencies):
     recent = tokens + sequences * (window - 1)
     programs = triton.cdiv(recent, ROWS) + triton.cdiv(sequences * held, ROWS)
     _unpack_kernel[(programs,)](
-        rows,
-        batch.positions,
-        batch.seq_idx,
-        batch.first_rows,
-        batch.starts,
-        batch.ends,
-        tokens,
-        sequences,
-        sequences * held,
-        max(held, 1),
-        window,
+        rows, batch.positions, batch.seq_idx, batch.first_rows, batch.starts, batch.ends,
+        tokens, sequences, sequences * held, max(held, 1), window,
         1 if compressed is None else compressed.ratio,
-        *entry_parts(pool),
-        table,
-        table.shape[1],
-        *entry_parts(other),
-        other_table,
-        other_table.shape[1],
+        *entry_parts(pool), table, table.shape[1],
+        *entry_parts(other), other_table, other_table.shape[1],
         **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
-        ROPE=2 * frequencies.shape[0],
-        W_ENTRIES=pool.page_entries,
-        C_ENTRIES=other.page_entries,
-        ROWS=ROWS,
-        **launch_options(4),
-    )
+        ROPE=2 * frequencies.shape[0], W_ENTRIES=pool.page_entries, C_ENTRIES=other.page_entries,
+        ROWS=ROWS, **launch_options(4),
+    )  # fmt: skip
     return rows, recent

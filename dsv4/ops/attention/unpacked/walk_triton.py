@@ -3,12 +3,14 @@
 
 Written in Gluon, where copies and products are begun and awaited by name: while the scores of a
 tile are multiplied the next tile is copied, sums are added while the next channels are multiplied,
-and while a result is stored the next query and its first tile arrive. Triton's own compiler, given
-the same rows, awaits each of nine products of a tile where it stands: 2,630 us for 8,192 queries
-instead of 2,080. The interpreter does not know Gluon; a GPU test compares this form, to the last
-bit, with those of `attention_triton`, which are tested everywhere. Sums and their order are theirs.
+the next query arrives during the last tile and its first tile while the result is stored. Triton's
+own compiler, given the same rows, awaits each of nine products of a tile where it stands: 2,630 us
+for 8,192 queries instead of 2,080. No thread loads anything in the loop, which the fence before
+products might await: choices of entries come as copies too. The interpreter does not know Gluon; a
+GPU test compares this form, to the last bit, with those of `attention_triton`, which are tested
+everywhere. Sums and their order are theirs.
 
-Shared memory holds a block of queries, two tiles of 64 entries, and little else: 218 KB.
+Shared memory holds a block of queries, two tiles of 64 entries, and little else: 220 KB.
 """
 
 import torch
@@ -23,55 +25,51 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.ops.attention.tiles_triton import LOG2E
-from dsv4.ops.kv.entry_triton import sin_cos
+from dsv4.ops.kv.entry_triton import narrow, sin_cos, widen
 
 DIM, ROPE, HEADS, WARPS = 512, 64, 64, 8
 BT = gl.constexpr(64)
 WIDTH = gl.constexpr(DIM)
 CHANNELS = gl.constexpr(128)  # of a product of weights and values
 TURNED = gl.constexpr(ROPE // 2)  # pairs of channels, at the end
+HALF = gl.constexpr(DIM // 4)  # pairs of channels of half a head
+AT_ONCE = gl.constexpr(64)  # heads that are prepared together
 
 commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
 if hasattr(async_copy, "async_load"):
     begin_copy = async_copy.async_load
 else:  # triton 3.6
     begin_copy = async_copy.async_copy_global_to_shared
-turn = gluon.jit(sin_cos.fn)
+turn, to_dtype, to_fp32 = gluon.jit(sin_cos.fn), gluon.jit(narrow.fn), gluon.jit(widen.fn)
 
 
 @gluon.jit
-def _older(
-    step, visible, row, selected, num_selected, SELECTED: gl.constexpr, WT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Which compressed entries a tile has, -1 for none."""
-    j = (step - WT) * BT + gl.arange(0, BT, layout=LAYOUT)
-    if SELECTED:
-        live = (j >= 0) & (j < num_selected)
-        return gl.load(selected + row * num_selected + j, mask=live, other=-1)
-    else:
-        return gl.where(j < visible, j, -1)
-
-
-@gluon.jit
-def _present(step, older, position, window, WT: gl.constexpr, LAYOUT: gl.constexpr):
-    recency = step * BT + gl.arange(0, BT, layout=LAYOUT)
-    held = (recency < window) & (position + 1 - window + recency >= 0)
-    return gl.where(step < WT, held, older >= 0)
+def _copy_choice(choice, step, row, selected, num_selected, WT: gl.constexpr):
+    """Which compressed entries a tile has, where they are chosen."""
+    j = (step - WT) * BT + gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    live = (j >= 0) & (j < num_selected)
+    begin_copy(choice, selected + row * num_selected + j, mask=live)
 
 
 @gluon.jit
 def _copy_tile(
-    tile, entries, step, older, position, window, oldest, older_first, WT: gl.constexpr,
-    COPY: gl.constexpr,
+    tile, bounds, entries, step, older, most, position, window, oldest, older_first,
+    SELECTED: gl.constexpr, WT: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """In place of an absent entry another one that exists: nothing but numbers is read."""
+    """In place of an absent entry another one that exists: nothing but numbers is read. Its
+    bound, -inf, is added to its scores."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, COPY)
-    older = older.to(gl.int32)
-    present = _present(step, older, position, window, WT, LAYOUT)
     recency = step * BT + gl.arange(0, BT, layout=LAYOUT)
+    held = (recency < window) & (position + 1 - window + recency >= 0)
+    j = recency - WT * BT
+    present = j < most
+    if SELECTED:
+        j = older.to(gl.int32)
+        present = present & (j >= 0)
+    present = gl.where(step < WT, held, present)
+    bounds.store(gl.where(present, 0.0, float("-inf")))
     recent = gl.where(present, oldest + recency, oldest + window - 1)
-    place = gl.where(step < WT, recent, older_first + gl.where(present, older, 0))
+    place = gl.where(step < WT, recent, older_first + gl.where(present, j, 0))
     channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
     at = gl.expand_dims(place.to(gl.int64) * WIDTH, 1) + gl.expand_dims(channel, 0)
     begin_copy(tile, entries + at)
@@ -79,21 +77,69 @@ def _copy_tile(
 
 @gluon.jit
 def _copy_first(
-    tile, raw, entries, q, item, position, seq, window, num_heads, WT: gl.constexpr,
-    COPY: gl.constexpr,
+    tile, bounds, choice, entries, item, position, seq, window, num_heads, selected, num_selected,
+    SELECTED: gl.constexpr, WT: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """A query's first tile, which is of its window, and the block of queries as it is stored."""
+    """A query's first tile, which is of its window, and the choice of the second."""
+    row = item // gl.cdiv(num_heads, BT)
+    none = gl.full([BT], -1, gl.int32, gl.SliceLayout(1, COPY))
+    oldest = row + seq * (window - 1)
+    _copy_tile(
+        tile, bounds, entries, 0, none, 0, position, window, oldest, 0, SELECTED, WT, COPY
+    )  # fmt: skip
+    if SELECTED and WT == 1:
+        _copy_choice(choice, 1, row.to(gl.int64), selected, num_selected, WT)
+    commit_group()
+
+
+@gluon.jit
+def _copy_queries(raw, q, item, num_heads, COPY: gl.constexpr):
+    """A block of queries as it is stored."""
     blocks = gl.cdiv(num_heads, BT)
     row = (item // blocks).to(gl.int64)
-    older = gl.full([BT], -1, gl.int32, gl.SliceLayout(1, COPY))
-    oldest = row.to(gl.int32) + seq * (window - 1)
-    _copy_tile(tile, entries, 0, older, position, window, oldest, 0, WT, COPY)
     head = (item % blocks) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, COPY))
     head = gl.minimum(head, num_heads - 1)
     channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
     at = gl.expand_dims((row * num_heads + head) * WIDTH, 1) + gl.expand_dims(channel, 0)
     begin_copy(raw, q + at)
-    commit_group()
+
+
+@gluon.jit
+def _turn(x, sines, cosines, SIGN: gl.constexpr, ROWS: gl.constexpr, PAIRS: gl.constexpr):
+    """The rotated channels, the last of fp32 `[ROWS, 2 * PAIRS]`; as `rotate` does it."""
+    u, v = gl.split(gl.reshape(x, [ROWS, PAIRS, 2]))
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, u.type.layout)
+    live = gl.expand_dims(gl.arange(0, PAIRS, layout=LAYOUT) >= PAIRS - TURNED, 0)
+    sine = gl.expand_dims(sines.slice(HALF - PAIRS, PAIRS).load(LAYOUT) * SIGN, 0)
+    cosine = gl.expand_dims(cosines.slice(HALF - PAIRS, PAIRS).load(LAYOUT), 0) + gl.zeros_like(u)
+    turned_u = gl.where(live, gl.fma(u, cosine, -(v * sine)), u)
+    turned_v = gl.where(live, gl.fma(v, cosine, u * sine), v)
+    return gl.reshape(gl.join(turned_u, turned_v), [ROWS, 2 * PAIRS])
+
+
+@gluon.jit
+def _prepare(raw, queries, sines, cosines, eps, OT: gl.constexpr, PREPARE: gl.constexpr):
+    """Queries as they are multiplied; with PREPARE `query_prepare` is part. There a warp sums the
+    squares of half a head, here it has all of it: the halves are summed apart, then added."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    MT: gl.constexpr = queries.dtype
+    for i in gl.static_range(BT // AT_ONCE):
+        found = raw.slice(i * AT_ONCE, AT_ONCE, dim=0)
+        ready = queries.slice(i * AT_ONCE, AT_ONCE, dim=0)
+        a = found.slice(0, 2 * HALF, dim=1).load(LAYOUT).to(OT, bitcast=True)
+        b = found.slice(2 * HALF, 2 * HALF, dim=1).load(LAYOUT).to(OT, bitcast=True)
+        if PREPARE:
+            a = to_fp32(a, True)
+            b = to_fp32(b, True)
+            squares = gl.sum(a * a, axis=1) + gl.sum(b * b, axis=1)
+            inverse = gl.expand_dims(gl.rsqrt(squares / WIDTH + eps), 1)
+            a = to_fp32(to_dtype(a * inverse, OT, True), True)
+            b = to_fp32(to_dtype(b * inverse, OT, True), True)
+            b = to_dtype(_turn(b, sines, cosines, 1.0, AT_ONCE, HALF), OT, True)
+            b = to_fp32(b, True)
+            b = gl.convert_layout(b, LAYOUT)
+        ready.slice(0, 2 * HALF, dim=1).store(a.to(MT))
+        ready.slice(2 * HALF, 2 * HALF, dim=1).store(b.to(MT))
 
 
 @gluon.jit
@@ -111,29 +157,11 @@ def _multiply(weights, tile, zero, PIECE: gl.constexpr):
     return warpgroup_mma(weights, values, zero, use_acc=False, is_async=True)
 
 
-@gluon.jit
-def _turn_back(x, position, frequencies):
-    """The rotated channels, the last of fp32 `[heads, CHANNELS]`; as `rope_tile` does it."""
-    u, v = gl.split(gl.reshape(x, [BT, CHANNELS // 2, 2]))
-    pair = gl.arange(0, CHANNELS // 2, layout=gl.SliceLayout(0, u.type.layout))
-    first: gl.constexpr = CHANNELS // 2 - TURNED
-    live = pair >= first
-    frequency = gl.load(frequencies + pair - first, mask=live, other=0.0)
-    sine, cosine = turn(position.to(gl.float32) * frequency)
-    zero = gl.zeros_like(u)
-    sine = gl.expand_dims(sine * -1.0, 0) + zero
-    cosine = gl.expand_dims(cosine, 0) + zero
-    live = gl.expand_dims(live, 0)
-    turned_u = gl.where(live, gl.fma(u, cosine, -(v * sine)), u)
-    turned_v = gl.where(live, gl.fma(v, cosine, u * sine), v)
-    return gl.reshape(gl.join(turned_u, turned_v), [BT, CHANNELS])
-
-
 @gluon.jit(do_not_specialize=["num_items", "num_selected", "recent", "older_width"])
 def _walk_kernel(
     q, sink, out, entries, positions, seq_idx, selected, num_selected, frequencies, num_heads,
-    num_items, recent, older_width, window, ratio, qk_scale,
-    SELECTED: gl.constexpr, WT: gl.constexpr,
+    num_items, recent, older_width, window, ratio, qk_scale, eps,
+    SELECTED: gl.constexpr, WT: gl.constexpr, PREPARE: gl.constexpr,
 ):  # fmt: skip
     """Items are (token, block of heads), the last fastest. `q` and `entries`: 16 bits; `q` is
     what `out` is, under the name of `entries`' type. `recent`: rows before the compressed ones."""
@@ -146,6 +174,7 @@ def _walk_kernel(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     HEAD: gl.constexpr = gl.SliceLayout(1, SUMS)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MT: gl.constexpr = entries.dtype.element_ty
     OT: gl.constexpr = out.dtype.element_ty
     queries = gl.allocate_shared_memory(MT, [BT, WIDTH], SHARED)
@@ -153,51 +182,66 @@ def _walk_kernel(
     shares = gl.allocate_shared_memory(MT, [BT, BT], SHARED)
     ones = gl.full([BT, 8], 1.0, MT, gl.BlockedLayout([1, 1], [4, 8], [8, 1], [1, 0]))
     ones = gl.allocate_shared_memory(MT, [BT, 8], gl.NVMMASharedLayout(32, 16, 2, True), ones)
-    room = gl.allocate_shared_memory(gl.float32, [2 * BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    room = gl.allocate_shared_memory(gl.float32, [2 * BT], LINE)
+    bounds = gl.allocate_shared_memory(gl.float32, [2, BT], LINE)
+    choices = gl.allocate_shared_memory(selected.dtype.element_ty, [2, BT], LINE)
+    sines = gl.allocate_shared_memory(gl.float32, [HALF], LINE)
+    cosines = gl.allocate_shared_memory(gl.float32, [HALF], LINE)
+    pair = gl.arange(0, HALF, layout=gl.BlockedLayout([1], [32], [8], [0])) - (HALF - TURNED)
+    frequency = gl.load(frequencies + pair, mask=pair >= 0, other=0.0)
     blocks = gl.cdiv(num_heads, BT)
     item = gl.program_id(0)
     position = gl.load(positions + item // blocks).to(gl.int32)
     seq = gl.load(seq_idx + item // blocks).to(gl.int32)
     now = 0  # which of the two tiles is multiplied
+    _copy_queries(tiles.index(1), q, item, num_heads, COPY)
+    commit_group()
     _copy_first(
-        tiles.index(0), tiles.index(1), entries, q, item, position, seq, window, num_heads, WT, COPY
-    )
+        tiles.index(0), bounds.index(0), choices.index(1), entries, item, position, seq, window,
+        num_heads, selected, num_selected, SELECTED, WT, COPY,
+    )  # fmt: skip
+    sine, cosine = turn(position.to(gl.float32) * frequency)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        sines.store(sine)
+        cosines.store(cosine)
         row = (item // blocks).to(gl.int64)
         head = (item % blocks) * BT + gl.arange(0, BT, layout=HEAD)
+        following = gl.minimum(item + gl.num_programs(0), num_items - 1)
+        next_position = gl.load(positions + following // blocks).to(gl.int32)
+        next_seq = gl.load(seq_idx + following // blocks).to(gl.int32)
         visible = gl.minimum((position + 1) // ratio, num_selected)
         num_tiles = WT + gl.cdiv(visible, BT)
+        most = num_selected if SELECTED else visible
         oldest = row.to(gl.int32) + seq * (window - 1)
         older_first = recent + seq * older_width
-        older = _older(1, visible, row, selected, num_selected, SELECTED, WT, ROWS)
         best = gl.load(sink + head, mask=head < num_heads, other=0.0).to(gl.float32) * LOG2E
         total = gl.full([BT], 1.0, gl.float32, HEAD)
         no_scores = gl.zeros([BT, BT], gl.float32, SCORES)
         no_total = gl.zeros([BT, 8], gl.float32, TOTAL)
         zero = gl.zeros([BT, CHANNELS], gl.float32, SUMS)
         s0, s1, s2, s3 = zero, zero, zero, zero
-        wait_group(0)
-        for i in gl.static_range(WIDTH // CHANNELS):
-            x = tiles.index(1 - now).slice(i * CHANNELS, CHANNELS, dim=1).load(STORE)
-            x = x.to(OT, bitcast=True).to(MT)
-            queries.slice(i * CHANNELS, CHANNELS, dim=1).store(x)
+        wait_group(1)  # for the queries
+        _prepare(tiles.index(1 - now), queries, sines, cosines, eps, OT, PREPARE)
         fence_async_shared()
         for step in range(0, num_tiles):
             tile = tiles.index(now)
             wait_group(0)
+            older = choices.index(1 - now).load(ROWS)
+            bound = gl.expand_dims(bounds.index(now).load(COLUMNS), 0)
             keys = tile.permute((1, 0))
             scores = warpgroup_mma(queries, keys, no_scores, use_acc=False, is_async=True)
             if step + 1 < num_tiles:
                 _copy_tile(
-                    tiles.index(1 - now), entries, step + 1, older, position, window, oldest,
-                    older_first, WT, COPY,
+                    tiles.index(1 - now), bounds.index(1 - now), entries, step + 1, older, most,
+                    position, window, oldest, older_first, SELECTED, WT, COPY,
                 )  # fmt: skip
+                if SELECTED:
+                    _copy_choice(choices.index(now), step + 2, row, selected, num_selected, WT)
+            else:
+                _copy_queries(tiles.index(1 - now), q, following, num_heads, COPY)
             commit_group()
-            older = _older(step + 2, visible, row, selected, num_selected, SELECTED, WT, ROWS)
-            chosen = _older(step, visible, row, selected, num_selected, SELECTED, WT, COLUMNS)
-            present = _present(step, chosen, position, window, WT, COLUMNS)
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            scores = gl.where(gl.expand_dims(present, 0), scores * qk_scale, float("-inf"))
+            scores = scores * qk_scale + bound
             top = gl.maximum(_row_maximum(scores, room, SCORES), -1e30)
             weights = gl.exp2(scores - gl.expand_dims(top, 1)).to(MT)
             shares.store(weights)
@@ -226,13 +270,13 @@ def _walk_kernel(
             o3 = warpgroup_mma_wait(0, deps=(o3,))
             s3 = gl.fma(o3, new, s3 * old)
             now = 1 - now
-        following = gl.minimum(item + gl.num_programs(0), num_items - 1)
-        next_position = gl.load(positions + following // blocks).to(gl.int32)
-        seq = gl.load(seq_idx + following // blocks).to(gl.int32)
+        now = 1 - now  # the other one has the next queries
         _copy_first(
-            tiles.index(now), tiles.index(1 - now), entries, q, following, next_position, seq,
-            window, num_heads, WT, COPY,
+            tiles.index(now), bounds.index(now), choices.index(1 - now), entries, following,
+            next_position, next_seq, window, num_heads, selected, num_selected,
+            SELECTED, WT, COPY,
         )  # fmt: skip
+        sine, cosine = turn(next_position.to(gl.float32) * frequency)
         scale = gl.expand_dims(1.0 / total, 1)
         head = (item % blocks) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, STORE))
         channel = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, STORE))
@@ -244,13 +288,14 @@ def _walk_kernel(
         at += CHANNELS
         gl.store(out + at, gl.convert_layout((s2 * scale).to(OT), STORE), mask=live)
         at += CHANNELS
-        x = _turn_back((s3 * scale).to(OT).to(gl.float32), position, frequencies)
-        gl.store(out + at, gl.convert_layout(x.to(OT), STORE), mask=live)
-        position = next_position
+        x = to_fp32(to_dtype(s3 * scale, OT, True), True)
+        x = _turn(x, sines, cosines, -1.0, BT, CHANNELS // 2)
+        gl.store(out + at, gl.convert_layout(to_dtype(x, OT, True), STORE), mask=live)
+        position, seq = next_position, next_seq
 
 
-def walk(q, sink, entries, recent, compressed, batch, window, frequencies, num_programs):
-    """`entries` and `recent` as `unpack` gives them."""
+def walk(q, sink, entries, recent, compressed, batch, window, frequencies, num_programs, eps):
+    """`entries` and `recent` as `unpack` gives them; with `eps` queries are prepared here."""
     tokens, heads, dim = q.shape
     selected = None if compressed is None else compressed.selected
     held = 0
@@ -259,24 +304,12 @@ def walk(q, sink, entries, recent, compressed, batch, window, frequencies, num_p
     out = torch.empty_like(q)
     items = tokens * triton.cdiv(heads, HEADS)
     _walk_kernel[(min(items, num_programs),)](
-        q.view(entries.dtype),
-        sink,
-        out,
-        entries,
-        batch.positions,
-        batch.seq_idx,
+        q.view(entries.dtype), sink, out, entries, batch.positions, batch.seq_idx,
         batch.positions if selected is None else selected,
         held if selected is None else selected.shape[1],
-        frequencies,
-        heads,
-        items,
-        recent,
-        held,
-        window,
-        1 if compressed is None else compressed.ratio,
-        dim**-0.5 * LOG2E.value,
-        SELECTED=selected is not None,
-        WT=triton.cdiv(window, 64),
+        frequencies, heads, items, recent, held, window,
+        1 if compressed is None else compressed.ratio, dim**-0.5 * LOG2E.value, eps or 0.0,
+        SELECTED=selected is not None, WT=triton.cdiv(window, 64), PREPARE=eps is not None,
         num_warps=WARPS,
-    )
+    )  # fmt: skip
     return out
