@@ -13,8 +13,7 @@ def supports(q, eps, **attention) -> str | None:
     frequencies, positions = attention["frequencies"], attention["batch"].positions
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1) or q.shape[2] > 512:
         return f"q has shape {tuple(q.shape)}"
-    config = _config(q, attention)
-    if config.heads != query_triton.HEADS or not config.split:
+    if not _config(q, attention).split:
         return "many programs would prepare the same queries"
     return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
         q, **attention
@@ -28,5 +27,7 @@ def _config(q, attention) -> attention_triton.Config:
 
 
 def run(q, eps, **attention):
-    config = replace(_config(q, attention), num_warps=ROW_WARPS)
+    config = _config(q, attention)
+    if config.heads == query_triton.HEADS:  # more have 512 channels, summed alike by 8 warps
+        config = replace(config, num_warps=ROW_WARPS)
     return attention_triton.run(q, **attention, config=config, eps=eps)

@@ -229,6 +229,9 @@ def form_of(sizes: Sizes, narrow: bool, *, unpacked: bool = True) -> Config:
     }
     if fits:
         costs[split] = 5.6 + 0.032 * blocks * tiles
+    if fits and heads % 64 == 0 and sizes.dim == 512:  # entries are converted once for 64 heads
+        whole = replace(split, heads=64, num_warps=8, channels=512)
+        costs[whole] = 9.5 + 0.055 * rooms + 5 * (triton.cdiv(rooms, 132) - 1)
     if rooms <= passes_triton.MOST_ROOMS and heads % 64 == 0:
         costs[PASSES] = max(10 + 0.7 * tiles, 8.6 + 0.055 * rooms)
     if unpacked and sizes.unpacks:

@@ -40,19 +40,40 @@ def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PA
 
 
 @triton.jit
-def store_prepared(
-    found, out, position, frequencies, eps, num_heads, row, block,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """What `load_heads` found: norm without weight, then rope."""
-    pair = tl.arange(0, PAD // 2)
-    live, sine, cosine = rope_angles(pair, position, frequencies, 1.0, DIM - ROPE, DIM)
+def _round(x, DT: tl.constexpr, ASM: tl.constexpr):
+    """fp32 in DT; two at once, where the compiler would round each number in the slow unit."""
+    if ASM and tl.bfloat16 == DT:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(DT)
+
+
+@triton.jit
+def norm_heads(found, eps, DIM: tl.constexpr, ASM: tl.constexpr):
+    """What `load_heads` found, normed without weight."""
     x = found.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    x = (x * inverse[:, None]).to(found.dtype).to(tl.float32)
-    x = rotate(x, live, sine, cosine, BH, PAD)
+    return _round(x * inverse[:, None], found.dtype, ASM)
+
+
+@triton.jit
+def turn_heads(
+    normed, position, frequencies, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    ROPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    pair = tl.arange(0, PAD // 2)
+    live, sine, cosine = rope_angles(pair, position, frequencies, 1.0, DIM - ROPE, DIM)
+    x = rotate(normed.to(tl.float32), live, sine, cosine, BH, PAD)
+    return _round(x, normed.dtype, ASM)
+
+
+@triton.jit
+def store_heads(
+    x, out, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr
+):
     at, mask = _places(num_heads, row, block, BH, DIM, PAD)
-    tl.store(out + at, x.to(found.dtype), mask=mask)
+    tl.store(out + at, x, mask=mask)
 
 
 @triton.jit
@@ -62,9 +83,9 @@ def prepare_heads(
 ):  # fmt: skip
     position = tl.load(positions + row)
     found = load_heads(q, num_heads, row, block, BH, DIM, PAD)
-    store_prepared(
-        found, out, position, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE
-    )
+    x = norm_heads(found, eps, DIM, False)
+    x = turn_heads(x, position, frequencies, BH, DIM, PAD, ROPE, False)
+    store_heads(x, out, num_heads, row, block, BH, DIM, PAD)
 
 
 @triton.jit
