@@ -220,6 +220,8 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     for batch in (*batches, prefill_batch(160, 9000, cpu)):
         arguments = attention_arguments(shape, batch, 4, 512, cpu, 4)
         yield "attention", f"csa {batch.num_tokens}", arguments
+    longest = attention_arguments(shape, decode_batch(1, 1048576, cpu), 128, 0, cpu, 4)
+    yield "attention", "hca 1M", longest
     yield "index_scores", "", scores_arguments(one, 512, cpu, 4)
     for width in (4096, 32768):
         yield "index_select", f"{width}", {"scores": torch.zeros(1, width), "topk": 512}

@@ -15,8 +15,7 @@ def supports(q, eps, **attention) -> str | None:
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1) or q.shape[2] > 512:
         return f"q has shape {tuple(q.shape)}"
     config = _config(q, attention)
-    alone = config.split and config.heads == query_triton.HEADS
-    if not (alone or config.unpacked):
+    if not (config.split or config.unpacked):
         return "many programs would prepare the same queries"
     return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
         q, **attention
@@ -31,5 +30,6 @@ def _config(q, attention) -> attention_triton.Config:
 
 def run(q, eps, **attention):
     config = _config(q, attention)
-    config = config if config.unpacked else replace(config, num_warps=ROW_WARPS)
+    if config.heads == query_triton.HEADS:  # more have 512 channels, summed alike by 8 warps
+        config = replace(config, num_warps=ROW_WARPS)
     return attention_triton.run(q, **attention, config=config, eps=eps)

@@ -229,11 +229,14 @@ def form_of(sizes: Sizes, narrow: bool, *, unpacked: bool = True) -> Config:
         Config(64, False, 8, 3, 128): (4.2 * tiles + 8.5) * triton.cdiv(wide, 132),
     }
     if fits:
-        costs[split] = 5.6 + 0.032 * blocks * tiles
+        costs[split] = 5.6 + 0.032 * blocks * tiles + 5 * (triton.cdiv(blocks * tiles, 396) - 1)
+    if fits and heads % 64 == 0 and sizes.dim == 512:  # entries are converted once for 64 heads
+        whole = replace(split, heads=64, num_warps=8, channels=512)
+        costs[whole] = 12.6 + 0.074 * rooms + 8 * (triton.cdiv(rooms, 132) - 1)
     if rooms <= passes_triton.MOST_ROOMS and heads % 64 == 0:
         costs[PASSES] = max(10 + 0.7 * tiles, 8.6 + 0.055 * rooms)
     if unpacked and sizes.unpacks:
-        walking = (2.9 * tiles + 4.6) * triton.cdiv(wide, 132)
+        walking = (2.6 * tiles + 3.3) * triton.cdiv(wide, 132)
         costs[UNPACKED] = walking + 11 + sizes.num_rows / 1500
     return min(costs, key=costs.get)
 

@@ -44,19 +44,30 @@ def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PA
 
 
 @triton.jit
-def store_prepared(
-    found, out, position, frequencies, eps, num_heads, row, block,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+def norm_heads(found, eps, DIM: tl.constexpr, ASM: tl.constexpr):
+    """What `load_heads` found, normed without weight."""
+    x = found.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    return narrow(x * inverse[:, None], found.dtype, ASM)
+
+
+@triton.jit
+def turn_heads(
+    normed, position, frequencies, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    ROPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """What `load_heads` found: norm without weight, then rope."""
     pair = tl.arange(0, PAD // 2)
     live, sine, cosine = rope_angles(pair, position, frequencies, 1.0, DIM - ROPE, DIM)
-    x = widen(found, ASM)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    x = widen(narrow(x * inverse[:, None], found.dtype, ASM), ASM)
-    x = rotate(x, live, sine, cosine, BH, PAD)
+    x = rotate(normed.to(tl.float32), live, sine, cosine, BH, PAD)
+    return narrow(x, normed.dtype, ASM)
+
+
+@triton.jit
+def store_heads(
+    x, out, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr
+):
     at, mask = _places(num_heads, row, block, BH, DIM, PAD)
-    tl.store(out + at, narrow(x, found.dtype, ASM), mask=mask)
+    tl.store(out + at, x, mask=mask)
 
 
 @triton.jit
@@ -66,9 +77,9 @@ def prepare_heads(
 ):  # fmt: skip
     position = tl.load(positions + row)
     found = load_heads(q, num_heads, row, block, BH, DIM, PAD)
-    store_prepared(
-        found, out, position, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE, ASM
-    )
+    x = norm_heads(found, eps, DIM, ASM)
+    x = turn_heads(x, position, frequencies, BH, DIM, PAD, ROPE, ASM)
+    store_heads(x, out, num_heads, row, block, BH, DIM, PAD)
 
 
 @triton.jit

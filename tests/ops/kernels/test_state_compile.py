@@ -25,7 +25,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
         "HGMMA|HMMA",
         140,
     ),  # walking, Triton 3.9; 8 with 3.6 (docs/state-kernels.md)
-    "_tile_kernel": ("HMMA", 0),
+    "_tile_kernel": ("HGMMA|HMMA", 0),
     "_merge_kernel": ("MUFU", 0),
     "_weights_kernel": ("HGMMA", 0),
     "_values_kernel": ("HGMMA", 0),

@@ -213,6 +213,7 @@ def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> Non
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
     whole = module.run(**arguments)
     configs = [module.Config(*c) for c in ((64, False, 8, 2), (16, True, 8, 1), (16, False, 4, 2))]
+    configs.append(module.Config(64, True, 8, 1, 512))
     for config in (*configs, module.PASSES, module.UNPACKED):
         form = module.run(**arguments, config=config)
         assert same_bits(form, whole), config
@@ -321,13 +322,13 @@ def test_queries_in_one_launch() -> None:
     assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-@pytest.mark.parametrize("ratio", [0, 128])
+@pytest.mark.parametrize(("ratio", "context"), [(0, 9000), (128, 9000), (128, 1000000)])
 @pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
-def test_queries_are_prepared_inside_attention(shape: Any, ratio: int) -> None:
+def test_queries_are_prepared_inside_attention(shape: Any, ratio: int, context: int) -> None:
     torch.manual_seed(16)
     fused = import_module("dsv4.ops.attention.attend_triton")
     arguments = inputs.attention_arguments(
-        shape, inputs.decode_batch(2, 9000, "cuda"), ratio, 0, "cuda"
+        shape, inputs.decode_batch(2, context, "cuda"), ratio, 0, "cuda"
     )
     q, positions = arguments.pop("q") * 3, arguments["batch"].positions
     assert fused.supports(q, 1e-6, **arguments) is None, fused.supports(q, 1e-6, **arguments)

@@ -300,6 +300,10 @@ def check_attention_forms() -> None:
         if dim == 32:  # all pieces and blocks of heads alike
             passes = module.Config(16, False, 4, 1, passes=True)
             forms.append(module.run(**arguments, config=passes))
+            merge = importlib.import_module("dsv4.ops.attention.decode.merge_triton")
+            before, merge.SHORT, merge.AHEAD = (merge.SHORT, merge.AHEAD), (), 8  # two turns
+            forms.append(module.run(**arguments, config=module.Config(16, True, 4, 1)))
+            merge.SHORT, merge.AHEAD = before
         assert all(same_bits(form, forms[0]) for form in forms[1:])
         compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
 
@@ -350,15 +354,16 @@ def check_attend() -> None:
 
     fused = importlib.import_module("dsv4.ops.attention.attend_triton")
     generator = torch.Generator().manual_seed(5)
-    q = torch.randn(2, 20, 64, generator=generator).bfloat16() * 3
     frequencies = rope_frequencies(16, 10000.0)
-    for compressed in (False, True):
+    attention = kernel_module("attention")
+    for dim, compressed in ((64, False), (64, True), (32, True)):
+        q = torch.randn(2, 20, dim, generator=generator).bfloat16() * 3
         batch = make_ragged([700, 40], [1, 1], [0, 1], torch.device("cpu"))
-        entries = _filled(generator, "fp8", 64, 2 * 2, 8)
+        entries = _filled(generator, "fp8", dim, 2 * 2, 8)
         table = torch.arange(4).view(2, 2)
         places = {
             "sink": torch.randn(20, generator=generator),
-            "pool": _filled(generator, "fp8", 64, 2 * 20, 8),
+            "pool": _filled(generator, "fp8", dim, 2 * 20, 8),
             "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
             "compressed": Compressed(entries, table, 128, None) if compressed else None,
             "batch": batch,
@@ -367,8 +372,11 @@ def check_attend() -> None:
         }
         assert fused.supports(q, 1e-6, **places) is None, fused.supports(q, 1e-6, **places)
         prepared = kernel_module("query_prepare").run(q, batch.positions, frequencies, 1e-6)
-        wanted = kernel_module("attention").run(prepared, **places)
+        wanted = attention.run(prepared, **places)
         assert same_bits(fused.run(q, 1e-6, **places), wanted)
+        if dim == 32:  # as one matrix
+            whole = attention.Config(32, True, 4, 1, 32)
+            assert same_bits(attention.run(q, **places, config=whole, eps=1e-6), wanted)
 
 
 def check_select_levels() -> None:

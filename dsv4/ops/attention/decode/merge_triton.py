@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """How tiles that ran in parallel become one result: in ascending order from the sink on, a program
-for some channels of a head. The next tiles are on the way while some are merged; the first ones
-are asked for before it is known how many there are."""
+for some channels of a head. The first tiles are asked for before it is known how many there are;
+of long lists many are on the way, and a group that is merged makes room for the next."""
 
 import torch
 import triton
@@ -11,56 +11,47 @@ from dsv4.ops.attention.tiles_triton import BT, LOG2E, add_tile
 from dsv4.ops.device import launch_options
 from dsv4.ops.kv.entry_triton import append, rope_angles, rotate
 
-SHORT = (4, 12)  # tiles of short lists, loaded and merged without a loop
-AHEAD = 8  # tiles of longer ones that are loaded together
-PARTS = 2  # programs of a head
+SHORT = (4, 12, 24)  # tiles of short lists, loaded and merged without a loop
+AHEAD = 32  # tiles of longer ones that are on the way: all heads' sums of each are 131 KB
+GROUP = tl.constexpr(8)  # of these that are merged and then asked for together
+WIDTHS = {False: (256, 128), True: (128, 64)}  # channels of a program and a warp; of long lists
 NOTHING = tl.constexpr(0xFF800000)  # -inf and a sum of 0
 
 
 @triton.jit
-def _load_tiles(sums, stats, first, limit, apart, live, AHEAD: tl.constexpr, DIM: tl.constexpr):
-    """Sums and statistics of tiles `first` to `first + AHEAD`; from `limit` on such as change
-    nothing. `apart`: from a tile to the next, in heads."""
+def _load_tiles(sums, stats, first, last, apart, live, COUNT: tl.constexpr, DIM: tl.constexpr):
+    """Sums and statistics of tiles `first` to `first + COUNT`, the last one again in place of those
+    after it. `apart`: from a tile to the next, in heads."""
     found = ()
     pairs = ()
-    for i in tl.static_range(AHEAD):
-        there = first + i < limit
-        at = (first + i) * apart
-        pairs = append(pairs, tl.load(stats + at, mask=there, other=NOTHING))
-        found = append(found, tl.load(sums + at * DIM, mask=live & there, other=0.0))
-    return found, pairs
-
-
-@triton.jit
-def _load_first(sums, stats, last, apart, live, AHEAD: tl.constexpr, DIM: tl.constexpr):
-    """The first AHEAD tiles, the last one again in place of those there is no room for."""
-    found = ()
-    pairs = ()
-    for i in tl.static_range(AHEAD):
-        at = tl.minimum(i, last) * apart
+    for i in tl.static_range(COUNT):
+        at = (tl.minimum(first + i, last) * apart).to(tl.int64)
         pairs = append(pairs, tl.load(stats + at))
         found = append(found, tl.load(sums + at * DIM, mask=live, other=0.0))
     return found, pairs
 
 
 @triton.jit
-def _without(found, pairs, limit):
-    """The first tiles, of which those from `limit` on turned out not to be there."""
-    kept = ()
-    kept_pairs = ()
-    for i in tl.static_range(len(found)):
-        kept = append(kept, tl.where(i < limit, found[i], 0.0))
-        kept_pairs = append(kept_pairs, tl.where(i < limit, pairs[i], NOTHING))
-    return kept, kept_pairs
+def _without(tiles, left):
+    """Of these `left` tiles are there, in place of others may stand anything."""
+    found = ()
+    pairs = ()
+    for i in tl.static_range(len(tiles[0])):
+        found = append(found, tl.where(i < left, tiles[0][i], 0.0))
+        pairs = append(pairs, tl.where(i < left, tiles[1][i], NOTHING))
+    return found, pairs
 
 
 @triton.jit
-def _add_tiles(best, total, acc, found, pairs):
-    for i in tl.static_range(len(found)):
-        top = pairs[i].to(tl.int32).to(tl.float32, bitcast=True)
-        weights = (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+def _add_tiles(best, total, acc, tiles, left, LONG: tl.constexpr):
+    """LONG: `left` of these tiles are there, others change nothing."""
+    for i in tl.static_range(len(tiles[0])):
+        top = tiles[1][i].to(tl.int32).to(tl.float32, bitcast=True)
+        if LONG:
+            top = tl.where(i < left, top, float("-inf"))
+        weights = (tiles[1][i] >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         best, total, old_share, new_share = add_tile(best, total, top, weights)
-        acc = tl.fma(found[i], new_share, acc * old_share)
+        acc = tl.fma(tiles[0][i], new_share, acc * old_share)
     return best, total, acc
 
 
@@ -79,29 +70,38 @@ def _merge_kernel(
     channel = part * WIDTH + tl.arange(0, WIDTH)
     position = tl.load(positions + row).to(tl.int32)
     best = tl.load(sink + head).to(tl.float32) * LOG2E
-    apart = num_heads * num_tokens.to(tl.int64)
+    apart = num_heads * num_tokens
     mine = row * num_heads + head
     stats += mine
     sums += mine * DIM + channel
     live = (channel < DIM) | (DIM % WIDTH == 0)
     last = WT + tl.cdiv(most, BT) - 1
-    found, pairs = _load_first(sums, stats, last, apart, live, AHEAD, DIM)
+    COUNT: tl.constexpr = GROUP if LONG else AHEAD
+    groups = ()
+    for i in tl.static_range(0, AHEAD, COUNT):
+        groups = append(groups, _load_tiles(sums, stats, i, last, apart, live, COUNT, DIM))
     pair = part * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
     turned, sine, cosine = rope_angles(pair, position, frequencies, -1.0, DIM - ROPE, DIM)
     num_tiles = WT + tl.cdiv(tl.minimum((position + 1) // RATIO, most), BT)
-    found, pairs = _without(found, pairs, num_tiles)
+    waiting = ()
+    for i in tl.static_range(len(groups)):
+        waiting = append(waiting, _without(groups[i], num_tiles - i * COUNT))
     total = best * 0.0 + 1.0
     acc = tl.zeros((WIDTH,), tl.float32)
     # a loop even for a short list, of one turn: what it does not load is loaded before, together
     for first in tl.range(0, num_tiles if LONG else tl.maximum(last, 1), AHEAD):
-        if LONG:
-            next_found, next_pairs = _load_tiles(
-                sums, stats, first + AHEAD, num_tiles, apart, live, AHEAD, DIM
-            )
-        best, total, acc = _add_tiles(best, total, acc, found, pairs)
-        if LONG:
-            found = next_found
-            pairs = next_pairs
+        following = ()
+        for i in tl.static_range(len(groups)):
+            group = waiting[i]
+            at = first + i * COUNT
+            if at < num_tiles:  # also so that these loads leave before the next group is merged
+                best, total, acc = _add_tiles(best, total, acc, group, num_tiles - at, LONG)
+                if LONG:
+                    group = _load_tiles(
+                        sums, stats, at + AHEAD, num_tiles - 1, apart, live, COUNT, DIM
+                    )
+            following = append(following, group)
+        waiting = following
     x = (acc * (1.0 / total)).to(out.dtype.element_ty).to(tl.float32)[None, :]
     x = rotate(x, turned, sine, cosine, 1, WIDTH)
     tl.store(
@@ -121,9 +121,10 @@ def merge_tiles(
 ) -> None:
     tokens, heads, dim = q.shape
     pad = triton.next_power_of_2(dim)
-    parts = PARTS if pad >= 128 * PARTS else 1
     ahead = tiles_ahead(triton.cdiv(window, tile) + triton.cdiv(most, tile))
-    _merge_kernel[(tokens, heads, parts)](
+    width, of_warp = WIDTHS[ahead not in SHORT]
+    width = min(width, pad)
+    _merge_kernel[(tokens, heads, pad // width)](
         sums,
         stats.view(torch.int64),
         sink,
@@ -135,11 +136,11 @@ def merge_tiles(
         most,
         RATIO=ratio,
         DIM=dim,
-        WIDTH=pad // parts,
+        WIDTH=width,
         ROPE=2 * frequencies.shape[0],
         BT=tile,
         WT=triton.cdiv(window, tile),
         AHEAD=ahead,
         LONG=ahead not in SHORT,
-        **launch_options(max(1, min(4, pad // parts // 128))),
+        **launch_options(max(1, width // of_warp)),
     )

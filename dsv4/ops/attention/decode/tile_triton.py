@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention.decode.merge_triton import merge_tiles
-from dsv4.ops.attention.query_triton import load_heads, store_prepared
+from dsv4.ops.attention.query_triton import load_heads, norm_heads, store_heads, turn_heads
 from dsv4.ops.attention.tiles_triton import (
     BT,
     LOG2E,
@@ -29,11 +29,15 @@ from dsv4.ops.attention.tiles_triton import (
     num_pieces,
     piece_first,
     pieces,
+    slots_of,
     softmax,
-    tile_slots,
+    tile_choice,
+    tile_pages,
+    tile_weights,
     to_half,
     weights_sum,
     widen_piece,
+    widen_tile,
 )
 from dsv4.ops.device import launch_options, workspace
 from dsv4.ops.kv.entry_triton import append
@@ -68,10 +72,10 @@ def _tile_kernel(
     RATIO: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
     ROPE: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
     BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    GROUP: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, WHOLE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A block of heads, a token and a tile. PREPARE: queries are made of `raw` first; programs of
-    the same heads all write the same."""
+    the same heads all write the same. WHOLE: all channels are multiplied as one matrix."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
@@ -80,8 +84,8 @@ def _tile_kernel(
     position = tl.load(positions + row).to(tl.int32)
     seq = tl.load(seq_idx + row).to(tl.int64)
     q_at = (row * num_heads + head)[:, None] * DIM
-    if PREPARE:
-        unturned = load_heads(raw, num_heads, row, block, BH, DIM, DIM)
+    if PREPARE or WHOLE:
+        turned = load_heads(raw, num_heads, row, block, BH, DIM, DIM)
     else:
         found = load_queries(q, q_at, live, DIM, ROPE)
     visible = tl.minimum((position + 1) // RATIO, num_selected)
@@ -89,40 +93,51 @@ def _tile_kernel(
     if not SELECTED:  # noqa: SIM102 - settled by the compiler
         if tile >= WT + tl.cdiv(visible, BT):
             return
-    slot, present = tile_slots(
-        tile, position, visible, seq, row, window, selected, num_selected,
-        w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
+    older = tile_choice(tile, visible, row, selected, num_selected, WT, BT, SELECTED)
+    page, inside, present = tile_pages(
+        tile, older, position, seq, window, w_table, w_width, c_table, c_width,
+        WT, BT, W_ENTRIES, C_ENTRIES,
     )  # fmt: skip
+    if PREPARE:  # while the pages' numbers are on the way, the rest while entries are
+        turned = norm_heads(turned, eps, DIM, ASM)
+    slot = slots_of(tile, page, inside, WT, W_ENTRIES, C_ENTRIES)
     if SELECTED:
         slot = tl.where((visible > 0) | (tile < WT), slot, 0)  # nothing compressed, no page
     stored, scales = fetch_tile(
         slot, tile < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale, FORMAT, NOPE, DIM, ROPE
     )
     if PREPARE:
-        store_prepared(
-            unturned, q, position, frequencies, eps, num_heads, row, block, BH, DIM, DIM, ROPE, ASM
-        )
+        turned = turn_heads(turned, position, frequencies, BH, DIM, DIM, ROPE, ASM)
+        if not WHOLE:
+            store_heads(turned, q, num_heads, row, block, BH, DIM, DIM)
     # all loads leave before the first is awaited; what other threads wrote is read below
     tl.debug_barrier()
-    if PREPARE:
-        found = load_queries(q, q_at, live, DIM, ROPE)
-    queries = ()
-    for i in tl.static_range(num_pieces(DIM, ROPE)):
-        queries = append(queries, to_half(found[i], MT, ASM))
-    keys, scores = _keys_and_scores(
-        queries, stored, scales, GROUP, FORMAT, NOPE, DIM, ROPE, BH, BT, MT, ASM
-    )
-    weights, top = softmax(scores, present, qk_scale, MT)
-    part = weights_sum(weights, BH, BT, MT)
+    JOINED: tl.constexpr = num_joined(DIM, ROPE, DIM)
+    if WHOLE:
+        queries = (to_half(turned, MT, ASM),)
+        keys = widen_tile(stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH < 64)
+        weights, part, top = tile_weights(
+            queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+        )
+    else:
+        if PREPARE:
+            found = load_queries(q, q_at, live, DIM, ROPE)
+        queries = ()
+        for i in tl.static_range(num_pieces(DIM, ROPE)):
+            queries = append(queries, to_half(found[i], MT, ASM))
+        keys, scores = _keys_and_scores(
+            queries, stored, scales, GROUP, FORMAT, NOPE, DIM, ROPE, BH, BT, MT, ASM
+        )
+        weights, top = softmax(scores, present, qk_scale, MT)
+        part = weights_sum(weights, BH, BT, MT)
     at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
     tl.store(stat_out + at * 2, top, mask=live)
     tl.store(stat_out + at * 2 + 1, part, mask=live)
     sums = ()
-    for i in tl.static_range(num_pieces(DIM, ROPE)):
+    for i in tl.static_range(len(keys)):
         zero = tl.zeros((BH, keys[i].shape[1]), tl.float32)
         sums = append(sums, dot(weights, keys[i], zero, MT))
-    JOINED: tl.constexpr = num_joined(DIM, ROPE, DIM)
-    joined = join_pieces(sums, JOINED)
+    joined = join_pieces(sums, 1 if WHOLE else JOINED)
     for i in tl.static_range(len(joined)):
         channel = piece_first(DIM, ROPE, i * JOINED) + tl.arange(0, joined[i].shape[1])
         tl.store(acc_out + at[:, None] * DIM + channel[None, :], joined[i], mask=live[:, None])
@@ -159,6 +174,7 @@ def run(q, sink, out, window, frequencies, config, eps, places, constants) -> No
         PREPARE=eps is not None,
         BH=config.heads,
         GROUP=gcd(GROUP, count),
+        WHOLE=config.channels == dim and num_joined(dim, 2 * frequencies.shape[0], dim) == count,
         **launch_options(config.num_warps, config.num_stages),
     )
     ratio, tile = constants["RATIO"], constants["BT"]
