@@ -26,7 +26,8 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 STEP = 8  # slots summed at a time; part of the order of summation, so never varied
-GROUP = 4  # tokens of a program in prompts: mostly one of them ends a block
+GROUPS = (4, 8, 16, 32)  # tokens of a program in prompts: as few as let all programs run at once
+PROGRAMS = 528  # that run at once with entries of 512 numbers; with index keys twice as many
 
 
 @triton.jit
@@ -152,11 +153,12 @@ def _append_kernel(
     seq = tl.program_id(0)
     position = tl.load(ends + seq).to(tl.int32) - 1 - tl.program_id(1)
     start = tl.load(starts + seq).to(tl.int32)
+    row = tl.load(first_rows + seq) + position - start  # all four at once, before the condition
+    state_row = tl.load(slots + seq).to(tl.int64) * ROWS
     if position >= start:
-        state_row = tl.load(slots + seq).to(tl.int64) * ROWS
         _remember(
-            values, gates, ape, state_v, state_z, tl.load(first_rows + seq) + position - start,
-            position, state_row, RATIO, ROWS, WIDTH, WPAD,
+            values, gates, ape, state_v, state_z, row, position, state_row,
+            RATIO, ROWS, WIDTH, WPAD,
         )  # fmt: skip
 
 
@@ -199,50 +201,26 @@ def supports(
     )
 
 
+def group_of(tokens: int, dim: int) -> int:
+    programs = PROGRAMS * (1 if dim > 256 else 2)
+    return next((size for size in GROUPS if size * programs >= tokens), GROUPS[-1])
+
+
 def run(
     values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
 ) -> None:
     one_each = batch.num_tokens == batch.starts.shape[0]
     sizes = state_sizes(ratio, values, state)
-    group = 1 if one_each else GROUP
+    group = 1 if one_each else group_of(batch.num_tokens, pool.dim)
     _close_kernel[(triton.cdiv(batch.num_tokens, group),)](
-        values,
-        gates,
-        ape,
-        norm,
-        frequencies,
-        state.values,
-        state.gates,
-        batch.positions,
-        batch.seq_idx,
-        batch.first_rows,
-        batch.starts,
-        batch.slots,
-        table,
-        table.shape[1],
-        pool.page_entries,
-        eps,
-        *pool_tensors(pool),
-        batch.num_tokens,
-        **sizes,
-        **block_sizes(ratio),
-        **pool_constants(pool),
-        GROUP=group,
-        ROPE=2 * frequencies.shape[0],
-        DT=tl_dtype(dtype),
-        **launch_options(ROW_WARPS),
-    )
+        values, gates, ape, norm, frequencies, state.values, state.gates, batch.positions,
+        batch.seq_idx, batch.first_rows, batch.starts, batch.slots, table, table.shape[1],
+        pool.page_entries, eps, *pool_tensors(pool), batch.num_tokens,
+        **sizes, **block_sizes(ratio), **pool_constants(pool), GROUP=group,
+        ROPE=2 * frequencies.shape[0], DT=tl_dtype(dtype), **launch_options(ROW_WARPS),
+    )  # fmt: skip
     if not one_each:
         _append_kernel[(batch.starts.shape[0], state.rows)](
-            values,
-            gates,
-            ape,
-            state.values,
-            state.gates,
-            batch.first_rows,
-            batch.starts,
-            batch.ends,
-            batch.slots,
-            **sizes,
-            **launch_options(ROW_WARPS),
-        )
+            values, gates, ape, state.values, state.gates, batch.first_rows, batch.starts,
+            batch.ends, batch.slots, **sizes, **launch_options(ROW_WARPS),
+        )  # fmt: skip
