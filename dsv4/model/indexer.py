@@ -7,7 +7,7 @@ from dsv4.config import ModelConfig
 from dsv4.model.compressor import Compressor
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
-from dsv4.ops.attention.index import index_scores, index_select
+from dsv4.ops.attention.index import CHOOSE, index_scores, index_select
 from dsv4.ops.attention.query import QUERIES, index_query
 from dsv4.ops.op import Arguments
 
@@ -51,5 +51,15 @@ class Indexer:
 
     def select(self, q: Tensor, weights: Tensor, step: StepInputs, state: CsaState) -> Tensor:
         """`q` `[tokens, heads, dim]` and `weights` `[tokens, heads]`, prepared -> `selected`."""
-        scores = index_scores(q, weights, state.index, step.csa_table, step.batch, self.topk)
-        return index_select(scores, self.topk)
+        places: Arguments = {
+            "q": q,
+            "weights": weights,
+            "pool": state.index,
+            "table": step.csa_table,
+            "batch": step.batch,
+            "topk": self.topk,
+        }
+        if CHOOSE.accepts(q.device, places):
+            chosen: Tensor = CHOOSE.run(places)
+            return chosen
+        return index_select(index_scores(**places), self.topk)

@@ -15,7 +15,7 @@ import torch
 
 from tests.ops.kernels.compiling import interpreted
 
-MOST = {"swa": 14, "csa": 17, "hca": 14}
+MOST = {"swa": 14, "csa": 17, "hca": 14, "csa long": 17}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_the_embedded_model_runs_on_block_scaled_products_alone(
 
 def test_norms_and_boundaries_quantise_their_rows(launches: dict[str, list[str]]) -> None:
     """At Flash's widths nothing reads a row again to quantise it for wq_a, wkv and wq_b."""
-    for kind in MOST:
+    for kind in ("swa", "csa", "hca"):
         names = Counter(launches[f"{kind} few bits"])
         assert names["_few_rows_kernel"] == 2, names
         assert "_quantize_kernel" not in names
@@ -139,18 +139,24 @@ def main() -> None:
     counts: dict[str, list[str]] = {}
     blocks, layers = model.blocks, state.layers
 
-    def launched(places: list[int]) -> list[str]:
+    def launched(
+        places: list[int], layers: Any = layers, buffers: Any = state.buffers
+    ) -> list[str]:
         names.clear()
         model.blocks = [blocks[place] for place in places]
         chosen = [layers[place] for place in places]
         with kernels_on_cpu():
-            decode_step(model, chosen, state.buffers, Bucket(1, 4096, True))
+            decode_step(model, chosen, buffers, Bucket(1, buffers.contexts[0], True))
         return list(names)
 
     for place, kind in enumerate(config.kinds):
         once, twice = launched([place]), launched([place, place])
         counts[str(kind)] = sorted((Counter(twice) - Counter(once)).elements())
         counts["rest"] = sorted((Counter(once) - Counter(counts[str(kind)])).elements())
+    long = filled_state(config, 1, 65536, cpu)
+    start_at(long, 65000)
+    once, twice = (launched(places, long.layers, long.buffers) for places in ([1], [1, 1]))
+    counts["csa long"] = sorted((Counter(twice) - Counter(once)).elements())
     for place, kind in enumerate(config.kinds):
         attention = blocks[place].attention
         for name in ("wq_a", "wkv", "wq_b"):

@@ -25,7 +25,7 @@ from dsv4.ops.kv.pool import (
     round_index,
     store,
 )
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import ROW_TILE, pad_rows
 
@@ -143,6 +143,9 @@ SELECT = Op(
     select_cases,
     kernels=(Kernel("dsv4.ops.attention.index_select_triton"),),
 )
+
+# long rows of few tokens: the first launch prepares what the second one looks for
+CHOOSE = Fusion(("index_scores", "index_select"), Kernel("dsv4.ops.attention.decode.choose_triton"))
 
 
 def index_scores(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.attention.index_select_triton import sort_key
 from dsv4.ops.device import (
     device_reason,
     interpreting,
@@ -36,7 +37,7 @@ from dsv4.ops.kv.entry_triton import (
 RATIO = 4
 BN = 64  # entries of a tile; block-scaled products have 128
 STAGES = 2
-PROGRAMS = 528  # as many as run at once, four on a multiprocessor
+PROGRAMS = 512  # nearly as many as run at once, four on a multiprocessor
 
 # one E2M1 code of each of two 16-bit words as two bf16, times 2^-126
 _SLOT0 = tl.constexpr(
@@ -213,15 +214,17 @@ def _pages(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(out, score, tile, visible, width, BN: tl.constexpr):
+def _store_scores(out, score, best, tile, visible, width, BN: tl.constexpr):
+    """-> the larger ones of these scores and of `best`."""
     entry = tile * BN + tl.arange(0, BN)
     score = tl.where(entry < visible, score, float("-inf"))
     tl.store(out + entry, score, mask=entry < width)
+    return tl.maximum(best, score)
 
 
 @triton.jit
 def _walk_codes(
-    out, queries, weight, data, scale, table, visible, width, first, tiles, apart,
+    out, best, queries, weight, data, scale, table, visible, width, first, tiles, apart,
     PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -238,17 +241,20 @@ def _walk_codes(
         products = _code_sums(queries, words, power, DIM, BN, H, MT, ASM)
         score = tl.sum(_positive(products, ASM) * weight[None, :], axis=1)
         score = score.reshape(BN // 64, 4, 2, 8).permute(0, 2, 1, 3).reshape(BN)
-        _store_scores(out, score, tile, visible, width, BN)
+        best = _store_scores(out, score, best, tile, visible, width, BN)
         words, power = next_words, next_power
+    return best
 
 
 @triton.jit(do_not_specialize=["table_width", "width"])
 def _scores_kernel(
-    q, weights, out, positions, seq_idx, data, scale, table, table_width, width, num_heads, topk,
-    PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
-    STAGES: tl.constexpr, MT: tl.constexpr, NATIVE: tl.constexpr, ASM: tl.constexpr,
+    q, weights, out, peaks, positions, seq_idx, data, scale, table, table_width, width, num_heads,
+    topk, PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
+    NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf."""
+    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf. Of these
+    tiles' columns that lie PARTS apart, the highest goes to `peaks`; PARTS 0: no peaks."""
     first = tl.program_id(0)
     apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
@@ -256,6 +262,7 @@ def _scores_kernel(
     out += row * width
     tiles = tl.cdiv(tl.minimum(visible, width), BN)
     begin = first
+    best = tl.full((BN,), float("-inf"), tl.float32)
     if visible > topk:
         table += tl.load(seq_idx + row).to(tl.int64) * table_width
         head = tl.arange(0, H)
@@ -268,9 +275,9 @@ def _scores_kernel(
         else:
             queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
         if FORMAT == 4 and not NATIVE:
-            _walk_codes(
-                out, queries, weight * 9223372036854775808.0, data, scale, table, visible, width,
-                first, tiles, apart, PAGE, H, DIM, BN, MT, ASM,
+            best = _walk_codes(
+                out, best, queries, weight * 9223372036854775808.0, data, scale, table, visible,
+                width, first, tiles, apart, PAGE, H, DIM, BN, MT, ASM,
             )  # 2^63  # fmt: skip
         else:
             for tile in tl.range(first, tiles, apart, num_stages=STAGES):
@@ -284,12 +291,13 @@ def _scores_kernel(
                     products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
                 # scales are powers of two above zero: they may wait until the heads are summed
                 score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
-                _store_scores(out, score, tile, visible, width, BN)
+                best = _store_scores(out, score, best, tile, visible, width, BN)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
-    lane = tl.arange(0, BN)
     for tile in tl.range(begin, tl.cdiv(width, BN), apart):
-        entry = tile * BN + lane
-        tl.store(out + entry, tl.where(entry < visible, 0.0, float("-inf")), mask=entry < width)
+        best = _store_scores(out, tl.zeros((BN,), tl.float32), best, tile, visible, width, BN)
+    if PARTS > 0:
+        peak = sort_key(tl.max(best.reshape(BN // PARTS, PARTS), axis=0)).to(tl.int32)
+        tl.store(peaks + (row * apart + first) * PARTS + tl.arange(0, PARTS), peak)
 
 
 def supports(q, weights, pool, table, batch, topk) -> str | None:
@@ -313,11 +321,20 @@ def native_form_reason(pool) -> str | None:
     return native_reason(pool.device)
 
 
-def run(q, weights, pool, table, batch, topk, native=None):
-    """`native`: whether keys are multiplied as stored; None: where the GPU can."""
+def programs_of(tokens, table, pool, native=None) -> tuple[int, int, bool]:
+    """Programs of a token, entries of a tile, whether keys are multiplied as they are stored; None:
+    where the GPU can."""
     if native is None:
         native = not interpreting() and native_form_reason(pool) is None
+    bn = 128 if native else BN
+    tiles = triton.cdiv(table.shape[1] * pool.page_entries, bn)
+    return min(tiles, max(1, PROGRAMS // max(tokens, 1))), bn, native
+
+
+def run(q, weights, pool, table, batch, topk, native=None, peaks=None, parts=0):
+    """`peaks`: where the highest scores of `parts` of each program's entries go."""
     tokens, heads, dim = q.shape
+    programs, bn, native = programs_of(tokens, table, pool, native)
     width = table.shape[1] * pool.page_entries
     fmt = pool_format(pool)
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
@@ -326,30 +343,11 @@ def run(q, weights, pool, table, batch, topk, native=None):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (INDEX_FP4, 1) else tl.float16
-    bn = 128 if native else BN
-    programs = min(triton.cdiv(width, bn), max(1, PROGRAMS // max(tokens, 1)))
     _scores_kernel[(programs, tokens)](
-        q,
-        weights,
-        out,
-        batch.positions,
-        batch.seq_idx,
-        data,
-        scale,
-        table,
-        table.shape[1],
-        width,
-        heads,
-        topk,
-        PAGE=pool.page_entries,
-        H=max(16, triton.next_power_of_2(heads)),
-        DIM=dim,
-        BN=bn,
-        FORMAT=fmt,
-        STAGES=STAGES,
-        MT=mt,
-        NATIVE=native,
-        ASM=not interpreting(),
+        q, weights, out, out if peaks is None else peaks, batch.positions, batch.seq_idx, data,
+        scale, table, table.shape[1], width, heads, topk,
+        PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim, BN=bn,
+        PARTS=parts, FORMAT=fmt, STAGES=STAGES, MT=mt, NATIVE=native, ASM=not interpreting(),
         **launch_options(4),
-    )
+    )  # fmt: skip
     return out

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """`index_select` on a GPU: the exact set by bisection over the bits of the scores.
 
-The k-th largest of the scores that a program holds in registers is found two bits at a time: up to
-16 sums of three counts each, until exactly k lie above; no sorting. Ties go to the lower index.
+The k-th largest of the scores that a program holds in registers is found three bits at a time: up
+to 11 sums of seven counts each, until exactly k lie above; no sorting. Ties go to the lower index.
 
-A long row takes two launches. The first finds the peaks of 2k interleaved parts of the row: the
-k-th largest peak is a bound that the best k reach and few others do. In the second a program keeps
-those of its chunk that reach a bound near it, at most k, in ascending order of index; the last one
-to finish a row selects among what was kept.
+A long row takes two launches. The first finds the peaks of 2k or more parts of the row (with few
+tokens `index_scores` does): the k-th largest peak is a bound that the best k reach and few others
+do. In the second a program keeps those of its chunk that reach a bound near it, at most k, in
+ascending order of index; the last one to finish a row selects among what was kept.
 """
 
 import torch
@@ -21,8 +21,8 @@ from dsv4.ops.device import (
 )
 
 ONE = 4096  # most scores of a row that one program selects from
-CHUNK = 2048  # scores of a program of a long row; with many rows twice as many
-FEW_PROGRAMS = 264  # until here chunks are short
+CHUNK = 2048  # scores of a program of a long row; of many programs twice as many
+FEW_PROGRAMS = 132  # until here chunks are short
 CANDIDATES = 4096  # most that the last program holds at a time
 MOST = 8192  # of topk
 
@@ -37,41 +37,47 @@ def sort_key(score):
 
 
 @triton.jit
-def _first_bit(low, top):
-    """Where keys from `low` to `top` begin to differ: what they have in common and, of the two bits
-    to be found first, the lower one."""
-    differ = ((low ^ top) >> 1).to(tl.float32).to(tl.uint32, bitcast=True) >> 23
-    place = tl.minimum(tl.maximum(differ.to(tl.int32) - 126, 1), 31) | 1  # bits come in pairs
-    place = place.to(tl.uint32)
-    return ((low >> place) >> 1) << place << 1, tl.full((), 1, tl.uint32) << (place - 1)
+def _eighth(low, top):
+    """A power of two of which eight lead from `low` beyond `top`, or at least one."""
+    exponent = ((top - low) >> 1).to(tl.float32).to(tl.uint32, bitcast=True) >> 23
+    place = tl.minimum(tl.maximum(exponent.to(tl.int32) - 128, 0), 29)
+    return tl.full((), 1, tl.uint32) << place.to(tl.uint32)
+
+
+@triton.jit
+def _two(beyond, bit, FIRST: tl.constexpr):
+    reached = (beyond >= FIRST * bit).to(tl.int32)
+    return reached + ((beyond >= (FIRST + 1) * bit).to(tl.int32) << 16)
 
 
 @triton.jit
 def _count(key, low, bit):
-    """How many keys reach the three next bounds, in 21 bits each."""
-    middle = low | (bit << 1)
-    counts = (key >= (low | bit)).to(tl.int64) + ((key >= middle).to(tl.int64) << 21)
-    return tl.sum(counts + ((key >= (middle | bit)).to(tl.int64) << 42), axis=0)
+    """How many keys reach low + bit, low + 2 bit, ...: int32 `[2, 2]`, two counts in each."""
+    beyond = tl.where(key >= low, key - low, 0)
+    first = tl.join(_two(beyond, bit, 1), _two(beyond, bit, 5))
+    second = tl.join(_two(beyond, bit, 3), (beyond >= 7 * bit).to(tl.int32))
+    return tl.sum(tl.join(first, second), axis=0)
 
 
 @triton.jit
 def _raise(counts, low, bit, count, topk):
     """The highest of these bounds that topk keys reach, and how many do."""
-    bound = low
-    for field in tl.static_range(3):
-        found = (counts >> (21 * field)) & 0x1FFFFF
-        bound = tl.where(found >= topk, low + (field + 1) * bit, bound)
-        count = tl.where(found >= topk, found, count)
-    return bound, count
+    start = low
+    for pair in tl.static_range(4):
+        half = tl.split(tl.split(counts)[pair % 2])[pair // 2]
+        for field in tl.static_range(2):
+            found = (half >> (16 * field)) & 0xFFFF
+            low = tl.where(found >= topk, start + (2 * pair + field + 1) * bit, low)
+            count = tl.where(found >= topk, found, count)
+    return low, count, tl.where(bit > 1, tl.maximum(bit >> 3, 1), 0).to(tl.uint32)
 
 
 @triton.jit
-def _threshold(key, low, bit, count, topk):
-    """The topk-th largest key, or one that exactly topk reach. `count` keys reach `low`."""
-    while (bit > 0) & (count > topk):
-        low, count = _raise(_count(key, low, bit), low, bit, count, topk)
-        bit = bit >> 2
-    return low
+def _threshold(key, low, bit, count, topk, most):
+    """The topk-th largest key, or one that topk to `most` reach. `count` keys reach `low`."""
+    while (bit > 0) & (count > most):
+        low, count, bit = _raise(_count(key, low, bit), low, bit, count, topk)
+    return low, count
 
 
 @triton.jit
@@ -84,9 +90,17 @@ def _places(key, threshold):
 
 
 @triton.jit
+def _saturated(counts):
+    """Two counts that have grown by less than 2^15: beyond topk they need no counting."""
+    return tl.minimum(counts & 0xFFFF, 0x4000) | (tl.minimum((counts >> 16) & 0xFFFF, 0x4000) << 16)
+
+
+@triton.jit
 def _keep(above, equal, upto, room, topk):
-    """Which keys are kept, those on the threshold while there is room, and where."""
+    """Which keys are kept, those on the threshold while there is room, and where. More than topk
+    may lie above it if they are NaN: the first are kept."""
     rank = (upto >> 16) & 0xFFFF
+    room = tl.maximum(room, 0)
     kept = above | (equal & (rank <= room))
     order = (upto & 0xFFFF) + tl.minimum(rank, room) - 1
     return kept & (order < topk), order
@@ -107,8 +121,8 @@ def _select_kernel(scores, out, width, topk, out_width, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     score = tl.load(scores + row * width + place, mask=place < width, other=float("-inf"))
     key = sort_key(score)
-    bit = tl.full((), 0x40000000, tl.uint32)
-    threshold = _threshold(key, bit & 0, bit, tl.full((), BLOCK, tl.int64), topk)
+    bit = tl.full((), 0x20000000, tl.uint32)
+    threshold, _ = _threshold(key, bit & 0, bit, tl.full((), BLOCK, tl.int32), topk, topk)
     above, equal, upto, totals = _places(key, threshold)
     num_above = totals & 0xFFFF
     room = topk - num_above
@@ -132,13 +146,17 @@ def _peaks_kernel(scores, peaks, width, PARTS: tl.constexpr, COLS: tl.constexpr,
 
 
 @triton.jit
-def _bound(peaks, topk, PARTS: tl.constexpr, PIVOTS: tl.constexpr):
-    """A key that at least topk peaks reach, if one in every PARTS / PIVOTS is such, and the top."""
-    key = tl.load(peaks + tl.arange(0, PARTS)).to(tl.uint32, bitcast=True)
-    pivot = tl.load(peaks + tl.arange(0, PIVOTS) * (PARTS // PIVOTS)).to(tl.uint32, bitcast=True)
-    reached = tl.sum((key[None, :] >= pivot[:, None]).to(tl.int32), axis=1)
-    low = tl.max(tl.where(reached >= topk, pivot, 0), axis=0)
-    return tl.maximum(low, 1).to(tl.uint32), tl.max(key, axis=0)  # 0 is no entry
+def _bound(peaks, num_parts, topk, PARTS: tl.constexpr):
+    """A key that topk peaks reach, and few more where there are as many; and the highest."""
+    part = tl.arange(0, PARTS)
+    key = tl.load(peaks + part, mask=part < num_parts, other=0).to(tl.uint32, bitcast=True)
+    ends = tl.max(tl.join(key, tl.where(key > 0, ~key, 0)), axis=0)
+    top, lowest = tl.split(ends)
+    unknown = tl.full((), 0x7FFF, tl.int32)
+    low, count = _threshold(
+        key, ~lowest, _eighth(~lowest, top), unknown, topk, topk + (topk >> 4)
+    )  # fmt: skip
+    return tl.where(count < unknown, low, 1).to(tl.uint32), top  # 0 is no entry
 
 
 @triton.constexpr_function
@@ -147,7 +165,14 @@ def _halvings(length):
 
 
 @triton.jit
-def _candidates(keys, indices, ends, total, tile, topk, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def _held(kept, at, live):
+    """Keys and indices of candidates as they were written."""
+    both = tl.load(kept + at, mask=live, other=0, cache_modifier=".cg")
+    return (both >> 32).to(tl.uint32), both & 0xFFFFFFFF
+
+
+@triton.jit
+def _candidates(kept, ends, tile, room, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """Keys and indices of candidates, from the tile's first on; `ends`: those up to each chunk."""
     place = tile * BLOCK + tl.arange(0, BLOCK)
     chunk = tl.zeros((BLOCK,), tl.int32)
@@ -156,57 +181,56 @@ def _candidates(keys, indices, ends, total, tile, topk, CHUNKS: tl.constexpr, BL
         end = tl.gather(ends, chunk + ((CHUNKS >> (i + 1)) - 1), 0)
         begin = tl.where(end <= place, end, begin)
         chunk = tl.where(end <= place, chunk + (CHUNKS >> (i + 1)), chunk)
-    at = chunk.to(tl.int64) * topk + place - begin
-    live = place < total
-    key = tl.load(keys + at, mask=live, other=0, cache_modifier=".cg")
-    index = tl.load(indices + at, mask=live, other=0, cache_modifier=".cg")
-    return key.to(tl.uint32, bitcast=True), index.to(tl.int64)
+    total = tl.max(ends, axis=0)
+    return _held(kept, chunk.to(tl.int64) * room + place - begin, place < total)
 
 
 @triton.jit
 def _finish_row(
-    keys, indices, counts, out, low, top, num_chunks, topk, out_width,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    kept, counts, out, low, top, num_chunks, is_crowded, room, topk, out_width,
+    CHUNKS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select among the candidates of all chunks: as a rule fewer than BLOCK."""
-    chunk = tl.arange(0, CHUNKS)
-    found = tl.load(counts + chunk, mask=chunk < num_chunks, other=0, cache_modifier=".cg")
-    ends = tl.cumsum(found, axis=0)
-    total = tl.sum(found, axis=0)
-    tiles = tl.cdiv(total, BLOCK)
-    key, index = _candidates(keys, indices, ends, total, 0, topk, CHUNKS, BLOCK)
-    low, bit = _first_bit(low, top)
-    count = total.to(tl.int64)
+    """Select among the candidates: as a rule the FIRST of each chunk are all there are."""
+    place = tl.arange(0, BLOCK)
+    chunk = place // FIRST
+    key, index = _held(kept, chunk.to(tl.int64) * room + place % FIRST, chunk < num_chunks)
+    ends = tl.zeros((CHUNKS,), tl.int32)
+    tiles = tl.full((), 1, tl.int32)
+    if is_crowded:
+        every = tl.arange(0, CHUNKS)
+        found = tl.load(counts + every, mask=every < num_chunks, other=0, cache_modifier=".cg")
+        ends = tl.cumsum(found, axis=0)
+        tiles = tl.cdiv(tl.sum(found, axis=0), BLOCK)
+        key, index = _candidates(kept, ends, 0, room, CHUNKS, BLOCK)
+    bit = _eighth(low, top)
+    count = tl.full((), 0x7FFF, tl.int32)
     while (bit > 0) & (count > topk):
         reached = _count(key, low, bit)
         for tile in tl.range(1, tiles, num_stages=1):
-            other, _ = _candidates(keys, indices, ends, total, tile, topk, CHUNKS, BLOCK)
-            reached += _count(other, low, bit)
-        low, count = _raise(reached, low, bit, count, topk)
-        bit = bit >> 2
+            other, _ = _candidates(kept, ends, tile, room, CHUNKS, BLOCK)
+            reached = _saturated(reached + _count(other, low, bit))
+        low, count, bit = _raise(reached, low, bit, count, topk)
     above, equal, upto, totals = _places(key, low)
     num_above = totals & 0xFFFF
     for tile in tl.range(1, tiles, num_stages=1):
-        other, _ = _candidates(keys, indices, ends, total, tile, topk, CHUNKS, BLOCK)
+        other, _ = _candidates(kept, ends, tile, room, CHUNKS, BLOCK)
         num_above += tl.sum((other > low).to(tl.int32), axis=0)
-    room = topk - num_above
-    kept, order = _keep(above, equal, upto, room, topk)
-    tl.store(out + order, index, mask=kept)
+    space = topk - num_above
+    chosen, order = _keep(above, equal, upto, space, topk)
+    tl.store(out + order, index, mask=chosen)
     for tile in tl.range(1, tiles, num_stages=1):
-        key, index = _candidates(keys, indices, ends, total, tile, topk, CHUNKS, BLOCK)
+        key, index = _candidates(kept, ends, tile, room, CHUNKS, BLOCK)
         above, equal, upto, more = _places(key, low)
-        kept, order = _keep(above, equal, upto + totals, room, topk)
-        tl.store(out + order, index, mask=kept)
-        totals += more
-        # more ties than there is room for need no counting
-        totals = (totals & 0xFFFF) | (tl.minimum((totals >> 16) & 0xFFFF, 0x4000) << 16)
-    _fill(out, num_above + tl.minimum((totals >> 16) & 0xFFFF, room), out_width, 64)
+        chosen, order = _keep(above, equal, upto + totals, space, topk)
+        tl.store(out + order, index, mask=chosen)
+        totals = _saturated(totals + more)
+    _fill(out, num_above + tl.minimum((totals >> 16) & 0xFFFF, space), out_width, 64)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "num_parts"])
 def _cut_kernel(
-    scores, peaks, keys, indices, counts, counters, out, width, topk, out_width, num_chunks,
-    PARTS: tl.constexpr, PIVOTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    scores, peaks, kept, counts, counters, out, width, topk, room, out_width, num_chunks, num_parts,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keep what reaches the bound, at most `topk` of a chunk; the row's last program selects."""
@@ -214,37 +238,44 @@ def _cut_kernel(
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     score = tl.load(scores + row * width + place, mask=place < width, other=float("-inf"))
-    low, top = _bound(peaks + row * PARTS, topk, PARTS, PIVOTS)
+    low, top = _bound(peaks + row * num_parts, num_parts, topk, PARTS)
     key = sort_key(score)
-    count = tl.sum((key >= low).to(tl.int32), axis=0).to(tl.int64)
-    threshold = low
-    if count > topk:
-        common, bit = _first_bit(low, top)
-        threshold = _threshold(key, common, bit, count, topk)
+    threshold = low - 1  # as a rule all that reach the bound lie above this and find room
     above, equal, upto, totals = _places(key, threshold)
-    num_above = totals & 0xFFFF
-    room = topk - num_above
-    kept, order = _keep(above, equal, upto, room, topk)
-    keys += row * num_chunks * topk
-    indices += row * num_chunks * topk
+    if totals & 0xFFFF > topk:
+        threshold, _ = _threshold(key, low, _eighth(low, top), totals & 0xFFFF, topk, topk)
+        above, equal, upto, totals = _places(key, threshold)
+    found = tl.minimum((totals & 0xFFFF) + ((totals >> 16) & 0xFFFF), topk)
+    live, order = _keep(above, equal, upto, topk - (totals & 0xFFFF), topk)
+    kept += row * num_chunks * room
     counts += row * num_chunks
-    at = chunk.to(tl.int64) * topk + order
-    tl.store(keys + at, key.to(tl.int32, bitcast=True), mask=kept)
-    tl.store(indices + at, place, mask=kept)
-    tl.store(counts + chunk, num_above + tl.minimum((totals >> 16) & 0xFFFF, room))
+    both = (key.to(tl.int64) << 32) | place
+    first = tl.arange(0, FIRST)
+    tl.store(kept + chunk.to(tl.int64) * room + order, both, mask=live)
+    tl.store(kept + chunk.to(tl.int64) * room + first, first.to(tl.int64) * 0, mask=first >= found)
+    tl.store(counts + chunk, found)
     tl.debug_barrier()  # every thread's candidates are written before the count goes up
-    if tl.atomic_add(counters + row, 1, sem="acq_rel") == num_chunks - 1:
+    # programs in the low half, in the high one those with more candidates than are looked at first
+    own = 1 + ((found > FIRST).to(tl.int32) << 16)
+    arrived = tl.atomic_add(counters + row, own, sem="acq_rel") + own
+    if arrived & 0xFFFF == num_chunks:
         tl.store(counters + row, 0)
-        out += row * out_width
         _finish_row(
-            keys, indices, counts, out, low, top, num_chunks, topk, out_width, CHUNKS, BLOCK
-        )
+            kept, counts, out + row * out_width, low, top, num_chunks, arrived >= 0x10000, room,
+            topk, out_width, CHUNKS, FIRST, BLOCK,
+        )  # fmt: skip
 
 
 def choose_config(width: int) -> tuple[int, int]:
     """Block and warps of a row that fits one program: 16 scores a thread, of few 8."""
     block = max(32, triton.next_power_of_2(width))
     return block, max(1, min(32, block // (512 if block > 1024 else 256)))
+
+
+def choose_chunk(rows: int, width: int) -> tuple[int, int]:
+    """Scores and warps of a program of a long row: 8 scores a thread, in batches 16."""
+    programs = rows * triton.cdiv(width, CHUNK)
+    return (CHUNK if programs <= FEW_PROGRAMS else 2 * CHUNK), 8
 
 
 def supports(scores, topk) -> str | None:
@@ -255,30 +286,37 @@ def supports(scores, topk) -> str | None:
     return device_reason(scores.device)
 
 
-def _run_long(scores, out, topk) -> None:
-    """Peaks of parts of each row, then its candidates and the selection among them."""
+def _find_peaks(scores, topk) -> tuple[torch.Tensor, int]:
     rows, width = scores.shape
-    device = scores.device
     parts = 2 * triton.next_power_of_2(topk)
-    peaks = workspace(device, "select_peaks", rows * parts, torch.int32)
-    columns = 8 if rows < 8 else 32
+    peaks = workspace(scores.device, "select_peaks", rows * parts, torch.int32)
+    columns = min(parts, 8 if rows < 8 else 32)
     per_program = min(256, triton.next_power_of_2(triton.cdiv(width, parts)))
     _peaks_kernel[(rows, parts // columns)](
         scores, peaks, width, PARTS=parts, COLS=columns, BR=per_program, **launch_options(4)
     )
-    chunk = CHUNK if rows * triton.cdiv(width, CHUNK) <= FEW_PROGRAMS else 2 * CHUNK
+    return peaks, parts
+
+
+def select_long(scores, topk, peaks, num_parts, out) -> None:
+    """The candidates of each row, by the peaks of its parts, and the selection among them."""
+    rows, width = scores.shape
+    device = scores.device
+    chunk, warps = choose_chunk(rows, width)
     chunks = triton.cdiv(width, chunk)
-    kept = max(rows * chunks, FEW_PROGRAMS) * topk  # fewer rows may have more chunks
+    across = triton.next_power_of_2(chunks)
+    first = triton.next_power_of_2(triton.cdiv(3 * topk, chunks))  # twice as many as there may be
+    first = max(1, min(first, CANDIDATES // across))
+    room = max(first, topk)
+    most = max(rows * chunks, FEW_PROGRAMS)  # fewer rows may have more chunks
     _cut_kernel[(rows, chunks)](
         scores, peaks,
-        workspace(device, "select_keys", kept, torch.int32),
-        workspace(device, "select_indices", kept, torch.int32),
-        workspace(device, "select_counts", kept // topk, torch.int32),
+        workspace(device, "select_kept", most * room, torch.int64),
+        workspace(device, "select_counts", most, torch.int32),
         workspace(device, "select_counters", rows, torch.int32),
-        out, width, topk, out.shape[1], chunks,
-        PARTS=parts, PIVOTS=max(2, min(32, 32768 // parts)), CHUNK=chunk,
-        CHUNKS=triton.next_power_of_2(chunks), BLOCK=min(parts, CANDIDATES),
-        **launch_options(8),
+        out, width, topk, room, out.shape[1], chunks, num_parts,
+        PARTS=triton.next_power_of_2(num_parts), CHUNK=chunk, CHUNKS=across, FIRST=first,
+        BLOCK=triton.next_power_of_2(chunks * first), **launch_options(warps),
     )  # fmt: skip
 
 
@@ -286,7 +324,7 @@ def run(scores, topk):
     rows, width = scores.shape
     out = torch.empty(rows, min(topk, width), dtype=torch.int64, device=scores.device)
     if width > ONE:
-        _run_long(scores, out, topk)
+        select_long(scores, topk, *_find_peaks(scores, topk), out)
         return out
     block, warps = choose_config(width)
     _select_kernel[(rows,)](

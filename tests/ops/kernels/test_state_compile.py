@@ -62,9 +62,21 @@ def test_kernels_compile(capability: int) -> None:
 
 def launches(capability: int) -> Iterator[Launch]:
     """At the sizes of V4-Flash; tensors lie on the CPU."""
-    from benchmarks.state_ops import SHAPES, attention_arguments, prefill_batch, small_arguments
+    from benchmarks.state_ops import (
+        SHAPES,
+        attention_arguments,
+        decode_batch,
+        prefill_batch,
+        scores_arguments,
+        small_arguments,
+    )
     from dsv4.ops import OPS
 
+    fused = import_module("dsv4.ops.attention.decode.choose_triton")
+    yield (
+        "choose",
+        lambda: fused.run(**scores_arguments(decode_batch(1, 131072, "cpu"), 512, "cpu", 4)),
+    )
     for name, case, arguments in small_arguments():
         module = import_module(OPS[name].kernels[0].module)
         yield f"{name} {case}", lambda module=module, arguments=arguments: module.run(**arguments)
