@@ -14,10 +14,11 @@ import triton.language as tl
 
 from dsv4.ops.device import (
     dot_nvfp4,
-    dot_two_ranges,
     interpreting,
     launch_options,
     num_ranges,
+    scale_pairs,
+    unpack_group,
     workspace,
 )
 from dsv4.ops.moe.router_triton import gate_program, prepare
@@ -26,6 +27,48 @@ from dsv4.ops.moe.shared_triton import swiglu
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
 STAGES, GATE_STAGES = 3, 4
 UP_ROWS, SHARED_ROWS, GATE_ROWS = 32, 16, 32  # of a program with two warps
+
+
+@triton.jit
+def _dot_two_ranges(
+    words, codes, rows, x, total_steps, num_columns,
+    BN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BN, 8]`, the first column in use: two ranges of K, each by form 0 of `dot_nvfp4` and a
+    warp of its own, added. `rows` `[BN]` are rows of the tile at `words`. EVEN: the ranges are
+    whole and alike; else the second may be shorter."""
+    per_range = tl.cdiv(total_steps, 2)
+    codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
+    first = tl.arange(0, 2) * per_range
+    rk = tl.arange(0, 16)
+    w_ptrs = words + (first[:, None] * 2048 + rows[None, :] * 16)[:, :, None] + rk[None, None, :]
+    s_ptrs = codes + (first[:, None] * 64 + rows[None, :])
+    x_ptrs = x + (first[:, None] * 128 + rk[None, :])[:, :, None] + tl.arange(0, 8) * 0
+    acc = tl.zeros((2, BN, 8), dtype=tl.float32)
+    for step in tl.range(0, per_range, num_stages=STAGES):
+        if EVEN:
+            low = tl.load(w_ptrs)
+            high = tl.load(w_ptrs + 1024)
+            code = tl.load(s_ptrs)
+        else:
+            inside = (first + step < total_steps)[:, None]
+            low = tl.load(w_ptrs, mask=inside[:, :, None], other=0)
+            high = tl.load(w_ptrs + 1024, mask=inside[:, :, None], other=0)
+            code = tl.load(s_ptrs, mask=inside, other=0)
+        pairs = scale_pairs(code, ASM)
+        for group in tl.static_range(8):
+            mask = (tl.arange(0, 8) < 1)[None, None, :]
+            if not EVEN:
+                column = (first + step)[:, None] * 128 + group * 16 + rk[None, :]
+                mask = mask & (column < num_columns)[:, :, None]
+            part = tl.load(x_ptrs + group * 16, mask=mask, other=0.0)
+            half = low if group < 4 else high
+            acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
+        w_ptrs += 2048
+        s_ptrs += 64
+        x_ptrs += 128
+    earlier, later = tl.split(acc.permute(1, 2, 0))
+    return 0.0 + earlier + later
 
 
 @triton.jit
@@ -58,9 +101,7 @@ def _up_program(
             STAGES, 0, EVEN, ASM,
         )[0]  # fmt: skip
     else:
-        acc = dot_two_ranges(
-            words, scales, rows, x, only * 0, only < 1, total_steps, size, BN, 8, STAGES, EVEN, ASM
-        )
+        acc = _dot_two_ranges(words, scales, rows, x, total_steps, size, BN, STAGES, EVEN, ASM)
     gate, up = tl.split(acc.reshape(2, HALF, 8).permute(1, 2, 0))
     result = swiglu(gate * gate_factor, up * up_factor, limit) * weight
     column = part * HALF + tl.arange(0, HALF)
