@@ -181,7 +181,7 @@ LAUNCHES: dict[str, dict[int, int]] = {
     "index_select 32k": {1: 2},
     "sample": {1: 5},
     "head": {1: 1},
-    "experts+shared": {1: 8, 65: 9},
+    "experts+shared": {1: 8, 65: 9, 171: 10},
 }
 
 

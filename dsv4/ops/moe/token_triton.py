@@ -25,8 +25,8 @@ from dsv4.ops.moe.router_triton import gate_program, prepare
 from dsv4.ops.moe.shared_triton import swiglu
 
 LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
-STAGES, GATE_STAGES = 3, 4
-UP_ROWS, SHARED_ROWS, GATE_ROWS = 32, 16, 32  # of a program with two warps
+STAGES = 3
+UP_ROWS, GATE_ROWS = 32, 32  # of a program with two warps
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def launch_routed(router, w13, w2, shared_w13, shared_w2, limit):
     counters = workspace(x.device, "counters", 1, torch.int32)
     chosen, z = experts.shape[1], _between(x, experts.shape[1], w2)
     gate_tiles = triton.cdiv(num_experts, GATE_ROWS)
-    programs, shared_constants = _up_constants(shared_w13, SHARED_ROWS, GATE_STAGES)
+    programs, shared_constants = _up_constants(shared_w13, *choose_shared(shared_w13))
     _gate_kernel[(gate_tiles * ranges + programs,)](
         x, gate, logits, counters, *places, size, num_experts, per_range, gate_tiles,
         router["scaling"], z, shared_w13.packed, shared_w13.scale, shared_w13.global_scale,
@@ -241,6 +241,12 @@ def _down(z, experts, w2, shared_w2):
 def num_expert_ranges(weight) -> int:
     """Of K; a pure function of the shape, because it fixes the order of summation."""
     return 2 if weight.num_steps >= LONG_STEPS else 1
+
+
+def choose_shared(w13) -> tuple[int, int]:
+    """Weight rows of a program and stages of its loads beside the gate, as timed for V4-Flash and
+    V4-Pro (docs/LOG.md)."""
+    return (16, 4) if w13.num_steps <= 32 else (32, 8)
 
 
 def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
