@@ -84,6 +84,12 @@ def test_no_gpu() -> None:
     assert "no CUDA device" in str(result.exception)
 
 
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_a_shape_that_does_not_exist_is_named_on_any_machine(command: str) -> None:
+    result = CliRunner().invoke(app, ["bench", command, "--shape", "huge"])
+    assert "'huge'" in str(result.exception)
+
+
 def test_every_kernel_has_a_family() -> None:
     """A new kernel must not vanish among the others."""
     launched = set()

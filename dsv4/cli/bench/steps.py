@@ -41,7 +41,7 @@ def decode(
     batches, contexts = numbers("batch", batch), numbers("context", context)
     if compare not in ("", "transformers"):
         raise OptionError(f"compare is {compare!r}, expected 'transformers'")
-    _check_device(device)
+    _check(shape, device)
     rows = bench_decode(shape, _layers(shape, layers), batches, contexts, device)
     _show(rows, record, plot, _comparison(shape, device) if compare else None)
 
@@ -61,7 +61,7 @@ def prefill(
     from dsv4.tools.speed.steps import bench_prefill
 
     lengths = numbers("tokens", tokens)
-    _check_device(device)
+    _check(shape, device)
     _show(bench_prefill(shape, _layers(shape, layers), lengths, device), record, plot)
 
 
@@ -121,8 +121,12 @@ def _layers(shape: str, layers: int) -> int | None:
     return layers or FITTING_LAYERS.get(shape)
 
 
-def _check_device(device: str) -> None:
+def _check(shape: str, device: str) -> None:
+    """What is wrong whatever the machine comes first."""
     import torch
 
+    from dsv4.tools.speed.model import shape_config
+
+    shape_config(shape, None)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OptionError("no CUDA device was found; --device cpu --shape tiny tries the tool out")

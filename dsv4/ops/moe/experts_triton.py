@@ -48,6 +48,20 @@ def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
+def _weights_at(
+    expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN: tl.constexpr
+):
+    """Where the weights of a program's columns begin, of an expert or of the shared one, whose lie
+    `shared_*` elements behind."""
+    is_shared = expert == num_experts
+    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
+    first += tl.program_id(0) * (BN // 64)
+    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    return word_at, scale_at
+
+
+@triton.jit
 def _pair_of(rows, live, sorted_pairs, num_pairs, chosen):
     """(token, place) of sorted rows; the shared expert's place is the last."""
     routed = rows < num_pairs
@@ -129,7 +143,6 @@ def _up_kernel(
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*` are distances in elements from the routed experts' tensors."""
     expert = tl.load(tile_expert + tl.program_id(1))
     start = tl.load(tile_start + tl.program_id(1))
     end = tl.load(tile_end + tl.program_id(1))
@@ -140,10 +153,9 @@ def _up_kernel(
     parts = tl.where(is_shared, SHARED_PARTS, PARTS)
     gate_factor = tl.load(factors + at) * 128.0
     up_factor = tl.load(factors + at + parts - 1) * 128.0
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
-    first += tl.program_id(0) * (BN // 64)
-    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    word_at, scale_at = _weights_at(
+        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN
+    )
     for i in tl.static_range(len(tile_heights(BM))):
         if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
             _up_rows(
@@ -193,10 +205,9 @@ def _down_kernel(
         return
     is_shared = expert == num_experts
     factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
-    first += tl.program_id(0) * (BN // 64)
-    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    word_at, scale_at = _weights_at(
+        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN
+    )
     for i in tl.static_range(len(tile_heights(BM))):
         if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
             _down_rows(

@@ -18,5 +18,5 @@ def supports(router, experts) -> str | None:
 
 
 def run(router, experts) -> Parts:
-    parts = token_triton.launch_routed(router, **experts)
+    parts = token_triton.launch_routed(**router, **experts)
     return Parts(parts[:, :, None], None, router["x"].dtype)

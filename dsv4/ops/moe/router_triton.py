@@ -217,7 +217,7 @@ def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None
     return None
 
 
-def prepare(x, gate, bias, table, token_ids, num_chosen, scaling, ranges):
+def prepare(x, gate, bias, table, token_ids, num_chosen, ranges):
     """Room for the logits and the results, what selects, and constants of the kernels."""
     rows, num_experts = x.shape[0], gate.shape[0]
     logits = workspace(x.device, "router_logits", ranges * rows * num_experts, torch.float32)
@@ -233,9 +233,7 @@ def run(x, gate, bias, table, token_ids, num_chosen, scaling):
     num_rows, (num_experts, columns) = x.shape[0], gate.shape
     few = choose_config(num_rows) != "linear"
     ranges, per_range = num_ranges(num_experts, columns) if few else (1, 0)
-    logits, places, constants = prepare(
-        x, gate, bias, table, token_ids, num_chosen, scaling, ranges
-    )
+    logits, places, constants = prepare(x, gate, bias, table, token_ids, num_chosen, ranges)
     if few:
         bn, bm = GATE_TILE
         counters = workspace(x.device, "counters", 1, torch.int32)

@@ -195,27 +195,28 @@ def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
     return _down(z, experts, w2, shared_w2)
 
 
-def launch_routed(router, w13, w2, shared_w13, shared_w2, limit):
-    """`router` (its arguments) and `launch`: the shared expert's first matrix beside the gate."""
-    x, gate, table = router["x"], router["gate"], router["table"]
+def launch_routed(
+    x, gate, bias, table, token_ids, num_chosen, scaling, w13, w2, shared_w13, shared_w2, limit
+):
+    """`router` and `launch`: the shared expert's first matrix beside the gate."""
     num_experts, size = gate.shape
     ranges, per_range = num_ranges(num_experts, size)
-    logits, places, constants = prepare(**router, ranges=ranges)
+    logits, places, constants = prepare(x, gate, bias, table, token_ids, num_chosen, ranges)
     experts, weights = places[-2:]
     counters = workspace(x.device, "counters", 1, torch.int32)
-    chosen, z = experts.shape[1], _between(x, experts.shape[1], w2)
+    z = _between(x, num_chosen, w2)
     gate_tiles = triton.cdiv(num_experts, GATE_ROWS)
     programs, shared_constants = _up_constants(shared_w13, *choose_shared(shared_w13))
     _gate_kernel[(gate_tiles * ranges + programs,)](
         x, gate, logits, counters, *places, size, num_experts, per_range, gate_tiles,
-        router["scaling"], z, shared_w13.packed, shared_w13.scale, shared_w13.global_scale,
-        w2.columns, limit, w13.num_steps, CHOSEN=chosen, HASHED=table is not None,
+        scaling, z, shared_w13.packed, shared_w13.scale, shared_w13.global_scale,
+        w2.columns, limit, w13.num_steps, CHOSEN=num_chosen, HASHED=table is not None,
         BE=constants["BE"], GATE_RANGES=ranges, GATE_ROWS=GATE_ROWS,
         PARTS=shared_w13.global_scale.shape[0], EVEN_K=size % 128 == 0, **shared_constants,
     )  # fmt: skip
     programs, up_constants = _up_constants(w13, UP_ROWS)
-    _up_kernel[(programs, chosen)](
-        x, z, experts, weights, *expert_weights(w13, None), chosen, size, w2.columns, limit,
+    _up_kernel[(programs, num_chosen)](
+        x, z, experts, weights, *expert_weights(w13, None), num_chosen, size, w2.columns, limit,
         w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1], SHARED_PARTS=1,
         **up_constants,
     )  # fmt: skip

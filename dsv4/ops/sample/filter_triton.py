@@ -102,16 +102,20 @@ def _sums(units, over):
 
 
 @triton.jit
-def _row_key(
-    logits, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
-    output_counts, bias, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+def _row_keys(
+    logits, row, start, size, temperature, repetition, presence, frequency, prompt_counts,
+    output_counts, bias, TILE: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
+    """TILE logits of a row as drawn from, their keys, and which of them there are."""
+    lane = tl.arange(0, TILE)
+    at = row * size + start + lane
+    live = start + lane < size
     raw = tl.load(logits + at, mask=live, other=float("-inf"))
     x = adjusted(
         raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
         output_counts, bias, COUNTS, BIAS,
     )  # fmt: skip
-    return x, order_key(x)
+    return x, order_key(x), live
 
 
 @triton.jit
@@ -132,11 +136,9 @@ def filter_row(
         passed = tl.zeros((TILE,), tl.int32)
         weight = tl.zeros((TILE,), tl.uint32)
         for start in tl.range(0, size, TILE):
-            at = row * size + start + lane
-            live = start + lane < size
-            x, key = _row_key(
-                logits, row, at, live, temperature, repetition, presence, frequency,
-                prompt_counts, output_counts, bias, COUNTS, BIAS,
+            x, key, live = _row_keys(
+                logits, row, start, size, temperature, repetition, presence, frequency,
+                prompt_counts, output_counts, bias, TILE, COUNTS, BIAS,
             )  # fmt: skip
             over = live & (key >= trial)
             passed += over.to(tl.int32)
@@ -151,11 +153,9 @@ def filter_row(
     last_id = tl.zeros((), tl.int32) + size
     ties = tl.zeros((), tl.int32)
     for start in tl.range(0, size, TILE):
-        at = row * size + start + lane
-        live = start + lane < size
-        x, key = _row_key(
-            logits, row, at, live, temperature, repetition, presence, frequency,
-            prompt_counts, output_counts, bias, COUNTS, BIAS,
+        x, key, live = _row_keys(
+            logits, row, start, size, temperature, repetition, presence, frequency,
+            prompt_counts, output_counts, bias, TILE, COUNTS, BIAS,
         )  # fmt: skip
         equal = (live & (key == threshold)).to(tl.int32)
         hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)

@@ -12,44 +12,38 @@ from dsv4.ops.kv.pool import allocate_pool
 from dsv4.ops.ragged import make_ragged
 
 
-@pytest.mark.parametrize("dim", [32, 512])
-def test_squares_of_a_head_are_summed_by_as_many_warps_as_alone(
-    dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton", reason="forms are those of kernels")
-    attend = import_module("dsv4.ops.attention.attend_triton")
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The forms in which attention was started, as on an H200."""
+    pytest.importorskip("triton", reason="a form is chosen in a kernel's module, which imports it")
     attention = import_module("dsv4.ops.attention.attention_triton")
-    seen: list[Any] = []
+    found: list[Any] = []
     monkeypatch.setattr(attention, "capability", lambda: 90)
-    monkeypatch.setattr(attention, "run", lambda q, config, **_: seen.append(config))
-    pool = allocate_pool("fp8", False, kv_entry("fp8", dim, 16), (1, 64), "cpu")
+    monkeypatch.setattr(attention, "run", lambda q, config, **_: found.append(config))
+    return found
+
+
+def attend(starts: list[int], counts: list[int], heads: int, dim: int, rope_dim: int) -> None:
+    """Sequences with so many tokens before and now, through attention that prepares queries."""
+    given = {
+        "pool": allocate_pool("fp8", False, kv_entry("fp8", dim, rope_dim), (1, 64), "cpu"),
+        "table": torch.zeros(len(starts), 131, dtype=torch.int64),
+        "compressed": None,
+        "window": 128,
+        "frequencies": torch.zeros(rope_dim // 2),
+        "batch": make_ragged(starts, counts, [0] * len(starts), torch.device("cpu")),
+    }
+    q = torch.zeros(sum(counts), heads, dim, dtype=torch.bfloat16)
+    import_module("dsv4.ops.attention.attend_triton").run(q, 1e-6, **given)
+
+
+@pytest.mark.parametrize("dim", [32, 512])
+def test_squares_of_a_head_are_summed_by_as_many_warps_as_alone(dim: int, seen: list[Any]) -> None:
     for tokens in (1, 4, 30, 100):
-        given = {
-            "pool": pool,
-            "table": torch.zeros(tokens, 3, dtype=torch.int64),
-            "compressed": None,
-            "window": 128,
-            "frequencies": torch.zeros(8),
-            "batch": make_ragged([200] * tokens, [1] * tokens, [0] * tokens, torch.device("cpu")),
-        }
-        attend.run(torch.zeros(tokens, 4, dim, dtype=torch.bfloat16), 1e-6, **given)
+        attend([200] * tokens, [1] * tokens, 4, dim, 16)
     assert [config.num_warps for config in seen] == [ROW_WARPS] * 4
 
 
-def test_a_prompt_is_walked_as_if_its_queries_were_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="forms are those of kernels")
-    attend = import_module("dsv4.ops.attention.attend_triton")
-    attention = import_module("dsv4.ops.attention.attention_triton")
-    seen: list[Any] = []
-    monkeypatch.setattr(attention, "capability", lambda: 90)
-    monkeypatch.setattr(attention, "run", lambda q, config, **_: seen.append(config))
-    given = {
-        "pool": allocate_pool("fp8", False, kv_entry("fp8", 512, 64), (1, 64), "cpu"),
-        "table": torch.zeros(1, 131, dtype=torch.int64),
-        "compressed": None,
-        "window": 128,
-        "frequencies": torch.zeros(32),
-        "batch": make_ragged([0], [2000], [0], torch.device("cpu")),
-    }
-    attend.run(torch.zeros(2000, 64, 512, dtype=torch.bfloat16), 1e-6, **given)
-    assert seen == [attention.UNPACKED]
+def test_a_prompt_is_walked_as_if_its_queries_were_ready(seen: list[Any]) -> None:
+    attend([0], [2000], 64, 512, 64)
+    assert seen == [import_module("dsv4.ops.attention.attention_triton").UNPACKED]
