@@ -1,17 +1,24 @@
 """Cold prefixes as files, so that a restarted engine still finds them.
 
 One safetensors file for each prefix, named by its key, in a folder of the model's fingerprint.
-A file appears whole or not at all (written beside, then renamed) and carries a digest of its
-contents: a damaged, cut or foreign one is reported, removed and counts as not there. A disk that
-is full or cannot be written to ends the writing, never a request. A folder in /dev/shm keeps
-prefixes in main memory.
+A file appears whole or not at all (written beside, then renamed). It carries its key, its length,
+the fingerprint and a digest over these and all values: a damaged, renamed or foreign file is
+reported, removed and counts as not there. A disk that is full or cannot be written to ends the
+writing, never a request. A folder in /dev/shm keeps prefixes in main memory.
+
+States hold what clients wrote, so only the owner may read or replace them: folder 0700, files
+0600. Everything goes through the folder's descriptor and no link is followed, so swapping the
+folder or a file for a link leads nowhere.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
-import shutil
+import secrets
+import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -26,24 +33,25 @@ from dsv4.cache.geometry import Pool
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 SUFFIX = ".prefix"
 SHARE_OF_FREE = 0.5  # of what is free on the disk when the engine starts
+MAX_HEADER_BYTES = 1 << 20  # names, shapes and metadata before a file's values
 
 Shapes = Callable[[dict[Pool, int]], dict[str, tuple[torch.dtype, tuple[int, ...]]]]
 
 
 def fingerprint(folder: Path, settings: dict[str, Any]) -> str:
     """Tells states apart that may differ in a bit: the weights' files, and how they are run."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=32)
     digest.update(json.dumps({"version": VERSION, **settings}, sort_keys=True).encode())
     for path in (*sorted(folder.glob("*.safetensors")), folder / "config.json"):
-        stat = path.stat()
-        digest.update(f"{path.name} {stat.st_size}".encode())
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
         with path.open("rb") as file:
             digest.update(file.read(2**16))  # the header with all names, shapes and places
             for part in range(1, 17):  # and a sample of the values
-                file.seek(stat.st_size * part // 17)
+                file.seek(found.st_size * part // 17)
                 digest.update(file.read(4096))
     return digest.hexdigest()
 
@@ -51,27 +59,38 @@ def fingerprint(folder: Path, settings: dict[str, Any]) -> str:
 class DiskStore:
     def __init__(self, folder: str | Path, model: str, shapes: Shapes) -> None:
         self._model = model
-        self._folder = Path(folder) / model
+        self._folder = Path(folder) / model[:32]
         self._shapes = shapes
         self._files: OrderedDict[bytes, int] = OrderedDict()  # bytes, least recently used first
         self._can_write = True
         self._limit = 0
+        self._at = -1  # descriptor of the folder
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._limit = int(shutil.disk_usage(self._folder).free * SHARE_OF_FREE)
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._at = _open_private(self._folder)
+            space = os.fstatvfs(self._at)
+            self._limit = int(space.f_bavail * space.f_frsize * SHARE_OF_FREE)
             self._scan()
         except OSError as error:
             self._stop_writing(error)
 
+    def __del__(self) -> None:
+        if self._at >= 0:
+            os.close(self._at)
+
     def _scan(self) -> None:
-        for path in self._folder.glob("*.tmp"):  # of an engine that was killed
-            path.unlink()
-        found = [(path.stat().st_mtime, path) for path in self._folder.glob(f"*{SUFFIX}")]
-        for _, path in sorted(found):
+        found = []
+        for name in os.listdir(self._at):
+            if name.endswith(".tmp"):  # of an engine that was killed
+                os.unlink(name, dir_fd=self._at)
+            elif name.endswith(SUFFIX):
+                status = os.stat(name, dir_fd=self._at, follow_symlinks=False)
+                found.append((status.st_mtime, name, status.st_size))
+        for _, name, size in sorted(found):
             try:
-                self._files[bytes.fromhex(path.stem)] = path.stat().st_size
+                self._files[bytes.fromhex(name.removesuffix(SUFFIX))] = size
             except ValueError:
-                log.warning("%s is not a prefix of ours; ignored", path)
+                log.warning("%s is not a prefix of ours; ignored", self._folder / name)
         self._limit += sum(self._files.values())
 
     def __contains__(self, key: bytes) -> bool:
@@ -83,51 +102,62 @@ class DiskStore:
     def save(self, key: bytes, length: int, tensors: dict[str, Tensor]) -> None:
         if not self._can_write or key in self._files:
             return
-        metadata = {"model": self._model, "length": str(length), "digest": _digest(tensors)}
-        data = save(tensors, metadata)
-        path = self._path(key)
-        beside = path.with_suffix(".tmp")
+        about = self._about(key, length)
+        data = save(tensors, {**about, "digest": _digest(about, tensors)})
+        beside = f"{secrets.token_hex(16)}.tmp"
         try:
             self._make_room(len(data))
-            with beside.open("wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(beside, flags, 0o600, dir_fd=self._at), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            os.replace(beside, _name(key), src_dir_fd=self._at, dst_dir_fd=self._at)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(beside, dir_fd=self._at)
             self._stop_writing(error)
             return
         self._files[key] = len(data)
 
     def load(self, key: bytes, length: int, counts: dict[Pool, int]) -> dict[str, Tensor] | None:
-        path = self._path(key)
         try:
-            data = path.read_bytes()
+            data = self._read(key, counts)
             tensors = load(data)
-            self._check(_metadata(data), length, tensors, counts)
+            self._check(_metadata(data), self._about(key, length), tensors, counts)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            path = self._folder / _name(key)
             log.warning("the cached prefix %s cannot be used (%s); it is removed", path, error)
             self._forget(key)
             return None
         self._files.move_to_end(key)
         return tensors
 
+    def _read(self, key: bytes, counts: dict[Pool, int]) -> bytes:
+        shapes = self._shapes(counts).values()
+        most = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) + MAX_HEADER_BYTES
+        # O_NONBLOCK: opening a pipe in a file's place must not wait for a writer
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(_name(key), flags, dir_fd=self._at), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                raise ValueError(f"found {status.st_size} bytes, expected a file of up to {most}")
+            return file.read(most)
+
+    def _about(self, key: bytes, length: int) -> dict[str, str]:
+        return {"key": key.hex(), "length": str(length), "model": self._model}
+
     def _check(
         self,
         metadata: dict[str, str],
-        length: int,
+        about: dict[str, str],
         tensors: dict[str, Tensor],
         counts: dict[Pool, int],
     ) -> None:
         found = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         if found != self._shapes(counts):
             raise ValueError("its tensors have other names, types or shapes than this model's")
-        for name, expected in (
-            ("model", self._model),
-            ("length", str(length)),
-            ("digest", _digest(tensors)),
-        ):
+        for name, expected in {**about, "digest": _digest(about, tensors)}.items():
             if metadata[name] != expected:
                 raise ValueError(f"its {name} is {metadata[name]!r}, expected {expected!r}")
 
@@ -138,7 +168,9 @@ class DiskStore:
     def _forget(self, key: bytes) -> None:
         self._files.pop(key, None)
         try:
-            self._path(key).unlink(missing_ok=True)
+            os.unlink(_name(key), dir_fd=self._at)
+        except FileNotFoundError:
+            pass  # gone already
         except OSError as error:
             self._stop_writing(error)
 
@@ -147,8 +179,25 @@ class DiskStore:
             log.warning("no more prefixes are written to %s: %s", self._folder, error)
         self._can_write = False
 
-    def _path(self, key: bytes) -> Path:
-        return self._folder / f"{key.hex()}{SUFFIX}"
+
+def _open_private(folder: Path) -> int:
+    """A descriptor of the folder, which is ours alone afterwards."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner != os.geteuid():
+            raise PermissionError(
+                f"the folder belongs to user {owner}, expected {os.geteuid()}; name another one"
+            )
+        os.fchmod(descriptor, 0o700)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _name(key: bytes) -> str:
+    return f"{key.hex()}{SUFFIX}"
 
 
 def _metadata(data: bytes) -> dict[str, str]:
@@ -157,8 +206,8 @@ def _metadata(data: bytes) -> dict[str, str]:
     return metadata
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=32)
     for name in sorted(tensors):
         tensor = tensors[name].contiguous().view(torch.uint8)
         digest.update(name.encode())

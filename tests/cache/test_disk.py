@@ -20,7 +20,7 @@ from dsv4.request import Completion
 from tests.models import write_quick_model
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, seed=5, logprobs=2, stop_ids=())
-PROMPT = [random.Random(1).randrange(256) for _ in range(300)]
+PROMPT = random.Random(1).choices(range(256), k=300)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +101,88 @@ def test_a_damaged_file_is_reported_and_removed(
     elif damage == "header":
         data[8:40] = b"x" * 32
     else:
-        model_name = path.parent.name.encode()
-        data = bytearray(bytes(data).replace(model_name, b"0" * len(model_name)))
+        beginning = path.parent.name.encode()  # of the fingerprint
+        data = bytearray(bytes(data).replace(beginning, b"0" * len(beginning)))
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
         check(make(model, tmp_path), expected, 0)
     assert "cannot be used" in caplog.text
     assert not path.exists()
+
+
+def test_swapped_files_are_not_taken_for_each_other(
+    model: Path, expected: Completion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(model, tmp_path)
+    for prompt in (PROMPT, PROMPT[::-1]):
+        engine.generate([prompt], PARAMS)
+    engine.close()
+    one, two = tmp_path.glob("*/*.prefix")
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    check(make(model, tmp_path), expected, 0)
+    assert "its key is" in caplog.text
+
+
+def test_only_the_owner_can_read_prefixes(model: Path, tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        [path] = fill(model, tmp_path)
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.parent.chmod(0o777)
+    make(model, tmp_path)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_not_opened(
+    model: Path, expected: Completion, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    [path] = fill(model, tmp_path)
+    elsewhere = path.rename(tmp_path / "elsewhere")
+    if what == "link":
+        path.symlink_to(elsewhere)
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    check(make(model, tmp_path), expected, 0)
+    assert "cannot be used" in caplog.text
+    assert elsewhere.exists()
+
+
+def test_a_folder_that_is_a_link_is_not_followed(
+    model: Path, expected: Completion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    [path] = fill(model, tmp_path)
+    elsewhere = path.parent.rename(tmp_path / "elsewhere")
+    path.parent.symlink_to(elsewhere)
+    check(make(model, tmp_path), expected, 0)
+    assert "no more prefixes are written" in caplog.text
+
+
+def test_names_of_unfinished_files_cannot_be_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disk.DiskStore(tmp_path, "m", lambda counts: {})
+    names: list[str] = []
+    replace = os.replace
+
+    def note(source: str, *rest: Any, **options: Any) -> None:
+        names.append(source)
+        replace(source, *rest, **options)
+
+    monkeypatch.setattr(os, "replace", note)
+    for number in range(2):
+        store.save(bytes([number]) * 16, 128, {"a": torch.zeros(8)})
+    assert len(set(names)) == 2
+    for number, name in enumerate(names):
+        assert (bytes([number]) * 16).hex() not in name
+        assert len(name) >= 32
 
 
 def test_another_model_or_format_does_not_share(model: Path, tmp_path: Path) -> None:
