@@ -389,6 +389,9 @@ class Engine:
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
         """A sampled token joins its sequence; the output says what is new."""
         live, params = self._live[sequence.request.id], sequence.request.params
+        if live.matcher is not None:
+            token = live.matcher.replacement(result.token_id, live.text.stop_ids)
+            result = replace(result, token_id=token)
         sequence.token_ids.append(result.token_id)
         if live.audits is None:
             self._num_output_tokens += 1

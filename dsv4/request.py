@@ -32,7 +32,8 @@ class Guide:
 
     `value`: a JSON schema (as an object or its text), nothing for `json_object`, a regular
     expression, or a sequence of strings to choose from. With `after_id` the answer is free until
-    that token has come (the end of the reasoning).
+    that token has come (the end of the reasoning); an end marker before it becomes that token, so
+    a guide is kept whatever the model would rather do.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice"]

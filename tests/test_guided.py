@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,39 @@ def test_reasoning_is_free_until_its_end(engine: Engine) -> None:
     place = found.token_ids.index(marker)
     tail = engine.tokenizer.decode(found.token_ids[place + 1 : -1])
     assert tail in ("left", "right")
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide("json_schema", SCHEMA),
+        Guide("regex", r"[a-f]{3}-\d{2}"),
+        Guide("choice", ["left", "right"]),
+    ],
+)
+def test_an_end_inside_the_reasoning_begins_the_answer(engine: Engine, guide: Guide) -> None:
+    """The model wants to end at once: the reasoning ends, the guide is kept all the same."""
+    assert engine.tokenizer is not None
+    marker, end = engine.tokenizer.special.think_close, engine.tokenizer.special.eos
+    found = answer(engine, replace(guide, after_id=marker), logit_bias={end: 100.0}, logprobs=0)
+    assert found.token_ids[0] == found.logprobs[0].token_id == marker
+    assert found.finish_reason == "stop"
+    text = engine.tokenizer.decode(found.token_ids[1:-1])
+    if guide.kind == "json_schema":
+        assert list(json.loads(text)) == ["name", "kind", "size"]
+    elif guide.kind == "regex":
+        assert re.fullmatch(guide.value, text)
+    else:
+        assert text in guide.value
+
+
+def test_an_end_of_the_clients_own_begins_the_answer_too(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    marker = engine.tokenizer.special.think_close
+    guide = Guide("choice", ["left", "right"], after_id=marker)
+    found = answer(engine, guide, logit_bias={65: 100.0}, stop_ids=(65,))
+    assert found.token_ids[0] == marker
+    assert engine.tokenizer.decode(found.token_ids[1:-1]) in ("left", "right")
 
 
 def test_markers_are_never_part_of_a_text(engine: Engine) -> None:

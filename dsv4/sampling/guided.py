@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,13 @@ class Matcher:
         self._words &= self._usable
         self.is_stuck = not self._words.any()
         return None if self.is_stuck else self._words[0]
+
+    def replacement(self, token_id: int, ends: Collection[int]) -> int:
+        """What takes a drawn token's place: an end before the guide has begun begins it."""
+        if self._is_active or token_id not in ends:
+            return token_id
+        assert self._after_id is not None
+        return self._after_id
 
     def accept(self, token_id: int) -> bool:
         """Whether the answer has ended with this token, which the mask allowed."""

@@ -147,6 +147,12 @@ def plan_phases(
             "a constraint together with tools",
             "one of them, or tool_choice 'none'",
         )
+    if guide is not None and prompt.start.continued:
+        fail(
+            "response_format",
+            "a constraint together with a message to continue",
+            "one of them; a constraint holds for a whole answer",
+        )
     thinks = prompt.start.state == "reasoning"
     close = tokenizer.special.think_close
     if conversation.tool_choice.is_forced:

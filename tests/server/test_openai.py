@@ -375,6 +375,14 @@ def test_parse_with_a_schema(client: OpenAI, engine_log: Any) -> None:
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, 400, "response_format.type"),
+        (
+            {
+                "messages": [*ASK, {"role": "assistant", "content": "{", "prefix": True}],
+                "response_format": {"type": "json_object"},
+            },
+            400,
+            "response_format",
+        ),
         ({"reasoning_effort": "colossal"}, 400, "reasoning_effort"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, 400, None),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, 400, None),

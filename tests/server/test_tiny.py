@@ -67,7 +67,16 @@ def test_the_readmes_examples(tiny: Server, capsys: pytest.CaptureFixture[str]) 
         assert word in capsys.readouterr().out
 
 
-def test_a_schema_is_kept_to(client: OpenAI) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reasoning_effort": "none"},
+        {"extra_body": {"logit_bias": {"1": 100}}},  # the model ends inside its reasoning
+        {"extra_body": {"logit_bias": {"1": 100}, "thinking_token_budget": 20}},
+        {"extra_body": {"thinking_token_budget": 5}},
+    ],
+)
+def test_a_schema_is_kept_to(client: OpenAI, options: Any) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 8}, "big": {"type": "boolean"}},
@@ -75,7 +84,7 @@ def test_a_schema_is_kept_to(client: OpenAI) -> None:
         "additionalProperties": False,
     }
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    done = ask(client, response_format=form, reasoning_effort="none", seed=1, max_tokens=80)
+    done = ask(client, response_format=form, seed=1, max_tokens=200, **options)
     value = json.loads(done.choices[0].message.content)
     assert isinstance(value["city"], str)
     assert isinstance(value["big"], bool)

@@ -14,11 +14,11 @@ class AnswerText:
     ) -> None:
         self._detokenizer = tokenizer.detokenizer() if tokenizer is not None else None
         self._stops = StopMatcher(stop)
-        self._stop_ids = stop_ids
+        self.stop_ids = stop_ids
 
     def push(self, token_id: int) -> tuple[str, str | int | None]:
         """New text to show, and the stop id or stop string with which the answer ends."""
-        if token_id in self._stop_ids:
+        if token_id in self.stop_ids:
             return "", token_id
         if self._detokenizer is None:
             return "", None
