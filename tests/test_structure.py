@@ -74,7 +74,7 @@ LINE_BUDGET = {
     "model": 1500,
     "scheduler": 800,
     "runner": 2000,
-    "server": 3550,
+    "server": 4200,
     "tools": 7500,
     "cli": 2500,
 }

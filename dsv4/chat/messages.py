@@ -122,7 +122,7 @@ def read_part(part: object, path: str, role: str) -> Piece:
         return Image.PLACEHOLDER
     if role == "tool":
         return texts.UNSUPPORTED_PART.replace("{type}", kind)
-    fail(f"{path}.type", show(kind), "'text' or an image; convert other parts to text")
+    fail(f"{path}.type", show(kind), "'text'; convert other parts to text")
 
 
 def read_calls(value: object, path: str) -> tuple[Call, ...]:

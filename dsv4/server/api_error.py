@@ -32,6 +32,7 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        details: dict[str, Any] | None = None,  # of the Anthropic protocol
     ) -> None:
         headers = {}
         if retry_after is not None:
@@ -42,11 +43,13 @@ class ApiError(HTTPException):
         self.message = message
         self.param = param
         self.code = code
+        self.details = details
 
     def body(self, path: str) -> dict[str, Any]:
         if "/messages" in path:
             kind = _ANTHROPIC_TYPES.get(self.status_code, "invalid_request_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            more = {} if self.details is None else {"details": self.details}
+            return {"type": "error", "error": {"type": kind, "message": self.message, **more}}
         kind = _TYPES.get(self.status_code, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}

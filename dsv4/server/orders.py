@@ -13,7 +13,7 @@ from dsv4.chat import Conversation, Dialect, Prompt, Tokenizer, texts
 from dsv4.chat.encode import ToolChoice
 from dsv4.chat.fields import fail, read_object, read_text, show
 from dsv4.chat.lexer import split_markers
-from dsv4.chat.messages import Tool
+from dsv4.chat.messages import Image, Tool
 from dsv4.request import Guide, SamplingParams
 from dsv4.server.options import DEFAULT_MAX_TOKENS
 from dsv4.server.schemas import Sampling, StructuredOutputs
@@ -81,7 +81,7 @@ def chat_order(
     parallel_calls: bool = True,
 ) -> Order:
     """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be."""
-    prompt = service.recall.restore(conversation).encode(service.dialect)
+    prompt = service.recall.restore(refuse_images(conversation)).encode(service.dialect)
     ids = tuple(prompt.ids(service.tokenizer))
     room = max(service.max_context - len(ids), 1)
     if asked is not None and is_lowered:
@@ -100,6 +100,14 @@ def chat_order(
         priority=sampling.priority or 0,
         cache_salt=sampling.cache_salt or "",
     )
+
+
+def refuse_images(conversation: Conversation) -> Conversation:
+    """Pixels are not read. Inside a tool's result the prompt says so in the model's own words."""
+    for message in conversation.messages:
+        if message.role != "tool" and Image.PLACEHOLDER in message.content:
+            fail(message.path, "an image", "text only; this model sees no images")
+    return conversation
 
 
 def structured_guide(outputs: StructuredOutputs | None) -> Guide | None:

@@ -1,5 +1,6 @@
 """The anthropic package against a running server with scripted answers."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,8 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
+from dsv4.chat import Tokenizer
+from dsv4.util.models import model_folder
 from tests.server.support import ASK, Server
 from tests.server.test_openai import OSLO, ROME, calls_text
 
@@ -15,6 +18,16 @@ WEATHER: Any = {
     "description": "The weather in a city",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+
+PICTURE: Any = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is this?"},
+            {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}},
+        ],
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +142,59 @@ def test_system_and_counting(client: Anthropic) -> None:
     assert same.input_tokens == alone
     more = client.messages.count_tokens(model="tiny", messages=ASK, system="Be brief.")
     assert more.input_tokens > alone
+    with pytest.raises(anthropic.BadRequestError, match="an image"):
+        client.messages.count_tokens(model="tiny", messages=PICTURE)
+
+
+def test_a_last_assistant_turn_is_continued(client: Anthropic, engine_log: Any) -> None:
+    """The reply goes on from it, also while thinking is on, as its default is."""
+    messages: Any = [
+        {"role": "user", "content": "SAY  is Paris."},
+        {"role": "assistant", "content": "The capital"},
+    ]
+    message = client.messages.create(model="tiny", messages=messages, max_tokens=50)
+    assert [(block.type, block.text) for block in message.content] == [("text", " is Paris.")]
+    asked = [json.loads(line) for line in engine_log.read_text().splitlines()][-1]
+    prompt = Tokenizer.from_folder(model_folder("tiny")).decode(asked["request"]["prompt_ids"])
+    assert prompt.endswith("<｜Assistant｜><think></think>The capital")
+
+
+def test_a_reply_that_only_thought_goes_on_thinking(client: Anthropic) -> None:
+    begun: Any = {"type": "thinking", "thinking": "The capital", "signature": "x"}
+    messages: Any = [
+        {"role": "user", "content": "SAY  is Paris.</think>Paris."},
+        {"role": "assistant", "content": [begun]},
+    ]
+    message = client.messages.create(model="tiny", messages=messages, max_tokens=50)
+    thinking, text = message.content
+    assert (thinking.thinking, text.text) == (" is Paris.", "Paris.")
+
+
+def test_threads_are_refused_so_that_the_client_sends_everything(client: Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(client, "x", extra_body={"thread": {"type": "create"}})
+    body: Any = caught.value.body
+    assert body["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather.
+
+        Args:
+            city: where
+        """
+        return f"\nSAY </think>Sunny in {city}.\n"
+
+    messages: Any = [{"role": "user", "content": f"SAY Hm.</think>{calls_text(ROME)}"}]
+    runner = client.beta.messages.tool_runner(
+        model="tiny", messages=messages, tools=[get_weather], max_tokens=300
+    )
+    [_, last] = list(runner)
+    assert [block.text for block in last.content if block.type == "text"] == ["Sunny in Rome."]
+    assert last.stop_reason == "end_turn"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +205,7 @@ def test_system_and_counting(client: Anthropic) -> None:
         ({"extra_body": {"temperature": 9}}, 400, "invalid_request_error", "temperature"),
         ({"stop_sequences": ["x"] * 99}, 400, "invalid_request_error", "stop_sequences"),
         ({"extra_body": {"mcp_servers": [1]}}, 400, "invalid_request_error", "mcp_servers"),
+        ({"messages": PICTURE}, 400, "invalid_request_error", "an image"),
     ],
 )
 def test_errors(client: Anthropic, options: Any, status: int, kind: str, word: str) -> None:

@@ -360,6 +360,16 @@ def test_parse_with_a_schema(client: OpenAI, engine_log: Any) -> None:
         ({"model": "gpt"}, 404, "model"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
+        (
+            {
+                "messages": [
+                    *ASK,
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+                ]
+            },
+            400,
+            "messages[1]",
+        ),
         ({"temperature": 3}, 400, "temperature"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"stop": ["x"] * 17}, 400, "stop"),

@@ -96,6 +96,13 @@ def test_parse_and_limits(client: OpenAI) -> None:
 def test_what_responses_refuse(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="not stored"):
         respond(client, "x", previous_response_id="resp_1")
+    picture: Any = {"type": "input_image", "image_url": "https://example.org/a.png"}
+    items: Any = [{"role": "user", "content": [picture]}]
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]: found an image"):
+        client.responses.create(model="tiny", input=items)
+    stored: Any = [*ASK, {"type": "item_reference", "id": "msg_7"}]
+    with pytest.raises(openai.BadRequestError, match=r"'msg_7'.*the item itself.*store: false"):
+        client.responses.create(model="tiny", input=stored)
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         respond(client, "x", top_logprobs=3)
     with pytest.raises(openai.BadRequestError, match="truncation"):

@@ -43,6 +43,7 @@ def read_messages_api(body: object, dialect: Dialect) -> Conversation:
         tools=_tools(fields.get("tools")),
         tool_choice=_tool_choice(fields.get("tool_choice")),
         response_format=_format(config.get("format")),
+        continue_final=messages[-1].role == "assistant" and not messages[-1].calls,
         **decide(
             read_switch(fields.get("thinking"), "thinking"),
             read_effort(config.get("effort"), "output_config.effort", dialect),

@@ -95,6 +95,13 @@ class _Items:
             call_id = read_text(item.get("call_id"), f"{path}.call_id")
             content = read_content(item.get("output"), f"{path}.output", "tool")
             self.messages.append(Message("tool", path, content, call_id=call_id))
+        elif kind == "item_reference":
+            fail(
+                f"{path}.type",
+                f"a reference to the item {show(item.get('id'))}",
+                "the item itself; responses are not stored. Send what an earlier answer's 'output' "
+                "held; with store: false client libraries do so themselves",
+            )
         else:
             fail(
                 f"{path}.type",

@@ -13,7 +13,7 @@ from dsv4.server.answers import Answers, Choice
 from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import make_router
 from dsv4.server.metrics import Record
-from dsv4.server.orders import Order, chat_order, read_budget
+from dsv4.server.orders import Order, chat_order, read_budget, refuse_images
 from dsv4.server.schemas import CountBody, MessagesBody
 from dsv4.server.service import Service, in_thread
 from dsv4.server.sse import EventStream, event, while_connected
@@ -27,6 +27,7 @@ _PING = event({"type": "ping"}, "ping")
 @router.post("/messages")
 async def messages(request: Request, body: MessagesBody) -> Response:
     service: Service = request.app.state.service
+    _refuse_thread(body)
     name = service.accept(body)
     fields = await request.json()
     order = await in_thread(lambda: _order(service, body, fields))
@@ -43,15 +44,28 @@ async def messages(request: Request, body: MessagesBody) -> Response:
 @router.post("/messages/count_tokens")
 async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
     service: Service = request.app.state.service
+    _refuse_thread(body)
     service.link.check_loaded()
     service.model_name(body.model)
     fields = await request.json()
 
     def count() -> int:
-        conversation = read_messages_api(fields, service.dialect)
+        conversation = refuse_images(read_messages_api(fields, service.dialect))
         return len(conversation.encode(service.dialect).ids(service.tokenizer))
 
     return {"input_tokens": await in_thread(count)}
+
+
+def _refuse_thread(body: CountBody) -> None:
+    """In a thread only new messages are sent. The details tell the client's library to send all."""
+    if (body.model_extra or {}).get("thread") not in (None, False):
+        raise ApiError(
+            400,
+            "thread: not supported here, nothing is stored; send the whole conversation in "
+            "'messages' and no 'thread'",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
 
 
 def _order(service: Service, body: MessagesBody, fields: dict[str, Any]) -> Order:

@@ -7,6 +7,7 @@ from fastapi import Request
 from dsv4.chat.requests import read_chat_completions
 from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import make_router
+from dsv4.server.orders import refuse_images
 from dsv4.server.routes.chat import token_text
 from dsv4.server.schemas import DetokenizeBody, TokenizeBody
 from dsv4.server.service import Service, in_thread
@@ -52,7 +53,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
 
     def encode() -> list[int]:
         if body.messages is not None:
-            conversation = read_chat_completions(fields, service.dialect)
+            conversation = refuse_images(read_chat_completions(fields, service.dialect))
             return conversation.encode(service.dialect).ids(tokenizer)
         ids = tokenizer.encode_with_specials(body.prompt or "")
         is_bare = body.add_special_tokens is False or ids[:1] == [tokenizer.special.bos]
