@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dsv4.config import ModelConfig
 from training import rounding
-from training.attention import Index, attention_rows
+from training.attention import Index, attention_rows, top_mask
 from training.rope import Rotation, rotate, rotations
 
 Table = Mapping[str, Tensor]
@@ -301,11 +301,10 @@ class Network:
         c = self.config
         scores = F.softplus(F.linear(x, w[prefix + "gate.weight"])).sqrt()
         if prefix + "gate.tid2eid" in w:
-            chosen = w[prefix + "gate.tid2eid"][ids]
+            kept = torch.zeros_like(scores).scatter_(1, w[prefix + "gate.tid2eid"][ids], 1.0)
         else:
             ranked = scores.detach() + w[prefix + "gate.bias"]
-            chosen = ranked.topk(c.num_experts_per_tok, dim=-1).indices
-        kept = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+            kept = top_mask(ranked, c.num_experts_per_tok).to(scores.dtype)
         result.loads[prefix] = kept.mean(0).detach()
         weights = scores * kept
         weights = weights / weights.sum(-1, keepdim=True) * c.routed_scaling_factor

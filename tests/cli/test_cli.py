@@ -18,7 +18,7 @@ from dsv4.cli import main
 from dsv4.config import EngineConfig
 from dsv4.testing import random_weights
 from tests.models import fast_config, write_fast_model
-from tests.oracle.reference import transformers_model
+from tests.oracle.reference import Reference, transformers_model
 
 SMALL = ("--max-context", "200", "--chunk-tokens", "32")
 
@@ -198,14 +198,15 @@ def test_score_equals_transformers_on_its_own_checkpoint(
     cli: Cli, ids: Path, tmp_path: Path, original_format: bool
 ) -> None:
     config = fast_config()
-    oracle = transformers_model(config, random_weights(config, 3))
+    weights, tokens = random_weights(config, 3), json.loads(ids.read_text())
+    oracle = transformers_model(config, weights)
     folder, out = tmp_path / "saved", tmp_path / "out.safetensors"
     oracle.save_pretrained(folder, save_original_format=original_format)
-    result = cli("score", folder, "--ids", ids, "-o", out, *SMALL)
+    reference = Reference(config, weights, [tokens])
+    with reference.ties.step():
+        result = cli("score", folder, "--ids", ids, "-o", out, *SMALL)
     assert result.code == 0, result.err
-    tokens = torch.tensor([json.loads(ids.read_text())])
-    with torch.no_grad():
-        expected = oracle(tokens).logits[0]
+    [expected] = reference.logits
     assert expected.std() > 0.5
     assert (load_file(out)["logits"] - expected).abs().max() < 2e-4
 

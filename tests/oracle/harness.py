@@ -1,17 +1,14 @@
 """Runs a model over any schedule of ragged steps and collects the logits of every token."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.model import indexer
 from dsv4.model.transformer import Transformer
-from dsv4.ops.attention.index import index_select
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import resolve
 
@@ -25,8 +22,16 @@ def exact_runner(config: ModelConfig, weights: dict[str, Tensor]) -> Runner:
     return Runner(Transformer(config, weights, torch.float32), settings)
 
 
-def run_schedule(runner: Runner, sequences: list[list[int]], schedule: Schedule) -> list[Tensor]:
-    """Logits `[tokens, vocabulary]` of each sequence; everything is given back afterwards."""
+def run_schedule(
+    runner: Runner,
+    sequences: list[list[int]],
+    schedule: Schedule,
+    watch: Callable[[list[int]], AbstractContextManager[None]] = lambda order: nullcontext(),
+) -> list[Tensor]:
+    """Logits `[tokens, vocabulary]` of each sequence; everything is given back afterwards.
+
+    Every step runs inside `watch`, which is told the sequences that it holds.
+    """
     pages = [runner.pages.open() for _ in sequences]
     done = [0] * len(sequences)
     parts: list[list[Tensor]] = [[] for _ in sequences]
@@ -36,7 +41,8 @@ def run_schedule(runner: Runner, sequences: list[list[int]], schedule: Schedule)
             ids = sequences[index][done[index] : done[index] + count]
             chunks.append(Chunk(pages[index], ids, count))
             done[index] += count
-        logits = runner.step(chunks)
+        with watch([index for index, _ in step]):
+            logits = runner.step(chunks)
         for (index, _), rows in zip(step, logits.split([n for _, n in step]), strict=True):
             parts[index].append(rows)
     for held in pages:
@@ -66,22 +72,3 @@ def random_schedule(rng: random.Random, lengths: list[int]) -> Schedule:
         if step:
             schedule.append(step)
     return schedule
-
-
-@contextmanager
-def tied_positions(margin: float = 1e-5) -> Iterator[set[int]]:
-    """Positions whose index selection was a tie (or nearly) at its border.
-
-    Two right implementations may then choose differently, and everything after follows.
-    """
-    found: set[int] = set()
-
-    def recording(scores: Tensor, topk: int) -> Tensor:
-        if scores.shape[1] > topk:
-            best = scores.sort(dim=1, descending=True).values[:, topk - 1 : topk + 1]
-            border = torch.isfinite(best).all(1) & ((best[:, 0] - best[:, 1]).abs() < margin)
-            found.update(torch.nonzero(border).flatten().tolist())
-        return index_select(scores, topk)
-
-    with patch.object(indexer, "index_select", recording):
-        yield found

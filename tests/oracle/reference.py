@@ -1,12 +1,16 @@
 """transformers' DeepseekV4 with the same config and the same weights: the independent oracle."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4.checkpoint.names import locate
 from dsv4.config import ModelConfig
+from tests.oracle.ties import Choices, TieBreaker, as_mask
 
 LAYER_TYPES = {
     0: "sliding_attention",
@@ -93,3 +97,42 @@ def _pick(weights: dict[str, torch.Tensor], module: str, suffix: str) -> torch.T
     if module.endswith("shared_experts.w2"):
         return weights[module]
     return weights[f"{module}.{suffix}" if suffix else module]
+
+
+class Reference:
+    """transformers' logits and choices for some sequences."""
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], sequences: list[list[int]]
+    ) -> None:
+        model = transformers_model(config, weights)
+        self.config, self.weights, self.sequences = config, weights, sequences
+        self.logits: list[Tensor] = []  # [tokens, vocabulary]
+        self.choices: list[Choices] = []
+        for ids in sequences:
+            with torch.inference_mode(), recorded_choices(model) as chosen:
+                self.logits.append(model(torch.tensor([ids])).logits[0])
+            self.choices.append(chosen)
+        self.ties = TieBreaker(config, weights, sequences, self.choices)
+
+
+@contextmanager
+def recorded_choices(model: DeepseekV4ForCausalLM) -> Iterator[Choices]:
+    """What transformers chooses in one forward pass over one sequence."""
+    found: Choices = []
+
+    def index(module: Any, given: Any, selected: Tensor) -> None:
+        found.append(as_mask(selected[0], int(selected.max()) + 1))
+
+    def router(module: Any, given: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+        found.append(as_mask(result[2], module.num_experts))
+
+    hooks = {"DeepseekV4Indexer": index, "DeepseekV4TopKRouter": router}
+    handles = [
+        module.register_forward_hook(hooks[type(module).__name__])
+        for module in model.modules()
+        if type(module).__name__ in hooks
+    ]
+    yield found
+    for handle in handles:
+        handle.remove()

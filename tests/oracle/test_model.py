@@ -1,24 +1,24 @@
 """Promise 1: in exact mode the logits are transformers', however the tokens are fed."""
 
+import itertools
 import os
 import random
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from dsv4.config import ModelConfig
+from dsv4.runner.runner import Runner
 from dsv4.testing import random_weights, small_config
 from tests.oracle.harness import (
     Schedule,
     exact_runner,
     random_schedule,
     run_schedule,
-    tied_positions,
     whole,
 )
-from tests.oracle.reference import transformers_model
+from tests.oracle.reference import Reference
 
 TOLERANCE = 2e-4
 SHARDS = 4  # each draws its own configs, so that they can run side by side
@@ -68,42 +68,35 @@ def token_by_token(length: int, prefix: int) -> Schedule:
     return [*whole(prefix), *([[(0, 1)]] * (length - prefix))]
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor, first_tie: int) -> None:
-    difference = (ours - theirs)[:first_tie].abs().max()
-    assert difference < TOLERANCE, f"logits differ by {difference:.2e}"
+def compare(reference: Reference, runner: Runner, schedule: Schedule) -> None:
+    """The schedule may leave out the last sequences, and the ends of the others."""
+    lengths = [0] * len(reference.sequences)
+    for index, count in itertools.chain(*schedule):
+        lengths[index] += count
+    fed = [ids[:n] for ids, n in zip(reference.sequences, lengths, strict=True) if n]
+    found = run_schedule(runner, fed, schedule, reference.ties.step)
+    for ours, theirs in zip(found, reference.logits, strict=False):
+        difference = (ours - theirs[: len(ours)]).abs().max()
+        assert difference < TOLERANCE, f"logits differ by {difference:.2e}"
 
 
-def check_config(config: ModelConfig, rng: random.Random) -> bool:
-    """All ways of feeding tokens; whether the whole length could be compared (no tie)."""
+def check_config(config: ModelConfig, rng: random.Random) -> None:
+    """All ways of feeding tokens."""
     weights = random_weights(config, rng.getrandbits(32))
-    oracle = transformers_model(config, weights)
     runner = exact_runner(config, weights)
     lengths = [rng.randint(401, 430), *(rng.randint(1, 160) for _ in range(rng.randint(0, 4)))]
     sequences = [[rng.randrange(config.vocab_size) for _ in range(n)] for n in lengths]
     assert lengths[0] // 128 >= 2
     assert lengths[0] // 4 > config.index_topk
-    with torch.inference_mode():
-        expected = [oracle(torch.tensor([ids])).logits[0] for ids in sequences]
-    borders = []
-    for ids in sequences:  # alone and in one step, so that rows are positions
-        with tied_positions() as tied:
-            run_schedule(runner, [ids], [[(0, len(ids))]])
-        borders.append(min(tied, default=len(ids)))
-    long, first_tie = sequences[0], borders[0]
+    reference = Reference(config, weights, sequences)
     prefix = rng.choice((120, 250, 380))
-    for schedule in (whole(len(long)), token_by_token(prefix + 15, prefix)):
-        ids = long[: sum(count for step in schedule for _, count in step)]
-        compare(run_schedule(runner, [ids], schedule)[0], expected[0][: len(ids)], first_tie)
-    results = run_schedule(runner, sequences, random_schedule(rng, lengths))
-    for ours, theirs, border in zip(results, expected, borders, strict=True):
-        compare(ours, theirs, border)
-    return first_tie == len(long)
+    compare(reference, runner, whole(lengths[0]))
+    compare(reference, runner, token_by_token(prefix + 15, prefix))
+    compare(reference, runner, random_schedule(rng, lengths))
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_equals_transformers(shard: int) -> None:
-    untied = []
-
     @seed(shard)
     @settings(
         max_examples=CONFIGS_PER_SHARD,
@@ -113,12 +106,9 @@ def test_equals_transformers(shard: int) -> None:
     )
     @given(configs(), st.integers(0, 2**32))
     def check(config: ModelConfig, drawn: int) -> None:
-        untied.append(check_config(config, random.Random(drawn)))
+        check_config(config, random.Random(drawn))
 
     check()
-    assert len(untied) >= CONFIGS_PER_SHARD
-    # ties shorten a comparison; they must stay the exception for the test to mean something
-    assert sum(untied) >= len(untied) // 2, f"{len(untied) - sum(untied)} of {len(untied)} tied"
 
 
 def test_every_token_alone() -> None:
@@ -126,26 +116,22 @@ def test_every_token_alone() -> None:
     config = small_config(index_num_heads=16, num_layers=4, compress_ratios=(0, 4, 128, 4))
     weights = random_weights(config, 7)
     ids = [random.Random(1).randrange(config.vocab_size) for _ in range(270)]
-    with torch.inference_mode():
-        expected = transformers_model(config, weights)(torch.tensor([ids])).logits[0]
-    ours = run_schedule(exact_runner(config, weights), [ids], token_by_token(len(ids), 0))[0]
-    compare(ours, expected, len(ids))
+    reference = Reference(config, weights, [ids])
+    compare(reference, exact_runner(config, weights), token_by_token(len(ids), 0))
 
 
 def test_nasty_weights() -> None:
-    """Activations in the hundreds, clamps that act, index scores that tie: equal up to the tie.
+    """Activations in the hundreds, clamps that act, index scores that nearly tie.
 
-    Rounding is relative to the largest activations here, so the tolerance is ten times wider.
+    Some tokens magnify rounding a thousandfold, so theirs is measured.
     """
     config = small_config(index_num_heads=16, compress_ratios=(0, 128, 4, 128, 4, 0, 128))
     weights = random_weights(config, 3, nasty=True)
     ids = [random.Random(2).randrange(config.vocab_size) for _ in range(300)]
-    with torch.inference_mode():
-        expected = transformers_model(config, weights)(torch.tensor([ids])).logits[0]
-    with tied_positions(1e-3) as tied:
-        runner = exact_runner(config, weights)
-        ours = run_schedule(runner, [ids], [[(0, len(ids))]])[0]
-    border = min(tied)
-    assert border >= 4 * config.index_topk  # up to there every entry is taken without a choice
-    scale = 10 * expected.std()
-    compare(ours / scale, expected / scale, border)
+    reference = Reference(config, weights, [ids])
+    ties, expected = reference.ties, reference.logits[0]
+    ours = run_schedule(exact_runner(config, weights), [ids], [[(0, len(ids))]], ties.step)[0]
+    allowed = ties.rounding(0).logits.clamp(min=TOLERANCE * float(expected.std()))
+    difference = (ours - expected).abs().amax(1)
+    assert (difference < allowed).all(), f"{(difference / allowed).max():.1f} times the rounding"
+    assert allowed.median() < 0.01 * expected.std()  # or nothing would be compared

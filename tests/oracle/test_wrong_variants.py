@@ -6,7 +6,8 @@ logits at least a hundred times further than the tolerance of `test_model.py`.
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,16 +16,17 @@ from torch import Tensor
 
 import dsv4.model.compressor as compressor_module
 import dsv4.ops.attention.attention as attention_op
+import dsv4.ops.attention.index as index_op
 import dsv4.ops.attention.query as query_op
 import dsv4.ops.kv.compress as compress_op
 import dsv4.ops.mhc.mix as mix_op
 import dsv4.ops.moe.experts as experts_op
-from dsv4.config import ModelConfig
+import dsv4.ops.moe.router as router_op
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
 from dsv4.runner.runner import Runner
 from dsv4.testing import random_weights, small_config
 from tests.oracle.harness import exact_runner, run_schedule
-from tests.oracle.reference import transformers_model
+from tests.oracle.reference import Reference
 
 CONFIG = small_config(index_num_heads=16)
 LENGTH = 389
@@ -32,12 +34,9 @@ VISIBLE = 0.02  # a hundred times the tolerance
 
 
 @pytest.fixture(scope="module")
-def setting() -> tuple[dict[str, Tensor], list[int], Tensor]:
-    weights = random_weights(CONFIG, 11)
+def reference() -> Reference:
     ids = [random.Random(5).randrange(CONFIG.vocab_size) for _ in range(LENGTH)]
-    with torch.inference_mode():
-        expected = transformers_model(CONFIG, weights)(torch.tensor([ids])).logits[0]
-    return weights, ids, expected
+    return Reference(CONFIG, random_weights(CONFIG, 11), [ids])
 
 
 def _wrong_compress(change: Callable[..., dict[str, object]]) -> object:
@@ -155,6 +154,44 @@ def index_queries_64_positions_off(runner: Runner) -> object:
     return _replace_reference(query_op.INDEX, wrong)
 
 
+def _wrong_choice(change: Callable[[Tensor, int], Tensor]) -> object:
+    right = index_op.SELECT.reference
+
+    def wrong(scores: Tensor, topk: int) -> Tensor:
+        return right(change(scores, topk), topk)
+
+    return _replace_reference(index_op.SELECT, wrong)
+
+
+def one_entry_too_few(runner: Runner) -> object:
+    def change(scores: Tensor, topk: int) -> Tensor:
+        last = scores.argsort(1, descending=True)[:, topk - 1 : topk]
+        return scores.scatter(1, last, float("-inf"))
+
+    return _wrong_choice(change)
+
+
+def entry_beyond_the_border(runner: Runner) -> object:
+    """The best that should be left out takes the place of the worst that should be kept."""
+
+    def change(scores: Tensor, topk: int) -> Tensor:
+        border = scores.argsort(1, descending=True)[:, topk - 1 : topk + 1]
+        swapped = scores.gather(1, border).flip(1)
+        return scores.scatter(1, border, swapped)
+
+    return _wrong_choice(change)
+
+
+def routing_without_bias(runner: Runner) -> object:
+    right = router_op.OP.reference
+
+    def wrong(**given: Any) -> object:
+        bias = None if given["bias"] is None else torch.zeros_like(given["bias"])
+        return right(**{**given, "bias": bias})
+
+    return _replace_reference(router_op.OP, wrong)
+
+
 @contextmanager
 def _replace_reference(op: object, wrong: object) -> Iterator[None]:
     right = op.reference  # type: ignore[attr-defined]
@@ -178,21 +215,24 @@ VARIANTS = (
     no_inverse_rope,
     no_query_norm,
     index_queries_64_positions_off,
+    one_entry_too_few,
+    entry_beyond_the_border,
+    routing_without_bias,
 )
 
 
-def distance(config: ModelConfig, variant: object, setting: object) -> float:
-    weights, ids, expected = setting  # type: ignore[misc]
-    runner = exact_runner(config, weights)
-    with variant(runner) if variant else ExitStack():  # type: ignore[operator]
-        ours = run_schedule(runner, [ids], [[(0, len(ids))]])[0]
-    return float((ours - expected).abs().max())
+def distance(reference: Reference, variant: Callable[[Runner], Any] | None) -> float:
+    [ids] = reference.sequences
+    runner = exact_runner(CONFIG, reference.weights)
+    with variant(runner) if variant else nullcontext():
+        ours = run_schedule(runner, [ids], [[(0, len(ids))]], reference.ties.step)[0]
+    return float((ours - reference.logits[0]).abs().max())
 
 
-def test_the_right_model_passes(setting: object) -> None:
-    assert distance(CONFIG, None, setting) < 2e-4
+def test_the_right_model_passes(reference: Reference) -> None:
+    assert distance(reference, None) < 2e-4
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.__name__)
-def test_wrong_variant_is_seen(variant: object, setting: object) -> None:
-    assert distance(CONFIG, variant, setting) > VISIBLE
+def test_wrong_variant_is_seen(variant: Callable[[Runner], Any], reference: Reference) -> None:
+    assert distance(reference, variant) > VISIBLE

@@ -10,7 +10,9 @@ from dsv4.checkpoint.names import draft_parameters
 from dsv4.formats import nvfp4
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.testing import _random_tensor, random_weights, small_config
-from tests.oracle.harness import exact_runner, run_schedule, tied_positions, whole
+from tests.oracle.harness import exact_runner, run_schedule, whole
+from tests.oracle.ties import TieBreaker
+from tests.training.choices import recorded_choices
 from training import rounding
 from training.network import Network, Options
 
@@ -24,17 +26,14 @@ def test_logits_equal_the_engine(seed: int, most_scores: int) -> None:
     config = small_config(index_num_heads=16)
     weights = random_weights(config, seed)
     ids = [random.Random(seed).randrange(config.vocab_size) for _ in range(LENGTH)]
-    with torch.inference_mode(), tied_positions() as ties:
-        expected = run_schedule(exact_runner(config, weights), [ids], whole(LENGTH))[0]
     padded = torch.tensor([ids + [0] * (PADDED - LENGTH)])
     options = Options(most_scores=most_scores)
-    with torch.no_grad():
+    with torch.no_grad(), recorded_choices() as choices:
         result = Network(config).forward(weights, padded, options, torch.ones(1, PADDED))
     ours = result.hidden[0, :LENGTH] @ weights["head.weight"].T
-    # ties inside a step are numbered by row, which is the position modulo the step's size
-    last = min((tie for tie in ties), default=LENGTH)
-    assert last > 400 or not ties
-    torch.testing.assert_close(ours[:last], expected[:last], atol=1e-4, rtol=1e-4)
+    ties = TieBreaker(config, weights, [ids], [choices])
+    expected = run_schedule(exact_runner(config, weights), [ids], whole(LENGTH), ties.step)[0]
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_reach_every_parameter() -> None:

@@ -11,6 +11,8 @@ import training.train as train_module
 from dsv4.engine import Engine
 from dsv4.request import SamplingParams
 from dsv4.tools.quality.variants import MISTAKES, broken
+from tests.oracle.ties import Choices, TieBreaker
+from tests.training.choices import recorded_choices
 from training import evaluate, export, rounding
 from training.batches import Packer
 from training.network import Network, Options
@@ -71,10 +73,11 @@ def _stored(table: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _logits(table: dict[str, Tensor], mistake: str = "") -> Tensor:
+def _logits(table: dict[str, Tensor], mistake: str = "") -> tuple[Tensor, Choices]:
     rows = torch.tensor([IDS + [0] * (384 - len(IDS))])
-    hidden = Network(SMALL).forward(table, rows, Options(mistake=mistake), None).hidden
-    return (hidden @ table["head.weight"].T)[0, : len(IDS)]
+    with recorded_choices() as choices:
+        hidden = Network(SMALL).forward(table, rows, Options(mistake=mistake), None).hidden
+    return (hidden @ table["head.weight"].T)[0, : len(IDS)], choices
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +108,13 @@ def test_the_export_runs_in_the_engine(
 ) -> None:
     """Also with a mistake: what the network trains against is what the engine would do wrong."""
     stored = _stored(table)
-    with broken(engine, mistake):
+    expected, choices = _logits(stored, mistake)
+    ties = TieBreaker(SMALL, stored, [IDS], [choices])
+    with broken(engine, mistake), ties.step():
         ours = torch.cat(list(engine.score(IDS)))
-    expected = _logits(stored, mistake)
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=1e-3)
     if mistake:
-        assert float((expected - _logits(stored)).abs().max()) > 0.05
+        assert float((expected - _logits(stored)[0]).abs().max()) > 0.05
 
 
 def test_the_exported_model_generates(engine: Engine) -> None:

@@ -22,12 +22,14 @@ from dsv4.tools.doctor.examine import ModelReport, examine_model, layers_of
 from dsv4.tools.doctor.machine import examine_machine
 from dsv4.tools.doctor.ops import check_ops, summarize
 from dsv4.tools.doctor.picture import svg, terminal
+from dsv4.tools.doctor.plain import layer as plain_layer
 from dsv4.tools.doctor.plain.layer import Taps
 from dsv4.tools.doctor.plain.stations import STATIONS, layer_stations
 from dsv4.tools.doctor.report import Report
 from dsv4.tools.doctor.subject import Subject
 from tests.models import write_fast_model
-from tests.oracle.reference import transformers_model
+from tests.oracle.reference import Reference
+from tests.oracle.ties import as_indices
 from tests.tools.doctor import faults
 from tests.tools.doctor.subjects import make_subject, small_subject
 
@@ -39,13 +41,14 @@ def ill() -> tuple[Subject, ModelReport]:
         return subject, examine_model(subject, only_calls=True)
 
 
-def plain_logits(subject: Subject, token_ids: Tensor) -> Tensor:
-    """The plain model end to end on its own results."""
+def plain_logits(subject: Subject, token_ids: Tensor, theirs: list[dict[str, Tensor]]) -> Tensor:
+    """The plain model end to end on its own results; at a tie it takes their choice."""
     make_layer, before = layers_of(subject), Taps()
     for number in range(subject.config.num_layers):
         layer, taps = make_layer(number), Taps()
         taps.begin(0, token_ids)
         hand_on(before, taps)
+        taps.choices = theirs[number]
         for station in layer_stations(layer):
             taps.new.update(station.run(layer, taps))
         before = taps
@@ -57,11 +60,17 @@ def test_the_plain_model_is_transformers() -> None:
     config = small_config(index_num_heads=16)
     subject = make_subject(config, 11, tokens=300)
     ids = torch.tensor(subject.token_ids)
-    oracle = transformers_model(config, random_weights(config, 11))
-    with torch.inference_mode():
-        expected = oracle(ids[None]).logits[0]
-        found = plain_logits(subject, ids)
-    assert float((found - expected).abs().max()) < 2e-4
+    reference = Reference(config, random_weights(config, 11), [subject.token_ids])
+    choices, theirs = iter(reference.choices[0]), []
+    for number, ratio in enumerate(config.compress_ratios):
+        layer = {"selected": as_indices(next(choices), config.index_topk)} if ratio == 4 else {}
+        if number >= config.num_hash_layers:
+            layer["experts"] = as_indices(next(choices), config.num_experts_per_tok)
+        theirs.append(layer)
+    near = max(float(margin.max()) for margin in reference.ties.rounding(0).scores.values())
+    with patch.object(plain_layer, "NEAR_TIE", near):
+        found = plain_logits(subject, ids, theirs)
+    assert float((found - reference.logits[0]).abs().max()) < 2e-4
 
 
 # --- ops ------------------------------------------------------------------------------------------
