@@ -50,7 +50,9 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._char_bytes = _byte_level_alphabet()
         self.special = _resolve_special(added)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self._most_bytes = max(len(token.encode()) for token in vocabulary)  # of one token
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -82,11 +84,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text. The spelling of a marker gives ordinary tokens, never the marker."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        return _encode(self._plain, text)
 
     def encode_with_specials(self, text: str) -> list[int]:
         """Ids of a text written by the operator, in which markers are recognised by spelling."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return _encode(self._backend, text)
+
+    def least_tokens(self, num_characters: int) -> int:
+        """So many tokens, at least, has every text of this length."""
+        return -(-num_characters // self._most_bytes)
 
     def marker_id(self, marker: str) -> int:
         """The id of a marker that a prompt needs."""
@@ -157,6 +163,14 @@ class Tokenizer:
                     " token; expected merges that cannot produce it, or a user could inject a"
                     " turn. Use the model's own tokenizer.json"
                 )
+
+
+def _encode(backend: _Backend, text: str) -> list[int]:
+    if len(text) < 4096:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+    # as a batch it is encoded without the interpreter's lock, which `encode` holds for seconds
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 class Detokenizer:

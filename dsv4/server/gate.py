@@ -11,8 +11,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsv4.server.api_error import ApiError, internal_error
-from dsv4.server.options import BODY_SECONDS, MAX_BODY_BYTES
-from dsv4.server.service import Service
+from dsv4.server.options import BODY_SECONDS, MAX_BODIES_BYTES, MAX_BODY_BYTES, SMALL_BYTES
+from dsv4.server.service import Service, is_large
 from dsv4.server.sse import ClientGone
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Gate:
         # Without keys, whoever reaches the port may ask. A web page elsewhere must not reach it
         # by pointing its own name at this machine, so the name that was asked for is checked.
         self._checks_host = not self._keys and is_loopback(service.options.host)
+        self._num_bytes = 0  # of large bodies in work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,10 +44,12 @@ class Gate:
         name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
         reply = _Reply(send, name)
+        body = bytearray()
         try:
             self._check(scope, headers)
-            body = await _read_body(headers, receive)
-            await self._app(scope, _replay(body, receive), reply)
+            await self._read_body(headers, receive, body)
+            is_large.set(len(body) > SMALL_BYTES)
+            await self._app(scope, _replay(bytes(body), receive), reply)
         except ApiError as error:
             self._service.metrics.count_rejected(error.status_code)
             await self._refuse(error, scope, receive, reply)
@@ -55,6 +58,8 @@ class Gate:
         except Exception:
             log.exception("%s: %s failed", name, scope["path"])
             await self._refuse(internal_error(name), scope, receive, reply)
+        finally:
+            self._num_bytes -= _large_bytes(body)
 
     def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
         path = scope["path"]
@@ -86,6 +91,40 @@ class Gate:
                 code="invalid_api_key",
             )
 
+    async def _read_body(
+        self, headers: dict[bytes, str], receive: Receive, body: bytearray
+    ) -> None:
+        """The whole body, within its limits of size and time."""
+        too_large = ApiError(
+            413, f"body: larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large"
+        )
+        length = headers.get(b"content-length", "0")
+        if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
+            raise too_large
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    self._add(body, message.get("body", b""))
+                    if len(body) > MAX_BODY_BYTES:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError as error:
+            text = f"body: not complete after {BODY_SECONDS:g} seconds"
+            raise ApiError(408, text, code="body_too_slow") from error
+
+    def _add(self, body: bytearray, part: bytes) -> None:
+        """Small bodies always find room; large ones share a limit."""
+        before = _large_bytes(body)
+        body += part
+        self._num_bytes += _large_bytes(body) - before
+        if _large_bytes(body) and self._num_bytes > MAX_BODIES_BYTES:
+            text = "body: too many large bodies are in work; try again"
+            raise ApiError(503, text, code="busy", retry_after=2)
+
     async def _refuse(
         self, error: ApiError, scope: Scope, receive: Receive, reply: "_Reply"
     ) -> None:
@@ -109,29 +148,8 @@ class _Reply:
         await self._send(message)
 
 
-async def _read_body(headers: dict[bytes, str], receive: Receive) -> bytes:
-    """The whole body, within its limits of size and time."""
-    too_large = ApiError(
-        413, f"body: larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large"
-    )
-    length = headers.get(b"content-length", "0")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError as error:
-        text = f"body: not complete after {BODY_SECONDS:g} seconds"
-        raise ApiError(408, text, code="body_too_slow") from error
+def _large_bytes(body: bytearray) -> int:
+    return len(body) if len(body) > SMALL_BYTES else 0
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -1,5 +1,11 @@
-"""How bodies are read: strictly, once, for every route."""
+"""How bodies are read: strictly, once, for every route, and without holding up the event loop.
 
+A parser in C keeps the interpreter lock until it is done; 30 MB of JSON would stop every
+connection for seconds. Larger bodies are therefore read on a thread and in pieces: the parser
+sees at most a few dozen kilobytes at a time, and counts of values end a hostile body early.
+"""
+
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -8,6 +14,18 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
 from dsv4.server.api_error import ApiError
+from dsv4.server.options import MAX_JSON_DEPTH, MAX_JSON_NUMBERS, MAX_JSON_VALUES, SMALL_BYTES
+from dsv4.server.service import in_thread
+
+_SPACE = re.compile(rb"[ \t\n\r]*")
+_SCALAR = re.compile(rb"[-+.\w]{1,4400}")
+_NUMBERS = re.compile(rb"[-+.eE0-9, \t\n\r]{1,65536}")
+_SHORT_TEXT = re.compile(rb'"([^"\\\x00-\x1f]{0,65536}+)"')
+# Whole characters as JSON writes them; a pair of surrogates is one.
+_CHARACTERS = re.compile(
+    rb'(?:[^"\\]{1,512}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u])'
+    rb"{1,4096}+"
+)
 
 
 class JsonRequest(Request):
@@ -15,8 +33,13 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
+            body = await self.body()
             try:
-                self._json = from_json(await self.body(), allow_inf_nan=False)
+                self._json = (
+                    from_json(body, allow_inf_nan=False)
+                    if len(body) <= SMALL_BYTES
+                    else await in_thread(lambda: read_in_pieces(body))
+                )
             except ValueError as error:
                 raise ApiError(400, f"body: not JSON ({error})", code="invalid_json") from error
         return self._json
@@ -34,3 +57,123 @@ class JsonRoute(APIRoute):
 
 def make_router() -> APIRouter:
     return APIRouter(route_class=JsonRoute)
+
+
+def read_in_pieces(data: bytes) -> Any:
+    """The value of a JSON text; ValueError if it is none, ApiError if it has too many parts."""
+    return _Reader(data).whole()
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._place = 0
+        self._num_values = self._num_numbers = 0
+
+    def whole(self) -> Any:
+        value = self._value(0)
+        if self._next():
+            raise ValueError(f"more behind the value, at byte {self._place}")
+        return value
+
+    def _next(self) -> bytes:
+        """The next byte that is no white space; empty at the end."""
+        found = _SPACE.match(self._data, self._place)
+        assert found is not None
+        self._place = found.end()
+        return self._data[self._place : self._place + 1]
+
+    def _take(self, expected: bytes) -> None:
+        found = self._next()
+        if found != expected:
+            what = repr(found.decode("latin-1")) if found else "the end"
+            raise ValueError(f"found {what} at byte {self._place}, expected {expected.decode()!r}")
+        self._place += 1
+
+    def _value(self, depth: int) -> Any:
+        self._num_values += 1
+        if self._num_values > MAX_JSON_VALUES:
+            raise _too_many(f"more than {MAX_JSON_VALUES} values")
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
+        first = self._next()
+        if first == b'"':
+            return self._text()
+        if first == b"{":
+            return self._object(depth)
+        if first == b"[":
+            return self._list(depth)
+        found = _SCALAR.match(self._data, self._place)
+        if found is None:
+            raise ValueError(f"found no value at byte {self._place}")
+        self._place = found.end()
+        return from_json(found.group(), allow_inf_nan=False)
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        self._place += 1
+        found: dict[str, Any] = {}
+        if self._next() == b"}":
+            self._place += 1
+            return found
+        while True:
+            if self._next() != b'"':
+                raise ValueError(f"found no key at byte {self._place}")
+            key = self._text()
+            self._take(b":")
+            found[key] = self._value(depth + 1)
+            if self._next() == b"}":
+                self._place += 1
+                return found
+            self._take(b",")
+
+    def _list(self, depth: int) -> list[Any]:
+        self._place += 1
+        found: list[Any] = []
+        if self._next() == b"]":
+            self._place += 1
+            return found
+        while True:
+            found += self._numbers() or [self._value(depth + 1)]
+            if self._next() == b"]":
+                self._place += 1
+                return found
+            self._take(b",")
+
+    def _numbers(self) -> list[Any]:
+        """Numbers up to the comma before the last one in reach; none if there is no comma."""
+        found = _NUMBERS.match(self._data, self._place)
+        cut = found.group().rfind(b",") if found is not None else -1
+        if cut < 0:
+            return []
+        part = self._data[self._place : self._place + cut]
+        numbers: list[Any] = from_json(b"[" + part + b"]", allow_inf_nan=False)
+        self._place += cut
+        self._num_numbers += len(numbers)
+        if self._num_numbers > MAX_JSON_NUMBERS:
+            raise _too_many(f"more than {MAX_JSON_NUMBERS} numbers")
+        return numbers
+
+    def _text(self) -> str:
+        short = _SHORT_TEXT.match(self._data, self._place)
+        if short is not None:
+            self._place = short.end()
+            return short.group(1).decode()
+        parts = []
+        self._place += 1
+        while self._data[self._place : self._place + 1] != b'"':
+            found = _CHARACTERS.match(self._data, self._place)
+            if found is None:
+                raise ValueError(f"a string that does not end, or a bad escape, at {self._place}")
+            end = found.end()
+            while end < len(self._data) and self._data[end] & 0xC0 == 0x80:
+                end -= 1  # back to the beginning of a character
+            if end <= self._place:
+                raise ValueError(f"not UTF-8 at byte {self._place}")
+            parts.append(from_json(b'"%b"' % self._data[self._place : end]))
+            self._place = end
+        self._place += 1
+        return "".join(parts)
+
+
+def _too_many(found: str) -> ApiError:
+    return ApiError(400, f"body: found {found}; send less", code="body_too_large")

@@ -5,6 +5,13 @@ from pathlib import Path
 
 # Limits of single fields stand in `schemas.py`, those of conversations in `chat`.
 MAX_BODY_BYTES = 32 << 20
+MAX_BODIES_BYTES = 512 << 20  # of all bodies that are being read or worked on
+SMALL_BYTES = 128 << 10  # of a body that is read in one piece, on the event loop
+MAX_JSON_DEPTH = 128
+MAX_JSON_VALUES = 250_000  # strings, lists, objects and literals of a body
+MAX_JSON_NUMBERS = 1_300_000  # in lists; a prompt of token ids has as many as the context
+MAX_QUICK_ENTRIES = 4096  # of an answer that is written in one piece, on the event loop
+MAX_LARGE_WAITING = 64  # bodies above SMALL_BYTES that wait for a thread
 BODY_SECONDS = 30.0  # for a client to send the whole body
 HEADER_SECONDS = 10.0  # and for the headers
 MAX_HEADER_BYTES = 64 << 10

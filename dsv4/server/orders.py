@@ -82,7 +82,7 @@ def chat_order(
 ) -> Order:
     """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be."""
     prompt = service.recall.restore(refuse_images(conversation)).encode(service.dialect)
-    ids = tuple(prompt.ids(service.tokenizer))
+    ids = tuple(service.prompt_ids(prompt))
     room = max(service.max_context - len(ids), 1)
     if asked is not None and is_lowered:
         asked = min(asked, room)

@@ -5,30 +5,59 @@ Conversations themselves (messages, tools, input items) are read by `dsv4.chat.r
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+
+from dsv4.chat.fields import MAX_TEXT_CHARS
+from dsv4.chat.messages import MAX_MESSAGES, MAX_TOOLS
+from dsv4.request import MAX_LOGIT_BIAS
+from dsv4.server.api_error import ApiError
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
+MAX_IDS = 1 << 20  # token ids in one list
+MAX_ENTRIES = 1024  # of every list or object in a body that is not named here
+MAX_FIELDS = 256  # of a body
+SIZES = {
+    "messages": MAX_MESSAGES,
+    "input": MAX_MESSAGES,
+    "system": MAX_MESSAGES,
+    "tools": MAX_TOOLS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "prompt": MAX_IDS,
+    "tokens": MAX_IDS,
+    "stop": MAX_STOPS,
+    "stop_sequences": MAX_STOPS,
+}
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Stops = Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Object = dict[str, Any]
-Text = Annotated[str, StringConstraints(max_length=8_000_000)]
+Objects = Annotated[list[Object], Field(fail_fast=True)]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 # The reader of conversations knows more shapes; these are the ones that the document shows.
 _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"enum": ["user", "assistant", "system"]},
-        "content": {"type": "string", "maxLength": 8_000_000},
+        "content": {"type": "string", "maxLength": MAX_TEXT_CHARS},
     },
     "required": ["role", "content"],
 }
-Messages = Annotated[list[Object], WithJsonSchema({"type": "array", "items": _MESSAGE})]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2_000_000)]
+Messages = Annotated[Objects, WithJsonSchema({"type": "array", "items": _MESSAGE})]
+# Ranges of ids are checked by `Service.check_ids`: here a million of them would take too long.
+_Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})]
+Ids = Annotated[list[_Id], Field(fail_fast=True, max_length=MAX_IDS)]
 
 _NO_TEMPLATE = "the prompt format is built in"
 _NO_BEAMS = "answers are sampled; use n"
@@ -44,6 +73,23 @@ class Body(BaseModel):
 
     model: Annotated[str, StringConstraints(max_length=512)] | None = None
     stream: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_sizes(cls, data: Any) -> Any:
+        """Before anything else: what follows costs time for every entry."""
+        if isinstance(data, dict):
+            check_size("body", data, MAX_FIELDS)
+            for name, value in data.items():
+                check_size(name, value, SIZES.get(name, MAX_ENTRIES))
+        return data
+
+
+def check_size(name: str, value: Any, most: int) -> None:
+    if isinstance(value, list | dict) and len(value) > most:
+        name = name[:80]
+        text = f"{name}: found {len(value)} entries, expected at most {most}"
+        raise ApiError(400, text, param=name, code="too_many_entries")
 
 
 class Sampling(Body):
@@ -61,7 +107,7 @@ class Sampling(Body):
                 Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
                 Annotated[Number, Field(ge=-100, le=100)],
             ],
-            Field(max_length=1024),
+            Field(max_length=MAX_LOGIT_BIAS),
         ]
         | None
     ) = None
@@ -80,7 +126,9 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     json_schema: Object | Text | None = Field(default=None, alias="json")
     regex: Annotated[str, StringConstraints(max_length=65536)] | None = None
-    choice: Annotated[list[Stop], Field(min_length=1, max_length=4096)] | None = None
+    choice: Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=4096)] | None = (
+        None
+    )
 
 
 class ChatBody(Sampling):
@@ -114,7 +162,7 @@ class ChatBody(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: StreamOptions | None = None
-    tools: list[Object] | None = None
+    tools: Objects | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     response_format: Object | None = None
@@ -125,7 +173,7 @@ class ChatBody(Sampling):
     include_reasoning: bool | None = None
     chat_template_kwargs: Object | None = None
     continue_final_message: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
 class CompletionBody(Sampling):
@@ -141,9 +189,9 @@ class CompletionBody(Sampling):
     }
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
         | Ids
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -169,12 +217,12 @@ class ResponsesBody(Sampling):
     max_output_tokens: Count | None = None
     reasoning: Object | None = None
     text: Object | None = None
-    tools: list[Object] | None = None
+    tools: Objects | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class CountBody(Body):
@@ -183,8 +231,8 @@ class CountBody(Body):
         "container": "there are no containers",
     }
     messages: Messages
-    system: Text | list[Object] | None = None
-    tools: list[Object] | None = None
+    system: Text | Objects | None = None
+    tools: Objects | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None
     output_config: Object | None = None
@@ -192,7 +240,7 @@ class CountBody(Body):
 
 class MessagesBody(CountBody, Sampling):
     max_tokens: Count
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
 
 class TokenizeBody(Body):
@@ -200,7 +248,7 @@ class TokenizeBody(Body):
 
     prompt: Text | None = None
     messages: Messages | None = None
-    tools: list[Object] | None = None
+    tools: Objects | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

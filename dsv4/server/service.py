@@ -5,17 +5,19 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dsv4 import __version__
-from dsv4.chat import DIALECTS, Conversation, Dialect, Tokenizer
+from dsv4.chat import DIALECTS, Conversation, Dialect, Prompt, Tokenizer
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.server.api_error import ApiError, bad_request
 from dsv4.server.metrics import Metrics
-from dsv4.server.options import ServerOptions
+from dsv4.server.options import MAX_LARGE_WAITING, ServerOptions
 from dsv4.server.schemas import Body
 from dsv4.server.worker.link import EngineLink
 from dsv4.util.models import model_folder
@@ -100,6 +102,31 @@ class Service:
         if unknown:
             log.debug("fields without effect: %s", ", ".join(unknown)[:500])
 
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        self.check_length(sum(len(text) for text, _ in prompt.segments))
+        return prompt.ids(self.tokenizer)
+
+    def check_length(self, num_characters: int, path: str = "messages") -> None:
+        """Refuse a text that cannot fit the context before its tokens are counted."""
+        least = self.tokenizer.least_tokens(num_characters)
+        if least > self.max_context:
+            raise ApiError(
+                400,
+                f"{path}: found {num_characters} characters, which are {least} tokens or more, "
+                f"expected at most {self.max_context} tokens; shorten the text",
+                param=path,
+                code="context_length_exceeded",
+            )
+
+    def check_ids(self, ids: Sequence[int], path: str, last: int | None = None) -> None:
+        """`last`: the highest id; by default that of the vocabulary."""
+        if last is None:
+            last = int(self.link.facts["vocab_size"]) - 1
+        if ids and not 0 <= min(ids) <= max(ids) <= last:
+            found = min(ids) if min(ids) < 0 else max(ids)
+            text = f"{path}: found the token id {str(found)[:40]}, expected 0 to {last}"
+            raise ApiError(400, text, param=path)
+
     def limit_tokens(
         self, asked: int | None, num_prompt: int, default: int, path: str = "messages"
     ) -> int:
@@ -117,10 +144,39 @@ class Service:
         return asked or min(default, room)
 
 
+is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
+
+
+class Threads:
+    """Threads with a queue of bounded length."""
+
+    def __init__(self, num_threads: int, max_waiting: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._most = num_threads + max_waiting
+        self._jobs: set[Future[Any]] = set()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if len(self._jobs) >= self._most:
+            text = f"{len(self._jobs)} requests wait to be read; try again"
+            raise ApiError(503, text, code="busy", retry_after=1)
+        job = self._pool.submit(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.wrap_future(job)
+
+
+_QUICK = Threads(4, 4096)
+_LARGE = Threads(2, MAX_LARGE_WAITING)  # of their own, so that short requests need not wait
+
+
+async def in_large_thread(work: Callable[[], T]) -> T:
+    return await _LARGE.run(work)
+
+
 async def in_thread(work: Callable[[], T]) -> T:
-    """Long texts are encoded beside the event loop. RequestErrors become answers."""
+    """Texts are read and encoded beside the event loop. RequestErrors become answers."""
     try:
-        return await asyncio.to_thread(work)
+        return await (_LARGE if is_large.get() else _QUICK).run(work)
     except RequestError as error:
         raise bad_request(error) from error
     except Dsv4Error as error:

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from dsv4.server.options import WRITE_SECONDS
+from dsv4.server.options import MAX_QUICK_ENTRIES, WRITE_SECONDS
+from dsv4.server.service import in_large_thread
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -24,6 +26,16 @@ def event(data: Any, name: str | None = None) -> bytes:
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
+
+
+async def whole_answer(build: Callable[[], Any], num_entries: int) -> Response:
+    """What `build` makes, as JSON. A large answer is made and written beside the event loop."""
+    if num_entries <= MAX_QUICK_ENTRIES:
+        return JSONResponse(build())
+    # piece by piece: in one call the encoder would keep the interpreter's lock
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = await in_large_thread(lambda: "".join(encoder.iterencode(build())).encode())
+    return Response(data, media_type="application/json")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

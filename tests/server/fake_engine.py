@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.chat import V4_OFFICIAL, Tokenizer
-from dsv4.server.worker.wire import Channel
+from dsv4.server.worker.wire import Channel, ids_from_wire
 from dsv4.util.models import model_folder
 
 MAX_CONTEXT = 4096
@@ -104,12 +104,14 @@ class FakeEngine:
         }
 
     def take(self, message: dict[str, Any]) -> None:
+        if "request" in message:
+            message["request"]["prompt_ids"] = ids_from_wire(message["request"]["prompt_ids"])
         self.write_log(message)
         if message["kind"] == "abort":
             self.jobs.pop(message["id"], None)
         elif message["kind"] == "score":
             top = [[1, -0.5], [2, -1.5]][: message["top"]]
-            scores = [(token, -1.0, top) for token in message["ids"][1:]]
+            scores = [(token, -1.0, top) for token in ids_from_wire(message["ids"])[1:]]
             self.channel.send({"kind": "accepted", "id": message["id"]})
             self.channel.send({"kind": "scores", "id": message["id"], "scores": scores})
         else:

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from dsv4.chat import Delta
 from dsv4.chat.output.stops import read_stops
@@ -19,7 +18,7 @@ from dsv4.server.metrics import Record
 from dsv4.server.orders import Order, chat_order, read_budget, structured_guide
 from dsv4.server.schemas import ChatBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread
-from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected
+from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected, whole_answer
 
 router = make_router()
 
@@ -39,7 +38,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     if body.stream:
         return EventStream(writer.stream(), {})
     await while_connected(request, answers.finish())
-    return JSONResponse(writer.whole())
+    return await whole_answer(writer.whole, writer.num_entries)
 
 
 def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
@@ -67,6 +66,7 @@ class _Writer:
         self._answers = answers
         self._shows_reasoning = body.include_reasoning is not False
         self._has_logprobs = bool(body.logprobs)
+        self._num_top = body.top_logprobs or 0
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._base = {
@@ -77,6 +77,11 @@ class _Writer:
         }
 
     # --- whole --------------------------------------------------------------------------------
+
+    @property
+    def num_entries(self) -> int:
+        num_tokens = sum(choice.num_output for choice in self._answers.choices)
+        return num_tokens * (1 + self._num_top) if self._has_logprobs else 0
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(choice) for choice in self._answers.choices]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from dsv4.chat.output.stops import read_stops
 from dsv4.request import Output, SamplingParams, TokenLogprobs
@@ -20,7 +19,7 @@ from dsv4.server.orders import sampling_params, structured_guide
 from dsv4.server.routes.chat import LEAST_LOGPROB, token_text
 from dsv4.server.schemas import CompletionBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread
-from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected
+from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected, whole_answer
 
 router = make_router()
 
@@ -61,7 +60,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     if body.stream:
         return EventStream(run.stream(), {})
     await while_connected(request, run.finish())
-    return JSONResponse(run.whole())
+    return await whole_answer(run.whole, run.num_entries)
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:
@@ -75,7 +74,9 @@ def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ...]]:
 
 def _ids(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> tuple[int, ...]:
     if not isinstance(prompt, str):
+        service.check_ids(prompt, "prompt")
         return tuple(prompt)
+    service.check_length(len(prompt), "prompt")
     ids = service.tokenizer.encode_with_specials(prompt)
     bos = service.tokenizer.special.bos
     return tuple(ids) if not adds_bos or ids[:1] == [bos] else (bos, *ids)
@@ -202,6 +203,12 @@ class _Run:
     async def finish(self) -> None:
         async for _ in self._outputs():
             pass
+
+    @property
+    def num_entries(self) -> int:
+        return sum(len(answer.logprobs) for answer in self._answers) * (
+            1 + (self._body.logprobs or 0)
+        )
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(answer) for answer in self._answers]

@@ -51,7 +51,7 @@ async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
 
     def count() -> int:
         conversation = refuse_images(read_messages_api(fields, service.dialect))
-        return len(conversation.encode(service.dialect).ids(service.tokenizer))
+        return len(service.prompt_ids(conversation.encode(service.dialect)))
 
     return {"input_tokens": await in_thread(count)}
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from dsv4.chat.requests import read_chat_completions
 from dsv4.server.api_error import ApiError
@@ -11,6 +11,7 @@ from dsv4.server.orders import refuse_images
 from dsv4.server.routes.chat import token_text
 from dsv4.server.schemas import DetokenizeBody, TokenizeBody
 from dsv4.server.service import Service, in_thread
+from dsv4.server.sse import whole_answer
 
 router = make_router()
 
@@ -43,7 +44,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+async def tokenize(request: Request, body: TokenizeBody) -> Response:
     """The ids of a raw text or of a conversation, as the model would get them."""
     service: Service = request.app.state.service
     service.link.check_loaded()
@@ -54,7 +55,8 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     def encode() -> list[int]:
         if body.messages is not None:
             conversation = refuse_images(read_chat_completions(fields, service.dialect))
-            return conversation.encode(service.dialect).ids(tokenizer)
+            return service.prompt_ids(conversation.encode(service.dialect))
+        service.check_length(len(body.prompt or ""), "prompt")
         ids = tokenizer.encode_with_specials(body.prompt or "")
         is_bare = body.add_special_tokens is False or ids[:1] == [tokenizer.special.bos]
         return ids if is_bare else [tokenizer.special.bos, *ids]
@@ -62,14 +64,23 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: found both or neither, expected a prompt or messages")
     ids = await in_thread(encode)
-    answer = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
-    if body.return_token_strs:
-        answer["token_strs"] = [token_text(tokenizer.token_bytes(token)) for token in ids]
-    return answer
+
+    def build() -> dict[str, Any]:
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+        if body.return_token_strs:
+            answer["token_strs"] = [token_text(tokenizer.token_bytes(token)) for token in ids]
+        return answer
+
+    return await whole_answer(build, len(ids))
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
     service: Service = request.app.state.service
     service.model_name(body.model)
-    return {"prompt": await in_thread(lambda: service.tokenizer.decode(body.tokens))}
+
+    def decode() -> str:
+        service.check_ids(body.tokens, "tokens", last=2**31 - 1)  # unknown ones have a sign
+        return service.tokenizer.decode(body.tokens)
+
+    return {"prompt": await in_thread(decode)}

@@ -16,6 +16,7 @@ from dsv4.server.api_error import ApiError, bad_request, internal_error
 from dsv4.server.worker.wire import (
     LENGTH_BYTES,
     Message,
+    ids_to_wire,
     logprobs_from_wire,
     message_size,
     output_from_wire,
@@ -184,7 +185,7 @@ class EngineLink:
         self.check_ready()
         assert self._writer is not None
         answer = self._scores[name] = asyncio.get_running_loop().create_future()
-        self._writer.write(pack({"kind": "score", "id": name, "ids": ids, "top": top}))
+        self._writer.write(pack({"kind": "score", "id": name, "ids": ids_to_wire(ids), "top": top}))
         try:
             message = await answer
         finally:

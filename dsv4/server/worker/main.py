@@ -28,7 +28,13 @@ from dsv4.request import SamplingParams
 from dsv4.runner.activations import choose
 from dsv4.runner.load import find_gpu, state_memory
 from dsv4.runner.settings import Settings, resolve
-from dsv4.server.worker.wire import Channel, Message, output_to_wire, request_from_wire
+from dsv4.server.worker.wire import (
+    Channel,
+    Message,
+    ids_from_wire,
+    output_to_wire,
+    request_from_wire,
+)
 from dsv4.util.models import model_folder
 
 STATS_SECONDS = 0.5
@@ -185,7 +191,7 @@ class Worker:
 
     def _score(self, message: Message) -> Iterator[list[Any]]:
         """Log-probabilities of a prompt's own tokens, chunk by chunk, as outputs carry them."""
-        ids, top = message["ids"], message["top"]
+        ids, top = ids_from_wire(message["ids"]), message["top"]
         place = 1
         for logits in self._engine.score(ids):
             rows = torch.log_softmax(logits.float(), -1)[: len(ids) - place]

@@ -4,8 +4,11 @@ A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it:
 `progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`.
 """
 
+import base64
 import json
 import socket
+from array import array
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -54,8 +57,20 @@ class Channel:
         return bytes(data)
 
 
+def ids_to_wire(ids: Sequence[int]) -> str:
+    """A million ids as JSON numbers would hold up the event loop for too long."""
+    return base64.b64encode(array("i", ids)).decode()
+
+
+def ids_from_wire(text: str) -> tuple[int, ...]:
+    ids = array("i")
+    ids.frombytes(base64.b64decode(text))
+    return tuple(ids)
+
+
 def request_to_wire(request: Request) -> Message:
     message = {item.name: getattr(request, item.name) for item in fields(request)}
+    message["prompt_ids"] = ids_to_wire(request.prompt_ids)
     params = {item.name: getattr(request.params, item.name) for item in fields(request.params)}
     guide = request.params.guide
     if guide is not None:
@@ -71,7 +86,7 @@ def request_from_wire(message: Message) -> Request:
     params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
     if params["guide"] is not None:
         params["guide"] = Guide(**params["guide"])
-    values = {**message, "prompt_ids": tuple(message["prompt_ids"])}
+    values = {**message, "prompt_ids": ids_from_wire(message["prompt_ids"])}
     return Request(**{**values, "params": SamplingParams(**params)})
 
 

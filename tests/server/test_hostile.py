@@ -1,0 +1,168 @@
+"""Requests made to hold a server up: each is refused early, and others are answered meanwhile.
+
+Nothing here looks at a clock. What must be cheap is measured in processor time of the server's
+own process; what must not block is shown by the order in which answers come.
+"""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
+
+from dsv4.chat import Tokenizer
+from dsv4.server.api_error import ApiError
+from dsv4.server.json_route import read_in_pieces
+from dsv4.util.models import model_folder
+from tests.server.support import ASK, Server, cpu_seconds
+
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+ESCAPE = b'{"messages": [{"role": "user", "content": "' + b"\\u00e9" * 4_000_000 + b'"}]}'
+
+
+def fields(**more: Any) -> bytes:
+    return json.dumps({"messages": ASK, "max_tokens": 5, **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        (CHAT, b'{"messages": [' + b"1," * 4_500_000 + b"1]}", "numbers"),
+        (CHAT, b'{"messages": [' + b'"",' * 3_000_000 + b'""]}', "values"),
+        (CHAT, b'{"messages": [' + b"1," * 60_000 + b"1]}", "messages"),
+        (CHAT, b'{"messages": [' + b"1," * 15_000 + b"1]}", "messages[0]"),
+        (CHAT, fields(logit_bias={f"k{n}": 1 for n in range(200_000)}), "logit_bias"),
+        (CHAT, fields(tools=[{}] * 100_000), "tools"),
+        (CHAT, fields(metadata={f"k{n}": 1 for n in range(100_000)}), "metadata"),
+        (CHAT, fields(**{f"k{n}": 1 for n in range(100_000)}), "body"),
+        (CHAT, fields(structured_outputs={"choice": [1] * 100_000}), "choice"),
+        ("/v1/completions", b'{"prompt": [' + b"{}," * 200_000 + b"{}]}", "prompt"),
+        ("/v1/completions", b'{"prompt": [' + b"1," * 1_000_000 + b'"x"]}', "prompt"),
+        ("/v1/messages", b'{"max_tokens":1,"messages": [' + b"[]," * 200_000 + b"1]}", "messages"),
+        ("/v1/responses", b'{"input": [' + b"1," * 1_000_000 + b"1]}", "input"),
+        ("/detokenize", b'{"tokens": [' + b"-1," * 1_000_000 + b"1]}", "tokens"),
+        (CHAT, ESCAPE, "tokens"),
+        (CHAT, b'{"messages":' + b"[" * 200_000, "not JSON"),
+    ],
+    ids=lambda value: f"{value[:24]!r} {len(value)}" if isinstance(value, bytes) else None,
+)
+def test_large_nonsense_is_cheap_to_refuse(
+    server: Server, path: str, body: bytes, word: str
+) -> None:
+    before = cpu_seconds(server.process.pid)
+    with server.client(timeout=100) as client:
+        answer = client.post(path, content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert word in answer.json()["error"]["message"]
+    assert len(answer.content) < 1000
+    assert cpu_seconds(server.process.pid) - before < 8  # 9 MiB of wrong messages took 71
+
+
+@pytest.mark.parametrize(
+    "path", ["/tokenize", "/v1/completions", CHAT, "/v1/messages/count_tokens"]
+)
+def test_a_text_that_cannot_fit_is_refused_by_its_length(server: Server, path: str) -> None:
+    """The scripted engine has a context of 4,096 tokens, and no token stands for 100 bytes."""
+    text = "word " * 800_000
+    body = {"prompt": text} if path in ("/tokenize", "/v1/completions") else {
+        "messages": [{"role": "user", "content": text}]
+    }  # fmt: skip
+    before = cpu_seconds(server.process.pid)
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert "characters" in answer.json()["error"]["message"]
+    assert cpu_seconds(server.process.pid) - before < 3  # as tokens it took 13
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = Tokenizer.from_folder(model_folder("tiny"))
+    text = "1234567 " * 40_000
+    turns = 0
+    ended = threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            time.sleep(0)
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = turns
+    ids = [tokenizer.encode(text), tokenizer.encode_with_specials(text)]
+    during = turns - before
+    ended.set()
+    thread.join()
+    assert during > 1000  # with the interpreter's lock held, next to none
+    assert [tokenizer.decode(found) for found in ids] == [text, text]
+
+
+# --- JSON in pieces ---------------------------------------------------------------------------
+
+
+def values(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.randrange(9)
+    if kind == 0 and depth < 4:
+        return {text(draw): values(draw, depth + 1) for _ in range(draw.randrange(5))}
+    if kind == 1 and depth < 4:
+        return [values(draw, depth + 1) for _ in range(draw.randrange(6))]
+    if kind == 2:
+        return draw.choice([True, False, None])
+    if kind == 3:
+        return draw.uniform(-1e10, 1e10)
+    if kind == 4:
+        return [draw.randrange(10**6) for _ in range(draw.randrange(40))]
+    return draw.randrange(-(10**20), 10**20) if kind == 5 else text(draw)
+
+
+def text(draw: random.Random) -> str:
+    length = draw.randrange(8000) if draw.random() < 0.02 else draw.randrange(12)
+    return "".join(draw.choices('ab"\\\n\té日😀{}[],: ', k=length))
+
+
+def outcome(read: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return read(data)
+    except ValueError:
+        return "not JSON"
+
+
+def test_pieces_are_read_as_a_whole_would_be() -> None:
+    """Against the parser that small bodies go through: good texts, and damaged ones."""
+    draw = random.Random(7)
+    for _ in range(800):
+        value = values(draw)
+        good = json.dumps(value, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1]))
+        data = bytearray(good.encode())
+        assert read_in_pieces(bytes(data)) == value
+        data[draw.randrange(len(data))] = draw.choice(b'"\\{}[],:1eu\xff\x80 a')
+        expected = outcome(lambda part: from_json(part, allow_inf_nan=False), bytes(data))
+        assert outcome(read_in_pieces, bytes(data)) == expected
+
+
+@pytest.mark.parametrize("character", ["é", "\U0001f600", "\\u00e9", "\\ud83d\\ude00", '\\"', "a"])
+@pytest.mark.parametrize("shift", range(4))
+def test_long_strings_are_cut_between_characters(character: str, shift: int) -> None:
+    data = f'["{"x" * shift}{character * 300_000}"]'.encode()
+    assert read_in_pieces(data) == json.loads(data)
+
+
+@pytest.mark.parametrize(
+    "text", [b"\\ud83d", b"\\ud83d\\u0041", b"\\u12", b"\x01", b"\xff", b"\xc3", b"\\"]
+)
+def test_half_characters_and_open_strings(text: bytes) -> None:
+    for data in (b'["' + text + b'"]', b'["' + text):
+        with pytest.raises(ValueError, match=r".+"):
+            read_in_pieces(data)
+
+
+def test_counts_end_the_reading() -> None:
+    with pytest.raises(ApiError, match="numbers"):
+        read_in_pieces(b"[" + b"1," * 1_400_000 + b"1]")
+    with pytest.raises(ApiError, match="values"):
+        read_in_pieces(b"[" + b"{}," * 300_000 + b"1]")
