@@ -46,12 +46,12 @@ fuzz: $(VENV)/.installed-dev ## throw damaged outputs at the chat parser for a m
 	@$(BIN)/python scripts/fuzz_chat.py --seconds 60
 
 browser: $(VENV)/.installed-dev ## drive the web page in Chromium; screenshots go to build/screenshots
-	@$(PIP) playwright
+	@$(PIP) playwright axe-playwright-python
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
 	  || (command -v apt-get >/dev/null && [ $$(id -u) = 0 ] \
 	      && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core) \
 	  || $(BIN)/playwright install --with-deps chromium
-	@$(BIN)/python -m pytest -q -m browser tests/server/test_page.py
+	@$(BIN)/python -m pytest -q -m browser tests/server
 
 kernels: $(VENV)/.installed-dev ## only the tests that compile kernels for sm_90 and sm_100 and look at the result
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "compile or not gpu" -k "compile or prompt" tests/ops/kernels tests/runner/test_kernels.py tests/runner/test_compile.py

@@ -1,8 +1,10 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.server.browsing import chromium, visit
 from tests.server.support import Server
 
 
@@ -26,3 +28,16 @@ def tiny() -> Iterator[Server]:
     running = Server(fake=False).wait()
     yield running
     assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    """The page of the scripted engine in a fresh profile."""
+    with visit(browser, server.url) as opened:
+        yield opened

@@ -30,20 +30,27 @@ from dsv4.util.models import model_folder
 
 MAX_CONTEXT = 4096
 QUESTION = "What kinds of layers are there?"
-OVERVIEW = """\
+OVERVIEW = r"""
 The user wants an overview.
 I will be brief.</think>## Layers
 
 Each layer is one of **three** kinds:
 
 | kind | ratio | sees |
-|---|---|---|
+|:---|---:|---|
 | swa | 0 | the window |
-| csa | 4 | selected entries |
+| csa | 4 | `top-k | selected` entries |
 | hca | 128 | all entries |
 
 1. First the window
 2. Then `entries`, see [the paper](https://example.org)
+
+- [x] compress
+- [ ] select
+
+A head weighs them by $p_i = e^{s_i} / (z + \sum_j e^{s_j})$, so that
+
+$$\sum_i p_i = 1 - \frac{z}{z + \sum_j e^{s_j}} \le 1$$
 
 > The reference is the definition.
 
@@ -51,7 +58,7 @@ Each layer is one of **three** kinds:
 def step(self) -> list[Output]:
     # one pass over everything that runs
     return [self.accept(item, 0.5) for item in self.work if item != "done"]
-```"""
+```""".lstrip()
 POOLS = ("window", "csa", "hca")
 
 

@@ -1,318 +1,225 @@
-// The chat page: conversations in localStorage, answers streamed from /v1/chat/completions.
+// The chat page: what is shown now, what a click or a key does, answers on their way.
 
+import { $, button, make, onFiles } from "./dom.js";
+import { EXAMPLES } from "./examples.js";
 import { Figures } from "./figures.js";
-import { codeBlock, copyText, make, render } from "./markdown.js";
+import { exportAll, initMenu } from "./menu.js";
+import { changed as settingsChanged, chosenOptions, initSettings, settings } from "./settings.js";
+import * as store from "./store.js";
+import { requestBody, streamAnswer, takeDelta } from "./stream.js";
+import { emptyNode, fill, messageNode, openCalls } from "./view.js";
 
-const $ = (id) => document.getElementById(id);
-const DEFAULTS = { mode: "high", temperature: "", top_p: "", max_tokens: "", system: "", tools: "", key: "", theme: "auto" };
-const EXAMPLES = ["What is the capital of France?", "What is 12 plus 30?", "Tell me a short story."];
+const SAVE_MS = 700; // how often an answer on its way is kept
+const MAX_FILE = 500_000;
 
-// --- what is kept ------------------------------------------------------------------------------
-
-function load(name, fallback) {
-  try {
-    return JSON.parse(localStorage.getItem(`dsv4.${name}`)) ?? fallback;
-  } catch {
-    return fallback;
-  }
-}
-
-function store(name, value) {
-  try {
-    localStorage.setItem(`dsv4.${name}`, JSON.stringify(value));
-  } catch {
-    say("the browser keeps no more; delete a conversation");
-  }
-}
-
-const settings = { ...DEFAULTS, ...load("settings", {}) };
-let chats = load("chats", []); // newest first: {id, title, messages}
-let chat = chats.find((item) => item.id === load("current", null)) ?? null;
-let running = null; // {controller, chat} while an answer streams
-
-function keep() {
-  store("chats", chats);
-  store("current", chat?.id ?? null);
-}
-
-// --- talking to the server ---------------------------------------------------------------------
+let chat = null;
+let editing = null; // the message whose copy is in the field
+let files = []; // attached to what is being written
+let model = "";
+const runs = new Map(); // chat id: {controller, node}
 
 const headers = () => (settings.key ? { authorization: `Bearer ${settings.key}` } : {});
+const runOf = (item) => (item ? runs.get(item.id) : undefined);
+const isBusy = () => Boolean(chat) && (runs.has(chat.id) || store.path(chat).some(store.isOpen));
 
-function requestBody(messages) {
-  const sent = messages.filter((message) => !message.error).map(({ role, content, reasoning_content, tool_calls, tool_call_id }) =>
-    JSON.parse(JSON.stringify({ role, content, reasoning_content, tool_calls, tool_call_id })));
-  const body = { messages: sent, stream: true, stream_options: { include_usage: true }, reasoning_effort: settings.mode };
-  if (settings.system.trim()) body.messages = [{ role: "system", content: settings.system }, ...body.messages];
-  for (const name of ["temperature", "top_p", "max_tokens"]) if (settings[name] !== "") body[name] = Number(settings[name]);
-  if (settings.tools.trim()) body.tools = JSON.parse(settings.tools);
-  return body;
-}
+// --- answers -----------------------------------------------------------------------------------
 
-async function* events(response) {
-  const decoder = new TextDecoder();
-  let rest = "";
-  for (const reader = response.body.getReader(); ; ) {
-    const { done, value } = await reader.read();
-    rest += decoder.decode(value ?? new Uint8Array(), { stream: !done });
-    const lines = rest.split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data: ")) continue;
-      if (line === "data: [DONE]") return;
-      yield JSON.parse(line.slice(6));
-    }
-    if (done) throw new Error("the server broke off");
-  }
-}
-
-async function answer() {
-  const here = chat;
-  const message = { role: "assistant", content: "", reasoning_content: "", is_open: true };
+async function answer(here, node, isContinued = false) {
   const controller = new AbortController();
-  running = { controller, chat: here };
+  const run = { controller, node };
   const begin = performance.now();
   let first = 0;
+  runs.set(here.id, run);
+  node.writer = store.tab;
+  touch(here, node);
+  const timer = setInterval(() => touch(here, node), SAVE_MS);
+  draw();
   try {
-    const body = JSON.stringify(requestBody(here.messages));
-    here.messages.push(message);
-    draw();
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST", body, signal: controller.signal, headers: { "content-type": "application/json", ...headers() },
-    });
-    if (!response.ok) throw new Error((await response.json()).error?.message ?? `status ${response.status}`);
-    for await (const chunk of events(response)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) message.usage = { output: chunk.usage.completion_tokens, cached: chunk.usage.prompt_tokens_details.cached_tokens };
+    const nodes = ancestors(here, node);
+    const body = requestBody(isContinued ? [...nodes, node] : nodes, chosenOptions(here));
+    if (isContinued) body.continue_final_message = true;
+    for await (const chunk of streamAnswer(body, headers(), controller.signal)) {
+      if (chunk.usage) node.usage = { output: chunk.usage.completion_tokens, cached: chunk.usage.prompt_tokens_details?.cached_tokens };
       const choice = chunk.choices[0];
-      if (choice) {
-        if (!first && (choice.delta.content || choice.delta.reasoning_content || choice.delta.tool_calls)) first = performance.now();
-        takeDelta(message, choice.delta);
-        message.finish = choice.finish_reason ?? message.finish;
-        redraw(here, message);
-      }
+      if (!choice) continue;
+      const isThinking = !node.content && !node.tool_calls;
+      takeDelta(node, choice.delta);
+      if (!first && (node.content || node.reasoning_content || node.tool_calls)) first = performance.now();
+      if (isThinking && node.reasoning_content) node.thinking_s = (performance.now() - first) / 1000;
+      node.finish = choice.finish_reason ?? node.finish;
+      redraw(here, node);
     }
   } catch (error) {
-    if (error.name === "AbortError") message.finish = "stopped";
-    else message.error = error.message;
+    if (run.isLeft) node.finish = "interrupted";
+    else if (error.name === "AbortError") node.finish = "stopped";
+    else node.error = error.message;
   } finally {
-    delete message.is_open;
-    if (message.finish === "stopped" || message.finish === "length") delete message.tool_calls; // maybe cut in the middle
+    clearInterval(timer);
     const seconds = (performance.now() - first) / 1000;
-    if (message.usage && first) Object.assign(message.usage, { rate: (message.usage.output - 1) / seconds, wait: (first - begin) / 1000 });
-    if (!message.reasoning_content) delete message.reasoning_content;
-    running = null;
-    keep();
-    draw();
-    focusNext();
+    if (node.usage && first) Object.assign(node.usage, { rate: (node.usage.output - 1) / seconds, wait: (first - begin) / 1000 });
+    finish(here, node);
+    if (here === chat) focusNext();
   }
 }
+
+function finish(here, node) {
+  runs.delete(here.id);
+  delete node.writer;
+  if (node.error || ["stopped", "length", "interrupted"].includes(node.finish)) delete node.tool_calls; // maybe cut in the middle
+  touch(here, node);
+  draw();
+}
+
+// Keeps a message as it now stands, unless another tab deleted its conversation.
+function touch(here, node) {
+  if (!store.chats.has(here.id)) return runs.get(here.id)?.controller.abort();
+  node.changed = store.stamp();
+  return store.save(here);
+}
+
+function ancestors(here, node) {
+  const found = [];
+  for (let at = here.nodes[node.parent]; at; at = here.nodes[at.parent]) found.unshift(at);
+  return found;
+}
+
+const newAnswer = (here, parent) => answer(here, store.addNode(here, parent, { role: "assistant", content: "" }));
 
 // Where the keyboard belongs: a call that waits for its result, or the next message.
 function focusNext() {
-  (document.querySelector(".result input") ?? $("input")).focus();
-}
-
-function takeDelta(message, delta) {
-  if (delta.content) message.content += delta.content;
-  if (delta.reasoning_content) message.reasoning_content += delta.reasoning_content;
-  for (const piece of delta.tool_calls ?? []) {
-    message.tool_calls ??= [];
-    const call = (message.tool_calls[piece.index] ??= { id: piece.id, type: "function", function: { name: piece.function.name, arguments: "" } });
-    call.function.arguments += piece.function.arguments ?? "";
-  }
+  if (!document.querySelector("dialog[open]")) (document.querySelector(".result input") ?? $("input")).focus();
 }
 
 // --- acting ------------------------------------------------------------------------------------
 
-function send(text) {
-  if (running || !text.trim()) return;
-  if (!chat) {
-    chat = { id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`, title: text.trim().slice(0, 60), messages: [] };
-    chats = [chat, ...chats];
-  }
-  chat.messages.push({ role: "user", content: text });
-  keep();
-  answer();
+const act = {
+  send(text, attached = [], parent = chat && store.path(chat).at(-1)?.id) {
+    if (!chat) {
+      chat = store.newChat(text.trim() || attached[0].name, { ...settings.options });
+      store.chats.set(chat.id, chat);
+      store.write("dsv4.current", chat.id, sessionStorage);
+      store.writeDraft(null, { text: "", files: [] });
+    }
+    const node = store.addNode(chat, parent, { role: "user", content: text, ...(attached.length ? { files: attached } : {}) });
+    keepDraft();
+    newAnswer(chat, node.id);
+  },
+  edit(node) {
+    if (isBusy()) return;
+    editing = node;
+    setComposer(node.content, node.files ?? []);
+  },
+  regenerate(node) {
+    if (!isBusy()) newAnswer(chat, node.parent);
+  },
+  retry(node) {
+    if (isBusy()) return;
+    if (node.content) return act.regenerate(node);
+    for (const name of ["error", "finish", "reasoning_content", "tool_calls", "usage", "thinking_s"]) delete node[name];
+    answer(chat, node);
+  },
+  resume(node) {
+    if (isBusy()) return;
+    delete node.error;
+    delete node.finish;
+    answer(chat, node, true);
+  },
+  choose(node) {
+    if (!node || isBusy()) return;
+    chat.chosen[node.parent] = node.id;
+    store.save(chat);
+    draw();
+  },
+  giveResult(call, text) {
+    const node = store.addNode(chat, store.path(chat).at(-1).id, { role: "tool", tool_call_id: call.id, content: text });
+    store.save(chat);
+    if (!openCalls(chat).length) return newAnswer(chat, node.id);
+    draw();
+    return focusNext();
+  },
+};
+
+function select(item) {
+  keepDraft();
+  show(item);
 }
 
-function stop() {
-  running?.controller.abort();
-}
-
-function regenerate(at) {
-  if (running) return;
-  chat.messages = chat.messages.slice(0, at);
-  answer();
-}
-
-function edit(at) {
-  if (running) return;
-  $("input").value = chat.messages[at].content;
-  chat.messages = chat.messages.slice(0, at);
-  if (!chat.messages.length) {
-    chats = chats.filter((item) => item !== chat);
-    chat = null;
-  }
-  keep();
+function show(item) {
+  editing = null;
+  chat = item;
+  store.write("dsv4.current", chat?.id ?? null, sessionStorage);
+  const draft = store.readDraft(chat?.id);
+  setComposer(draft.text, draft.files);
   draw();
+  toEnd();
+  toggleSide(false);
+}
+
+function remove(...some) {
+  for (const item of some) {
+    runOf(item)?.controller.abort();
+    store.remove(item);
+  }
+  if (some.includes(chat)) show(null);
+  else draw();
+  tell(some.length === 1 ? `Deleted “${some[0].title}”.` : `Deleted ${some.length} conversations.`, "Undo", () => {
+    some.forEach(store.save);
+    if (some.length === 1) select(some[0]);
+    else draw();
+  });
+}
+
+function rename(title) {
+  if (!title.trim() || !chat) return draw();
+  Object.assign(chat, { title: title.trim().slice(0, 200), changed: store.stamp() });
+  store.save(chat);
+  return draw();
+}
+
+async function attach(list) {
+  for (const file of list) {
+    try {
+      if (file.size > MAX_FILE) throw new Error(`found ${file.size} bytes, expected at most ${MAX_FILE}`);
+      const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+      if (text.includes("\0")) throw new TypeError("binary");
+      files = [...files, { name: file.name, text }];
+    } catch (error) {
+      tell(`${file.name} is not attached: ${error instanceof TypeError ? "it is no text in UTF-8" : error.message}.`);
+    }
+  }
+  drawFiles();
+  keepDraft();
+}
+
+// --- the field ---------------------------------------------------------------------------------
+
+function setComposer(text, attached) {
+  $("input").value = text;
+  files = attached;
+  $("editing").hidden = !editing;
+  drawFiles();
   resize();
   $("input").focus();
 }
 
-function giveResult(call, text) {
-  chat.messages.push({ role: "tool", tool_call_id: call.id, content: text });
-  keep();
-  if (!openCalls().length) return answer();
-  draw();
-  focusNext();
+function sendField() {
+  const text = $("input").value;
+  const attached = files;
+  if (isBusy() || !(text.trim() || attached.length)) return;
+  const parent = editing?.parent;
+  if (editing) cancelEdit(); // what was being written before comes back
+  else setComposer("", []);
+  act.send(text, attached, parent);
 }
 
-function openCalls() {
-  const at = chat ? chat.messages.findLastIndex((message) => message.tool_calls) : -1;
-  if (at < 0) return [];
-  const after = chat.messages.slice(at + 1);
-  return chat.messages[at].tool_calls.filter((call) => !after.some((message) => message.tool_call_id === call.id));
+function cancelEdit() {
+  editing = null;
+  const draft = store.readDraft(chat?.id);
+  setComposer(draft.text, draft.files);
 }
 
-function select(item) {
-  if (running) stop();
-  chat = item;
-  keep();
-  draw();
-  toggleSide(false);
-  $("input").focus();
-}
-
-function remove(item) {
-  if (running?.chat === item) stop();
-  chats = chats.filter((other) => other !== item);
-  if (chat === item) chat = null;
-  keep();
-  draw();
-}
-
-// --- showing -----------------------------------------------------------------------------------
-
-function draw() {
-  const isNearEnd = atEnd();
-  $("title").textContent = chat?.title ?? "New chat";
-  $("log").replaceChildren(...(chat?.messages.length ? chat.messages.map(messageNode) : [emptyNode()]));
-  $("log").setAttribute("aria-busy", String(Boolean(running)));
-  $("send").textContent = running ? "Stop" : "Send";
-  $("send").type = running ? "button" : "submit";
-  $("mode").setAttribute("aria-pressed", String(settings.mode !== "none"));
-  drawList();
-  if (isNearEnd || running) toEnd();
-}
-
-let frame = 0;
-function redraw(here, message) {
-  if (here !== chat || frame) return;
-  frame = requestAnimationFrame(() => {
-    frame = 0;
-    if (here !== chat || !message.is_open) return;
-    const isNearEnd = atEnd();
-    const old = $("log").lastElementChild;
-    const node = messageNode(message, here.messages.length - 1);
-    const wasOpen = old?.querySelector("details.reasoning")?.open;
-    const fresh = node.querySelector("details.reasoning");
-    if (fresh && wasOpen !== undefined) fresh.open = wasOpen;
-    old?.replaceWith(node);
-    const inside = node.querySelector("details.reasoning .inside");
-    if (inside) inside.scrollTop = inside.scrollHeight;
-    if (isNearEnd) toEnd();
-  });
-}
-
-const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
-const toEnd = () => { $("log").scrollTop = $("log").scrollHeight; };
-
-function emptyNode() {
-  const examples = EXAMPLES.map((text) => make("button", { type: "button", onclick: () => send(text) }, text));
-  return make("div", { class: "empty" }, make("h2", {}, "Ask something"),
-    make("div", {}, "Conversations stay in this browser."), make("div", { class: "examples" }, ...examples));
-}
-
-function messageNode(message, at) {
-  if (message.role === "tool") return toolNode(message);
-  const node = make("article", { class: `message ${message.role}` }, make("span", { class: "who" }, message.role === "user" ? "You said:" : "Answer:"));
-  if (message.role === "user") {
-    node.append(make("div", { class: "text" }, message.content));
-    node.append(actions(["Edit", () => edit(at)], ["Copy", (button) => copyText(message.content, button)]));
-    return node;
-  }
-  if (message.reasoning_content) node.append(reasoningNode(message));
-  if (message.content) node.append(render(message.content));
-  const isWaiting = message.is_open && !message.content;
-  if (isWaiting && !message.reasoning_content) node.append(make("div", { class: "cursor", "aria-label": "waiting" }));
-  else if (message.is_open && message.content) (node.lastChild.lastElementChild ?? node.lastChild).classList.add("cursor");
-  for (const call of message.tool_calls ?? []) node.append(callNode(call, message));
-  if (message.error) node.append(make("div", { class: "failed", role: "alert" }, message.error));
-  if (!message.is_open) {
-    const row = actions(["Regenerate", () => regenerate(at)], ["Copy", (button) => copyText(message.content, button)]);
-    row.append(make("span", { class: "note" }, note(message)));
-    node.append(row);
-  }
-  return node;
-}
-
-function note({ usage, finish }) {
-  const parts = [];
-  if (finish === "length") parts.push("cut at the limit");
-  if (finish === "stopped") parts.push("stopped");
-  if (usage) parts.push(`${usage.output} tokens`);
-  if (usage?.rate > 0 && Number.isFinite(usage.rate)) parts.push(`${usage.rate.toFixed(1)}/s`, `first after ${usage.wait.toFixed(2)} s`);
-  if (usage?.cached) parts.push(`${usage.cached} from the cache`);
-  return parts.join(" · ");
-}
-
-function reasoningNode(message) {
-  const isThinking = message.is_open && !message.content && !message.tool_calls;
-  const count = message.reasoning_content.trim().split(/\s+/).length;
-  const title = isThinking ? "Thinking…" : `Thought for ${count} words`;
-  return make("details", { class: "reasoning", open: isThinking }, make("summary", {}, title), make("div", { class: "inside" }, message.reasoning_content));
-}
-
-function callNode(call, message) {
-  let text = call.function.arguments;
-  try {
-    text = JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    // still on its way; shown as it is
-  }
-  const node = make("details", { class: "call", open: true }, make("summary", {}, `Calls ${call.function.name}`), make("pre", {}, make("code", {}, text)));
-  if (!message.is_open && openCalls().includes(call)) {
-    const field = make("input", { "aria-label": `Result of ${call.function.name}`, placeholder: "Result of the call" });
-    const give = () => giveResult(call, field.value);
-    field.addEventListener("keydown", (event) => { if (event.key === "Enter") give(); });
-    node.append(make("div", { class: "result" }, field, make("button", { type: "button", onclick: give }, "Give")));
-  }
-  return node;
-}
-
-function toolNode(message) {
-  return make("details", { class: "call" }, make("summary", {}, "Result given"), make("div", { class: "inside" }, message.content));
-}
-
-function actions(...items) {
-  const buttons = items.map(([name, act]) => {
-    const button = make("button", { type: "button", onclick: () => act(button) }, name);
-    return button;
-  });
-  return make("div", { class: "actions" }, ...buttons);
-}
-
-function drawList() {
-  const entries = chats.map((item) =>
-    make("div", { class: "entry", "aria-current": String(item === chat) },
-      make("button", { class: "open", type: "button", title: item.title, onclick: () => select(item) }, item.title),
-      make("button", { class: "remove", type: "button", "aria-label": `Delete ${item.title}`, onclick: () => remove(item) }, "✕")));
-  $("list").replaceChildren(...(entries.length ? entries : [make("p", {}, "No conversations yet.")]));
-}
-
-function say(text) {
-  $("state").textContent = text;
+function keepDraft() {
+  if (!editing) store.writeDraft(chat?.id, { text: $("input").value, files });
 }
 
 function resize() {
@@ -321,85 +228,120 @@ function resize() {
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
+function drawFiles() {
+  $("files").replaceChildren(...files.map((file) => make("span", { class: "chip" }, file.name,
+    button("✕", () => { files = files.filter((other) => other !== file); drawFiles(); keepDraft(); }, { "aria-label": `Remove ${file.name}` }))));
+}
+
+// --- showing -----------------------------------------------------------------------------------
+
+const shown = new Map(); // node id: article of the conversation shown
+let shownChat = null;
+
+function draw() {
+  const isNearEnd = atEnd();
+  if (shownChat !== chat) shown.clear();
+  shownChat = chat;
+  const nodes = chat ? store.path(chat) : [];
+  const articles = nodes.map((node) => {
+    const old = shown.get(node.id);
+    if (old) fill(old, chat, node, act);
+    else shown.set(node.id, messageNode(chat, node, act));
+    return shown.get(node.id);
+  });
+  const wanted = articles.length ? articles : [emptyNode(EXAMPLES[model] ?? EXAMPLES[""], act)];
+  const now = [...$("log").children];
+  if (now.length !== wanted.length || now.some((node, at) => node !== wanted[at])) $("log").replaceChildren(...wanted);
+  const isRunning = isBusy();
+  $("title").textContent = chat?.title ?? "New chat";
+  document.title = chat ? `${chat.title} · dsv4` : "dsv4";
+  $("log").setAttribute("aria-busy", String(isRunning));
+  $("send").textContent = isRunning ? "Stop" : "Send";
+  $("send").type = isRunning ? "button" : "submit";
+  const { mode } = chosenOptions(chat);
+  $("mode").setAttribute("aria-pressed", String(mode !== "none"));
+  $("mode").textContent = `Thinking: ${{ none: "off", high: "on" }[mode] ?? mode}`;
+  for (const node of document.querySelectorAll("[data-needs-chat]")) node.disabled = !chat;
+  drawList();
+  if (isNearEnd || runOf(chat)) toEnd();
+}
+
+let frame = 0;
+function redraw(here, node) {
+  if (here !== chat || frame) return;
+  frame = requestAnimationFrame(() => {
+    frame = 0;
+    const article = shown.get(node.id);
+    if (here !== chat || !article || !node.writer) return;
+    const isNearEnd = atEnd();
+    fill(article, here, node, act);
+    if (isNearEnd) toEnd();
+  });
+}
+
+const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
+const toEnd = () => { $("log").scrollTop = $("log").scrollHeight; };
+
+function drawList() {
+  const wanted = $("search").value.trim().toLowerCase();
+  const hit = (item) => !wanted || item.title.toLowerCase().includes(wanted)
+    || Object.values(item.nodes).some((node) => node.content.toLowerCase().includes(wanted));
+  const entries = store.listed().filter(hit).map((item) => make("div", { class: "entry" },
+    button(item.title, () => select(item), { class: "open", title: item.title, "aria-current": item === chat ? "true" : null }),
+    runs.has(item.id) ? make("span", { class: "busy" }, "writing") : null,
+    button("✕", () => remove(item), { class: "remove", "aria-label": `Delete ${item.title}` })));
+  $("list").replaceChildren(...(entries.length ? entries : [make("p", {}, wanted ? "Nothing found." : "No conversations yet.")]));
+}
+
+let toastTimer = 0;
+function tell(text, label = "", undo = null) {
+  clearTimeout(toastTimer);
+  const hide = () => $("toast").replaceChildren();
+  const parts = [make("span", {}, text), button("✕", hide, { "aria-label": "Close this note" })];
+  if (undo) parts.splice(1, 0, button(label, () => { hide(); undo(); }));
+  $("toast").replaceChildren(...parts);
+  toastTimer = setTimeout(hide, undo ? 15000 : 8000);
+}
+
 function toggleSide(isOpen) {
   $("side").classList.toggle("open", isOpen);
   $("veil").hidden = !isOpen;
   $("menu").setAttribute("aria-expanded", String(isOpen));
 }
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function applyTheme() {
-  const isDark = settings.theme === "auto" ? dark.matches : settings.theme === "dark";
-  document.documentElement.dataset.theme = isDark ? "dark" : "light";
-  const names = { auto: "automatic", light: "light", dark: "dark" };
-  $("theme").setAttribute("aria-label", `Colours: ${names[settings.theme]}`);
-}
-
-// --- settings ----------------------------------------------------------------------------------
-
-const form = $("settings").querySelector("form");
-
-function openSettings() {
-  for (const name of Object.keys(DEFAULTS)) if (form.elements[name]) form.elements[name].value = settings[name];
-  $("settings-error").textContent = "";
-  $("settings").showModal();
-}
-
-form.addEventListener("submit", (event) => {
-  try {
-    if (form.elements.tools.value.trim() && !Array.isArray(JSON.parse(form.elements.tools.value))) throw new Error("expected a list");
-  } catch (error) {
-    event.preventDefault();
-    $("settings-error").textContent = `Tools: ${error.message}`;
-    return;
-  }
-  for (const name of Object.keys(DEFAULTS)) if (form.elements[name]) settings[name] = form.elements[name].value;
-  store("settings", settings);
-  draw();
-});
-
-$("forget").addEventListener("click", () => {
-  stop();
-  chats = [];
-  chat = null;
-  keep();
-  draw();
-  $("settings").close();
-});
-
 // --- events ------------------------------------------------------------------------------------
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running) return;
-  if (openCalls().length) {
-    say("first give the call its result");
+  if (openCalls(chat).length && !editing) {
+    tell("Give the call its result first.");
     focusNext();
-    return;
-  }
-  const text = $("input").value;
-  $("input").value = "";
-  resize();
-  send(text);
+  } else sendField();
 });
-$("send").addEventListener("click", () => { if (running) stop(); });
-$("input").addEventListener("input", resize);
+$("send").addEventListener("click", () => {
+  if (runOf(chat)) runOf(chat).controller.abort();
+  else if (isBusy()) tell("Another tab writes this answer; stop it there.");
+});
+$("input").addEventListener("input", () => { resize(); keepDraft(); });
 $("input").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     $("composer").requestSubmit();
-  } else if (event.key === "ArrowUp" && !$("input").value && chat && !running) {
-    const at = chat.messages.findLastIndex((message) => message.role === "user");
-    if (at >= 0) {
-      event.preventDefault();
-      edit(at);
-    }
+  } else if (event.key === "ArrowUp" && !$("input").value && chat && !isBusy()) {
+    const last = store.path(chat).findLast((node) => node.role === "user");
+    if (!last) return;
+    event.preventDefault();
+    act.edit(last);
   }
 });
+$("cancel-edit").addEventListener("click", cancelEdit);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running && !$("settings").open) stop();
-  else if (event.key === "Escape") toggleSide(false);
-  else if (event.altKey && event.code === "KeyN") {
+  if (event.key === "Escape" && !$("settings").open) {
+    if ($("more").open) $("more").open = false;
+    else if (editing) cancelEdit();
+    else if (runOf(chat)) runOf(chat).controller.abort();
+    else toggleSide(false);
+  } else if (event.altKey && event.code === "KeyN") {
     event.preventDefault();
     select(null);
   } else if (event.key === "/" && document.activeElement === document.body) {
@@ -408,25 +350,49 @@ document.addEventListener("keydown", (event) => {
   }
 });
 $("new").addEventListener("click", () => select(null));
+$("search").addEventListener("input", drawList);
 $("menu").addEventListener("click", () => toggleSide(!$("side").classList.contains("open")));
 $("veil").addEventListener("click", () => toggleSide(false));
-$("options").addEventListener("click", openSettings);
-$("mode").addEventListener("click", () => {
-  settings.mode = settings.mode === "none" ? "high" : "none";
-  store("settings", settings);
-  draw();
+onFiles("attach-file", attach);
+$("attach").addEventListener("click", () => $("attach-file").click());
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  attach([...event.dataTransfer.files]);
 });
-$("theme").addEventListener("click", () => {
-  settings.theme = { auto: "light", light: "dark", dark: "auto" }[settings.theme] ?? "auto";
-  store("settings", settings);
-  applyTheme();
+$("input").addEventListener("paste", (event) => {
+  if (!event.clipboardData.files.length) return;
+  event.preventDefault();
+  attach([...event.clipboardData.files]);
 });
-dark.addEventListener("change", applyTheme);
 
-applyTheme();
-draw();
-toEnd();
-new Figures($("figures"), headers, (state, model) => {
-  if (state !== null) say(state);
-  if (model) $("model").textContent = model;
+// An answer cannot outlive its page: it is kept as far as it came.
+addEventListener("pagehide", () => {
+  keepDraft();
+  for (const [id, run] of runs) {
+    run.isLeft = true;
+    run.node.finish = "interrupted";
+    finish(store.chats.get(id), run.node);
+    run.controller.abort();
+  }
+});
+
+initSettings(() => chat, draw);
+initMenu({ getChat: () => chat, select, remove, rename, tell });
+store.open((name) => {
+  if (name === "dsv4.settings") settingsChanged();
+  for (const [id, run] of runs) if (!store.chats.has(id)) run.controller.abort();
+  if (chat && !store.chats.has(chat.id)) show(null);
+  else if (name === `dsv4.draft.${chat?.id ?? "new"}` && !document.hasFocus() && !editing) cancelEdit();
+  draw();
+}, () => tell("This browser has no room left for conversations. Export some, then delete them.", "Export all", exportAll));
+show(store.chats.get(store.read("dsv4.current", null, sessionStorage)) ?? null);
+setInterval(() => { if (chat && !runOf(chat) && store.path(chat).some((node) => node.writer)) draw(); }, 2000);
+
+new Figures($("figures"), headers, (state, name) => {
+  if (state !== null && state !== $("state").textContent) $("state").textContent = state;
+  if (!name || name === model) return;
+  model = name;
+  $("model").textContent = name;
+  if (!chat) draw();
 });

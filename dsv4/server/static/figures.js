@@ -1,6 +1,6 @@
 // Small plots of what the engine does: tokens a second, queue, cache hits, memory by kind.
 
-import { make } from "./markdown.js";
+import { make } from "./dom.js";
 
 const PERIOD_MS = 1000;
 const LENGTH = 90; // samples kept, one a period
@@ -26,10 +26,10 @@ export class Figures {
     if (!document.hidden) {
       try {
         const answer = await fetch("/stats", { headers: this.getHeaders() });
-        this.onState(answer.status === 401 ? "key needed" : null);
+        this.onState(answer.status === 401 ? "needs an API key (Settings)" : null);
         if (answer.ok) this.take(await answer.json());
       } catch {
-        this.onState("server not reached");
+        this.onState("server not reached, trying again");
         this.last = null;
       }
     }
