@@ -6,11 +6,13 @@ Nothing here imports torch until tensors are read (`reader`).
 from dsv4.checkpoint.layouts import (
     Layout,
     compressed_tensors,
+    modelopt,
     modelopt_experts,
     modelopt_full,
     official,
     official_fp8,
     plain,
+    transformers_fp8,
 )
 
 LAYOUTS: dict[str, Layout] = {
@@ -20,7 +22,9 @@ LAYOUTS: dict[str, Layout] = {
         official_fp8.LAYOUT,
         modelopt_experts.LAYOUT,
         modelopt_full.LAYOUT,
+        transformers_fp8.LAYOUT,
         compressed_tensors.LAYOUT,
+        modelopt.LAYOUT,
         plain.LAYOUT,
     )
 }

@@ -53,17 +53,15 @@ def read_matrix(stored: Stored, files: MappedFiles) -> StoredWeight:
         _check_e8m0(scale, stored.scale)
         return Mxfp4Tensor(data, scale)
     if stored.format == "fp8":
-        return Fp8BlockTensor(data, _tile_scale(scale, stored.scale), stored.block)
+        rows, cols = stored.tile
+        return Fp8BlockTensor(data, _tile_scale(scale, stored.scale), cols, rows)
     _check_block_scale(scale, stored.scale)
     return Nvfp4Tensor(data, scale, _global(stored, files))
 
 
 def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
     stored = source.stored
-    weight = read_matrix(stored, files)
-    if source.parameter.group == "routed experts" and cut.experts is not None:
-        weight = weight[cut.experts.start : cut.experts.stop]  # stacked on disk
-    weight = _cut(weight, cut)
+    weight = _cut(read_matrix(stored, files), cut)
     if isinstance(weight, torch.Tensor):
         copy = empty(tuple(weight.shape), weight.dtype)
         copy_checked(copy, weight, stored.data)
@@ -86,13 +84,13 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> St
     has_experts = cells[0].expert is not None
     buffers: list[torch.Tensor] = []
     globals_: dict[tuple[int, int], torch.Tensor] = {}
-    block = 0
+    tile = (0, 0)
     for cell in sorted(cells, key=lambda c: (str(c.stored.data.file), c.stored.data.start)):
         weight = read_matrix(cell.stored, files)
         slot = (cell.expert or 0) - (first_expert if has_experts else 0)
         if isinstance(weight, Fp8BlockTensor):
             weight = _align(weight, num_parts)
-            block = weight.block
+            tile = weight.tile
         if isinstance(weight, Nvfp4Tensor):
             globals_[slot, cell.part] = weight.global_scale
         pieces = _pieces(weight)
@@ -111,7 +109,7 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> St
         advance(sum(info.nbytes for info in cell.stored.tensors))
     if not has_experts:
         buffers = [buffer[0] for buffer in buffers]
-    return _join(source, buffers, globals_, block, num_parts, has_experts)
+    return _join(source, buffers, globals_, tile, num_parts, has_experts)
 
 
 def _wanted(cell: Cell, cut: Cut) -> bool:
@@ -120,10 +118,10 @@ def _wanted(cell: Cell, cut: Cut) -> bool:
 
 def _align(weight: Fp8BlockTensor, num_parts: int) -> Fp8BlockTensor:
     """Smaller tiles where the joined halves would not start on a tile edge (tiny models only)."""
-    rows = weight.shape[0]
-    if num_parts == 1 or rows % weight.block == 0:
+    rows, (tile_rows, tile_cols) = weight.shape[0], weight.tile
+    if num_parts == 1 or rows % tile_rows == 0:
         return weight
-    return weight.refine(gcd(rows, weight.block))
+    return weight.refine(gcd(rows, tile_rows), tile_cols)
 
 
 def _pieces(weight: StoredWeight) -> list[torch.Tensor]:
@@ -138,14 +136,14 @@ def _join(
     source: Source,
     buffers: list[torch.Tensor],
     globals_: dict[tuple[int, int], torch.Tensor],
-    block: int,
+    tile: tuple[int, int],
     num_parts: int,
     has_experts: bool,
 ) -> StoredWeight:
     if source.format == "plain":
         return buffers[0]
     if source.format == "fp8":
-        return Fp8BlockTensor(buffers[0], buffers[1], block)
+        return Fp8BlockTensor(buffers[0], buffers[1], tile[1], tile[0])
     if source.format == "mxfp4":
         return Mxfp4Tensor(buffers[0], buffers[1])
     count = len(globals_) // num_parts

@@ -2,24 +2,29 @@
 
     suffixes                                       weight dtype    format
     weight, scale [N, K/32]                        I8 / U8 / F4    MXFP4
+    weight(_packed), weight_scale [N, K/32] bytes  U8              MXFP4
     weight, scale / weight_scale(_inv) per tile    F8_E4M3         FP8 tiles
     weight, weight_scale, weight_scale_2           U8              NVFP4, global multiplies
     weight_packed, weight_scale, weight_global_scale  U8           NVFP4, global divides
     weight                                         BF16/F16/F32    plain
 
-`input_scale` and `input_global_scale` belong to the activation and never enter the weight.
+An FP8 tile is a square of the declared size, a row or a stretch of one, or the whole matrix: the
+shape of the scales tells which. `input_scale`, `input_global_scale` and `activation_scale` belong
+to the activation and never enter the weight.
 """
 
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, prod
 from typing import Literal
 
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.findings import Finding
-from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
+from dsv4.formats.spec import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 
 StoredFormat = Literal["plain", "fp8", "mxfp4", "nvfp4"]
 PLAIN_DTYPES = ("BF16", "F16", "F32")
+E8M0_DTYPES = ("F8_E8M0", "U8")
+ACTIVATION_SUFFIXES = ("input_scale", "input_global_scale", "activation_scale")
 _SCALAR = ((), (1,))
 
 
@@ -32,7 +37,7 @@ class Stored:
     scale: TensorInfo | None = None
     global_scale: TensorInfo | None = None
     global_divides: bool = False  # compressed-tensors stores 1 / global
-    block: int = 0  # FP8 tile
+    tile: tuple[int, int] = (0, 0)  # FP8: (rows, columns) under one scale
     input_scale: TensorInfo | None = None  # the activation's, not used for the weight
 
     @property
@@ -69,7 +74,8 @@ def detect(
 def _detect(
     found: dict[str, TensorInfo], shape: tuple[int, ...], block: int, may_quantize: bool
 ) -> Stored:
-    input_scale = found.pop("input_scale", None) or found.pop("input_global_scale", None)
+    activation = [found.pop(suffix) for suffix in ACTIVATION_SUFFIXES if suffix in found]
+    input_scale = activation[0] if activation else None
     suffixes = frozenset(found)
     if suffixes == {"weight"}:
         return _plain(found["weight"], shape, may_quantize)
@@ -86,15 +92,19 @@ def _detect(
             "the converter treated the router, head or a norm as a linear layer",
         )
     if "weight_packed" in found:
+        if _is_mxfp4(found, "weight_global_scale"):
+            return _mxfp4(found["weight_packed"], found["weight_scale"], shape, input_scale)
         return _nvfp4(found, shape, "weight_packed", "weight_global_scale", input_scale)
     weight = found.get("weight")
     if weight is None:
         raise _Refusal(some, "pairing", "a scale without its weight; expected `weight` beside it")
     if suffixes == {"weight", "scale"} and weight.dtype in ("I8", "U8", "F4"):
-        return _mxfp4(weight, found["scale"], shape)
+        return _mxfp4(weight, found["scale"], shape, input_scale)
     if weight.dtype == "F8_E4M3":
         return _fp8(found, shape, block, input_scale)
     if "weight_scale" in found and weight.dtype in ("U8", "I8", "F4"):
+        if _is_mxfp4(found, "weight_scale_2"):
+            return _mxfp4(weight, found["weight_scale"], shape, input_scale)
         return _nvfp4(found, shape, "weight", "weight_scale_2", input_scale)
     beside = ", ".join(sorted(suffixes - {"weight"}))
     raise _Refusal(
@@ -116,14 +126,28 @@ def _plain(info: TensorInfo, shape: tuple[int, ...], may_quantize: bool) -> Stor
     return Stored("plain", info)
 
 
-def _mxfp4(weight: TensorInfo, scale: TensorInfo, shape: tuple[int, ...]) -> Stored:
+def _is_mxfp4(found: dict[str, TensorInfo], global_name: str) -> bool:
+    """ModelOpt and compressed-tensors write MXFP4 under NVFP4's names: bytes of exponents as
+    scales, and no global."""
+    scale = found.get("weight_scale")
+    exponents = scale is not None and scale.dtype in E8M0_DTYPES
+    return exponents and len(found) == 2 and global_name not in found
+
+
+def _mxfp4(
+    weight: TensorInfo,
+    scale: TensorInfo,
+    shape: tuple[int, ...],
+    input_scale: TensorInfo | None,
+) -> Stored:
     rows, cols = shape
     if cols % MXFP4_GROUP:
         raise _Refusal(weight, "shape", f"MXFP4 with K = {cols}, expected a multiple of 32")
+    _dtype(weight, ("U8", "I8", "F4"), "an MXFP4 weight")
     _expect(weight, _packed(weight, rows, cols), "MXFP4")
-    _dtype(scale, ("F8_E8M0", "U8"), "an MXFP4 scale")
+    _dtype(scale, E8M0_DTYPES, "an MXFP4 scale")
     _expect(scale, (rows, cols // MXFP4_GROUP), "MXFP4 scale")
-    return Stored("mxfp4", weight, scale)
+    return Stored("mxfp4", weight, scale, input_scale=input_scale)
 
 
 def _nvfp4(
@@ -173,15 +197,37 @@ def _fp8(
     if len(found) != 1 or len(names) != 1:
         beside = ", ".join(sorted(found)) or "nothing"
         raise _Refusal(weight, "pairing", f"FP8 weight beside {beside}, expected one tile scale")
-    scale = found[names[0]]
+    scale = _as_matrix(found[names[0]], shape[0])
     _expect(weight, shape, "FP8")
-    _dtype(scale, ("F8_E8M0", "U8", "F32", "BF16"), "an FP8 tile scale")
-    grid = tuple(ceil(n / block) for n in shape)
-    if scale.shape != grid:
-        fits = [b for b in (128, 64, 32, 16) if tuple(ceil(n / b) for n in shape) == scale.shape]
+    _dtype(scale, (*E8M0_DTYPES, "F32", "BF16"), "an FP8 tile scale")
+    fitting = [tile for tile in _tiles(shape, block) if _grid(shape, tile) == scale.shape]
+    if not fitting:
+        fits = [b for b in (128, 64, 32, 16) if _grid(shape, (b, b)) == scale.shape]
         cause = f"tiles of {fits[0]}, but weight_block_size says {block}" if fits else None
-        _expect(scale, grid, f"FP8 scale ({block} x {block} tiles)", cause)
-    return Stored("fp8", weight, scale, block=block, input_scale=input_scale)
+        _expect(scale, _grid(shape, (block, block)), f"FP8 scale ({block} x {block} tiles)", cause)
+    return Stored("fp8", weight, scale, tile=fitting[0], input_scale=input_scale)
+
+
+def _tiles(shape: tuple[int, ...], block: int) -> list[tuple[int, int]]:
+    """What one FP8 scale may stand for: a square, a row, 32 or 128 columns of one, everything."""
+    rows, cols = shape
+    return [(block, block), (1, cols), (1, MXFP4_GROUP), (1, FP8_BLOCK), (rows, cols)]
+
+
+def _grid(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(ceil(n / t) for n, t in zip(shape, tile, strict=True))
+
+
+def _as_matrix(scale: TensorInfo, rows: int) -> TensorInfo:
+    """The same numbers as [R, C]: tools also write (), [1], [N] and [R, 1, C, 1]."""
+    shape = scale.shape
+    if prod(shape) == 1:
+        return replace(scale, shape=(1, 1))
+    if shape == (rows,):
+        return replace(scale, shape=(rows, 1))
+    if len(shape) == 4 and shape[1] == shape[3] == 1:
+        return replace(scale, shape=(shape[0], shape[2]))
+    return scale
 
 
 def _packed(info: TensorInfo, rows: int, cols: int) -> tuple[int, int]:

@@ -13,14 +13,13 @@ from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.files.index import Scan, scan_folder
 from dsv4.checkpoint.findings import Finding, collapse
 from dsv4.checkpoint.layouts import Facts, Layout, block_size, refusal
-from dsv4.checkpoint.linears import PLAIN_DTYPES, Stored, detect
+from dsv4.checkpoint.linears import ACTIVATION_SUFFIXES, PLAIN_DTYPES, Stored, detect
 from dsv4.checkpoint.sources import Cell, Source
+from dsv4.checkpoint.stacked import Modules, part_names, unstack
 from dsv4.config import ModelConfig
 
 ACTIVATION = "activation scale; activations are scaled as they come"
 DRAFT = "draft block; the backbone does not use it"
-
-Modules = dict[tuple[str, int | None], dict[str, TensorInfo]]
 
 
 @dataclass
@@ -126,7 +125,11 @@ def _fill(
     used: set[tuple[str, int | None]] = set()
     missing: list[str] = []
     block = block_size(manifest.scan.quantization)
-    for name, parameter in names.parameters(manifest.config).items():
+    wanted_all = names.parameters(manifest.config)
+    unused, problems = unstack(modules, wanted_all, block)
+    manifest.findings += problems
+    manifest.ignored |= {info.name: ACTIVATION for info in unused}
+    for name, parameter in wanted_all.items():
         if name in leaves and parameter.kind != "table":
             used.add((name, None))
             stored = _leaf(leaves[name], parameter)
@@ -145,7 +148,7 @@ def _fill(
                 continue
             used.add((module, expert))
             stored_or = detect(found, shape, block, may_quantize=parameter.kind == "linear")
-            for suffix in ("input_scale", "input_global_scale"):
+            for suffix in ACTIVATION_SUFFIXES:
                 if suffix in found:
                     manifest.ignored[found[suffix].name] = ACTIVATION
             cells.append((stored_or, expert, part))
@@ -162,16 +165,13 @@ def _wanted(
     name: str, parameter: names.Parameter
 ) -> list[tuple[str, int | None, int, tuple[int, ...]]]:
     """(module, expert, part, shape) of each matrix a parameter is made of."""
-    prefix, _, leaf = name.rpartition(".")
-    if leaf == "w13" or leaf == "w2":
+    if name.endswith((".w13", ".w2")):
         *lead, rows, cols = parameter.shape
-        parts = ("w1", "w3") if leaf == "w13" else ("w2",)
+        parts = part_names(name)
         experts: list[int | None] = list(range(lead[0])) if lead else [None]
         shape = (rows // len(parts), cols)
         return [
-            (f"{prefix}.{part_name}", expert, part, shape)
-            for expert in experts
-            for part, part_name in enumerate(parts)
+            (module, expert, part, shape) for expert in experts for part, module in enumerate(parts)
         ]
     module = name.removesuffix(".weight")
     return [(module, None, 0, parameter.shape)]

@@ -148,6 +148,7 @@ SUFFIXES = frozenset(
         "weight_global_scale",
         "input_scale",
         "input_global_scale",
+        "activation_scale",
     )
 )
 
@@ -187,10 +188,14 @@ _LEAVES = {  # parameters that are no module's weight
     **{f"attn_hc.{part}": f"hc_attn_{part}" for part in ("fn", "base", "scale")},
     **{f"ffn_hc.{part}": f"hc_ffn_{part}" for part in ("fn", "base", "scale")},
 }
-_STACKED = {
-    "mlp.experts.gate_up_proj": "ffn.experts.w13",
-    "mlp.experts.down_proj": "ffn.experts.w2",
-}
+_STACKED = {"gate_up_proj": "ffn.experts.w13", "down_proj": "ffn.experts.w2"}
+_STACK = re.compile(
+    r"(layers\.\d{1,4}\.)(?:mlp|ffn)\.experts\.(gate_up_proj|down_proj)"
+    r"(?:_(scale_inv|activation_scale))?"
+)
+_STACK_SUFFIXES = {None: "weight", "scale_inv": "weight_scale_inv"}
+# llmcompressor takes transformers' stacks apart and spells the parts so, under hybrid names
+_EXPERT_PARTS = {"wgate": "w1", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _TOP_MODULES = {"model.embed_tokens": "embed", "lm_head": "head", "model.norm": "norm"}
 _HYBRID_TOP_MODULES = {"model.embed_tokens": "embed", "head": "head", "model.norm": "norm"}
 _TOP_LEAVES = {f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")}
@@ -230,6 +235,10 @@ def locate(name: str, family: Family) -> Place | None:
     if not name.startswith("model.layers."):
         return None
     inner = name.removeprefix("model.")
+    stack = _STACK.fullmatch(inner)
+    if stack:
+        suffix = _STACK_SUFFIXES.get(stack[3], stack[3])
+        return Place(stack[1] + _STACKED[stack[2]], suffix)
     if family == "hybrid":
         layer = _LAYER.fullmatch(inner)
         if layer and layer[2] == "attn.norm.weight":  # save_pretrained's spelling of kv_norm
@@ -243,7 +252,8 @@ def _official(name: str) -> Place | None:
     if suffix in SUFFIXES and module:
         expert = _EXPERT.fullmatch(module)
         if expert:
-            return Place(f"{expert[1]}.{expert[3]}", suffix, int(expert[2]))
+            part = _EXPERT_PARTS.get(expert[3], expert[3])
+            return Place(f"{expert[1]}.{part}", suffix, int(expert[2]))
         return Place(module, suffix)
     return Place(name, "")
 
@@ -255,8 +265,6 @@ def _transformers_layer(name: str) -> Place | None:
     prefix, inner = f"layers.{layer[1]}.", layer[2]
     if inner in _LEAVES:
         return Place(prefix + _LEAVES[inner], "")
-    if inner in _STACKED:
-        return Place(prefix + _STACKED[inner], "")
     module, _, suffix = inner.rpartition(".")
     expert = _EXPERT.fullmatch(module)
     if expert:

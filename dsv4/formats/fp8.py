@@ -1,7 +1,8 @@
 """FP8: E4M3 elements with a scale per group of channels, or per tile of a weight matrix.
 
 Groups (activations, the KV latent) carry power-of-two scales as E8M0 bytes; tiles (weights) carry
-E8M0 bytes or float32. The stored scale multiplies.
+E8M0 bytes or float32. A tile is (rows, columns): a square in the official files, one row in files
+with a scale per channel, the whole matrix in files with one scale. The stored scale multiplies.
 """
 
 from math import ceil
@@ -46,11 +47,14 @@ def dequantize_groups(
     return (data.to(torch.float32) * expand(factor, group, data.shape[-1])).to(dtype)
 
 
-def expand_tiles(scale: torch.Tensor, block: int, rows: int, cols: int) -> torch.Tensor:
+def expand_tiles(
+    scale: torch.Tensor, tile: int | tuple[int, int], rows: int, cols: int
+) -> torch.Tensor:
     """One scale per tile -> one per element, as float32: [..., R, C] -> [..., rows, cols]."""
+    tile_rows, tile_cols = (tile, tile) if isinstance(tile, int) else tile
     factor = e8m0.decode(scale) if scale.dtype == torch.uint8 else scale.to(torch.float32)
-    factor = factor.repeat_interleave(block, dim=-2)[..., :rows, :]
-    return factor.repeat_interleave(block, dim=-1)[..., :cols]
+    factor = factor.repeat_interleave(tile_rows, dim=-2)[..., :rows, :]
+    return factor.repeat_interleave(tile_cols, dim=-1)[..., :cols]
 
 
 def quantize_tiles(
@@ -76,7 +80,10 @@ def quantize_tiles(
 
 
 def dequantize_tiles(
-    data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype = torch.float32
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    tile: int | tuple[int, int],
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     rows, cols = data.shape[-2:]
-    return (data.to(torch.float32) * expand_tiles(scale, block, rows, cols)).to(dtype)
+    return (data.to(torch.float32) * expand_tiles(scale, tile, rows, cols)).to(dtype)

@@ -163,11 +163,15 @@ class Mxfp4Tensor(_Parts):
 
 @dataclass(frozen=True)
 class Fp8BlockTensor(_Parts):
-    """`data` E4M3 [..., N, K], `scale` float32 or E8M0 bytes [..., ceil(N/B), ceil(K/B)]."""
+    """`data` E4M3 [..., N, K], `scale` float32 or E8M0 bytes [..., ceil(N/R), ceil(K/B)].
+
+    A tile has `block` columns (B) and `block_rows` rows (R): as many as columns unless given.
+    """
 
     data: torch.Tensor
     scale: torch.Tensor
     block: int
+    block_rows: int | None = None
 
     def __post_init__(self) -> None:
         d, s = self.data, self.scale
@@ -175,49 +179,54 @@ class Fp8BlockTensor(_Parts):
             d.dtype == torch.float8_e4m3fn and s.dtype in (torch.uint8, torch.float32),
             f"FP8 parts are {d.dtype} and {s.dtype}; expected float8_e4m3fn and float32 or uint8",
         )
-        _need(self.block >= 1, f"FP8 block is {self.block}, expected 1 or more")
+        rows, cols = self.tile
+        _need(min(rows, cols) >= 1, f"FP8 tile is {rows} x {cols}, expected 1 or more")
         _need(
             d.dim() >= 2
-            and s.shape
-            == (*d.shape[:-2], ceil(d.shape[-2] / self.block), ceil(d.shape[-1] / self.block)),
+            and s.shape == (*d.shape[:-2], ceil(d.shape[-2] / rows), ceil(d.shape[-1] / cols)),
             f"FP8 shapes data {tuple(d.shape)}, scale {tuple(s.shape)} do not fit tiles of "
-            f"{self.block} x {self.block}",
+            f"{rows} x {cols}",
         )
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block if self.block_rows is None else self.block_rows, self.block
 
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return fp8.dequantize_tiles(self.data, self.scale, self.block, dtype)
+        return fp8.dequantize_tiles(self.data, self.scale, self.tile, dtype)
 
-    def refine(self, block: int) -> "Fp8BlockTensor":
-        """The same values with smaller tiles (a divisor of the block): scales are repeated."""
-        _need(self.block % block == 0, f"tiles of {self.block} cannot be cut into {block}")
-        times = self.block // block
-        rows, cols = (ceil(n / block) for n in self.shape[-2:])
-        scale = self.scale.repeat_interleave(times, dim=-2)[..., :rows, :]
-        scale = scale.repeat_interleave(times, dim=-1)[..., :cols]
-        return replace(self, scale=scale, block=block)
+    def refine(self, rows: int, cols: int) -> "Fp8BlockTensor":
+        """The same values with smaller tiles (divisors of the old ones): scales are repeated."""
+        scale = self.scale
+        for dim, old, new in zip((-2, -1), self.tile, (rows, cols), strict=True):
+            _need(old % new == 0, f"tiles of {old} cannot be cut into {new}")
+            scale = scale.repeat_interleave(old // new, dim=dim)
+            scale = scale.narrow(dim, 0, ceil(self.shape[dim] / new))
+        return replace(self, scale=scale, block=cols, block_rows=rows)
 
     def row_range(self, start: int, stop: int) -> "Fp8BlockTensor":
         """Rows start:stop; a cut inside a tile refines the tiles first."""
-        rows = self.shape[-2]
-        block = self._block_for(start, stop, rows)
-        w = self if block == self.block else self.refine(block)
-        tiles = slice(start // block, ceil(stop / block))
+        rows = _tile_for(self.tile[0], start, stop, self.shape[-2])
+        w = self if rows == self.tile[0] else self.refine(rows, self.block)
+        tiles = slice(start // rows, ceil(stop / rows))
         return replace(w, data=w.data[..., start:stop, :], scale=w.scale[..., tiles, :])
 
     def column_range(self, start: int, stop: int) -> "Fp8BlockTensor":
-        block = self._block_for(start, stop, self.shape[-1])
-        w = self if block == self.block else self.refine(block)
-        tiles = slice(start // block, ceil(stop / block))
+        rows = self.tile[0]
+        cols = _tile_for(self.block, start, stop, self.shape[-1])
+        w = self if cols == self.block else self.refine(rows, cols)
+        tiles = slice(start // cols, ceil(stop / cols))
         return replace(w, data=w.data[..., start:stop], scale=w.scale[..., tiles])
 
-    def _block_for(self, start: int, stop: int, size: int) -> int:
-        # only the start must lie on a tile edge: the last tile of the cut may be short
-        _need(0 <= start <= stop <= size, f"range {start}:{stop} is outside 0:{size}")
-        return gcd(start, self.block) if start else self.block
+
+def _tile_for(tile: int, start: int, stop: int, size: int) -> int:
+    """Only the start must lie on a tile edge: the last tile of the cut may be short."""
+    _need(0 <= start <= stop <= size, f"range {start}:{stop} is outside 0:{size}")
+    return gcd(start, tile) if start else tile
 
 
 def _columns(name: str, start: int, stop: int) -> str:

@@ -149,8 +149,9 @@ def _chunks(weight: StoredWeight) -> Iterator[torch.Tensor]:
             yield _block_norms(part.float())
         return
     if isinstance(weight, Fp8BlockTensor):
-        for start in range(0, weight.shape[0], 2048 // weight.block * weight.block or weight.block):
-            stop = min(start + 2048, weight.shape[0])
+        step = max(2048 // weight.tile[0], 1) * weight.tile[0]  # whole tiles
+        for start in range(0, weight.shape[0], step):
+            stop = min(start + step, weight.shape[0])
             yield _block_norms(weight.row_range(start, stop).dequantize())
         return
     yield from _packed_chunks(weight)

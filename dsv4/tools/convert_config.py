@@ -24,11 +24,11 @@ def new_config(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """(config.json, hf_quant_config.json or None) for the converted files."""
     out = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
-    has_fp8 = any(
-        isinstance(unit, Unit)
-        and (unit.format == "fp8" or (unit.format == "keep" and _stored(unit) == "fp8"))
+    kept = [
+        unit.matrices[0].stored.tile
         for unit in units
-    )
+        if isinstance(unit, Unit) and unit.format == "keep" and _stored(unit) == "fp8"
+    ]
     if target == "bf16":
         out["dtype"] = "bfloat16"
         return out, None
@@ -54,7 +54,10 @@ def new_config(
         for unit in units
     )
     ignore = _IGNORE_EXPERTS_ONLY[2:] if dense_nvfp4 else _IGNORE_EXPERTS_ONLY
-    dense: dict[str, Any] = dict(_FP8_KEYS) if has_fp8 else {"quant_method": "modelopt"}
+    dense: dict[str, Any] = dict(_FP8_KEYS) if kept else {"quant_method": "modelopt"}
+    squares = [list(tile) for tile in kept if tile[0] == tile[1]]
+    if squares:  # scales per row or matrix say so by their shape
+        dense["weight_block_size"] = squares[0]
     quantization = {
         **dense,
         "quant_algo": "MIXED_PRECISION",

@@ -32,7 +32,6 @@ class Matrix:
     place: Place  # suffix "weight", or "" for parameters that are no module's weight
     stored: Stored
     shape: tuple[int, ...]
-    part: tuple[int, int, int] | None = None  # (expert, first row, last row) of a stacked tensor
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,8 @@ class Unit:
 
     @property
     def nbytes_in(self) -> int:
-        """Bytes read; parts of a stacked tensor count their share."""
-        total = 0
-        for matrix in self.matrices:
-            for info in matrix.stored.tensors:
-                share = 1.0
-                if matrix.part is not None:
-                    rows = matrix.part[2] - matrix.part[1]
-                    share = rows / (info.shape[0] * info.shape[1])
-                total += round(info.nbytes * share)
-        return total
+        """Bytes read."""
+        return sum(info.nbytes for matrix in self.matrices for info in matrix.stored.tensors)
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ def _format(source: Source, target: Target) -> Format:
     if not wanted:
         return "keep"
     same = stored.format == ("fp8" if target == "fp8" else "nvfp4")
-    if same and (target != "fp8" or stored.block == FP8_BLOCK):
+    if same and (target != "fp8" or stored.tile == (FP8_BLOCK, FP8_BLOCK)):
         return "keep"
     return "fp8" if target == "fp8" else "nvfp4"
 
@@ -127,17 +118,6 @@ def _matrices(source: Source) -> list[Matrix]:
         return [Matrix(Place(module, suffix), source.stored, shape)]
     parts = ("w1", "w3") if leaf == "w13" else ("w2",)
     rows, cols = shape[-2] // len(parts), shape[-1]
-    if len(shape) == 3 and source.cells[0].expert is None:  # stacked on disk
-        return [
-            Matrix(
-                Place(f"{prefix}.{part}", "weight", expert),
-                source.stored,
-                (rows, cols),
-                (expert, i * rows, (i + 1) * rows),
-            )
-            for expert in range(shape[0])
-            for i, part in enumerate(parts)
-        ]
     return [
         Matrix(Place(f"{prefix}.{parts[c.part]}", "weight", c.expert), c.stored, (rows, cols))
         for c in source.cells

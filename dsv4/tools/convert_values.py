@@ -58,7 +58,7 @@ def produce(
     unit: Unit, files: MappedFiles, choice: nvfp4.ScaleChoice
 ) -> tuple[list[torch.Tensor], Stats]:
     """The bytes of `unit.tensors()` in their order, and how they compare with the source."""
-    weights = [_read(matrix, files) for matrix in unit.matrices]
+    weights = [read_matrix(matrix.stored, files) for matrix in unit.matrices]
     stats = Stats(matrices=len(weights))
     try:
         if unit.format == "keep":
@@ -76,15 +76,6 @@ def produce(
     except KernelError as error:
         info = unit.matrices[0].stored.data
         raise CheckpointError(f"{info.file}: tensor {info.name!r}: {error}") from error
-
-
-def _read(matrix: Matrix, files: MappedFiles) -> StoredWeight:
-    weight = read_matrix(matrix.stored, files)
-    if matrix.part is not None:
-        expert, start, stop = matrix.part
-        assert isinstance(weight, torch.Tensor)
-        return weight[expert, start:stop]
-    return weight
 
 
 def _rows(weight: StoredWeight) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -91,7 +91,7 @@ def _groups(manifest: Manifest) -> list[Group]:
         for size in parameter.shape:
             count *= size
         group.num_parameters += count
-        group.num_tensors += sum(len(cell.stored.tensors) for cell in source.cells)
+        group.num_tensors += len({i.name for cell in source.cells for i in cell.stored.tensors})
         group.nbytes += source.nbytes
         formats[parameter.group][source.stored.label] += source.nbytes
         if not group.example or parameter.kind == "linear":

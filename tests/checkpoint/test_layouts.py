@@ -8,7 +8,7 @@ import torch
 
 from dsv4.checkpoint.reader import Checkpoint, LoadReport, Selection, open_checkpoint
 from dsv4.config import ModelConfig
-from dsv4.errors import OptionError
+from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
 from tests.checkpoint import tiny, writers
 
@@ -19,6 +19,7 @@ EXPERT_TYPES = {
     "modelopt-experts": Nvfp4Tensor,
     "modelopt-full": Nvfp4Tensor,
     "compressed-tensors": Nvfp4Tensor,
+    "transformers-fp8": Fp8BlockTensor,
 }
 LAYOUT_NAMES = {
     "official": "official",
@@ -27,6 +28,7 @@ LAYOUT_NAMES = {
     "modelopt-experts": "modelopt-experts",
     "modelopt-full": "modelopt-full",
     "compressed-tensors": "compressed-tensors",
+    "transformers-fp8": "transformers-fp8",
     "plain-official": "plain",
     "plain-transformers": "plain",
     "plain-hybrid": "plain",
@@ -106,6 +108,24 @@ def test_globals_that_differ_are_kept_exactly(model, tmp_path) -> None:
     assert isinstance(stack, Nvfp4Tensor)
     assert stack.global_scale.shape == (4, 2)
     assert_equal(loaded, written.truth)
+
+
+def test_scales_of_a_stack_must_end_with_the_gate(model, tmp_path) -> None:
+    """Tiles of 64 over 2 x 96 rows: the second lies across gate and up."""
+    written = writers.transformers_fp8(model)
+    written.quantization["weight_block_size"] = [64, 64]
+    name = "model.layers.1.ffn.experts.gate_up_proj_scale_inv"
+    written.disk[name] = ("F32", np.ones((4, 3, 3), np.float32))
+    with pytest.raises(CheckpointError, match=r"tiles of 64 lie across the gate's.*96 rows"):
+        opened(writers.save(written, tmp_path))
+
+
+def test_a_stack_and_its_parts_are_one_too_many(model, tmp_path) -> None:
+    written = writers.transformers_fp8(model)
+    name = "model.layers.1.ffn.experts.2.w1.weight_scale_inv"
+    written.disk[name] = ("F32", np.ones((3, 5), np.float32))
+    with pytest.raises(CheckpointError, match=r"fills the same parameter as .*2\.w1"):
+        opened(writers.save(written, tmp_path))
 
 
 def test_globals_that_agree_become_one(model, tmp_path) -> None:

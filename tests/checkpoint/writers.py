@@ -49,8 +49,15 @@ def _rest(out: Written, name: str, values: np.ndarray, dtype: str = "BF16") -> N
     out.truth[name] = values
 
 
-def _fp8(out: Written, name: str, w: np.ndarray, scale: str = "E8M0", suffix: str = "scale"):
-    codes, floats, exponents, values = num.fp8_tiles(w, power_of_two=scale == "E8M0")
+def _fp8(
+    out: Written,
+    name: str,
+    w: np.ndarray,
+    scale: str = "E8M0",
+    suffix: str = "scale",
+    block: int = 128,
+):
+    codes, floats, exponents, values = num.fp8_tiles(w, block, power_of_two=scale == "E8M0")
     module = name.removesuffix(".weight")
     out.disk[name] = ("F8_E4M3", codes)
     if scale == "E8M0":
@@ -202,6 +209,27 @@ def compressed_tensors(model: tiny.Model) -> Written:
     return out
 
 
+def transformers_fp8(model: tiny.Model) -> Written:
+    """FP8 as transformers saves it: experts apart under hybrid names, their scales stacked."""
+    flat = Written(quantization={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    for name, w in model.items():
+        if name.startswith("mtp."):
+            continue
+        if tiny.is_fp8_linear(name):
+            _fp8(flat, name, w, scale="F32", suffix="weight_scale_inv", block=32)
+        else:
+            _rest(flat, name, w)
+    for layer in range(tiny.CONFIG["num_hidden_layers"]):
+        at = f"layers.{layer}.ffn.experts."
+        for stack, parts in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+            scales = [
+                np.concatenate([flat.disk.pop(f"{at}{e}.{w}.weight_scale_inv")[1] for w in parts])
+                for e in range(tiny.CONFIG["n_routed_experts"])
+            ]
+            flat.disk[f"{at}{stack}_scale_inv"] = ("F32", np.stack(scales))
+    return _hybrid(flat)
+
+
 def plain_official(model: tiny.Model, dtype: str = "BF16") -> Written:
     out = Written()
     for name, w in model.items():
@@ -230,8 +258,13 @@ def plain_transformers(model: tiny.Model, dtype: str = "BF16") -> Written:
 
 def plain_hybrid(model: tiny.Model, dtype: str = "BF16") -> Written:
     """(f) as save_pretrained writes it by default."""
-    flat = plain_official({n: w for n, w in model.items() if not n.startswith("mtp.")}, dtype)
-    out = Written(truth=flat.truth)
+    return _hybrid(
+        plain_official({n: w for n, w in model.items() if not n.startswith("mtp.")}, dtype)
+    )
+
+
+def _hybrid(flat: Written) -> Written:
+    out = Written(truth=flat.truth, quantization=flat.quantization)
     for name, value in flat.disk.items():
         if name.startswith("layers."):
             new = "model." + name.replace("attn.kv_norm.", "attn.norm.")
@@ -250,6 +283,7 @@ LAYOUTS: dict[str, Callable[[tiny.Model], Written]] = {
     "modelopt-experts": modelopt_experts,
     "modelopt-full": modelopt_full,
     "compressed-tensors": compressed_tensors,
+    "transformers-fp8": transformers_fp8,
     "plain-official": plain_official,
     "plain-transformers": plain_transformers,
     "plain-hybrid": plain_hybrid,
@@ -351,12 +385,12 @@ def save(written: Written, folder: Path, shards: int = 2) -> Path:
     return folder
 
 
-def canonical(truth: tiny.Model) -> tiny.Model:
+def canonical(truth: tiny.Model, config: dict[str, Any] = tiny.CONFIG) -> tiny.Model:
     """Official per-expert values -> the engine's stacked canonical names."""
     out = {n: w for n, w in truth.items() if ".experts." not in n and "shared" not in n}
     out = {n: w for n, w in out.items() if not n.startswith("mtp.")}
-    experts = tiny.CONFIG["n_routed_experts"]
-    for layer in range(tiny.CONFIG["num_hidden_layers"]):
+    experts = config["n_routed_experts"]
+    for layer in range(config["num_hidden_layers"]):
         p = f"layers.{layer}.ffn."
 
         def get(name: str, p: str = p) -> np.ndarray:

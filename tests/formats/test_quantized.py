@@ -74,14 +74,28 @@ def test_fp8_cuts_inside_a_tile_refine_it() -> None:
     weight = stack_fp8()
     full = weight.dequantize()
     part = weight.row_range(24, 50)
-    assert part.block == 8
+    assert part.tile == (8, 32)
     assert torch.equal(part.dequantize(), full[:, 24:50])
     assert torch.equal(weight.column_range(4, 7).dequantize(), full[..., 4:7])
-    assert torch.equal(weight.refine(16).dequantize(), full)
+    assert torch.equal(weight.refine(16, 8).dequantize(), full)
+    assert weight.refine(16, 8).scale.shape == (3, 4, 12)
     with pytest.raises(KernelError, match="outside"):
         weight.row_range(0, 65)
     with pytest.raises(KernelError, match="cannot be cut"):
-        weight.refine(24)
+        weight.refine(24, 32)
+
+
+@pytest.mark.parametrize("tile", [(1, 96), (1, 32), (64, 96), (16, 32)])
+def test_fp8_tiles_need_not_be_square(tile) -> None:
+    rows, cols = tile
+    data = gaussian(64, 96).to(torch.float8_e4m3fn)
+    scale = torch.rand(64 // rows, 96 // cols) + 0.5
+    weight = Fp8BlockTensor(data, scale, cols, rows)
+    by_hand = data.float() * torch.kron(scale, torch.ones(tile))
+    assert torch.equal(weight.dequantize(), by_hand)
+    assert torch.equal(weight.row_range(24, 50).dequantize(), by_hand[24:50])
+    assert torch.equal(weight.column_range(40, 71).dequantize(), by_hand[:, 40:71])
+    assert torch.equal(weight.refine(1, 16).dequantize(), by_hand)
 
 
 def byte(*shape: int) -> torch.Tensor:

@@ -26,7 +26,9 @@ class Facts:
     expert_example: tuple[str, str]  # (tensor, file)
     expert_scales: frozenset[str]  # dtypes of their scales
     dense: frozenset[str]  # formats of attention, compressor, indexer, shared expert
+    attention: frozenset[str]
     global_divides: bool
+    scale_names: frozenset[str]  # last components of the names of the experts' scales
     expert_layers: dict[int, str] = field(default_factory=dict)
 
     @classmethod
@@ -42,6 +44,10 @@ class Facts:
             expert_example=(first.name, first.file.name) if first else ("", ""),
             expert_scales=frozenset(s.stored.scale.dtype for s in experts if s.stored.scale),
             dense=frozenset(s.format for s in linear if s.parameter.group != "routed experts"),
+            attention=frozenset(s.format for s in linear if s.parameter.group == "attention"),
+            scale_names=frozenset(
+                s.stored.scale.name.rpartition(".")[2] for s in experts if s.stored.scale
+            ),
             global_divides=any(s.stored.global_divides for s in linear),
             expert_layers={s.layer: s.format for s in experts if s.layer is not None},
         )

@@ -1,10 +1,11 @@
-"""(e) compressed-tensors: NVFP4 with a global that divides, FP8 tiles for attention."""
+"""(e) compressed-tensors: NVFP4 with a global that divides, MXFP4, FP8 per row, tile or tensor."""
 
 from dsv4.checkpoint.layouts import Facts, Layout
 
 
 def _matches(facts: Facts) -> bool:
-    return facts.global_divides
+    quantised = bool((facts.experts | facts.dense) - {"plain"})
+    return facts.global_divides or (facts.method == "compressed-tensors" and quantised)
 
 
 def _claims(facts: Facts) -> list[str]:
@@ -16,4 +17,4 @@ def _claims(facts: Facts) -> list[str]:
     return []
 
 
-LAYOUT = Layout("compressed-tensors", "compressed-tensors NVFP4", _matches, _claims)
+LAYOUT = Layout("compressed-tensors", "compressed-tensors", _matches, _claims)

@@ -1,11 +1,11 @@
-"""(c) ModelOpt NVFP4 for the routed experts only; the rest as in the official files."""
+"""(c) ModelOpt NVFP4 for the routed experts only; the rest as in the official files or BF16."""
 
 from dsv4.checkpoint.layouts import Facts, Layout
 
 
 def _matches(facts: Facts) -> bool:
-    official = facts.family == "official" and not facts.global_divides
-    return official and facts.experts == {"nvfp4"} and "nvfp4" not in facts.dense
+    multiplies = facts.experts == {"nvfp4"} and not facts.global_divides
+    return multiplies and "nvfp4" not in facts.dense
 
 
 def _claims(facts: Facts) -> list[str]:

@@ -1,10 +1,11 @@
-"""(d) ModelOpt NVFP4 for every linear layer; transformers names as published, official accepted."""
+"""(d) ModelOpt NVFP4 for the experts and attention; some files leave a few linears in BF16."""
 
 from dsv4.checkpoint.layouts import Facts, Layout
 
 
 def _matches(facts: Facts) -> bool:
-    return not facts.global_divides and facts.experts == {"nvfp4"}
+    multiplies = facts.experts == {"nvfp4"} and not facts.global_divides
+    return multiplies and "nvfp4" in facts.attention
 
 
 def _claims(facts: Facts) -> list[str]:
@@ -16,4 +17,4 @@ def _claims(facts: Facts) -> list[str]:
     return []
 
 
-LAYOUT = Layout("modelopt-full", "ModelOpt NVFP4, every linear layer", _matches, _claims)
+LAYOUT = Layout("modelopt-full", "ModelOpt NVFP4, experts and attention", _matches, _claims)

@@ -4,7 +4,7 @@ from dsv4.checkpoint.layouts import Facts, Layout
 
 
 def _matches(facts: Facts) -> bool:
-    return facts.family == "official" and facts.experts == {"mxfp4"}
+    return facts.experts == {"mxfp4"} and facts.scale_names == {"scale"}
 
 
 def _claims(facts: Facts) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
+from dsv4.formats.spec import E4M3_MAX
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.gemm.scaled import random_scaled
@@ -69,6 +70,8 @@ def _stored_cases() -> Iterable[Case]:
             values = torch.randn(sizes[0], k, generator=generator)
             tiles, scale = fp8.quantize_tiles(values, block, power_of_two=block == 32)
             weights += [Fp8BlockTensor(tiles, scale, block), values.bfloat16()]
+            if k % 32 == 0:  # one scale for a row, one for 32 of its columns
+                weights += [_row_scaled(values, k), _row_scaled(values, 32)]
             dtypes = [torch.bfloat16, torch.float32] * len(weights)
             return {"x": x, "weights": weights, "out_dtypes": dtypes[: len(weights)]}
 
@@ -78,6 +81,12 @@ def _stored_cases() -> Iterable[Case]:
     yield build(5, 208, (33, 70), 128)
     yield build(17, 1040, (128, 7, 64), 32)
     yield build(0, 128, (64,), 128)
+
+
+def _row_scaled(values: Tensor, block: int) -> Fp8BlockTensor:
+    scale = values.reshape(values.shape[0], -1, block).abs().amax(-1) / E4M3_MAX
+    data = fp8.encode(values / scale.repeat_interleave(block, dim=-1))
+    return Fp8BlockTensor(data, scale, block, 1)
 
 
 def _few_bit_cases() -> Iterable[Case]:

@@ -39,7 +39,7 @@ EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights become bf
 def _range_sum(
     words, scales, tile, live_n, x, x_rows, live_m, first, last, total_steps, num_columns,
     FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sum over one range of K, whatever the format; `words` and `scales` are addresses."""
@@ -66,7 +66,7 @@ def _range_sum(
         w = tl.multiple_of(words.to(tl.pointer_type(tl.float8e4nv)), 16) + row * num_columns
         SCALE: tl.constexpr = tl.uint8 if E8M0 else tl.float32
         s = scales.to(tl.pointer_type(SCALE))
-        scale_rows = (row + tl.arange(0, BN)) // BLOCK * tl.cdiv(num_columns, BLOCK)
+        scale_rows = (row + tl.arange(0, BN)) // ROWS * tl.cdiv(num_columns, BLOCK)
         acc = dot_fp8(
             w, s, scale_rows, live_n, x, x_rows, live_m, first, last, num_columns,
             BN, BM, BK, BLOCK, STAGES, EVEN_K, E8M0,
@@ -81,13 +81,14 @@ def _linear_kernel(
     partials, counters,
     NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
     E8M0: tl.constexpr, SWIZZLE: tl.constexpr, TO_PARTS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
     when matrix i has fp32 results. SWIZZLE row tiles run side by side, for the cache's sake.
-    TO_PARTS: ranges are stored one by one, times 128, for `Parts`."""
+    An FP8 tile has ROWS x BLOCK weights. TO_PARTS: ranges are stored one by one, times 128, for
+    `Parts`."""
     pid = tl.program_id(0)
     m_tile = tl.program_id(1)
     if SWIZZLE > 1:
@@ -123,7 +124,7 @@ def _linear_kernel(
         total = _range_sum(
             words_at, scales_at, tile, live_n, x, x_rows, live_m, split * per_range,
             tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
-            FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, EVEN_K, E8M0, ASM,
+            FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, FORM, EVEN_K, E8M0, ASM,
         )  # fmt: skip
         if (not TO_PARTS) and count > 1:
             slot = m_tile * tl.num_programs(0) + pid - split
@@ -136,7 +137,7 @@ def _linear_kernel(
             part = _range_sum(
                 words_at, scales_at, tile, live_n, x, x_rows, live_m, index * per_range,
                 tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-                FORMAT, BM, BN, BK, BLOCK, STAGES, FORM, EVEN_K, E8M0, ASM,
+                FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, FORM, EVEN_K, E8M0, ASM,
             )  # fmt: skip
             total = total + part
     out_rows = rm.to(tl.int64)
@@ -263,18 +264,18 @@ def run(x, weights, out_dtypes):
     return outs
 
 
-def launch_key(weight) -> tuple[int, int, bool]:
+def launch_key(weight) -> tuple[int, int, int, bool]:
     """Matrices with the same key share a launch."""
     fmt = weight_format(weight)
     if fmt == FP8:
-        return fmt, weight.block, weight.scale.dtype == torch.uint8
-    return fmt, 0, False
+        return fmt, *weight.tile, weight.scale.dtype == torch.uint8
+    return fmt, 0, 0, False
 
 
 def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_parts=False) -> None:
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
     weight rows reads its own k columns. `to_parts`: outs are fp32 `[ranges, rows, n]`."""
-    fmt, block, e8m0 = launch_key(weights[0])
+    fmt, tile_rows, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
     if fmt == NVFP4 and _expands(num_rows, columns, config):
@@ -326,6 +327,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
         BN=config.bn,
         BK=128 if block % 128 == 0 else 32,
         BLOCK=max(block, 1),
+        ROWS=max(tile_rows, 1),
         STAGES=config.num_stages,
         FORM=config.form,
         EVEN_K=columns % 128 == 0,

@@ -119,8 +119,7 @@ def scaled_weight(weight: Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor) -> ScaledT
         return _scaled(weight.packed, weight.scale, ones, rows, columns, width)
     if weight.scale.dtype != torch.uint8 or weight.block % MXFP4_GROUP:
         return f"FP8 tiles of {weight.block} with {weight.scale.dtype} scales are not MXFP8"
-    fine = weight.refine(MXFP4_GROUP)
-    scale = fine.scale.repeat_interleave(MXFP4_GROUP, dim=-2)[..., :rows, :]
+    scale = weight.refine(1, MXFP4_GROUP).scale
     return _scaled(weight.data.view(torch.uint8), scale, ones, rows, columns, width)
 
 

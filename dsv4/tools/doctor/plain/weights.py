@@ -46,7 +46,7 @@ class Raw:
     scale: Tensor | None = None
     factor: float = 1.0  # the global multiplier
     activation: float = 1.0
-    block: int = 0
+    tile: tuple[int, int] = (0, 0)  # FP8
 
 
 def decode(raw: Raw, misread: str = "") -> Tensor:
@@ -64,8 +64,8 @@ def decode(raw: Raw, misread: str = "") -> Tensor:
         scale = scale.T.reshape(scale.shape)
     rows, columns = values.shape
     if raw.format == "fp8":
-        scale = scale.repeat_interleave(raw.block, 0)[:rows]
-    width = raw.block if raw.format == "fp8" else columns // scale.shape[1]
+        scale = scale.repeat_interleave(raw.tile[0], 0)[:rows]
+    width = raw.tile[1] if raw.format == "fp8" else columns // scale.shape[1]
     values = values * scale.repeat_interleave(width, 1)[:, :columns]
     if misread == "with the activation's scale multiplied in":
         values = values * raw.activation
@@ -140,10 +140,7 @@ class PlainWeights:
 
 def _cells(source: Source, files: MappedFiles, expert: int | None) -> list[Raw]:
     cells = [cell for cell in source.cells if cell.expert in (None, expert)]
-    raws = [_raw(cell.stored, files) for cell in sorted(cells, key=lambda cell: cell.part)]
-    if expert is not None and cells[0].expert is None:  # stacked on disk
-        return [Raw(raw.format, raw.data[expert]) for raw in raws]
-    return raws
+    return [_raw(cell.stored, files) for cell in sorted(cells, key=lambda cell: cell.part)]
 
 
 def _raw(stored: Stored, files: MappedFiles) -> Raw:
@@ -155,4 +152,4 @@ def _raw(stored: Stored, files: MappedFiles) -> Raw:
         factor = float(torch.tensor(1 / number if stored.global_divides else number).float())
     if stored.input_scale is not None:
         activation = float(files.tensor(stored.input_scale))
-    return Raw(stored.format, data, scale, factor, activation, stored.block)
+    return Raw(stored.format, data, scale, factor, activation, stored.tile)
