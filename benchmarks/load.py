@@ -155,7 +155,7 @@ def peak_memory() -> Iterator[Callable[[], int]]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield lambda: most
+        yield lambda: max(most, anonymous_bytes() - start)
     finally:
         stop.set()
         thread.join()

@@ -59,7 +59,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     root.setLevel(level)
 
 
-def spawn(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def spawn(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from dsv4.cli import main; main()", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
@@ -79,26 +79,22 @@ def ids(tmp_path: Path) -> Path:
 # --- help -------------------------------------------------------------------------------------
 
 
-def test_help_is_quick_and_needs_no_torch() -> None:
-    """Processor time, best of three: a busy machine does not decide."""
+def test_help_loads_nothing_slow() -> None:
+    """What would make it wait is not imported; its time is the machine's."""
     code = (
-        "import sys, time; sys.argv = ['dsv4', '--help']\n"
+        "import sys; sys.argv = ['dsv4', '--help']\n"
         "from dsv4.cli import main\n"
         "try:\n    main()\n"
-        "finally:\n    sys.stderr.write(f'{time.process_time()} {\"torch\" in sys.modules}')"
+        "finally:\n    print(*sys.modules, file=sys.stderr)"
     )
-    times = []
-    for _ in range(3):
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        seconds, has_torch = result.stderr.split()
-        assert has_torch == "False"
-        for command in ("generate", "score", "chat", "plan", "check", "inspect", "convert"):
-            assert command in result.stdout
-        times.append(float(seconds))
-        if times[-1] < 1.5:
-            return
-    raise AssertionError(f"--help took {min(times):.2f} s of processor time")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for command in ("generate", "score", "chat", "plan", "check", "inspect", "convert"):
+        assert command in result.stdout
+    loaded = set(result.stderr.split())
+    assert "dsv4.cli" in loaded
+    slow = {"torch", "numpy", "triton", "transformers", "safetensors"}
+    assert not loaded & (slow | {"fastapi", "uvicorn", "prometheus_client", "xgrammar"})
 
 
 @pytest.mark.parametrize("command", ["generate", "score"])

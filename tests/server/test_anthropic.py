@@ -10,7 +10,7 @@ from anthropic import Anthropic
 
 from dsv4.chat import Tokenizer
 from dsv4.util.models import model_folder
-from tests.server.support import ASK, Server
+from tests.server.support import ASK, PATIENCE_S, Server
 from tests.server.test_openai import OSLO, ROME, calls_text
 
 WEATHER: Any = {
@@ -32,7 +32,7 @@ PICTURE: Any = [
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Anthropic]:
-    with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30) as made:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 
 

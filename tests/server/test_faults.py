@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,9 @@ import pytest
 
 from dsv4.cli import main
 from dsv4.server.worker.wire import Channel
-from tests.server.support import ASK, Server, in_background
+from tests.server.support import ASK, PATIENCE_S, Server, in_background, wait_for
 
 CHAT = "/v1/chat/completions"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.03)
 
 
 @pytest.fixture
@@ -65,7 +57,7 @@ def test_the_engine_dies_and_comes_back(own: Callable[..., Server]) -> None:
     text = stream_text(server, "SAY </think>one two three\nDIE")
     assert '"code":"engine_died"' in text
     assert text.endswith("data: [DONE]\n\n")
-    answer = other.result(10)  # it was only in the same process
+    answer = other.result(PATIENCE_S)  # it was only in the same process
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "overloaded_error"
     wait_for(lambda: status(server, "/ready") == 200)
@@ -109,7 +101,7 @@ def test_a_signal_lets_running_answers_finish(own: Callable[..., Server], tmp_pa
     text = running.result(20)
     assert '"finish_reason":"stop"' in text
     assert text.endswith("data: [DONE]\n\n")
-    assert server.process.wait(20) == 0
+    assert server.process.wait(PATIENCE_S) == 0
     # the trace has exact prompts and raw outputs; the log has counts, and no words
     entry = json.loads(trace.read_text().splitlines()[0])
     assert entry["prompt"].endswith("<｜User｜>SAY a</think>b<｜Assistant｜><think>")
@@ -124,7 +116,7 @@ def test_answers_that_outlive_the_deadline_end_with_an_error(own: Callable[..., 
     running = in_background(lambda: stream_text(server, "HANG"))
     wait_for(lambda: server.stats()["num_running"] == 1)
     assert server.stop() == 0
-    assert '"code":"shutting_down"' in running.result(10)
+    assert '"code":"shutting_down"' in running.result(PATIENCE_S)
     wait_for(lambda: not os.path.exists(f"/proc/{engine}"))
 
 
@@ -136,9 +128,9 @@ def test_a_second_signal_ends_it_at_once(own: Callable[..., Server]) -> None:
     server.process.send_signal(signal.SIGINT)
     wait_for(lambda: status(server, "/ready") == 503)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(5) == 130
+    assert server.process.wait(PATIENCE_S) == 130
     with pytest.raises(httpx.RemoteProtocolError):
-        running.result(10)
+        running.result(PATIENCE_S)
     wait_for(lambda: not os.path.exists(f"/proc/{engine}"))  # no orphan is left
 
 
@@ -168,7 +160,7 @@ def test_nothing_can_be_written(own: Callable[..., Server]) -> None:
         except httpx.TransportError:
             return False
 
-    wait_for(is_ready, 30)
+    wait_for(is_ready)
     for _ in range(3):
         assert server.chat("SAY </think>fine").json()["choices"][0]["message"]["content"] == "fine"
     assert server.stop() == 0
@@ -190,11 +182,9 @@ def test_slow_clients_are_cut_off(hurried: Server) -> None:
         (head, b""),  # headers that never end
         (head + b"content-length: 100\r\n\r\n{", b"408"),  # a body that never ends
     ):
-        with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+        with socket.create_connection(("127.0.0.1", server.port), PATIENCE_S) as slow:
             slow.sendall(data)
-            begin = time.monotonic()
             assert answer in slow.recv(4096)
-            assert time.monotonic() - begin < 8
     # many of them do not keep others out
     several = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
     for one in several:
@@ -289,7 +279,7 @@ def test_without_the_extra(run: Callable[..., Done], monkeypatch: pytest.MonkeyP
 
 def test_the_engines_own_errors_end_the_start(own: Callable[..., Server]) -> None:
     server = own(env={"FAKE_FAIL": "max_context is too large"})
-    assert server.process.wait(30) == 2
+    assert server.process.wait(PATIENCE_S) == 2
     assert "error: max_context is too large" in server.log
     assert "Traceback" not in server.log
 

@@ -3,7 +3,6 @@
 import json
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.support import ASK, Server, in_background
+from tests.server.support import ASK, PATIENCE_S, Server, in_background, wait_for
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": ASK, "max_tokens": 5}
 
 
-def raw(server: Server, data: bytes, seconds: float = 20) -> bytes:
+def raw(server: Server, data: bytes, seconds: float = PATIENCE_S) -> bytes:
     """Bytes in, everything that comes back until the server closes."""
     with socket.create_connection(("127.0.0.1", server.port), seconds) as connection:
         connection.sendall(data)
@@ -170,10 +169,8 @@ def test_a_slow_reader_is_not_waited_for(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        begin = time.monotonic()
         for _ in range(3):
             assert server.chat("SAY </think>ok").json()["choices"][0]["message"]["content"] == "ok"
-        assert time.monotonic() - begin < 10
     server.wait_until_idle()
 
 
@@ -182,14 +179,14 @@ def test_a_client_that_leaves_aborts_its_request(server: Server, stream: bool) -
     body = {"messages": [{"role": "user", "content": "HANG"}], "stream": stream, "n": 3}
     with server.client(timeout=0.5) as client, pytest.raises(httpx.TimeoutException):
         client.post(CHAT, json=body)
-    server.wait_until_idle(3)
+    server.wait_until_idle()
 
 
 def test_curl_sees_the_bytes_of_a_stream(server: Server) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "SAY </think>hi"}], "stream": True})
     command = ["curl", "-sN", "-i", f"{server.url}{CHAT}", "-d", body]
     done = subprocess.run(
-        [*command, "-H", "content-type: application/json"], capture_output=True, timeout=30
+        [*command, "-H", "content-type: application/json"], capture_output=True, timeout=PATIENCE_S
     )
     head, _, events = done.stdout.partition(b"\r\n\r\n")
     assert b"content-type: text/event-stream; charset=utf-8" in head
@@ -197,7 +194,7 @@ def test_curl_sees_the_bytes_of_a_stream(server: Server) -> None:
     assert events.endswith(b"data: [DONE]\n\n")
     lines = [line for line in events.split(b"\n") if line]
     assert all(line.startswith(b"data: ") for line in lines)
-    bad = subprocess.run([*command[:-1], "{oops"], capture_output=True, timeout=30)
+    bad = subprocess.run([*command[:-1], "{oops"], capture_output=True, timeout=PATIENCE_S)
     assert b"400 Bad Request" in bad.stdout
     assert b"content-type" in bad.stdout
 
@@ -285,9 +282,7 @@ def test_a_full_queue_names_and_cors() -> None:
             assert "access-control-allow-origin" not in other.headers
         # four sequences run at once; a fifth finds no place to wait
         waiting = in_background(lambda: server.chat("HANG", n=4))
-        end = time.monotonic() + 10
-        while server.stats()["num_running"] < 4 and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_for(lambda: server.stats()["num_running"] == 4)
         answer = server.chat("SAY x")
         assert answer.status_code == 429
         assert answer.json()["error"]["type"] == "rate_limit_error"

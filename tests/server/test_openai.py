@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.server.support import ASK, Server
+from tests.server.support import ASK, PATIENCE_S, Server
 
 WEATHER: Any = {
     "type": "function",
@@ -43,7 +43,9 @@ OSLO = call_text("get_weather", "Oslo")
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+    with OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as made:
         yield made
 
 

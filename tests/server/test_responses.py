@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.server.support import ASK, Server
+from tests.server.support import ASK, PATIENCE_S, Server
 from tests.server.test_openai import ROME, Person, calls_text
 
 TOOL: Any = {
@@ -22,7 +22,7 @@ TOOL: Any = {
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
     base = f"{server.url}/v1"
-    with OpenAI(base_url=base, api_key="none", max_retries=0, timeout=30) as made:
+    with OpenAI(base_url=base, api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 
 

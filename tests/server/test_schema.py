@@ -49,7 +49,7 @@ def test_no_request_breaks_the_server(path: str, document: Any, server: Server) 
     operation = schemathesis.openapi.from_dict(document)[path][method]
     required = required_fields(document, path)
     seen: set[int] = set()
-    with server.client(timeout=20) as client:
+    with server.client() as client:
 
         @given(case=strategy(operation))
         @settings(

@@ -3,19 +3,20 @@
 import json
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.server.support import ASK, ROOT, Server
+from tests.server.support import ASK, PATIENCE_S, ROOT, Server, wait_for
 
 
 @pytest.fixture(scope="module")
 def client(tiny: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with OpenAI(
+        base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as made:
         yield made
 
 
@@ -24,10 +25,8 @@ def ask(client: OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(model="tiny", messages=ASK, **options)
 
 
-def test_it_is_ready_in_time(tiny: Server) -> None:
-    """Counted in CPU seconds, which other work on the machine does not stretch."""
-    assert 0 < tiny.start_cpu_s < 10
-    assert "plan: " in tiny.log
+def test_it_says_its_plan_before_it_is_ready(tiny: Server) -> None:
+    assert 0 <= tiny.log.find("plan: ") < tiny.log.find("ready: ")
 
 
 def test_a_seed_makes_it_repeatable(client: OpenAI) -> None:
@@ -127,10 +126,7 @@ def test_who_leaves_frees_the_engine(tiny: Server) -> None:
     with tiny.client() as client, client.stream("POST", path, json=body) as answer:
         lines = answer.iter_lines()  # to lose it would be to leave
         next(lines)
-        end = time.monotonic() + 20
-        while tiny.stats()["num_running"] == 0:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_for(lambda: tiny.stats()["num_running"] > 0)
     tiny.wait_until_idle()
     assert not any(tiny.stats()["pages_used"].values())
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -200,10 +199,13 @@ import os, sys, time
 from pathlib import Path
 from dsv4.checkpoint.files import writer
 from dsv4.tools.convert import convert
-finish = writer.ShardWriter.finish
+finish, left = writer.ShardWriter.finish, int(sys.argv[3])
 def slow(self):
-    print("finishing", flush=True)
-    time.sleep(0.3)  # the parent kills us here, with a shard written but not renamed
+    global left
+    if left == 0:
+        print("finishing", flush=True)
+        time.sleep(600)  # the parent kills us here, with a shard written but not renamed
+    left -= 1
     finish(self)
 writer.ShardWriter.finish = slow
 convert(Path(sys.argv[1]), Path(sys.argv[2]), "nvfp4", shard_bytes=200_000)
@@ -215,12 +217,12 @@ def test_a_killed_conversion_goes_on(tmp_path) -> None:
     source = writers.save(writers.made("official"), tmp_path / "source")
     out = tmp_path / "out"
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(source), str(out)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, str(source), str(out), str(shards_before)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
-    for _ in range(shards_before + 1):
-        child.stdout.readline()
-    time.sleep(0.05)
+    assert child.stdout.readline() == "finishing\n"
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     child.stdout.close()

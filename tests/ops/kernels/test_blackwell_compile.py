@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts
+from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
 pytest.importorskip("triton", reason="Triton is absent")
 
@@ -31,7 +31,8 @@ def rows() -> list[dict[str, Any]]:
 def test_every_kernel_fits_and_nothing_spills(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         check_limits(row, 60)
-        assert row["reloads"] == row["spills"] == 0, f"{row['case']} {row['kernel']}"
+        if counts_are_known():
+            assert row["reloads"] == row["spills"] == 0, f"{row['case']} {row['kernel']}"
 
 
 def test_products_are_block_scaled(rows: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts
+from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
 # kernel: (instruction expected on sm_90, reloads from local memory allowed: in the innermost loops
 # where there are matrix products, else anywhere)
@@ -56,6 +56,7 @@ def test_kernels_compile(capability: int) -> None:
         check_limits(row, 40)
         if capability == 90:
             assert re.search(instruction, " ".join(row["mix"])), f"{label}: no {instruction}"
+        if capability == 90 and counts_are_known():
             found = row["hot_reloads" if "MMA" in instruction else "reloads"]
             assert found <= reloads, f"{label}: {found} reloads"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts
+from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
 EVERY_KERNEL = ("linear 1 decode", "linear prefill", "experts 8 decode", "router", "embed")
 HOT = re.compile("decode|prefill")
@@ -24,7 +24,7 @@ def test_kernels_compile(capability: int) -> None:
         check_limits(row, 20)
         if row["kernel"] in ("_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"):
             assert MATRIX.search(" ".join(row["mix"])), f"{label}: no matrix instruction"
-        if capability == 90 and HOT.search(row["case"]):
+        if capability == 90 and HOT.search(row["case"]) and counts_are_known():
             assert row["hot_reloads"] == 0, f"{label}: {row['hot_reloads']} reloads in a loop"
 
 
