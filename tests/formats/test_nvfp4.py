@@ -72,6 +72,15 @@ def test_the_largest_block_gets_448_and_the_rounded_scale_is_used() -> None:
     assert torch.equal(packed, e2m1.pack(e2m1.encode(divided).reshape(64, 64)))
 
 
+def test_four_over_six_has_head_room_above_the_largest_block() -> None:
+    """The block with the matrix's largest value may take the larger scale as well: it is exact."""
+    w = torch.tensor([[4.0, 3.0, 2.0, 1.5, 1.0, 0.5, -4.0, -3.0] * 2, [0.25] * 16])
+    packed, scale, global_ = nvfp4.quantize(w, "four-over-six")
+    assert float(scale[0]) == 384  # 256 * 6 / 4
+    torch.testing.assert_close(restore((packed, scale, global_)), w, rtol=1e-6, atol=0)
+    assert rms(restore(nvfp4.quantize(w, "max")), w) > 0.05
+
+
 def test_zero_blocks_have_zero_nibbles_and_a_positive_scale() -> None:
     w = gaussian(4, 64)
     w[1] = 0

@@ -56,6 +56,19 @@ def test_chunks_end_where_prefixes_are_shared() -> None:
     assert ends[:3] == [256, 512, 768]  # the last boundary is a cut of its own
 
 
+@pytest.mark.parametrize(("num_tokens", "admitted"), [(257, True), (300, False)])
+def test_who_is_admitted_finds_a_page_to_grow(num_tokens: int, admitted: bool) -> None:
+    """Six csa pages of 128 tokens: 3 for the first prompt, so that 2 and one to grow are left."""
+    sim = Simulator(max_sequences=2, state_tokens=512, chunk_tokens=1000)
+    assert sim.pages.allocators["csa"].num_pages == 6
+    sim.add("a", [1] * 300, max_tokens=50)
+    sim.step()
+    sim.add("b", [2] * num_tokens, max_tokens=3)
+    assert ("b" in shares(sim.step())) == admitted
+    sim.run()
+    assert sim.scheduler.num_preemptions == 0
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 128, 1000])
 def test_any_chunk_size_gets_to_the_end(chunk_tokens: int) -> None:
     sim = Simulator(chunk_tokens=chunk_tokens)

@@ -1,0 +1,229 @@
+"""Plant known bugs one by one and see that the tests notice each.
+
+    python scripts/plant_bugs.py                         all of them
+    python scripts/plant_bugs.py --only top-p prefix     those whose names contain one of these
+    python scripts/plant_bugs.py -o benchmarks/records/DATE_cpu_planted_bugs.jsonl
+
+A bug is one changed piece of text in a copy of the tree; the tests beside it are the smallest part
+of the suite that ought to notice. Before that they run once on the unchanged copy, where they have
+to pass. A test that hangs counts as noticing: every test has a time limit. The exit code is 1 if a
+bug survives, or if its text is no longer found exactly once (then it needs a new home).
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TEST_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # arguments of pytest
+
+
+SCHEDULER = ("tests/scheduler",)
+PREFIX = ("tests/oracle/test_prefix.py",)
+PAGES = ("tests/cache/test_pages.py",)
+DISK = ("tests/cache/test_disk.py",)
+SAMPLE = ("tests/ops/test_sample.py", "tests/ops/test_sample_borders.py")
+FORMULAS = ("tests/ops/test_formulas.py",)
+ENGINE = ("tests/test_engine.py",)
+SERVING = ("tests/test_serving.py",)
+LIMITS = ("tests/server/test_limits.py",)
+FORMATS = ("tests/formats",)
+PARSER = ("tests/chat/test_parser.py",)
+
+BUGS = (
+    # --- found to survive before they had tests
+    Bug("room to grow", "dsv4/scheduler/scheduler.py",
+        "len(geometry.pages_needed(pool, 0, len(sequence.token_ids))) + 1",
+        "len(geometry.pages_needed(pool, 0, len(sequence.token_ids)))", SCHEDULER),
+    Bug("head room of four-over-six", "dsv4/formats/nvfp4.py",
+        'top = 256.0 if choice == "four-over-six"', 'top = 448.0 if choice == "four-over-six"',
+        FORMATS),
+    Bug("top-p keeps one more", "dsv4/ops/sample/sample.py",
+        "keep = before < s.top_p[i].double()", "keep = before <= s.top_p[i].double()", SAMPLE),
+    # --- hung for ever before the engine noticed
+    Bug("preemption of the wrong one", "dsv4/scheduler/scheduler.py",
+        "first.rank < self._running[-1].rank", "first.rank > self._running[-1].rank", SCHEDULER),
+    Bug("prefix key off by one", "dsv4/scheduler/scheduler.py",
+        "(len(sequence.token_ids) - 1) // SHARED_TOKENS",
+        "len(sequence.token_ids) // SHARED_TOKENS", SCHEDULER),
+    # --- scheduling and pages
+    Bug("preemption starts with the lowest rank", "dsv4/scheduler/scheduler.py",
+        "            self._preempt(self._running[-1])\n\n",
+        "            self._preempt(self._running[0])\n\n", SCHEDULER),
+    Bug("pages of an unfinished prompt forgotten", "dsv4/scheduler/scheduler.py",
+        "needed += max(len(known) - len(other.pages.columns[pool]), 0)", "needed += 0", SCHEDULER),
+    Bug("a page let go while it is cached", "dsv4/cache/pages.py",
+        "if self._cached[page] == 0 and self._references[page] == 0:",
+        "if self._cached[page] == 0:", PAGES),
+    Bug("the window gives back a page too early", "dsv4/cache/pages.py",
+        "if column < needed.start]", "if column <= needed.start]", PAGES),
+    Bug("the least recently used goes last", "dsv4/cache/prefix.py",
+        "snapshot = next(iter(self._snapshots.values()))\n        if",
+        "snapshot = next(reversed(self._snapshots.values()))\n        if", PREFIX),
+    Bug("the hca page is not copied", "dsv4/cache/prefix.py",
+        'if partial in snapshot.columns["hca"]:', "if False:", PREFIX),
+    Bug("an unused older prefix stays", "dsv4/cache/prefix.py",
+        "if older is not None and older.num_hits == 0:", "if False:",
+        ("tests/scheduler", "tests/cache", "tests/oracle/test_prefix.py")),
+    Bug("the salt is not in the key", "dsv4/cache/prefix.py",
+        "salt.encode()", 'b""', PREFIX),
+    Bug("a fingerprint without the header", "dsv4/cache/disk.py",
+        "digest.update(file.read(2**16))", "file.read(2**16)", DISK),
+    # --- numbers
+    Bug("a tie of E2M1 rounds up", "dsv4/formats/e2m1.py",
+        "code += magnitude > 2.5", "code += magnitude >= 2.5", FORMATS),
+    Bug("the floor of FP8 groups", "dsv4/formats/fp8.py",
+        "AMAX_FLOOR = 1e-4", "AMAX_FLOOR = 1e-6", (*FORMATS, *FORMULAS)),
+    Bug("sinkhorn one round short", "dsv4/ops/mhc/mix.py",
+        "for _ in range(iters - 1):", "for _ in range(iters - 2):", FORMULAS),
+    Bug("yarn rounds the wrong way", "dsv4/ops/attention/rope.py",
+        "low = max(math.floor(dimension(beta_fast)), 0)",
+        "low = max(math.ceil(dimension(beta_fast)), 0)", FORMULAS),
+    Bug("the sink is left out of the sum", "dsv4/ops/attention/attention.py",
+        "total = torch.ones_like(top)", "total = torch.zeros_like(top)", FORMULAS),
+    Bug("an entry is visible one token early", "dsv4/ops/attention/index.py",
+        "torch.div(positions + 1, RATIO", "torch.div(positions + 2, RATIO", FORMULAS),
+    Bug("index ties go to the higher entry", "dsv4/ops/attention/index.py",
+        "best, order = torch.sort(scores, dim=1, descending=True, stable=True)",
+        "best, order = scores.flip(1).sort(dim=1, descending=True, stable=True)\n"
+        "    order = scores.shape[1] - 1 - order", FORMULAS),
+    Bug("repetition also for what was not said", "dsv4/ops/sample/sample.py",
+        "row = torch.where(seen, scaled, row)", "row = scaled", SAMPLE),
+    Bug("min-p of the sum", "dsv4/ops/sample/sample.py",
+        "s.min_p[i].double() * probabilities[0]", "s.min_p[i].double()", SAMPLE),
+    # --- chat
+    Bug("a stop string held one character too long", "dsv4/chat/output/stops.py",
+        "num_held = max(self._matched)", "num_held = max(self._matched) + 1",
+        ("tests/chat/test_parser.py", "tests/test_engine.py")),
+    Bug("the shorter of two stop strings", "dsv4/chat/output/stops.py",
+        "len(stop) > len(found)", "len(stop) < len(found)", PARSER),
+    Bug("a broken character is dropped at the end", "dsv4/chat/output/answer.py",
+        "return shown if stop is not None else shown + self._stops.finish()",
+        "return shown", ENGINE),
+    # --- engine
+    Bug("one token too many", "dsv4/engine.py",
+        "sequence.num_output >= params.max_tokens", "sequence.num_output > params.max_tokens",
+        ENGINE),
+    Bug("a deadline passes unnoticed", "dsv4/engine.py",
+        "live.expires <= now", "live.expires <= now - 60", SERVING),
+    Bug("the audit compares nothing", "dsv4/scheduler/audit.py",
+        "if first == second:", "if len(first) == len(second):", SERVING),
+    # --- checkpoint
+    Bug("a header may be longer than its file", "dsv4/checkpoint/files/header.py",
+        "if 8 + length > size:", "if length > size + 8:", ("tests/checkpoint/test_bad_input.py",)),
+    Bug("axes without limit", "dsv4/checkpoint/files/header.py",
+        "if len(shape) > MAX_RANK:", "if False:", ("tests/checkpoint/test_bad_input.py",)),
+    # --- server
+    Bug("any key opens", "dsv4/server/gate.py",
+        "if not sum(hmac.compare_digest(one, key) for one in given for key in self._keys):",
+        "if not given:", LIMITS),
+    Bug("a body one byte too large", "dsv4/server/gate.py",
+        "if len(body) > MAX_BODY_BYTES:", "if len(body) > 2 * MAX_BODY_BYTES:", LIMITS),
+    Bug("other names than localhost", "dsv4/server/gate.py",
+        'name.lower().endswith(".localhost")', 'name.lower().endswith("localhost")', LIMITS),
+    Bug("compressed bodies pass", "dsv4/server/gate.py",
+        'if encoding not in ("", "identity"):', "if False:", LIMITS),
+    Bug("the client's request id is taken as it comes", "dsv4/server/gate.py",
+        "given if _REQUEST_ID.fullmatch(given) else", "given if given else", LIMITS),
+)  # fmt: skip
+
+
+def copy_tree(target: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def tests_pass(tree: Path, tests: tuple[str, ...]) -> tuple[bool, str]:
+    """Whether they pass, and the last line that pytest wrote."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"--timeout={TEST_SECONDS}", *tests]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"pytest could not run {' '.join(tests)}:\n" + "\n".join(lines[-20:]))
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, (failed or lines)[-1].split(" - ")[0]
+
+
+def plant(tree: Path, bug: Bug) -> dict[str, object]:
+    path = tree / bug.file
+    right = path.read_text()
+    count = right.count(bug.old)
+    if count != 1:
+        return {"outcome": "does not fit", "why": f"found {count} times, expected once"}
+    begin = time.monotonic()
+    path.write_text(right.replace(bug.old, bug.new))
+    try:
+        survived, line = tests_pass(tree, bug.tests)
+    finally:
+        path.write_text(right)
+    seconds = round(time.monotonic() - begin, 1)
+    outcome = "survived" if survived else "noticed"
+    return {"outcome": outcome, "by": "" if survived else line, "seconds": seconds}
+
+
+def facts() -> dict[str, object]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "what": "bugs planted one by one: does a test notice?",
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "commit": commit,
+        "command": "python scripts/plant_bugs.py",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
+    parser.add_argument("-o", "--out", type=Path, help="where to write a record (JSON lines)")
+    options = parser.parse_args()
+    chosen = [bug for bug in BUGS if any(part in bug.name for part in options.only)]
+    rows, left = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        for tests in dict.fromkeys(bug.tests for bug in chosen):
+            passed, line = tests_pass(tree, tests)
+            if not passed:
+                raise SystemExit(f"without any bug: {line}")
+        for bug in chosen:
+            result = plant(tree, bug)
+            left += result["outcome"] != "noticed"
+            rows.append({**asdict(bug), **result})
+            print(f"{result['outcome']:13}{bug.name}: {result.get('by', '')}", flush=True)  # noqa: T201
+    if options.out is not None:
+        noticed = {"planted": len(rows), "noticed": len(rows) - left}
+        lines = [{**facts(), **noticed}, *rows]
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"{len(rows) - left} of {len(rows)} noticed")  # noqa: T201
+    sys.exit(1 if left else 0)
+
+
+if __name__ == "__main__":
+    main()
