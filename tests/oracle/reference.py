@@ -94,7 +94,7 @@ def _pick(weights: dict[str, torch.Tensor], module: str, suffix: str) -> torch.T
     for half, number in (("w1", 0), ("w3", 1)):
         if module.endswith(f"shared_experts.{half}"):
             return weights[module[: -len(half)] + "w13"].chunk(2)[number]
-    if module.endswith("shared_experts.w2"):
+    if module.endswith(("experts.w13", "experts.w2")):  # the canonical stacks have no suffix
         return weights[module]
     return weights[f"{module}.{suffix}" if suffix else module]
 
