@@ -28,8 +28,9 @@ $(VENV)/.installed-server: pyproject.toml | $(BIN)/python
 	@$(PIP) -e '.[server,guided]'
 	@touch $@ $(VENV)/.installed
 
-serve: $(VENV)/.installed-server ## serve the embedded model and its web page at http://127.0.0.1:8000
-	@$(BIN)/dsv4 serve
+PORT ?= 8000
+serve: $(VENV)/.installed-server ## serve the embedded model and its web page (PORT=8000)
+	@$(BIN)/dsv4 serve --port $(PORT)
 
 demo: $(VENV)/.installed ## three questions to the embedded model, on the CPU
 	@$(BIN)/python scripts/demo.py

@@ -1,6 +1,11 @@
 """dsv4: an inference engine for DeepSeek-V4. Start reading at `dsv4/engine.py`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv4.config import EngineConfig, ModelConfig
+    from dsv4.engine import Engine
+    from dsv4.request import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "ModelConfig", "SamplingParams"]
 __version__ = "0.1.0"
@@ -20,3 +25,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -27,6 +27,7 @@ BANDS: dict[str, int] = {
     "engine": 6,
     **dict.fromkeys(("server", "tools"), 7),
     "cli": 8,
+    "__main__": 9,
 }
 
 # These start without torch: their tests run anywhere and `--help` is instant. Some come later.
@@ -77,6 +78,7 @@ LINE_BUDGET = {
     "server": 4200,
     "tools": 7500,
     "cli": 2500,
+    "__main__.py": 10,
 }
 
 

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from dsv4 import __version__
 from dsv4.cli.bench import register as add_bench
 from dsv4.cli.chat import register as add_chat
 from dsv4.cli.check import register as add_check
@@ -23,7 +24,7 @@ app = typer.Typer(
     name="dsv4",
     help="Run, check and convert DeepSeek-V4 models.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # plain help: fits 80 columns, and a flag is only its name
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -42,8 +43,17 @@ for add in (
     add(app)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"dsv4 {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks and debug messages."),
 ) -> None:
     level = logging.DEBUG if debug else logging.WARNING
@@ -53,7 +63,7 @@ def options(
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="dsv4")
     except Dsv4Error as error:
         if "--debug" in sys.argv:
             raise

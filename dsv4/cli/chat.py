@@ -17,13 +17,15 @@ from dsv4.errors import Dsv4Error, RequestError
 from dsv4.request import Output, SamplingParams
 
 HELP = """\
-/reset          begin a new conversation
-/think on|off   reason before answering, or answer at once
-/fold on|off    show reasoning as one line, or in full
-/tools FILE     let the model call the tools in a JSON file; 'off' takes them away
-/save FILE      write the conversation as JSON
-/help           this list
-Ctrl-C stops the answer and keeps the conversation; Ctrl-D leaves."""
+/reset           begin a new conversation
+/think [on|off]  reason before answering, or answer at once; alone it toggles
+/fold [on|off]   show reasoning as one line, or in full; alone it toggles
+/tools FILE      let the model call the tools in a JSON file; 'off' takes them away
+/save FILE       write the conversation as JSON
+/help            this list
+/quit, /exit     leave, as does Ctrl-D
+Ctrl-C stops the answer and keeps the conversation; Tab completes commands."""
+COMMANDS = ("/reset", "/think", "/fold", "/tools", "/save", "/help", "/quit", "/exit")
 
 _MAX_TOOLS_FILE_BYTES = 4 << 20
 
@@ -36,7 +38,7 @@ def chat(
     model: str = MODEL,
     system: str | None = typer.Option(None, help="Instructions that stand before everything."),
     think: bool = typer.Option(True, "--think/--no-think", help="Reason before answering."),
-    effort: str | None = typer.Option(None, help="low, high or max; for V4.1 also 1 to 100."),
+    effort: str | None = typer.Option(None, help="How long to reason: low, high or max."),
     fold: bool = typer.Option(False, "--fold", help="Show reasoning as one line."),
     tools: Path | None = typer.Option(None, help="A JSON file with tools the model may call."),
     max_tokens: int = typer.Option(4096, help="Most tokens of one answer, reasoning included."),
@@ -61,11 +63,28 @@ def chat(
     session.effort = int(effort) if effort is not None and effort.isdecimal() else effort
     if tools is not None:
         session.load_tools(tools)
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # history with the arrow keys, where the system has it
+    _edit_lines()
     terminal = Terminal(session, Console(highlight=False), input)
     terminal.is_folded = fold
     terminal.run()
+
+
+def _edit_lines() -> None:
+    """History with the arrow keys and Tab for commands, where the system has readline."""
+    try:
+        import readline
+    except ImportError:
+        return
+    readline.set_completer(complete)
+    readline.set_completer_delims(" ")
+    is_libedit = "libedit" in (readline.__doc__ or "")
+    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+
+def complete(text: str, state: int) -> str | None:
+    """The state-th command that begins with this text."""
+    found = [name for name in COMMANDS if text.startswith("/") and name.startswith(text)]
+    return found[state] if state < len(found) else None
 
 
 class Streams(Protocol):
@@ -204,11 +223,12 @@ class Terminal:
         self._console = console
         self._read = read
         self._is_line_open = False
+        self._is_left = False
         self.is_folded = False
 
     def run(self) -> None:
-        self._note("/help lists the commands; Ctrl-D leaves")
-        while True:
+        self._note("/help lists the commands; /quit or Ctrl-D leaves")
+        while not self._is_left:
             pending = self._session.pending
             try:
                 line = self._read(f"result of {pending[0][1]}> " if pending else "> ")
@@ -242,12 +262,14 @@ class Terminal:
         elif name == "/reset":
             session.reset()
             self._note("a new conversation")
+        elif name in ("/quit", "/exit"):
+            self._is_left = True
         elif name == "/think":
-            session.thinking = self._switch(name, value)
-            self._note(f"thinking is {value}")
+            session.thinking = self._switch(name, value, session.thinking)
+            self._note(f"thinking is {'on' if session.thinking else 'off'}")
         elif name == "/fold":
-            self.is_folded = self._switch(name, value)
-            self._note(f"folding is {value}")
+            self.is_folded = self._switch(name, value, self.is_folded)
+            self._note(f"folding is {'on' if self.is_folded else 'off'}")
         elif name == "/tools" and value == "off":
             session.tools = []
             self._note("no tools")
@@ -264,10 +286,10 @@ class Terminal:
                 f"{name} is no command; /help lists them, and a space before it sends it as text"
             )
 
-    def _switch(self, name: str, value: str) -> bool:
-        if value not in ("on", "off"):
+    def _switch(self, name: str, value: str, now: bool) -> bool:
+        if value not in ("on", "off", ""):
             raise RequestError(f"found {name} {value!r}, expected {name} on or {name} off")
-        return value == "on"
+        return value == "on" if value else not now
 
     def _show(self, deltas: Iterator[Delta] | None) -> None:
         """Print an answer as it comes. Ctrl-C ends it here, and the engine's work with it."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.options import loading
+from dsv4.cli.progress import Work
 from dsv4.tools.check import Report, check_checkpoint
 from dsv4.util.models import model_folder
 
@@ -31,7 +31,7 @@ def check(
     """
     folder = model_folder(model)
     if values:
-        with loading(Console(stderr=True)) as progress:
+        with Work(Console(stderr=True), "reading values") as progress:
             report = check_checkpoint(folder, values=True, progress=progress)
     else:
         report = check_checkpoint(folder)

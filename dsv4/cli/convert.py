@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.options import loading
-from dsv4.cli.plan import size_text
+from dsv4.cli.progress import Work
 from dsv4.util.models import model_folder
+from dsv4.util.sizes import size_text
 
 if TYPE_CHECKING:
     from dsv4.tools.convert import Conversion
@@ -30,7 +30,9 @@ def convert(
     shard_size: float = typer.Option(5.0, help="GB (10^9 bytes) of one file."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Convert a checkpoint; official MXFP4 experts become NVFP4 bit for bit.
+    """Convert a checkpoint to another number format.
+
+    Official MXFP4 experts become NVFP4 bit for bit.
 
     A conversion that was interrupted goes on when the same command is given again.
 
@@ -38,7 +40,7 @@ def convert(
     """
     from dsv4.tools import convert as tool
 
-    with loading(Console(stderr=True)) as progress:
+    with Work(Console(stderr=True), "converting") as progress:
         result = tool.convert(
             model_folder(source),
             destination,

@@ -22,8 +22,12 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     model: str = MODEL,
-    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The prompt."),
-    prompt_file: Path | None = typer.Option(None, help="A UTF-8 file with the prompt."),
+    prompt: str | None = typer.Option(
+        None, "--prompt", "-p", help="The prompt; '-' reads standard input, as does a pipe alone."
+    ),
+    prompt_file: Path | None = typer.Option(
+        None, help="A UTF-8 file with the prompt; '-' reads standard input."
+    ),
     chat: bool = typer.Option(False, "--chat", help="As a user's message (the default)."),
     thinking: bool = typer.Option(False, "--thinking", help="The same, with reasoning first."),
     raw: bool = typer.Option(False, "--raw", help="As it is; markers in it are control."),
@@ -61,12 +65,17 @@ def generate(
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise OptionError("give the prompt with -p TEXT or with --prompt-file FILE, one of them")
-    if prompt is not None:
+    if prompt is not None and prompt_file is not None:
+        raise OptionError("found -p and --prompt-file, expected one of them")
+    if prompt is None and prompt_file is None and sys.stdin.isatty():
+        raise OptionError(
+            "found no prompt; give it with -p TEXT, with --prompt-file FILE or through a pipe"
+        )
+    if prompt is not None and prompt != "-":
         return prompt
-    assert prompt_file is not None
     try:
+        if prompt_file is None or prompt_file == Path("-"):
+            return sys.stdin.buffer.read().decode("utf-8")
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the prompt: {error}") from error

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.plan import size_text
 from dsv4.tools.inspect import Summary, inspect_checkpoint
 from dsv4.util.models import model_folder
+from dsv4.util.sizes import size_text
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +21,7 @@ def inspect(
     model: str = typer.Argument("tiny", help="A folder with config.json and safetensors."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Layout, number formats, shapes and sizes of a checkpoint; reads headers only.
+    """Show layout, formats and sizes of a checkpoint, from its headers.
 
     Example: dsv4 inspect ./DeepSeek-V4-Flash --json
     """
@@ -41,6 +41,8 @@ def _print(summary: Summary, console: Console) -> None:
     for line in summary.kinds:
         console.print(f"  {line}")
     table = Table("group", "formats", "tensors", "size", "share", "example")
+    for column in table.columns:
+        column.overflow = "fold"  # a name broken over two lines, never one cut short
     for group in summary.groups:
         table.add_row(
             group.name,

@@ -1,29 +1,39 @@
-"""What several commands share: engine options from EngineConfig, a loading bar."""
+"""What several commands share: the model argument, engine options from EngineConfig, loading."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
+from dsv4.cli.progress import Work
 from dsv4.config import EngineConfig
+from dsv4.util.models import BUILTIN_MODELS
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine
 
-MODEL = typer.Argument("tiny", help="A folder with config.json and safetensors, or 'tiny'.")
+
+def complete_model(incomplete: str) -> list[str]:
+    """For the shell: embedded models and folders that begin like this."""
+    names = [path.name for path in BUILTIN_MODELS.iterdir() if path.is_dir()]
+    head, _, tail = incomplete.rpartition("/")
+    root = Path(f"{head}/" if head or incomplete.startswith("/") else ".")
+    if root.is_dir():
+        prefix = incomplete[: len(incomplete) - len(tail)]
+        names += [f"{prefix}{item.name}/" for item in sorted(root.iterdir()) if item.is_dir()]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+MODEL = typer.Argument(
+    "tiny",
+    help="A folder with config.json and safetensors, or 'tiny'.",
+    autocompletion=complete_model,
+)
 
 
 def engine_options(
@@ -62,23 +72,8 @@ def engine_options(
     return wrapper
 
 
-@contextmanager
-def loading(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes, rate and time left; it goes away when loading is done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading weights", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def load_engine(model: str, choices: dict[str, Any], console: Console) -> "Engine":
     from dsv4.engine import Engine
 
-    with loading(console) as progress:
+    with Work(console, "loading weights") as progress:
         return Engine.load(model, progress=progress, **choices)

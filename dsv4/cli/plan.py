@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dsv4.tools.plan import CONTEXTS, Machine, Plan, make_plan, subject_of
 from dsv4.util.models import model_folder
+from dsv4.util.sizes import size_text
 
 SHAPES = ("flash", "pro")
 _BAR = 30
@@ -32,7 +33,7 @@ def plan(
     context: list[int] = typer.Option([], help="Contexts to try; may be given several times."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Bytes per GPU of weights, state and buffers; which contexts x sequences fit.
+    """Show what fits: bytes per GPU, and how many sequences.
 
     Exit code 1 when not even one sequence fits.
 
@@ -53,14 +54,6 @@ def plan(
         _print(result, Console())
     if not result.possible:
         raise typer.Exit(1)
-
-
-def size_text(nbytes: float) -> str:
-    """At least three digits, whatever the size."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:,.2f} {unit}"
-    return f"{nbytes:,.0f} B"
 
 
 def _print(result: Plan, console: Console) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from dsv4.cli.options import engine_options, load_engine
+from dsv4.cli.progress import Work
 from dsv4.errors import OptionError, RequestError
 
 
@@ -27,7 +27,9 @@ def score(
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Logits (fp32, tokens x vocabulary) of a token sequence, and its perplexity.
+    """Write the logits of a token sequence; print its perplexity.
+
+    Logits are fp32, tokens x vocabulary.
 
     Example: dsv4 score tiny --ids ids.json -o logits.safetensors
     """
@@ -42,11 +44,12 @@ def score(
     from safetensors.torch import save_file
 
     parts = []
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("scoring", total=len(token_ids))
+    with Work(console, "scoring", "tokens") as progress:
+        done = 0
         for part in engine.score(token_ids):
             parts.append(part)
-            bar.advance(task, part.shape[0])
+            done += part.shape[0]
+            progress(done, len(token_ids))
     logits = torch.cat(parts).cpu()
     targets = torch.tensor(token_ids[1:]).unsqueeze(1)
     chosen = torch.log_softmax(logits[:-1], dim=-1).gather(1, targets).squeeze(1)

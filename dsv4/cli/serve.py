@@ -7,9 +7,9 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from dsv4.cli.options import MODEL, engine_options
+from dsv4.cli.progress import Work
 from dsv4.errors import OptionError
 
 # How other servers spell the same choices.
@@ -42,7 +42,7 @@ def serve(
     trace: Path | None = typer.Option(None, help="Append prompts and raw outputs to this file."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients, and to the browser.
+    """Serve a model to OpenAI and Anthropic clients and the browser.
 
     Example: dsv4 serve --port 8000 --api-key secret
     """
@@ -67,7 +67,7 @@ def serve(
         trace=trace,
     )
     _log_requests()
-    with _Screen() as screen:
+    with _Screen((served_model_name or [model])[0]) as screen:
         run(model, choices or {}, options, screen.show)
 
 
@@ -103,20 +103,33 @@ def _read_keys(path: Path | None) -> list[str]:
     return _clean_keys(keys, "--api-key-file")
 
 
+def ready_lines(address: str, model: str, plan: str) -> list[str]:
+    """Where it is, what it runs, and what to try first."""
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return [
+        f"ready: {address}",
+        f"  model  {model}; {plan.partition('; activations')[0]}",
+        "  try    open that address in a browser, or",
+        f"         curl -s {address}/v1/chat/completions -H 'content-type: application/json' "
+        f"-d '{body}'",
+        "  stop   Ctrl-C",
+    ]
+
+
 class _Screen:
     """Plan, progress, and the line with the address, on stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model, self._plan = model, ""
         self._console = Console(stderr=True, highlight=False, markup=False)
-        self._bar = Progress(console=self._console, transient=True)
-        self._task = self._bar.add_task("loading weights", total=None)
+        self._bar = Work(self._console, "loading weights")
         self._is_open = True
 
     def __enter__(self) -> "_Screen":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write(self._stop_bar)
+        self._write(self._bar.stop)
 
     def show(self, message: dict[str, Any]) -> None:
         self._write(lambda: self._show(message))
@@ -129,20 +142,20 @@ class _Screen:
         except OSError:
             self._is_open = False
 
-    def _stop_bar(self) -> None:
-        if self._bar.live.is_started:
-            self._bar.stop()
-
     def _show(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "plan":
-            self._console.print(f"plan: {message['text']}", soft_wrap=True)
-            if self._console.is_terminal:
-                self._bar.start()
+            self._plan = message["text"]
+            self._console.print(f"plan: {self._plan}", soft_wrap=True)
+            self._bar.__enter__()
         elif kind == "progress":
-            self._bar.update(self._task, completed=message["done"], total=message["total"])
+            self._bar(message["done"], message["total"])
+            if message["done"] == message["total"]:
+                self._bar.stop()
+                self._console.print("weights loaded; warming up", soft_wrap=True)
         elif kind == "ready":
-            self._stop_bar()
-            self._console.print(f"ready: {message['address']}", soft_wrap=True)
+            self._bar.stop()
+            for line in ready_lines(message["address"], self._model, self._plan):
+                self._console.print(line, soft_wrap=True)
         elif kind == "failed":
             self._console.print(f"the engine could not be restarted: {message['error']}")

@@ -1,5 +1,6 @@
 """Which folder a user means by a model's name."""
 
+import re
 from pathlib import Path
 
 from dsv4.errors import CheckpointError
@@ -14,6 +15,13 @@ def model_folder(name: str) -> Path:
         return embedded
     folder = Path(name).expanduser()
     if not folder.is_dir():
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+            local = name.split("/")[1]
+            raise CheckpointError(
+                f"{name!r} is no folder here. If it is a name on the Hugging Face Hub, download it "
+                f"first (pip install huggingface_hub; hf download {name} --local-dir {local}), "
+                f"then give the folder: {local}"
+            )
         names = ", ".join(sorted(path.name for path in BUILTIN_MODELS.iterdir() if path.is_dir()))
         raise CheckpointError(
             f"{name!r} is neither a folder nor an embedded model; expected a folder with "

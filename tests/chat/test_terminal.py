@@ -179,7 +179,7 @@ def test_save(tmp_path: Path) -> None:
     [
         ("/dance", "/dance is no command"),
         ("/think maybe", "expected /think on or /think off"),
-        ("/fold", "expected /fold on"),
+        ("/fold now", "expected /fold on"),
         ("/save", "/save needs the name of a file"),
         ("/tools", "/tools needs the name of a file"),
         ("/tools /no/file.json", "cannot be read as JSON"),

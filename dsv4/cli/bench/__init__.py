@@ -12,6 +12,7 @@ from rich.table import Table
 from dsv4.cli.bench.serve import serve
 from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
+from dsv4.cli.progress import Stage
 from dsv4.errors import OptionError
 
 
@@ -32,7 +33,7 @@ def ops(
     predict: str = typer.Option("", help="Run nothing: floors from published rates; b200."),
     record: Path | None = typer.Option(None, help="Write a JSONL record to this file."),
 ) -> None:
-    """Time every weight op: microseconds, GB/s, TFLOP/s, and the floor they could reach.
+    """Time every weight op, against the floor it could reach.
 
     Examples: dsv4 bench ops --shape flash --only wq_b; dsv4 bench ops --predict b200
     """
@@ -45,13 +46,16 @@ def ops(
         return
     rows: list[Ceilings | Result] = []
     table = Table("op", "shape", "tokens", "us", "spread", "GB/s", "TFLOP/s", "floor us", "ratio")
+    stage = Stage(Console(stderr=True))
     for row in bench_ops(shape, counts, only):
         rows.append(row)
         if isinstance(row, Ceilings):
             console.print(f"read {row.read_gbs:.0f} GB/s, bf16 {row.matrix_tflops:.0f} TFLOP/s")
             continue
+        stage(f"{len(rows)} timed, last {row.op} of {row.shape} with {row.tokens} tokens")
         cells = (row.median_us, row.spread_us, row.gbs, row.tflops, row.floor_us, row.ratio)
         table.add_row(row.op, row.shape, str(row.tokens), *(f"{cell:g}" for cell in cells))
+    stage.pause()
     console.print(table)
     if record is not None:
         write_record(record, rows)
@@ -95,7 +99,7 @@ def quality(
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Accuracy by skill on held-out prompts, greedy, and perplexity on held-out stories.
+    """Accuracy by skill on held-out prompts, and perplexity.
 
     Example: dsv4 bench quality --count 20 --lengths 2000 --kv-format fp8
     """
@@ -122,8 +126,10 @@ def quality(
         for wrong in score.wrong:
             console.print(f"  {wrong}", highlight=False, markup=False)
 
-    with broken(engine, variant), console.status("asking"):
+    with broken(engine, variant), Stage(console) as stage:
+        stage(f"asking up to {count} questions of each skill: {', '.join(items)}")
         scores = measure(engine, items, count, sizes, show)
+        stage("reading held-out stories")
         surprise = perplexity(engine)
     if as_json:
         result = {score.skill: round(score.accuracy, 4) for score in scores}

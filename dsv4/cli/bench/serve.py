@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4.cli.options import MODEL, load_engine
+from dsv4.cli.progress import Stage
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine
@@ -26,11 +27,14 @@ def serve(
     as_json: bool = typer.Option(False, "--json", help="JSON lines on standard output."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Time to first token, time per token, tokens per second, hit rate; with parts switched off.
+    """Replay a trace of requests: latency, throughput, cache hits.
+
+    The same trace runs as it is, one sequence at a time, and without the prefix cache.
 
     Example: dsv4 bench serve --requests 16 --rate 1 --record serve.jsonl
     """
     from dsv4.tools.bench_serve import (
+        VARIANTS,
         Gain,
         Report,
         Workload,
@@ -43,20 +47,28 @@ def serve(
     console = Console(stderr=True)
     workload = Workload(num_requests=requests, rate=rate, shared=shared)
 
-    def make(changes: dict[str, Any]) -> "Engine":
-        return load_engine(model, {**(choices or {}), **changes}, console)
-
     rows: list[Report | Gain] = []
-    with console.status("running the trace"):
-        rows += bench_trace(make, workload)
-        rows += [bench_batching(make), bench_prefix(make, prefix)]
+    with Stage(console) as stage:
+
+        def make(changes: dict[str, Any]) -> "Engine":
+            stage.pause()
+            engine = load_engine(model, {**(choices or {}), **changes}, console)
+            text = ", ".join(f"{name} {value}" for name, value in changes.items()) or "as it is"
+            stage(f"measure {len(rows) + 1} of {len(VARIANTS) + 2}: {text}")
+            return engine
+
+        for report in bench_trace(make, workload):
+            rows.append(report)
+        rows.append(bench_batching(make))
+        rows.append(bench_prefix(make, prefix))
+        stage.pause()
     if as_json:
         sys.stdout.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
     else:
         Console().print(_traces([row for row in rows if isinstance(row, Report)]))
         Console().print(_gains([row for row in rows if isinstance(row, Gain)]))
     if record is not None:
-        settings = str(make({}).settings)
+        settings = str(load_engine(model, choices or {}, console).settings)
         write_record(record, {"workload": asdict(workload), "settings": settings}, rows)
         console.print(f"recorded in {record}")
 

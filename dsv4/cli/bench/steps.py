@@ -32,7 +32,7 @@ def decode(
     record: Path | None = RECORD,
     plot: Path | None = PLOT,
 ) -> None:
-    """Time decode steps: ms, tokens per second, kernels, bytes, and the floor these set.
+    """Time decode steps, against the floor that their bytes set.
 
     Example: dsv4 bench decode --shape flash --batch 1,8 --context 4096
     """
@@ -54,7 +54,7 @@ def prefill(
     record: Path | None = RECORD,
     plot: Path | None = PLOT,
 ) -> None:
-    """Time a prompt read in one step: ms, tokens per second, and the floor.
+    """Time a prompt read in one step, against its floor.
 
     Example: dsv4 bench prefill --shape flash --tokens 8192
     """

@@ -36,6 +36,7 @@ from dsv4.server.worker.wire import (
     request_from_wire,
 )
 from dsv4.util.models import model_folder
+from dsv4.util.sizes import size_text
 
 STATS_SECONDS = 0.5
 
@@ -94,9 +95,9 @@ def _plan_text(settings: Settings, config: ModelConfig, num_bytes: int, why: str
     sizes = settings.max_context, settings.max_sequences, settings.state_tokens
     state = settings.geometry(config).state_bytes(*sizes)
     return (
-        f"{num_bytes / 1e6:,.1f} MB of weights on {settings.device}; "
+        f"{size_text(num_bytes)} of weights on {settings.device}; "
         f"{settings.max_sequences} sequences of {settings.max_context:,} tokens at once in "
-        f"{state / 1e6:,.1f} MB of state (kv {settings.kv_format}, index {settings.index_format}); "
+        f"{size_text(state)} of state (kv {settings.kv_format}, index {settings.index_format}); "
         f"activations {settings.activations_text}: {why}"
     )
 

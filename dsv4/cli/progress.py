@@ -1,0 +1,91 @@
+"""Progress of long work: a bar with rate and time left; without a terminal, a line now and then."""
+
+import time
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from dsv4.util.sizes import size_text, time_text
+
+LINE_SECONDS = 10.0  # between lines where there is no terminal
+
+
+class Work:
+    """Call it with (done, total); the bar goes away at the end. `unit`: "bytes", or a noun."""
+
+    def __init__(self, console: Console, title: str, unit: str = "bytes") -> None:
+        self._console = console
+        self._title = title
+        self._unit = unit
+        self._begin = self._said = time.monotonic()
+        counts = (
+            (DownloadColumn(), TransferSpeedColumn())
+            if unit == "bytes"
+            else (MofNCompleteColumn(), TextColumn(unit))
+        )
+        columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task(title, total=None)
+
+    def __enter__(self) -> "Work":
+        self._begin = self._said = time.monotonic()
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._said >= LINE_SECONDS and done < total:
+            self._said = now
+            line = progress_line(self._title, self._unit, done, total, now - self._begin)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def progress_line(title: str, unit: str, done: int, total: int, seconds: float) -> str:
+    """ "loading weights: 34 % of 159.61 GB, 1.20 GB/s, 1:28 min left"."""
+    rate = done / seconds if seconds > 0 else 0.0
+    whole = size_text(total) if unit == "bytes" else f"{total:,} {unit}"
+    speed = f"{size_text(rate)}/s" if unit == "bytes" else f"{rate:.3g} {unit}/s"
+    left = f", {time_text((total - done) / rate)} left" if rate else ""
+    return f"{title}: {100 * done / total:.0f} % of {whole}, {speed}{left}"
+
+
+class Stage:
+    """What is going on, for work in named parts: a spinner in a terminal, a line each elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("")
+
+    def __enter__(self) -> "Stage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._status.update(text)
+            self._status.start()
+        else:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def pause(self) -> None:
+        """Before something else draws: two live displays cannot share a terminal."""
+        self._status.stop()

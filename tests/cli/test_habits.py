@@ -1,0 +1,235 @@
+"""What people expect of any command: a version, pipes, help that fits, completion, progress."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import typer
+from rich.console import Console
+
+import dsv4
+from dsv4.cli import app, progress
+from dsv4.cli.chat import COMMANDS, HELP, Terminal, complete
+from dsv4.cli.generate import _prompt_text
+from dsv4.cli.options import complete_model
+from dsv4.cli.progress import Stage, Work, progress_line
+from dsv4.cli.serve import ready_lines
+from dsv4.errors import CheckpointError, OptionError, RequestError
+from dsv4.tools import bench_serve
+from dsv4.util.models import model_folder
+from dsv4.util.sizes import size_text, time_text
+from tests.cli.test_cli import Cli, cli  # noqa: F401  # the fixture
+from tests.models import write_fast_model
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsv4", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=60, env=env, cwd=ROOT
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_fast_model(tmp_path_factory.mktemp("model")))
+
+
+def commands(group: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Every command with its full name."""
+    found = []
+    for key, item in group.commands.items():
+        full = f"{name} {key}".strip()
+        found += commands(item, full) if hasattr(item, "commands") else [(full, item)]
+    return found
+
+
+ALL = commands(typer.main.get_command(app))
+
+
+def test_version_by_both_doors() -> None:
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, f"dsv4 {dsv4.__version__}\n")
+    assert dsv4.__version__ in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_public_names_are_listed() -> None:
+    assert {"Engine", "EngineConfig", "ModelConfig", "SamplingParams"} <= set(dir(dsv4))
+    for name in dsv4.__all__:
+        assert getattr(dsv4, name).__name__ == name
+
+
+@pytest.mark.parametrize(("name", "command"), ALL, ids=[name for name, _ in ALL])
+def test_help_fits_80_columns(name: str, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        app([*name.split(), "--help"], prog_name="dsv4")
+    assert end.value.code == 0
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        app([*name.split(), "--help"], prog_name="dsv4")
+    text = out.getvalue()
+    assert f"Usage: dsv4 {name}" in text
+    assert "<bool>" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(command.help.splitlines()[0]) <= 66, "the list of commands would cut it"
+
+
+def pipe(text: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+
+def test_prompts_come_through_a_pipe(
+    cli: Cli,  # noqa: F811
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ("--max-tokens", "2", "--temperature", "0", "--raw", "--max-context", "200")
+    expected = cli("generate", model, *options, "-p", "abc")
+    assert expected.code == 0
+    for way in ((), ("-p", "-"), ("--prompt-file", "-")):
+        monkeypatch.setattr(sys, "stdin", pipe("abc"))
+        assert cli("generate", model, *options, *way).out == expected.out
+    monkeypatch.setattr(sys, "stdin", pipe("abd"))
+    assert cli("generate", model, *options, "-p", "abc").out == expected.out
+
+
+def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keyboard(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    with pytest.raises(OptionError, match="through a pipe"):
+        _prompt_text(None, None)
+    with pytest.raises(OptionError, match="one of them"):
+        _prompt_text("a", Path("b"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(RequestError, match="cannot read the prompt"):
+        _prompt_text("-", None)
+
+
+def test_a_name_on_the_hub_gets_a_hint() -> None:
+    name = "deepseek-ai/DeepSeek-V4-Flash"
+    with pytest.raises(CheckpointError, match=f"hf download {name} --local-dir DeepSeek-V4-Flash"):
+        model_folder(name)
+    for path in ("./a/b", "/a/b", "a/b/c", "nothing"):
+        with pytest.raises(CheckpointError, match="neither a folder nor an embedded model"):
+            model_folder(path)
+
+
+def test_bash_completes_commands_and_models() -> None:
+    words = {"_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": "dsv4 in", "COMP_CWORD": "1"}
+    assert run(**words).stdout.split() == ["inspect"]  # type: ignore[arg-type]
+    assert "tiny" in complete_model("ti")
+    assert complete_model(f"{ROOT}/dsv4/mod") == [f"{ROOT}/dsv4/model/", f"{ROOT}/dsv4/models/"]
+    assert complete_model("/nowhere/x") == []
+
+
+@pytest.mark.parametrize("end", ["/quit", "/exit"])
+def test_chat_is_left_and_switched(end: str) -> None:
+    lines = iter(["/think", "/think", "/fold", "/think maybe", end, "never read"])
+    out = io.StringIO()
+    session = SimpleNamespace(thinking=True, pending=[])
+    Terminal(cast(Any, session), Console(file=out), lambda _: next(lines)).run()
+    notes = re.findall(r"(thinking|folding) is (on|off)", out.getvalue())
+    assert notes == [("thinking", "off"), ("thinking", "on"), ("folding", "on")]
+    assert "expected /think on or /think off" in out.getvalue()
+    assert next(lines) == "never read"
+
+
+def test_tab_completes_the_commands_of_chat() -> None:
+    assert complete("/t", 0) == "/think"
+    assert complete("/t", 1) == "/tools"
+    assert complete("/t", 2) is None
+    assert complete("t", 0) is None
+    for name in COMMANDS:
+        assert name in HELP
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (31_000, "31.00 kB"), (15e6, "15.00 MB"), (159.6e9, "159.60 GB")],
+)
+def test_sizes_have_three_digits(nbytes: float, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    with Work(console, "loading weights") as work, Stage(console) as stage:
+        work(1000, 4000)
+        work(4000, 4000)  # the end says itself
+        stage("next [part]")
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"loading weights: 25 % of 4.00 kB, \S+ \w+/s, \d+ s left", lines[0])
+    assert lines[1] == "next [part]"
+    line = progress_line("scoring", "tokens", 50, 200, 10.0)
+    assert line == "scoring: 25 % of 200 tokens, 5 tokens/s, 30 s left"
+    assert progress_line("x", "bytes", 0, 10, 0.0) == "x: 0 % of 10 B, 0 B/s"
+
+
+def test_progress_in_a_terminal_leaves_nothing() -> None:
+    out = io.StringIO()
+    with Work(Console(file=out, width=80, force_terminal=True), "loading") as work:
+        work(1, 2)
+    assert "loading" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("\x1b[2K")  # the line is cleared
+
+
+def test_times() -> None:
+    assert [time_text(s) for s in (0.4, 59, 61, 3600, 5400)] == [
+        "0 s", "59 s", "1:01 min", "1:00 h", "1:30 h",
+    ]  # fmt: skip
+
+
+def test_bench_serve_says_where_it_is(
+    cli: Cli,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trace(make: Any, _: Any) -> Any:
+        for changes in bench_serve.VARIANTS.values():
+            make(changes)
+            yield bench_serve.summarise("x", [bench_serve.Timing(1, num_output=2)], 1.0, 0)
+
+    gain = bench_serve.Gain("x", "s", 1.0, 1.0, (0.0, 0.0), 1.0)
+    monkeypatch.setattr(bench_serve, "bench_trace", trace)
+    monkeypatch.setattr(bench_serve, "bench_batching", lambda make: make({}) and gain)
+    monkeypatch.setattr(bench_serve, "bench_prefix", lambda make, _: make({}) and gain)
+    module = sys.modules["dsv4.cli.bench.serve"]  # its name in the package is the function's
+    monkeypatch.setattr(module, "load_engine", lambda *_: object())
+    result = cli("bench", "serve")
+    assert result.code == 0, result.err
+    assert re.findall(r"measure (\d) of 5", result.err) == ["1", "2", "3", "4", "5"]
+
+
+def test_the_ready_lines_can_be_pasted() -> None:
+    plan = "14.98 MB of weights on cpu; 8 sequences in 4.00 MB of state; activations a16: default"
+    lines = ready_lines("http://127.0.0.1:8000", "tiny", plan)
+    assert lines[0] == "ready: http://127.0.0.1:8000"
+    assert lines[1].endswith("tiny; 14.98 MB of weights on cpu; 8 sequences in 4.00 MB of state")
+    assert any("curl -s http://127.0.0.1:8000/v1/chat/completions" in line for line in lines)
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("plan", "flash"), ("check",)])
+def test_tables_fit_80_columns(
+    cli: Cli,  # noqa: F811
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli(*command).out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
