@@ -27,7 +27,6 @@ BANDS: dict[str, int] = {
     "engine": 6,
     **dict.fromkeys(("server", "tools"), 7),
     "cli": 8,
-    "__main__": 9,
 }
 
 # These start without torch: their tests run anywhere and `--help` is instant. Some come later.
@@ -78,7 +77,6 @@ LINE_BUDGET = {
     "server": 4200,
     "tools": 7500,
     "cli": 2500,
-    "__main__.py": 10,
 }
 
 
