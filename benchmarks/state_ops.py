@@ -192,9 +192,11 @@ def sample_arguments(rows: int, device: str, vocabulary: int, filtered: bool) ->
         frequency=full(0.0),
         seeds=torch.randint(0, 2**62, (rows,), device=device),
         positions=torch.randint(0, 10**6, (rows,), device=device),
-        prompt_counts=None,
-        output_counts=None,
-        bias=None,
+        slots=torch.arange(rows, device=device),
+        flags=torch.zeros(rows, dtype=torch.int64, device=device),
+        seen=torch.zeros(rows, vocabulary, dtype=torch.int32, device=device),
+        bias=torch.zeros(rows, vocabulary, device=device),
+        mask=torch.zeros(rows, -(-vocabulary // 32), dtype=torch.int32, device=device),
     )
     return {"logits": torch.randn(rows, vocabulary, device=device) * 3, "inputs": inputs}
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +66,7 @@ class ModelConfig:
         """Channels of a head that carry no rotation; they come first."""
         return self.head_dim - self.rope_head_dim
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         return tuple(KIND_OF_RATIO[ratio] for ratio in self.compress_ratios)
 
@@ -204,6 +205,9 @@ class EngineConfig:
         default=None, metadata={"help": "tokens of all sequences together; default: all full"}
     )
     chunk_tokens: int | None = field(default=None, metadata={"help": "prompt tokens in a step"})
+    max_gap_ms: float = field(
+        default=60.0, metadata={"help": "longest gap in a stream that prompts may cause; 0: any"}
+    )
     prefix_cache: bool = field(default=True, metadata={"help": "share equal prompt beginnings"})
     prefix_disk: str | None = field(
         default=None, metadata={"help": "folder for cold prefixes, kept over a restart"}
@@ -231,6 +235,9 @@ class EngineConfig:
         for name in ("prefix_cache", "cuda_graphs"):
             if type(getattr(self, name)) is not bool:
                 raise OptionError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        gap = self.max_gap_ms
+        if type(gap) not in (int, float) or not 0 <= gap <= 1e6:
+            raise OptionError(f"max_gap_ms is {gap!r}, expected milliseconds from 0 (no bound) on")
         share = self.audit_share
         if type(share) not in (int, float) or not 0 <= share <= 1:
             raise OptionError(f"audit_share is {share!r}, expected a number from 0 to 1")

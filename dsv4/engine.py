@@ -2,11 +2,12 @@
 
     text  --chat.Tokenizer-->  token ids  --Engine.add-->  a Sequence that waits
     Engine.step:
-        scheduler.next_step    which sequences run, with how many new tokens
-                               (pages, cached prefixes, priorities, preemption)
-        runner.step_tokens     pages are taken, model and ops turn tokens into logits,
-                               sampling turns logits into one token per sequence
-        scheduler.done         states at 128-token boundaries are kept for others
+        Pipeline.take          one step, on a GPU with the next one already behind it:
+            scheduler.next_step    which sequences run, with how many new tokens
+                                   (pages, cached prefixes, priorities, preemption)
+            runner.submit          pages are taken, model and ops turn tokens into logits
+            runner.draw            sampling turns logits into one token per sequence
+            runner.read            the tokens come back
         Engine._accept         the token joins its sequence; text comes out; ends are noticed
 
 `stream` and `generate` are loops around `step`. A server uses `add`, `step` and `abort` alone.
@@ -20,7 +21,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from dsv4.chat.output.answer import AnswerText
 from dsv4.chat.tokenizer import Tokenizer
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, Dsv4Error, RequestError
+from dsv4.pipeline import Failure, Pipeline
 from dsv4.request import (
     Completion,
     FinishReason,
@@ -69,6 +71,7 @@ class _Live:
 
     sequence: Running
     text: AnswerText
+    draw: Draw  # how its tokens are drawn, but for a mask
     expires: float  # on the monotonic clock
     compiling: Compiling | None = None  # the guide; until it is ready the scheduler waits for it
     matcher: Matcher | None = None
@@ -88,13 +91,17 @@ class Engine:
         if loaded.settings.prefix_cache:
             self._prefix = PrefixCache(pages, state, state.num_snapshots, _store(loaded, state))
         self._scheduler = Scheduler(
-            pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of
+            pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of, self._budget()
+        )
+        self._pipeline = Pipeline(
+            self._scheduler, self._runner, self._is_live, self._draw, self._is_guided
         )
         self._audit: Audit | None = None
         if loaded.settings.audit_share:
             choices = asdict(loaded.settings)
             self._audit = Audit(choices["audit_share"], choices["audit_folder"], choices)
         self._live: dict[str, _Live] = {}
+        self._next_expiry = math.inf  # on the monotonic clock
         self._held: list[Output] = []  # brought by a step whose caller asked for other requests
         self._streams: AsyncStreams[Output] | None = None
         self._num_named = 0
@@ -126,13 +133,17 @@ class Engine:
     def _enter(self, request: Request, seed: int, audits: Finding | None = None) -> None:
         params = request.params
         sequence = Running(request, seed, shares=audits is None)
+        known = len(request.prompt_ids) + params.max_tokens
+        sequence.max_len = min(known, self.settings.max_context)
         ends = self.stop_ids if params.stop_ids is None else frozenset(params.stop_ids)
         text = AnswerText(self.tokenizer, params.stop, ends)
         deadline = math.inf if request.deadline is None else request.deadline
-        live = _Live(sequence, text, time.monotonic() + deadline, audits=audits)
+        draw = Draw(params, seed, sequence.token_ids, len(request.prompt_ids))
+        live = _Live(sequence, text, draw, time.monotonic() + deadline, audits=audits)
         if params.guide is not None:
             live.compiling = self._guides.compile(params.guide)
         self._live[request.id] = live
+        self._next_expiry = min(self._next_expiry, live.expires)
         self._tell("added", request.id, num_prompt=len(request.prompt_ids))
         self._scheduler.rank(sequence)
         if live.compiling is None:
@@ -141,37 +152,48 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step of everything that can run; what it brought, request by request."""
         held, self._held = self._held, []
-        unheard = {name for name, live in self._live.items() if live.audits is not None}
+        unheard = set()
+        if self._audit is not None:
+            unheard = {name for name, live in self._live.items() if live.audits is not None}
         outputs = self._expire() + self._begin_guided() + self._run_step()
         return held + [output for output in outputs if output.request_id not in unheard]
 
     def _run_step(self) -> list[Output]:
-        clock = [time.perf_counter()]
-        try:
-            work = self._scheduler.next_step()
-        except Exception as error:
-            if self._scheduler.beginning is None:
-                raise
-            return self._fail([self._scheduler.beginning], error)
-        if not work:
-            return []
-        clock.append(time.perf_counter())
-        try:
-            sampled = [item.sequence for item in work if item.samples]
-            draws = [self._draw(sequence) for sequence in sampled]
-            results = self._runner.step_tokens([_chunk(item) for item in work], draws)
-        except Exception as error:  # the step's requests end with the reason; the engine goes on
-            return self._fail([item.sequence for item in work], error)
-        clock.append(time.perf_counter())
-        self._scheduler.done(work)
-        outputs = [self._accept(*pair) for pair in zip(sampled, results, strict=True)]
-        self._count_step(work, [*clock, time.perf_counter()])
+        taken = self._pipeline.take()
+        outputs = self._fail_all(taken.failures)
+        outputs += [self._accept(*pair) for pair in taken.results]
+        outputs += self._fail_all(self._pipeline.draw_ahead())
+        if taken.work is not None:
+            self._count_step(taken.work, [*taken.clock, time.perf_counter()])
         return outputs
+
+    def _fail_all(self, failures: list[Failure]) -> list[Output]:
+        return [output for failure in failures for output in self._fail(*failure)]
+
+    def _is_live(self, sequence: Running) -> bool:
+        live = self._live.get(sequence.request.id)
+        return live is not None and live.sequence is sequence
+
+    def _is_guided(self, sequence: Running) -> bool:
+        return self._live[sequence.request.id].matcher is not None
+
+    def _budget(self) -> Callable[[int], int] | None:
+        """Prompt tokens of a step beside so many sequences that decode, by measured costs."""
+        costs, most = self._runner.costs, self.settings.max_gap_ms
+        if costs is None or not most:
+            return None
+        return lambda num_decoding: (
+            costs.budget(num_decoding, most) if num_decoding else self.settings.chunk_tokens
+        )
 
     def _expire(self) -> list[Output]:
         """End the requests whose deadline has passed."""
         now = time.monotonic()
+        if now < self._next_expiry:
+            return []
         late = [live.sequence for live in self._live.values() if live.expires <= now]
+        left = (live.expires for live in self._live.values() if live.expires > now)
+        self._next_expiry = min(left, default=math.inf)
         return [
             self._finish(s, "abort", error=f"the deadline of {s.request.deadline:g} s has passed")
             for s in late
@@ -382,15 +404,20 @@ class Engine:
         check_request(request, self.config.vocab_size, self.settings.max_context)
 
     def _draw(self, sequence: Running) -> Draw:
-        request, matcher = sequence.request, self._live[sequence.request.id].matcher
-        mask = matcher.mask() if matcher is not None else None
-        return Draw(request.params, sequence.seed, request.prompt_ids, sequence.output_ids, mask)
+        live = self._live.get(sequence.request.id)
+        if live is None or live.sequence is not sequence:  # ended; whatever comes is not heard
+            return Draw(sequence.request.params, sequence.seed, sequence.token_ids, 0)
+        if live.matcher is None:
+            return live.draw
+        return replace(live.draw, mask=live.matcher.mask())
 
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
         """A sampled token joins its sequence; the output says what is new."""
         live, params = self._live[sequence.request.id], sequence.request.params
         if live.matcher is not None:
             token = live.matcher.replacement(result.token_id, live.text.stop_ids)
+            if token != result.token_id:
+                self._pipeline.take_back(sequence)
             result = replace(result, token_id=token)
         sequence.token_ids.append(result.token_id)
         if live.audits is None:
@@ -506,11 +533,3 @@ def _output(
     tokens = tuple(result.token_id for result in results)
     logprobs = results if request.params.logprobs is not None else ()
     return Output(request.id, tokens, shown, logprobs=logprobs, **end)
-
-
-def _chunk(work: Work) -> Chunk:
-    sequence = work.sequence
-    assert sequence.pages is not None
-    start = sequence.num_computed
-    new = sequence.token_ids[start : start + work.num_new]
-    return Chunk(sequence.pages, new, 1 if work.samples else 0)

@@ -5,16 +5,17 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import dsv4.model.moe
-import dsv4.runner.runner
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, RequestError
 from dsv4.request import Output, Request, TokenLogprobs
+from dsv4.runner.runner import Flight
 from dsv4.sampling import Draw
 from tests.models import write_fast_model
 
@@ -208,11 +209,13 @@ def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert engine.tokenizer is not None
         tokens = engine.tokenizer.encode(text)
 
-        def sample_batch(logits: Tensor, draws: list[Draw]) -> list[TokenLogprobs]:
-            assert logits.shape[0] == len(draws)
-            return [TokenLogprobs(tokens[len(draw.output_ids)], 0.0) for draw in draws]
+        def draw(flight: Flight, draws: list[Draw]) -> None:
+            assert len(flight.sampled) == len(draws)
+            places = [len(draw.token_ids) - draw.num_prompt for draw in draws]
+            drawn = [TokenLogprobs(tokens[place], 0.0) for place in places]
+            flight.reading = Mock(results=lambda: drawn)
 
-        monkeypatch.setattr(dsv4.runner.runner, "sample_batch", sample_batch)
+        monkeypatch.setattr(engine._runner, "draw", draw)
 
     return script
 
@@ -339,15 +342,15 @@ def test_interrupted_generate_leaves_nothing(
 ) -> None:
     calls = 0
 
-    def interrupt(*args: Any) -> Any:
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return real(*args)
+        return real(*args, **kwargs)
 
-    real = engine._runner.step
-    monkeypatch.setattr(engine._runner, "step", interrupt)
+    real = engine._runner.submit
+    monkeypatch.setattr(engine._runner, "submit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([PROMPT, PROMPT[1:]], GREEDY)
     assert engine.num_unfinished == 0

@@ -206,7 +206,8 @@ class Faults:
 
 
 @pytest.mark.parametrize(
-    "where", ["take", "step_tokens", "copy_page", "save_rows", "restore_rows", "experts_ffn"]
+    "where",
+    ["take", "submit", "draw", "read", "copy_page", "save_rows", "restore_rows", "experts_ffn"],
 )
 def test_a_failure_at_any_point(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests finish right or end with an error; the engine goes on, nothing is lost."""
@@ -215,7 +216,7 @@ def test_a_failure_at_any_point(where: str, monkeypatch: pytest.MonkeyPatch) -> 
     engine = engine_of(max_sequences=3, max_context=600, state_tokens=800, chunk_tokens=256)
     owners = {
         "take": PageAllocator,
-        "step_tokens": engine._runner,
+        **dict.fromkeys(("submit", "draw", "read"), engine._runner),
         "experts_ffn": dsv4.model.moe,
     }
     faults = Faults(monkeypatch, owners.get(where, engine._runner.state), where)

@@ -239,14 +239,14 @@ def test_the_audit_sees_a_difference(
     engine = Engine.load(
         folder, max_context=400, max_sequences=2, audit_share=1.0, audit_folder=str(tmp_path)
     )
-    real = engine._runner.step_tokens
+    real = engine._runner.read
 
-    def wrong(chunks: Any, draws: Any) -> list[TokenLogprobs]:
-        results = real(chunks, draws)
+    def wrong(flight: Any) -> list[TokenLogprobs]:
+        results = real(flight)
         off = 0.0 if any(live.audits for live in engine._live.values()) else 1e-6
         return [replace(r, logprob=r.logprob + off) for r in results]
 
-    monkeypatch.setattr(engine._runner, "step_tokens", wrong)
+    monkeypatch.setattr(engine._runner, "read", wrong)
     with caplog.at_level(logging.ERROR):
         engine.generate([PROMPT, PROMPT[1:]], PARAMS)
         run(engine)

@@ -24,9 +24,10 @@ BANDS: dict[str, int] = {
     **dict.fromkeys(("cache", "checkpoint", "chat", "sampling"), 3),
     **dict.fromkeys(("model", "scheduler", "testing"), 4),
     "runner": 5,
-    "engine": 6,
-    **dict.fromkeys(("server", "tools"), 7),
-    "cli": 8,
+    "pipeline": 6,
+    "engine": 7,
+    **dict.fromkeys(("server", "tools"), 8),
+    "cli": 9,
 }
 
 # These start without torch: their tests run anywhere and `--help` is instant. Some come later.
@@ -59,6 +60,7 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
     "engine.py": 550,
+    "pipeline.py": 200,
     "config.py": 300,
     "request.py": 350,
     "errors.py": 80,
@@ -66,7 +68,9 @@ LINE_BUDGET = {
     "util": 600,
     "formats": 1500,
     "parallel": 800,
-    "ops": 11800,  # a third of it forms for few rows, whose bits are those of many
+    # a third of it forms for few rows, whose bits are those of many; 350 lines for steps that are
+    # told everything by one line of integers, padding and drawing with every option on the device
+    "ops": 12180,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,

@@ -53,11 +53,26 @@ class Geometry:
         """Page columns in use while a sequence goes from `start` to `end` tokens."""
         page = PAGE_ENTRIES[pool]
         if pool == "window":
-            oldest = max(start - self.config.sliding_window + 1, 0)
-            return range(oldest // page, -(-end // page))
+            return range(self.oldest_column(start), -(-end // page))
         if self.num_layers(pool) == 0:
             return range(0)
         return range(-(-(end // TOKENS_PER_ENTRY[pool]) // page))
+
+    def oldest_column(self, length: int) -> int:
+        """The window's first page that a sequence of `length` tokens still needs."""
+        return max(length - self.config.sliding_window + 1, 0) // PAGE_ENTRIES["window"]
+
+    def last_use(self, column: int) -> int:
+        """The length up to which a window page is needed."""
+        return (column + 1) * PAGE_ENTRIES["window"] + self.config.sliding_window - 2
+
+    def most_tokens(self, columns: dict[Pool, int]) -> int:
+        """The longest sequence for which pages up to these columns suffice."""
+        return min(
+            (columns[pool] * PAGE_ENTRIES[pool] + 1) * TOKENS_PER_ENTRY[pool] - 1
+            for pool in POOLS
+            if self.num_layers(pool)
+        )
 
     def num_layers(self, pool: Pool) -> int:
         if pool == "window":

@@ -1,8 +1,7 @@
 """Pages and slots: who holds what. No tensors.
 
 `prepare` takes every page a step needs or none of them; `apply` makes the step's growth final
-and gives back what left the window; `cancel` undoes the preparation. A growth that is prepared
-*ahead* is for a step that may never count: whoever needs pages or ends a sequence cancels it.
+and gives back what left the window; `cancel` undoes the preparation.
 
 A page may have several holders: running sequences, and the prefix cache. What only the cache
 holds is *idle*: it is given up as soon as a sequence needs room.
@@ -121,6 +120,8 @@ class SequencePages:
     slot: int
     length: int = 0
     columns: dict[Pool, Columns] = field(default_factory=lambda: {pool: {} for pool in POOLS})
+    full_at: int = 0  # up to this length its pages suffice
+    leaves_at: int = 0  # from this length on its oldest window page is not needed any more
 
 
 @dataclass
@@ -141,7 +142,6 @@ class StatePages:
         self.reclaim: Callable[[Pool, int], None] | None = None  # makes so many pages free
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._open: list[SequencePages] = []
-        self._ahead: Growth | None = None
 
     @property
     def num_free_slots(self) -> int:
@@ -155,8 +155,6 @@ class StatePages:
         return sequence
 
     def close(self, sequence: SequencePages) -> None:
-        if self._ahead is not None and sequence in self._ahead.sequences:
-            self._drop_ahead()
         self._open.remove(sequence)
         for pool, columns in sequence.columns.items():
             self.allocators[pool].release(columns.values())
@@ -178,34 +176,24 @@ class StatePages:
     def missing(self, sequence: SequencePages, pool: Pool, count: int) -> list[int]:
         """Columns for which a sequence has no page yet if it grows by `count` tokens."""
         start, held = sequence.length, sequence.columns[pool]
+        if start + count <= sequence.full_at:
+            return []
         needed = self.geometry.pages_needed(pool, start, start + count)
         if pool in GROWING_POOLS:  # all from the first on; a long sequence has thousands
             return list(range(len(held), len(needed)))
         return [column for column in needed if column not in held]
 
-    def prepare(
-        self, sequences: Sequence[SequencePages], num_new: Sequence[int], ahead: bool = False
-    ) -> Growth:
-        self._drop_ahead()
+    def prepare(self, sequences: Sequence[SequencePages], num_new: Sequence[int]) -> Growth:
         growth = Growth(list(sequences), list(num_new), [])
         try:
             for sequence, count in zip(sequences, num_new, strict=True):
                 assert 0 < count <= self.geometry.chunk_tokens
-                self._take(growth, sequence, count)
+                if sequence.length + count > sequence.full_at:
+                    self._take(growth, sequence, count)
         except BaseException:
             self.cancel(growth)
             raise
-        if ahead:
-            self._ahead = growth
         return growth
-
-    def is_ahead(self, growth: Growth | None) -> bool:
-        """Whether this growth was prepared ahead and neither applied nor cancelled since."""
-        return growth is not None and growth is self._ahead
-
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            self.cancel(self._ahead)
 
     def _take(self, growth: Growth, sequence: SequencePages, count: int) -> None:
         for pool in POOLS:
@@ -216,25 +204,25 @@ class StatePages:
             for column, page in zip(missing, pages, strict=True):
                 sequence.columns[pool][column] = page
                 growth.taken.append((sequence, pool, column))
+        sequence.full_at = self.geometry.most_tokens(
+            {pool: next(reversed(columns), -1) + 1 for pool, columns in sequence.columns.items()}
+        )
 
     def cancel(self, growth: Growth) -> None:
-        self._settle(growth)
         for sequence, pool, column in growth.taken:
             self.allocators[pool].release([sequence.columns[pool].pop(column)])
+            sequence.full_at = 0  # to be found out anew
         growth.taken.clear()
 
-    def _settle(self, growth: Growth) -> None:
-        if growth is self._ahead:
-            self._ahead = None
-
     def apply(self, growth: Growth) -> None:
-        self._settle(growth)
         for sequence, count in zip(growth.sequences, growth.num_new, strict=True):
             sequence.length += count
-            held = sequence.columns["window"]
-            needed = self.geometry.pages_needed("window", sequence.length, sequence.length)
-            left = [column for column in held if column < needed.start]
-            self.allocators["window"].release([held.pop(column) for column in left])
+            if sequence.length >= sequence.leaves_at:
+                held = sequence.columns["window"]
+                oldest = self.geometry.oldest_column(sequence.length)
+                left = [column for column in held if column < oldest]
+                self.allocators["window"].release([held.pop(column) for column in left])
+                sequence.leaves_at = self.geometry.last_use(next(iter(held))) + 1
         growth.taken.clear()
 
     def table_row(self, sequence: SequencePages, pool: Pool, width: int) -> list[int]:

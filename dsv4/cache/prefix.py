@@ -167,25 +167,48 @@ class PrefixCache:
         if only_if_free and not self._free_rows:
             return False
         row = self._take_row()
-        length = sequence.length
-        columns: dict[Pool, Columns] = {}
-        for pool in POOLS:
-            needed = self._pages.geometry.pages_needed(pool, length, length)
-            columns[pool] = {column: sequence.columns[pool][column] for column in needed}
         try:
             self._tensors.save_rows(sequence.slot, row)
         except BaseException:
             self._free_rows.append(row)
             raise
-        self._add(Snapshot(key, length, columns, row, on_purpose=not only_if_free))
+        self._add(sequence, key, sequence.length, row, on_purpose=not only_if_free)
         return True
+
+    def reserve(self, key: bytes) -> int | None:
+        """A row for a boundary that lies inside the next step's tokens; the step writes it. None
+        if that prefix is kept already."""
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
+            return None
+        return self._take_row()
+
+    def give_back(self, row: int) -> None:
+        self._free_rows.append(row)
+
+    def keep_inside(self, sequence: SequencePages, key: bytes, length: int, row: int) -> None:
+        """Snapshot the first `length` tokens: the step that computes them is under way, and pages
+        that leave the window with it are still held."""
+        if key in self._snapshots:  # of another sequence in the same step
+            self.give_back(row)
+        else:
+            self._add(sequence, key, length, row, on_purpose=True)
 
     def _take_row(self) -> int:
         if not self._free_rows:
             self._evict()
         return self._free_rows.pop()
 
-    def _add(self, snapshot: Snapshot) -> None:
+    def _add(
+        self, sequence: SequencePages, key: bytes, length: int, row: int, *, on_purpose: bool
+    ) -> None:
+        columns: dict[Pool, Columns] = {}
+        for pool in POOLS:
+            needed = self._pages.geometry.pages_needed(pool, length, length)
+            columns[pool] = {column: sequence.columns[pool][column] for column in needed}
+        self._hold(Snapshot(key, length, columns, row, on_purpose))
+
+    def _hold(self, snapshot: Snapshot) -> None:
         for pool, columns in snapshot.columns.items():
             self._pages.allocators[pool].cache(columns.values())
         self._snapshots[snapshot.key] = snapshot
@@ -258,7 +281,7 @@ class PrefixCache:
             raise
         columns = {p: dict(zip(needed[p], taken[p], strict=True)) for p in POOLS}
         snapshot = Snapshot(key, length, columns, row, on_purpose=True)
-        self._add(snapshot)
+        self._hold(snapshot)
         for pool, pages in taken.items():  # from now on only the cache holds them
             self._pages.allocators[pool].release(pages)
         return snapshot

@@ -27,7 +27,7 @@ class StateTensors:
                     # bytes, so that copies and files need not know the format
                     self._pools[f"{number}.{place}.{name}"] = (pool, part.view(torch.uint8))
         self._slots = [tensor for layer in self.layers for tensor in layer.carried()]
-        self._saved = [t.new_zeros((self.num_snapshots, *t.shape[1:])) for t in self._slots]
+        self._saved = [tensor for layer in self.layers for tensor in layer.kept()]
 
     @torch.inference_mode()
     def copy_page(self, pool: Pool, source: int, target: int) -> None:

@@ -6,7 +6,9 @@ and the collapse before the next are one op (`mhc_boundary`). With activations o
 and what reads its row are started as one, so that the row is quantised where it is made.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +86,16 @@ class Transformer:
         if weights.left:
             raise CheckpointError(f"weights nobody asked for: {sorted(weights.left)[:5]}")
 
+    def distinct(self) -> tuple["Transformer", list[int]]:
+        """The model with one block of each kind alone, and which these are: what all of them need
+        to have compiled."""
+        found: dict[Any, int] = {}
+        for layer, block in enumerate(self.blocks):
+            found.setdefault(_likeness(block), layer)
+        few = copy.copy(self)
+        few.blocks = [self.blocks[layer] for layer in found.values()]
+        return few, list(found.values())
+
     def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
         """Logits fp32 `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
         streams = embed(step.token_ids, self.embedding, self.config.hc_mult, self.dtype)
@@ -95,3 +107,15 @@ class Transformer:
         if rows is not None:
             mix = {name: tensor[rows] for name, tensor in mix.items()}
         return linear(mhc_head(**mix, site=self.head_site), self.head, torch.float32)
+
+
+def _likeness(value: Any) -> Any:
+    """Equal for two parts of the model that launch the same kernels."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.stride()
+    if isinstance(value, list | tuple):
+        return tuple(map(_likeness, value))
+    if hasattr(value, "__dict__"):
+        parts = ((name, _likeness(part)) for name, part in sorted(vars(value).items()))
+        return type(value), tuple(parts)
+    return value

@@ -10,6 +10,7 @@ from dsv4.ops.gemm.activation import OP as QUANTIZE_ROWS
 from dsv4.ops.gemm.embed import OP as EMBED
 from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
 from dsv4.ops.gemm.linear import OP as LINEAR
+from dsv4.ops.kv.begin import OP as BEGIN_STEP
 from dsv4.ops.kv.compress import OP as COMPRESS
 from dsv4.ops.kv.kv_store import OP as KV_STORE
 from dsv4.ops.mhc.mix import BOUNDARY as MHC_BOUNDARY
@@ -25,6 +26,7 @@ from dsv4.ops.sample.sample import OP as SAMPLE
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
+        BEGIN_STEP,
         EMBED,
         RMS_NORM,
         MHC_PRE,

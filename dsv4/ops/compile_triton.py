@@ -4,6 +4,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -12,14 +13,16 @@ _compiling: list[bool] = []
 
 @contextmanager
 def compile_only(workers: int):
-    """Launches inside compile their kernel, several side by side, and run nothing.
+    """Launches inside compile their kernel, several side by side, and run nothing. At the end the
+    kernels are loaded, so that a launch may be captured.
 
     What such a launch would have written holds anything: only kernels may read it. A kernel that
     does not compile is left to the real launch, which says so.
     """
-    run = JITFunction.run
+    run, launched = JITFunction.run, set()
 
     def warm(self, *args, grid, warmup, **kwargs):
+        launched.add(self)
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = warm
@@ -28,6 +31,10 @@ def compile_only(workers: int):
         executor = ThreadPoolExecutor(workers)
         with executor, triton.AsyncCompileMode(executor, ignore_errors=True):
             yield
+        if torch.cuda.is_available():
+            for function in launched:
+                for kernel in function.device_caches[torch.cuda.current_device()][0].values():
+                    kernel._init_handles()
     finally:
         JITFunction.run = run
         _compiling.pop()

@@ -1,35 +1,56 @@
-"""What a decode step reads and writes, at addresses that never change.
+"""What a step reads and writes, at addresses that never change.
 
-Row `i` belongs to place `i` of the batch. A step of `n` places reads the first `n` rows, so one
-set of buffers serves every batch size. Only the tables of compressed entries exist once per
-context size: their width decides how much of the state a step looks at.
+A step has a *shape*: rows of tokens, sequences, tokens of context. Whatever the host says to it
+lies in one line of integers, so that one copy brings it to the device; where each part of the line
+begins follows from the shape. Page tables and what sampling must remember lie on the device, a row
+for each slot.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.geometry import Geometry, Pool
+from dsv4.cache.geometry import PAGE_ENTRIES, POOLS, TOKENS_PER_ENTRY, Geometry, Pool
 from dsv4.model.inputs import StepInputs
-from dsv4.ops.ragged import Ragged
-from dsv4.ops.sample.accept import NextInputs
-from dsv4.ops.sample.sample import SampleInputs
+from dsv4.ops.kv.begin import SlotTables
+from dsv4.ops.ragged import Kept, Ragged
+from dsv4.ops.sample.accept import Sampled
+from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
+
+ALIGNED = 16  # integers: kernels are compiled once for addresses that are multiples of 16 bytes
+STAGES = 4  # host-side lines in use in turn: a copy may still be under way from the one before
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A shape a decode step can have: places, tokens of context, and what comes out."""
+class Shape:
+    """Of a step. With one token for each sequence rows are sequences, and padding rows repeat the
+    first; else padding rows come last and belong to nobody."""
 
-    batch: int
+    tokens: int
+    sequences: int
     context: int
-    samples: bool  # a token for each place, which is the next input; else only logits
+    one_each: bool
+
+    def __str__(self) -> str:
+        kind = "decode" if self.one_each else "prompt"
+        return f"{kind} {self.tokens}x{self.sequences} context {self.context}"
 
 
 def batch_sizes(most: int) -> list[int]:
     """1, 2, 4, 8, then by 8 to 64, by 16 to 128, by 32; the last is `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max(most, 128) + 1, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def token_sizes(most: int) -> list[int]:
+    """Rows of steps with prompts: by 16 to 64, by 32 to 128, by 64 to 640, by 128 to 1280, then by
+    256; the last is `most`."""
+    sizes = [16, 32, 48, 64, 96, *range(128, 640, 64), *range(640, 1280, 128)]
+    sizes += range(1280, max(most, 1280) + 1, 256)
     return [size for size in sizes if size < most] + [most]
 
 
@@ -42,112 +63,199 @@ def context_sizes(most: int) -> list[int]:
     return [*sizes, most]
 
 
-class DecodeBuffers:
+@dataclass(frozen=True)
+class Line:
+    """Where the parts of a line of integers begin, and their lengths."""
+
+    parts: dict[str, tuple[int, int]]
+    length: int
+
+    @classmethod
+    def of(cls, **lengths: int) -> "Line":
+        parts, end = {}, 0
+        for name, length in lengths.items():
+            parts[name] = (end, length)
+            end += -(-length // ALIGNED) * ALIGNED
+        return cls(parts, end)
+
+    def views(self, line: Any) -> dict[str, Any]:
+        """Of a tensor or an array."""
+        return {name: line[first : first + n] for name, (first, n) in self.parts.items()}
+
+
+def step_line(shape: Shape) -> Line:
+    """`places` and `pages` have room for all pages that a step of this shape can take."""
+    tokens, sequences = shape.tokens, shape.sequences
+    new = len(POOLS) * sequences + sum(
+        tokens // (PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]) + 1 for pool in POOLS
+    )
+    each = ("slots", "starts", "ends", "first_rows", "keep_ends", "keep_rows", "logits_rows")
+    return Line.of(
+        **dict.fromkeys(each, sequences),
+        **dict.fromkeys(("token_ids", "positions", "seq_idx"), tokens),
+        num_pages=1,
+        places=new,
+        pages=new,
+    )
+
+
+_WHOLE = ("seeds", "positions", "slots", "flags", "top_k")
+_REAL = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+def draw_line(rows: int) -> Line:
+    """Real numbers lie in their integers' first halves."""
+    return Line.of(**dict.fromkeys((*_WHOLE, *_REAL), rows))
+
+
+class Stage:
+    """One line on the device and its copies on the host, which take turns."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.line = torch.zeros(length, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        hosts = [
+            torch.zeros(length, dtype=torch.int64, pin_memory=pinned)
+            for _ in range(STAGES if pinned else 1)
+        ]
+        self._hosts = [(host, host.numpy()) for host in hosts]
+        self._turn = 0
+        self._used: Tensor = hosts[0]
+
+    def array(self) -> Any:
+        """Where the host writes next."""
+        self._used, array = self._hosts[self._turn]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        return array
+
+    def send(self, length: int) -> None:
+        """The first `length` numbers, without waiting."""
+        self.line[:length].copy_(self._used[:length], non_blocking=True)
+
+
+class StepBuffers:
     def __init__(
         self, geometry: Geometry, max_sequences: int, max_context: int, device: torch.device
     ) -> None:
-        count = max_sequences
+        count, vocab_size = max_sequences, geometry.config.vocab_size
         self.device = device
-        self.vocab_size = geometry.config.vocab_size
-        self.batches = batch_sizes(max_sequences)
+        self.pads = device.type != "cpu"  # shapes of steps are few, so that each can be a graph
+        self.vocab_size = vocab_size
+        self.max_sequences = count
+        self.batches = batch_sizes(count)
+        self.tokens = token_sizes(max(geometry.chunk_tokens + count - 1, 16))
         self.contexts = context_sizes(max_context)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        def floats(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        self.token_ids, self.positions, self.ends, self.slots = (ints(count) for _ in range(4))
-        self.ends += 1
-        self.chosen = floats(count)
-        self.logits = floats(count, self.vocab_size)
-        self._rows = torch.arange(count, device=device)
-        self._sampling = _no_sampling(count, device, self.ends)
-        window = ints(count, geometry.window_columns)
-        self.tables: dict[int, dict[Pool, Tensor]] = {
-            context: {
-                "window": window,
-                "csa": ints(count, max(1, len(geometry.pages_needed("csa", 0, context)))),
-                "hca": ints(count, max(1, len(geometry.pages_needed("hca", 0, context)))),
-            }
+        widths = self._widths(geometry, self.contexts[-1])
+        firsts = tuple(count * sum(widths[:i]) for i in range(len(widths)))
+        self.slot_tables = SlotTables(ints(count * sum(widths)), firsts, widths)
+        self._tables = {
+            context: tuple(ints(count * w) for w in self._widths(geometry, context))
             for context in self.contexts
         }
+        largest = Shape(self.tokens[-1], count, self.contexts[-1], False)
+        self.step = Stage(step_line(largest).length, device)
+        self.draw = Stage(draw_line(count).length, device)
+        self.token_ids = ints(self.tokens[-1])
+        self.rows = torch.arange(count, device=device)
+        self.newest = ints(count)
+        self.sampled = ints(count)
+        self.chosen, self.norms = (torch.zeros(count, device=device) for _ in range(2))
+        self.logits = torch.zeros(count, vocab_size, device=device)
+        self.seen = torch.zeros(count, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(count, vocab_size, device=device)
+        words = -(-vocab_size // WORD_BITS)
+        self.mask = torch.zeros(count, words, dtype=torch.int32, device=device)
 
-    def bucket(self, num_places: int, length: int, samples: bool) -> Bucket:
-        """The smallest that takes this many places, the longest having `length` tokens after."""
-        batch = next(size for size in self.batches if size >= num_places)
-        return Bucket(batch, next(size for size in self.contexts if size >= length), samples)
+    @staticmethod
+    def _widths(geometry: Geometry, context: int) -> tuple[int, ...]:
+        growing = (len(geometry.pages_needed(pool, 0, context)) for pool in POOLS[1:])
+        return (geometry.window_columns, *(max(1, width) for width in growing))
 
-    def buckets(self) -> list[Bucket]:
-        """Every one that can occur, the largest first: workspaces are made once."""
-        return [
-            Bucket(batch, context, samples)
+    def shape(self, tokens: int, sequences: int, length: int, *, one_each: bool) -> Shape:
+        """The smallest for a step whose longest sequence then has `length` tokens."""
+        context = next(size for size in self.contexts if size >= length)
+        if not self.pads:
+            return Shape(tokens, sequences, context, one_each)
+        if one_each:
+            batch = self.batch(sequences)
+            return Shape(batch, batch, context, True)
+        rows = next(size for size in self.tokens if size >= tokens)
+        return Shape(rows, self.max_sequences, context, False)
+
+    def batch(self, rows: int) -> int:
+        """The smallest number of rows to draw, or of sequences to decode, that holds so many."""
+        return next(size for size in self.batches if size >= rows) if self.pads else rows
+
+    def shapes(self) -> list[Shape]:
+        """Every one that can occur, the largest first: memory is taken once."""
+        prompts = [
+            Shape(tokens, self.max_sequences, context, False)
+            for tokens in reversed(self.tokens)
+            for context in reversed(self.contexts)
+        ]
+        return prompts + [
+            Shape(batch, batch, context, True)
             for context in reversed(self.contexts)
             for batch in reversed(self.batches)
-            for samples in (True, False)
         ]
 
-    def inputs(self, bucket: Bucket) -> StepInputs:
-        n, tables = bucket.batch, self.tables[bucket.context]
-        positions, rows = self.positions[:n], self._rows[:n]
-        batch = Ragged(positions, rows, rows, positions, self.ends[:n], self.slots[:n])
+    def tables(self, shape: Shape) -> tuple[Tensor, ...]:
+        """A row for each of the step's sequences."""
+        count = shape.sequences
+        return tuple(
+            table[: count * (table.numel() // self.max_sequences)].view(count, -1)
+            for table in self._tables[shape.context]
+        )
+
+    def inputs(self, shape: Shape) -> StepInputs:
+        at = step_line(shape).views(self.step.line)
+        if shape.one_each:
+            rows, positions = self.rows[: shape.tokens], at["starts"]
+            batch = Ragged(positions, rows, rows, positions, at["ends"], at["slots"])
+        else:
+            batch = Ragged(
+                at["positions"],
+                at["seq_idx"],
+                at["first_rows"],
+                at["starts"],
+                at["ends"],
+                at["slots"],
+                Kept(at["keep_ends"], at["keep_rows"]),
+                is_padded=self.pads,
+            )
+        window, csa, hca = self.tables(shape)
         return StepInputs(
-            token_ids=self.token_ids[:n],
+            token_ids=self.token_ids[: shape.tokens],
             batch=batch,
-            window_table=tables["window"][:n],
-            csa_table=tables["csa"][:n],
-            hca_table=tables["hca"][:n],
-            logits_rows=None,
+            window_table=window,
+            csa_table=csa,
+            hca_table=hca,
+            logits_rows=None if shape.one_each else at["logits_rows"],
         )
 
-    def sampling(self, bucket: Bucket) -> SampleInputs:
-        return _rows_of(self._sampling, slice(0, bucket.batch))
+    def sampling(self, rows: int) -> SampleInputs:
+        at = draw_line(rows).views(self.draw.line)
+        real = {name: at[name].view(torch.float32)[:rows] for name in _REAL}
+        whole = {name: at[name] for name in _WHOLE}
+        return SampleInputs(**real, **whole, seen=self.seen, bias=self.bias, mask=self.mask)
 
-    def next_inputs(self, bucket: Bucket) -> NextInputs:
-        n = bucket.batch
-        return NextInputs(self.token_ids[:n], self.positions[:n], self.ends[:n], self.chosen[:n])
-
-    @property
-    def sampling_settings(self) -> dict[str, Tensor]:
-        """By name, one number for each place."""
-        return {name: getattr(self._sampling, name) for name in _SETTINGS}
-
-    def set_sampling(self, places: Sequence[int], inputs: SampleInputs) -> None:
-        """Settings of some places, from tensors on the host; positions follow the tokens."""
-        index = to_device(torch.tensor(places, dtype=torch.int64), self.device)
-        for name, target in self.sampling_settings.items():
-            target[index] = to_device(getattr(inputs, name), self.device).to(target.dtype)
-
-
-_SETTINGS = tuple(
-    item.name
-    for item in fields(SampleInputs)
-    if item.name not in ("positions", "prompt_counts", "output_counts", "bias")
-)
-
-
-def _no_sampling(count: int, device: torch.device, ends: Tensor) -> SampleInputs:
-    """Every place takes its best token; the sampled token's position is the input's plus one."""
-    whole = ("top_k", "seeds")
-    settings = {
-        name: torch.zeros(
-            count, dtype=torch.int64 if name in whole else torch.float32, device=device
+    def results(self, rows: int) -> Sampled:
+        return Sampled(
+            self.newest, self.sampled[:rows], self.chosen[:rows], self.norms[:rows], self.seen
         )
-        for name in _SETTINGS
-    }
-    return SampleInputs(
-        **settings, positions=ends, prompt_counts=None, output_counts=None, bias=None
-    )
+
+    def page_place(self, pool: Pool, slot: int, column: int) -> int:
+        """Where a page is written down in the line of tables; the window's columns go round."""
+        index = POOLS.index(pool)
+        width = self.slot_tables.widths[index]
+        return self.slot_tables.firsts[index] + slot * width + column % width
 
 
-def _rows_of(inputs: SampleInputs, rows: slice) -> SampleInputs:
-    changed = {name: getattr(inputs, name)[rows] for name in (*_SETTINGS, "positions")}
-    return replace(inputs, **changed)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait: from pinned memory on a GPU, the tensor itself on a CPU."""
-    if device.type != "cuda":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
+def draw_arrays(array: Any, rows: int) -> Iterator[tuple[str, Any]]:
+    """The parts of a draw line as the host writes them."""
+    for name, part in draw_line(rows).views(array).items():
+        yield name, part.view(np.float32)[:rows] if name in _REAL else part

@@ -1,7 +1,7 @@
 """After ready nothing may be compiled, no memory may grow, and a decode step may not wait.
 
-A step that breaks this raises a KernelError that says what happened. Steps with prompts are
-watched too, but a surprise there is a warning: their shapes depend on what users send.
+A step that breaks this raises a KernelError that says what happened. Steps that do not run as
+graphs are watched too, but a surprise there is counted and a warning.
 """
 
 import logging
@@ -17,9 +17,6 @@ from dsv4.errors import KernelError
 
 log = logging.getLogger(__name__)
 
-# torch's own remark that what the guard uses is a prototype: nothing a user could act on
-warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-
 
 class Guard:
     def __init__(self, device: torch.device, reserved: Callable[[], int] | None = None) -> None:
@@ -34,16 +31,21 @@ class Guard:
         """The warm-up is over."""
         if find_spec("triton") is not None:
             import_module("dsv4.ops.compile_triton").watch_compiles(self._compiled.append)
+        if self._device.type == "cuda":
+            with warnings.catch_warnings():  # that this is a prototype, said once: not to users
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("default")
         self.armed = True
 
     @contextmanager
-    def watch(self, *, decoding: bool) -> Iterator[None]:
+    def watch(self, *, strict: bool) -> Iterator[None]:
         if not self.armed:
             yield
             return
         self._compiled.clear()
         before = self._reserved()
-        with self._no_waiting() if decoding else _nothing():
+        with self._no_waiting() if strict else _nothing():
             yield
         complaints = [f"kernel {name} was compiled" for name in self._compiled]
         grown = self._reserved() - before
@@ -53,7 +55,7 @@ class Guard:
             return
         self.num_surprises += 1
         message = f"a step after the warm-up: {'; '.join(complaints)}"
-        if decoding:
+        if strict:
             raise KernelError(f"{message}; the warm-up must cover this shape")
         log.warning("%s", message)
 
@@ -69,9 +71,7 @@ class Guard:
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
-            raise KernelError(
-                f"the host waited for the GPU inside a decode step: {error}"
-            ) from error
+            raise KernelError(f"the host waited for the GPU inside a step: {error}") from error
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -1,42 +1,66 @@
-"""A step: work in, logits out. Holds the model and its state; knows nothing of requests."""
+"""A step: work in, tokens out. Holds the model and its state; knows nothing of requests.
+
+`submit` queues the model's part of a step, `draw` its sampling, `read` waits for the tokens. The
+host need not wait in between: a step may be submitted before the tokens of the one before it are
+known, since these are on the device already. What a sequence that has ended meanwhile still writes
+lies behind its last token, and pages that were given to others are written by these later.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.geometry import POOLS, Pool
-from dsv4.cache.pages import SequencePages, StatePages
+from dsv4.cache.geometry import POOLS
+from dsv4.cache.pages import Growth, SequencePages, StatePages
 from dsv4.cache.state import StateTensors
-from dsv4.errors import KernelError
+from dsv4.errors import CapacityError, KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
+from dsv4.ops.kv.begin import NEWEST
 from dsv4.ops.ragged import make_ragged
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import Bucket, DecodeBuffers
-from dsv4.runner.decode import Decoder, Row, decode_step, samples_on_device
+from dsv4.runner.buffers import Shape, StepBuffers, step_line
+from dsv4.runner.cost import StepCosts
+from dsv4.runner.drawing import Drawing, Reading
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
 from dsv4.runner.settings import Settings
-from dsv4.runner.warmup import Forms, Progress, warm_up
-from dsv4.sampling import Draw, sample_batch
+from dsv4.runner.steps import draw, forward
+from dsv4.runner.warmup import Progress, warm_up
+from dsv4.sampling import Draw
 
 log = logging.getLogger(__name__)
 
+PENDING = [NEWEST]  # the tokens of a chunk whose only one the device knows
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class Chunk:
     """New tokens of one sequence, and for how many of the last ones logits are wanted."""
 
     pages: SequencePages
-    token_ids: list[int]
+    token_ids: Sequence[int]
     num_logits: int
+    keep_len: int = 0  # a boundary inside the chunk whose prefix is kept, and where
+    keep_row: int = 0
+
+
+@dataclass
+class Flight:
+    """A step under way: the sequences whose tokens it samples, and what comes back."""
+
+    sampled: list[SequencePages]
+    positions: list[int]  # of these tokens
+    reading: Reading | None = None
 
     @property
-    def decodes(self) -> bool:
-        return len(self.token_ids) == 1 and self.num_logits == 1
+    def is_drawn(self) -> bool:
+        return self.reading is not None
 
 
 class Runner:
@@ -53,128 +77,240 @@ class Runner:
         )
         self.pages = StatePages(geometry, settings.max_sequences, num_pages)
         self.state = StateTensors(geometry, settings.max_sequences, num_pages, settings.device)
-        self._buffers = DecodeBuffers(
+        self.buffers = StepBuffers(
             geometry, settings.max_sequences, settings.max_context, self.device
         )
-        self.decoder = Decoder(self.pages, self._buffers, self._decode)
         self.guard = Guard(self.device)
+        self.costs: StepCosts | None = None
+        self._drawing = Drawing(self.buffers)
+        self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
             try:
-                self.warm_up(settings.chunk_tokens, progress)
+                self.warm_up(progress)
             except KernelError as error:
                 log.warning("steps run one launch at a time, without graphs: %s", error)
 
+    # --- steps --------------------------------------------------------------------------------
+
     @torch.inference_mode()
-    def step(self, chunks: list[Chunk]) -> Tensor:
+    def submit(self, chunks: Sequence[Chunk], started: Callable[[], None] | None = None) -> Flight:
+        """Queue the model's part of a step; of each chunk at most the last token is sampled.
+
+        Pages are taken first; if they do not suffice, nothing has changed. `started` is called
+        once the step is queued, before pages that leave the window are given back.
+        """
+        chunks = sorted(chunks, key=lambda chunk: -chunk.num_logits)  # rows of logits come first
+        if not 0 < len(chunks) <= self.buffers.max_sequences:
+            raise CapacityError(
+                f"{len(chunks)} sequences in one step, expected 1 to "
+                f"{self.buffers.max_sequences}; raise max_sequences or send fewer"
+            )
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        longest = max(c.pages.length + n for c, n in zip(chunks, counts, strict=True))
+        if longest > self.buffers.contexts[-1]:
+            raise CapacityError(
+                f"a sequence has {longest} tokens, the context ends at {self.buffers.contexts[-1]}"
+            )
+        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
+        try:
+            one_each = max(counts) == 1
+            shape = self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
+            self._send(shape, chunks, counts, self._new_pages(chunks, growth))
+            self._run(shape)
+            if started is not None:
+                started()
+        except BaseException:
+            self.pages.cancel(growth)
+            raise
+        for chunk in chunks:
+            self._written[chunk.pages.slot] = chunk.pages
+        self.pages.apply(growth)
+        sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
+        return Flight(sampled, [pages.length for pages in sampled])
+
+    @torch.inference_mode()
+    def draw(self, flight: Flight, draws: Sequence[Draw]) -> None:
+        """Queue the sampling of a step's tokens, one for each of `flight.sampled`."""
+        if draws:
+            rows = self._drawing.prepare(draws, flight.sampled, flight.positions)
+            self._run(rows)
+        flight.reading = self._drawing.read_back(draws)
+
+    def read(self, flight: Flight) -> list[TokenLogprobs]:
+        """Wait for a step; its tokens, one for each of `flight.sampled`."""
+        assert flight.reading is not None
+        return flight.reading.results()
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits fp32 of the wanted tokens, `[rows, vocabulary]`, in the order of `chunks`.
 
-        Pages are taken first; if they do not suffice, nothing has changed.
+        As `submit`, one launch after the other, for any number of logits of a chunk.
         """
-        if self._graphs is not None and all(chunk.decodes for chunk in chunks):
-            self.decoder.place([Row(chunk.pages, chunk.token_ids[0]) for chunk in chunks])
-            self.decoder.submit()
-            return self.decoder.logits()
-        growth = self.pages.prepare([c.pages for c in chunks], [len(c.token_ids) for c in chunks])
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
         try:
-            with self.guard.watch(decoding=False):
+            with self.guard.watch(strict=False):
                 logits = self.model(self._inputs(chunks), self.state.layers)
         except BaseException:
             self.pages.cancel(growth)
             raise
         self.pages.apply(growth)
+        for chunk in chunks:  # tables of slots were not written
+            self._written[chunk.pages.slot] = None
         return logits
 
-    @torch.inference_mode()
-    def step_tokens(self, chunks: list[Chunk], draws: Sequence[Draw]) -> list[TokenLogprobs]:
-        """`step` and the tokens drawn from its logits, one for each of `draws`.
-
-        Where it can be, the draw is part of the step: no logits leave the GPU.
-        """
-        drawn_inside = self._graphs is not None and all(
-            chunk.decodes for chunk in chunks
-        ) and all(samples_on_device(draw.params) for draw in draws)  # fmt: skip
-        if not drawn_inside:
-            return sample_batch(self.step(chunks), draws)
-        rows = zip(chunks, draws, strict=True)
-        self.decoder.advance([Row(c.pages, c.token_ids[0], draw) for c, draw in rows])
-        return self.decoder.read()
-
-    def _decode(self, bucket: Bucket) -> None:
-        with torch.inference_mode(), self.guard.watch(decoding=True):
-            if self._graphs is None:
-                self._decode_once(bucket)
+    def _run(self, key: Shape | int) -> None:
+        """A part of a step: the model for a shape, or a draw of so many rows."""
+        with self.guard.watch(strict=self._graphs is not None):
+            if self._graphs is not None and key in self._graphs:
+                self._graphs.run(key)
             else:
-                self._graphs.run(bucket)
+                self._run_once(key)
 
-    def _decode_once(self, bucket: Bucket) -> None:
-        decode_step(self.model, self.state.layers, self._buffers, bucket)
+    def _run_once(self, key: Shape | int) -> None:
+        if isinstance(key, Shape):
+            forward(self.model, self.state.layers, self.buffers, key)
+        else:
+            draw(self.buffers, key)
 
-    @torch.inference_mode()
-    def warm_up(self, chunk_tokens: int, progress: Progress | None = None) -> None:
-        """Before the first sequence: compile, run and capture every shape; then be strict."""
-        graphs = Graphs(self._decode_once)
-        warm_up(
-            self._buffers,
-            chunk_tokens,
-            self._decode_once,
-            self._dummy_prompt,
-            graphs.capture,
-            Forms(self.pages.geometry, self.model.dtype),
-            progress,
-        )
-        self._graphs = graphs
-        self.guard.arm()
+    # --- what a step is told ------------------------------------------------------------------
 
-    def _dummy_prompt(self, length: int, context: int, num_logits: int) -> None:
-        """Tokens beyond a chunk come from other sequences that decode in the same step."""
-        first = min(length, self.pages.geometry.chunk_tokens)
-        lengths = [first, *[1] * (length - first)]
-        held = [self.pages.open() for _ in lengths]
-        growth = self.pages.prepare(held, lengths)
-        wanted = [num_logits, *[1] * (length - first)]
-        try:
-            chunks = [
-                Chunk(pages, [0] * count, rows)
-                for pages, count, rows in zip(held, lengths, wanted, strict=True)
-            ]
-            self.model(self._inputs(chunks, context), self.state.layers)
-        finally:
-            self.pages.cancel(growth)
-            for pages in held:
-                self.pages.close(pages)
+    def _new_pages(self, chunks: Sequence[Chunk], growth: Growth) -> list[tuple[int, int]]:
+        """(place in the tables, page) of all that the device does not know yet."""
+        buffers, fresh, found = self.buffers, set(), []
+        for chunk in chunks:
+            held = chunk.pages
+            if self._written[held.slot] is not held:
+                fresh.add(id(held))
+                for pool in POOLS:
+                    found += [
+                        (buffers.page_place(pool, held.slot, column), page)
+                        for column, page in held.columns[pool].items()
+                    ]
+        for held, pool, column in growth.taken:
+            if id(held) not in fresh:
+                page = held.columns[pool][column]
+                found.append((buffers.page_place(pool, held.slot, column), page))
+        return found
 
-    def _inputs(self, chunks: list[Chunk], context: int = 1) -> StepInputs:
-        """Tables as wide as the longest sequence needs, or `context`, in a few fixed widths."""
+    def _send(
+        self,
+        shape: Shape,
+        chunks: Sequence[Chunk],
+        counts: list[int],
+        new_pages: list[tuple[int, int]],
+    ) -> None:
+        """Fill a step's line and start its copy to the device."""
+        line = step_line(shape)
+        at: dict[str, Any] = line.views(self.buffers.step.array())
+        if len(new_pages) > len(at["places"]):  # a sequence begins with a long prefix
+            pairs = torch.tensor(new_pages, dtype=torch.int64).to(self.device)
+            self.buffers.slot_tables.pages[pairs[:, 0]] = pairs[:, 1]
+            new_pages = []
+        at["num_pages"][0] = len(new_pages)
+        if new_pages:
+            at["places"][: len(new_pages)], at["pages"][: len(new_pages)] = zip(
+                *new_pages, strict=True
+            )
+        n = len(chunks)
+        starts = [chunk.pages.length for chunk in chunks]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        columns = {
+            "slots": [chunk.pages.slot for chunk in chunks],
+            "starts": starts,
+            "ends": ends,
+        }
+        for name, values in columns.items():
+            at[name][:n] = values
+            at[name][n:] = values[0] if shape.one_each else 0  # no padding sequence has tokens
+        if shape.one_each:
+            at["token_ids"][:n] = [chunk.token_ids[0] for chunk in chunks]
+            at["token_ids"][n:] = chunks[0].token_ids[0]
+        else:
+            self._send_rows(at, shape, chunks, counts)
+        self.buffers.step.send(line.length)
+
+    def _send_rows(
+        self, at: dict[str, Any], shape: Shape, chunks: Sequence[Chunk], counts: list[int]
+    ) -> None:
+        """What differs from row to row where sequences have several; padding is -1."""
+        n, end = len(chunks), 0
+        at["keep_ends"][:] = 0
+        at["logits_rows"][:] = 0
+        at["first_rows"][n:] = 0
+        for place, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+            rows = slice(end, end + count)
+            start = chunk.pages.length
+            at["token_ids"][rows] = chunk.token_ids
+            at["positions"][rows] = range(start, start + count)
+            at["seq_idx"][rows] = place
+            at["first_rows"][place] = end
+            at["keep_ends"][place] = chunk.keep_len
+            at["keep_rows"][place] = chunk.keep_row
+            end += count
+            at["logits_rows"][place] = end - 1
+        at["token_ids"][end:] = -1
+        at["positions"][end:] = -1
+        at["seq_idx"][end:] = shape.sequences - 1
+
+    def _inputs(self, chunks: Sequence[Chunk]) -> StepInputs:
+        """For `step`: tables as wide as the longest sequence needs, in a few fixed widths."""
         num_new = [len(chunk.token_ids) for chunk in chunks]
-        batch = make_ragged(
-            [chunk.pages.length for chunk in chunks],
-            num_new,
-            [chunk.pages.slot for chunk in chunks],
-            self.device,
-        )
+        starts = [chunk.pages.length for chunk in chunks]
+        batch = make_ragged(starts, num_new, [c.pages.slot for c in chunks], self.device)
         rows: list[int] = []
         end = 0
         for chunk, count in zip(chunks, num_new, strict=True):
             end += count
             rows += range(end - chunk.num_logits, end)
-        token_ids = [token for chunk in chunks for token in chunk.token_ids]
-        longest = max(c.pages.length + count for c, count in zip(chunks, num_new, strict=True))
-        context = self._buffers.bucket(1, max(longest, context), False).context
-        tables = {pool: self._table(chunks, pool, context) for pool in POOLS}
+        longest = max(start + count for start, count in zip(starts, num_new, strict=True))
+        shape = self.buffers.shape(len(chunks), len(chunks), longest, one_each=True)
+        tables = [
+            [self.pages.table_row(chunk.pages, pool, table.shape[1]) for chunk in chunks]
+            for pool, table in zip(POOLS, self.buffers.tables(shape), strict=True)
+        ]
+        window, csa, hca = map(self._ints, tables)
         return StepInputs(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=self.device),
+            token_ids=self._ints([token for chunk in chunks for token in chunk.token_ids]),
             batch=batch,
-            window_table=tables["window"],
-            csa_table=tables["csa"],
-            hca_table=tables["hca"],
-            logits_rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
+            window_table=window,
+            csa_table=csa,
+            hca_table=hca,
+            logits_rows=self._ints(rows),
         )
 
-    def _table(self, chunks: list[Chunk], pool: Pool, context: int) -> Tensor:
-        width = self._buffers.tables[context][pool].shape[1]
-        rows = [self.pages.table_row(chunk.pages, pool, width) for chunk in chunks]
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+    def _ints(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    # --- before the first step ----------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile and capture every shape of a step; then be strict."""
+        buffers, graphs = self.buffers, Graphs()
+        keys: list[Shape | int] = [*buffers.shapes(), *reversed(buffers.batches)]
+        few, some = self.model.distinct()
+        layers = [self.state.layers[i] for i in some]
+
+        def compiled(key: Shape | int) -> None:
+            if isinstance(key, Shape):
+                forward(few, layers, buffers, key)
+            else:
+                draw(buffers, key)
+
+        warm_up(
+            self.device,
+            [partial(compiled, key) for key in keys],
+            partial(graphs.capture, [(key, partial(self._run_once, key)) for key in keys]),
+            len(keys),
+            progress,
+        )
+        self._graphs = graphs
+        self.costs = StepCosts.measure(buffers, self._run)
+        self.buffers.step.line.zero_()
+        self.guard.arm()
 
 
 def _numbered(name: str) -> torch.device:

@@ -30,6 +30,7 @@ class Settings:
     max_sequences: int
     state_tokens: int | None
     chunk_tokens: int
+    max_gap_ms: float
     prefix_cache: bool
     prefix_disk: str | None
     audit_share: float
@@ -107,6 +108,7 @@ def resolve(
         max_context=context,
         max_sequences=choices.max_sequences or (GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES),
         chunk_tokens=min(choices.chunk_tokens or (GPU_CHUNK if on_gpu else DEFAULT_CHUNK), context),
+        max_gap_ms=choices.max_gap_ms,
         state_tokens=choices.state_tokens,
         prefix_cache=choices.prefix_cache,
         prefix_disk=choices.prefix_disk,

@@ -1,6 +1,6 @@
-"""From logits to tokens: the settings of a batch as tensors, and what came out."""
+"""How answers are drawn: settings of a row, and guides."""
 
 from dsv4.sampling.guided import Compiling, Guides, Matcher
-from dsv4.sampling.sampler import Draw, sample_batch, sample_inputs
+from dsv4.sampling.sampler import Draw
 
-__all__ = ["Compiling", "Draw", "Guides", "Matcher", "sample_batch", "sample_inputs"]
+__all__ = ["Compiling", "Draw", "Guides", "Matcher"]

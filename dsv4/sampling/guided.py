@@ -105,16 +105,6 @@ def _pack(bits: Sequence[bool]) -> Tensor:
     return words.where(words < 2**31, words - 2**32).to(torch.int32)
 
 
-def mask_bias(masks: Sequence[Tensor | None], vocab_size: int, device: torch.device) -> Tensor:
-    """`[rows, vocabulary]` on the device: 0 where a token may come, -inf elsewhere."""
-    num_words = -(-vocab_size // _WORD_BITS)
-    free = torch.full((num_words,), -1, dtype=torch.int32)
-    words = torch.stack([free if mask is None else mask for mask in masks]).to(device)
-    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=device)
-    allowed = (words.unsqueeze(-1) >> bits & 1).view(len(masks), -1)[:, :vocab_size]
-    return torch.zeros((), device=device).masked_fill(allowed == 0, float("-inf"))
-
-
 class Guides:
     """Compiled guides of one tokenizer. `vocabulary`: what a token stands for, b"" for markers."""
 

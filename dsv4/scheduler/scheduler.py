@@ -5,18 +5,22 @@ priority is worth `PRIORITY_STEPS` steps of waiting. So a later arrival can over
 while, and nobody starves. Lower ranks are admitted first; when pages run out the highest rank
 gives its pages back and waits, to be computed again.
 
-A step holds one token of every sequence that is past its prompt, so that no prompt stalls a
-stream for longer than one chunk. The chunk's tokens go to the prompts in turn, in shares of whole
-128-token blocks. All of it depends on the order of arrivals alone.
+A step holds one token of every sequence that is past its prompt. Beside them prompts get as many
+tokens as a step may have (`chunk_tokens`), or where the cost of steps is known as many as keep the
+gap between two tokens of a stream within its bound. They go to the prompts in turn, in shares of
+whole 128-token blocks.
+
+A step may be planned while the one before it runs: a sequence then counts the token that is under
+way (`num_pending`), whatever it will be.
 """
 
 import bisect
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dsv4.cache.geometry import GROWING_POOLS, SHARED_TOKENS
+from dsv4.cache.geometry import CARRIED_ROWS, GROWING_POOLS, SHARED_TOKENS
 from dsv4.cache.pages import StatePages
 from dsv4.cache.prefix import PrefixCache, Snapshot
 from dsv4.scheduler.sequence import Sequence
@@ -27,13 +31,15 @@ PRIORITY_STEPS = 1000
 WORTH_WAITING = 2 * SHARED_TOKENS  # of a common beginning that another is just computing
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Work:
     """One sequence's share of a step."""
 
     sequence: Sequence
     num_new: int
     samples: bool  # the step reaches the sequence's last known token
+    keep_len: int = 0  # a boundary inside the new tokens whose state is worth keeping
+    keep_row: int = -1  # where it is kept
 
 
 class Scheduler:
@@ -43,8 +49,11 @@ class Scheduler:
         chunk_tokens: int,
         prefix: PrefixCache | None = None,
         tell: Callable[[str, Sequence], None] = lambda kind, sequence: None,
+        budget: Callable[[int], int] | None = None,
     ) -> None:
+        """`budget`: prompt tokens of a step in which so many sequences decode."""
         self._pages = pages
+        self._budget = budget
         self._chunk_tokens = chunk_tokens
         self._prefix = prefix
         self._tell = tell
@@ -94,18 +103,46 @@ class Scheduler:
         while True:
             work = self._plan()
             if self._fits(work) or len(self._running) < 2:
-                return work
+                return [self._reserve(item) for item in work]
             self._preempt(self._running[-1])
 
-    def done(self, work: list[Work]) -> None:
-        """The step has been computed: remember who was served, keep prefixes worth it."""
+    def _reserve(self, item: Work) -> Work:
+        """Room for the prefix that ends inside the step's tokens, if it is not kept already."""
+        if self._prefix is None or not item.keep_len:
+            return item
+        row = self._prefix.reserve(item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1])
+        return replace(item, keep_len=0) if row is None else replace(item, keep_row=row)
+
+    def started(self, work: list[Work]) -> None:
+        """The step is under way, its pages are still held: prefixes that end inside it are kept."""
         for item in work:
             item.sequence.last_served = self._num_steps
+            if self._prefix is not None and item.keep_len:
+                assert item.sequence.pages is not None
+                key = item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1]
+                self._prefix.keep_inside(item.sequence.pages, key, item.keep_len, item.keep_row)
+
+    def failed(self, work: list[Work]) -> None:
+        """The step was not started after all."""
+        for item in work:
+            if self._prefix is not None and item.keep_len:
+                self._prefix.give_back(item.keep_row)
+
+    def done(self, work: list[Work]) -> None:
+        """Nothing was started since the step: prefixes that end with it are kept, if worth it."""
+        for item in work:
+            if item.sequence.pages is None:
+                continue  # ended or preempted meanwhile
             if self._prefix is not None and item.sequence.shares:
                 try:
                     self._keep(self._prefix, item.sequence)
                 except Exception as error:  # the answer goes on; only its prefix is not kept
                     log.error("a prefix could not be kept: %s", error)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Its state does not count: it waits, to be computed again."""
+        if sequence.pages is not None:
+            self._preempt(sequence)
 
     # --- who runs -----------------------------------------------------------------------------
 
@@ -216,35 +253,35 @@ class Scheduler:
     # --- with how many tokens -----------------------------------------------------------------
 
     def _plan(self) -> list[Work]:
-        work = [Work(s, 1, samples=True) for s in self._running if s.num_left == 1]
-        prompts = [s for s in self._running if s.num_left > 1]
+        work, prompts = [], []
+        for sequence in self._running:
+            if sequence.num_left > 1:
+                prompts.append(sequence)
+            elif not sequence.num_pending or not sequence.is_last_pending:
+                work.append(Work(sequence, 1, samples=True))
+        if not prompts:
+            return work
         prompts.sort(key=lambda s: (s.last_served, s.rank))
-        counts = self._share_out(prompts)
+        budget = self._chunk_tokens
+        if self._budget is not None:
+            budget = min(budget, self._budget(len(work)))
+        counts = _share_out(prompts, budget)
         for sequence in prompts:
             count = counts[sequence]
             if count:
-                work.append(Work(sequence, count, samples=count == sequence.num_left))
+                samples, inside = count == sequence.num_left, _inside(sequence, count)
+                work.append(Work(sequence, count, samples, inside[0] if inside else 0))
         return work
 
-    def _share_out(self, prompts: list[Sequence]) -> dict[Sequence, int]:
-        """Tokens of the chunk for each prompt: equal shares first, then what is left over."""
-        counts = dict.fromkeys(prompts, 0)
-        budget = self._chunk_tokens
-        if not prompts:
-            return counts
-        share = budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS
-        for room, sequence in itertools.product((max(share, SHARED_TOKENS), budget), prompts):
-            more = _cut(sequence, counts[sequence], min(room, budget))
-            counts[sequence] += more
-            budget -= more
-        return counts
-
     def _fits(self, work: list[Work]) -> bool:
+        growing = []
+        for item in work:
+            pages = item.sequence.pages
+            assert pages is not None
+            if pages.length + item.num_new > pages.full_at:
+                growing.append((pages, item.num_new))
         for pool, allocator in self._pages.allocators.items():
-            needed = 0
-            for item in work:
-                assert item.sequence.pages is not None
-                needed += len(self._pages.missing(item.sequence.pages, pool, item.num_new))
+            needed = sum(len(self._pages.missing(pages, pool, new)) for pages, new in growing)
             if needed > allocator.num_available:
                 return False
         return True
@@ -278,19 +315,37 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
     return low
 
 
-def _cut(sequence: Sequence, planned: int, room: int) -> int:
-    """How many of `room` tokens to add to those planned: up to the next cut, or whole blocks."""
-    start = sequence.num_computed + planned
-    if planned and start in sequence.cuts:
-        return 0
-    left = sequence.num_left - planned
-    count = min(left, room)
-    for cut in sequence.cuts:
-        if start < cut < start + count:
-            count = cut - start
+def _share_out(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
+    """Tokens of the step for each prompt: equal shares first, then what is left over."""
+    counts = dict.fromkeys(prompts, 0)
+    share = max(budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS, SHARED_TOKENS)
+    for room, sequence in itertools.product((share, budget), prompts):
+        count = _chunk_len(sequence, min(room, counts[sequence] + budget))
+        if count > counts[sequence]:
+            budget -= count - counts[sequence]
+            counts[sequence] = count
+    return counts
+
+
+def _inside(sequence: Sequence, count: int) -> list[int]:
+    """Cuts strictly inside the next `count` tokens."""
+    start = sequence.num_computed
+    return sorted(cut for cut in sequence.cuts if start < cut < start + count)
+
+
+def _chunk_len(sequence: Sequence, room: int) -> int:
+    """How many of `room` tokens to compute next: up to a cut, or whole blocks. One cut may lie
+    inside, if what its prefix carries is computed in the same step."""
+    start = sequence.num_computed
+    count = min(sequence.num_left, room)
+    inside = _inside(sequence, count)
+    if inside and inside[0] - start < CARRIED_ROWS:
+        return inside[0] - start
+    if len(inside) > 1:
+        return inside[1] - start
     end = start + count
-    if count < left and end not in sequence.cuts:
+    if count < sequence.num_left and end not in sequence.cuts:
         whole = end // SHARED_TOKENS * SHARED_TOKENS
-        if whole > start or planned:
-            count = max(whole - start, 0)
+        if whole > start:
+            return whole - start
     return count

@@ -17,6 +17,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     results: list[TokenLogprobs] = field(default_factory=list)  # of the output, if audited
     pages: SequencePages | None = None
+    num_pending: int = 0  # tokens that a step under way samples
+    max_len: int = 2**62  # it ends with this many tokens at the latest
     num_cached: int | None = None  # prompt tokens it began with; None before its first step
     num_preemptions: int = 0
     last_served: int = -1  # step
@@ -33,8 +35,14 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens known but not yet in the state; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens known or on their way, but not yet in the state; 1 while decoding."""
+        known = len(self.token_ids) + self.num_pending
+        return known if self.pages is None else known - self.pages.length
+
+    @property
+    def is_last_pending(self) -> bool:
+        """Whether the token under way is its last one."""
+        return self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_len
 
     @property
     def num_output(self) -> int:

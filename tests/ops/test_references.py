@@ -20,6 +20,7 @@ from dsv4.ops.gemm.activation import quantize_rows
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
+from dsv4.ops.kv.begin import begin_step
 from dsv4.ops.kv.compress import compress
 from dsv4.ops.kv.kv_store import kv_store
 from dsv4.ops.kv.pool import PagedPool
@@ -33,6 +34,7 @@ from dsv4.ops.sample.sample import sample
 
 Arguments = dict[str, Any]
 PUBLIC: dict[str, Callable[..., Any]] = {
+    "begin_step": begin_step,
     "embed": embed,
     "rms_norm": rms_norm,
     "mhc_pre": mhc_pre,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.sample.random import philox, uniform_rows
-from dsv4.ops.sample.sample import SampleInputs, sample
+from dsv4.ops.sample.sample import BIAS, IN_PROMPT, MASK, PENALTIES, SampleInputs, sample
 
 
 def settings(rows: int, **changes: Any) -> SampleInputs:
@@ -26,9 +26,11 @@ def settings(rows: int, **changes: Any) -> SampleInputs:
         frequency=full(0.0),
         seeds=torch.zeros(rows, dtype=torch.int64),
         positions=torch.arange(rows),
-        prompt_counts=None,
-        output_counts=None,
+        slots=torch.arange(rows),
+        flags=torch.zeros(rows, dtype=torch.int64),
+        seen=None,
         bias=None,
+        mask=None,
     )
     given = {
         name: full(value) if isinstance(value, int | float) else value
@@ -200,19 +202,24 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         2,
         temperature=0.3,
         repetition=2.0,
+        flags=torch.tensor([BIAS | PENALTIES] * 2),
         bias=torch.full((2, 9), 5.0),
-        prompt_counts=torch.ones(2, 9, dtype=torch.int32),
-        output_counts=torch.ones(2, 9, dtype=torch.int32),
+        seen=torch.full((2, 9), IN_PROMPT + 1, dtype=torch.int32),
+        mask=torch.zeros(2, 1, dtype=torch.int32),
     )
     _, norms = sample(logits, loud)
     torch.testing.assert_close(logits - norms[:, None], torch.log_softmax(logits, 1))
 
 
 def greedy_after(logits: list[float], prompt: list[int], output: list[int], **changes: Any) -> int:
-    counts = [torch.tensor([c], dtype=torch.int32) for c in (prompt, output)]
-    inputs = settings(
-        1, temperature=0.0, prompt_counts=counts[0], output_counts=counts[1], **changes
-    )
+    seen = torch.tensor([prompt]).clamp(max=1) * IN_PROMPT + torch.tensor([output])
+    wide = {
+        "seen": seen.int(),
+        "bias": torch.zeros(1, len(logits)),
+        "mask": torch.zeros(1, 1, dtype=torch.int32),
+        "flags": torch.tensor([BIAS | PENALTIES]),
+    }
+    inputs = settings(1, **{"temperature": 0.0, **wide, **changes})
     return int(sample(torch.tensor([logits]), inputs)[0])
 
 
@@ -238,6 +245,45 @@ def test_bias_comes_before_penalties() -> None:
     # with the bias the logit is +4 and is halved to 2; the other order would give -1 + 5
     inputs = {"bias": torch.tensor([[5.0, 0.0]]), "repetition": 2.0}
     assert greedy_after([-1.0, 3.0], [1, 0], [0, 0], **inputs) == 1
+
+
+def test_a_mask_forbids_whatever_the_bias_wants() -> None:
+    inputs = {
+        "flags": torch.tensor([BIAS | MASK]),
+        "bias": torch.tensor([[0.0, 99.0, 0.0]]),
+        "mask": torch.tensor([[0b101]], dtype=torch.int32),
+    }
+    assert greedy_after([1.0, 5.0, 2.0], [0] * 3, [0] * 3, **inputs) == 2
+
+
+def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
+    """As transformers and vLLM: probabilities are normalised again after top-k. Of 0.4, 0.3, 0.2
+    and 0.1, top-k 2 leaves 4/7 and 3/7, and half of that is the first alone."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(2000, -1).contiguous()
+    seeds = torch.arange(2000)
+    both = settings(2000, top_k=2, top_p=0.5, seeds=seeds)
+    assert sample(logits, both)[0].unique().tolist() == [0]
+    wider = settings(2000, top_k=2, top_p=0.6, seeds=seeds)
+    assert sample(logits, wider)[0].unique().tolist() == [0, 1]
+    alone = settings(2000, top_p=0.5, seeds=seeds)
+    assert sample(logits, alone)[0].unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("k", "p"), [(0, 0.7), (5, 1.0), (5, 0.7), (3, 0.35), (40, 0.05)])
+def test_transformers_keeps_the_same_tokens(k: int, p: float) -> None:
+    from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(k)) * 2
+    kept = TopKLogitsWarper(k)(None, logits) if k else logits
+    kept = TopPLogitsWarper(p)(None, kept) if p < 1 else kept
+    rows = 4000
+    inputs = settings(rows, top_k=k, top_p=p, seeds=torch.arange(rows))
+    drawn, _ = sample(logits.expand(rows, -1).contiguous(), inputs)
+    wanted = torch.nonzero(kept[0] > float("-inf")).flatten()
+    likely = wanted[torch.softmax(kept[0], 0)[wanted] > 0.005]
+    found = set(drawn.unique().tolist())
+    assert found <= set(wanted.tolist())
+    assert set(likely.tolist()) <= found
 
 
 def test_rows_may_differ() -> None:

@@ -28,9 +28,7 @@ def test_steps_compile() -> None:
 def launches(capability: int) -> Iterator[Launch]:
     from dsv4.config import ModelConfig
     from dsv4.ops.op import kernels_on_cpu
-    from dsv4.runner.buffers import Bucket
-    from dsv4.runner.decode import decode_step
-    from dsv4.tools.speed.model import filled_state, random_model
+    from dsv4.tools.speed.model import decode_step, filled_state, random_model
 
     pretend_cpu_is_a_gpu()
     config = replace(
@@ -42,8 +40,8 @@ def launches(capability: int) -> Iterator[Launch]:
     for batch in (1, 2):
         state = filled_state(config, batch, 4096, cpu)
 
-        def step(state=state, batch=batch) -> None:  # type: ignore[no-untyped-def]
+        def step(state=state) -> None:  # type: ignore[no-untyped-def]
             with kernels_on_cpu(), torch.inference_mode():
-                decode_step(model, state.layers, state.buffers, Bucket(batch, 4096, True))
+                decode_step(model, state.layers, state)
 
         yield f"decode {batch}", step

@@ -21,26 +21,29 @@ def check_decode() -> None:
     """A token and the state of two sequences at the end of a block, against the references."""
     from dsv4.ops.arguments import copied, leaves
     from dsv4.ops.op import kernels_on_cpu
-    from dsv4.runner.buffers import Bucket
-    from dsv4.runner.decode import decode_step
-    from dsv4.tools.speed.model import filled_state, random_model, shape_config, start_at
+    from dsv4.tools.speed.model import (
+        decode_step,
+        filled_state,
+        random_model,
+        shape_config,
+        start_at,
+    )
 
     cpu, context = torch.device("cpu"), 160
     config = shape_config("tiny", 3)
     model, _ = random_model(config, cpu)
     state = filled_state(config, 2, context, cpu)
     buffers, mine = state.buffers, copied(state.layers)
-    bucket = Bucket(2, context, True)
     start_at(state, 127)
-    inputs = buffers.token_ids.clone()
-    decode_step(model, state.layers, buffers, bucket)
-    wanted = [t.clone() for t in (buffers.token_ids, buffers.positions, buffers.chosen)]
+    inputs = buffers.newest.clone()
+    decode_step(model, state.layers, state)
+    wanted = [t.clone() for t in (buffers.newest, buffers.step.line, buffers.chosen)]
     start_at(state, 127)
-    buffers.token_ids.copy_(inputs)
+    buffers.newest.copy_(inputs)
     with kernels_on_cpu():
-        decode_step(model, mine, buffers, bucket)
-    assert torch.equal(buffers.token_ids, wanted[0]), "the same tokens are drawn"
-    assert torch.equal(buffers.positions, wanted[1])
+        decode_step(model, mine, state)
+    assert torch.equal(buffers.newest, wanted[0]), "the same tokens are drawn"
+    assert torch.equal(buffers.step.line, wanted[1])
     assert (buffers.chosen - wanted[2]).abs().max() < 0.05
     for (path, a), (_, b) in zip(leaves(state.layers), leaves(mine), strict=True):
         close = a.view(torch.uint8) == b.view(torch.uint8)

@@ -84,6 +84,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.ops.gemm.packed import repack
     from dsv4.ops.op import kernels_on_cpu
     from dsv4.runner.activations import choose, width_of
+    from dsv4.runner.buffers import Shape
     from dsv4.runner.runner import Runner
     from dsv4.runner.settings import resolve
     from dsv4.util.models import model_folder
@@ -105,10 +106,11 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     found, label = {}, "tiny" if width == "a16" else f"tiny {width}"
     with kernels_on_cpu():
         names.clear()
-        runner._dummy_prompt(40, 512, 3)
+        runner._run_once(Shape(40, 2, 512, False))
         found[f"{label} prompt"] = list(names)
         names.clear()
-        runner._decode_once(runner.decoder.buffers.bucket(2, 300, True))
+        runner._run_once(Shape(2, 2, 512, True))
+        runner._run_once(2)
         found[f"{label} decode"] = list(names)
     return found
 
@@ -118,9 +120,7 @@ def main() -> None:
 
     from dsv4.config import ModelConfig
     from dsv4.ops.op import kernels_on_cpu
-    from dsv4.runner.buffers import Bucket
-    from dsv4.runner.decode import decode_step
-    from dsv4.tools.speed.model import filled_state, random_model, start_at
+    from dsv4.tools.speed.model import decode_step, filled_state, random_model, start_at
 
     names: list[str] = []
 
@@ -137,16 +137,14 @@ def main() -> None:
     state = filled_state(config, 1, 4096, cpu)
     start_at(state, 4000)
     counts: dict[str, list[str]] = {}
-    blocks, layers = model.blocks, state.layers
+    blocks = model.blocks
 
-    def launched(
-        places: list[int], layers: Any = layers, buffers: Any = state.buffers
-    ) -> list[str]:
+    def launched(places: list[int], state: Any = state) -> list[str]:
         names.clear()
         model.blocks = [blocks[place] for place in places]
-        chosen = [layers[place] for place in places]
+        chosen = [state.layers[place] for place in places]
         with kernels_on_cpu():
-            decode_step(model, chosen, buffers, Bucket(1, buffers.contexts[0], True))
+            decode_step(model, chosen, state)
         return list(names)
 
     for place, kind in enumerate(config.kinds):
@@ -155,7 +153,7 @@ def main() -> None:
         counts["rest"] = sorted((Counter(once) - Counter(counts[str(kind)])).elements())
     long = filled_state(config, 1, 65536, cpu)
     start_at(long, 65000)
-    once, twice = (launched(places, long.layers, long.buffers) for places in ([1], [1, 1]))
+    once, twice = (launched(places, long) for places in ([1], [1, 1]))
     counts["csa long"] = sorted((Counter(twice) - Counter(once)).elements())
     for place, kind in enumerate(config.kinds):
         attention = blocks[place].attention

@@ -61,6 +61,7 @@ class Simulator:
         held = [item.sequence.pages for item in work]
         assert all(pages is not None for pages in held)
         growth = self.pages.prepare(held, [item.num_new for item in work])  # type: ignore[arg-type]
+        self.scheduler.started(work)
         self.pages.apply(growth)
         self.scheduler.done(work)
         for item in work:

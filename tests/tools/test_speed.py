@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from dsv4.checkpoint.names import parameters
 from dsv4.cli import app
 from dsv4.errors import OptionError
-from dsv4.runner.buffers import Bucket
-from dsv4.runner.decode import decode_step
 from dsv4.tools.plan_weights import scheme_named, weight_bytes
 from dsv4.tools.speed.model import (
+    decode_step,
     filled_state,
     prefill_flops,
     random_model,
@@ -61,8 +60,7 @@ def test_tokens_of_a_random_model_spread_over_its_experts() -> None:
     model, _ = random_model(config, device)
     state = filled_state(config, 16, 256, device)
     start_at(state, 100)
-    bucket = Bucket(16, 256, True)
-    used = experts_used(lambda: decode_step(model, state.layers, state.buffers, bucket), 64)
+    used = experts_used(lambda: decode_step(model, state.layers, state), 64)
     assert used > 0.85 * (1 - (1 - 4 / 64) ** 16)
 
 

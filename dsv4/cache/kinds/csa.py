@@ -27,12 +27,13 @@ class CsaState:
         config = geometry.config
         index_parts = index_entry(geometry.index_format, config.index_head_dim)
         index_shape = (num_pages["csa"], PAGE_ENTRIES["csa"])
+        kept = (geometry.kept_prefixes * num_slots, CARRIED_ROWS)
+        sizes = (config.head_dim, config.index_head_dim)
         return cls(
             allocate_entries(geometry, "window", num_pages["window"], device),
             allocate_entries(geometry, "csa", num_pages["csa"], device),
             allocate_pool(geometry.index_format, True, index_parts, index_shape, device),
-            allocate_compressor(num_slots, 4, 2 * config.head_dim, device),
-            allocate_compressor(num_slots, 4, 2 * config.index_head_dim, device),
+            *(allocate_compressor(num_slots, 4, 2 * n, device, (*kept, n)) for n in sizes),
         )
 
     def pools(self) -> list[tuple[Pool, PagedPool]]:
@@ -44,3 +45,8 @@ class CsaState:
         states = (self.compressor, self.index_compressor)
         tensors = [t for state in states for t in (state.values, state.gates)]
         return [t[:, CARRIED_ROWS:, : t.shape[2] // 2] for t in tensors]
+
+    def kept(self) -> list[Tensor]:
+        states = (self.compressor, self.index_compressor)
+        tensors = [t for state in states for t in (state.kept_values, state.kept_gates)]
+        return [t for t in tensors if t is not None]

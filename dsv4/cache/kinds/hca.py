@@ -11,9 +11,13 @@ from dsv4.ops.kv.compress import CompressorState, state_rows
 from dsv4.ops.kv.pool import PagedPool
 
 
-def allocate_compressor(num_slots: int, ratio: int, width: int, device: str) -> CompressorState:
+def allocate_compressor(
+    num_slots: int, ratio: int, width: int, device: str, kept: tuple[int, ...] | None = None
+) -> CompressorState:
+    """`kept`: shape of what prefixes carry over their boundaries."""
     shape = (num_slots, state_rows(ratio), width)
-    return CompressorState(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+    shapes = (shape, shape) if kept is None else (shape, shape, kept, kept)
+    return CompressorState(*(torch.zeros(each, device=device) for each in shapes))
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,6 @@ class HcaState:
 
     def carried(self) -> list[Tensor]:
         return []  # a block of 128 tokens ends at the boundary: the next one starts empty
+
+    def kept(self) -> list[Tensor]:
+        return []

@@ -33,3 +33,6 @@ class SwaState:
 
     def carried(self) -> list[Tensor]:
         return []
+
+    def kept(self) -> list[Tensor]:
+        return []

@@ -18,7 +18,7 @@ def _embed_kernel(token_ids, table, out, size, STREAMS: tl.constexpr, BN: tl.con
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < size
-    row = tl.load(token_ids + token).to(tl.int64)
+    row = tl.maximum(tl.load(token_ids + token), 0).to(tl.int64)  # padding reads any row
     value = tl.load(table + row * size + column, mask=inside, other=0.0)
     for stream in tl.static_range(STREAMS):
         at = out + (token * STREAMS + stream) * size + column

@@ -10,6 +10,10 @@ ratio 4    eight slots: the second half of the channels of the block's own token
 
 State per sequence: the last 8 (ratio 4) or 128 tokens' V and Z, token `p` in row `p % rows`.
 A block closes exactly at tokens with `(p + 1) % ratio == 0`; there is no host branch on that.
+
+A prefix is kept at multiples of 128, where with ratio 4 the next block still reads the first half
+of the channels of the four tokens before. `batch.keep` asks for these of a boundary that lies
+inside the step's tokens.
 """
 
 from collections.abc import Iterable
@@ -29,10 +33,13 @@ from dsv4.ops.rows import softmax
 
 @dataclass(frozen=True)
 class CompressorState:
-    """V and Z (fp32) of the newest tokens, `[slots, rows, width]` each."""
+    """V and Z (fp32) of the newest tokens, `[slots, rows, width]` each; with ratio 4 also those
+    that kept prefixes carry over their boundary, `[prefixes, 4, width / 2]`."""
 
     values: Tensor
     gates: Tensor
+    kept_values: Tensor | None = None
+    kept_gates: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -104,23 +111,37 @@ def compress_reference(
     pool: PagedPool,
     table: Tensor,
 ) -> None:
-    positions = batch.positions
+    positions, seq_idx = batch.positions, batch.seq_idx
     gates = gates + ape.index_select(0, positions % ratio)
-    closing = torch.nonzero((positions + 1) % ratio == 0).squeeze(1)
+    closing = torch.nonzero(((positions + 1) % ratio == 0) & (positions >= 0)).squeeze(1)
     if closing.numel():
         entries = _entries(values, gates, state, batch, ratio, closing).to(dtype)
         entries = rms_norm_reference(entries, norm, eps)
         block = torch.div(positions[closing], ratio, rounding_mode="floor")
         entries = rope_reference(entries, block * ratio, frequencies, inverse=False)
-        where = locate(table, batch.seq_idx[closing], block, pool.page_entries)
+        where = locate(table, seq_idx[closing], block, pool.page_entries)
         store(pool, *where, entries)
-    rows = batch.slots.index_select(0, batch.seq_idx) * state.rows + positions % state.rows
-    if batch.num_tokens > state.rows:
+    if batch.keep is not None and state.kept_values is not None:
+        _keep(values, gates, state, batch)
+    rows = batch.slots.index_select(0, seq_idx) * state.rows + positions % state.rows
+    if batch.num_tokens > state.rows or batch.is_padded:
         # Only the newest rows stay; an older token of this step would land in the same row.
-        kept = positions >= batch.ends[batch.seq_idx] - state.rows
-        rows, values, gates = rows[kept], values[kept], gates[kept]
+        newest = (positions >= batch.ends[seq_idx] - state.rows) & (positions >= 0)
+        rows, values, gates = rows[newest], values[newest], gates[newest]
     state.values.view(-1, values.shape[1]).index_copy_(0, rows, values)
     state.gates.view(-1, gates.shape[1]).index_copy_(0, rows, gates)
+
+
+def _keep(values: Tensor, gates: Tensor, state: CompressorState, batch: Ragged) -> None:
+    assert batch.keep is not None
+    assert state.kept_values is not None
+    assert state.kept_gates is not None
+    half = values.shape[1] // 2
+    for seq in torch.nonzero(batch.keep.ends > 0).flatten().tolist():
+        last = int(batch.first_rows[seq] + batch.keep.ends[seq] - batch.starts[seq])
+        row = int(batch.keep.rows[seq])
+        state.kept_values[row] = values[last - 4 : last, :half]
+        state.kept_gates[row] = gates[last - 4 : last, :half]
 
 
 def cases() -> Iterable[Case]:
@@ -156,7 +177,7 @@ def cases() -> Iterable[Case]:
 
     yield build(4, 32, "fp32", False, [0], [1])
     yield build(4, 32, "fp32", False, [0, 3, 7], [4, 1, 10])
-    yield build(4, 96, "fp8", False, [6, 2], [2, 19])
+    yield build(4, 96, "fp8", False, [6, 122], [2, 19])
     yield build(4, 32, "fp4", True, [0, 5], [9, 3])
     yield build(4, 64, "fp8", True, [11], [1])
     yield build(128, 32, "fp32", False, [0, 127], [130, 1])

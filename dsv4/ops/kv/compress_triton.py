@@ -125,7 +125,7 @@ def _close_kernel(
     """GROUP 1: the token joins the state, too."""
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     known = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int32)
-    is_wanted = (rows < num_rows) & ((GROUP == 1) | ((known + 1) % RATIO == 0))
+    is_wanted = (rows < num_rows) & (known >= 0) & ((GROUP == 1) | ((known + 1) % RATIO == 0))
     rank = tl.cumsum(is_wanted.to(tl.int32))
     for number in tl.range(0, tl.max(rank)):
         is_next = is_wanted & (rank == number + 1)
@@ -144,20 +144,48 @@ def _close_kernel(
 
 
 @triton.jit
+def _keep_token(
+    values, gates, ape, kept_v, kept_z, row, position, kept_row,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr,
+):  # fmt: skip
+    """The first half of a token's channels to a row of its kept prefix."""
+    column = tl.arange(0, WPAD // 2)
+    live = column < WIDTH // 2
+    v = tl.load(values + row * WIDTH + column, mask=live, other=0.0)
+    z = tl.load(gates + row * WIDTH + column, mask=live, other=0.0)
+    z += tl.load(ape + (position % RATIO) * WIDTH + column, mask=live, other=0.0)
+    tl.store(kept_v + kept_row * (WIDTH // 2) + column, v, mask=live)
+    tl.store(kept_z + kept_row * (WIDTH // 2) + column, z, mask=live)
+
+
+@triton.jit
 def _append_kernel(
     values, gates, ape, state_v, state_z, first_rows, starts, ends, slots,
+    keep_ends, keep_rows, kept_v, kept_z,
     RATIO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr
 ):  # fmt: skip
-    """One of a sequence's newest tokens: the newest, the one before it, and so on."""
+    """One of a sequence's newest tokens: the newest, the one before it, and so on. Programs behind
+    these: the RATIO tokens before a boundary that is kept."""
     seq = tl.program_id(0)
-    position = tl.load(ends + seq).to(tl.int32) - 1 - tl.program_id(1)
     start = tl.load(starts + seq).to(tl.int32)
-    if position >= start:
-        state_row = tl.load(slots + seq).to(tl.int64) * ROWS
-        _remember(
-            values, gates, ape, state_v, state_z, tl.load(first_rows + seq) + position - start,
-            position, state_row, RATIO, ROWS, WIDTH, WPAD,
-        )  # fmt: skip
+    first_row = tl.load(first_rows + seq).to(tl.int64)
+    if tl.program_id(1) < ROWS:
+        position = tl.load(ends + seq).to(tl.int32) - 1 - tl.program_id(1)
+        if position >= start:
+            state_row = tl.load(slots + seq).to(tl.int64) * ROWS
+            _remember(
+                values, gates, ape, state_v, state_z, first_row + position - start,
+                position, state_row, RATIO, ROWS, WIDTH, WPAD,
+            )  # fmt: skip
+    else:
+        end = tl.load(keep_ends + seq).to(tl.int32)
+        place = tl.program_id(1) - ROWS
+        position = end - RATIO + place
+        if end > 0:
+            _keep_token(
+                values, gates, ape, kept_v, kept_z, first_row + position - start, position,
+                tl.load(keep_rows + seq).to(tl.int64) * RATIO + place, RATIO, WIDTH, WPAD,
+            )  # fmt: skip
 
 
 def state_sizes(ratio, values, state) -> dict[str, int]:
@@ -202,7 +230,7 @@ def supports(
 def run(
     values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
 ) -> None:
-    one_each = batch.num_tokens == batch.starts.shape[0]
+    one_each = batch.one_each
     sizes = state_sizes(ratio, values, state)
     group = 1 if one_each else GROUP
     _close_kernel[(triton.cdiv(batch.num_tokens, group),)](
@@ -233,7 +261,9 @@ def run(
         **launch_options(ROW_WARPS),
     )
     if not one_each:
-        _append_kernel[(batch.starts.shape[0], state.rows)](
+        keep, starts = batch.keep, batch.starts
+        keeps = keep is not None and state.kept_values is not None
+        _append_kernel[(starts.shape[0], state.rows + (ratio if keeps else 0))](
             values,
             gates,
             ape,
@@ -243,6 +273,8 @@ def run(
             batch.starts,
             batch.ends,
             batch.slots,
+            *((keep.ends, keep.rows) if keeps else (starts, starts)),
+            *((state.kept_values, state.kept_gates) if keeps else (values, gates)),
             **sizes,
             **launch_options(ROW_WARPS),
         )

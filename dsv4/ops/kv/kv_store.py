@@ -25,9 +25,13 @@ def kv_store_reference(
     pool: PagedPool,
     table: Tensor,
 ) -> None:
+    positions, seq_idx = batch.positions, batch.seq_idx
+    if batch.is_padded:
+        real = positions >= 0
+        kv, positions, seq_idx = kv[real], positions[real], seq_idx[real]
     keys = rms_norm_reference(kv, norm, eps)
-    keys = rope_reference(keys, batch.positions, frequencies, inverse=False)
-    store(pool, *locate(table, batch.seq_idx, batch.positions, pool.page_entries), keys)
+    keys = rope_reference(keys, positions, frequencies, inverse=False)
+    store(pool, *locate(table, seq_idx, positions, pool.page_entries), keys)
 
 
 def cases() -> Iterable[Case]:

@@ -29,16 +29,17 @@ def store_key(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
-    """The key of one token: norm, rope, rounding, page."""
+    """The key of one token: norm, rope, rounding, page; none of a padding row."""
     position = tl.load(positions + row)
-    slot = entry_slot(table, table_width, tl.load(seq_idx + row), position, page_entries)
-    channel = tl.arange(0, PAD)[None, :]
-    source = kv + row.to(tl.int64) * kv_stride + channel
-    x = tl.load(source, mask=channel < DIM, other=0.0).to(tl.float32)
-    finish_entry(
-        x, norm, frequencies, position, eps, data, tail, scale, slot,
-        FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
-    )  # fmt: skip
+    if position >= 0:
+        slot = entry_slot(table, table_width, tl.load(seq_idx + row), position, page_entries)
+        channel = tl.arange(0, PAD)[None, :]
+        source = kv + row.to(tl.int64) * kv_stride + channel
+        x = tl.load(source, mask=channel < DIM, other=0.0).to(tl.float32)
+        finish_entry(
+            x, norm, frequencies, position, eps, data, tail, scale, slot,
+            FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_width"])

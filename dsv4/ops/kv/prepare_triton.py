@@ -82,7 +82,7 @@ def _state_kernel(
 
 def supports(norm, key, blocks) -> str | None:
     batch = key["batch"]
-    if batch.num_tokens != batch.starts.shape[0] or batch.num_tokens == 0:
+    if not batch.one_each or batch.num_tokens == 0:
         return "not one new token for each sequence"
     if norm["weight"] is None or norm["x"].dim() != 2:
         return "the latent's norm has no weight"

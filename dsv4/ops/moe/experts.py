@@ -5,7 +5,8 @@
 
 W1 and W3 are stored as one matrix, gate rows first. Products, activation and the sum over experts
 are fp32; the sum runs over a token's experts in the given order, the shared expert last, and is
-rounded once. Where a matrix asks for `a8` or `a4`, its input (x, or z) is rounded to that first.
+rounded once. A padding row has the experts -1, is left out, and its result holds anything. Where a
+matrix asks for `a8` or `a4`, its input (x, or z) is rounded to that first.
 """
 
 from collections.abc import Iterable
@@ -46,7 +47,8 @@ def experts_reference(
     limit: float,
 ) -> Tensor:
     chosen = experts.flatten().tolist()
-    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)  # places in `chosen`
+    visited = (place for place, expert in enumerate(chosen) if expert >= 0)
+    by_expert = sorted(visited, key=chosen.__getitem__)  # places in `chosen`
     places = torch.tensor(by_expert, device=x.device)
     tokens = torch.div(places, experts.shape[1], rounding_mode="floor")
     rows, row_weights = x.index_select(0, tokens), weights.flatten().index_select(0, places)
@@ -56,7 +58,9 @@ def experts_reference(
         outputs.append(
             expert_reference(rows[own], w13[expert], w2[expert], row_weights[own], limit)
         )
-    parts = torch.empty_like(rows, dtype=torch.float32).index_copy_(0, places, torch.cat(outputs))
+    parts = x.new_zeros(len(chosen), x.shape[1], dtype=torch.float32)
+    if outputs:
+        parts.index_copy_(0, places, torch.cat(outputs))
     total, *others = parts.view(*experts.shape, -1).unbind(1)
     for part in others:
         total = total + part

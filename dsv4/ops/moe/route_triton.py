@@ -4,7 +4,7 @@
 A *pair* is (token, place). Pairs are sorted by expert, each expert's in ascending order, and cut
 into tiles of BM rows; the list of tiles has no gaps. Few pairs: program e finds those of expert e.
 Many: chunks of them are counted, then a program knows from these counts where its chunk's go. No
-atomics, so one result.
+atomics, so one result. Pairs of padding rows (expert -1) are left out.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ def _route_kernel(
     few = tl.arange(0, 128)
     live = lanes < num_pairs
     ids = tl.load(experts + lanes, mask=live, other=0).to(tl.int32)
+    live = live & (ids >= 0)
     bins = tl.histogram(ids, BINS, mask=live)
     below = tl.arange(0, BINS) < e
     less = tl.sum(tl.where(below, bins, 0))
@@ -51,6 +52,7 @@ def _route_kernel(
         tl.store(tile_start + base + index, less + index * BM, mask=index < own)
         tl.store(tile_end + base + index, few * 0 + less + count, mask=index < own)
     if e == num_experts - 1:
+        tl.store(sorted_pairs + lanes, 0, mask=(lanes >= less + count) & (lanes < num_pairs))
         for start in tl.range(base + own, num_tiles, 128):
             tile = start + few
             expert, at, end = _extra_tile(
@@ -72,7 +74,7 @@ def _count_kernel(experts, counts, num_pairs, CHUNK: tl.constexpr, BINS: tl.cons
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     live = pairs < num_pairs
     ids = tl.load(experts + pairs, mask=live, other=0).to(tl.int32)
-    bins = tl.histogram(ids, BINS, mask=live)
+    bins = tl.histogram(ids, BINS, mask=live & (ids >= 0))
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), bins)
 
 
@@ -119,10 +121,11 @@ def _place_kernel(
     end = tl.cumsum(total, 0)
     start = end - total
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    live = pairs < num_pairs
-    ids = tl.load(experts + pairs, mask=live, other=0).to(tl.int32)
+    tl.store(sorted_pairs + pairs, 0, mask=(pairs >= tl.sum(total)) & (pairs < num_pairs))
+    ids = tl.load(experts + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
     rank = _rank_in_chunk(experts, ids, num_pairs, CHUNK)
-    tl.store(sorted_pairs + tl.gather(start + before, ids, 0) + rank, pairs, mask=live)
+    place = tl.gather(start + before, tl.maximum(ids, 0), 0) + rank
+    tl.store(sorted_pairs + place, pairs, mask=ids >= 0)
     tiles = (total + BM - 1) // BM
     last = tl.cumsum(tiles, 0)
     routed = tl.sum(tiles)
@@ -148,7 +151,7 @@ class Route:
     """Pairs sorted by expert and their tiles. Behind these may come tiles of the shared expert,
     whose rows follow the pairs, one for each token; the last tiles are empty, their expert -1."""
 
-    sorted_pairs: torch.Tensor  # [pairs] int32
+    sorted_pairs: torch.Tensor  # [pairs] int32; behind the routed ones 0
     tile_expert: torch.Tensor  # [num_tiles] int32
     tile_start: torch.Tensor  # [num_tiles] int32: first row, that is sorted pair
     tile_end: torch.Tensor  # [num_tiles] int32: one past the last row of the tile's expert

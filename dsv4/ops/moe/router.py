@@ -3,7 +3,7 @@
 scores = sqrt(softplus(gate . x)) in fp32. Scored blocks take the largest `score + bias`, ties to
 the lower expert; hash blocks take a fixed row of a table by token id. Weights are the scores of
 the chosen experts, normalised, times `scaling`. Experts come back in ascending order, so that
-the sum over them has one order.
+the sum over them has one order. A padding row (token id -1) visits none: its experts are -1.
 """
 
 from collections.abc import Iterable
@@ -27,8 +27,9 @@ def router_reference(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     scores = softplus(matmul_rows(x, gate)).sqrt()
+    padding = (token_ids < 0).unsqueeze(1)
     if table is not None:
-        chosen = table[token_ids]
+        chosen = table[token_ids.clamp(min=0)]
     else:
         assert bias is not None
         ranked = torch.sort(scores + bias.float(), dim=1, descending=True, stable=True).indices
@@ -36,7 +37,7 @@ def router_reference(
     chosen = chosen.sort(dim=1).values
     weights = scores.gather(1, chosen)
     total = weights.sum(1, keepdim=True) + LEAST_TOTAL
-    return chosen, weights / total * scaling
+    return chosen.masked_fill(padding, -1), weights / total * scaling
 
 
 def cases() -> Iterable[Case]:

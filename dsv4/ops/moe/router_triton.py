@@ -119,17 +119,19 @@ def select_row(
     expert = tl.arange(0, BE)
     scores = row_scores(partials, row, num_rows, num_experts, RANGES, BE)
     out = row * CHOSEN
+    token = tl.load(token_ids + row)
     if HASHED:
-        picks = table + tl.load(token_ids + row) * CHOSEN
+        picks = table + tl.maximum(token, 0) * CHOSEN
         total = table_total(picks, scores, CHOSEN, BE)
         for j in tl.static_range(CHOSEN):
             pick, place, score = table_pick(picks, scores, j, CHOSEN, BE)
-            tl.store(chosen_at + out + place, pick)
+            tl.store(chosen_at + out + place, tl.where(token < 0, -1, pick))
             tl.store(weights_at + out + place, score / total * scaling)
     else:
         place, total = best_places(scores, offset, num_experts, CHOSEN, BE)
         at = out + tl.maximum(place, 0)
-        tl.store(chosen_at + at, expert.to(tl.int64), mask=place >= 0)
+        chosen = tl.where(token < 0, -1, expert.to(tl.int64))
+        tl.store(chosen_at + at, chosen, mask=place >= 0)
         tl.store(weights_at + at, scores / total * scaling, mask=place >= 0)
 
 

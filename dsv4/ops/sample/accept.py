@@ -1,8 +1,8 @@
 """A sampled token becomes its sequence's next input, where the model will read it.
 
-Per row: the token is the next input, its position and the one after move on by one, and its
-log-probability is kept for whoever asks. All in place, so that a step's end is the next one's
-beginning without a word from the host.
+Per row: the token is its slot's newest, its log-probability is kept for whoever asks, and where
+penalties count tokens it is counted. All in place, so that the next step can begin without a word
+from the host. A padding row (slot -1) leaves nothing behind.
 """
 
 from collections.abc import Iterable
@@ -12,37 +12,50 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.sample.sample import IN_PROMPT, PENALTIES
 
 
 @dataclass(frozen=True)
-class NextInputs:
-    """`[rows]` each, written in place."""
+class Sampled:
+    """Written in place."""
 
-    token_ids: Tensor
-    positions: Tensor
-    ends: Tensor
-    chosen: Tensor  # fp32, log-probability of the token
+    newest: Tensor  # [slots] int64, each sequence's newest token
+    tokens: Tensor  # [rows] int64
+    chosen: Tensor  # [rows] fp32, log-probability of the token
+    norms: Tensor  # [rows] fp32, what to take from logits for log-probabilities
+    seen: Tensor | None  # [slots, vocabulary] int32, as `sample` reads it
 
 
-def accept_reference(tokens: Tensor, logits: Tensor, norms: Tensor, target: NextInputs) -> None:
-    target.token_ids.copy_(tokens)
+def accept_reference(
+    tokens: Tensor, logits: Tensor, norms: Tensor, slots: Tensor, flags: Tensor, target: Sampled
+) -> None:
+    target.tokens.copy_(tokens)
     target.chosen.copy_(logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - norms)
-    target.positions.add_(1)
-    target.ends.add_(1)
+    target.norms.copy_(norms)
+    real = slots >= 0
+    target.newest[slots[real]] = tokens[real]
+    if target.seen is not None:
+        counted = real & ((flags & PENALTIES) != 0)
+        target.seen[slots[counted], tokens[counted]] += 1
 
 
 def cases() -> Iterable[Case]:
     def build(rows: int, vocabulary: int) -> Case:
         def make(generator: torch.Generator) -> Arguments:
-            def ints(high: int) -> Tensor:
-                return torch.randint(0, high, (rows,), generator=generator)
+            def ints(high: int, *shape: int) -> Tensor:
+                return torch.randint(0, high, shape or (rows,), generator=generator)
 
-            positions = ints(10**6)
+            slots = rows + 2
+            seen = ints(3, slots, vocabulary) + IN_PROMPT * ints(2, slots, vocabulary)
+            numbers = (torch.zeros(rows), torch.zeros(rows))
+            target = Sampled(ints(vocabulary, slots), ints(vocabulary), *numbers, seen.int())
             return {
                 "tokens": ints(vocabulary),
                 "logits": torch.randn(rows, vocabulary, generator=generator),
                 "norms": torch.randn(rows, generator=generator),
-                "target": NextInputs(ints(vocabulary), positions, positions + 1, torch.zeros(rows)),
+                "slots": torch.randperm(slots, generator=generator)[:rows] - 1,
+                "flags": ints(8),
+                "target": target,
             }
 
         return Case(f"{rows}x{vocabulary}", make, 0.0, 0.0)
@@ -61,9 +74,11 @@ OP = Op(
 )
 
 
-def accept(tokens: Tensor, logits: Tensor, norms: Tensor, target: NextInputs) -> None:
-    """`tokens` and `norms` `[rows]` as `sample` returns them for `logits` `[rows, vocabulary]`;
-    `target` is written in place."""
+def accept(
+    tokens: Tensor, logits: Tensor, norms: Tensor, slots: Tensor, flags: Tensor, target: Sampled
+) -> None:
+    """`tokens` and `norms` `[rows]` as `sample` returns them for `logits` `[rows, vocabulary]`,
+    with its `slots` and `flags`; `target` is written in place."""
     rows = tokens.shape[0]
     check(
         logits.dim() == 2 and logits.shape[0] == rows and norms.shape == (rows,),
@@ -73,9 +88,18 @@ def accept(tokens: Tensor, logits: Tensor, norms: Tensor, target: NextInputs) ->
             f"expected [{rows}, vocabulary] and [{rows}]"
         ),
     )
-    for name in ("token_ids", "positions", "ends", "chosen"):
-        found = tuple(getattr(target, name).shape)
+    written = {name: getattr(target, name) for name in ("tokens", "chosen", "norms")}
+    for name, tensor in {"slots": slots, "flags": flags, **written}.items():
+        found = tuple(tensor.shape)
         check(found == (rows,), OP.name, f"{name} has shape {found}, expected ({rows},)")
     if rows == 0:
         return
-    OP(tokens.device, tokens=tokens, logits=logits, norms=norms, target=target)
+    OP(
+        tokens.device,
+        tokens=tokens,
+        logits=logits,
+        norms=norms,
+        slots=slots,
+        flags=flags,
+        target=target,
+    )

@@ -41,20 +41,30 @@ def log2_fast(x, ASM: tl.constexpr):
 
 @triton.jit
 def adjusted(
-    raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts, output_counts,
-    bias, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags, seen,
+    bias, mask, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Logits after bias, penalties and temperature; -inf stays, so that no logit is none after."""
+    """Logits after mask, bias, penalties and temperature; -inf stays, so that no logit is none
+    after. A row without options reads nothing but its flags."""
     x = raw
-    if BIAS:
-        x = x + tl.load(bias + at, mask=live, other=0.0).to(tl.float32)
-    if COUNTS:
-        output = tl.load(output_counts + at, mask=live, other=0)
-        seen = (tl.load(prompt_counts + at, mask=live, other=0) + output) > 0
-        factor = tl.load(repetition + row)
-        x = tl.where(seen, tl.where(x > 0, x / factor, x * factor), x)
-        x = x - tl.load(frequency + row) * output.to(tl.float32)
-        x = x - tl.where(output > 0, tl.load(presence + row), 0.0)
+    if WIDE:
+        options = tl.load(flags + row)
+        if options != 0:
+            slot = tl.maximum(tl.load(slots + row), 0)
+            at = slot * size + place
+            if (options & 4) != 0:
+                words = mask + slot * tl.cdiv(size, 32)
+                bits = tl.load(words + place // 32, mask=live, other=0) >> (place % 32)
+                x = tl.where((bits & 1) != 0, x, float("-inf"))
+            if (options & 2) != 0:
+                x = x + tl.load(bias + at, mask=live, other=0.0)
+            if (options & 1) != 0:
+                both = tl.load(seen + at, mask=live, other=0)
+                output = both & 0x3FFFFFFF
+                factor = tl.load(repetition + row)
+                x = tl.where(both != 0, tl.where(x > 0, x / factor, x * factor), x)
+                x = x - tl.load(frequency + row) * output.to(tl.float32)
+                x = x - tl.where(output > 0, tl.load(presence + row), 0.0)
     heat = tl.load(temperature + row)
     return x * (1.0 / tl.where(heat > 0, tl.maximum(heat, 1e-30), 1.0))
 
@@ -102,60 +112,75 @@ def _sums(units, over):
 
 
 @triton.jit
+def _top_share(threshold, count, above, ties, best, mass, keep):
+    """The mass of the tokens that pass top-k, of which `count` lie above the threshold."""
+    passed = tl.minimum(tie_room(threshold, count, above, best, mass, keep, 1.0), ties)
+    return above + passed.to(tl.float32) * (tl.exp(key_value(threshold) - best) / mass)
+
+
+@triton.jit
 def _row_keys(
-    logits, row, start, size, temperature, repetition, presence, frequency, prompt_counts,
-    output_counts, bias, TILE: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    logits, row, start, size, temperature, repetition, presence, frequency, slots, flags, seen,
+    bias, mask, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """TILE logits of a row as drawn from, their keys, and which of them there are."""
-    lane = tl.arange(0, TILE)
-    at = row * size + start + lane
-    live = start + lane < size
-    raw = tl.load(logits + at, mask=live, other=float("-inf"))
+    place = start + tl.arange(0, TILE)
+    live = place < size
+    raw = tl.load(logits + row * size + place, mask=live, other=float("-inf"))
     x = adjusted(
-        raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
-        output_counts, bias, COUNTS, BIAS,
+        raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags,
+        seen, bias, mask, WIDE,
     )  # fmt: skip
     return x, order_key(x), live
 
 
 @triton.jit
 def filter_row(
-    logits, row, best, mass, keep, share, temperature, repetition, presence, frequency,
-    prompt_counts, output_counts, bias, size, TILE: tl.constexpr, COUNTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    logits, row, best, mass, keep, share, temperature, repetition, presence, frequency, slots,
+    flags, seen, bias, mask, size, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Threshold and last id by looking at the whole row again and again."""
     lane = tl.arange(0, TILE)
     threshold = tl.zeros((), tl.uint32)
-    bit = tl.full((), 0x80000000, tl.uint32)
     count = tl.zeros((), tl.int32)
     above = tl.zeros((), tl.float32)
-    # 32 rounds for the bits, one strictly above the threshold
-    for step in tl.range(0, 33):
-        trial = tl.where(step < 32, threshold | bit, threshold + 1)
-        passed = tl.zeros((TILE,), tl.int32)
-        weight = tl.zeros((TILE,), tl.uint32)
-        for start in tl.range(0, size, TILE):
-            x, key, live = _row_keys(
-                logits, row, start, size, temperature, repetition, presence, frequency,
-                prompt_counts, output_counts, bias, TILE, COUNTS, BIAS,
-            )  # fmt: skip
-            over = live & (key >= trial)
-            passed += over.to(tl.int32)
-            units = _units(x, best, mass)
-            weight += tl.where(over, units, tl.zeros_like(units))
-        count = tl.sum(passed, axis=0)
-        above = _total(weight)
-        ok = passes(count, above, keep, share)
-        threshold = tl.where((step < 32) & (ok == 0), trial, threshold)
-        bit = bit >> 1
+    # with both filters first top-k alone: top-p is a share of what that leaves
+    for phase in tl.range(tl.where((keep < size) & (share < 1.0), 0, 1), 2):
+        limit = tl.where(phase == 0, 1.0, share)
+        threshold = tl.zeros((), tl.uint32)
+        bit = tl.full((), 0x80000000, tl.uint32)
+        ties = tl.zeros((), tl.int32)
+        # 32 rounds for the bits, one strictly above the threshold
+        for step in tl.range(0, 33):
+            trial = tl.where(step < 32, threshold | bit, threshold + 1)
+            passed = tl.zeros((TILE,), tl.int32)
+            equal = tl.zeros((TILE,), tl.int32)
+            weight = tl.zeros((TILE,), tl.uint32)
+            for start in tl.range(0, size, TILE):
+                x, key, live = _row_keys(
+                    logits, row, start, size, temperature, repetition, presence, frequency,
+                    slots, flags, seen, bias, mask, TILE, WIDE,
+                )  # fmt: skip
+                over = live & (key >= trial)
+                passed += over.to(tl.int32)
+                equal += (live & (key == threshold)).to(tl.int32)
+                units = _units(x, best, mass)
+                weight += tl.where(over, units, tl.zeros_like(units))
+            count = tl.sum(passed, axis=0)
+            ties = tl.sum(equal, axis=0)
+            above = _total(weight)
+            ok = passes(count, above, keep, limit)
+            threshold = tl.where((step < 32) & (ok == 0), trial, threshold)
+            bit = bit >> 1
+        whole = _top_share(threshold, count, above, ties, best, mass, keep)
+        share = tl.where(phase == 0, share * whole, share)
     room = tie_room(threshold, count, above, best, mass, keep, share)
     last_id = tl.zeros((), tl.int32) + size
     ties = tl.zeros((), tl.int32)
     for start in tl.range(0, size, TILE):
         x, key, live = _row_keys(
-            logits, row, start, size, temperature, repetition, presence, frequency,
-            prompt_counts, output_counts, bias, TILE, COUNTS, BIAS,
+            logits, row, start, size, temperature, repetition, presence, frequency, slots, flags,
+            seen, bias, mask, TILE, WIDE,
         )  # fmt: skip
         equal = (live & (key == threshold)).to(tl.int32)
         hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)
@@ -165,35 +190,8 @@ def filter_row(
 
 
 @triton.jit
-def _closed_up(held, PLACES: tl.constexpr):
-    """Owner and number at the owner of each place, where the first `held[0]` belong to 0 and so
-    on; a place beyond them all belongs to nobody that exists."""
-    place = tl.arange(0, PLACES)
-    over = place[:, None] >= tl.cumsum(held, axis=0)[None, :]
-    start = tl.sum(tl.where(over, held[None, :], 0), axis=1)
-    return tl.sum(over.to(tl.int32), axis=1), place - start
-
-
-@triton.jit
-def filter_candidates(
-    values, ids, counts, row, num_chunks, best, mass, keep, share, last_id, CHUNKS: tl.constexpr,
-    ROOM: tl.constexpr, USED: tl.constexpr, PLACES: tl.constexpr, DIGIT: tl.constexpr,
-):  # fmt: skip
-    """Threshold and last id among PLACES candidates, USED of a chunk; DIGIT bits a round."""
-    mine = counts + row * num_chunks
-    if PLACES < CHUNKS * USED:
-        chunk = tl.arange(0, CHUNKS)
-        held = tl.load(mine + chunk, mask=chunk < num_chunks, other=0)
-        owner, index = _closed_up(held, PLACES)
-        live = owner < CHUNKS
-    else:
-        owner, index = tl.arange(0, PLACES) // USED, tl.arange(0, PLACES) % USED
-        live = index < tl.load(mine + owner, mask=owner < num_chunks, other=0)
-    at = owner * ROOM + index
-    base = row * num_chunks * ROOM
-    x = tl.load(values + base + at, mask=live, other=float("-inf"))
-    key = tl.where(live, order_key(x), tl.zeros_like(index).to(tl.uint32))  # 0: no token
-    units = _units(x, best, mass)
+def _threshold(units, key, keep, share, DIGIT: tl.constexpr):
+    """The key of the last candidate that passes."""
     threshold = tl.zeros((), tl.uint32)
     if DIGIT == 1:
         # all keys agree above some bit; if even all tokens leave room, nothing is filtered
@@ -219,9 +217,52 @@ def filter_candidates(
             ok = passes(count, above, keep, share)
             threshold = tl.max(tl.where(ok, threshold, trial), axis=0)  # that leaves no room
             unit = (unit >> DIGIT).to(tl.uint32)
-    count, above = _sums(units, key > threshold)
-    room = tie_room(threshold, count, above, best, mass, keep, share)
-    equal = ((key > 0) & (key == threshold)).to(tl.int32)
+    return threshold
+
+
+@triton.jit
+def _closed_up(held, PLACES: tl.constexpr):
+    """Owner and number at the owner of each place, where the first `held[0]` belong to 0 and so
+    on; a place beyond them all belongs to nobody that exists."""
+    place = tl.arange(0, PLACES)
+    over = place[:, None] >= tl.cumsum(held, axis=0)[None, :]
+    start = tl.sum(tl.where(over, held[None, :], 0), axis=1)
+    return tl.sum(over.to(tl.int32), axis=1), place - start
+
+
+@triton.jit
+def filter_candidates(
+    values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, USED: tl.constexpr, PLACES: tl.constexpr,
+    DIGIT: tl.constexpr,
+):  # fmt: skip
+    """Threshold and last id among PLACES candidates, USED of a chunk; DIGIT bits a round."""
+    mine = counts + row * num_chunks
+    if PLACES < CHUNKS * USED:
+        chunk = tl.arange(0, CHUNKS)
+        held = tl.load(mine + chunk, mask=chunk < num_chunks, other=0)
+        owner, index = _closed_up(held, PLACES)
+        live = owner < CHUNKS
+    else:
+        owner, index = tl.arange(0, PLACES) // USED, tl.arange(0, PLACES) % USED
+        live = index < tl.load(mine + owner, mask=owner < num_chunks, other=0)
+    at = owner * ROOM + index
+    base = row * num_chunks * ROOM
+    x = tl.load(values + base + at, mask=live, other=float("-inf"))
+    key = tl.where(live, order_key(x), tl.zeros_like(index).to(tl.uint32))  # 0: no token
+    units = _units(x, best, mass)
+    threshold = tl.zeros((), tl.uint32)
+    room = tl.zeros((), tl.int32)
+    equal = tl.zeros_like(index)
+    # with both filters first top-k alone: top-p is a share of what that leaves
+    for phase in tl.range(tl.where((keep < size) & (share < 1.0), 0, 1), 2):
+        limit = tl.where(phase == 0, 1.0, share)
+        threshold = _threshold(units, key, keep, limit, DIGIT)
+        count, above = _sums(units, key > threshold)
+        equal = ((key > 0) & (key == threshold)).to(tl.int32)
+        room = tie_room(threshold, count, above, best, mass, keep, limit)
+        whole = _top_share(threshold, count, above, tl.sum(equal, axis=0), best, mass, keep)
+        share = tl.where(phase == 0, share * whole, share)
     if tl.sum(equal, axis=0) > room:
         hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
         last = tl.load(ids + base + at, mask=hit, other=2147483647)

@@ -1,10 +1,13 @@
-"""From logits to a token: bias, penalties, temperature, filters, a draw; and log-probabilities.
+"""From logits to a token: mask, bias, penalties, temperature, filters, a draw; log-probabilities.
 
-Order: logit bias; repetition penalty on every token seen in prompt or output (positive logits
-divided, negative multiplied); presence and frequency penalties on output tokens; temperature;
-top-k, top-p and min-p, each on the distribution after temperature; then the Gumbel-max draw with
-numbers that depend on the request's seed and the position alone. Temperature 0 takes the largest
-logit. Ties go to the lower id everywhere.
+Order: the guide's mask; logit bias; repetition penalty on every token seen in prompt or output
+(positive logits divided, negative multiplied); presence and frequency penalties on output tokens;
+temperature; top-k; top-p on the distribution that top-k leaves, normalised again; min-p, relative
+to the best token; then the Gumbel-max draw with numbers that depend on the request's seed and the
+position alone. Temperature 0 takes the largest logit. Ties go to the lower id everywhere.
+
+What is as wide as the vocabulary belongs to a sequence's slot and is read only by rows whose flags
+ask for it, so that a request's options cost the others nothing.
 
 Log-probabilities are the model's own: of the logits as they came.
 """
@@ -18,10 +21,14 @@ from torch import Tensor
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.sample.random import uniform_rows
 
+PENALTIES, BIAS, MASK = 1, 2, 4  # flags
+IN_PROMPT = 1 << 30  # in `seen`, beside the number of times a token was sampled
+WORD_BITS = 32  # of a mask
+
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """Per-row settings, `[rows]` each; counts are int32 `[rows, vocabulary]` or None."""
+    """Per-row settings, `[rows]` each, then what slots hold; without it all flags are 0."""
 
     temperature: Tensor
     top_k: Tensor  # 0: off
@@ -32,32 +39,41 @@ class SampleInputs:
     frequency: Tensor
     seeds: Tensor  # int64
     positions: Tensor  # int64, of the token being sampled
-    prompt_counts: Tensor | None
-    output_counts: Tensor | None
-    bias: Tensor | None  # [rows, vocabulary]
+    slots: Tensor  # int64, -1: a padding row
+    flags: Tensor  # int64
+    seen: Tensor | None  # int32 [slots, vocabulary]: times sampled, and IN_PROMPT
+    bias: Tensor | None  # fp32 [slots, vocabulary]
+    mask: Tensor | None  # int32 [slots, words]: bits of the tokens that may come
 
 
-def _penalised(row: Tensor, s: SampleInputs, i: int) -> Tensor:
-    if s.bias is not None:
-        row = row + s.bias[i]
-    if s.prompt_counts is not None and s.output_counts is not None:
-        output = s.output_counts[i]
-        seen = (s.prompt_counts[i] + output) > 0
-        scaled = torch.where(row > 0, row / s.repetition[i], row * s.repetition[i])
-        row = torch.where(seen, scaled, row)
-        row = row - s.frequency[i] * output - s.presence[i] * (output > 0)
+WIDE = ("seen", "bias", "mask")
+
+
+def _adjusted(row: Tensor, s: SampleInputs, i: int) -> Tensor:
+    flags, slot = int(s.flags[i]), int(s.slots[i])
+    if flags and s.seen is not None and s.bias is not None and s.mask is not None:
+        if flags & MASK:
+            bits = s.mask[slot].unsqueeze(1) >> torch.arange(WORD_BITS, device=row.device)
+            row = torch.where((bits & 1).flatten()[: row.shape[0]] != 0, row, float("-inf"))
+        if flags & BIAS:
+            row = row + s.bias[slot]
+        if flags & PENALTIES:
+            output = s.seen[slot] & (IN_PROMPT - 1)
+            scaled = torch.where(row > 0, row / s.repetition[i], row * s.repetition[i])
+            row = torch.where(s.seen[slot] != 0, scaled, row)
+            row = row - s.frequency[i] * output - s.presence[i] * (output > 0)
     return row
 
 
 def _kept(row: Tensor, s: SampleInputs, i: int) -> Tensor:
     """Which tokens pass top-k, top-p and min-p; the best one always does."""
-    ordered, ids = torch.sort(row, descending=True, stable=True)
-    probabilities = torch.softmax(ordered.double(), dim=0)
-    before = torch.cumsum(probabilities, 0) - probabilities
-    keep = before < s.top_p[i].double()
-    keep &= probabilities >= s.min_p[i].double() * probabilities[0]
+    ordered, ids = torch.sort(row.double(), descending=True, stable=True)
     if int(s.top_k[i]) > 0:
-        keep[int(s.top_k[i]) :] = False
+        ordered[int(s.top_k[i]) :] = float("-inf")
+    probabilities = torch.softmax(ordered, dim=0)
+    before = torch.cumsum(probabilities, 0) - probabilities
+    keep = (before < s.top_p[i].double()) & (ordered > float("-inf"))
+    keep &= probabilities >= s.min_p[i].double() * probabilities[0]
     keep[0] = True
     return torch.zeros_like(keep).scatter(0, ids, keep)
 
@@ -72,7 +88,7 @@ def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tens
         noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel, a row for each that draws
     for i, raw in enumerate(logits.float()):
         norms[i] = torch.logsumexp(raw, dim=0)
-        row = _penalised(raw, inputs, i)
+        row = _adjusted(raw, inputs, i)
         if drawn[i]:
             row = row / inputs.temperature[i]
             row = torch.where(_kept(row, inputs, i), row + next(noise), float("-inf"))
@@ -81,35 +97,36 @@ def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tens
 
 
 def cases() -> Iterable[Case]:
-    def build(rows: int, vocabulary: int, temperature: float, penalties: bool) -> Case:
+    def build(rows: int, vocabulary: int, temperature: float, options: bool) -> Case:
         def make(generator: torch.Generator) -> Arguments:
-            def count() -> Tensor | None:
-                if not penalties:
-                    return None
-                drawn = torch.randint(0, 3, (rows, vocabulary), generator=generator)
-                return drawn.to(torch.int32)
-
             def full(value: float) -> Tensor:
                 return torch.full((rows,), value)
 
+            def ints(high: int, *shape: int) -> Tensor:
+                return torch.randint(0, high, shape or (rows,), generator=generator)
+
+            slots, words = rows + 2, -(-vocabulary // WORD_BITS)
+            prompt = ints(2, slots, vocabulary) * IN_PROMPT
             inputs = SampleInputs(
                 temperature=full(temperature),
-                top_k=torch.randint(0, 20, (rows,), generator=generator),
+                top_k=ints(20),
                 top_p=full(0.9),
                 min_p=full(0.02),
                 repetition=full(1.2),
                 presence=full(0.3),
                 frequency=full(0.1),
-                seeds=torch.randint(0, 2**62, (rows,), generator=generator),
-                positions=torch.randint(0, 10**6, (rows,), generator=generator),
-                prompt_counts=count(),
-                output_counts=count(),
-                bias=torch.randn(rows, vocabulary, generator=generator) if penalties else None,
+                seeds=ints(2**62),
+                positions=ints(10**6),
+                slots=torch.randperm(slots, generator=generator)[:rows],
+                flags=ints(8) if options else torch.zeros(rows, dtype=torch.int64),
+                seen=(ints(3, slots, vocabulary) + prompt).int() if options else None,
+                bias=torch.randn(slots, vocabulary, generator=generator) if options else None,
+                mask=(ints(2**32, slots, words) - 2**31).int() if options else None,
             )
             logits = torch.randn(rows, vocabulary, generator=generator) * 3
             return {"logits": logits, "inputs": inputs}
 
-        name = f"{rows}x{vocabulary} temperature {temperature} penalties {penalties}"
+        name = f"{rows}x{vocabulary} temperature {temperature} options {options}"
         return Case(name, make, 1e-4, 1e-4, small=vocabulary < 1000)
 
     yield build(3, 100, 0.0, False)
@@ -130,13 +147,19 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
             f"logits are {logits.dtype} {tuple(logits.shape)}, expected float32 [rows, vocabulary]"
         ),
     )
+    rows, size = logits.shape
+    widths = {"seen": size, "bias": size, "mask": -(-size // WORD_BITS)}
     for item in fields(inputs):
         tensor = getattr(inputs, item.name)
-        wide = item.name in ("prompt_counts", "output_counts", "bias")
-        expected = tuple(logits.shape) if wide else (logits.shape[0],)
-        if tensor is not None:
+        if item.name not in WIDE:
             found = tuple(tensor.shape)
-            check(found == expected, OP.name, f"{item.name} has shape {found}, not {expected}")
+            check(found == (rows,), OP.name, f"{item.name} has shape {found}, not {(rows,)}")
+        elif tensor is not None:
+            check(
+                tensor.dim() == 2 and tensor.shape[1] == widths[item.name],
+                OP.name,
+                f"{item.name} has shape {tuple(tensor.shape)}, not [slots, {widths[item.name]}]",
+            )
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device), logits.sum(1)
     result: tuple[Tensor, Tensor] = OP(logits.device, logits=logits, inputs=inputs)

@@ -45,9 +45,8 @@ def _exp_below(x, top, ASM: tl.constexpr):
 
 @triton.jit
 def _stats_kernel(
-    logits, stats, parts, temperature, repetition, presence, frequency, prompt_counts,
-    output_counts, bias, size, num_chunks,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    logits, stats, parts, temperature, repetition, presence, frequency, slots, flags, seen, bias,
+    mask, size, num_chunks, CHUNK: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
     """Largest logit and sum of exponentials of a chunk, as they came and adjusted; the latter
@@ -59,8 +58,8 @@ def _stats_kernel(
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"))
     x = adjusted(
-        raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
-        output_counts, bias, COUNTS, BIAS,
+        raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags,
+        seen, bias, mask, WIDE,
     )  # fmt: skip
     part_tops = tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1)
     x_top = tl.max(part_tops, axis=0)
@@ -71,7 +70,10 @@ def _stats_kernel(
     x_sum = tl.sum(part_sums, axis=0)
     raw_top, raw_sum = x_top, x_sum
     heat = tl.load(temperature + row)
-    if COUNTS | BIAS | ((heat > 0) & (heat != 1.0)):
+    changed = (heat > 0) & (heat != 1.0)
+    if WIDE:
+        changed = changed | (tl.load(flags + row) != 0)
+    if changed:
         raw_top = tl.max(raw, axis=0)
         raw_sum = tl.sum(_exp_below(raw, raw_top, ASM), axis=0)
     out = stats + (row * num_chunks + chunk) * 4
@@ -105,7 +107,7 @@ def _limits(temperature, top_k, top_p, row, size):
 
 @triton.jit
 def _bound(
-    parts, stats, row, num_chunks, best, mass, keep, share, CHUNKS: tl.constexpr,
+    parts, stats, row, num_chunks, size, best, mass, keep, share, CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A logit below which no token passes, as its key; half of the bits say enough.
@@ -123,7 +125,9 @@ def _bound(
     own = tl.where(used, own * tl.exp(chunk_top - best), 0.0)
     others = tl.maximum(own - tl.exp(top - best), 0.0) + own * 1e-5
     top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
-    spare = tl.where(share < 1.0, (1.0 - share) * mass * 0.999, -1.0)
+    # top-p is a share of what top-k leaves, so with both only the number says what is needed
+    alone = (share < 1.0) & (keep >= size)
+    spare = tl.where(alone, (1.0 - share) * mass * 0.999, -1.0)
     least = tl.zeros((), tl.uint32)
     digits = tl.arange(0, 4).to(tl.uint32)
     unit = tl.full((), 0x40000000, tl.uint32)
@@ -143,17 +147,21 @@ def _bound(
 @triton.jit
 def _candidates_kernel(
     logits, stats, parts, values, ids, counts, temperature, top_k, top_p, repetition, presence,
-    frequency, prompt_counts, output_counts, bias, size, num_chunks,
+    frequency, slots, flags, seen, bias, mask, size, num_chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
-    COUNTS: tl.constexpr, BIAS: tl.constexpr
+    WIDE: tl.constexpr
 ):  # fmt: skip
     """Of some chunks the tokens that may pass, in order of id; `counts`: how many there are."""
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
-        least = _bound(parts, stats, row, num_chunks, best, mass, keep, share, CHUNKS, PARTS, CHUNK)
-        bound = tl.maximum(key_value(least), -3.4e38)  # what cannot be drawn needs no place
+        least = _bound(
+            parts, stats, row, num_chunks, size, best, mass, keep, share, CHUNKS, PARTS, CHUNK
+        )
+        bound = key_value(least)
+        # what cannot be drawn needs no place; keys below that of -inf stand for no number
+        bound = tl.where(bound > -3.4e38, bound, -3.4e38)
         for chunk in tl.range(tl.program_id(1), num_chunks, tl.num_programs(1)):
             total = tl.zeros((), tl.int32)
             if tl.load(stats + (row * num_chunks + chunk) * 4 + 2) >= bound:
@@ -162,8 +170,8 @@ def _candidates_kernel(
                 at = row * size + place
                 raw = tl.load(logits + at, mask=live, other=float("-inf"))
                 x = adjusted(
-                    raw, row, at, live, temperature, repetition, presence, frequency,
-                    prompt_counts, output_counts, bias, COUNTS, BIAS,
+                    raw, row, place, live, size, temperature, repetition, presence, frequency,
+                    slots, flags, seen, bias, mask, WIDE,
                 )  # fmt: skip
                 may = (live & (x >= bound)).to(tl.int32)
                 order = tl.cumsum(may, axis=0) - 1
@@ -177,9 +185,9 @@ def _candidates_kernel(
 @triton.jit
 def _filter_kernel(
     logits, stats, limits, values, ids, counts, temperature, top_k, top_p, repetition, presence,
-    frequency, prompt_counts, output_counts, bias, size, num_chunks,
+    frequency, slots, flags, seen, bias, mask, size, num_chunks,
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, SOME: tl.constexpr, FEW: tl.constexpr,
-    TILE: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr
+    TILE: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
     row = tl.program_id(0).to(tl.int64)
@@ -193,23 +201,23 @@ def _filter_kernel(
         most = tl.max(held, axis=0)
         if (most <= ROOM) & (tl.sum(held, axis=0) <= FEW):
             threshold, last_id = filter_candidates(
-                values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+                values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM, FEW, 4,
             )  # fmt: skip
         elif most <= SOME:
             threshold, last_id = filter_candidates(
-                values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+                values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, SOME, CHUNKS * SOME, 1,
             )  # fmt: skip
         elif most <= ROOM:
             threshold, last_id = filter_candidates(
-                values, ids, counts, row, num_chunks, best, mass, keep, share, last_id,
+                values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM, CHUNKS * ROOM, 1,
             )  # fmt: skip
         else:
             threshold, last_id = filter_row(
                 logits, row, best, mass, keep, share, temperature, repetition, presence,
-                frequency, prompt_counts, output_counts, bias, size, TILE, COUNTS, BIAS,
+                frequency, slots, flags, seen, bias, mask, size, TILE, WIDE,
             )  # fmt: skip
     tl.store(limits + row * 2, threshold.to(tl.int64))
     tl.store(limits + row * 2 + 1, last_id.to(tl.int64))
@@ -252,8 +260,8 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
 @triton.jit
 def _draw_kernel(
     logits, stats, limits, best_value, best_id, temperature, min_p, repetition, presence,
-    frequency, seeds, positions, prompt_counts, output_counts, bias, size, num_chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr, BIAS: tl.constexpr,
+    frequency, slots, flags, seen, bias, mask, seeds, positions, size, num_chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
     """The best token of a chunk; last chunks first, as caches have them."""
@@ -264,8 +272,8 @@ def _draw_kernel(
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"), eviction_policy="evict_first")
     x = adjusted(
-        raw, row, at, live, temperature, repetition, presence, frequency, prompt_counts,
-        output_counts, bias, COUNTS, BIAS,
+        raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags,
+        seen, bias, mask, WIDE,
     )  # fmt: skip
     if tl.load(temperature + row) > 0:
         threshold = key_value(tl.load(limits + row * 2).to(tl.uint32))
@@ -300,7 +308,7 @@ def _best_kernel(best_value, best_id, stats, tokens, norms, num_chunks, CHUNKS: 
 def supports(logits, inputs) -> str | None:
     if not logits.is_contiguous():
         return f"logits have strides {logits.stride()}, kernels need them contiguous"
-    for name in ("prompt_counts", "output_counts", "bias"):
+    for name in ("seen", "bias", "mask"):
         tensor = getattr(inputs, name)
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
@@ -313,7 +321,6 @@ def run(logits, inputs):
     rows, size = logits.shape
     device = logits.device
     chunks = triton.cdiv(size, CHUNK)
-    counted = inputs.prompt_counts is not None and inputs.output_counts is not None
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     norms = torch.empty(rows, dtype=torch.float32, device=device)
     stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
@@ -327,33 +334,30 @@ def run(logits, inputs):
     limits = workspace(device, "sample_limits", rows * 2, torch.int64)
     best_value = workspace(device, "sample_values", rows * chunks, torch.float32)
     best_id = workspace(device, "sample_ids", rows * chunks, torch.int32)
-    penalties = (inputs.repetition, inputs.presence, inputs.frequency)
-    wide = (
-        inputs.prompt_counts if counted else logits,
-        inputs.output_counts if counted else logits,
-        logits if inputs.bias is None else inputs.bias,
-    )
-    flags = {"COUNTS": counted, "BIAS": inputs.bias is not None}
+    options = (inputs.repetition, inputs.presence, inputs.frequency, inputs.slots, inputs.flags)
+    is_wide = inputs.seen is not None
+    options += (inputs.seen, inputs.bias, inputs.mask) if is_wide else (logits,) * 3
+    wide = {"WIDE": is_wide}
     fast = {"ASM": not interpreting()}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
-        logits, stats, parts, inputs.temperature, *penalties, *wide, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, **flags, **fast, **launch_options(WARPS),
+        logits, stats, parts, inputs.temperature, *options, size, chunks,
+        CHUNK=CHUNK, PARTS=PARTS, **wide, **fast, **launch_options(WARPS),
     )  # fmt: skip
     filters = (inputs.temperature, inputs.top_k, inputs.top_p)
     _candidates_kernel[(rows, min(chunks, max(1, PROGRAMS // rows)))](
-        logits, stats, parts, *found, *filters, *penalties, *wide, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **flags, **launch_options(8),
+        logits, stats, parts, *found, *filters, *options, size, chunks,
+        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **wide, **launch_options(8),
     )  # fmt: skip
     _filter_kernel[(rows,)](
-        logits, stats, limits, *found, *filters, *penalties, *wide, size, chunks,
-        ROOM=CANDIDATES, SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **flags,
+        logits, stats, limits, *found, *filters, *options, size, chunks,
+        ROOM=CANDIDATES, SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **wide,
         **launch_options(8),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
         logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p,
-        *penalties, inputs.seeds, inputs.positions, *wide, size, chunks,
-        CHUNK=CHUNK, **padded, **flags, **fast, **launch_options(WARPS),
+        *options, inputs.seeds, inputs.positions, size, chunks,
+        CHUNK=CHUNK, **padded, **wide, **fast, **launch_options(WARPS),
     )  # fmt: skip
     _best_kernel[(rows,)](
         best_value, best_id, stats, tokens, norms, chunks, **padded, **launch_options(1)

@@ -17,8 +17,7 @@ from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
 from dsv4.ops.op import observe
-from dsv4.runner.buffers import Bucket
-from dsv4.runner.decode import Row
+from dsv4.runner.buffers import Shape
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
 from dsv4.tools.doctor.check import LayerMaker
@@ -185,37 +184,31 @@ def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
     cache.clear()
 
 
-class DecodingRunner(Runner):
-    """Steps of one token as they are served: fixed buffers, on a GPU a replayed graph.
+class ServedRunner(Runner):
+    """Steps as they are served: fixed buffers, on a GPU a replayed graph.
 
     What an op gave is held, so that after a replay it has the replay's numbers.
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
-        self._calls: dict[Bucket, list[Call]] = {}
-        self._last: Bucket | None = None
+        self._calls: dict[Shape | int, list[Call]] = {}
         super().__init__(model, settings)
 
-    def _decode_once(self, bucket: Bucket) -> None:
+    def _run_once(self, key: Shape | int) -> None:
         calls: list[Call] = []
         with observe(Tracer(calls.append, keep_state=False)):
-            super()._decode_once(bucket)
-        self._calls[bucket] = calls
-
-    def _decode(self, bucket: Bucket) -> None:
-        self._last = bucket
-        super()._decode(bucket)
+            super()._run_once(key)
+        self._calls[key] = calls
 
     def decode(self, pages: SequencePages, token_id: int) -> list[Call]:
-        self.decoder.place([Row(pages, token_id)])
-        self.decoder.submit()
-        assert self._last is not None
-        return self._calls[self._last]
+        shape = self.buffers.shape(1, 1, pages.length + 1, one_each=True)
+        self.submit([Chunk(pages, [token_id], 1)])
+        return self._calls[shape]
 
 
 def run_decoder(subject: Subject, record: Record) -> None:
     settings = replace(subject.settings, cuda_graphs=subject.graphs)
-    runner, ids = DecodingRunner(subject.model, settings), subject.token_ids
+    runner, ids = ServedRunner(subject.model, settings), subject.token_ids
     pages = runner.pages.open()
     runner.step([Chunk(pages, ids[:-NUM_DECODED], 1)])
     for position in range(len(ids) - NUM_DECODED, len(ids)):

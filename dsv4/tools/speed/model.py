@@ -5,20 +5,23 @@ speed does not depend on them, except through routing, so the experts that a ste
 are counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.geometry import Geometry, Pool
+from dsv4.cache.geometry import POOLS, Geometry, Pool
 from dsv4.cache.kinds import KINDS, LayerState
 from dsv4.checkpoint.names import Parameter, parameters
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
+from dsv4.ops.kv.begin import NEWEST
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.runner.buffers import DecodeBuffers
+from dsv4.runner.buffers import Shape, StepBuffers, step_line
+from dsv4.runner.steps import draw, forward
 from dsv4.tools.bench_ops import random_nvfp4
 
 POOL_BYTES = 3 * 10**8  # of one layer: many times the level-2 cache; sequences share pages
@@ -95,8 +98,19 @@ class FilledState:
     """State as if `batch` sequences of `context` tokens were running."""
 
     layers: list[LayerState]
-    buffers: DecodeBuffers
+    buffers: StepBuffers
     geometry: Geometry
+
+    @property
+    def shape(self) -> Shape:
+        """Of a decode step of all sequences."""
+        batch = self.buffers.max_sequences
+        return Shape(batch, batch, self.buffers.contexts[-1], True)
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """`[sequences, columns]`, of window, csa and hca."""
+        slots = self.buffers.slot_tables
+        return tuple(slots.table(index, self.buffers.max_sequences) for index in range(len(POOLS)))
 
 
 def filled_state(
@@ -104,11 +118,11 @@ def filled_state(
 ) -> FilledState:
     """Pages are drawn at random from pools that may be smaller than the sequences together."""
     geometry = Geometry(config, "fp8", "fp4", chunk_tokens)
-    buffers = DecodeBuffers(geometry, batch, context, device)
+    buffers = StepBuffers(geometry, batch, context, device)
     buffers.contexts = [context]
-    buffers.slots.copy_(torch.arange(batch))
     num_pages = {}
-    for pool, table in buffers.tables[context].items():
+    for index, pool in enumerate(POOLS):
+        table = buffers.slot_tables.table(index, batch)
         num_pages[pool] = _num_pages(geometry, pool, table.numel())
         pages = torch.randperm(num_pages[pool], device=device)
         repeats = -(-table.numel() // num_pages[pool])  # sequences share pages where these are few
@@ -145,16 +159,30 @@ def fill(pool: PagedPool) -> None:
 
 
 def start_at(state: FilledState, position: int) -> None:
-    """Every place reads the token at `position` next; sampling as by default."""
-    buffers = state.buffers
-    buffers.token_ids.random_(0, state.geometry.config.vocab_size)
-    buffers.positions.fill_(position)
-    buffers.ends.fill_(position + 1)
-    settings = buffers.sampling_settings
-    settings["temperature"].fill_(1.0)
-    settings["top_p"].fill_(0.95)
-    settings["repetition"].fill_(1.0)
-    settings["seeds"].copy_(torch.arange(len(buffers.token_ids)))
+    """Every sequence reads a random token at `position` next; sampling as by default."""
+    buffers, batch = state.buffers, state.buffers.max_sequences
+    buffers.step.line.zero_()
+    at = step_line(state.shape).views(buffers.step.line)
+    at["slots"].copy_(torch.arange(batch))
+    at["starts"].fill_(position)
+    at["ends"].fill_(position + 1)
+    at["token_ids"].fill_(NEWEST)
+    buffers.newest.random_(0, state.geometry.config.vocab_size)
+    settings = buffers.sampling(batch)
+    settings.temperature.fill_(1.0)
+    settings.top_p.fill_(0.95)
+    settings.repetition.fill_(1.0)
+    settings.seeds.copy_(torch.arange(batch))
+    settings.slots.copy_(torch.arange(batch))
+
+
+def decode_step(model: Transformer, layers: Sequence[LayerState], state: FilledState) -> None:
+    """A token for every sequence; positions move on by one."""
+    forward(model, layers, state.buffers, state.shape)
+    draw(state.buffers, state.shape.tokens)
+    line = step_line(state.shape)
+    first, (last, count) = line.parts["starts"][0], line.parts["ends"]
+    state.buffers.step.line[first : last + count] += 1
 
 
 def step_bytes(

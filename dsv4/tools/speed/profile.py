@@ -26,7 +26,7 @@ FAMILIES = {
     ),
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",
-        "_rms_norm_kernel", "_state_kernel", "_queries_kernel",
+        "_rms_norm_kernel", "_state_kernel", "_queries_kernel", "_pages_kernel", "_begin_kernel",
     ),
     "sample": (
         "_stats_kernel", "_candidates_kernel", "_filter_kernel", "_draw_kernel", "_best_kernel",

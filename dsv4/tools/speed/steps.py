@@ -28,13 +28,11 @@ from dsv4.ops.gemm.linear import linear
 from dsv4.ops.mhc.mix import mhc_head
 from dsv4.ops.op import Arguments, Op, observe
 from dsv4.ops.ragged import make_ragged
-from dsv4.ops.sample.accept import accept
-from dsv4.ops.sample.sample import sample
-from dsv4.runner.buffers import Bucket
-from dsv4.runner.decode import decode_step
+from dsv4.runner.steps import draw
 from dsv4.tools.bench_ops import Ceilings, elapsed_us, measure_ceilings
 from dsv4.tools.speed.model import (
     FilledState,
+    decode_step,
     filled_state,
     prefill_flops,
     random_model,
@@ -91,10 +89,8 @@ class Bench:
     def decode(self, batch: int, context: int) -> StepResult:
         state = filled_state(self.config, batch, context, self.device)
         runs = {"all": self.model, **self._models_of_a_kind()}
-        bucket = Bucket(batch, context, True)
-        compile_ahead(
-            lambda: decode_step(self.model, state.layers, state.buffers, bucket), self.device
-        )
+        start_at(state, max(context - 8, 0))
+        compile_ahead(lambda: decode_step(self.model, state.layers, state), self.device)
         timed = {}
         for name, model in runs.items():
             layers = _layers_of(self.model, model, state.layers)
@@ -103,8 +99,7 @@ class Bench:
         ms, spread, profile = timed["all"]
         start_at(state, max(context - 8, 0))
         visited = experts_used(
-            lambda: decode_step(self.model, state.layers, state.buffers, bucket),
-            self.config.num_experts,
+            lambda: decode_step(self.model, state.layers, state), self.config.num_experts
         )
         families = step_bytes(self.config, self.sizes, batch, context, visited)
         layer_us, layer_kernels = {}, {}
@@ -208,8 +203,8 @@ class Bench:
         batch: int,
         context: int,
     ) -> tuple[float, float, Profile]:
-        bucket = Bucket(batch, context, True)
-        step = captured(lambda: decode_step(model, layers, state.buffers, bucket), self.device)
+        start_at(state, max(context - 8, 0))
+        step = captured(lambda: decode_step(model, layers, state), self.device)
         start = max(context - 4 * REPLAYS - 8, 0)
         start_at(state, start)
         count = 1 if self.device.type == "cpu" else REPLAYS
@@ -229,7 +224,6 @@ class Bench:
         post = torch.ones(batch, n, device=self.device)
         comb = torch.eye(n, device=self.device).repeat(batch, 1, 1)
         y = torch.randn(batch, self.config.hidden_size, device=self.device).bfloat16()
-        bucket = Bucket(batch, state.buffers.contexts[-1], True)
 
         def rest() -> None:
             model, buffers = self.model, state.buffers
@@ -237,8 +231,8 @@ class Bench:
             streams = embed(ids, model.embedding, model.config.hc_mult, model.dtype)
             h = mhc_head(streams, y, post, comb, model.head_site)
             logits = linear(h, model.head, torch.float32)
-            tokens, norms = sample(logits, buffers.sampling(bucket))
-            accept(tokens, logits, norms, buffers.next_inputs(bucket))
+            buffers.logits[:batch].copy_(logits)
+            draw(buffers, batch)
 
         step = captured(rest, self.device)
         step()
@@ -306,13 +300,13 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 
 def prompt_inputs(state: FilledState, tokens: int) -> StepInputs:
     buffers, device = state.buffers, state.buffers.device
-    tables = buffers.tables[buffers.contexts[-1]]
+    window, csa, hca = state.tables()
     return StepInputs(
         token_ids=torch.randint(0, buffers.vocab_size, (tokens,), device=device),
         batch=make_ragged([0], [tokens], [0], device),
-        window_table=tables["window"],
-        csa_table=tables["csa"],
-        hca_table=tables["hca"],
+        window_table=window,
+        csa_table=csa,
+        hca_table=hca,
         logits_rows=torch.tensor([tokens - 1], device=device),
     )
 

@@ -15,6 +15,7 @@ from tests.ops.kernels.compiling import interpreted
 GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
     "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
+    "steps": ("begin_step", "padding"),
     "fused": ("state prepare", "queries", "moe", "attend"),
     "attention": ("attention", "attention forms", "unpack"),
     "index": ("index_scores", "index_select", "select levels", "choose"),
@@ -437,6 +438,90 @@ def check_far_positions() -> None:
     compare("sin", angles.sin(), found[:, 1::2].double(), 3e-7, 0.0)
 
 
+def check_padding() -> None:
+    """Rows and sequences that are not there leave no trace; a boundary inside a chunk is kept."""
+    from dataclasses import replace
+
+    from dsv4.ops import OPS
+    from dsv4.ops.arguments import copied, leaves
+    from dsv4.ops.kv.compress import CompressorState
+    from dsv4.ops.ragged import Kept
+
+    def padded(batch):  # type: ignore[no-untyped-def]
+        """Three rows and a sequence more."""
+        count = batch.starts.shape[0]
+
+        def more(values, *others):  # type: ignore[no-untyped-def]
+            return torch.cat((values, torch.tensor(others)))
+
+        last = batch.ends // 128 * 128  # the last boundary of each sequence
+        inside = (last - batch.starts >= 4) & (last < batch.ends)
+        return replace(
+            batch,
+            positions=more(batch.positions, -1, -1, -1),
+            seq_idx=more(batch.seq_idx, count, count, count),
+            first_rows=more(batch.first_rows, 0),
+            starts=more(batch.starts, 0),
+            ends=more(batch.ends, 0),
+            slots=more(batch.slots, 0),
+            keep=Kept(more(torch.where(inside, last, 0), 0), torch.arange(count + 1)),
+            is_padded=True,
+        )
+
+    def widen(tensor):  # type: ignore[no-untyped-def]
+        return torch.cat((tensor, torch.randn(3, *tensor.shape[1:]).to(tensor.dtype)))
+
+    num_kept = 0
+    for name in ("kv_store", "compress"):
+        op, module = OPS[name], kernel_module(name)
+        for case in op.cases():
+            arguments = case.build(torch.Generator().manual_seed(4))
+            batch, table = padded(arguments["batch"]), arguments["table"]
+            arguments |= {"batch": batch, "table": torch.cat((table, table[:1] * 0))}
+            for wide in ("kv", "values", "gates"):
+                if wide in arguments:
+                    arguments[wide] = widen(arguments[wide])
+            if name == "compress" and arguments["ratio"] == 4:
+                state = arguments["state"]
+                kept = torch.zeros(batch.starts.shape[0], 4, state.values.shape[2] // 2)
+                arguments["state"] = CompressorState(state.values, state.gates, kept, kept.clone())
+            mine = copied(arguments)
+            op.reference(**arguments)
+            module.run(**mine)
+            wanted = dict(leaves({m: arguments[m] for m in op.mutates}))
+            found = dict(leaves({m: mine[m] for m in op.mutates}))
+            for path, value in wanted.items():
+                compare(f"{name} {case.name} {path}", value, found[path], case.atol, case.rtol)
+                num_kept += "kept_values" in path and bool((value != 0).any())
+    assert num_kept > 0, "no case crosses a boundary"
+    check_padded_experts()
+
+
+def check_padded_experts() -> None:
+    from dsv4.ops import OPS
+
+    router, experts = kernel_module("router"), kernel_module("experts")
+    for case in OPS["router"].cases():
+        arguments = case.build(torch.Generator().manual_seed(4))
+        if arguments["x"].dtype != torch.bfloat16:
+            continue
+        chosen, _ = OPS["router"].reference(**arguments)
+        arguments["token_ids"][1] = -1
+        chosen[1] = -1
+        compare(f"router {case.name}", chosen, router.run(**arguments)[0], 0.0, 0.0)
+    case = next(c for c in OPS["experts"].cases() if c.name.startswith("5x128"))
+    arguments = case.build(torch.Generator().manual_seed(4))
+    wanted = experts.run(**arguments)
+    some = [0, 2, 4]
+    arguments["experts"][[1, 3]] = -1
+    for few in (True, False):  # both ways to sort pairs by expert
+        module = importlib.import_module("dsv4.ops.moe.route_triton")
+        module.SMALL_PAIRS = 1024 if few else 0
+        found = experts.run(**arguments)
+        compare("experts", wanted[some], found[some], 0.0, 0.0)
+        OPS["experts"].reference(**arguments)
+
+
 def check_sample_edges() -> None:
     """Filters that keep one token, all tokens, and part of a tie; rows of different kinds."""
     from dataclasses import replace
@@ -451,11 +536,9 @@ def check_sample_edges() -> None:
         arguments["inputs"],
         temperature=torch.tensor([0.7, 0.0, 1.0, 1.0, 2.0]),
         top_k=torch.tensor([1, 3, 0, 7, 0]),
-        top_p=torch.tensor([0.5, 0.1, 1.0, 1.0, 0.0]),
+        top_p=torch.tensor([0.5, 0.1, 1.0, 0.63, 0.0]),
         min_p=torch.tensor([0.0, 0.5, 0.0, 0.0, 0.2]),
-        prompt_counts=None,
-        output_counts=None,
-        bias=None,
+        flags=torch.tensor([0, 1, 2, 4, 0]),
     )
     logits = arguments["logits"].round()
     wanted = sample_reference(logits, inputs)
@@ -493,6 +576,7 @@ EXTRA = {
     "choose": check_choose,
     "far": check_far_positions,
     "sample edges": check_sample_edges,
+    "padding": check_padding,
 }
 
 

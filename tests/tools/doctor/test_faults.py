@@ -13,7 +13,7 @@ import dsv4.ops.op as op_module
 from dsv4.cache.state import StateTensors
 from dsv4.errors import KernelError
 from dsv4.model.inputs import StepInputs
-from dsv4.runner.buffers import DecodeBuffers
+from dsv4.runner.buffers import StepBuffers
 from dsv4.testing import small_config
 from dsv4.tools.doctor import cross
 from dsv4.tools.doctor.examine import examine_model
@@ -81,14 +81,14 @@ def another_order_for_many_rows(right: Callable[..., Any], a: dict[str, Any]) ->
     return [y * (1 + 2**-22) if a["x"].shape[0] > 8 else y for y in right()]
 
 
-def last_buffers_token(right: Any = DecodeBuffers.inputs) -> AbstractContextManager[Any]:
+def last_buffers_token(right: Any = StepBuffers.inputs) -> AbstractContextManager[Any]:
     """Decode steps read the token of the step before."""
 
-    def wrong(self: DecodeBuffers, bucket: Any) -> StepInputs:
+    def wrong(self: StepBuffers, bucket: Any) -> StepInputs:
         inputs = right(self, bucket)
         return replace(inputs, token_ids=torch.zeros_like(inputs.token_ids))
 
-    return patch.object(DecodeBuffers, "inputs", wrong)
+    return patch.object(StepBuffers, "inputs", wrong)
 
 
 def unwatched(right: Callable[..., Any], a: dict[str, Any]) -> Any:

@@ -1,0 +1,128 @@
+"""The beginning of a step: what the host sent becomes what the model reads.
+
+Page tables lie on the device, a row for each slot. The host sends the pages that are new; they
+are written, then the rows of the step's sequences are copied side by side in the order of the
+step. A token id of NEWEST stands for the token that was sampled last in the sequence's slot, which
+the host may not have seen yet.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+
+NEWEST = -2
+
+
+@dataclass(frozen=True)
+class SlotTables:
+    """`pages` int64, all tables in one line: table `i` from `firsts[i]` on, `widths[i]` a slot."""
+
+    pages: Tensor
+    firsts: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    def table(self, index: int, num_slots: int) -> Tensor:
+        """`[slots, width]`."""
+        first, width = self.firsts[index], self.widths[index]
+        return self.pages[first : first + num_slots * width].view(num_slots, width)
+
+
+def begin_step_reference(
+    tables: SlotTables,
+    places: Tensor,
+    pages: Tensor,
+    num_pages: Tensor,
+    sent: Tensor,
+    seq_idx: Tensor,
+    slots: Tensor,
+    newest: Tensor,
+    token_ids: Tensor,
+    rows: tuple[Tensor, ...],
+) -> None:
+    count = int(num_pages)
+    tables.pages[places[:count]] = pages[:count]
+    for index, target in enumerate(rows):
+        source = tables.table(index, newest.shape[0])
+        target.copy_(source.index_select(0, slots)[:, : target.shape[1]])
+    waiting = newest[slots[seq_idx]]
+    token_ids.copy_(torch.where(sent == NEWEST, waiting, sent))
+
+
+def cases() -> Iterable[Case]:
+    def build(tokens: int, sequences: int, widths: tuple[int, ...], new: int) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            def ints(high: int, *shape: int) -> Tensor:
+                return torch.randint(0, high, shape, generator=generator)
+
+            num_slots = sequences + 3
+            firsts = tuple(num_slots * sum(widths[:i]) for i in range(len(widths)))
+            size = num_slots * sum(widths)
+            return {
+                "tables": SlotTables(ints(10**6, size), firsts, widths),
+                "places": torch.randperm(size, generator=generator)[: new + 4],
+                "pages": ints(10**6, new + 4),
+                "num_pages": torch.tensor([new]),
+                "sent": torch.where(ints(2, tokens) == 1, NEWEST, ints(1000, tokens) - 1),
+                "seq_idx": ints(sequences, tokens),
+                "slots": torch.randperm(num_slots, generator=generator)[:sequences],
+                "newest": ints(1000, num_slots),
+                "token_ids": ints(1000, tokens),
+                "rows": tuple(ints(9, sequences, max(1, width - 2)) for width in widths),
+            }
+
+        return Case(f"{tokens} of {sequences} widths {widths} new {new}", make, 0.0, 0.0)
+
+    yield build(1, 1, (4, 1, 3), 0)
+    yield build(70, 5, (3, 300, 9), 6)
+    yield build(3, 3, (40, 2, 2000), 600)
+
+
+OP = Op(
+    "begin_step",
+    begin_step_reference,
+    cases,
+    kernels=(Kernel("dsv4.ops.kv.begin_triton"),),
+    mutates=("tables", "token_ids", "rows"),
+)
+
+
+def begin_step(
+    tables: SlotTables,
+    places: Tensor,
+    pages: Tensor,
+    num_pages: Tensor,
+    sent: Tensor,
+    seq_idx: Tensor,
+    slots: Tensor,
+    newest: Tensor,
+    token_ids: Tensor,
+    rows: tuple[Tensor, ...],
+) -> None:
+    """The first `num_pages` of `pages` go to `places` in the line of tables; then `token_ids`
+    `[tokens]` and `rows`, a table `[sequences, columns]` of each kind, are written."""
+    for name, tensor, like in (("token_ids", token_ids, sent), ("seq_idx", seq_idx, sent)):
+        found, expected = tuple(tensor.shape), tuple(like.shape)
+        check(found == expected, OP.name, f"{name} has shape {found}, expected {expected}")
+    for target, width in zip(rows, tables.widths, strict=True):
+        check(
+            target.shape[0] == slots.shape[0] and target.shape[1] <= width,
+            OP.name,
+            f"rows have shape {tuple(target.shape)}, expected [{slots.shape[0]}, up to {width}]",
+        )
+    OP(
+        sent.device,
+        tables=tables,
+        places=places,
+        pages=pages,
+        num_pages=num_pages,
+        sent=sent,
+        seq_idx=seq_idx,
+        slots=slots,
+        newest=newest,
+        token_ids=token_ids,
+        rows=rows,
+    )

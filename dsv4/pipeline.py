@@ -1,0 +1,137 @@
+"""Steps one behind the other. On a GPU the next one is submitted before the last is read.
+
+The next step then takes its tokens where they were sampled, so the host schedules, detokenises and
+answers while the GPU computes. A sequence that turns out to have ended is computed once in vain;
+one whose last token is under way by its length is not. A guide's mask depends on the token before:
+such a step is submitted, too, and drawn when that token is known.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dsv4.request import TokenLogprobs
+from dsv4.runner.runner import PENDING, Chunk, Flight, Runner
+from dsv4.sampling import Draw
+from dsv4.scheduler import Scheduler, Sequence, Work
+
+Failure = tuple[list[Sequence], Exception]  # whose requests end with it
+
+
+@dataclass
+class Step:
+    """A step under way."""
+
+    work: list[Work]
+    sampled: list[Sequence]
+    flight: Flight
+
+
+@dataclass
+class Taken:
+    """What a step brought; `work` is None where nothing could run."""
+
+    work: list[Work] | None = None
+    results: list[tuple[Sequence, TokenLogprobs]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    clock: list[float] = field(default_factory=list)  # begin, submitted, read
+
+
+class Pipeline:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        is_live: Callable[[Sequence], bool],
+        draw: Callable[[Sequence], Draw],
+        is_guided: Callable[[Sequence], bool],
+    ) -> None:
+        """`draw`: how the next token of a sequence is drawn, by what is known of it now."""
+        self.runs_ahead = runner.device.type == "cuda"
+        self._scheduler, self._runner = scheduler, runner
+        self._is_live, self._draw, self._is_guided = is_live, draw, is_guided
+        self._ahead: Step | None = None  # submitted, not read yet
+
+    def take(self) -> Taken:
+        """Read the oldest step; behind it the next one is under way already, if it may be."""
+        taken = Taken(clock=[time.perf_counter()])
+        step, self._ahead = self._ahead, None
+        if step is None or not any(self._is_live(item.sequence) for item in step.work):
+            step = self._start(taken.failures)
+        if step is None:
+            return taken
+        taken.clock.append(time.perf_counter())
+        self._scheduler.done(step.work)
+        if self.runs_ahead:
+            self._ahead = self._start(taken.failures)
+        try:
+            results = self._runner.read(step.flight)
+        except Exception as error:  # the step's requests end with the reason; the others go on
+            taken.failures.append((self._live_of(step), error))
+            return taken
+        taken.clock.append(time.perf_counter())
+        computed = {id(item.sequence) for item in step.work}
+        for sequence, result in zip(step.sampled, results, strict=True):
+            if id(sequence) in computed and self._is_live(sequence):
+                sequence.num_pending -= 1
+                taken.results.append((sequence, result))
+        taken.work = step.work
+        return taken
+
+    def draw_ahead(self) -> list[Failure]:
+        """The tokens just taken are known everywhere: draw what waited for them."""
+        failures: list[Failure] = []
+        if self._ahead is not None and not self._ahead.flight.is_drawn:
+            self._ahead = self._draw_step(self._ahead, failures)
+        return failures
+
+    def take_back(self, sequence: Sequence) -> None:
+        """The token just taken is replaced by another: what was computed from it does not count."""
+        if self._ahead is not None and sequence.num_pending:
+            work = self._ahead.work
+            self._ahead.work = [item for item in work if item.sequence is not sequence]
+            sequence.num_pending = 0
+            self._scheduler.preempt(sequence)
+
+    def _start(self, failures: list[Failure]) -> Step | None:
+        """Submit the next step."""
+        try:
+            work = self._scheduler.next_step()
+        except Exception as error:
+            if self._scheduler.beginning is None:
+                raise
+            failures.append(([self._scheduler.beginning], error))
+            return None
+        if not work:
+            return None
+        try:
+            chunks = [_chunk(item) for item in work]
+            flight = self._runner.submit(chunks, lambda: self._scheduler.started(work))
+        except Exception as error:  # the step's requests end with the reason; the others go on
+            self._scheduler.failed(work)
+            failures.append(([item.sequence for item in work], error))
+            return None
+        step = Step(work, [item.sequence for item in work if item.samples], flight)
+        waits = any(s.num_pending > 0 and self._is_guided(s) for s in step.sampled)
+        for sequence in step.sampled:
+            sequence.num_pending += 1
+        return step if waits else self._draw_step(step, failures)
+
+    def _draw_step(self, step: Step, failures: list[Failure]) -> Step | None:
+        try:
+            self._runner.draw(step.flight, [self._draw(sequence) for sequence in step.sampled])
+        except Exception as error:
+            failures.append((self._live_of(step), error))
+            return None
+        return step
+
+    def _live_of(self, step: Step) -> list[Sequence]:
+        return [item.sequence for item in step.work if self._is_live(item.sequence)]
+
+
+def _chunk(work: Work) -> Chunk:
+    sequence = work.sequence
+    assert sequence.pages is not None
+    start = sequence.num_computed
+    new = sequence.token_ids[start : start + work.num_new] or PENDING
+    return Chunk(sequence.pages, new, 1 if work.samples else 0, work.keep_len, work.keep_row)

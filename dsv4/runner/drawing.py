@@ -1,0 +1,122 @@
+"""The host's side of drawing: settings of the rows, and what their slots must hold before.
+
+A slot's counts and biases are written when its sequence draws for the first time; from then on the
+device counts tokens itself. A guide's mask is sent with every draw.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.cache.pages import SequencePages
+from dsv4.ops.sample.sample import BIAS, MASK, PENALTIES
+from dsv4.request import TokenLogprobs
+from dsv4.runner.buffers import StepBuffers, draw_arrays, draw_line
+from dsv4.sampling import Draw
+
+
+@dataclass
+class Reading:
+    """Results of one step on their way to the host."""
+
+    num_rows: int
+    event: Any  # torch.cuda.Event, or None on a CPU
+    tokens: Tensor | None = None
+    chosen: Tensor | None = None
+    tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
+
+    def results(self) -> list[TokenLogprobs]:
+        """Waits for the step."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self.tokens is None or self.chosen is None:
+            return []
+        pairs = zip(self.tokens.tolist(), self.chosen.tolist(), strict=True)
+        found = [TokenLogprobs(*pair) for pair in pairs][: self.num_rows]
+        for row, (ids, logprobs) in self.tops.items():
+            top = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
+            found[row] = TokenLogprobs(found[row].token_id, found[row].logprob, top)
+        return found
+
+
+class Drawing:
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._buffers = buffers
+        count = buffers.max_sequences
+        self._owners: list[SequencePages | None] = [None] * count
+        self._settings = {
+            name: np.zeros(count, dtype=part.dtype)
+            for name, part in draw_arrays(buffers.draw.array(), 1)
+            if name not in ("positions", "slots")
+        }
+
+    def prepare(
+        self, draws: Sequence[Draw], owners: Sequence[SequencePages], positions: Sequence[int]
+    ) -> int:
+        """Send what the next draw reads; -> rows to draw, padding included."""
+        buffers, count = self._buffers, len(draws)
+        rows = buffers.batch(count)
+        masked = []
+        for row, (draw, pages) in enumerate(zip(draws, owners, strict=True)):
+            if self._owners[pages.slot] is not pages:
+                self._enter(draw, pages)
+            if draw.mask is not None:
+                self._send(draw.mask, buffers.mask[pages.slot])
+                masked.append(row)
+        slots = np.fromiter((pages.slot for pages in owners), np.int64, count)
+        at = dict(draw_arrays(buffers.draw.array(), rows))
+        for name, values in self._settings.items():
+            at[name][:count] = values[slots]
+            at[name][count:] = 0
+        if masked:
+            at["flags"][masked] |= MASK
+        at["positions"][:count] = positions
+        at["slots"][:count] = slots
+        at["positions"][count:] = 0
+        at["slots"][count:] = -1
+        buffers.draw.send(draw_line(rows).length)
+        return rows
+
+    def _enter(self, draw: Draw, pages: SequencePages) -> None:
+        """The first draw of a sequence in its slot."""
+        buffers, slot, flags = self._buffers, pages.slot, draw.flags
+        for name, value in {**draw.settings(), "flags": flags}.items():
+            self._settings[name][slot] = value
+        if flags & PENALTIES:
+            self._send(draw.seen(buffers.vocab_size), buffers.seen[slot])
+        if flags & BIAS:
+            self._send(draw.bias(buffers.vocab_size), buffers.bias[slot])
+        self._owners[slot] = pages
+
+    def _send(self, values: Tensor, target: Tensor) -> None:
+        if target.is_cuda:
+            values = values.pin_memory()  # torch keeps it until the copy is done
+        target.copy_(values, non_blocking=True)
+
+    def read_back(self, draws: Sequence[Draw]) -> Reading:
+        """Start the copies of what was drawn; without waiting."""
+        buffers, count = self._buffers, len(draws)
+        reading = Reading(count, None)
+        if count:
+            reading.tokens = _to_host(buffers.sampled[:count])
+            reading.chosen = _to_host(buffers.chosen[:count])
+        for row, draw in enumerate(draws):
+            if draw.params.logprobs:
+                most = min(draw.params.logprobs, buffers.vocab_size)
+                best, ids = torch.topk(buffers.logits[row], most)
+                reading.tops[row] = (_to_host(ids), _to_host(best - buffers.norms[row]))
+        if buffers.device.type == "cuda":
+            reading.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            reading.event.record()
+        return reading
+
+
+def _to_host(values: Tensor) -> Tensor:
+    if not values.is_cuda:
+        return values.clone()
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,45 @@
+"""A step in two parts, each a pure function of `StepBuffers`: tokens to logits, logits to tokens.
+
+Everything that varies is read from the buffers, and a sampled token is written where the next step
+reads its input. On a GPU each part is captured once for each of its shapes and replayed; on a CPU
+the same functions simply run. Between them lies the only moment at which the host may still have a
+word: a guide's mask depends on the token before.
+"""
+
+from collections.abc import Sequence
+
+from dsv4.cache.kinds import LayerState
+from dsv4.model.transformer import Transformer
+from dsv4.ops.kv.begin import begin_step
+from dsv4.ops.sample.accept import accept
+from dsv4.ops.sample.sample import sample
+from dsv4.runner.buffers import Shape, StepBuffers, step_line
+
+
+def forward(
+    model: Transformer, state: Sequence[LayerState], buffers: StepBuffers, shape: Shape
+) -> None:
+    """No branch on data, no waiting, no memory that outlives the step."""
+    at = step_line(shape).views(buffers.step.line)
+    inputs = buffers.inputs(shape)
+    begin_step(
+        tables=buffers.slot_tables,
+        places=at["places"],
+        pages=at["pages"],
+        num_pages=at["num_pages"],
+        sent=at["token_ids"],
+        seq_idx=inputs.batch.seq_idx,
+        slots=at["slots"],
+        newest=buffers.newest,
+        token_ids=inputs.token_ids,
+        rows=buffers.tables(shape),
+    )
+    logits = model(inputs, state)
+    buffers.logits[: logits.shape[0]].copy_(logits)
+
+
+def draw(buffers: StepBuffers, rows: int) -> None:
+    """A token for each of the first rows of logits."""
+    logits, inputs = buffers.logits[:rows], buffers.sampling(rows)
+    tokens, norms = sample(logits, inputs)
+    accept(tokens, logits, norms, inputs.slots, inputs.flags, buffers.results(rows))
