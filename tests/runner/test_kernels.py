@@ -46,6 +46,8 @@ def check_decode() -> None:
     assert torch.equal(buffers.step.line, wanted[1])
     assert (buffers.chosen - wanted[2]).abs().max() < 0.05
     for (path, a), (_, b) in zip(leaves(state.layers), leaves(mine), strict=True):
+        if a.numel() == 0:
+            continue  # no prefixes are kept
         close = a.view(torch.uint8) == b.view(torch.uint8)
         if a.dtype == torch.float32:
             close = (a - b).abs() <= 0.02 * a.abs() + 0.02 * float(a.abs().mean())
