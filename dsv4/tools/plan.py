@@ -111,7 +111,7 @@ def buffers(config: ModelConfig, chunk_tokens: int, num_sequences: int) -> dict[
         "streams": streams,
         "attention": heads + index,
         "experts": experts,
-        "logits": num_sequences * c.vocab_size * 4,
+        "logits, counts, biases": 3 * num_sequences * c.vocab_size * 4,
     }
 
 
