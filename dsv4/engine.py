@@ -53,7 +53,7 @@ from dsv4.request import (
 )
 from dsv4.runner.load import Loaded, Progress, load_model
 from dsv4.runner.runner import Chunk, Runner
-from dsv4.sampling import Compiling, Draw, Guides, Matcher
+from dsv4.sampling import NO_TEXT, Compiling, Draw, Guides, Matcher
 from dsv4.scheduler import Audit, Finding, Scheduler, Work
 from dsv4.scheduler import Sequence as Running
 from dsv4.util.astream import AsyncStreams
@@ -232,6 +232,9 @@ class Engine:
         tokens = range(min(self.config.vocab_size, self.tokenizer.vocab_size))
         is_marker, of = self.tokenizer.is_marker, self.tokenizer.token_bytes
         vocabulary = [b"" if is_marker(token) else of(token) for token in tokens]
+        tag_marker = self.tokenizer.special.dsml
+        if tag_marker is not None and tag_marker < len(vocabulary):
+            vocabulary[tag_marker] = NO_TEXT  # a guide may ask for it, by its id
         vocabulary += [b""] * (self.config.vocab_size - len(vocabulary))
         return Guides(vocabulary, sorted(self.stop_ids))
 

@@ -19,11 +19,14 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 MAX_GUIDE_CHARACTERS = 65536
 MAX_GUIDE_DEPTH = 64
+MAX_FORMAT_DEPTH = 32  # around the schemas in a structure
 MAX_CHOICES = 4096
 MAX_PRIORITY = 100
 MAX_SALT_CHARACTERS = 1024
 
-GUIDE_KINDS = ("json_schema", "json_object", "regex", "choice")
+MAX_STRUCTURE_CHARACTERS = 4 * MAX_GUIDE_CHARACTERS  # schemas of many tools
+
+GUIDE_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structure")
 
 
 @dataclass(frozen=True)
@@ -31,24 +34,28 @@ class Guide:
     """What an answer must look like.
 
     `value`: a JSON schema (as an object or its text), nothing for `json_object`, a regular
-    expression, or a sequence of strings to choose from. With `after_id` the answer is free until
-    that token has come (the end of the reasoning); an end marker before it becomes that token, so
-    a guide is kept whatever the model would rather do.
+    expression, a sequence of strings to choose from, a grammar in EBNF, or a structure: a format of
+    the grammar library's structural tags, which can name tokens. With `after_id` the answer is free
+    until that token has come (the end of the reasoning). If the guide `must_come`, an end marker
+    before it becomes that token, so it is kept whatever the model would rather do.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structure"]
     value: Any = None
     after_id: int | None = None
+    must_come: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in GUIDE_KINDS:
             raise RequestError(f"guide.kind is {self.kind!r}, expected one of {GUIDE_KINDS}")
         if self.after_id is not None and (type(self.after_id) is not int or self.after_id < 0):
             raise RequestError(f"guide.after_id is {self.after_id!r}, expected a token id")
-        if len(self.text) > MAX_GUIDE_CHARACTERS:
+        is_structure = self.kind == "structure"
+        most = MAX_STRUCTURE_CHARACTERS if is_structure else MAX_GUIDE_CHARACTERS
+        if len(self.text) > most:
             raise RequestError(
-                f"guide.value has {len(self.text)} characters, expected at most "
-                f"{MAX_GUIDE_CHARACTERS}; simplify the {self.kind}"
+                f"guide.value has {len(self.text)} characters, expected at most {most}; simplify "
+                f"the {self.kind}{' (the schemas of the tools)' if is_structure else ''}"
             )
 
     @functools.cached_property
@@ -57,9 +64,9 @@ class Guide:
         if self.kind == "json_object":
             _need_guide(self.value is None, self, "no value")
             return ""
-        if self.kind == "regex":
+        if self.kind in ("regex", "grammar"):
             _need_guide(isinstance(self.value, str) and self.value != "", self, "a text")
-            return _regex(self.value)
+            return _regex(self.value) if self.kind == "regex" else str(self.value)
         if self.kind == "choice":
             good = isinstance(self.value, Sequence) and not isinstance(self.value, str | bytes)
             good = good and 0 < len(self.value) <= MAX_CHOICES
@@ -94,7 +101,8 @@ def _schema(guide: Guide) -> str:
     for character in text:
         depth += (character in "{[") - (character in "}]")
         deepest = max(deepest, depth)
-    _need_guide(deepest <= MAX_GUIDE_DEPTH, guide, f"at most {MAX_GUIDE_DEPTH} levels")
+    most = MAX_GUIDE_DEPTH + (MAX_FORMAT_DEPTH if guide.kind == "structure" else 0)
+    _need_guide(deepest <= most, guide, f"at most {most} levels")
     return text
 
 

@@ -108,6 +108,32 @@ def test_an_end_inside_the_reasoning_begins_the_answer(engine: Engine, guide: Gu
         assert text in guide.value
 
 
+def test_a_guide_that_need_not_come(engine: Engine) -> None:
+    """What a tool call looks like if there is one: an answer without one may end."""
+    assert engine.tokenizer is not None
+    special = engine.tokenizer.special
+    tag = {"type": "sequence", "elements": [{"type": "const_string", "value": "x"}]}
+    guide = Guide("structure", tag, after_id=special.dsml, must_come=False)
+    assert answer(engine, guide, logit_bias={special.eos: 100.0}).token_ids == (special.eos,)
+    assert special.dsml is not None
+    found = answer(engine, guide, logit_bias={special.dsml: 100.0})
+    x = engine.tokenizer.encode("x")
+    assert found.token_ids[:-1] == (special.dsml, *x)
+    assert found.token_ids[-1] in engine.stop_ids
+
+
+def test_a_grammar(engine: Engine) -> None:
+    found = answer(engine, Guide("grammar", 'root ::= ("ab" | "c") root | "."'))
+    assert re.fullmatch(r"(ab|c)*\.", found.text)
+
+
+def test_no_control_character_in_a_bounded_string(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    [tab] = engine.tokenizer.encode("\t")
+    guide = Guide("json_schema", {"type": "string", "maxLength": 4})
+    json.loads(answer(engine, guide, logit_bias={tab: 100.0}).text)
+
+
 def test_an_end_of_the_clients_own_begins_the_answer_too(engine: Engine) -> None:
     assert engine.tokenizer is not None
     marker = engine.tokenizer.special.think_close
@@ -161,6 +187,8 @@ def test_company_does_not_matter_and_logprobs_are_the_models_own(engine: Engine)
         ("choice", [""], "non-empty texts"),
         ("choice", "word", "non-empty texts"),
         ("choice", ["x"] * 5000, "1 to 4096"),
+        ("grammar", "", "expected a text"),
+        ("structure", "x", "cannot be read"),
         ("poem", None, "guide.kind is 'poem'"),
     ],
 )
@@ -200,7 +228,7 @@ def test_guides_the_library_refuses_end_that_request_alone(
 
 def test_look_around_in_a_schema_is_refused(engine: Engine) -> None:
     guide = Guide("json_schema", {"type": "string", "pattern": "(?!a)b"})
-    with pytest.raises(RequestError, match="group like"):
+    with pytest.raises(RequestError, match="groups like"):
         answer(engine, guide)
 
 

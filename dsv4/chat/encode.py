@@ -5,14 +5,23 @@ by the readers of the three request shapes (`requests.py`). A prompt is a list o
 control markers, and plain text in which no marker is ever recognised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsv4.chat import jsontext, texts
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.fields import check_json, fail, read_object, read_text, show
-from dsv4.chat.messages import Image, Message, Piece, Tool, check_unique, read_messages, read_tools
+from dsv4.chat.fields import check_json, fail, read_list, read_object, read_text, show
+from dsv4.chat.messages import (
+    MAX_TOOLS,
+    Image,
+    Message,
+    Piece,
+    Tool,
+    check_unique,
+    read_messages,
+    read_tools,
+)
 from dsv4.chat.prompt import Prompt, PromptWriter, Start, write_calls, write_tools
 from dsv4.chat.turns import Turn, build_turns, check_results
 
@@ -21,14 +30,19 @@ __all__ = ["Conversation", "Prompt", "encode_prompt"]
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`kind` is auto, none, required or named."""
+    """`kind` is auto, none, required or named. All tools are shown unless one is named; with
+    `allowed` only some of them may be called."""
 
     kind: str = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
 
     @property
     def is_forced(self) -> bool:
         return self.kind in ("required", "named")
+
+    def allows(self, name: str) -> bool:
+        return self.name in (None, name) and (self.allowed is None or name in self.allowed)
 
 
 @dataclass(frozen=True)
@@ -95,9 +109,29 @@ def read_tool_choice(value: object) -> ToolChoice:
         if value not in ("auto", "none", "required"):
             fail("tool_choice", show(value), "auto, none, required or a named function")
         return ToolChoice(value)
-    function = read_object(value, "tool_choice").get("function")
-    name = read_object(function, "tool_choice.function").get("name")
+    fields = read_object(value, "tool_choice")
+    if fields.get("type") == "allowed_tools":
+        path = "tool_choice.allowed_tools"
+        entries = read_object(fields.get("allowed_tools"), path)
+        return read_allowed_tools(entries, path, lambda item: item.get("function", {}).get("name"))
+    name = read_object(fields.get("function"), "tool_choice.function").get("name")
     return ToolChoice("named", read_text(name, "tool_choice.function.name"))
+
+
+def read_allowed_tools(
+    fields: Mapping[str, Any], path: str, name_of: Callable[[Mapping[str, Any]], object]
+) -> ToolChoice:
+    mode = fields.get("mode")
+    if mode not in ("auto", "required"):
+        fail(f"{path}.mode", show(mode), "auto or required")
+    entries = read_list(fields.get("tools"), f"{path}.tools", MAX_TOOLS)
+    if not entries:
+        fail(f"{path}.tools", "an empty list", "at least one tool; tool_choice 'none' allows none")
+    names = []
+    for place, entry in enumerate(entries):
+        where = f"{path}.tools[{place}]"
+        names.append(read_text(name_of(read_object(entry, where)), f"{where}.name"))
+    return ToolChoice(str(mode), allowed=tuple(names))
 
 
 def response_schema(value: object, dialect: Dialect) -> tuple[str, Any] | None:
@@ -161,6 +195,9 @@ class _Encoder:
                 fail("tool_choice", f"the name {show(choice.name)}", "the name of a declared tool")
         elif choice.kind == "required" and not tools:
             fail("tool_choice", "'required' without tools", "at least one tool, or 'auto'")
+        for name in choice.allowed or ():
+            if all(tool.name != name for tool in tools):
+                fail("tool_choice", f"the name {show(name)}", "the names of declared tools")
         return tools
 
     def _prepared(self, message: Message) -> Message:

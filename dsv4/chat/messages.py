@@ -53,6 +53,7 @@ class Tool:
     path: str
     namespace: str | None = None  # as the client named it; `name` then begins with it
     local_name: str = ""
+    is_strict: bool = False  # arguments must keep to the schema
 
     @property
     def properties(self) -> frozenset[str]:
@@ -203,12 +204,13 @@ def read_function(
     if as_received:
         check_json(function, path)
         return Tool(name, function, path, namespace, local_name)
+    is_strict = read_flag(function.get("strict"), f"{path}.strict")
     schema = {
         "name": name,
         "description": description,
         "parameters": {} if parameters is None else parameters,
     }
-    return Tool(name, schema, path, namespace, local_name)
+    return Tool(name, schema, path, namespace, local_name, is_strict)
 
 
 def check_unique(tools: Sequence[Tool]) -> None:

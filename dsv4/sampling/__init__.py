@@ -1,6 +1,6 @@
 """How answers are drawn: settings of a row, and guides."""
 
-from dsv4.sampling.guided import Compiling, Guides, Matcher
+from dsv4.sampling.guided import NO_TEXT, Compiling, Guides, Matcher
 from dsv4.sampling.sampler import Draw
 
-__all__ = ["Compiling", "Draw", "Guides", "Matcher"]
+__all__ = ["NO_TEXT", "Compiling", "Draw", "Guides", "Matcher"]

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,10 @@ MAX_COMPILED = 64  # kept for later requests
 MAX_COMPILED_BYTES = 64 * 2**20  # of one guide
 NUM_COMPILERS = 2  # threads at work at once
 
+NO_TEXT = b"\xff"  # of a token that no text matches and that a structure can name
 _WORD_BITS = 32
-_CONTROL = re.compile(rb"[\x00-\x1f]")
+_BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # as the library writes it
+_JSON_CHARACTER = r"[^\0-\x1f\"\\\r\n]"
 
 
 @dataclass
@@ -62,14 +64,14 @@ class Compiling:
 class Matcher:
     """One answer's place in its guide."""
 
-    def __init__(self, grammar: Any, usable: Tensor, after_id: int | None) -> None:
+    def __init__(self, grammar: Any, vocab_size: int, guide: Guide) -> None:
         import xgrammar
 
         self._matcher = xgrammar.GrammarMatcher(grammar)
-        self._usable = usable  # words
-        self._words = torch.zeros_like(usable).unsqueeze(0)
-        self._after_id = after_id
-        self._is_active = after_id is None
+        self._words = torch.zeros((1, -(-vocab_size // _WORD_BITS)), dtype=torch.int32)
+        self._after_id = guide.after_id
+        self._must_come = guide.must_come
+        self._is_active = guide.after_id is None
         self.is_stuck = False  # no token can follow; the answer cannot be finished
 
     def mask(self) -> Tensor | None:
@@ -77,13 +79,12 @@ class Matcher:
         if not self._is_active:
             return None
         self._matcher.fill_next_token_bitmask(self._words, 0)
-        self._words &= self._usable
         self.is_stuck = not self._words.any()
         return None if self.is_stuck else self._words[0]
 
     def replacement(self, token_id: int, ends: Collection[int]) -> int:
-        """What takes a drawn token's place: an end before the guide has begun begins it."""
-        if self._is_active or token_id not in ends:
+        """What takes a drawn token's place: an end before a guide that must come begins it."""
+        if self._is_active or not self._must_come or token_id not in ends:
             return token_id
         assert self._after_id is not None
         return self._after_id
@@ -97,23 +98,14 @@ class Matcher:
         return bool(self._matcher.is_terminated())
 
 
-def _pack(bits: Sequence[bool]) -> Tensor:
-    """int32 words, bit `i % 32` of word `i // 32` for each of `bits`."""
-    padded = torch.zeros(-(-len(bits) // _WORD_BITS) * _WORD_BITS, dtype=torch.int64)
-    padded[: len(bits)] = torch.tensor(bits, dtype=torch.int64)
-    words = (padded.view(-1, _WORD_BITS) << torch.arange(_WORD_BITS)).sum(1)
-    return words.where(words < 2**31, words - 2**32).to(torch.int32)
-
-
 class Guides:
-    """Compiled guides of one tokenizer. `vocabulary`: what a token stands for, b"" for markers."""
+    """Compiled guides of one tokenizer. `vocabulary`: what a token stands for, b"" for markers
+    that never come, NO_TEXT for one that only a structure asks for."""
 
     def __init__(self, vocabulary: Sequence[bytes], stop_ids: Sequence[int]) -> None:
         self.vocab_size = len(vocabulary)
         self._vocabulary = list(vocabulary)
         self._stop_ids = sorted(stop_ids)
-        self._all = _pack([True] * len(vocabulary))
-        self._plain = _pack([_CONTROL.search(token) is None for token in vocabulary])
         self._compiler: Any = None
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(NUM_COMPILERS)
@@ -142,11 +134,7 @@ class Guides:
         return found
 
     def matcher(self, compiling: Compiling, guide: Guide) -> Matcher:
-        # the library lets control characters into bounded strings; JSON has none, and we ask for
-        # no line breaks between values either
-        is_json = guide.kind in ("json_schema", "json_object")
-        usable = self._plain if is_json else self._all
-        return Matcher(compiling.result(), usable, guide.after_id)
+        return Matcher(compiling.result(), self.vocab_size, guide)
 
     def _compile(self, guide: Guide, job: Compiling) -> None:
         with self._slots:
@@ -177,16 +165,42 @@ def _compile(compiler: Any, guide: Guide) -> Any:
     elif guide.kind == "choice":
         choices = " | ".join(_literal(choice) for choice in json.loads(guide.text))
         grammar = compiler.compile_grammar(f"root ::= {choices}")
+    elif guide.kind == "grammar":
+        grammar = compiler.compile_grammar(guide.text)
+    elif guide.kind == "structure":
+        tag = {"type": "structural_tag", "format": _with_grammars(json.loads(guide.text))}
+        grammar = compiler.compile_structural_tag(json.dumps(tag))
     else:
         schema = guide.text or '{"type": "object", "additionalProperties": true}'
-        # one way to write each value, or white space could go on for ever
-        grammar = compiler.compile_json_schema(schema, any_whitespace=False)
+        grammar = compiler.compile_grammar(_json_grammar(schema))
     if grammar.memory_size_bytes > MAX_COMPILED_BYTES:
         raise RequestError(
             f"it takes {grammar.memory_size_bytes} bytes compiled, expected at most "
             f"{MAX_COMPILED_BYTES}; simplify it"
         )
     return grammar
+
+
+def _json_grammar(schema: str) -> str:
+    """A schema as a grammar with one way to write each value, or white space could go on for ever.
+
+    The library lets control characters into strings of limited length; JSON has none.
+    """
+    import xgrammar
+
+    text = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+    return text.replace(_BOUNDED_CHARACTER, _JSON_CHARACTER)
+
+
+def _with_grammars(part: Any) -> Any:
+    """A structure whose JSON schemas have become grammars of ours."""
+    if isinstance(part, list):
+        return [_with_grammars(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "json_schema":
+        return {"type": "grammar", "grammar": _json_grammar(json.dumps(part["json_schema"]))}
+    return {name: _with_grammars(item) for name, item in part.items()}
 
 
 def _literal(text: str) -> str:
@@ -197,11 +211,21 @@ def _literal(text: str) -> str:
 
 def _check_patterns(guide: Guide) -> None:
     """The library drops look-around in a schema's patterns; dropping it silently is not for us."""
-    if guide.kind == "json_schema" and re.search(r"\(\?(?!:)", guide.text):
-        raise RequestError(
-            "the guide's JSON schema has a pattern with a group like (?=...); only (...) and "
-            "(?:...) can be followed"
-        )
+    if guide.kind not in ("json_schema", "structure"):
+        return
+    for pattern in _patterns(json.loads(guide.text)):
+        if re.search(r"\(\?(?!:)", pattern):
+            raise RequestError(
+                f"a JSON schema of the guide has the pattern {pattern[:200]!r}; of groups like "
+                "(?=...) only (...) and (?:...) can be followed"
+            )
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    if isinstance(part, dict) and isinstance(part.get("pattern"), str):
+        yield part["pattern"]
+    for item in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from _patterns(item)
 
 
 def _words_of(error: Exception) -> str:

@@ -122,8 +122,7 @@ class Choice:
         """An end marker that ends a phase only, because something must still follow."""
         if output.finish_reason != "stop":
             return False
-        ends_reasoning = output.stop_reason == self._current.until
-        return self._current.is_bare or (self._is_promised_next and not ends_reasoning)
+        return self._is_promised_next and output.stop_reason != self._current.until
 
     def _push(self, token: int, logprobs: TokenLogprobs | None, step: Step) -> None:
         if self._parser.ended:
@@ -157,7 +156,7 @@ class Choice:
         is_full = self.num_output >= self._order.params.max_tokens
         phase = self._current
         reached = output.finish_reason == "length" or output.stop_reason == phase.until
-        goes_on = has_next and not is_full and (reached or phase.is_bare or self._is_promised_next)
+        goes_on = has_next and not is_full and (reached or self._is_promised_next)
         if not goes_on:
             self._finish(step, "length" if output.finish_reason == "length" else "stop")
             return
@@ -170,7 +169,10 @@ class Choice:
     def _is_promised_next(self) -> bool:
         """Whether a call or a guided answer must follow, also where the model would end."""
         following = self._order.phases[self._phase + 1 : self._phase + 2]
-        return bool(following and (following[0].forced or following[0].guide is not None))
+        if not following or self._parser.part == "done":  # calls have come already
+            return False
+        guide = following[0].guide
+        return bool(following[0].forced) or (guide is not None and guide.must_come)
 
     def _force(self, tokens: tuple[int, ...]) -> list[Delta]:
         self._ids += tokens

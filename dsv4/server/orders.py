@@ -5,15 +5,16 @@ reasoning: the engine stops there, tokens are put in place, and it goes on from 
 cache makes going on cheap.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsv4.chat import Conversation, Dialect, Prompt, Tokenizer, texts
+from dsv4.chat import Conversation, Prompt, Tokenizer, texts
 from dsv4.chat.encode import ToolChoice
 from dsv4.chat.fields import fail, read_object, read_text, show
 from dsv4.chat.lexer import split_markers
-from dsv4.chat.messages import Image, Tool
+from dsv4.chat.messages import Image
+from dsv4.chat.output.call_grammar import CallGrammar, answer_or_calls
 from dsv4.request import Guide, SamplingParams
 from dsv4.server.options import DEFAULT_MAX_TOKENS
 from dsv4.server.schemas import Sampling, StructuredOutputs
@@ -28,7 +29,6 @@ class Phase:
     guide: Guide | None = None
     until: int | None = None
     limit: int | None = None
-    is_bare: bool = False  # the end marker only ends the phase and is not part of the answer
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,14 @@ def chat_order(
         prompt=prompt,
         prompt_ids=ids,
         params=sampling_params(sampling, max_tokens=max_tokens, logprobs=logprobs),
-        phases=plan_phases(conversation, prompt, service.tokenizer, guide=guide, budget=budget),
+        phases=plan_phases(
+            conversation,
+            prompt,
+            service.tokenizer,
+            guide=guide,
+            budget=budget,
+            parallel_calls=parallel_calls,
+        ),
         num_choices=num_choices,
         stops=stops,
         parallel_calls=parallel_calls,
@@ -147,14 +154,9 @@ def plan_phases(
     *,
     guide: Guide | None = None,
     budget: int | None = None,
+    parallel_calls: bool = True,
 ) -> tuple[Phase, ...]:
     """How an answer is put together; `budget` limits the tokens of the reasoning."""
-    if guide is not None and prompt.tools:
-        fail(
-            "response_format",
-            "a constraint together with tools",
-            "one of them, or tool_choice 'none'",
-        )
     if guide is not None and prompt.start.continued:
         fail(
             "response_format",
@@ -163,36 +165,54 @@ def plan_phases(
         )
     thinks = prompt.start.state == "reasoning"
     close = tokenizer.special.think_close
-    if conversation.tool_choice.is_forced:
-        reasoning = (Phase(until=close, limit=budget),) if thinks else ()
-        return (*reasoning, *_call_phases(conversation, prompt.dialect, tokenizer, thinks=thinks))
+    calls = _call_grammar(conversation.tool_choice, prompt, tokenizer, parallel_calls)
+    of_calls = _guide_of_calls(conversation.tool_choice, calls)
+    reasoning = (Phase(guide=of_calls, until=close, limit=budget),) if thinks else ()
+    if calls is not None and conversation.tool_choice.is_forced:
+        return (*reasoning, _forced_call(calls, tokenizer, in_block=not thinks))
+    if guide is None:
+        answer = of_calls
+    else:
+        answer = guide if calls is None else Guide("structure", answer_or_calls(guide, calls))
     if thinks and budget is not None:
-        return (Phase(until=close, limit=budget), Phase(guide=guide))
-    if guide is not None and thinks:
-        guide = replace(guide, after_id=close)
-    return (Phase(guide=guide),)
+        return (*reasoning, Phase(guide=answer))
+    if thinks and guide is not None and answer is not None:
+        answer = replace(answer, after_id=close)
+    return (Phase(guide=answer),)
 
 
-def _call_phases(
-    conversation: Conversation, dialect: Dialect, tokenizer: Tokenizer, *, thinks: bool
-) -> tuple[Phase, ...]:
+def _call_grammar(
+    choice: ToolChoice, prompt: Prompt, tokenizer: Tokenizer, is_parallel: bool
+) -> CallGrammar | None:
+    """How calls are written; None if there is nothing to call."""
+    tools = [tool for tool in prompt.tools if choice.allows(tool.name)]
+    if not tools:
+        return None
+    marker_id = tokenizer.marker_id(texts.DSML)
+    is_parallel = is_parallel and choice.kind != "named"
+    return CallGrammar(tools, prompt.dialect, marker_id, choice.is_forced, is_parallel)
+
+
+def _guide_of_calls(choice: ToolChoice, calls: CallGrammar | None) -> Guide | None:
+    """For calls that are the model's own idea: free text until one begins."""
+    if calls is None:
+        return None
+    is_bound = choice.is_forced or choice.allowed or any(tool.is_strict for tool in calls.tools)
+    if not is_bound:
+        return None
+    return Guide("structure", calls.after_marker(), after_id=calls.marker_id, must_come=False)
+
+
+def _forced_call(calls: CallGrammar, tokenizer: Tokenizer, *, in_block: bool) -> Phase:
     """A call that must come: its markup is put in place up to what the model has to decide."""
-    tools = _callable(conversation.tools, conversation.tool_choice)
-    block = f"\n\n<{texts.DSML}{dialect.block_tag}>\n" if thinks else ""
+    dialect = calls.dialect
+    block = "" if in_block else f"\n\n<{texts.DSML}{dialect.block_tag}>\n"
     opening = f'{block}<{texts.DSML}{dialect.invoke_tag} name="'
-    if len(tools) > 1:
-        names = Guide("choice", [tool.name for tool in tools])
-        return (
-            Phase(_ids(opening, tokenizer), guide=names, is_bare=True),
-            Phase(_ids('">\n', tokenizer)),
-        )
-    [tool] = tools
+    if len(calls.tools) > 1:
+        return Phase(_ids(opening, tokenizer), Guide("structure", calls.after_quote()))
+    [tool] = calls.tools
     forced = _ids(f'{opening}{tool.name}">\n', tokenizer)
-    return (Phase(forced),)
-
-
-def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
-    return [tool for tool in tools if choice.kind == "required" or tool.name == choice.name]
+    return Phase(forced, Guide("structure", calls.after_name(tool)))
 
 
 def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -26,6 +26,11 @@ WEATHER: Any = {
 TIME: Any = {"type": "function", "function": {"name": "get_time", "parameters": {}}}
 
 
+def allowed(*names: str, mode: str = "auto") -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def call_text(name: str, city: str) -> str:
     return (
         f'<｜DSML｜invoke name="{name}">\\n<｜DSML｜parameter name="city" string="true">{city}'
@@ -241,9 +246,16 @@ def test_a_forced_call_comes_after_reasoning_that_was_never_closed(client: OpenA
 
 
 def test_required_lets_the_model_choose_among_the_tools(client: OpenAI) -> None:
-    # the second phase is the tool's name, which the real engine constrains to the choices
-    done = ask(client, "Hm.</think>¦get_time¦", tools=[WEATHER, TIME], tool_choice="required")
+    # the second phase begins with the tool's name, which the real engine constrains
+    say = 'Hm.</think>¦get_time">\\n'
+    done = ask(client, say, tools=[WEATHER, TIME], tool_choice="required")
     assert [call.function.name for call in done.choices[0].message.tool_calls] == ["get_time"]
+
+
+def test_a_call_inside_the_reasoning_is_the_call_that_was_required(client: OpenAI) -> None:
+    done = ask(client, f"Hm.{calls_text(ROME)}¦no", tools=[WEATHER], tool_choice="required")
+    [call] = done.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
 
 
 def test_thinking_budget(client: OpenAI) -> None:
@@ -343,6 +355,33 @@ def test_the_engine_gets_what_was_asked(client: OpenAI, server: Server, engine_l
     assert requests[0]["cache_salt"] == "me"
 
 
+def last_guides(engine_log: Any) -> list[Any]:
+    asked = [json.loads(line) for line in engine_log.read_text().splitlines()]
+    adds = [message["request"]["params"]["guide"] for message in asked if message["kind"] == "add"]
+    return adds[-2:]
+
+
+def test_which_calls_are_guided(client: OpenAI, engine_log: Any) -> None:
+    """Strict tools and some of several: free text, and a grammar from the marker on."""
+    ask(client, "ok", tools=[WEATHER, TIME])
+    assert last_guides(engine_log)[-1] is None
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    ask(client, "ok", tools=[strict, TIME])
+    guide = last_guides(engine_log)[-1]
+    assert (guide["kind"], guide["must_come"]) == ("structure", False)
+    assert guide["after_id"] is not None
+    assert "get_time" in json.dumps(guide["value"])
+    ask(client, "ok", tools=[WEATHER, TIME], tool_choice=allowed("get_weather"))
+    guide = last_guides(engine_log)[-1]
+    assert "get_weather" in json.dumps(guide["value"])
+    assert "get_time" not in json.dumps(guide["value"])
+    # with a format of the answer, behind the reasoning: either
+    ask(client, "ok", tools=[WEATHER], response_format={"type": "json_object"})
+    guide = last_guides(engine_log)[-1]
+    assert guide["must_come"]
+    assert guide["value"]["type"] == "or"
+
+
 class Person(BaseModel):
     name: str
     age: int
@@ -384,7 +423,8 @@ def test_parse_with_a_schema(client: OpenAI, engine_log: Any) -> None:
         ({"max_tokens": 100_000}, 400, "messages"),
         ({"functions": [{"name": "f"}]}, 400, "functions"),
         ({"extra_body": {"best_of": 4}}, 400, "best_of"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"tools": [WEATHER], "tool_choice": allowed("get_time")}, 400, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed()}, 400, "tool_choice.allowed_tools.tools"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, 400, "response_format.type"),
         (

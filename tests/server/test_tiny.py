@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.server.support import ASK, PATIENCE_S, ROOT, Server, wait_for
+from tests.server.test_openai import allowed
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +91,49 @@ def test_a_schema_is_kept_to(client: OpenAI, options: Any) -> None:
     assert isinstance(value["big"], bool)
 
 
-def test_a_tool_must_be_called(client: OpenAI) -> None:
-    tools: Any = [
-        {"type": "function", "function": {"name": name, "parameters": {}}}
-        for name in ("get_time", "get_weather")
-    ]
-    done = ask(
-        client, tools=tools, tool_choice="required", reasoning_effort="none", max_tokens=40, seed=1
-    )
-    call = done.choices[0].message.tool_calls[0]
-    assert call.function.name in ("get_time", "get_weather")
+class Order(BaseModel):
+    """A tool with arguments that the model knows nothing of."""
+
+    model_config = ConfigDict(extra="forbid")
+    size: Literal["small", "large"]
+    count: Annotated[int, Field(ge=1, le=9)]
+    gift: bool
+
+
+def a_tool(name: str, **fields: Any) -> Any:
+    parameters = Order.model_json_schema()
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+NAMED: Any = {"type": "function", "function": {"name": "order"}}
+AT_ONCE: Any = {"extra_body": {"logit_bias": {"1": 100}}}  # the model would end at once
+
+
+@pytest.mark.parametrize(
+    ("choice", "options"),
+    [
+        ("required", AT_ONCE),
+        (NAMED, {"reasoning_effort": "none"}),
+        (allowed("order", mode="required"), AT_ONCE),
+    ],
+)
+def test_a_forced_call_fits_its_schema(client: OpenAI, choice: Any, options: Any) -> None:
+    tools: Any = [a_tool("order"), a_tool("reorder")]
+    options = {"max_tokens": 300, "seed": 1, "parallel_tool_calls": False, **options}
+    [call] = ask(client, tools=tools, tool_choice=choice, **options).choices[0].message.tool_calls
+    Order.model_validate_json(call.function.arguments)
+    assert call.function.name == "order" or choice == "required"
+
+
+def test_an_answer_or_a_call(client: OpenAI) -> None:
+    schema = Order.model_json_schema()
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = a_tool("order", strict=True)
+    options: Any = {"max_tokens": 300, "seed": 1, "parallel_tool_calls": False, **AT_ONCE}
+    message = ask(client, tools=[tool], response_format=form, **options).choices[0].message
+    calls = message.tool_calls or ()
+    [text] = [call.function.arguments for call in calls] or [message.content]
+    Order.model_validate_json(text)
 
 
 def test_echo_equals_what_the_model_said(tiny: Server, client: OpenAI) -> None:

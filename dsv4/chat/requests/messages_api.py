@@ -170,6 +170,7 @@ def _tools(value: object) -> tuple[Tool, ...]:
             "name": fields.get("name"),
             "description": fields.get("description"),
             "parameters": fields.get("input_schema"),
+            "strict": fields.get("strict"),
         }
         tools.append(read_function(function, path))
     check_unique(tools)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.encode import Conversation, ToolChoice
+from dsv4.chat.encode import Conversation, ToolChoice, read_allowed_tools
 from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
@@ -221,13 +221,20 @@ def _tool_choice(value: object, dialect: Dialect) -> ToolChoice:
             fail("tool_choice", show(value), "auto, none, required or a named function")
         return ToolChoice(value)
     fields = read_object(value, "tool_choice")
+    if fields.get("type") == "allowed_tools":
+        return read_allowed_tools(
+            fields, "tool_choice", lambda item: _chosen(item, "tool_choice.tools", dialect)
+        )
     if fields.get("type") != "function":
-        fail("tool_choice.type", show(fields.get("type")), "function")
-    name = read_text(fields.get("name"), "tool_choice.name")
-    if fields.get("namespace") is not None:
-        namespace = _namespace(fields["namespace"], "tool_choice.namespace")
-        name = namespace + _separator(dialect) + name
-    return ToolChoice("named", name)
+        fail("tool_choice.type", show(fields.get("type")), "function or allowed_tools")
+    return ToolChoice("named", _chosen(fields, "tool_choice", dialect))
+
+
+def _chosen(fields: Mapping[str, Any], path: str, dialect: Dialect) -> str:
+    name = read_text(fields.get("name"), f"{path}.name")
+    if fields.get("namespace") is None:
+        return name
+    return _namespace(fields["namespace"], f"{path}.namespace") + _separator(dialect) + name
 
 
 def _format(value: object) -> Mapping[str, Any] | None:
