@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4.chat import Conversation, Prompt, Tokenizer, texts
-from dsv4.chat.encode import ToolChoice
 from dsv4.chat.fields import fail, read_object, read_text, show
 from dsv4.chat.lexer import split_markers
 from dsv4.chat.messages import Image
 from dsv4.chat.output.call_grammar import CallGrammar, answer_or_calls
+from dsv4.chat.tool_choice import ToolChoice
 from dsv4.request import Guide, SamplingParams
 from dsv4.server.options import DEFAULT_MAX_TOKENS
 from dsv4.server.schemas import Sampling, StructuredOutputs

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.encode import Conversation, read_tool_choice
+from dsv4.chat.encode import Conversation
 from dsv4.chat.fields import fail, read_flag, read_object
 from dsv4.chat.messages import read_messages, read_tools
 from dsv4.chat.requests.thinking import decide, read_effort, read_switch
+from dsv4.chat.tool_choice import read_tool_choice
 
 
 def read_chat_completions(body: object, dialect: Dialect) -> Conversation:

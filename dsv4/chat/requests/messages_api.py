@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.chat import texts
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.encode import Conversation, ToolChoice
+from dsv4.chat.encode import Conversation
 from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
@@ -22,6 +22,7 @@ from dsv4.chat.messages import (
     read_part,
 )
 from dsv4.chat.requests.thinking import decide, read_effort, read_switch
+from dsv4.chat.tool_choice import ToolChoice
 
 # A block that one client sends for accounting; it is not meant for the model.
 _BILLING_PREFIX = "x-anthropic-billing-header:"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4.chat.dialect import Dialect
-from dsv4.chat.encode import Conversation, ToolChoice, read_allowed_tools
+from dsv4.chat.encode import Conversation
 from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
@@ -20,6 +20,7 @@ from dsv4.chat.messages import (
     read_name,
 )
 from dsv4.chat.requests.thinking import decide, read_effort
+from dsv4.chat.tool_choice import ToolChoice, read_allowed_tools
 
 _ROLES = ("user", "assistant", "system", "developer")
 # Tools that the publisher's service runs itself. Clients declare them by default, and the model
