@@ -6,7 +6,7 @@ control markers, and plain text in which no marker is ever recognised.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.chat import jsontext, texts
@@ -39,7 +39,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     thinking: bool = True
     effort: str | int | None = None
     response_format: Any = None  # as in chat completions
