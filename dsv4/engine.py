@@ -53,7 +53,7 @@ from dsv4.request import (
 )
 from dsv4.runner.load import Loaded, Progress, load_model
 from dsv4.runner.runner import Chunk, Runner
-from dsv4.sampling import NO_TEXT, Compiling, Draw, Guides, Matcher
+from dsv4.sampling import NO_TEXT, Compiling, Draw, Guides, LateEnds, Matcher
 from dsv4.scheduler import Audit, Finding, Scheduler, Work
 from dsv4.scheduler import Sequence as Running
 from dsv4.util.astream import AsyncStreams
@@ -74,7 +74,7 @@ class _Live:
     draw: Draw  # how its tokens are drawn, but for a mask
     expires: float  # on the monotonic clock
     compiling: Compiling | None = None  # the guide; until it is ready the scheduler waits for it
-    matcher: Matcher | None = None
+    matcher: Matcher | LateEnds | None = None
     audits: Finding | None = None  # an answer that this request repeats, unheard
 
 
@@ -142,6 +142,8 @@ class Engine:
         live = _Live(sequence, text, draw, time.monotonic() + deadline, audits=audits)
         if params.guide is not None:
             live.compiling = self._guides.compile(params.guide)
+        elif params.min_tokens:
+            live.matcher = self._late_ends(None, params)
         self._live[request.id] = live
         self._next_expiry = min(self._next_expiry, live.expires)
         self._tell("added", request.id, num_prompt=len(request.prompt_ids))
@@ -212,6 +214,9 @@ class Engine:
                 continue
             try:
                 live.matcher = self._guides.matcher(live.compiling, guide)
+                params = live.sequence.request.params
+                if params.min_tokens:
+                    live.matcher = self._late_ends(live.matcher, params)
             except RequestError as error:
                 end = self._finish(live.sequence, "error", error=str(error))
                 outputs.append(replace(end, refused=True))
@@ -219,6 +224,9 @@ class Engine:
             live.compiling = None
             self._scheduler.add(live.sequence)
         return outputs
+
+    def _late_ends(self, inner: Matcher | None, params: SamplingParams) -> LateEnds:
+        return LateEnds(inner, self.stop_ids, params.min_tokens, self.config.vocab_size)
 
     def abort(self, request_id: str) -> Output:
         """End a request now. Unknown or finished ids are a RequestError."""

@@ -111,6 +111,7 @@ class SamplingParams:
     """How tokens are chosen and when a request ends."""
 
     max_tokens: int = 256
+    min_tokens: int = 0  # before so many, no end marker of the model; a guide may end earlier
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -141,6 +142,7 @@ class SamplingParams:
             need(type(value) is int and low <= value <= high, name, expected)
 
         whole("max_tokens", 1, 2**31, "a whole number of at least 1")
+        whole("min_tokens", 0, self.max_tokens, "a whole number of at most max_tokens")
         number("temperature", 0.0, 100.0, "a number from 0 to 100")
         number("top_p", 0.0, 1.0, "a number above 0 and at most 1")
         need(self.top_p > 0, "top_p", "a number above 0 and at most 1")

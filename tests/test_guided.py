@@ -280,3 +280,26 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
     bare = Engine.load(folder, max_context=100)
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         bare.generate([PROMPT], SamplingParams(guide=Guide("json_object")))
+
+
+# --- answers of a least length ----------------------------------------------------------------
+
+
+def test_no_end_before_the_least_length(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    end = engine.tokenizer.special.eos
+    wish = {"logit_bias": {end: 100.0}, "max_tokens": 9, "seed": 1}
+    [short] = engine.generate([PROMPT], SamplingParams(**wish))
+    assert short.token_ids == (end,)
+    [found] = engine.generate([PROMPT], SamplingParams(**wish, min_tokens=5))
+    assert len(found.token_ids) == 6
+    assert not engine.stop_ids & set(found.token_ids[:5])
+    assert found.token_ids[5] == end
+    with pytest.raises(RequestError, match="min_tokens is 10, expected a whole number of at most"):
+        SamplingParams(max_tokens=9, min_tokens=10)
+
+
+def test_a_complete_guide_ends_before_the_least_length(engine: Engine) -> None:
+    found = answer(engine, Guide("regex", "a{2,4}"), min_tokens=50)
+    assert found.finish_reason == "stop"
+    assert found.text == "aaaa"  # an end was not allowed while the guide could go on

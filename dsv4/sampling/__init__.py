@@ -1,6 +1,7 @@
 """How answers are drawn: settings of a row, and guides."""
 
 from dsv4.sampling.guided import NO_TEXT, Compiling, Guides, Matcher
+from dsv4.sampling.late_ends import LateEnds
 from dsv4.sampling.sampler import Draw
 
-__all__ = ["NO_TEXT", "Compiling", "Draw", "Guides", "Matcher"]
+__all__ = ["NO_TEXT", "Compiling", "Draw", "Guides", "LateEnds", "Matcher"]

@@ -43,6 +43,7 @@ class Choice:
         self._call_ids: list[str] = []
         self.index = index
         self.num_output = 0
+        self.total_logprob = 0.0  # of its tokens, where log-probabilities were asked for
         self.num_reasoning = 0
         self.num_cached = 0
         self.is_finished = False
@@ -79,10 +80,14 @@ class Choice:
         params = order.params
         left = params.max_tokens - self.num_output
         seed = later_seed(params.seed, self.index)
-        stop_ids = None if phase.until is None else (*self._ends, phase.until)
+        max_tokens = left if phase.limit is None else min(left, phase.limit)
+        stop_ids: tuple[int, ...] | None = () if order.ignores_end else None
+        if phase.until is not None:
+            stop_ids = (*(() if order.ignores_end else self._ends), phase.until)
         params = replace(
             params,
-            max_tokens=left if phase.limit is None else min(left, phase.limit),
+            max_tokens=max_tokens,
+            min_tokens=min(max(params.min_tokens - self.num_output, 0), max_tokens),
             seed=seed,
             guide=phase.guide,
             stop_ids=stop_ids,
@@ -109,6 +114,7 @@ class Choice:
         self.num_output += len(output.token_ids)
         for place, token in enumerate(tokens):
             logprobs = output.logprobs[place] if output.logprobs else None
+            self.total_logprob += logprobs.logprob if logprobs else 0.0
             self._push(token, logprobs, step)
         self.logprobs.logprobs += step.logprobs
         self.logprobs.reasoning_logprobs += step.reasoning_logprobs
@@ -128,6 +134,8 @@ class Choice:
         if self._parser.ended:
             return
         self._ids.append(token)
+        if self._order.ignores_end and token in self._ends:
+            return
         part = self._parser.part
         step.deltas += self._parser.push_tokens((token,))
         if self._tokenizer.is_marker(token):
@@ -227,6 +235,19 @@ class Answers:
     async def finish(self) -> None:
         async for _ in self.steps():
             pass
+
+    def best(self, count: int) -> list[Choice]:
+        """The choices with the highest mean log-probability of a token, numbered anew."""
+        if count < len(self.choices):
+            places = sorted(
+                range(len(self.choices)),
+                key=lambda i: -self.choices[i].total_logprob / max(self.choices[i].num_output, 1),
+            )
+            found = [self.choices[place] for place in sorted(places[:count])]
+            for index, choice in enumerate(found):
+                choice.index = index
+            return found
+        return self.choices
 
     async def _take(self, output: Output) -> Step | None:
         _, index, _ = output.request_id.rsplit("-", 2)

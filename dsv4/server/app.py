@@ -17,7 +17,16 @@ from starlette.exceptions import HTTPException
 from dsv4 import __version__
 from dsv4.server.api_error import ApiError, bad_fields
 from dsv4.server.gate import Gate
-from dsv4.server.routes import chat, completions, messages, models, operation, page, responses
+from dsv4.server.routes import (
+    chat,
+    completions,
+    docs,
+    messages,
+    models,
+    operation,
+    page,
+    responses,
+)
 from dsv4.server.service import Service
 
 # Each at /v1 and, for clients that are configured without that prefix, at /.
@@ -50,13 +59,14 @@ def create_app(service: Service) -> FastAPI:
         title="dsv4",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # the documentation pages would load scripts from elsewhere
+        docs_url=None,  # its pages would load scripts from elsewhere; `routes/docs.py` does not
         redoc_url=None,
         responses=_ERRORS,
     )
     app.state.service = service
     app.include_router(operation.router)
     app.include_router(page.router, include_in_schema=False)
+    app.include_router(docs.router, include_in_schema=False)
     for router in ROUTERS:
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
@@ -68,7 +78,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(service.options.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
         )
     return app

@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from dsv4.server.api_error import ApiError
 from dsv4.server.options import MAX_JSON_DEPTH, MAX_JSON_NUMBERS, MAX_JSON_VALUES, SMALL_BYTES
@@ -46,6 +48,18 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
+    """Where GET is, HEAD is: the same answer, of which only the headers are sent."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(self._as_get(scope))
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().handle(self._as_get(scope), receive, send)
+
+    def _as_get(self, scope: Scope) -> Scope:
+        is_head = scope.get("method") == "HEAD" and "GET" in (self.methods or ())
+        return {**scope, "method": "GET"} if is_head else scope
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from dsv4.cache.geometry import SHARED_TOKENS
 
 if TYPE_CHECKING:
     from dsv4.server.worker.link import EngineLink
@@ -75,6 +82,9 @@ class _EngineFigures:
         yield counter("prefix_cache_queries", "Tokens looked up", stats["num_prefix_asked"])
         yield counter("prefix_cache_hits", "Tokens found", stats["num_prefix_hit"])
         yield counter("engine_steps", "Steps of the engine", stats["num_steps"])
+        if "step_sizes" in stats:
+            yield self._step_sizes(stats["step_sizes"])
+        yield self._cache_config(total)
         for kind in ("total", "used", "cached"):
             metric = GaugeMetricFamily(
                 f"dsv4:pages_{kind}", f"Pages ({kind}) by pool", labels=[*names, "pool"]
@@ -82,6 +92,33 @@ class _EngineFigures:
             for pool, count in stats[f"pages_{kind}"].items():
                 metric.add_metric([*values, pool], count)
             yield metric
+
+    def _step_sizes(self, sizes: dict[str, Any]) -> Metric:
+        text, names = "Tokens computed in one step", list(self._labels)
+        metric = HistogramMetricFamily("dsv4:iteration_tokens_total", text, labels=names)
+        cumulative = list(itertools.accumulate(sizes["counts"]))
+        bounds = [*(str(float(bound)) for bound in sizes["bounds"]), "+Inf"]
+        buckets = list(zip(bounds, cumulative, strict=True))
+        metric.add_metric(list(self._labels.values()), buckets, sizes["num_tokens"])
+        return metric
+
+    def _cache_config(self, num_pages: int) -> Metric:
+        """What the state is kept in, as labels of a figure that is always 1."""
+        facts, settings = self._link.facts, self._link.facts.get("settings", {})
+        values = {
+            **self._labels,
+            "block_size": str(SHARED_TOKENS),
+            "cache_dtype": str(settings.get("kv_format", "")),
+            "index_dtype": str(settings.get("index_format", "")),
+            "enable_prefix_caching": str(settings.get("prefix_cache", "")),
+            "num_gpu_blocks": str(num_pages),
+            "max_model_len": str(facts.get("max_context", "")),
+            "max_num_seqs": str(facts.get("max_sequences", "")),
+        }
+        text = "What the state is kept in"
+        metric = GaugeMetricFamily("dsv4:cache_config_info", text, labels=list(values))
+        metric.add_metric(list(values.values()), 1.0)
+        return metric
 
 
 class Metrics:
@@ -101,11 +138,19 @@ class Metrics:
         self._between = self._histogram("inter_token_latency_seconds", _SHORT)
         self._per_token = self._histogram("request_time_per_output_token_seconds", _SHORT)
         self._whole = self._histogram("e2e_request_latency_seconds", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", _SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", _SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", _SECONDS)
+        # the same as inter_token_latency_seconds, under the name of older dashboards
+        self._per_output = self._histogram("time_per_output_token_seconds", _SHORT)
         self._prompt_size = self._histogram("request_prompt_tokens", _TOKENS)
         self._output_size = self._histogram("request_generation_tokens", _TOKENS)
-
         self._lag = self._histogram("event_loop_lag_seconds", _SHORT)
+        link.on_first_token = self._observe_first_token
+
+    def _observe_first_token(self, waited_s: float, computed_s: float) -> None:
+        self._queue.observe(waited_s)
+        self._prefill.observe(computed_s)
 
     async def watch_loop(self) -> None:
         """How late the event loop wakes a sleeper: what every connection waits at worst."""
@@ -139,6 +184,7 @@ class Metrics:
             self._first.observe(now - record.begin)
         elif record.last is not None:
             self._between.observe(now - record.last)
+            self._per_output.observe(now - record.last)
         record.last = now
         record.num_output += count
         self._output.labels(**self._labels).inc(count)

@@ -17,7 +17,7 @@ from dsv4.chat.output.call_grammar import CallGrammar, answer_or_calls
 from dsv4.chat.tool_choice import ToolChoice
 from dsv4.request import Guide, SamplingParams
 from dsv4.server.options import DEFAULT_MAX_TOKENS
-from dsv4.server.schemas import Sampling, StructuredOutputs
+from dsv4.server.schemas import Guided, Sampling
 from dsv4.server.service import Service
 
 
@@ -42,6 +42,7 @@ class Order:
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     parallel_calls: bool = True
+    ignores_end: bool = False  # the model's end markers are dropped, and the answer goes on
     priority: int = 0
     cache_salt: str = ""
 
@@ -61,7 +62,10 @@ def sampling_params(body: Sampling, *, max_tokens: int, logprobs: int | None) ->
         "repetition_penalty": body.repetition_penalty,
         "logit_bias": bias,
         "logprobs": logprobs,
+        "min_tokens": body.min_tokens,
     }
+    if (body.min_tokens or 0) > max_tokens:
+        fail("min_tokens", str(body.min_tokens), f"at most max_tokens, which is {max_tokens}")
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, **values)
 
@@ -104,6 +108,7 @@ def chat_order(
         num_choices=num_choices,
         stops=stops,
         parallel_calls=parallel_calls,
+        ignores_end=bool(sampling.ignore_eos),
         priority=sampling.priority or 0,
         cache_salt=sampling.cache_salt or "",
     )
@@ -117,19 +122,31 @@ def refuse_images(conversation: Conversation) -> Conversation:
     return conversation
 
 
-def structured_guide(outputs: StructuredOutputs | None) -> Guide | None:
-    if outputs is None:
+def body_guide(body: Guided) -> Guide | None:
+    """The constraint of `structured_outputs`, or of one of the older names for its parts."""
+    outputs = body.structured_outputs
+    given: list[tuple[Any, Any]] = [
+        ("json_schema", body.guided_json),
+        ("regex", body.guided_regex),
+        ("choice", body.guided_choice),
+        ("grammar", body.guided_grammar),
+    ]
+    if outputs is not None:
+        given += [
+            ("json_schema", outputs.json_schema),
+            ("json_object", outputs.json_object or None),
+            ("regex", outputs.regex),
+            ("choice", outputs.choice),
+            ("grammar", outputs.grammar),
+        ]
+    given = [(kind, value) for kind, value in given if value is not None]
+    if len(given) > 1 or (outputs is not None and not given):
+        expected = "one of json, json_object, regex, choice and grammar"
+        fail("structured_outputs", f"{len(given)} constraints", expected)
+    if not given:
         return None
-    named = {
-        "json_schema": outputs.json_schema,
-        "regex": outputs.regex,
-        "choice": outputs.choice,
-    }
-    given = [(kind, value) for kind, value in named.items() if value is not None]
-    if len(given) != 1:
-        fail("structured_outputs", f"{len(given)} constraints", "one of json, regex and choice")
     [(kind, value)] = given
-    return Guide(kind, value)  # type: ignore[arg-type]
+    return Guide(kind, None if kind == "json_object" else value)
 
 
 def format_guide(response_format: object) -> Guide | None:

@@ -61,7 +61,6 @@ Ids = Annotated[list[_Id], Field(fail_fast=True, max_length=MAX_IDS)]
 
 _NO_TEMPLATE = "the prompt format is built in"
 _NO_BEAMS = "answers are sampled; use n"
-_NO_OTHER_GUIDES = "use response_format or structured_outputs"
 
 
 class Body(BaseModel):
@@ -113,6 +112,8 @@ class Sampling(Body):
     ) = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
 
 
 class StreamOptions(BaseModel):
@@ -120,36 +121,65 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+_Schema = Object | Text
+_Pattern = Annotated[str, StringConstraints(max_length=65536)]
+_Choices = Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=4096)]
+
+
 class StructuredOutputs(BaseModel):
-    """One of three ways to say what an answer looks like."""
+    """One of several ways to say what an answer looks like."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    json_schema: Object | Text | None = Field(default=None, alias="json")
-    regex: Annotated[str, StringConstraints(max_length=65536)] | None = None
-    choice: Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=4096)] | None = (
-        None
-    )
+    json_schema: _Schema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: _Pattern | None = None
+    choice: _Choices | None = None
+    grammar: _Pattern | None = None
 
 
-class ChatBody(Sampling):
+class Guided(Sampling):
+    """What chat and raw prompts share beside sampling: guides, also under older names."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Pattern | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Pattern | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return max(self.n or 1, self.best_of or 1)
+
+    def check_streaming(self) -> None:
+        """Refuse together what cannot go together."""
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            text = f"best_of: found {self.best_of} with n {self.n or 1}, expected at least as many"
+            raise ApiError(400, text, param="best_of")
+        if not self.stream:
+            return
+        for name, is_used in (
+            ("best_of", self.num_choices > (self.n or 1)),
+            ("prompt_logprobs", self.prompt_logprobs is not None),
+        ):
+            if is_used:
+                text = f"{name}: found it with stream, expected a whole answer; leave out one"
+                raise ApiError(400, text, param=name)
+
+
+class ChatBody(Guided):
     UNSUPPORTED: ClassVar[dict[str, str]] = {
         "functions": "use tools",
         "function_call": "use tool_choice",
         "audio": "there is no audio",
         "prediction": "answers are not predicted by clients",
         "web_search_options": "there is no search",
-        "best_of": _NO_BEAMS,
         "use_beam_search": _NO_BEAMS,
-        "min_tokens": "an answer ends where the model ends it",
-        "ignore_eos": "only /v1/completions offers it",
-        "prompt_logprobs": "use /v1/completions with echo and logprobs",
         "truncate_prompt_tokens": "shorten the conversation",
         "chat_template": _NO_TEMPLATE,
         "documents": _NO_TEMPLATE,
-        "guided_json": _NO_OTHER_GUIDES,
-        "guided_regex": _NO_OTHER_GUIDES,
-        "guided_choice": _NO_OTHER_GUIDES,
-        "guided_grammar": _NO_OTHER_GUIDES,
         "bad_words": "use logit_bias",
         "allowed_token_ids": "use logit_bias",
         "logits_processors": "code from clients is not run",
@@ -158,7 +188,6 @@ class ChatBody(Sampling):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: Stops | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: StreamOptions | None = None
@@ -166,7 +195,6 @@ class ChatBody(Sampling):
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     response_format: Object | None = None
-    structured_outputs: StructuredOutputs | None = None
     reasoning_effort: str | int | None = None
     thinking: Object | None = None
     thinking_token_budget: Count | None = None
@@ -176,13 +204,10 @@ class ChatBody(Sampling):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
-class CompletionBody(Sampling):
+class CompletionBody(Guided):
     UNSUPPORTED: ClassVar[dict[str, str]] = {
         "suffix": "the model was not trained to fill in the middle",
-        "best_of": _NO_BEAMS,
         "use_beam_search": _NO_BEAMS,
-        "min_tokens": "an answer ends where the model ends it",
-        "prompt_logprobs": "use echo and logprobs",
         "truncate_prompt_tokens": "shorten the prompt",
         "response_format": "use structured_outputs",
         "logits_processors": "code from clients is not run",
@@ -194,14 +219,11 @@ class CompletionBody(Sampling):
         | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stops | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
 
 
 class ResponsesBody(Sampling):

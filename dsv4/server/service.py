@@ -58,6 +58,12 @@ class Service:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
+    def token_name(self, token: int) -> str:
+        """A token as log-probabilities name it."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        return token_text(self._tokenizer.token_bytes(token))
+
     @property
     def dialect(self) -> Dialect:
         return DIALECTS[self.link.facts["dialect"]]
@@ -226,3 +232,11 @@ class Trace:
             if not self._is_broken:
                 log.error("the trace cannot be written (%s); serving goes on without it", error)
             self._is_broken = True
+
+
+def token_text(data: bytes) -> str:
+    """A token's text; incomplete characters as their bytes in hexadecimal."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in data)

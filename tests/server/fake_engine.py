@@ -2,7 +2,8 @@
 
 The last user message of a prompt may hold directives, one a line:
 
-    SAY text     answer with this text, markers by their spelling; `¦` separates phases
+    SAY text     answer with this text, markers by their spelling; `¦` separates phases,
+                 {index} is the number of the choice
     MS number    wait so many milliseconds before each token
     DIE          the process ends in the middle of the answer
     FAIL         the request ends with an internal error
@@ -108,6 +109,7 @@ class FakeEngine:
             "num_steps": 1,
             "last_step_s": 0.01,
             "num_finished": {},
+            "step_sizes": {"bounds": [1, 2], "counts": [3, 4, 5], "num_tokens": 70},
         }
 
     def take(self, message: dict[str, Any]) -> None:
@@ -135,7 +137,8 @@ class FakeEngine:
             directives = {"SAY": OVERVIEW}
         phases = directives.get("SAY", "ok").replace("\\n", "\n").split("¦")
         phase = min(int(name.rsplit("-", 1)[-1]) if name.count("-") > 1 else 0, len(phases) - 1)
-        tokens = self.tokenizer.encode_with_specials(phases[phase])
+        index = name.rsplit("-", 2)[1] if name.count("-") > 1 else "0"
+        tokens = self.tokenizer.encode_with_specials(phases[phase].replace("{index}", index))
         job = Job(request, [*tokens, self.tokenizer.special.eos], directives)
         stop_ids = request["params"]["stop_ids"]
         job.stop_ids = self.ends if stop_ids is None else set(stop_ids)
@@ -163,10 +166,11 @@ class FakeEngine:
         output: dict[str, Any] = {"id": name, "tokens": [token]}
         output["text"] = "" if token in self.ends else self.tokenizer.decode([token])
         if job.num_sent == 1:
-            output["cached"] = 4
+            output["cached"], output["times"] = 4, (0.25, 0.5)
         top = job.request["params"]["logprobs"]
         if top is not None:
-            output["logprobs"] = [(token, -0.25, [[token, -0.25], [1, -2.0]][:top])]
+            value = -0.125 if name.endswith("-1-0") else -0.25  # a second choice is the best
+            output["logprobs"] = [(token, value, [[token, -0.25], [1, -2.0]][:top])]
         if "FAIL" in job.directives:
             reason, stop, error = "error", None, "internal error: /secret/path broke"
         elif token in job.stop_ids:

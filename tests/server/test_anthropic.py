@@ -228,3 +228,10 @@ def test_max_tokens_is_required(server: Server) -> None:
     answer = server.post("/v1/messages", {"model": "tiny", "messages": ASK})
     assert answer.status_code == 400
     assert "max_tokens" in answer.json()["error"]["message"]
+
+
+def test_models_in_its_own_shape(client: Anthropic) -> None:
+    [model] = list(client.models.list())
+    assert (model.id, model.type, model.display_name) == ("tiny", "model", "tiny")
+    assert model.created_at.year > 2000
+    assert client.models.retrieve("tiny").id == "tiny"

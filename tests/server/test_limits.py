@@ -1,6 +1,7 @@
 """Keys, limits, headers, and everything a client can get wrong below the level of fields."""
 
 import json
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -225,8 +226,72 @@ def test_metrics_and_health(server: Server) -> None:
         "request_prompt_tokens_bucket",
         "request_generation_tokens_bucket",
         "reasoning_tokens_total",
+        "time_per_output_token_seconds_bucket",
+        "request_queue_time_seconds_sum",
+        "request_prefill_time_seconds_sum",
+        "request_decode_time_seconds_bucket",
+        'iteration_tokens_total_bucket{le="2.0",model_name="tiny"} 7.0',
+        'iteration_tokens_total_bucket{le="+Inf",model_name="tiny"} 12.0',
+        'iteration_tokens_total_sum{model_name="tiny"} 70.0',
+        "cache_config_info{block_size=",
     ):
         assert f"dsv4:{name}" in text, name
+    figures = dict(re.findall(r"^(dsv4:\S+?)\{[^}]*\} (\S+)$", text, re.M))
+    waited, computed = (
+        float(figures[f"dsv4:request_{word}_time_seconds_sum"]) for word in ("queue", "prefill")
+    )
+    assert 0 < waited == computed / 2  # as the engine of the test says
+
+
+def test_small_doors(server: Server) -> None:
+    with server.client() as client:
+        assert client.get("/ping").json() == client.post("/ping").json() == {"status": "ok"}
+        assert client.get("/load").json() == {"server_load": 0}
+        page = client.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "POST /v1/chat/completions" in page.text
+        assert "min_tokens" in page.text
+        assert "<script" not in page.text
+        info = client.get("/tokenizer_info").json()
+        assert (info["bos_token"], info["eos_token"]) == (
+            "<｜begin▁of▁sentence｜>",
+            "<｜end▁of▁sentence｜>",
+        )
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/metrics", "/docs", "/openapi.json"]
+)
+def test_head_is_where_get_is(server: Server, path: str) -> None:
+    with server.client() as client:
+        got, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == got.headers["content-type"]
+        assert client.head("/v1/chat/completions").status_code == 405
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_who_leaves_is_counted_as_abort(server: Server, path: str, stream: bool) -> None:
+    raw = "<｜User｜>HANG\n<｜Assistant｜>"
+    said = {"prompt": raw} if path == "/v1/completions" else {"messages": HANG}
+
+    def counts() -> dict[str, float]:
+        with server.client() as client:
+            found = re.findall(
+                r'request_success_total\{finished_reason="(abort|error)".*\} (\S+)',
+                client.get("/metrics").text,
+            )
+        return {"abort": 0.0, "error": 0.0} | {name: float(value) for name, value in found}
+
+    before = counts()
+    with server.client(timeout=0.5) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(path, json={**said, "max_tokens": 9, "stream": stream}).read()
+    server.wait_until_idle()
+    wait_for(lambda: counts() == {**before, "abort": before["abort"] + 1})
+
+
+HANG = [{"role": "user", "content": "HANG"}]
 
 
 # --- servers with options ---------------------------------------------------------------------

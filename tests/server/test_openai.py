@@ -355,6 +355,65 @@ def test_the_engine_gets_what_was_asked(client: OpenAI, server: Server, engine_l
     assert requests[0]["cache_salt"] == "me"
 
 
+def test_ends_can_be_ignored(client: OpenAI, engine_log: Any) -> None:
+    """The markers are dropped; the answer goes on to its limit."""
+    say = "Hm.</think>one<｜end▁of▁sentence｜>two<｜User｜> three"
+    # SAY is read to the end of the user's turn, so the text comes by its token ids' spelling
+    done = ask(client, say.replace("<｜User｜>", ""), max_tokens=6, extra_body={"ignore_eos": True})
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage.completion_tokens == 6
+    assert last_params(engine_log)["stop_ids"] == []
+    ask(client, "ok", max_tokens=6, extra_body={"min_tokens": 4})
+    assert last_params(engine_log)["min_tokens"] == 4
+
+
+def test_the_best_of_several(client: OpenAI) -> None:
+    """The engine of the test gives the second choice the better log-probabilities."""
+    done = ask(client, "Hm.</think>answer {index}", n=1, extra_body={"best_of": 3})
+    [choice] = done.choices
+    assert choice.index == 0
+    assert choice.message.content == "answer 1"
+    assert choice.logprobs is None
+    whole = ask(client, "Hm.</think>answer {index}", n=3)
+    assert [c.message.content for c in whole.choices] == ["answer 0", "answer 1", "answer 2"]
+    assert done.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_log_probabilities_of_the_prompt(client: OpenAI) -> None:
+    done = ask(client, "ok", extra_body={"prompt_logprobs": 1})
+    first, *rest = done.prompt_logprobs
+    assert first is None
+    assert len(rest) == done.usage.prompt_tokens - 1
+    values = list(rest[0].values())
+    assert values[0] == {"logprob": -1.0, "rank": None, "decoded_token": values[0]["decoded_token"]}
+    assert rest[0]["1"]["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"guided_json": {"type": "object"}}, "json_schema"),
+        ({"guided_json": '{"type": "object"}'}, "json_schema"),
+        ({"guided_regex": "a+"}, "regex"),
+        ({"guided_choice": ["a", "b"]}, "choice"),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar"),
+        ({"structured_outputs": {"json_object": True}}, "json_object"),
+    ],
+)
+def test_names_of_guides(client: OpenAI, engine_log: Any, fields: Any, kind: str) -> None:
+    ask(client, "Hm.</think>a", extra_body=fields)
+    assert last_params(engine_log)["guide"]["kind"] == kind
+    client.completions.create(model="tiny", prompt="x", extra_body=fields)
+    guide = last_params(engine_log)["guide"]
+    assert (guide["kind"], guide["after_id"]) == (kind, None)
+
+
+def last_params(engine_log: Any) -> Any:
+    asked = [json.loads(line) for line in engine_log.read_text().splitlines()]
+    return [message["request"]["params"] for message in asked if message["kind"] == "add"][-1]
+
+
 def last_guides(engine_log: Any) -> list[Any]:
     asked = [json.loads(line) for line in engine_log.read_text().splitlines()]
     adds = [message["request"]["params"]["guide"] for message in asked if message["kind"] == "add"]
@@ -422,7 +481,13 @@ def test_parse_with_a_schema(client: OpenAI, engine_log: Any) -> None:
         ({"logit_bias": {str(n): 1 for n in range(2000)}}, 400, "logit_bias"),
         ({"max_tokens": 100_000}, 400, "messages"),
         ({"functions": [{"name": "f"}]}, 400, "functions"),
-        ({"extra_body": {"best_of": 4}}, 400, "best_of"),
+        ({"extra_body": {"use_beam_search": True}}, 400, "use_beam_search"),
+        ({"n": 3, "extra_body": {"best_of": 2}}, 400, "best_of"),
+        ({"stream": True, "extra_body": {"best_of": 2}}, 400, "best_of"),
+        ({"stream": True, "extra_body": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
+        ({"extra_body": {"min_tokens": 6}}, 400, "min_tokens"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, 400, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {}}}, 400, "structured_outputs"),
         ({"tools": [WEATHER], "tool_choice": allowed("get_time")}, 400, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": allowed()}, 400, "tool_choice.allowed_tools.tools"),
         ({"tool_choice": "required"}, 400, "tool_choice"),

@@ -158,7 +158,7 @@ def test_token_ids_as_prompt(client: OpenAI, server: Server) -> None:
 def test_echo_scores_the_prompt(client: OpenAI) -> None:
     done = complete(client, "abc", echo=True, max_tokens=0, logprobs=1)
     choice = done.choices[0]
-    assert choice.text.endswith("abc")
+    assert choice.text == "abc"  # not the marker that the server puts before it
     assert choice.finish_reason == "length"
     logprobs = choice.logprobs
     assert logprobs.token_logprobs[0] is None
@@ -169,13 +169,52 @@ def test_echo_scores_the_prompt(client: OpenAI) -> None:
     for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert choice.text[at : at + len(token)] == token
     assert done.usage.completion_tokens == 0
+    own = complete(client, "<｜begin▁of▁sentence｜>abc", echo=True, max_tokens=0, logprobs=1)
+    assert own.choices[0].text == "<｜begin▁of▁sentence｜>abc"
+    assert own.usage.prompt_tokens == done.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_offsets_count_characters(client: OpenAI, server: Server, stream: bool) -> None:
+    """Also where a character has several tokens: each begins where the character does."""
+    prompt = "a\U0001fae8b\U0001fae8 é"
+    options: Any = {"echo": True, "max_tokens": 2, "logprobs": 0, "stream": stream}
+    done = complete(client, prompt, **options)
+    choices = [chunk.choices[0] for chunk in done] if stream else [done.choices[0]]
+    text = "".join(choice.text for choice in choices)
+    assert text.startswith(prompt)
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for part in logprobs for token in part.tokens]
+    offsets = [at for part in logprobs for at in part.text_offset]
+    assert offsets == sorted(offsets)
+    assert any(token.startswith("\\x") for token in tokens)  # a part of a character
+    for token, at in zip(tokens, offsets, strict=True):
+        if not token.startswith(("\\x", "<｜")):
+            assert text[at : at + len(token)] == token
+
+
+def test_the_best_of_several(client: OpenAI) -> None:
+    raw = "<｜User｜>SAY one {index}<｜Assistant｜>"
+    done = complete(client, [raw, raw], max_tokens=50, extra_body={"best_of": 2})
+    # the engine of the test gives its second answer of all the better log-probabilities
+    assert [choice.text for choice in done.choices] == ["one 1", "one 2"]
+    assert [choice.index for choice in done.choices] == [0, 1]
+    assert done.choices[0].logprobs is None
+
+
+def test_log_probabilities_of_the_prompt(client: OpenAI) -> None:
+    done = complete(client, "abc", max_tokens=1, extra_body={"prompt_logprobs": 0})
+    first, *rest = done.choices[0].prompt_logprobs
+    assert first is None
+    assert len(rest) == done.usage.prompt_tokens - 1
+    assert all(value["logprob"] == -1.0 for item in rest for value in item.values())
 
 
 def test_what_completions_refuse(client: OpenAI) -> None:
     for options, word in (
         ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 10**6}, "prompt"),
-        ({"extra_body": {"best_of": 3}}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
         ({"logprobs": 99}, "logprobs"),
     ):
         with pytest.raises(openai.BadRequestError, match=word):

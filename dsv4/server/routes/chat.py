@@ -15,9 +15,9 @@ from dsv4.server.answers import Answers, Choice, Step
 from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import make_router
 from dsv4.server.metrics import Record
-from dsv4.server.orders import Order, chat_order, read_budget, structured_guide
+from dsv4.server.orders import Order, body_guide, chat_order, read_budget
 from dsv4.server.schemas import ChatBody
-from dsv4.server.service import FINGERPRINT, Service, in_thread
+from dsv4.server.service import FINGERPRINT, Service, in_thread, token_text
 from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected, whole_answer
 
 router = make_router()
@@ -28,7 +28,8 @@ LEAST_LOGPROB = -9999.0  # JSON knows no minus infinity
 @router.post("/chat/completions")
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     service: Service = request.app.state.service
-    name = service.accept(body, body.n or 1)
+    body.check_streaming()
+    name = service.accept(body, body.num_choices)
     fields = await request.json()
     order = await in_thread(lambda: _order(service, body, fields))
     record = Record(request.state.request_id, "/v1/chat/completions", name)
@@ -38,6 +39,9 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     if body.stream:
         return EventStream(writer.stream(), {})
     await while_connected(request, answers.finish())
+    if body.prompt_logprobs is not None:
+        scoring = prompt_logprobs(service, record, order.prompt_ids, body.prompt_logprobs)
+        writer.prompt_logprobs = await while_connected(request, scoring)
     return await whole_answer(writer.whole, writer.num_entries)
 
 
@@ -50,12 +54,18 @@ def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
         body,
         asked=body.max_completion_tokens or body.max_tokens,
         budget=read_budget(fields),
-        guide=structured_guide(body.structured_outputs),
+        guide=body_guide(body),
         stops=read_stops(body.stop),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        num_choices=body.n or 1,
+        logprobs=_num_logprobs(body),
+        num_choices=body.num_choices,
         parallel_calls=body.parallel_tool_calls is not False,
     )
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    return 0 if body.num_choices > (body.n or 1) else None  # to tell which ones are best
 
 
 class _Writer:
@@ -64,6 +74,8 @@ class _Writer:
     def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
         self._tokenizer = service.tokenizer
         self._answers = answers
+        self._num_choices = body.n or 1
+        self.prompt_logprobs: PromptLogprobs | None = None
         self._shows_reasoning = body.include_reasoning is not False
         self._has_logprobs = bool(body.logprobs)
         self._num_top = body.top_logprobs or 0
@@ -81,15 +93,18 @@ class _Writer:
     @property
     def num_entries(self) -> int:
         num_tokens = sum(choice.num_output for choice in self._answers.choices)
-        return num_tokens * (1 + self._num_top) if self._has_logprobs else 0
+        count = num_tokens * (1 + self._num_top) if self._has_logprobs else 0
+        return count + sum(len(item or ()) for item in self.prompt_logprobs or ())
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(choice) for choice in self._answers.choices]
+        choices = [self._choice(choice) for choice in self._answers.best(self._num_choices)]
+        scored = self.prompt_logprobs
         return {
             **self._base,
             "object": "chat.completion",
             "choices": choices,
             "usage": usage(self._answers),
+            **({} if scored is None else {"prompt_logprobs": scored}),
         }
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -212,12 +227,28 @@ class _Writer:
         }
 
 
-def token_text(data: bytes) -> str:
-    """A token's text; incomplete characters as their bytes in hexadecimal."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "".join(f"\\x{byte:02x}" for byte in data)
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+
+
+async def prompt_logprobs(
+    service: Service, record: Record, ids: Sequence[int], top: int
+) -> PromptLogprobs:
+    """Of each token of a prompt by its id; nothing predicted the first one."""
+    found: PromptLogprobs = [None]
+    for item in await service.link.score(f"{record.key}-0-prompt", list(ids), top):
+        ranks: dict[int, int] = {token: rank for rank, (token, _) in enumerate(item.top, 1)}
+        values = {item.token_id: item.logprob, **dict(item.top)}
+        found.append(
+            {
+                str(token): {
+                    "logprob": max(value, LEAST_LOGPROB),
+                    "rank": ranks.get(token),
+                    "decoded_token": service.token_name(token),
+                }
+                for token, value in values.items()
+            }
+        )
+    return found
 
 
 def usage(answers: Answers) -> dict[str, Any]:

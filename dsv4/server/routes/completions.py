@@ -1,5 +1,6 @@
 """POST /v1/completions: raw prompts, without a template and without parsing."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from dsv4.chat.output.stops import read_stops
+from dsv4.chat.tokenizer import Detokenizer
 from dsv4.request import Output, SamplingParams, TokenLogprobs
 from dsv4.request import Request as EngineRequest
 from dsv4.server.answers import failure, later_seed
@@ -15,8 +17,8 @@ from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import make_router
 from dsv4.server.metrics import Record
 from dsv4.server.options import KEEP_ALIVE_SECONDS
-from dsv4.server.orders import sampling_params, structured_guide
-from dsv4.server.routes.chat import LEAST_LOGPROB, token_text
+from dsv4.server.orders import body_guide, sampling_params
+from dsv4.server.routes.chat import LEAST_LOGPROB, PromptLogprobs, prompt_logprobs
 from dsv4.server.schemas import CompletionBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread
 from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected, whole_answer
@@ -35,18 +37,23 @@ class _Answer:
     ids: tuple[int, ...]
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    has_first: bool = False  # the first token of an echoed prompt, which nothing predicted
+    has_first: bool = False  # the first token of an echoed prompt, which has no log-probability
+    has_own_start: bool = True  # the prompt's first token is the client's, not a marker we added
+    prompt_logprobs: PromptLogprobs | None = None
+    total_logprob: float = 0.0
     num_output: int = 0
     num_cached: int = 0
     finish: str | None = None
     stop: str | int | None = None
-    offset: int = 0  # characters before the logprobs' first token
+    detokenizer: Detokenizer | None = None  # counts the characters before each token
+    num_characters: int = 0
 
 
 @router.post("/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     service: Service = request.app.state.service
-    count = body.n or 1
+    body.check_streaming()
+    count = body.num_choices
     num_prompts = len(body.prompt) if _is_list_of_prompts(body.prompt) else 1
     if num_prompts * count > MAX_ANSWERS:
         found = f"found {num_prompts} prompts with {count} choices each"
@@ -82,17 +89,30 @@ def _ids(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> tuple
     return tuple(ids) if not adds_bos or ids[:1] == [bos] else (bos, *ids)
 
 
+def _has_own_start(service: Service, prompt: Any, ids: tuple[int, ...]) -> bool:
+    """Whether the first token stands for something that the client sent."""
+    if not isinstance(prompt, str) or not ids:
+        return True
+    bos = service.tokenizer.special.bos
+    return ids[0] != bos or prompt.startswith(service.token_name(bos))
+
+
 def _params(service: Service, body: CompletionBody, num_prompt: int) -> SamplingParams:
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None:
         asked = max(min(asked, service.max_context - num_prompt), 1)
     limit = service.limit_tokens(asked or 1, num_prompt, DEFAULT_TOKENS, path="prompt")
     return replace(
-        sampling_params(body, max_tokens=limit, logprobs=body.logprobs),
+        sampling_params(body, max_tokens=limit, logprobs=_num_logprobs(body)),
         stop=read_stops(body.stop),
         stop_ids=() if body.ignore_eos else None,
-        guide=structured_guide(body.structured_outputs),
+        guide=body_guide(body),
     )
+
+
+def _num_logprobs(body: CompletionBody) -> int | None:
+    picks = body.num_choices > (body.n or 1)  # the best of several, by their log-probability
+    return 0 if body.logprobs is None and picks else body.logprobs
 
 
 class _Run:
@@ -111,9 +131,12 @@ class _Run:
         self._params = params
         self._record = record
         self._box = service.link.open()
-        count = body.n or 1
+        self._count = count = body.num_choices
+        given: Any = body.prompt if _is_list_of_prompts(body.prompt) else [body.prompt]
+        starts = [_has_own_start(service, *pair) for pair in zip(given, prompts, strict=True)]
         self._answers = [
-            _Answer(index, prompts[index // count]) for index in range(count * len(prompts))
+            _Answer(index, prompts[index // count], has_own_start=starts[index // count])
+            for index in range(count * len(prompts))
         ]
         record.num_prompt = sum(map(len, prompts))
         self._base = {
@@ -139,10 +162,14 @@ class _Run:
             raise ApiError(400, "prompt: found an empty one, expected at least one token")
         if self._body.echo:
             await self._echo(answer)
+        if self._body.prompt_logprobs is not None:
+            top = self._body.prompt_logprobs
+            scored = await prompt_logprobs(self._service, self._record, answer.ids, top)
+            answer.prompt_logprobs = scored
         if self._body.max_tokens == 0:
             answer.finish = "length"
             return
-        params, shift = self._params, answer.index % (self._body.n or 1)
+        params, shift = self._params, answer.index % self._count
         params = replace(params, seed=later_seed(params.seed, shift))
         await self._box.add(
             EngineRequest(
@@ -156,13 +183,14 @@ class _Run:
 
     async def _echo(self, answer: _Answer) -> None:
         """The prompt comes first, with the log-probabilities of its own tokens."""
+        skipped = 0 if answer.has_own_start else 1
         if self._service.has_tokenizer:
-            answer.text = self._service.tokenizer.decode(answer.ids)
+            answer.text = self._service.tokenizer.decode(answer.ids[skipped:])
         if self._body.logprobs is not None:
             name = f"{self._record.key}-{answer.index}-echo"
             ids = list(answer.ids)
             scores = await self._service.link.score(name, ids, self._body.logprobs)
-            answer.logprobs = [TokenLogprobs(answer.ids[0], 0.0), *scores]
+            answer.logprobs = [TokenLogprobs(answer.ids[0], 0.0), *scores][skipped:]
             answer.has_first = True
 
     async def _outputs(self) -> AsyncGenerator[list[_Answer], None]:
@@ -174,7 +202,7 @@ class _Run:
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
                 yield [self._take(output) for output in outputs]
             finish = self._answers[0].finish or "stop"
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):  # the client has gone
             finish = "abort"
             raise
         finally:
@@ -187,6 +215,7 @@ class _Run:
         self._service.metrics.count_tokens(self._record, len(output.token_ids))
         answer.text += output.text
         answer.logprobs += output.logprobs
+        answer.total_logprob += sum(item.logprob for item in output.logprobs)
         answer.num_output += len(output.token_ids)
         answer.num_cached = max(answer.num_cached, output.num_cached or 0)
         answer.finish, answer.stop = output.finish_reason, output.stop_reason
@@ -211,8 +240,19 @@ class _Run:
         )
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(answer) for answer in self._answers]
+        choices = [self._choice(answer) for answer in self._best()]
+        for index, choice in enumerate(choices):
+            choice["index"] = index
         return {**self._base, "choices": choices, "usage": self._usage()}
+
+    def _best(self) -> list[_Answer]:
+        """Of each prompt's answers those with the highest mean log-probability of a token."""
+        found, kept = [], self._body.n or 1
+        for start in range(0, len(self._answers), self._count):
+            group = self._answers[start : start + self._count]
+            ranked = sorted(group, key=lambda a: -a.total_logprob / max(a.num_output, 1))
+            found += sorted(ranked[:kept], key=lambda a: a.index)
+        return found
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         extra: dict[str, Any] = {"usage": None} if self._has_usage else {}
@@ -222,7 +262,6 @@ class _Run:
                     yield KEEP_ALIVE
                 for answer in answers:
                     yield event({**self._base, "choices": [self._choice(answer)], **extra})
-                    answer.offset += len(answer.text)
                     answer.text, answer.logprobs, answer.has_first = "", [], False
             if self._has_usage:
                 yield event({**self._base, "choices": [], "usage": self._usage()})
@@ -232,38 +271,42 @@ class _Run:
 
     def _choice(self, answer: _Answer) -> dict[str, Any]:
         has_logprobs = self._body.logprobs is not None
+        scored = answer.prompt_logprobs
         return {
             "index": answer.index,
             "text": answer.text,
             "logprobs": self._logprobs(answer) if has_logprobs else None,
             "finish_reason": answer.finish,
             "stop_reason": answer.stop if isinstance(answer.stop, str) else None,
+            **({} if scored is None else {"prompt_logprobs": scored}),
         }
 
     def _logprobs(self, answer: _Answer) -> dict[str, Any]:
-        tokens = [self._name(item.token_id) for item in answer.logprobs]
+        name = self._service.token_name
+        tokens = [name(item.token_id) for item in answer.logprobs]
         values: list[Any] = [max(item.logprob, LEAST_LOGPROB) for item in answer.logprobs]
         top: list[Any] = [
-            {self._name(token): max(value, LEAST_LOGPROB) for token, value in item.top}
+            {name(token): max(value, LEAST_LOGPROB) for token, value in item.top}
             for item in answer.logprobs
         ]
         if answer.has_first:
             values[0] = top[0] = None
-        offsets, place = [], answer.offset
-        for token in tokens:
-            offsets.append(place)
-            place += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": values,
             "top_logprobs": top,
-            "text_offset": offsets,
+            "text_offset": [self._offset(answer, item.token_id) for item in answer.logprobs],
         }
 
-    def _name(self, token: int) -> str:
+    def _offset(self, answer: _Answer, token: int) -> int:
+        """Where in the text the next token begins; parts of a character begin where it does."""
         if not self._service.has_tokenizer:
-            return f"token_id:{token}"
-        return token_text(self._service.tokenizer.token_bytes(token))
+            return 0
+        if answer.detokenizer is None:
+            answer.detokenizer = self._service.tokenizer.detokenizer()
+        place = answer.num_characters
+        answer.num_characters += len(answer.detokenizer.push(token))
+        return place
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = self._record.num_prompt

@@ -1,5 +1,6 @@
-"""GET /v1/models; POST /tokenize and /detokenize."""
+"""GET /v1/models and /tokenizer_info; POST /tokenize and /detokenize."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Request, Response
@@ -8,9 +9,8 @@ from dsv4.chat.requests import read_chat_completions
 from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import make_router
 from dsv4.server.orders import refuse_images
-from dsv4.server.routes.chat import token_text
 from dsv4.server.schemas import DetokenizeBody, TokenizeBody
-from dsv4.server.service import Service, in_thread
+from dsv4.server.service import Service, in_thread, token_text
 from dsv4.server.sse import whole_answer
 
 router = make_router()
@@ -29,18 +29,57 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+def _anthropic_model(service: Service, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(service.created, UTC)
+    return {
+        "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": service.max_context,
+    }
+
+
 @router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
+    """The names answered to; clients of the Anthropic protocol get its shape."""
     service: Service = request.app.state.service
     service.link.check_loaded()
-    return {"object": "list", "data": [_model(service, name) for name in service.names]}
+    if "anthropic-version" not in request.headers:
+        return {"object": "list", "data": [_model(service, name) for name in service.names]}
+    data = [_anthropic_model(service, name) for name in service.names]
+    ends = {"first_id": service.names[0], "last_id": service.names[-1]}
+    return {"data": data, "has_more": False, **ends}
 
 
 @router.get("/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
     service: Service = request.app.state.service
     service.link.check_loaded()
-    return _model(service, service.model_name(name))
+    shape = _anthropic_model if "anthropic-version" in request.headers else _model
+    return shape(service, service.model_name(name))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What evaluation tools ask before they send texts; the prompt format is not a template."""
+    service: Service = request.app.state.service
+    service.link.check_loaded()
+    tokenizer = service.tokenizer
+    special = tokenizer.special
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.token_bytes(special.bos).decode(),
+        "eos_token": tokenizer.token_bytes(special.eos).decode(),
+        "pad_token": tokenizer.token_bytes(special.eos).decode(),
+        "unk_token": None,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "model_max_length": service.max_context,
+        "vocab_size": int(service.link.facts["vocab_size"]),
+        "chat_template": None,
+        "dialect": service.dialect.name,
+    }
 
 
 @router.post("/tokenize")

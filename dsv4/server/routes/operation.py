@@ -21,6 +21,19 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok" if status == 200 else link.state}, status)
 
 
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
+async def ping(request: Request) -> JSONResponse:
+    """The same, as some platforms ask."""
+    return await health(request)
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """How many requests run or wait."""
+    return {"server_load": request.app.state.service.link.num_live}
+
+
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 while new requests are taken."""

@@ -129,6 +129,8 @@ class EngineLink:
         self.facts: Message = {}
         self.stats: Message = {}
         self.num_restarts = 0
+        # called with the seconds that a request waited and was computed before its first token
+        self.on_first_token: Callable[[float, float], None] = lambda waited, computed: None
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -292,6 +294,8 @@ class EngineLink:
         kind = message["kind"]
         if kind == "outputs":
             for output in message["outputs"]:
+                if "times" in output and output["id"].endswith("-0"):  # its first phase
+                    self.on_first_token(*output["times"])
                 self._take_output(output_from_wire(output))
         elif kind == "stats":
             self.stats = message["stats"]

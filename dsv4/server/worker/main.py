@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from dsv4.cache.geometry import POOLS
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, Dsv4Error, RequestError
-from dsv4.request import SamplingParams
+from dsv4.request import Output, SamplingParams
 from dsv4.runner.activations import choose
 from dsv4.runner.load import find_gpu, state_memory
 from dsv4.runner.settings import Settings, resolve
@@ -35,10 +36,12 @@ from dsv4.server.worker.wire import (
     output_to_wire,
     request_from_wire,
 )
+from dsv4.util.events import Event
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 
 STATS_SECONDS = 0.5
+STEP_BOUNDS = tuple(2**power for power in range(15))  # of tokens in a step
 
 
 def main(arguments: list[str]) -> int:
@@ -121,6 +124,44 @@ def _stats(engine: Engine) -> Message:
     return {"kind": "stats", "stats": dataclasses.asdict(engine.stats())}
 
 
+class _Watch:
+    """A listener of the engine: when requests began, and how many tokens its steps had."""
+
+    def __init__(self) -> None:
+        self._added: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+        self._finished: list[str] = []
+        self.step_counts = [0] * (len(STEP_BOUNDS) + 1)
+        self.num_tokens = 0
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "step":
+            count = event.values["num_tokens"]
+            self.step_counts[bisect_left(STEP_BOUNDS, count)] += 1
+            self.num_tokens += count
+        elif event.request_id is not None:
+            name = event.request_id
+            if event.kind == "added":
+                self._added[name] = event.time_s
+            elif event.kind == "began":
+                self._began.setdefault(name, event.time_s)
+            elif event.kind == "finished":
+                self._finished.append(name)
+
+    def times(self, name: str) -> tuple[float, float] | None:
+        """Seconds a request waited and was computed before its first token; once."""
+        added, began = self._added.pop(name, None), self._began.pop(name, None)
+        if added is None or began is None:
+            return None
+        return began - added, time.perf_counter() - began
+
+    def forget_finished(self) -> None:
+        for name in self._finished:
+            self._added.pop(name, None)
+            self._began.pop(name, None)
+        self._finished = []
+
+
 @dataclass
 class _Scoring:
     """A prompt whose own tokens are to be scored, and what has been found."""
@@ -139,16 +180,24 @@ class Worker:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._scores: deque[_Scoring] = deque()
         self._stats_at = 0.0
+        self._watch = _Watch()
+        engine.listeners.append(self._watch)
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
         while self._take_messages():
             outputs = self._engine.step()
             if outputs:
-                found = [output_to_wire(output) for output in outputs]
+                found = [self._to_wire(output) for output in outputs]
                 self._channel.send({"kind": "outputs", "outputs": found})
+            self._watch.forget_finished()
             self._score_on()
             self._send_stats()
+
+    def _to_wire(self, output: Output) -> Message:
+        message = output_to_wire(output)
+        times = self._watch.times(output.request_id) if output.num_cached is not None else None
+        return message if times is None else {**message, "times": times}
 
     def _read(self) -> None:
         message: Message | None = {}
@@ -235,7 +284,11 @@ class Worker:
     def _send_stats(self) -> None:
         if time.monotonic() - self._stats_at >= STATS_SECONDS:
             self._stats_at = time.monotonic()
-            self._channel.send(_stats(self._engine))
+            message = _stats(self._engine)
+            watch = self._watch
+            steps = {"counts": watch.step_counts, "num_tokens": watch.num_tokens}
+            message["stats"]["step_sizes"] = {"bounds": STEP_BOUNDS, **steps}
+            self._channel.send(message)
 
 
 if __name__ == "__main__":
