@@ -445,11 +445,12 @@ class Engine:
         shown, stop = live.text.push(result.token_id)
         if stop is not None:
             return self._finish(sequence, "stop", stop, shown, (result,))
-        full = len(sequence.token_ids) >= self.settings.max_context
-        if full or sequence.num_output >= params.max_tokens:
+        if len(sequence.token_ids) >= sequence.max_len:
             return self._finish(sequence, "length", None, shown, (result,))
         num_cached = sequence.num_cached if sequence.num_output == 1 else None
-        return _output(sequence, shown, (result,), num_cached=num_cached)
+        logprobs = (result,) if params.logprobs is not None else ()
+        name = sequence.request.id
+        return Output(name, (result.token_id,), shown, logprobs=logprobs, num_cached=num_cached)
 
     def _finish(
         self,

@@ -25,6 +25,7 @@ class Step:
     work: list[Work]
     sampled: list[Sequence]
     flight: Flight
+    dropped: set[Sequence] = field(default_factory=set)  # computed from a token that is not theirs
 
 
 @dataclass
@@ -70,9 +71,8 @@ class Pipeline:
             taken.failures.append((self._live_of(step), error))
             return taken
         taken.clock.append(time.perf_counter())
-        computed = {id(item.sequence) for item in step.work}
         for sequence, result in zip(step.sampled, results, strict=True):
-            if id(sequence) in computed and self._is_live(sequence):
+            if sequence not in step.dropped and self._is_live(sequence):
                 sequence.num_pending -= 1
                 taken.results.append((sequence, result))
         taken.work = step.work
@@ -88,8 +88,7 @@ class Pipeline:
     def take_back(self, sequence: Sequence) -> None:
         """The token just taken is replaced by another: what was computed from it does not count."""
         if self._ahead is not None and sequence.num_pending:
-            work = self._ahead.work
-            self._ahead.work = [item for item in work if item.sequence is not sequence]
+            self._ahead.dropped.add(sequence)
             sequence.num_pending = 0
             self._scheduler.preempt(sequence)
 
