@@ -56,7 +56,7 @@ class ModelConfig:
     hc_eps: float = 1e-6
     rms_norm_eps: float = 1e-6
     bos_id: int = 0
-    eos_id: int = 1
+    eos_ids: tuple[int, ...] = (1,)  # each of them ends an answer
 
     def __post_init__(self) -> None:
         _check_model(self)
@@ -137,7 +137,7 @@ def _check_model(c: ModelConfig) -> None:
 
     for item in fields(c):
         value = getattr(c, item.name)
-        zero_ok = ("num_hash_layers", "num_draft_layers", "bos_id", "eos_id")
+        zero_ok = ("num_hash_layers", "num_draft_layers", "bos_id")
         if item.type in (int, float):
             limit = _LIMITS.get(item.name, 2**31 if item.type is int else 1e30)
             need(value <= limit, f"{item.name} is {str(value)[:40]}, expected at most {limit:.6g}")
@@ -181,11 +181,10 @@ def _check_model(c: ModelConfig) -> None:
     ):
         need(theta > 1, f"{name} is {theta}, expected it above 1")
     need(c.yarn_factor >= 1, f"rope_scaling.factor is {c.yarn_factor}, expected at least 1")
-    need(
-        0 <= c.bos_id < c.vocab_size and 0 <= c.eos_id < c.vocab_size,
-        f"bos_token_id {c.bos_id} or eos_token_id {c.eos_id} is outside the vocabulary "
-        f"({c.vocab_size})",
-    )
+    for name, ids in (("bos_token_id", (c.bos_id,)), ("eos_token_id", c.eos_ids)):
+        for number in ids:
+            inside = 0 <= number < c.vocab_size
+            need(inside, f"{name} {number} is outside the vocabulary ({c.vocab_size})")
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class Engine:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer unless a request says otherwise."""
-        own = {self.config.eos_id}
+        own = set(self.config.eos_ids)
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:

@@ -159,7 +159,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "hc_eps": c.hc_eps,
         "rms_norm_eps": c.rms_norm_eps,
         "bos_token_id": c.bos_id,
-        "eos_token_id": c.eos_id,
+        "eos_token_id": list(c.eos_ids),
         "tie_word_embeddings": False,
     }
 

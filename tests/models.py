@@ -19,7 +19,7 @@ def fast_config() -> ModelConfig:
         compress_ratios=(0, 128, 4),
         sliding_window=16,
         bos_id=256,
-        eos_id=257,
+        eos_ids=(257,),
     )
 
 
@@ -51,7 +51,7 @@ def quick_config() -> ModelConfig:
         hc_mult=2,
         hc_sinkhorn_iters=2,
         bos_id=256,
-        eos_id=257,
+        eos_ids=(257,),
     )
 
 

@@ -287,7 +287,10 @@ def test_bad_numbers_are_refused_by_name(name: str) -> None:
         ({"num_experts_per_tok": 257}, "num_experts_per_tok"),
         ({"bos_token_id": 129280}, "bos_token_id"),
         ({"eos_token_id": -1}, "eos_token_id"),
-        ({"eos_token_id": [1, 2]}, "eos_token_id"),
+        ({"eos_token_id": []}, "eos_token_id"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id"),
+        ({"eos_token_id": [1, 129280]}, "eos_token_id"),
+        ({"eos_token_id": list(range(65))}, "eos_token_id"),
         ({"max_position_embeddings": "long"}, "max_position_embeddings"),
         ({"max_position_embeddings": None, "max_seq_len": "long"}, "max_seq_len"),
         ({"rope_theta": 1.0}, "rope_theta"),
@@ -520,3 +523,26 @@ def test_a_users_choice_is_never_lowered() -> None:
 def test_every_error_is_ours() -> None:
     assert issubclass(ConfigError, Dsv4Error)
     assert (ConfigError.exit_code, OptionError.exit_code) == (1, 2)
+
+
+def test_several_ids_may_end_an_answer() -> None:
+    assert ModelConfig.from_dict({**FLASH, "eos_token_id": [1, 128799, 1]}).eos_ids == (1, 128799)
+    assert ModelConfig.from_dict({**FLASH, "eos_token_id": None}).eos_ids == (1,)
+
+
+def test_a_hash_layer_after_a_scored_one_is_refused_with_the_reason() -> None:
+    types = ["hash_moe", "moe", "hash_moe", *["moe"] * 40]
+    with pytest.raises(ConfigError, match=r"mlp_layer_types\[2\].*come first"):
+        ModelConfig.from_dict({**FLASH, "mlp_layer_types": types})
+
+
+@pytest.mark.parametrize(("given", "warned"), [({}, True), ({"attention_factor": 1.0}, False)])
+def test_a_nested_yarn_without_its_attention_factor_is_warned_of(
+    given: dict[str, float], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers would multiply by 1.277 there; DeepSeek-V4 does not."""
+    yarn = {**COMMON["rope_scaling"], "rope_type": "yarn", "rope_theta": 160000.0, **given}
+    nested = {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": yarn}
+    data = {**{k: v for k, v in FLASH.items() if k != "rope_scaling"}, "rope_parameters": nested}
+    assert ModelConfig.from_dict(data).yarn_factor == COMMON["rope_scaling"]["factor"]
+    assert ("attention_factor" in caplog.text) == warned

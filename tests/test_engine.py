@@ -1,6 +1,7 @@
 """The engine as its users see it: answers, ends, errors; nothing lost and nothing left behind."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, Re
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.runner.runner import Flight
 from dsv4.sampling import Draw
-from tests.models import write_fast_model
+from tests.models import write_fast_model, write_quick_model
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 LENGTH = 8
@@ -199,6 +200,15 @@ def test_the_models_own_end_marker_stops_by_default(engine: Engine) -> None:
     [answer] = engine.generate([PROMPT], params)
     assert answer.token_ids == (257,)
     assert (answer.finish_reason, answer.stop_reason, answer.text) == ("stop", 257, "")
+
+
+def test_every_id_of_a_list_ends_an_answer(tmp_path: Path) -> None:
+    path = write_quick_model(tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [257, 19]}))
+    engine = Engine.load(str(tmp_path), device="cpu", max_context=64, max_sequences=1)
+    params = SamplingParams(max_tokens=5, temperature=0, logit_bias={19: 100.0})
+    [answer] = engine.generate([[65, 66]], params)
+    assert (answer.token_ids, answer.stop_reason) == ((19,), 19)
 
 
 @pytest.fixture

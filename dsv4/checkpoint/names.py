@@ -222,6 +222,18 @@ def families_in(names: list[str]) -> list[Family]:
     return [family for family, test in tests if any(test.match(name) for name in names)]
 
 
+_TOP_NAMES = frozenset(
+    f"{module}.weight" for module in (*_TOP_MODULES, "embed", "head", "norm")
+) | frozenset(_TOP_LEAVES)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a tensor of this name could belong to a model, in any family."""
+    inner = name.removeprefix("model.")
+    block = re.match(r"(layers|mtp)\.\d+\.", inner)
+    return block is not None or name in _TOP_NAMES or name.startswith("hc_head_")
+
+
 def locate(name: str, family: Family) -> Place | None:
     """The place of a tensor under this family's names, or None when it has none."""
     if family == "official":

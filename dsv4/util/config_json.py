@@ -13,6 +13,7 @@ from dsv4.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+MAX_EOS_IDS = 64
 RATIO_OF_LAYER_TYPE = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -193,7 +194,7 @@ class _Reader:
             "max_position_embeddings", default=self._int("max_seq_len", default=1048576)
         )
         values["bos_id"] = self._int("bos_token_id", default=0)
-        values["eos_id"] = self._int("eos_token_id", default=1)
+        values["eos_ids"] = self._eos_ids()
         values.update(self._ratios(values["num_layers"]))
         values["num_hash_layers"] = self._num_hash_layers(values["num_layers"])
         values.update(self._rope())
@@ -217,6 +218,18 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} is {value!r}, expected an integer")
         return value
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        """One id or a list of them."""
+        listed = self.data.get("eos_token_id")
+        if not isinstance(listed, list):
+            return (self._int("eos_token_id", default=1),)
+        if not 1 <= len(listed) <= MAX_EOS_IDS or not all(type(item) is int for item in listed):
+            raise ConfigError(
+                f"eos_token_id is {str(listed)[:80]}, expected a token id or a list of 1 to "
+                f"{MAX_EOS_IDS} of them"
+            )
+        return tuple(dict.fromkeys(listed))
 
     def _float(self, data: Mapping[str, Any], name: str, default: float | None = None) -> float:
         value = data.get(name, default)
@@ -318,7 +331,12 @@ class _Reader:
                 raise ConfigError(f"mlp_layer_types[{index}] is {name!r}, expected hash_moe or moe")
         num_hash = types.count("hash_moe")
         if "moe" in types[:num_hash]:
-            raise ConfigError("mlp_layer_types has a hash_moe layer after a moe layer")
+            late = num_hash + types[num_hash:].index("hash_moe")
+            raise ConfigError(
+                f"mlp_layer_types[{late}] is hash_moe after a moe layer; the layers routed by "
+                "token id come first in every published DeepSeek-V4, and other config.json files "
+                "only say how many they are (num_hash_layers)"
+            )
         return num_hash
 
     def _rope(self) -> dict[str, Any]:
@@ -342,6 +360,12 @@ class _Reader:
         values: dict[str, Any] = {"rope_theta": theta, "compress_rope_theta": compress_theta}
         if kind == "default":
             return {**values, "yarn_factor": 1.0}
+        if "compress" in nested and yarn.get("attention_factor") is None:
+            log.warning(
+                "config.json: rope_parameters.compress has no attention_factor; dsv4 takes 1, as "
+                "every DeepSeek-V4 has it, transformers would derive another from the factor: "
+                'write "attention_factor": 1.0'
+            )
         original = yarn.get("original_max_position_embeddings")
         if type(original) is not int:
             raise ConfigError(

@@ -12,6 +12,7 @@ from dsv4.checkpoint.files.header import MAX_HEADER_BYTES, read_header
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
+from dsv4.tools.check import check_checkpoint
 from tests.checkpoint import tiny, writers
 
 W1 = "layers.1.ffn.experts.0.w1"
@@ -445,3 +446,39 @@ def test_a_file_that_shrinks_after_it_was_opened(nvfp4, tmp_path) -> None:
         os.truncate(path, 5000)
     with pytest.raises(CheckpointError, match="changed while it was read"):
         checkpoint.load()
+
+
+@pytest.mark.parametrize("shards", ["index", "one file", "numbered"])
+def test_a_file_without_tensors_of_a_model_is_left_alone(shards: str, tmp_path) -> None:
+    """Such as the logits that `dsv4 score -o` wrote into the same folder."""
+    written = writers.made("plain-official")
+    folder = writers.save(written, tmp_path, shards=1 if shards == "one file" else 2)
+    if shards != "index":
+        (folder / "model.safetensors.index.json").unlink()
+    if shards == "one file":
+        (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    writers.save_file(folder / "logits.safetensors", {"logits": ("F32", np.ones((3, 64), "f4"))})
+    checkpoint = open_checkpoint(folder, ModelConfig.from_folder(folder))
+    assert "logits" not in checkpoint.manifest.scan.tensors
+    report = check_checkpoint(folder)
+    assert report.ok
+    [note] = report.findings
+    assert (note.level, note.file) == ("note", "logits.safetensors")
+    assert "left alone" in note.message
+
+
+@pytest.mark.parametrize("shards", ["one file", "numbered"])
+def test_a_second_file_with_tensors_of_a_model_is_not(shards: str, tmp_path) -> None:
+    written = writers.made("plain-official")
+    folder = writers.save(written, tmp_path, shards=1 if shards == "one file" else 2)
+    (folder / "model.safetensors.index.json").unlink()
+    if shards == "one file":
+        (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    writers.save_file(folder / "z.safetensors", {"norm.weight": written.disk["norm.weight"]})
+    refused(folder, "z.safetensors")
+
+
+def test_a_folder_of_foreign_files_only(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    writers.save_file(tmp_path / "logits.safetensors", {"logits": ("F32", np.ones(3, "f4"))})
+    refused(tmp_path, "no DeepSeek-V4 tensor names", "logits")

@@ -2,6 +2,7 @@
 
 With `model.safetensors.index.json` the index and the headers must tell the same story; without
 one, `model.safetensors` or all `*.safetensors` are taken. A shard must lie in the folder itself.
+Other safetensors files, without a tensor of a model, are listed and left alone.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 from dsv4.checkpoint.files.header import TensorInfo, read_header
 from dsv4.checkpoint.findings import Finding
+from dsv4.checkpoint.names import is_ours
 from dsv4.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -102,15 +104,17 @@ def _shards(scan: Scan) -> list[str]:
     """The files to read when there is no index; numbered ones must be complete."""
     found = sorted(path.name for path in scan.folder.glob("*.safetensors"))
     if "model.safetensors" in found:
-        others = [name for name in found if name != "model.safetensors"]
-        if others:
-            scan.error(
-                "files",
-                f"model.safetensors lies beside {others[0]} and no index says which is meant; "
-                "keep one checkpoint in the folder",
-                file=others[0],
-            )
+        for name in found:
+            if name != "model.safetensors" and not _left_alone(scan, name):
+                scan.error(
+                    "files",
+                    "has tensors of a model beside model.safetensors, and no index says which is "
+                    "meant; keep one checkpoint in the folder",
+                    file=name,
+                )
         return ["model.safetensors"]
+    if any(not _is_foreign(scan, name) for name in found):
+        found = [name for name in found if not _left_alone(scan, name)]
     if not found:
         foreign = [p.name for pattern in _FOREIGN for p in scan.folder.glob(pattern)]
         hint = f"; {foreign[0]} is not read, only safetensors are" if foreign else ""
@@ -125,6 +129,25 @@ def _shards(scan: Scan) -> list[str]:
                     scan.error("files", f"missing; {name} says there are {count} files", file=shard)
             break
     return found
+
+
+def _is_foreign(scan: Scan, name: str) -> bool:
+    """Whether a file is none of the checkpoint's: not one tensor has a model's name."""
+    if _outside(scan.folder, name):
+        return False
+    try:
+        return not any(is_ours(tensor) for tensor in read_header(scan.folder / name))
+    except CheckpointError:
+        return False  # perhaps a damaged part of the checkpoint
+
+
+def _left_alone(scan: Scan, name: str) -> bool:
+    """`_is_foreign`, and said in the findings."""
+    foreign = _is_foreign(scan, name)
+    if foreign:
+        message = "has no tensor of a model; left alone"
+        scan.findings.append(Finding("note", "files", message, file=name))
+    return foreign
 
 
 def _read_shard(scan: Scan, name: str) -> None:
@@ -169,7 +192,7 @@ def _outside(folder: Path, name: str) -> str | None:
 
 
 def _compare_index(scan: Scan, weight_map: dict[str, str]) -> None:
-    read = {path.name for path in scan.files}
+    read, named = {path.name for path in scan.files}, set(weight_map.values())
     for name, file in weight_map.items():
         info = scan.tensors.get(name)
         if file in read and (info is None or info.file.name != file):
@@ -181,7 +204,7 @@ def _compare_index(scan: Scan, weight_map: dict[str, str]) -> None:
                 "index", f"is in the file but not in {INDEX_NAME}", tensor=name, file=info.file.name
             )
     for path in sorted(scan.folder.glob("*.safetensors")):
-        if path.name not in set(weight_map.values()):
+        if path.name not in named and not _left_alone(scan, path.name):
             scan.findings.append(
                 Finding("warning", "files", f"not named by {INDEX_NAME}; not read", file=path.name)
             )
