@@ -157,7 +157,8 @@ def _fill(
         else:
             _collect(manifest, cells)
     what = "is missing; the model needs it, fetch the checkpoint again"
-    manifest.findings += [Finding("error", "missing", what, name) for name in missing]
+    if not manifest.scan.unread:  # it may well be in the file that could not be read
+        manifest.findings += [Finding("error", "missing", what, name) for name in missing]
     return used
 
 

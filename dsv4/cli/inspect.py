@@ -23,13 +23,17 @@ def inspect(
 ) -> None:
     """Show layout, formats and sizes of a checkpoint, from its headers.
 
+    Exit code 1 if it could not be loaded as it is.
+
     Example: dsv4 inspect ./DeepSeek-V4-Flash --json
     """
     summary = inspect_checkpoint(model_folder(model))
     if as_json:
         sys.stdout.write(json.dumps(summary.to_json(), indent=2) + "\n")
-        return
-    _print(summary, Console())
+    else:
+        _print(summary, Console())
+    if summary.num_errors:
+        raise typer.Exit(1)
 
 
 def _print(summary: Summary, console: Console) -> None:

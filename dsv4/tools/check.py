@@ -76,8 +76,12 @@ def check_checkpoint(
     report = Report(str(folder), manifest.layout.name if manifest.layout else "unknown")
     stopped = bool({"names", "layout"} & {item.check for item in findings})
     late = ("missing", "unexpected", "dtype", "shape", "pairing", "format", "config", "draft")
+    unread = manifest.scan.unread
+    partly = f"{len(unread)} of the files could not be read" if unread else ""
     for name, title in HEADER_CHECKS.items():
-        undecided = "the names could not be read" if stopped and name in late else ""
+        undecided = partly if name not in ("files", "header") else ""
+        if stopped and name in late:
+            undecided = undecided or "the names could not be read"
         report.checks.append(_check(name, title, findings, undecided))
     if manifest.layout is None and not stopped and manifest.sources:
         report.checks.append(
@@ -88,7 +92,9 @@ def check_checkpoint(
 
         found = check_values(manifest, progress)
         findings += found
-        report.checks += [_check(name, title, found) for name, title in VALUE_CHECKS.items()]
+        report.checks += [
+            _check(name, title, found, partly) for name, title in VALUE_CHECKS.items()
+        ]
     else:
         why = "run with --values" if not values else "nothing could be read"
         for name, title in VALUE_CHECKS.items():
@@ -108,7 +114,7 @@ def _check_draft(manifest: Manifest) -> list[Finding]:
     """Draft blocks are not run here, but half of one means a damaged download."""
     found = {n.removeprefix("model.") for n in manifest.scan.tensors if "mtp." in n[:10]}
     found = {name for name in found if name.startswith("mtp.")}
-    if not found:
+    if not found or manifest.scan.unread:  # the rest may be in a file that could not be read
         return []
     rank = manifest.scan.config.get("dspark_markov_rank", 256)
     config = manifest.config

@@ -28,6 +28,8 @@ from dsv4.tools.check import Progress
 # siblings in other layers, and all linears of a model within a larger one.
 SIBLING_FACTOR = 16.0
 ABSOLUTE_FACTOR = 8.0
+# without other linears to compare with; the known mistakes are factors of 30 and more
+LONE_FACTOR = 16.0
 ZERO_SHARE = 0.05  # of a matrix's blocks
 
 
@@ -185,15 +187,19 @@ def _magnitudes(sizes: list[Size]) -> list[Finding]:
     for size in sizes:
         if size.gain > 0:
             kinds[_kind(size.source)].append(size)
-    trusted = [s.gain for s in sizes if s.gain > 0 and s.global_ is None]
+    # the index weights are one row per head and of a size of their own
+    trusted = [
+        s.gain
+        for s in sizes
+        if s.gain > 0 and s.global_ is None and ".weights_proj." not in s.source.name
+    ]
     findings = []
     for kind, group in kinds.items():
         middle = median(size.gain for size in group)
         nvfp4 = group[0].global_ is not None
         reference = median(trusted) if nvfp4 and trusted else 1.0
-        if not 1 / ABSOLUTE_FACTOR < middle / reference < ABSOLUTE_FACTOR and (
-            nvfp4 or not 1e-3 < middle < 1e3
-        ):
+        factor = ABSOLUTE_FACTOR if trusted else LONE_FACTOR
+        if not 1 / factor < middle / reference < factor and (nvfp4 or not 1e-3 < middle < 1e3):
             findings.append(_implausible(kind, group, middle, reference))
             continue
         findings += [

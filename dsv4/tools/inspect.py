@@ -52,6 +52,7 @@ class Summary:
     ignored: dict[str, int]  # reason -> tensors
     quantization: dict[str, Any]
     findings: list[str]
+    num_errors: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,6 +79,7 @@ def inspect_checkpoint(folder: Path) -> Summary:
         ignored=dict(Counter(manifest.ignored.values())),
         quantization=manifest.scan.quantization,
         findings=[item.line() for item in manifest.findings],
+        num_errors=sum(item.level == "error" for item in manifest.findings),
     )
 
 

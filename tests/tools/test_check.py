@@ -8,6 +8,7 @@ import pytest
 
 from dsv4.checkpoint.findings import Finding
 from dsv4.tools.check import Report, check_checkpoint
+from dsv4.util.models import model_folder
 from tests.checkpoint import writers
 
 W1 = "layers.1.ffn.experts.0.w1"
@@ -187,3 +188,24 @@ def test_progress_reaches_the_end(tmp_path) -> None:
     folder = writers.save(writers.made("official"), tmp_path)
     check_checkpoint(folder, values=True, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_the_embedded_model_passes() -> None:
+    """Trained weights: 3.5 times the size of fresh ones, and only index weights unquantised."""
+    report = check_checkpoint(model_folder("tiny"), values=True)
+    assert report.findings == []
+    assert {item.status for item in report.checks} == {"pass"}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_was_never_read_is_not_decided(shards: int, tmp_path) -> None:
+    folder = writers.save(writers.made("modelopt-experts"), tmp_path, shards=shards)
+    cut = folder / f"model-00001-of-{shards:05d}.safetensors"
+    with open(cut, "r+b") as file:
+        file.truncate(cut.stat().st_size - 100)
+    report = check_checkpoint(folder, values=True)
+    found = {item.name: item.status for item in report.checks}
+    assert (found.pop("header"), found.pop("files")) == ("fail", "pass")
+    assert set(found.values()) == {"not decided"}
+    # what the cut file holds is not called missing
+    assert [item.check for item in report.findings] == ["header"]

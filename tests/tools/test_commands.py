@@ -99,3 +99,13 @@ def test_wrong_use_and_missing_folders(folder: Path, tmp_path: Path) -> None:
         assert isinstance(result.exception, kind), arguments
     assert run("plan").exit_code == 2
     assert run("inspect", folder, "--bogus").exit_code == 2
+
+
+def test_inspect_of_a_cut_file_fails(tmp_path) -> None:
+    folder = writers.save(writers.made("official"), tmp_path, shards=1)
+    assert run("inspect", folder).exit_code == 0
+    with open(folder / "model-00001-of-00001.safetensors", "r+b") as file:
+        file.truncate(1000)
+    result = run("inspect", folder)
+    assert result.exit_code == 1
+    assert "cut off" in result.output

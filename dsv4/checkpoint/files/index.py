@@ -29,6 +29,7 @@ class Scan:
     folder: Path
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # files that are missing or broken
     findings: list[Finding] = field(default_factory=list)
     quantization: dict[str, Any] = field(default_factory=dict)  # from config.json
     config: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +127,7 @@ def _shards(scan: Scan) -> list[str]:
             for number in range(1, min(count, 10_000) + 1):
                 shard = f"{stem}-{number:05d}-of-{match[3]}.safetensors"
                 if shard not in found:
+                    scan.unread.append(shard)
                     scan.error("files", f"missing; {name} says there are {count} files", file=shard)
             break
     return found
@@ -153,16 +155,17 @@ def _left_alone(scan: Scan, name: str) -> bool:
 def _read_shard(scan: Scan, name: str) -> None:
     path = scan.folder / name
     problem = _outside(scan.folder, name)
+    if problem is None and not path.is_file():
+        problem = f"named by {INDEX_NAME} but missing; fetch it"
     if problem:
         scan.error("files", problem, file=name)
-        return
-    if not path.is_file():
-        scan.error("files", f"named by {INDEX_NAME} but missing; fetch it", file=name)
+        scan.unread.append(name)
         return
     try:
         tensors = read_header(path)
     except CheckpointError as error:
         scan.error("header", str(error).removeprefix(f"{path}: "), file=name)
+        scan.unread.append(name)
         return
     scan.files.append(path)
     for info in tensors.values():
