@@ -1,7 +1,10 @@
 """`dsv4 doctor`: which operation is wrong, on this machine or in this checkpoint?"""
 
 import json
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,7 @@ from rich.table import Table
 
 from dsv4.cli.options import engine_options
 from dsv4.config import EngineConfig
-from dsv4.errors import OptionError
+from dsv4.errors import Dsv4Error, OptionError
 
 if TYPE_CHECKING:
     from dsv4.tools.doctor.examine import ModelReport
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from dsv4.tools.doctor.ops import OpResult
     from dsv4.tools.doctor.report import Report
     from dsv4.tools.doctor.subject import Subject
+
+log = logging.getLogger(__name__)
 
 _COLORS = {"ok": "green", "wrong": "bold red", "skipped": "yellow", "unsupported": "yellow"}
 
@@ -87,6 +92,7 @@ def _examine(
     from dsv4.tools.doctor.machine import examine_machine
     from dsv4.tools.doctor.ops import check_ops
     from dsv4.tools.doctor.report import Report
+    from dsv4.tools.doctor.sampling import check_sampling
     from dsv4.tools.doctor.subject import open_subject
 
     subject = open_subject(model, choices, **options) if with_model else None
@@ -98,16 +104,33 @@ def _examine(
     _print_machine(found.machine, console)
     with console.status("comparing ops with their references"):
         found.ops = list(check_ops(device))
+    with console.status("drawing tokens"), _surviving(found, "drawing tokens"):
+        found.ops += check_sampling(device)
     _print_ops(found.ops, console)
     if subject is not None:
-        with console.status("comparing the model with its formulas, op by op") as status:
+        what = "comparing the model with its formulas"
+        with console.status(f"{what}, op by op") as status, _surviving(found, what):
 
             def progress(layer: int, count: int) -> None:
-                status.update(f"comparing the model with its formulas: layer {layer} of {count}")
+                status.update(f"{what}: layer {layer} of {count}")
 
             found.model = examine_model(subject, progress=progress)
-        _print_model(found.model, console)
+        if found.model is not None:
+            _print_model(found.model, console)
     return found, subject
+
+
+@contextmanager
+def _surviving(found: "Report", what: str) -> Iterator[None]:
+    """That a part of the examination breaks off is itself a finding."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:
+        log.debug("broke off while %s", what, exc_info=True)
+        text = str(error) if isinstance(error, Dsv4Error) else repr(error)
+        found.failures.append(f"doctor broke off while {what}: {text} (--debug shows where)")
 
 
 def _write(

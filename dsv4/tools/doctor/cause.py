@@ -143,6 +143,8 @@ def _wrong_state(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
 def _stale(
     pool: Any, table: Tensor, numbers: Tensor, written: Tensor, what: str, tokens: int
 ) -> Cause | None:
+    if numbers.numel() == 0:
+        return None  # nothing was written yet
     held = read_entries(pool, table, 0, numbers)
     same = ((held - written).abs() <= 1e-6 * written.abs().amax()).flatten(1).all(1)
     if bool(same.all()):
@@ -160,6 +162,8 @@ def _stale(
 def _stale_tail(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
     state, batch = call.before["state"], call.before["batch"]
     before = torch.arange(max(taps.start - state.rows, 0), taps.start)
+    if before.numel() == 0:
+        return None
     held = state.values[int(batch.slots[0]), before % state.rows].double()
     tap = "values" if call.station.name == "entries" else "index_values"
     written = taps.all(tap)[before]

@@ -1,5 +1,6 @@
 """Every op call of a run against the plain layer, on the engine's own inputs and end to end."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,8 @@ from dsv4.tools.doctor.cause import Cause, find_cause
 from dsv4.tools.doctor.compare import Error, Limits, difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 from dsv4.tools.doctor.plain.stations import Call, layer_stations, pick, results
+
+log = logging.getLogger(__name__)
 
 _BESIDE = ("attn_streams", "final_streams")  # taps that not every op of their station gives
 LayerMaker = Callable[[int], PlainLayer]
@@ -122,10 +125,10 @@ class Checker:
                 cell.status = "ok" if cell.status == "not run" else cell.status
             if not error.within(limit):
                 wrong = wrong or tap
-        odd = _odd_numbers(call, layer, taps)
+        odd = _odd_numbers(call, layer, taps, () if wrong else call.station.judged_later)
         if (wrong or odd) and cell.status != "wrong":
             cell.status = "wrong"
-            cell.cause = odd or find_cause(call, layer, taps, found)
+            cell.cause = odd or _cause(call, layer, taps, found)
             if self.first is None:  # the cell may get worse later; this is what the call showed
                 self.first = Evidence(replace(cell), call, found, expected)
 
@@ -162,9 +165,23 @@ def _position(tap: str, row: int, layer: PlainLayer, taps: Taps) -> int:
     return taps.start + row
 
 
-def _odd_numbers(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+def _cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
+    """`find_cause`; that a call is wrong must not be lost because the search for the cause fails
+    on what it left behind."""
+    try:
+        return find_cause(call, layer, taps, found)
+    except Exception as error:
+        log.debug("the search for a cause failed", exc_info=True)
+        return Cause("unknown", f"doctor's search for the cause failed ({error!r}); report this")
+
+
+def _odd_numbers(
+    call: Call, layer: PlainLayer, taps: Taps, skipped: tuple[str, ...]
+) -> Cause | None:
     """Settings of an op that differ from the config, even where the numbers do not show it."""
     for path, expected in call.station.arguments(layer, taps).items():
+        if path in skipped:
+            continue
         found: Any = pick(call.before, path)
         if isinstance(expected, int | float | str) and found != expected:
             return Cause("argument", f"its argument {path} is {found}, expected {expected}", path)

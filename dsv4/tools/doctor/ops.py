@@ -1,5 +1,6 @@
 """Every kernel against its reference on this machine: the op's own cases and harder ones."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dsv4.ops import OPS
 from dsv4.ops.arguments import copied, leaves, same_bits
 from dsv4.ops.kv.pool import rotates, round_index
 from dsv4.ops.op import Arguments, Case, Kernel, Op
+
+log = logging.getLogger(__name__)
 
 # the argument that carries activations: it is made harder
 _ACTIVATION = {
@@ -87,9 +90,22 @@ def check_ops(
         if only and op.name not in only.split(","):
             continue
         for case in op.cases():
-            yield from _check_case(op, case, device, use_kernels, scaled=False)
+            yield from _try_case(op, case, device, use_kernels, scaled=False)
             for hard in harder(case, op.name, HARDER if use_kernels else HARDER[:1]):
-                yield from _check_case(op, hard, device, use_kernels, scaled=True)
+                yield from _try_case(op, hard, device, use_kernels, scaled=True)
+
+
+def _try_case(
+    op: Op, case: Case, device: str, use_kernels: bool, *, scaled: bool
+) -> Iterator[OpResult]:
+    """A case that fails is a finding like any other."""
+    try:
+        yield from _check_case(op, case, device, use_kernels, scaled=scaled)
+    except Exception as error:
+        log.debug("%s, %s", op.name, case.name, exc_info=True)
+        ran = "kernel" if use_kernels else "reference"
+        worst = float("inf")
+        yield OpResult(op.name, case.name, ran, "wrong", worst, detail=f"failed: {error!r}")
 
 
 def _check_case(

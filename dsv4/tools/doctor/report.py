@@ -22,11 +22,12 @@ class Report:
     machine: Machine
     ops: list[OpResult] = field(default_factory=list)
     model: ModelReport | None = None
+    failures: list[str] = field(default_factory=list)  # parts of the examination that broke off
 
     @property
     def ok(self) -> bool:
         ops_ok = all(item.status != "wrong" for item in self.ops)
-        return ops_ok and (self.model is None or self.model.ok)
+        return ops_ok and not self.failures and (self.model is None or self.model.ok)
 
     def conclusions(self) -> list[str]:
         """What is wrong, in words, the likeliest cause first."""
@@ -35,7 +36,7 @@ class Report:
             lines.append(
                 f"op {row['op']} ({row['ran']}), case {row['worst_case']}: {row['detail']}"
             )
-        return lines + (model_conclusions(self.model) if self.model else [])
+        return lines + (model_conclusions(self.model) if self.model else []) + self.failures
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -44,6 +45,7 @@ class Report:
             "machine": self.machine.to_json(),
             "ops": [_finite(asdict(item)) for item in self.ops],
             "model": model_json(self.model) if self.model else None,
+            "failures": self.failures,
             "next": NEXT,
         }
 

@@ -87,6 +87,16 @@ def sink_ignored(subject: Subject) -> Any:
     return kernel("attention", lambda right, a: right(sink=torch.full_like(a["sink"], -1e9)))
 
 
+def sink_left_out(subject: Subject) -> Any:
+    """In the reference itself, in a layer whose compressor has not closed a block yet."""
+    right, sink = attention_op._attend, subject.model.blocks[2].attention.sink
+
+    def wrong(q: Tensor, wide_q: Tensor, given: Tensor, *rest: Any) -> Tensor:
+        return right(q, wide_q, given - 1e9 if torch.equal(given, sink) else given, *rest)
+
+    return patch.object(attention_op, "_attend", wrong)
+
+
 def padding_counted(subject: Subject) -> Any:
     """Padded keys of zeros take part in the softmax: each adds exp(0) to its sum."""
 
@@ -267,6 +277,21 @@ def ties_to_the_last(subject: Subject) -> Any:
     return kernel("index_select", wrong)
 
 
+def one_selected_short(subject: Subject) -> Any:
+    return kernel("index_select", lambda right, a: right(topk=a["topk"] - 1))
+
+
+def topk_one_short(subject: Subject) -> Any:
+    indexer = subject.model.blocks[1].attention.indexer
+    return patch.object(indexer, "topk", indexer.topk - 1)
+
+
+def topk_one_long(subject: Subject) -> Any:
+    """Rows that ought to be scored are not."""
+    indexer = subject.model.blocks[1].attention.indexer
+    return patch.object(indexer, "topk", indexer.topk + 1)
+
+
 # --- streams and experts --------------------------------------------------------------------------
 
 
@@ -376,6 +401,10 @@ FAULTS = (
     Fault("ReLU missing", relu_missing, 1, "index_scores", "kernel"),
     Fault("ties to the higher index", ties_to_the_last, 1, "index_select", "kernel",
         changes={"index_num_heads": 1}),
+    Fault("one selected too few", one_selected_short, 1, "index_select", "kernel"),
+    Fault("topk one short", topk_one_short, 1, "index_select", "argument", "topk is 7"),
+    Fault("topk one long", topk_one_long, 1, "index_scores", "argument", "topk is 9"),
+    Fault("sink left out of the definition", sink_left_out, 2, "attention", "reference"),
     Fault("mixing matrix transposed", comb_transposed, 0, "mix_ffn", "kernel"),
     Fault("post not doubled", post_not_doubled, 2, "mix_ffn", "kernel"),
     Fault("one Sinkhorn round short", one_sinkhorn_round, 1, "mix_ffn", "argument", "sinkhorn"),

@@ -26,6 +26,7 @@ from dsv4.tools.doctor.plain import layer as plain_layer
 from dsv4.tools.doctor.plain.layer import Taps
 from dsv4.tools.doctor.plain.stations import STATIONS, layer_stations
 from dsv4.tools.doctor.report import Report
+from dsv4.tools.doctor.sampling import SETTINGS
 from dsv4.tools.doctor.subject import Subject
 from tests.models import write_fast_model
 from tests.oracle.reference import Reference
@@ -232,7 +233,8 @@ def test_report_is_json_and_names_nothing_private(ill: tuple[Subject, ModelRepor
 
 def run(*arguments: str) -> Any:
     few = {name: OPS[name] for name in ("router", "index_select")}
-    with patch("dsv4.tools.doctor.ops.OPS", few):
+    quick = patch("dsv4.tools.doctor.sampling.SETTINGS", SETTINGS[3:5])
+    with patch("dsv4.tools.doctor.ops.OPS", few), quick:
         return CliRunner().invoke(app, ["doctor", *arguments])
 
 
@@ -273,8 +275,32 @@ def test_command_on_ops_alone(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(report.read_text())
     assert data["model"] is None
-    assert {item["op"] for item in data["ops"]} == {"router", "index_select"}
+    assert {item["op"] for item in data["ops"]} == {"router", "index_select", "sample"}
     assert "issue" in data["next"]
+
+
+def test_a_crash_inside_doctor_is_a_finding(tmp_path: Path) -> None:
+    folder = write_fast_model(tmp_path)
+    with patch.object(faults.compress_op, "rope_reference", side_effect=ValueError("too odd")):
+        result = run(str(folder), "--device", "cpu", "--tokens", "140", "--json")
+    assert result.exit_code == 1
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    report = json.loads(result.stdout)
+    assert report["ok"] is False
+    assert any("compress" in line and "too odd" in line for line in report["conclusions"])
+    [failure] = report["failures"]
+    assert "comparing the model" in failure
+    assert "compress (entries) in layer" in failure
+
+
+def test_a_wrong_op_is_named_even_where_its_cause_cannot_be_found() -> None:
+    subject = small_subject()
+    broken = patch("dsv4.tools.doctor.check.find_cause", side_effect=IndexError("empty"))
+    with faults.no_inverse_rope(subject), broken:
+        report = examine_model(subject, only_calls=True)
+    assert report.first is not None
+    assert (report.first.cell.layer, report.first.cell.station) == (2, "attention")
+    assert "IndexError('empty')" in report.first.cell.cause.text
 
 
 @pytest.mark.parametrize(

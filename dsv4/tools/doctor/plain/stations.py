@@ -48,6 +48,7 @@ class Station:
     inputs: dict[str, str] = field(default_factory=dict)  # argument -> tap it must be
     arguments: Callable[[PlainLayer, Taps], Expected] = lambda layer, t: {}
     kinds: tuple[int, ...] = (0, 4, 128)  # ratios of the layers that have it
+    judged_later: tuple[str, ...] = ()  # numbers that matter to a later station more than here
 
 
 def _mix(half: str) -> Callable[[PlainLayer, Taps], Expected]:
@@ -141,7 +142,8 @@ STATIONS: dict[str, Station] = {
             lambda layer, t: {**_turned(layer, t), "index_format": layer.formats.index}, (4,)),
         Station("index_scores", "index_scores", _L.index_scores, ("scores",), {"q": "index_q"},
             lambda layer, t: {"batch.positions": t.positions, "topk": layer.config.index_topk,
-                "weights": t.new["head_weights"] * layer.index_scale}, (4,)),
+                "weights": t.new["head_weights"] * layer.index_scale}, (4,),
+            judged_later=("topk",)),  # too small a one only makes it score more rows
         Station("index_select", "index_select", _L.index_select, ("selected",),
             {"scores": "scores"}, lambda layer, t: {"topk": layer.config.index_topk}, (4,)),
         Station("query_prepare", "query_prepare", _L.query_prepare, ("q",), {"q": "q_raw"},
