@@ -13,8 +13,14 @@ from random import Random
 
 import torch
 
+from dsv4.cache.geometry import Geometry
+from dsv4.cache.pages import SequencePages
+from dsv4.config import ModelConfig
 from dsv4.request import SamplingParams, TokenLogprobs
-from dsv4.sampling import Draw, sample_batch
+from dsv4.runner.buffers import StepBuffers
+from dsv4.runner.drawing import Drawing
+from dsv4.runner.steps import draw
+from dsv4.sampling import Draw
 from dsv4.tools.doctor.ops import OpResult
 from dsv4.tools.doctor.plain.sampling import distribution, log_probability
 
@@ -43,6 +49,7 @@ SETTINGS = tuple(
         {"top_p": 0.8},
         {"min_p": 0.15},
         {"temperature": 1.5, "top_p": 0.7},
+        {"top_k": 5, "top_p": 0.8},
         {"logit_bias": {2: 2.0, 9: -3.0}},
         {"repetition_penalty": 1.6},
         {"presence_penalty": 1.2},
@@ -70,8 +77,16 @@ def _row(seed: int) -> list[float]:
 def _sample(
     rows: Sequence[Sequence[float]], params: SamplingParams, device: str
 ) -> list[TokenLogprobs]:
-    draws = [Draw(params, seed, PROMPT, OUTPUT) for seed in range(len(rows))]
-    return sample_batch(torch.tensor(rows, dtype=torch.float32, device=device), draws)
+    """A step's second half as the runner has it: settings and slots sent, drawn, read back."""
+    count, config = len(rows), replace(ModelConfig(), vocab_size=VOCABULARY)
+    geometry = Geometry(config, "fp32", "fp32", chunk_tokens=16)
+    buffers = StepBuffers(geometry, count, 16, torch.device(device))
+    buffers.logits.copy_(torch.tensor(rows, dtype=torch.float32))
+    drawing, tokens = Drawing(buffers), [*PROMPT, *OUTPUT]
+    draws = [Draw(params, seed, tokens, len(PROMPT)) for seed in range(count)]
+    owners = [SequencePages(slot) for slot in range(count)]
+    draw(buffers, drawing.prepare(draws, owners, [len(tokens)] * count))
+    return drawing.read_back(draws).results()
 
 
 def _greedy(params: SamplingParams, device: str) -> str | None:

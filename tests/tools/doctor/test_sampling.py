@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import dsv4.ops.sample.sample as sample_op
-import dsv4.sampling.sampler as sampler
-from dsv4.ops.sample.sample import SampleInputs
+import dsv4.runner.steps as steps
+from dsv4.ops.sample.sample import IN_PROMPT, SampleInputs
 from dsv4.tools.doctor.sampling import SETTINGS, check_sampling
 
 PLAIN = "temperature 1.0"
@@ -31,13 +31,13 @@ def test_nothing_is_wrong() -> None:
 
 def changed(**changes: Callable[[SampleInputs], Tensor | None]) -> Any:
     """The op gets other settings than the requests have."""
-    right = sampler.sample_inputs
+    right = steps.sample
 
-    def wrong(*args: Any) -> SampleInputs:
-        inputs = right(*args)
-        return replace(inputs, **{name: change(inputs) for name, change in changes.items()})
+    def wrong(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
+        other = {name: change(inputs) for name, change in changes.items()}
+        return right(logits, replace(inputs, **other))
 
-    return patch.object(sampler, "sample_inputs", wrong)
+    return patch.object(steps, "sample", wrong)
 
 
 def ones(name: str) -> Callable[[SampleInputs], Tensor]:
@@ -54,6 +54,19 @@ def top_p_too_narrow() -> Any:
     return patch.object(sample_op, "_kept", wrong)
 
 
+def top_p_of_everything() -> Any:
+    """Top-p as if top-k had left everything: more tokens pass."""
+    right = sample_op._kept
+
+    def wrong(row: Tensor, inputs: SampleInputs, i: int) -> Tensor:
+        alone = {"top_k": inputs.top_k * 0}, {"top_p": torch.ones_like(inputs.top_p)}
+        return right(row, replace(inputs, **alone[0]), i) & right(
+            row, replace(inputs, **alone[1]), i
+        )
+
+    return patch.object(sample_op, "_kept", wrong)
+
+
 def drawn_only(inputs: SampleInputs) -> Tensor:
     return (inputs.temperature > 0).to(inputs.temperature)
 
@@ -63,22 +76,17 @@ FAULTS = {
     "top-p keeps too few": (top_p_too_narrow, "top_p 0.8"),
     "top-p ignored": (lambda: changed(top_p=ones("top_p")), "top_p 0.8"),
     "top-k one short": (lambda: changed(top_k=lambda s: (s.top_k - 1).clamp(min=0)), "top_k 4"),
+    "top-p before top-k": (top_p_of_everything, "top_k 5, top_p 0.8"),
     "min-p ignored": (lambda: changed(min_p=lambda s: s.min_p * 0), "min_p 0.15"),
-    "bias ignored": (lambda: changed(bias=lambda s: None), "logit_bias"),
+    "bias ignored": (lambda: changed(bias=lambda s: s.bias * 0), "logit_bias"),
     "repetition ignored": (lambda: changed(repetition=ones("repetition")), "repetition_penalty"),
     "presence ignored": (lambda: changed(presence=lambda s: s.presence * 0), "presence_penalty"),
     "frequency once": (
-        lambda: changed(
-            output_counts=lambda s: (
-                None if s.output_counts is None else s.output_counts.clamp(max=1)
-            )
-        ),
+        lambda: changed(seen=lambda s: s.seen.clamp(max=1) | (s.seen & IN_PROMPT)),
         "frequency_penalty",
     ),
     "prompt not penalised": (
-        lambda: changed(
-            prompt_counts=lambda s: None if s.prompt_counts is None else s.prompt_counts * 0
-        ),
+        lambda: changed(seen=lambda s: s.seen & (IN_PROMPT - 1)),
         "repetition_penalty",
     ),
 }
@@ -104,11 +112,11 @@ def test_other_random_numbers_are_fine_and_equal_ones_are_not() -> None:
 
 
 def test_wrong_log_probabilities_are_named() -> None:
-    right = sampler.sample
+    right = steps.sample
 
     def wrong(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
         tokens, norms = right(logits, inputs)
         return tokens, norms + 0.01
 
-    with patch.object(sampler, "sample", wrong):
+    with patch.object(steps, "sample", wrong):
         assert "log-probability" in wrong_cases(PLAIN)["temperature 1.0, greedy"]

@@ -24,12 +24,12 @@ def distribution(
         return {order[0]: 1.0}
     scaled = {token: scores[token] / params.temperature for token in order}
     weights = {t: math.exp(s - scaled[order[0]]) for t, s in scaled.items()}  # the best is 1
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(weights[token] for token in order)  # top-p sees what top-k leaves
     kept, before = [], 0.0
-    total = sum(weights.values())
     for rank, token in enumerate(order):
-        likely = weights[token] >= params.min_p
-        inside = before / total < params.top_p and (params.top_k == 0 or rank < params.top_k)
-        if rank == 0 or (likely and inside):
+        if rank == 0 or (before / total < params.top_p and weights[token] >= params.min_p):
             kept.append(token)
         before += weights[token]
     rest = sum(weights[token] for token in kept)
