@@ -19,9 +19,9 @@ from dsv4.config import EngineConfig
 from dsv4.errors import Dsv4Error, OptionError
 
 if TYPE_CHECKING:
+    from dsv4.tools.doctor.device.machine import Machine
+    from dsv4.tools.doctor.device.ops import OpResult
     from dsv4.tools.doctor.examine import ModelReport
-    from dsv4.tools.doctor.machine import Machine
-    from dsv4.tools.doctor.ops import OpResult
     from dsv4.tools.doctor.report import Report
     from dsv4.tools.doctor.subject import Subject
 
@@ -88,11 +88,11 @@ def _examine(
 ) -> tuple["Report", "Subject | None"]:
     import torch
 
+    from dsv4.tools.doctor.device.machine import examine_machine
+    from dsv4.tools.doctor.device.ops import check_ops
+    from dsv4.tools.doctor.device.sampling import check_sampling
     from dsv4.tools.doctor.examine import examine_model
-    from dsv4.tools.doctor.machine import examine_machine
-    from dsv4.tools.doctor.ops import check_ops
     from dsv4.tools.doctor.report import Report
-    from dsv4.tools.doctor.sampling import check_sampling
     from dsv4.tools.doctor.subject import open_subject
 
     subject = open_subject(model, choices, **options) if with_model else None
@@ -192,7 +192,7 @@ def _print_kernels(rows: list[dict[str, str]], console: Console) -> None:
 
 
 def _print_ops(results: list["OpResult"], console: Console) -> None:
-    from dsv4.tools.doctor.ops import summarize
+    from dsv4.tools.doctor.device.ops import summarize
 
     table = Table("op", "runs", "cases", "result", "worst", "us", "")
     for row in summarize(results):

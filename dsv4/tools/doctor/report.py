@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.tools.doctor.check import Cell
+from dsv4.tools.doctor.device.machine import Machine
+from dsv4.tools.doctor.device.ops import OpResult, summarize
 from dsv4.tools.doctor.examine import ModelReport
-from dsv4.tools.doctor.machine import Machine
-from dsv4.tools.doctor.ops import OpResult, summarize
 
 NEXT = (
     "Attach this file to an issue of the project: it says which kernels ran on this GPU, how far "

@@ -18,15 +18,15 @@ from dsv4.ops.op import Arguments, Kernel, Op
 from dsv4.testing import random_weights, small_config
 from dsv4.tools.doctor.capsule import replay, save_capsule
 from dsv4.tools.doctor.check import hand_on
+from dsv4.tools.doctor.device.machine import examine_machine
+from dsv4.tools.doctor.device.ops import check_ops, summarize
+from dsv4.tools.doctor.device.sampling import SETTINGS
 from dsv4.tools.doctor.examine import ModelReport, examine_model, layers_of
-from dsv4.tools.doctor.machine import examine_machine
-from dsv4.tools.doctor.ops import check_ops, summarize
 from dsv4.tools.doctor.picture import svg, terminal
 from dsv4.tools.doctor.plain import layer as plain_layer
 from dsv4.tools.doctor.plain.layer import Taps
 from dsv4.tools.doctor.plain.stations import STATIONS, layer_stations
 from dsv4.tools.doctor.report import Report
-from dsv4.tools.doctor.sampling import SETTINGS
 from dsv4.tools.doctor.subject import Subject
 from tests.models import write_fast_model
 from tests.oracle.reference import Reference
@@ -233,8 +233,8 @@ def test_report_is_json_and_names_nothing_private(ill: tuple[Subject, ModelRepor
 
 def run(*arguments: str) -> Any:
     few = {name: OPS[name] for name in ("router", "index_select")}
-    quick = patch("dsv4.tools.doctor.sampling.SETTINGS", SETTINGS[3:5])
-    with patch("dsv4.tools.doctor.ops.OPS", few), quick:
+    quick = patch("dsv4.tools.doctor.device.sampling.SETTINGS", SETTINGS[3:5])
+    with patch("dsv4.tools.doctor.device.ops.OPS", few), quick:
         return CliRunner().invoke(app, ["doctor", *arguments])
 
 

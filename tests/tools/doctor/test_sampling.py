@@ -12,7 +12,7 @@ from torch import Tensor
 import dsv4.ops.sample.sample as sample_op
 import dsv4.runner.steps as steps
 from dsv4.ops.sample.sample import IN_PROMPT, SampleInputs
-from dsv4.tools.doctor.sampling import SETTINGS, check_sampling
+from dsv4.tools.doctor.device.sampling import SETTINGS, check_sampling
 
 PLAIN = "temperature 1.0"
 

@@ -15,7 +15,7 @@ from dsv4.ops.gemm.scaled import random_scaled
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.op import Arguments, Kernel, Op
 from dsv4.tools.doctor.capsule import _decode, _encode
-from dsv4.tools.doctor.machine import choice_for, examine_machine, format_of
+from dsv4.tools.doctor.device.machine import choice_for, examine_machine, format_of
 
 
 def test_a_capsule_keeps_weights_with_few_bit_activations() -> None:

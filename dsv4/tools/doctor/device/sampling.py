@@ -21,7 +21,7 @@ from dsv4.runner.buffers import StepBuffers
 from dsv4.runner.drawing import Drawing
 from dsv4.runner.steps import draw
 from dsv4.sampling import Draw
-from dsv4.tools.doctor.ops import OpResult
+from dsv4.tools.doctor.device.ops import OpResult
 from dsv4.tools.doctor.plain.sampling import distribution, log_probability
 
 VOCABULARY = 24
