@@ -163,11 +163,11 @@ class Runner:
 
     def _run(self, key: Shape | int) -> None:
         """A part of a step: the model for a shape, or a draw of so many rows."""
-        with self.guard.watch(strict=self._graphs is not None):
-            if self._graphs is not None and key in self._graphs:
-                self._graphs.run(key)
-            else:
-                self._run_once(key)
+        if self._graphs is not None and key in self._graphs:
+            self._graphs.run(key)  # a replay cannot compile, allocate or wait
+            return
+        with self.guard.watch(strict=False):
+            self._run_once(key)
 
     def _run_once(self, key: Shape | int) -> None:
         if isinstance(key, Shape):
