@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test browser load fuzz-server kernels lint fuzz clean fuzz-checkpoint soak
+.PHONY: help demo serve docs test browser load fuzz-server kernels lint fuzz clean fuzz-checkpoint soak
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,13 @@ serve: $(VENV)/.installed-server ## serve the embedded model and its web page (P
 demo: $(VENV)/.installed ## three questions to the embedded model, on the CPU
 	@$(BIN)/python scripts/demo.py
 
+DOCS := .venv-docs
+docs: $(VENV)/.installed-dev ## build the site of the documents into build/site; fails on any broken link
+	@$(BIN)/python scripts/make_docs.py --check
+	@test -x $(DOCS)/bin/mkdocs || ($(PYTHON) -m venv $(DOCS) && $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10')
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
 lint: $(VENV)/.installed-dev ## ruff, formatting, types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -62,7 +69,7 @@ soak: $(VENV)/.installed-dev ## the engine for 20 minutes: thousands of random s
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes 20
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 fuzz-checkpoint: $(VENV)/.installed-dev ## damage checkpoints at random for a minute
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz_checkpoint.py --seconds 60

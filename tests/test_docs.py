@@ -1,11 +1,16 @@
 """The documents name real files, functions and variables, and the README's example runs."""
 
 import ast
+import io
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from dsv4.cli import main
 from dsv4.ops import OPS
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +84,71 @@ def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     exec(compile(example, "README.md", "exec"), {})
     assert capsys.readouterr().out.splitlines()[-1].endswith("]")
+
+
+def test_the_generated_parts_are_current() -> None:
+    """Hardware table, references and picture follow from code, `plan` and records."""
+    script = runpy.run_path(str(ROOT / "scripts" / "make_docs.py"))
+    stale = [path.name for path, text in script["wanted"]().items() if path.read_text() != text]
+    assert not stale, f"{stale} out of date: run python scripts/make_docs.py"
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    lines = [line for kind, block in blocks if not kind for line in block.splitlines()]
+    return [line.split("#")[0].strip() for line in lines]
+
+
+def test_the_readmes_commands_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    commands = readme_commands()
+    assert len(commands) >= 5
+    for command in commands:
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert words[1] in targets, command
+            continue
+        assert words[0] == ".venv/bin/dsv4", f"{command}: cannot be pasted after make demo"
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code in (0, None), command
+    assert "The capital of France is" in capsys.readouterr().out
+
+
+def anchors(path: Path) -> set[str]:
+    """What `#…` may follow a link to this page, spelled as sites spell it."""
+    found = set()
+    for title in re.findall(r"^#+ (.*)$", path.read_text(), re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
+        found.add(re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip()))
+    return found
+
+
+PAGES = [*DOCS, ROOT / "examples" / "README.md", ROOT / "training" / "README.md"]
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (document.parent / target).resolve() if target else document
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_on_the_site() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 def test_no_word_is_explained_twice() -> None:

@@ -28,6 +28,7 @@ BANDS: dict[str, int] = {
     "engine": 7,
     **dict.fromkeys(("server", "tools"), 8),
     "cli": 9,
+    "__main__": 10,
 }
 
 # These start without torch: their tests run anywhere and `--help` is instant. Some come later.
@@ -81,6 +82,7 @@ LINE_BUDGET = {
     "server": 4900,  # three protocols with the fields that clients of other servers send
     "tools": 7500,
     "cli": 2500,
+    "__main__.py": 10,
 }
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from dsv4.cli import main; main()", *arguments]
+    command = [sys.executable, "-m", "dsv4", *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, timeout=60, env=env, cwd=ROOT

@@ -1,0 +1,282 @@
+"""Write the generated parts of the documents: hardware table, references, picture.
+
+    python scripts/make_docs.py          write them
+    python scripts/make_docs.py --check  say which are out of date; exit code 1 if any is
+
+Figures come from `dsv4.tools.plan` and from the records in `benchmarks/records`, nothing else, so
+they cannot promise what was not planned or measured.
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.cli import app
+from dsv4.request import Completion, Guide, Output, Request, Stats
+from dsv4.tools.plan import Machine, make_plan, subject_of
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+DECODE = "2026-11-17_h200_decode_flash.jsonl"
+COMPARE = "2026-11-17_h200_compare.jsonl"
+MEMORY = "2026-11-17_h200_memory.jsonl"
+TINY = "2026-11-16_tiny_cpu_speed.jsonl"
+
+# GPU, GB (10^9 bytes) as its maker states them, numbers of them, what stands in the way of one
+GPUS = (
+    ("H200", 141, (1, 2, 4, 8), ""),
+    ("B200", 180, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
+    ("RTX PRO 6000", 96, (1,), "kernels are not built for it"),
+    ("DGX Spark", 128, (1,), "kernels are not built for it"),
+    ("A100 80 GB", 80, (1,), "kernels are not built for it"),
+)
+
+
+def results(name: str) -> list[Any]:
+    lines = [json.loads(line) for line in (RECORDS / name).read_text().splitlines()]
+    return [line.get("result", line) for line in lines]
+
+
+def decode_result() -> Any:
+    wanted = {"what": "decode", "batch": 1, "context": 4096, "shape": "flash"}
+    return next(r for r in results(DECODE) if wanted.items() <= r.items())
+
+
+# --- the hardware table ---------------------------------------------------------------------------
+
+
+def cell(model: str, count: int, gigabytes: int, obstacle: str) -> str:
+    plan = make_plan(subject_of(model, "official"), Machine(count, gigabytes * 10**9))
+    if not plan.possible:
+        return f"no: {plan.backbone_bytes / 1e9:,.0f} GB of weights"
+    longest = max(fit.context for fit in plan.fits if fit.sequences)
+    context = f"{longest // 2**20}M" if longest >= 2**20 else f"{longest // 2**10}k"
+    if count > 1:
+        return f"not yet: would fit with {context} tokens"
+    fits = f"fits with {context} tokens"
+    return f"predicted: {fits}; {obstacle}" if obstacle else f"runs: {fits}"
+
+
+def hardware_rows() -> Iterator[tuple[str, str, str]]:
+    """Hardware, and what it does with Flash and Pro; equal answers share a row."""
+    for name, size, counts, obstacle in GPUS:
+        answers: dict[tuple[str, str], list[str]] = {}
+        for count in counts:
+            pair = cell("flash", count, size, obstacle), cell("pro", count, size, obstacle)
+            answers.setdefault(pair, []).append(str(count))
+        for (flash, pro), same in answers.items():
+            yield f"{' or '.join(same)} x {name}", flash, pro
+
+
+def hardware_table() -> str:
+    step, tiny = decode_result(), results(TINY)[0]
+    speeds = {
+        "1 x H200": f"[{step['tokens_per_s']:.0f}](benchmarks/records/{DECODE}): Flash, scaled "
+        f"from {step['layers']} of {step['full_layers']} layers, random weights"
+    }
+    rows = [f"| {name} | {a} | {b} | {speeds.get(name, '–')} |" for name, a, b in hardware_rows()]
+    rate = tiny["tokens_per_s"]["median"]
+    rows.append(
+        "| laptop, any CPU | only the embedded model `tiny` runs | – | "
+        f"[{rate:.0f}](benchmarks/records/{TINY}): `tiny`, {tiny['cores']} cores |"
+    )
+    head = "| hardware | V4-Flash | V4-Pro | tokens/s, one user |\n|---|---|---|---|\n"
+    return head + "\n".join(rows)
+
+
+def proof() -> str:
+    step = decode_result()
+    ours, theirs = results(COMPARE)[1:3]
+    memory = results(MEMORY)[1]
+    return "\n".join(
+        [
+            f"- **Fast:** four V4-Flash layers take {ours['ms']:.2f} ms a token on an H200, "
+            f"{theirs['times']:.0f} times less than in transformers "
+            f"([record](benchmarks/records/{COMPARE})); {step['layers']} layers take "
+            f"{step['ms']:.2f} ms, {step['ratio']:.1f} times what reading their bytes takes "
+            f"([record](benchmarks/records/{DECODE})).",
+            "- **Exact:** logits equal those of transformers within 2e-4 in fp32, and a request "
+            "has the same bits alone and in any batch ([tests](tests/oracle), "
+            "[numerics](docs/numerics.md)).",
+            f"- **Planned:** memory used on an H200 was {memory['ratio']:.3f} of what `dsv4 plan` "
+            f"had said ([record](benchmarks/records/{MEMORY})).",
+        ]
+    )
+
+
+def picture() -> str:
+    """Milliseconds a token of four Flash layers: transformers, dsv4, the floor."""
+    ours, theirs = results(COMPARE)[1:3]
+    bars = (
+        ("transformers", theirs["ms"], "#9aa3ae"),
+        ("dsv4", ours["ms"], "#2f57c8"),
+        ("floor: bytes / bandwidth", ours["floor_ms"], "#1c7c54"),
+    )
+    width, parts = 520 / theirs["ms"], []
+    for at, (name, ms, color) in enumerate(bars):
+        y = 34 + 30 * at
+        parts.append(f'<text x="172" y="{y + 14}" text-anchor="end">{name}</text>')
+        size = max(ms * width, 2)
+        parts.append(f'<rect x="180" y="{y}" width="{size:.1f}" height="20" fill="{color}"/>')
+        parts.append(f'<text x="{188 + size:.1f}" y="{y + 14}">{ms:.2f} ms</text>')
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="780" height="130" viewBox="0 0 780 130" '
+        'font-family="system-ui, sans-serif" font-size="13">\n'
+        '<rect width="780" height="130" rx="8" fill="#ffffff"/>\n<g fill="#1a1d21">\n'
+        '<text x="16" y="20" font-weight="600">One token through four V4-Flash layers, one H200, '
+        "4,096 tokens of context</text>\n" + "\n".join(parts) + "\n</g>\n</svg>\n"
+    )
+
+
+# --- references -----------------------------------------------------------------------------------
+
+GENERATED = "<!-- generated by scripts/make_docs.py -->\n\n"
+
+
+def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for key, item in group.commands.items():
+        full = f"{name} {key}"
+        if hasattr(item, "commands"):
+            yield from commands(item, full)
+        else:
+            yield full, item
+
+
+def option_row(param: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts])
+    default = param.default() if callable(param.default) else param.default
+    is_plain = default in (None, False, "", [], ()) or param.required
+    shown = "required" if param.required else "" if is_plain else f"`{default}`"
+    text = (getattr(param, "help", "") or "").replace("|", "\\|").rstrip(".")
+    return f"| {names} | {text} | {shown} |"
+
+
+def command_page() -> str:
+    parts = [
+        f"# Commands\n\n{GENERATED}`dsv4 --help` lists the commands, `dsv4 COMMAND --help` the "
+        "options of one; `python -m dsv4` is the same. `dsv4 --install-completion` completes names "
+        "in your shell. After `make demo` the command is `.venv/bin/dsv4`.\n"
+    ]
+    engine = {f"--{item.name.replace('_', '-')}" for item in fields(EngineConfig)}
+    shared: dict[str, str] = {}
+    for name, command in commands(typer.main.get_command(app), "dsv4"):
+        own = []
+        for param in command.params:
+            if param.opts[0].split("/")[0] in engine:
+                shared.setdefault(param.opts[0], option_row(param))
+            else:
+                own.append(option_row(param))
+        text = inspect.cleandoc(command.help or "").replace("Example: ", "Example:\n\n    ")
+        text = text.replace("Examples: ", "Examples:\n\n    ").replace("; dsv4", "\n    dsv4")
+        takes = len(own) < len(command.params)
+        parts.append(f"## {name}\n\n{text}\n")
+        parts.append("| option | | default |\n|---|---|---|\n" + "\n".join(own) + "\n")
+        if takes:
+            parts.append("Also the [engine options](#engine-options).\n")
+    parts.append("## Engine options\n\nFields of `EngineConfig`, the same in Python.\n")
+    parts.append("| option | | default |\n|---|---|---|\n" + "\n".join(shared.values()) + "\n")
+    return "\n".join(parts)
+
+
+def field_rows(cls: type) -> str:
+    """The fields of a dataclass; their comments stand beside them in the source."""
+    source = inspect.getsource(cls)
+    rows = []
+    for item in fields(cls):  # type: ignore[arg-type]
+        found = re.search(
+            rf"^    {item.name}: ([^=#\n]+?)(?: = [^#\n]*)?(?:  # (.*))?$", source, re.M
+        )
+        kind = found[1].strip() if found else str(item.type)
+        note = item.metadata.get("help") or (found[2] if found else "") or ""
+        has_default = item.default is not MISSING
+        default = f"`{item.default!r}`" if has_default else ""
+        kind = kind.replace("|", "\\|")
+        rows.append(
+            f"| `{item.name}` | `{kind}` | {default} | {note.replace('|', chr(92) + '|')} |"
+        )
+    return "| field | type | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def signature(name: str, function: Any) -> str:
+    text = re.sub(r"(?<!= )'([\w.\[\]| ]+)'", r"\1", str(inspect.signature(function)))
+    text = re.sub(
+        r"\b(?:dsv4|collections|pathlib|torch)\.[\w.]*?(\w+)(?=[\[\],)| ]|$)", r"\1", text
+    )
+    return name + text.replace("(self, ", "(").replace("(self)", "()")
+
+
+def python_page() -> str:
+    parts = [
+        f"# Python API\n\n{GENERATED}`from dsv4 import Engine, EngineConfig, ModelConfig, "
+        "SamplingParams`; the others live in `dsv4.request`. Runnable files: "
+        "[`examples/`](../examples/README.md).\n",
+        "## Engine\n\n" + inspect.cleandoc(Engine.__doc__ or "") + "\n",
+    ]
+    for name, member in vars(Engine).items():
+        function = member.__func__ if isinstance(member, classmethod) else member
+        if name.startswith("_") or not (
+            inspect.isfunction(function) or isinstance(member, property)
+        ):
+            continue
+        if isinstance(member, property):
+            head, text = name, member.fget.__doc__
+        else:
+            bound = Engine.load if name == "load" else function
+            head, text = signature(name, bound), function.__doc__
+        parts.append(
+            f"### `Engine.{name}`\n\n```python\n{head}\n```\n\n{inspect.cleandoc(text or '')}\n"
+        )
+    for cls in (SamplingParams, Guide, EngineConfig, Request, Output, Completion, Stats):
+        assert is_dataclass(cls)
+        parts.append(f"## {cls.__name__}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
+        parts.append(field_rows(cls))
+    return "\n".join(parts)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def between(text: str, name: str, body: str) -> str:
+    """Replace what stands between the markers of a part."""
+    begin, end = f"<!-- {name}: generated by scripts/make_docs.py -->", f"<!-- end of {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"README.md: expected one {begin!r} and one {end!r}")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n\n{body}\n\n{end}{rest.split(end)[1]}"
+
+
+def wanted() -> dict[Path, str]:
+    readme = (ROOT / "README.md").read_text()
+    readme = between(readme, "proof", proof())
+    readme = between(readme, "hardware", hardware_table())
+    return {
+        ROOT / "README.md": readme,
+        ROOT / "docs" / "commands.md": command_page(),
+        ROOT / "docs" / "python-api.md": python_page(),
+        ROOT / "docs" / "pictures" / "one_token_h200.svg": picture(),
+    }
+
+
+def main() -> None:
+    stale = [
+        path for path, text in wanted().items() if not path.is_file() or path.read_text() != text
+    ]
+    for path, text in wanted().items():
+        if path in stale and "--check" not in sys.argv:
+            path.write_text(text)
+    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+    if "--check" in sys.argv and stale:
+        raise SystemExit(f"out of date: {names}; run python scripts/make_docs.py")
+    sys.stdout.write(f"written: {names}\n" if stale else "everything is current\n")
+
+
+if __name__ == "__main__":
+    main()
