@@ -56,8 +56,18 @@ def test_two_thousand_steps(runner: Runner, seed: int) -> None:
     nothing is compiled, added or waited for."""
     rng = random.Random(seed)
     stories = make_stories(rng, 100, runner.buffers.vocab_size, 700)
-    assert tell(runner, stories, rng, ahead=True) > 300
-    assert runner.guard.num_surprises == 0
+    compiled: list[str] = []
+    compile_triton = import_module("dsv4.ops.compile_triton")
+    compile_triton.watch_compiles(compiled.append)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reserved = torch.cuda.memory_reserved()
+        assert tell(runner, stories, rng, ahead=True) > 300
+        assert torch.cuda.memory_reserved() == reserved
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        compile_triton.watch_compiles(None)
+    assert not compiled
     for story in stories:
         check_alone(story, runner, 128)
 
@@ -88,7 +98,8 @@ def test_the_cpu_agrees(runner: Runner, config: ModelConfig) -> None:
 
 
 def test_the_guard(runner: Runner) -> None:
-    """A compilation, memory, waiting: each inside a step after ready raises."""
+    """A compilation, memory, waiting: each inside a strict step after ready raises."""
+    runner.guard.arm()
     embed_triton = import_module("dsv4.ops.gemm.embed_triton")
     ids = torch.zeros(3, dtype=torch.int64, device="cuda")
     new = torch.zeros(7, 333, device="cuda", dtype=torch.float16)  # a variant nobody asked for
