@@ -162,15 +162,20 @@ class Engine:
 
     def _run_step(self) -> list[Output]:
         taken = self._pipeline.take()
-        outputs = self._fail_all(taken.failures)
-        outputs += [self._accept(*pair) for pair in taken.results]
+        outputs = [self._accept(*pair) for pair in taken.results]
+        outputs += self._fail_all(taken.failures)
         outputs += self._fail_all(self._pipeline.draw_ahead())
         if taken.work is not None:
             self._count_step(taken.work, [*taken.clock, time.perf_counter()])
         return outputs
 
     def _fail_all(self, failures: list[Failure]) -> list[Output]:
-        return [output for failure in failures for output in self._fail(*failure)]
+        """Some may have ended with the step that was read before the one that failed."""
+        return [
+            output
+            for sequences, error in failures
+            for output in self._fail([s for s in sequences if self._is_live(s)], error)
+        ]
 
     def _is_live(self, sequence: Running) -> bool:
         live = self._live.get(sequence.request.id)

@@ -6,6 +6,7 @@
     ├── CheckpointError   files or tensors that are missing, broken or contradict the config
     ├── CapacityError     not enough pages, slots or memory; back-pressure, never corruption
     ├── RequestError      one request that cannot be served (exit code 2); others are untouched
+    ├── StallError        requests that would wait for ever; a bug of the scheduler
     └── KernelError       an op got arguments it cannot take, or no kernel fits this device
 
 A message says what was found, what was expected and what to do. `assert` is for our own
@@ -37,6 +38,10 @@ class CapacityError(Dsv4Error):
 
 class RequestError(Dsv4Error):
     exit_code = 2
+
+
+class StallError(Dsv4Error):
+    pass
 
 
 class KernelError(Dsv4Error):

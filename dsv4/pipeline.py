@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dsv4.errors import StallError
 from dsv4.request import TokenLogprobs
 from dsv4.runner.runner import PENDING, Chunk, Flight, Runner
 from dsv4.sampling import Draw
@@ -96,6 +97,9 @@ class Pipeline:
         """Submit the next step."""
         try:
             work = self._scheduler.next_step()
+        except StallError as error:
+            failures.append((self._scheduler.sequences(), error))
+            return None
         except Exception as error:
             if self._scheduler.beginning is None:
                 raise

@@ -18,6 +18,7 @@ from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, Re
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.runner.runner import Flight
 from dsv4.sampling import Draw
+from dsv4.scheduler import Scheduler
 from tests.models import write_fast_model, write_quick_model
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
@@ -393,6 +394,18 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
     engine.check_integrity()
     rest = run(engine)
     assert tuple(t for out in rest["r3"] for t in out.token_ids) == expected.token_ids
+
+
+def test_a_stall_ends_the_requests_and_the_engine_goes_on(engine: Engine) -> None:
+    """They would wait for ever: each learns who waits for what."""
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(Scheduler, "_plan", lambda self: [])
+        answers = engine.generate([PROMPT] * 4, GREEDY)
+    assert {answer.finish_reason for answer in answers} == {"error"}
+    for answer in answers:
+        assert f"{answers[0].request_id!r} waits for its turn (0 of 10" in (answer.error or "")
+        assert f"{answers[3].request_id!r} waits for a slot" in (answer.error or "")
+    assert engine.generate([PROMPT], GREEDY)[0].finish_reason == "length"
 
 
 def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from dsv4.cache.geometry import CARRIED_ROWS, GROWING_POOLS, SHARED_TOKENS
 from dsv4.cache.pages import StatePages
 from dsv4.cache.prefix import PrefixCache, Snapshot
+from dsv4.scheduler.progress import Progress
 from dsv4.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both lists by rank
         self._running: list[Sequence] = []
         self._num_added = self._num_steps = 0
+        self._progress = Progress(pages, chunk_tokens)
         self.num_preemptions = 0
         self.beginning: Sequence | None = None  # being admitted; stays set if that fails
 
@@ -91,6 +93,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Finished or aborted: its pages and slot are free again."""
+        self._progress.ended()
         if sequence.pages is None:
             self._waiting.remove(sequence)
             return
@@ -103,6 +106,7 @@ class Scheduler:
         while True:
             work = self._plan()
             if self._fits(work) or len(self._running) < 2:
+                self._progress.check(self._running, self._waiting, bool(work))
                 return [self._reserve(item) for item in work]
             self._preempt(self._running[-1])
 
@@ -159,6 +163,7 @@ class Scheduler:
             elif self._running and first.rank < self._running[-1].rank:
                 self._preempt(self._running[-1])
             else:
+                first.waits_for = "pages" if self._pages.num_free_slots else "a slot"
                 break  # nobody overtakes the first: it could wait for ever
         self.beginning = None
 
@@ -177,6 +182,7 @@ class Scheduler:
             common = SHARED_TOKENS * _num_common(keys, self._usable_keys(other))
             if common >= known + WORTH_WAITING and other.num_computed < common:
                 other.cuts |= {common}
+                sequence.waits_for = f"the beginning that {other.request.id!r} computes"
                 return True
         return False
 
@@ -223,6 +229,7 @@ class Scheduler:
             raise
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
+        sequence.waits_for = "its turn"
         _insert(self._running, sequence)
         self._tell("began", sequence)
 
@@ -238,6 +245,7 @@ class Scheduler:
         sequence.cuts = frozenset((len(keys) * SHARED_TOKENS, prefix.parting(keys)))
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._progress.preempted(self.sequences())
         self._running.remove(sequence)
         self._close(sequence)
         sequence.num_preemptions += 1

@@ -22,6 +22,8 @@ class Sequence:
     num_cached: int | None = None  # prompt tokens it began with; None before its first step
     num_preemptions: int = 0
     last_served: int = -1  # step
+    furthest: int = 0  # the most tokens its state ever held
+    waits_for: str = "its turn"
     cuts: frozenset[int] = frozenset()  # lengths at which a chunk must end, to be kept
     kept_key: bytes | None = None  # the newest prefix kept while decoding
     _keys: list[bytes] = field(default_factory=list)

@@ -83,7 +83,7 @@ class ChoiceObserver:
                 **arguments,
                 "bias": None,
                 "table": as_indices(chosen, experts.shape[1]),
-                "token_ids": torch.arange(chosen.shape[0]),
+                "token_ids": torch.arange(len(chosen)).where(arguments["token_ids"] >= 0, -1),
             })  # fmt: skip
         return run()
 
@@ -179,7 +179,8 @@ class TieBreaker(ChoiceObserver):
         layer = self.layer % len(self.theirs[0])
         result = chosen.clone()
         for place, number in enumerate(self._order):
-            rows = torch.nonzero(self.batch.seq_idx == place).flatten()
+            own = (self.batch.seq_idx == place) & (self.batch.positions >= 0)  # no padding
+            rows = torch.nonzero(own).flatten()
             if rows.numel() == 0:
                 continue
             positions = self.batch.positions[rows]

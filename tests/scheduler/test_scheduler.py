@@ -1,13 +1,16 @@
 """Who runs, with how many tokens: fairness, priorities, shortage. No tensors."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dsv4.scheduler import Work
+from dsv4.cache.pages import StatePages
+from dsv4.errors import StallError
+from dsv4.scheduler import Scheduler, Sequence, Work
 from dsv4.scheduler.scheduler import PRIORITY_STEPS
 from tests.scheduler.simulator import CONTEXT, Simulator
 
@@ -70,6 +73,50 @@ def test_who_is_admitted_finds_a_page_to_grow(num_tokens: int, admitted: bool) -
     assert ("b" in shares(sim.step())) == admitted
     sim.run()
     assert sim.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        # a prefix that reaches to the last token leaves nothing to compute
+        (("_usable_keys", lambda self, sequence: sequence.keys()), "'b' .* .256 of 256 tokens"),
+        (("_has_room", lambda *args: False), "'a' waits for pages .0 of 256 tokens"),
+        (("_plan", lambda self: []), "'a' waits for its turn .*; 'b' waits for a slot"),
+        (("_is_coming", lambda *args: True), "wait although nothing is in their way: 'a' waits"),
+    ],
+)
+def test_requests_that_can_never_run_are_named(
+    bug: tuple[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scheduler, *bug)
+    sim = Simulator(max_sequences=1)
+    for name in "ab":
+        sim.add(name, [5] * 256)
+    with pytest.raises(StallError, match=says):
+        sim.run()
+
+
+def test_preempting_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if whoever waits were always the more urgent one."""
+    sim = Simulator(max_sequences=2)
+    for name in "abc":
+        sim.add(name, [ord(name)] * 300)
+    sim.step()
+    monkeypatch.setattr(Scheduler, "_has_room", lambda self, *args: not self._running)
+    rank = property(lambda self: (0, 0) if self.pages is None else (1, 1))
+    monkeypatch.setattr(Sequence, "rank", rank, raising=False)
+    with pytest.raises(StallError, match=r"preempts for ever: .*'[abc]' .* preempted \d+ times"):
+        sim.step()
+
+
+def test_steps_that_compute_nothing_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = Simulator(chunk_tokens=128)
+    sim.add("a", [1] * 1000)
+    for _ in range(3):
+        sim.step()
+    monkeypatch.setattr(StatePages, "apply", lambda *args: None)
+    with pytest.raises(StallError, match=r"steps brought no request further: 'a' .*384 of 1000"):
+        sim.run(100)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 128, 1000])

@@ -1,0 +1,60 @@
+"""Whether the steps lead anywhere: requests that would wait for ever are a bug, and are named."""
+
+from collections.abc import Sequence as Some
+
+from dsv4.cache.geometry import SHARED_TOKENS
+from dsv4.cache.pages import StatePages
+from dsv4.errors import StallError
+from dsv4.scheduler.sequence import Sequence
+
+MOST_NAMED = 4
+
+
+class Progress:
+    def __init__(self, pages: StatePages, chunk_tokens: int) -> None:
+        self._pages = pages
+        self._block = min(chunk_tokens, SHARED_TOKENS)
+        self._num_idle_steps = 0  # since a sequence last got further than ever, or ended
+        self._num_preempted = 0  # since the last step
+
+    def ended(self) -> None:
+        """A sequence has ended."""
+        self._num_idle_steps = 0
+
+    def preempted(self, sequences: list[Sequence]) -> None:
+        self._num_preempted += 1
+        if self._num_preempted > 2 * len(sequences) + 2:
+            raise StallError(f"one step preempts for ever: {_who_waits(sequences)}")
+
+    def check(self, running: Some[Sequence], waiting: Some[Sequence], has_work: bool) -> None:
+        """A step has been planned; a StallError if that goes on for ever without result."""
+        self._num_preempted = 0
+        self._num_idle_steps += has_work
+        for sequence in running:
+            if sequence.num_computed > sequence.furthest:
+                sequence.furthest = sequence.num_computed
+                self._num_idle_steps = 0
+        everyone = [*running, *waiting]
+        # without work, somebody else may hold every slot, or last tokens are under way; that ends
+        can_run = any(s.num_pending == 0 for s in running)
+        can_run = can_run or bool(waiting and self._pages.num_free_slots and not running)
+        if (can_run and not has_work) or any(s.num_left < 1 for s in running):
+            what = "requests wait although nothing is in their way"
+            raise StallError(f"{what}: {_who_waits(everyone)}")
+        if self._num_idle_steps > 1 and self._num_idle_steps > self._most_idle_steps(everyone):
+            what = f"{self._num_idle_steps} steps brought no request further"
+            raise StallError(f"{what}: {_who_waits(everyone)}")
+
+    def _most_idle_steps(self, sequences: list[Sequence]) -> int:
+        """Enough to compute every request twice; a step does a block of one of them at least."""
+        return 2 * sum(len(s.token_ids) // self._block + 2 for s in sequences)
+
+
+def _who_waits(sequences: list[Sequence]) -> str:
+    parts = [
+        f"{s.request.id!r} waits for {s.waits_for} ({s.num_computed} of {len(s.token_ids)} tokens "
+        f"computed, preempted {s.num_preemptions} times)"
+        for s in sequences[:MOST_NAMED]
+    ]
+    left = len(sequences) - MOST_NAMED
+    return "; ".join(parts) + (f"; and {left} more" if left > 0 else "")
