@@ -170,12 +170,7 @@ class Engine:
         return outputs
 
     def _fail_all(self, failures: list[Failure]) -> list[Output]:
-        """Some may have ended with the step that was read before the one that failed."""
-        return [
-            output
-            for sequences, error in failures
-            for output in self._fail([s for s in sequences if self._is_live(s)], error)
-        ]
+        return [output for failure in failures for output in self._fail(*failure)]
 
     def _is_live(self, sequence: Running) -> bool:
         live = self._live.get(sequence.request.id)
@@ -496,7 +491,8 @@ class Engine:
     def _fail(self, sequences: Sequence[Running], error: Exception) -> list[Output]:
         log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         reason = str(error) if isinstance(error, Dsv4Error) else f"internal error: {error}"
-        return [self._finish(sequence, "error", error=reason) for sequence in sequences]
+        live = filter(self._is_live, sequences)  # some may have ended with the step before
+        return [self._finish(sequence, "error", error=reason) for sequence in live]
 
     # --- what the engine tells ----------------------------------------------------------------
 

@@ -408,6 +408,45 @@ def test_a_stall_ends_the_requests_and_the_engine_goes_on(engine: Engine) -> Non
     assert engine.generate([PROMPT], GREEDY)[0].finish_reason == "length"
 
 
+@pytest.fixture
+def ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """It submits a step before it has read the last one, as on a GPU."""
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
+    return engine
+
+
+def test_steps_ahead_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = with_(GREEDY, temperature=1.0, seed=5, logprobs=2, presence_penalty=0.5)
+    prompts = [PROMPT[:1], PROMPT * 5, PROMPT, PROMPT * 12, PROMPT[:3]]
+    expected = engine.generate(prompts, params)
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
+    found = engine.generate(prompts, params)
+    assert [(a.token_ids, a.logprobs) for a in found] == [
+        (a.token_ids, a.logprobs) for a in expected
+    ]
+
+
+def test_a_step_ahead_that_fails_keeps_the_tokens_before_it(
+    ahead: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failing step is submitted while the one before it still brings a token of each."""
+    expected = [answer.token_ids for answer in ahead.generate([PROMPT] * 2, GREEDY)]
+    submit, num_left = ahead._runner.submit, 4
+
+    def fails_later(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise RuntimeError("the device fell off")
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(ahead._runner, "submit", fails_later)
+    answers = ahead.generate([PROMPT] * 2, GREEDY)
+    for answer, tokens in zip(answers, expected, strict=True):
+        assert answer.error == "internal error: the device fell off"
+        assert answer.token_ids == tokens[:3]
+
+
 def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Dsv4Error("found this, expected that")

@@ -20,7 +20,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dsv4.cache.geometry import CARRIED_ROWS, GROWING_POOLS, SHARED_TOKENS
+from dsv4.cache.geometry import (
+    CARRIED_ROWS,
+    GROWING_POOLS,
+    PAGE_ENTRIES,
+    SHARED_TOKENS,
+    TOKENS_PER_ENTRY,
+)
 from dsv4.cache.pages import StatePages
 from dsv4.cache.prefix import PrefixCache, Snapshot
 from dsv4.scheduler.progress import Progress
@@ -197,7 +203,8 @@ class Scheduler:
         return self._prefix.find(self._usable_keys(sequence))
 
     def _has_room(self, sequence: Sequence, found: Snapshot | None) -> bool:
-        """Pages for all tokens known of the running ones and of this one, and one to grow.
+        """Pages for all tokens known of the running ones and of this one, and one to grow, unless
+        it ends before.
 
         Alone it may always try: if it does not fit then, it never will.
         """
@@ -206,7 +213,8 @@ class Scheduler:
         geometry = self._pages.geometry
         for pool in GROWING_POOLS:
             allocator = self._pages.allocators[pool]
-            needed = len(geometry.pages_needed(pool, 0, len(sequence.token_ids))) + 1
+            grown = len(sequence.token_ids) + PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]
+            needed = len(geometry.pages_needed(pool, 0, min(grown, sequence.max_len)))
             if found is not None and self._prefix is not None:
                 needed -= len(found.columns[pool])
                 needed += self._prefix.num_fresh(found, pool)

@@ -51,6 +51,7 @@ class Simulator:
     def add(self, name: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens)
         sequence = Sequence(Request(name, tuple(prompt), params, **fields), seed=0)
+        sequence.max_len = min(len(prompt) + max_tokens, CONTEXT)
         self.scheduler.add(sequence)
         return sequence
 

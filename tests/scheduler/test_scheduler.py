@@ -69,8 +69,18 @@ def test_who_is_admitted_finds_a_page_to_grow(num_tokens: int, admitted: bool) -
     assert sim.pages.allocators["csa"].num_pages == 6
     sim.add("a", [1] * 300, max_tokens=50)
     sim.step()
-    sim.add("b", [2] * num_tokens, max_tokens=3)
+    sim.add("b", [2] * num_tokens, max_tokens=300)
     assert ("b" in shares(sim.step())) == admitted
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_every_slot_is_used(prefix: bool) -> None:
+    """State for every slot at full length: nobody waits for a page that nobody can need."""
+    sim = Simulator(max_sequences=3, prefix=prefix)
+    for name in "abc":
+        sim.add(name, [ord(name)] * (CONTEXT - 10))
+    sim.step()
+    assert sim.scheduler.num_running == 3
     sim.run()
     assert sim.scheduler.num_preemptions == 0
 
