@@ -26,23 +26,30 @@ class Graphs:
     def capture(
         self, steps: Iterable[tuple[Hashable, Callable[[], None]]], done: Callable[[], None]
     ) -> None:
-        """Every kernel must have been loaded before; `done` is called after each step. Where
-        memory runs out, the steps that are left run one launch at a time."""
+        """Every kernel must have been loaded before; `done` is called after each step. A step that
+        cannot be captured, and all that are left when memory runs out, run one launch at a time."""
         torch.cuda.synchronize()
         gc.collect()
         gc.disable()  # a collection in the middle could free memory that a capture still counts
+        lost: list[str] = []
         try:
             for key, step in steps:
-                self._graphs[key] = self._capture(step)
+                try:
+                    self._graphs[key] = self._capture(step)
+                except torch.cuda.OutOfMemoryError:
+                    lost.append("the GPU's memory ran out; lower max_sequences or max_context")
+                    break
+                except RuntimeError as error:
+                    lost.append(f"{key}: {error}")
                 done()
-        except torch.cuda.OutOfMemoryError:
-            log.warning(
-                "the GPU's memory ran out after %d graphs: steps of other shapes run one launch at "
-                "a time; lower max_sequences or max_context",
-                len(self._graphs),
-            )
         finally:
             gc.enable()
+        if lost:
+            log.warning(
+                "%d graphs were captured; other steps run one launch at a time: %s",
+                len(self._graphs),
+                lost[0],
+            )
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.workspace import freeze_workspaces, workspace
 from dsv4.runner import runner as runner_module
 from dsv4.runner.cost import StepCosts
+from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
 from dsv4.runner.runner import Runner
 from dsv4.testing import random_weights, small_config
@@ -97,6 +99,31 @@ def test_a_workspace_that_grows_late_leaves_the_old_one_to_the_graphs(
     assert new.numel() == 5000
     others = [torch.zeros(2000) for _ in range(20)]  # nobody gets the memory graphs write to
     assert address not in [other.data_ptr() for other in others]
+
+
+@pytest.mark.parametrize(
+    ("error", "captured"),
+    [(RuntimeError("no capture"), [1, 3]), (torch.cuda.OutOfMemoryError("full"), [1])],
+)
+def test_a_step_without_a_graph_is_said_once(
+    error: Exception,
+    captured: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def capture(step: Callable[[], None]) -> str:
+        step()
+        return "graph"
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs = object.__new__(Graphs)
+    graphs._graphs = {}
+    graphs._capture = capture  # type: ignore[method-assign,assignment]
+    steps = [(key, Mock(side_effect=error if key == 2 else None)) for key in (1, 2, 3)]
+    graphs.capture(steps, lambda: None)
+    assert list(graphs._graphs) == captured
+    assert len(caplog.records) == 1
+    assert "one launch at a time" in caplog.text
 
 
 def test_layers_that_are_alike_are_compiled_once() -> None:

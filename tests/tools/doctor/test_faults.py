@@ -12,8 +12,7 @@ import torch
 import dsv4.ops.op as op_module
 from dsv4.cache.state import StateTensors
 from dsv4.errors import KernelError
-from dsv4.model.inputs import StepInputs
-from dsv4.runner.buffers import StepBuffers
+from dsv4.runner import steps
 from dsv4.testing import small_config
 from dsv4.tools.doctor import cross
 from dsv4.tools.doctor.examine import examine_model
@@ -81,14 +80,14 @@ def another_order_for_many_rows(right: Callable[..., Any], a: dict[str, Any]) ->
     return [y * (1 + 2**-22) if a["x"].shape[0] > 8 else y for y in right()]
 
 
-def last_buffers_token(right: Any = StepBuffers.inputs) -> AbstractContextManager[Any]:
-    """Decode steps read the token of the step before."""
+def last_buffers_token(right: Any = steps.begin_step) -> AbstractContextManager[Any]:
+    """Steps through fixed buffers read another token."""
 
-    def wrong(self: StepBuffers, bucket: Any) -> StepInputs:
-        inputs = right(self, bucket)
-        return replace(inputs, token_ids=torch.zeros_like(inputs.token_ids))
+    def wrong(**arguments: Any) -> None:
+        right(**arguments)
+        arguments["token_ids"].zero_()
 
-    return patch.object(StepBuffers, "inputs", wrong)
+    return patch.object(steps, "begin_step", wrong)
 
 
 def unwatched(right: Callable[..., Any], a: dict[str, Any]) -> Any:
