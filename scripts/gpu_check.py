@@ -357,7 +357,7 @@ if __name__ == "__main__":
     OUT = options.out.resolve()
     small = options.small or os.environ.get("DSV4_CHECK_SMALL") == "1"
     DEVICE = "cpu" if small else "cuda"
-    SMALL = ("tiny", 3) if small else None
+    SMALL = ("trial", 3) if small else None
     SMALL_CASES = ((1, 256),) if small else None
     if small:
         os.environ["DSV4_CHECK_SMALL"] = "1"

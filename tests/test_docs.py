@@ -146,6 +146,12 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_plain_english(document: Path) -> None:
+    odd = re.findall(r"\b(?:whoever|nobody|for ever|himself|herself)\b", document.read_text(), re.I)
+    assert not odd
+
+
 def test_every_page_is_on_the_site() -> None:
     listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

@@ -41,6 +41,7 @@ def _print(summary: Summary, console: Console) -> None:
     console.print(
         f"{summary.num_tensors:,} tensors in {summary.num_files} files, "
         f"{size_text(summary.nbytes)}, {summary.num_parameters / 1e6:,.2f} M parameters"
+        + ("" if summary.draft.kind == "none" else " without the draft")
     )
     for line in summary.kinds:
         console.print(f"  {line}")

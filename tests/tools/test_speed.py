@@ -32,7 +32,7 @@ OPS = Path(__file__).parents[2] / "dsv4" / "ops"
 
 def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
     record, plot = tmp_path / "record.jsonl", tmp_path / "plot.svg"
-    trial = ["--shape", "tiny", "--device", "cpu", "--layers", "3", "--record", str(record)]
+    trial = ["--shape", "trial", "--device", "cpu", "--layers", "3", "--record", str(record)]
     command = ["bench", "decode", *trial, "--batch", "1,3", "--context", "200", "--plot", str(plot)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
@@ -53,7 +53,7 @@ def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
 def test_tokens_of_a_random_model_spread_over_its_experts() -> None:
     """Figures of a batch mean little if all its tokens visit the same experts."""
     config = replace(
-        shape_config("tiny", 3), hidden_size=256, num_experts=64, num_experts_per_tok=4,
+        shape_config("trial", 3), hidden_size=256, num_experts=64, num_experts_per_tok=4,
         moe_intermediate_size=32,
     )  # fmt: skip
     device = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_wrong_use() -> None:
         (["--batch", "1,x"], "expected numbers"),
         (["--batch", "0"], "above 0"),
         (["--compare", "others"], "transformers"),
-        (["--shape", "tiny", "--layers", "9"], "layers is 9"),
+        (["--shape", "trial", "--layers", "9"], "layers is 9"),
     ):
         result = CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *options])
         assert isinstance(result.exception, OptionError), options

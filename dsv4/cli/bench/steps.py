@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dsv4.tools.bench_ops import Ceilings
     from dsv4.tools.speed.steps import StepResult
 
-SHAPE = typer.Option("flash", help="flash, pro, or tiny for a trial.")
-LAYERS = typer.Option(0, min=0, help="The first so many layers; 0: flash 36, pro 9, tiny all.")
+SHAPE = typer.Option("flash", help="flash, pro, or trial: four small layers for any machine.")
+LAYERS = typer.Option(0, min=0, help="The first so many layers; 0: flash 36, pro 9, trial all.")
 DEVICE = typer.Option("cuda", help="cuda, or cpu for a trial through the references.")
 RECORD = typer.Option(None, help="Write a JSONL record to this file.")
 PLOT = typer.Option(None, help="Write a picture (SVG) of the first result to this file.")
@@ -129,4 +129,4 @@ def _check(shape: str, device: str) -> None:
 
     shape_config(shape, None)
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise OptionError("no CUDA device was found; --device cpu --shape tiny tries the tool out")
+        raise OptionError("no CUDA device was found; --device cpu --shape trial tries the tool out")

@@ -28,8 +28,8 @@ POOL_BYTES = 3 * 10**8  # of one layer: many times the level-2 cache; sequences 
 
 
 def shape_config(shape: str, layers: int | None) -> ModelConfig:
-    """A published shape, or `tiny` for a trial without a GPU, cut to its first layers."""
-    if shape == "tiny":
+    """A published shape, or `trial` (four small layers), cut to its first layers."""
+    if shape == "trial":
         config = ModelConfig(
             vocab_size=512, hidden_size=64, num_layers=4, num_hash_layers=1, num_heads=4,
             head_dim=32, rope_head_dim=16, q_lora_rank=32, o_groups=1, o_lora_rank=32,

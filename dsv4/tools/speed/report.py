@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsv4.tools.bench_ops import Ceilings, run_facts
 from dsv4.tools.speed.steps import StepResult
+from dsv4.util.sizes import size_text
 
 ROW, LABEL, WIDTH = 22, 110, 560
 
@@ -17,7 +18,7 @@ def lines_of(result: StepResult) -> list[str]:
     size = f"{r.batch} x {r.context}" if r.what == "decode" else f"{r.context} tokens"
     head = (
         f"{r.what} {r.shape} {r.layers} layers, {size}: {r.ms:.3f} ms (spread {r.spread_ms:.3f}), "
-        f"floor {r.floor_ms:.3f}, x{r.ratio}, {r.gb_read:.2f} GB read"
+        f"floor {r.floor_ms:.3f}, x{r.ratio}, {size_text(r.gb_read * 1e9)} read"
     )
     found = [
         head,

@@ -169,7 +169,7 @@ class Bench:
             round(ms, 4),
             round(spread, 4),
             round(num_tokens / full_ms * 1e3, 1),
-            round(num_bytes / 1e9, 3),
+            round(num_bytes / 1e9, 6),
             round(floor, 4),
             round(ms / floor, 2),
             self.full.num_layers,
