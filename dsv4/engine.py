@@ -272,6 +272,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=self._scheduler.num_preemptions,
+            num_surprises=self._runner.guard.num_surprises,
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
             num_finished=dict(self._num_finished),

@@ -307,6 +307,7 @@ class Stats:
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    num_surprises: int  # steps after ready that compiled, or took more memory
     num_steps: int
     last_step_s: float
     num_finished: dict[str, int]  # by finish reason

@@ -79,6 +79,8 @@ class _EngineFigures:
         yield gauge("kv_cache_usage_perc", "Share of pages in use, 0 to 1", used / max(total, 1))
         yield gauge("last_step_seconds", "Duration of the last step", stats["last_step_s"])
         yield counter("num_preemptions", "Sequences set back", stats["num_preemptions"])
+        surprises = "Steps after ready that compiled a kernel or took more memory"
+        yield counter("step_surprises", surprises, stats["num_surprises"])
         yield counter("prefix_cache_queries", "Tokens looked up", stats["num_prefix_asked"])
         yield counter("prefix_cache_hits", "Tokens found", stats["num_prefix_hit"])
         yield counter("engine_steps", "Steps of the engine", stats["num_steps"])

@@ -106,6 +106,7 @@ class FakeEngine:
             "num_prompt_tokens": 5,
             "num_output_tokens": self.num_tokens,
             "num_preemptions": 0,
+            "num_surprises": 0,
             "num_steps": 1,
             "last_step_s": 0.01,
             "num_finished": {},

@@ -217,6 +217,7 @@ def test_metrics_and_health(server: Server) -> None:
         "generation_tokens_total",
         'request_success_total{finished_reason="stop"',
         "num_preemptions_total",
+        "step_surprises_total",
         "prefix_cache_queries_total",
         "prefix_cache_hits_total",
         "time_to_first_token_seconds_bucket",
