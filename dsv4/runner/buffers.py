@@ -119,18 +119,22 @@ class Stage:
             for _ in range(STAGES if pinned else 1)
         ]
         self._hosts = [(host, host.numpy()) for host in hosts]
-        self._turn = 0
-        self._used: Tensor = hosts[0]
+        self._copied: list[Any] = [None] * len(hosts)  # events
+        self._turn = -1
 
     def array(self) -> Any:
-        """Where the host writes next."""
-        self._used, array = self._hosts[self._turn]
+        """Where the host writes next; its last copy was steps ago."""
         self._turn = (self._turn + 1) % len(self._hosts)
-        return array
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
+        return self._hosts[self._turn][1]
 
     def send(self, length: int) -> None:
-        """The first `length` numbers, without waiting."""
-        self.line[:length].copy_(self._used[:length], non_blocking=True)
+        """The first `length` numbers of what was written, without waiting."""
+        self.line[:length].copy_(self._hosts[self._turn][0][:length], non_blocking=True)
+        if self.line.is_cuda:
+            self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied[self._turn].record()
 
 
 class StepBuffers:

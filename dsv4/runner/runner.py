@@ -206,7 +206,9 @@ class Runner:
         line = step_line(shape)
         at: dict[str, Any] = line.views(self.buffers.step.array())
         if len(new_pages) > len(at["places"]):  # a sequence begins with a long prefix
-            pairs = torch.tensor(new_pages, dtype=torch.int64).to(self.device)
+            pairs = torch.tensor(new_pages, dtype=torch.int64)
+            if self.device.type == "cuda":
+                pairs = pairs.pin_memory().to(self.device, non_blocking=True)
             self.buffers.slot_tables.pages[pairs[:, 0]] = pairs[:, 1]
             new_pages = []
         at["num_pages"][0] = len(new_pages)

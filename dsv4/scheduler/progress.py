@@ -37,7 +37,8 @@ class Progress:
         everyone = [*running, *waiting]
         # without work, somebody else may hold every slot, or last tokens are under way; that ends
         can_run = any(s.num_pending == 0 for s in running)
-        can_run = can_run or bool(waiting and self._pages.num_free_slots and not running)
+        ready = any(s.num_pending == 0 for s in waiting)
+        can_run = can_run or (ready and bool(self._pages.num_free_slots) and not running)
         if (can_run and not has_work) or any(s.num_left < 1 for s in running):
             what = "requests wait although nothing is in their way"
             raise StallError(f"{what}: {_who_waits(everyone)}")

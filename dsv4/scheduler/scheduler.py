@@ -131,6 +131,7 @@ class Scheduler:
                 assert item.sequence.pages is not None
                 key = item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1]
                 self._prefix.keep_inside(item.sequence.pages, key, item.keep_len, item.keep_row)
+                item.keep_len = 0  # the row belongs to the prefix now
 
     def failed(self, work: list[Work]) -> None:
         """The step was not started after all."""
@@ -161,7 +162,10 @@ class Scheduler:
         while place < len(self._waiting):
             first = self.beginning = self._waiting[place]
             found = self._find(first)
-            if self._is_coming(first, found):
+            if first.num_pending:  # preempted while its token was sampled, which is read next
+                first.waits_for = "its token in flight"
+                place += 1
+            elif self._is_coming(first, found):
                 place += 1  # others may go before; the wait ends with the other's prompt
             elif self._has_room(first, found):
                 self._waiting.pop(place)

@@ -230,6 +230,20 @@ def test_who_waits_for_another_goes_on_when_that_one_is_gone() -> None:
     assert sim.finished == ["second"]
 
 
+def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
+    sim = Simulator(max_sequences=2)
+    sequence = sim.add("a", [1] * 20)
+    sim.step()
+    sim.scheduler.preempt(sequence)
+    sequence.num_pending = 1  # sampled, not read yet
+    assert sim.scheduler.next_step() == []
+    assert sequence.waits_for == "its token in flight"
+    sequence.token_ids.append(7)
+    sequence.num_pending = 0
+    assert shares(sim.step()) == {"a": 22}
+    sim.run()
+
+
 def test_the_same_arrivals_give_the_same_steps() -> None:
     def history() -> list[dict[str, int]]:
         rng, steps = random.Random(5), []
