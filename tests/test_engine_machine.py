@@ -54,10 +54,14 @@ def loaded(**choices: object) -> Loaded:
     return load_model(str(folder()), EngineConfig.make(device="cpu", **choices))
 
 
-def engine_of(**choices: object) -> Engine:
+def engine_of(*, ahead: bool = False, **choices: object) -> Engine:
+    """`ahead`: steps as on a GPU, padded, each submitted before the one before it is read."""
     from dsv4.chat.dialect import choose_dialect
 
-    return Engine(loaded(**choices), None, choose_dialect(has_system_marker=False, folder=folder()))
+    dialect = choose_dialect(has_system_marker=False, folder=folder())
+    engine = Engine(loaded(**choices), None, dialect)
+    engine._pipeline.runs_ahead = engine._runner.buffers.pads = ahead
+    return engine
 
 
 @functools.cache
@@ -75,6 +79,8 @@ def check_answer(kind: int, outputs: list[Output]) -> None:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    ahead = False
+
     def __init__(self) -> None:
         super().__init__()
         self.disk = tempfile.mkdtemp()
@@ -85,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.engine = engine_of(
+            ahead=self.ahead,
             max_sequences=3,
             max_context=600,
             state_tokens=800,
@@ -178,11 +185,24 @@ def machine(max_examples: int, steps: int) -> settings:
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = machine(8, 25)
+TestEngineMachine.settings = machine(5, 25)
+
+
+class AheadMachine(EngineMachine):
+    ahead = True
+
+
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = machine(5, 25)
 
 
 @pytest.mark.soak
 class TestEngineMachineLong(EngineMachine.TestCase):
+    settings = machine(120, 40)
+
+
+@pytest.mark.soak
+class TestAheadMachineLong(AheadMachine.TestCase):
     settings = machine(120, 40)
 
 
@@ -209,11 +229,14 @@ class Faults:
     "where",
     ["take", "submit", "draw", "read", "copy_page", "save_rows", "restore_rows", "experts_ffn"],
 )
-def test_a_failure_at_any_point(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_failure_at_any_point(where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests finish right or end with an error; the engine goes on, nothing is lost."""
     import dsv4.model.moe
 
-    engine = engine_of(max_sequences=3, max_context=600, state_tokens=800, chunk_tokens=256)
+    engine = engine_of(
+        ahead=ahead, max_sequences=3, max_context=600, state_tokens=800, chunk_tokens=256
+    )
     owners = {
         "take": PageAllocator,
         **dict.fromkeys(("submit", "draw", "read"), engine._runner),
