@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs test browser load fuzz-server kernels lint fuzz clean fuzz-checkpoint soak
+.PHONY: help demo serve docs test browser load fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,23 @@ browser: $(VENV)/.installed-dev ## drive the web page in Chromium; screenshots g
 	      && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core) \
 	  || $(BIN)/playwright install --with-deps chromium
 	@$(BIN)/python -m pytest -q -m browser tests/server
+
+build/clients/.installed: clients/requirements.txt | $(BIN)/python
+	@echo "installing client packages into build/clients (once; several minutes)"
+	@$(PYTHON) -m venv build/clients
+	@build/clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+build/clients/node/.installed: clients/node/package.json build/clients/.installed
+	@command -v npm >/dev/null || (command -v apt-get >/dev/null && [ $$(id -u) = 0 ] \
+	  && apt-get install -y -q --no-install-recommends nodejs npm) \
+	  || (echo "node and npm are needed for the JavaScript clients; install them" && exit 1)
+	@mkdir -p build/clients/node && cp $< build/clients/node/
+	@cd build/clients/node && npm install --no-audit --no-fund --loglevel=error
+	@touch $@
+
+clients: $(VENV)/.installed-server build/clients/.installed build/clients/node/.installed ## some twenty clients of other people against a live server, in an environment of their own
+	@OMP_NUM_THREADS=1 $(BIN)/python clients/run.py build/clients/bin/python build/clients/node
 
 kernels: $(VENV)/.installed-dev ## only the tests that compile kernels for sm_90 and sm_100 and look at the result
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "compile or not gpu" -k "compile or prompt" tests/ops/kernels tests/runner/test_kernels.py tests/runner/test_compile.py

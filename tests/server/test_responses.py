@@ -155,6 +155,27 @@ def test_token_ids_as_prompt(client: OpenAI, server: Server) -> None:
     assert [choice.text for choice in both.choices] == ["one</think>two"] * 2
 
 
+def test_ids_and_text_are_the_same_prompt(client: OpenAI, server: Server, engine_log: Any) -> None:
+    """Both get the begin marker; evaluation tools send either and expect the same figures."""
+    body = {"prompt": "one two", "add_special_tokens": False}
+    bare = server.post("/tokenize", body).json()["tokens"]
+    whole = server.post("/tokenize", {"prompt": "one two"}).json()["tokens"]
+    assert whole[1:] == bare
+    for prompt, extra, wanted in (
+        ("one two", {}, whole),
+        (bare, {}, whole),
+        (whole, {}, whole),
+        (bare, {"add_special_tokens": False}, bare),
+        ("", {}, whole[:1]),
+    ):
+        done = complete(client, prompt, echo=True, max_tokens=1, logprobs=0, extra_body=extra)
+        asked = [json.loads(line) for line in engine_log.read_text().splitlines()]
+        request = [message["request"] for message in asked if message["kind"] == "add"][-1]
+        assert request["prompt_ids"] == wanted
+        shown = len(wanted) - (len(wanted) - len(bare) if prompt != whole else 0)
+        assert len(done.choices[0].logprobs.tokens) == (shown if prompt else 0) + 1
+
+
 def test_echo_scores_the_prompt(client: OpenAI) -> None:
     done = complete(client, "abc", echo=True, max_tokens=0, logprobs=1)
     choice = done.choices[0]

@@ -35,10 +35,10 @@ class _Answer:
 
     index: int
     ids: tuple[int, ...]
+    num_added: int  # of them, in front, that the client did not send
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_first: bool = False  # the first token of an echoed prompt, which has no log-probability
-    has_own_start: bool = True  # the prompt's first token is the client's, not a marker we added
     prompt_logprobs: PromptLogprobs | None = None
     total_logprob: float = 0.0
     num_output: int = 0
@@ -60,7 +60,8 @@ async def completions(request: Request, body: CompletionBody) -> Response:
         raise ApiError(400, f"n: {found}, expected at most {MAX_ANSWERS} answers", param="n")
     name = service.accept(body, num_prompts * count)
     prompts = await in_thread(lambda: _prompts(service, body))
-    params = await in_thread(lambda: _params(service, body, max(map(len, prompts))))
+    longest = max(len(prompt.ids) for prompt in prompts)
+    params = await in_thread(lambda: _params(service, body, longest))
     record = Record(request.state.request_id, "/v1/completions", name)
     run = _Run(service, body, prompts, params, record)
     await while_connected(request, run.start())
@@ -74,27 +75,28 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
 
 
-def _prompts(service: Service, body: CompletionBody) -> list[tuple[int, ...]]:
+@dataclass(frozen=True)
+class _Prompt:
+    ids: tuple[int, ...]
+    num_added: int  # begin markers in front that the client did not send
+
+
+def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
     prompts: Any = body.prompt if _is_list_of_prompts(body.prompt) else [body.prompt]
-    return [_ids(service, prompt, body.add_special_tokens is not False) for prompt in prompts]
+    return [_read(service, prompt, body.add_special_tokens is not False) for prompt in prompts]
 
 
-def _ids(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
+def _read(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> _Prompt:
+    """Text or ids. The model knows no text without its begin marker, so one is put there."""
+    if isinstance(prompt, str):
+        service.check_length(len(prompt), "prompt")
+        ids = tuple(service.tokenizer.encode_with_specials(prompt))
+    else:
         service.check_ids(prompt, "prompt")
-        return tuple(prompt)
-    service.check_length(len(prompt), "prompt")
-    ids = service.tokenizer.encode_with_specials(prompt)
-    bos = service.tokenizer.special.bos
-    return tuple(ids) if not adds_bos or ids[:1] == [bos] else (bos, *ids)
-
-
-def _has_own_start(service: Service, prompt: Any, ids: tuple[int, ...]) -> bool:
-    """Whether the first token stands for something that the client sent."""
-    if not isinstance(prompt, str) or not ids:
-        return True
-    bos = service.tokenizer.special.bos
-    return ids[0] != bos or prompt.startswith(service.token_name(bos))
+        ids = tuple(prompt)
+    bos = int(service.link.facts["bos_id"])
+    is_bare = not adds_bos or ids[:1] == (bos,) or prompt == []
+    return _Prompt(ids, 0) if is_bare else _Prompt((bos, *ids), 1)
 
 
 def _params(service: Service, body: CompletionBody, num_prompt: int) -> SamplingParams:
@@ -122,7 +124,7 @@ class _Run:
         self,
         service: Service,
         body: CompletionBody,
-        prompts: list[tuple[int, ...]],
+        prompts: list[_Prompt],
         params: SamplingParams,
         record: Record,
     ) -> None:
@@ -132,13 +134,11 @@ class _Run:
         self._record = record
         self._box = service.link.open()
         self._count = count = body.num_choices
-        given: Any = body.prompt if _is_list_of_prompts(body.prompt) else [body.prompt]
-        starts = [_has_own_start(service, *pair) for pair in zip(given, prompts, strict=True)]
         self._answers = [
-            _Answer(index, prompts[index // count], has_own_start=starts[index // count])
+            _Answer(index, prompts[index // count].ids, prompts[index // count].num_added)
             for index in range(count * len(prompts))
         ]
-        record.num_prompt = sum(map(len, prompts))
+        record.num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._base = {
             "id": f"cmpl-{record.id}",
             "object": "text_completion",
@@ -183,7 +183,7 @@ class _Run:
 
     async def _echo(self, answer: _Answer) -> None:
         """The prompt comes first, with the log-probabilities of its own tokens."""
-        skipped = 0 if answer.has_own_start else 1
+        skipped = answer.num_added
         if self._service.has_tokenizer:
             answer.text = self._service.tokenizer.decode(answer.ids[skipped:])
         if self._body.logprobs is not None:
@@ -191,7 +191,7 @@ class _Run:
             ids = list(answer.ids)
             scores = await self._service.link.score(name, ids, self._body.logprobs)
             answer.logprobs = [TokenLogprobs(answer.ids[0], 0.0), *scores][skipped:]
-            answer.has_first = True
+            answer.has_first = bool(answer.logprobs)
 
     async def _outputs(self) -> AsyncGenerator[list[_Answer], None]:
         """Answers with something new; an empty list when nothing came for a while."""
