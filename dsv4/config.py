@@ -100,13 +100,15 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         path = folder / "config.json"
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{folder} is not a folder; expected one with config.json and safetensors files"
-            )
-        if not path.is_file():
-            raise ConfigError(f"{folder} has no config.json; is this the checkpoint's own folder?")
         try:
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"{folder} is not a folder; expected one with config.json and safetensors files"
+                )
+            if not path.is_file():
+                raise ConfigError(
+                    f"{folder} has no config.json; is this the checkpoint's own folder?"
+                )
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error

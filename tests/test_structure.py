@@ -66,7 +66,7 @@ LINE_BUDGET = {
     "request.py": 350,
     "errors.py": 80,
     "testing.py": 300,
-    "util": 600,
+    "util": 700,  # most of it config.json in three spellings, and its mistakes
     "formats": 1500,
     "parallel": 800,
     # a third of it forms for few rows, whose bits are those of many; 350 lines for steps that are

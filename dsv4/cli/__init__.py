@@ -67,12 +67,21 @@ def main() -> None:
     except Dsv4Error as error:
         if "--debug" in sys.argv:
             raise
-        text = f"[bold red]error:[/] {_plain(str(error))}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        _print_error(str(error))
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; nothing is left to say
         raise SystemExit(1) from None
+    except OSError as error:  # a folder that may not be read, a disk that is full
+        if "--debug" in sys.argv:
+            raise
+        _print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        raise SystemExit(1) from None
+
+
+def _print_error(text: str) -> None:
+    line = f"[bold red]error:[/] {_plain(text)}"
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +11,10 @@ from rich.console import Console
 from dsv4.cli.options import engine_options, load_engine
 from dsv4.cli.progress import Work
 from dsv4.errors import OptionError, RequestError
+from dsv4.util.output import check_output
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def register(app: typer.Typer) -> None:
@@ -34,14 +38,10 @@ def score(
     Example: dsv4 score tiny --ids ids.json -o logits.safetensors
     """
     token_ids = _read_ids(ids)
-    if not output.parent.is_dir():
-        raise OptionError(f"cannot write {output}: there is no folder {output.parent}")
-    if output.is_dir():
-        raise OptionError(f"cannot write {output}: it is a folder, expected a file's name")
+    check_output(files=(output,))
     console = Console(stderr=True)
     engine = load_engine(model, choices or {}, console)
     import torch
-    from safetensors.torch import save_file
 
     parts = []
     with Work(console, "scoring", "tokens") as progress:
@@ -53,7 +53,8 @@ def score(
     logits = torch.cat(parts).cpu()
     targets = torch.tensor(token_ids[1:]).unsqueeze(1)
     chosen = torch.log_softmax(logits[:-1], dim=-1).gather(1, targets).squeeze(1)
-    save_file({"logprobs": chosen} if logprobs else {"logits": logits}, output)
+    name, values = ("logprobs", chosen) if logprobs else ("logits", logits)
+    _write(output, name, values)
     perplexity = math.exp(-float(chosen.mean())) if len(token_ids) > 1 else None
     if as_json:
         Console().print_json(data={"tokens": len(token_ids), "perplexity": perplexity})
@@ -61,6 +62,16 @@ def score(
         Console().print("1 token: a perplexity needs at least 2")
     else:
         Console().print(f"{len(token_ids)} tokens, perplexity {perplexity:.4f}", highlight=False)
+
+
+def _write(path: Path, name: str, values: "Tensor") -> None:
+    """Whole or not at all: a full disk leaves no half of a file."""
+    from dsv4.checkpoint.files.header import OutTensor
+    from dsv4.checkpoint.files.writer import ShardWriter
+
+    with ShardWriter(path.resolve(), [OutTensor(name, "F32", tuple(values.shape))]) as writer:
+        writer.write(name, values)
+        writer.finish()
 
 
 def _read_ids(path: Path) -> list[int]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from dsv4.cli.options import MODEL, engine_options
 from dsv4.cli.progress import Work
 from dsv4.errors import OptionError
+from dsv4.util.output import check_output
 
 # How other servers spell the same choices.
 ALIASES = {
@@ -66,6 +67,7 @@ def serve(
         drain_seconds=drain_seconds,
         trace=trace,
     )
+    check_output(files=(trace,))
     _log_requests()
     with _Screen((served_model_name or [model])[0]) as screen:
         run(model, choices or {}, options, screen.show)

@@ -22,6 +22,7 @@ from dsv4.ops.op import warn_unless_strict
 from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve
 from dsv4.util.models import model_folder
+from dsv4.util.output import check_output
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Loaded:
 
 
 def load_model(name: str, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
+    disk, audit = choices.prefix_disk, choices.audit_folder if choices.audit_share else None
+    check_output(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
     folder = model_folder(name)
     config = ModelConfig.from_folder(folder)
     begin = time.perf_counter()

@@ -1,5 +1,6 @@
 """Which folder a user means by a model's name."""
 
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +15,13 @@ def model_folder(name: str) -> Path:
     if name.isidentifier() and embedded.is_dir():
         return embedded
     folder = Path(name).expanduser()
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+        if is_folder:
+            os.listdir(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    if not is_folder:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
             local = name.split("/")[1]
             raise CheckpointError(

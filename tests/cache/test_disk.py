@@ -16,6 +16,7 @@ import torch
 
 from dsv4 import Engine, SamplingParams
 from dsv4.cache import disk
+from dsv4.errors import OptionError
 from dsv4.request import Completion
 from tests.models import write_quick_model
 
@@ -224,12 +225,10 @@ def test_a_disk_that_cannot_be_written_ends_the_writing_only(
     check(engine, expected, 256)
 
 
-def test_a_folder_that_cannot_be_made(
-    model: Path, expected: Completion, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    check(make(model, tmp_path / "file" / "folder"), expected, 0)
-    assert "no more prefixes are written" in caplog.text
+    with pytest.raises(OptionError, match=r"cannot write .*folder: Not a directory"):
+        make(model, tmp_path / "file" / "folder")
 
 
 def test_the_folder_stays_within_its_limit(tmp_path: Path) -> None:

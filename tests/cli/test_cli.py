@@ -1,7 +1,9 @@
 """The command from outside: what it prints, its exit codes, and no traceback for bad input."""
 
+import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -405,13 +407,75 @@ def test_bad_prompts(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert "cannot read the prompt" in result.message
 
 
-def test_score_needs_a_place_to_write(cli: Cli, model: Path, ids: Path, tmp_path: Path) -> None:
-    result = cli("score", model, "--ids", ids, "-o", tmp_path / "no" / "out.safetensors")
+OUTPUTS = {  # option -> the command before it
+    "score -o": ("score", "{model}", "--ids", "{ids}", "-o"),
+    "doctor --report": ("doctor", "{model}", "--report"),
+    "doctor --picture": ("doctor", "{model}", "--picture"),
+    "doctor --save": ("doctor", "{model}", "--save"),
+    "bench ops --record": ("bench", "ops", "--predict", "b200", "--record"),
+    "bench decode --record": ("bench", "decode", "--shape", "tiny", "--device", "cpu", "--record"),
+    "bench decode --plot": ("bench", "decode", "--shape", "tiny", "--device", "cpu", "--plot"),
+    "bench serve --record": ("bench", "serve", "{model}", "--record"),
+    "serve --trace": ("serve", "{model}", "--trace"),
+    "--prefix-disk": ("generate", "{model}", "-p", "x", *SMALL, "--prefix-disk"),
+    "--audit-folder": (
+        "generate", "{model}", "-p", "x", *SMALL, "--audit-share", "1", "--audit-folder"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_outputs_are_refused_before_work_begins(
+    option: str, cli: Cli, model: Path, ids: Path, tmp_path: Path
+) -> None:
+    """A file where a folder ought to be: nobody can write there, not even root."""
+    (tmp_path / "file").touch()
+    command = [part.format(model=model, ids=ids) for part in OUTPUTS[option]]
+    result = cli(*command, tmp_path / "file" / "out")
     assert result.code == 2
-    assert "there is no folder" in result.message
+    assert "Traceback" not in result.err
+    assert "cannot write" in result.message
+    assert result.out == ""
+
+
+def test_missing_folders_of_an_output_are_made(
+    cli: Cli, model: Path, ids: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "new" / "folder" / "out.safetensors"
+    assert cli("score", model, "--ids", ids, "-o", file, *SMALL).code == 0
+    assert load_file(file)["logits"].shape[1] == 271
     result = cli("score", model, "--ids", ids, "-o", tmp_path)
     assert result.code == 2
     assert "it is a folder" in result.message
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(
+    cli: Cli, model: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = cli("score", model, "--ids", ids, "-o", tmp_path / "out.safetensors", *SMALL)
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert "the disk is full" in result.message
+    assert list(tmp_path.glob("*out*")) == []
+
+
+@pytest.mark.parametrize("name", ["listdir", "is_file"])
+def test_a_folder_that_may_not_be_read(
+    name: str, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os if name == "listdir" else Path, name, refuse)
+    result = cli("generate", model, "-p", "x")
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert "Permission denied" in result.message
+    assert str(model) in result.message.replace(" ", "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

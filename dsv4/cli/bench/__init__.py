@@ -14,6 +14,7 @@ from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
 from dsv4.cli.progress import Stage
 from dsv4.errors import OptionError
+from dsv4.util.output import check_output
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +41,7 @@ def ops(
     from dsv4.tools.bench_ops import Ceilings, Result, bench_ops, write_record
 
     counts = numbers("tokens", tokens)
+    check_output(files=(record,))
     console = Console()
     if predict:
         _predict(predict, shape, counts, only, record, console)
@@ -85,7 +87,6 @@ def _predict(
         table.add_row(row.op, row.shape, str(row.tokens), *cells, row.bound, measured)
     console.print(table)
     if record is not None:
-        record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text("\n".join(to_json(rows, gpu)) + "\n", encoding="utf-8")
         console.print(f"recorded in {record}")
 

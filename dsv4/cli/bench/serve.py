@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dsv4.cli.options import MODEL, load_engine
 from dsv4.cli.progress import Stage
+from dsv4.util.output import check_output
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine
@@ -44,6 +45,7 @@ def serve(
         write_record,
     )
 
+    check_output(files=(record,))
     console = Console(stderr=True)
     workload = Workload(num_requests=requests, rate=rate, shared=shared)
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from dsv4.errors import OptionError
+from dsv4.util.output import check_output
 
 if TYPE_CHECKING:
     from dsv4.tools.bench_ops import Ceilings
@@ -90,6 +91,7 @@ def _show(
     from dsv4.tools.speed.report import lines_of, picture, write_record
     from dsv4.tools.speed.steps import StepResult
 
+    check_output(files=(record, plot))
     console = Console()
     seen: list[Ceilings | StepResult] = []
     for part in (rows, more or iter(())):

@@ -1,0 +1,53 @@
+"""Files and folders that a user names for output: one way for all, checked before work begins.
+
+Missing folders are made. What cannot be written is refused at once, not after the work is done.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from dsv4.errors import OptionError
+
+
+def check_output(
+    *, files: tuple[Path | None, ...] = (), folders: tuple[Path | None, ...] = ()
+) -> None:
+    """Refuses what cannot be written; a file that is already there is left as it is."""
+    for path in files:
+        if path is not None:
+            _refusing(path, _try_file)
+    for path in folders:
+        if path is not None:
+            _refusing(path, _try_folder)
+
+
+def _refusing(path: Path, attempt: Callable[[Path], None]) -> None:
+    try:
+        attempt(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OptionError(f"cannot write {path}: {reason}; choose another place") from error
+
+
+def _try_file(path: Path) -> None:
+    if path.is_dir():
+        raise OptionError(f"cannot write {path}: it is a folder, expected a file's name")
+    if path.exists() and not path.is_file():
+        raise OptionError(f"cannot write {path}: it is no ordinary file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with open(path, "ab"):
+        pass
+    if is_new:
+        path.unlink()
+
+
+def _try_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise OptionError(f"cannot write into {path}: it is a file, expected a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path)
+    os.close(handle)
+    os.unlink(name)
