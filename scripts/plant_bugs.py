@@ -57,7 +57,7 @@ BUGS = (
         FORMATS),
     Bug("top-p keeps one more", "dsv4/ops/sample/sample.py",
         "keep = before < s.top_p[i].double()", "keep = before <= s.top_p[i].double()", SAMPLE),
-    # --- hung for ever before the engine noticed
+    # --- hung before the engine noticed
     Bug("preemption of the wrong one", "dsv4/scheduler/scheduler.py",
         "first.rank < self._running[-1].rank", "first.rank > self._running[-1].rank", SCHEDULER),
     Bug("prefix key off by one", "dsv4/scheduler/scheduler.py",

@@ -154,8 +154,8 @@ class PrefixCache:
     ) -> bool:
         """Snapshot a sequence that stands at a boundary.
 
-        `only_if_free`: not at another snapshot's cost. `instead_of`: an older one of the same
-        sequence that goes if nobody has used it.
+        `only_if_free`: evict no other snapshot. `instead_of`: an older one of the same sequence,
+        replaced unless it was used.
         """
         assert sequence.length % SHARED_TOKENS == 0
         if key in self._snapshots:

@@ -16,7 +16,7 @@ from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP
 
 ScaleChoice = Literal["max", "four-over-six", "mse"]
 SCALE_CHOICES: tuple[str, ...] = get_args(ScaleChoice)
-_MIN_SCALE = 2.0**-9  # the smallest E4M3 above zero: nobody may divide by a zero scale
+_MIN_SCALE = 2.0**-9  # the smallest E4M3 above zero: a scale is a divisor
 _SEARCH = 8  # codes to either side of the amax scale that the mse search tries
 
 

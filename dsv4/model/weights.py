@@ -8,7 +8,7 @@ from dsv4.formats.quantized import Weight
 
 
 class Weights:
-    """A view of the canonical name table under a prefix; `left` are the names nobody took."""
+    """A view of the canonical name table under a prefix; `left` are the unused names."""
 
     def __init__(
         self, table: Mapping[str, Weight], prefix: str = "", left: set[str] | None = None

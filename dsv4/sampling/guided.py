@@ -182,7 +182,7 @@ def _compile(compiler: Any, guide: Guide) -> Any:
 
 
 def _json_grammar(schema: str) -> str:
-    """A schema as a grammar with one way to write each value, or white space could go on for ever.
+    """A schema as a grammar with one way to write each value, or white space would be unbounded.
 
     The library lets control characters into strings of limited length; JSON has none.
     """

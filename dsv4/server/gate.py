@@ -30,8 +30,8 @@ class Gate:
         self._app = app
         self._service = service
         self._keys = [key.encode() for key in service.options.api_keys]
-        # Without keys, whoever reaches the port may ask. A web page elsewhere must not reach it
-        # by pointing its own name at this machine, so the name that was asked for is checked.
+        # Without keys, every client that reaches the port is served. The Host header is checked
+        # against DNS rebinding: a web page elsewhere must not reach it under a name of its own.
         self._checks_host = not self._keys and is_loopback(service.options.host)
         self._num_bytes = 0  # of large bodies in work
 

@@ -64,7 +64,7 @@ _NO_BEAMS = "answers are sampled; use n"
 
 
 class Body(BaseModel):
-    """Strict types; fields nobody knows pass, those we know and do not offer are refused."""
+    """Strict types; unknown fields pass, known ones that are not offered are refused."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected."""
 
 
 def event(data: Any, name: str | None = None) -> bytes:

@@ -2,7 +2,7 @@
 
 A floor is the larger of bytes over memory bandwidth and operations over the tensor cores' rate.
 Weights, state, inputs and outputs count once; what stays inside an op does not. For a GPU that
-nobody here has, the floor is a prediction and nothing more: no kernel reaches it, none was run.
+was not available, the floor is only a prediction: no kernel was run there.
 """
 
 import json

@@ -201,7 +201,7 @@ class EngineLink:
         return list(logprobs_from_wire(message["scores"]))
 
     def forget(self, name: str) -> None:
-        """Abort a request whose outputs nobody wants any more."""
+        """Abort a request whose client is gone."""
         self._answers.pop(name, None)
         if self._live.pop(name, None) is not None:
             self._tell_abort(name)

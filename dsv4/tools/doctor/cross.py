@@ -218,7 +218,7 @@ def run_decoder(subject: Subject, record: Record) -> None:
 
 
 def served_logits(subject: Subject) -> Tensor:
-    """Nobody watches: ops may run fused."""
+    """Logits without recording, where ops may run fused."""
     runner, ids, parts = subject.runner(), subject.token_ids, []
     pages = runner.pages.open()
     for count in schedule(len(ids)):
