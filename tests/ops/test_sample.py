@@ -296,3 +296,33 @@ def test_no_rows() -> None:
     tokens, norms = sample(torch.zeros(0, 5), settings(0))
     assert tokens.shape == (0,)
     assert norms.shape == (0,)
+
+
+# --- filters at their exact border: a quarter each, so that nothing is rounded --------------------
+
+
+def drawn_of_four(**filters: float) -> set[int]:
+    """Every token that comes up in many draws."""
+    tokens, _ = sample(torch.zeros(200, 4), settings(200, **filters))
+    return set(tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.25, 1), (0.375, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)]
+)
+def test_top_p_stops_as_soon_as_its_mass_is_reached(top_p: float, kept: int) -> None:
+    assert drawn_of_four(top_p=top_p) == set(range(kept))
+
+
+def test_top_p_is_a_share_of_what_top_k_left() -> None:
+    assert drawn_of_four(top_k=2, top_p=0.5) == {0}
+    assert drawn_of_four(top_k=2, top_p=0.501) == {0, 1}
+
+
+def test_min_p_keeps_what_is_exactly_as_likely() -> None:
+    assert drawn_of_four(min_p=1.0) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+def test_top_k_keeps_lower_ids_of_a_tie(top_k: int) -> None:
+    assert drawn_of_four(top_k=top_k) == set(range(top_k))
