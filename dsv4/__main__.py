@@ -1,5 +1,8 @@
 """`python -m dsv4`: the same as the command `dsv4`."""
 
+import sys
+
 from dsv4.cli import main
 
+sys.argv[0] = "dsv4"  # as records name the command
 main()

@@ -21,7 +21,6 @@ from dsv4.cli.options import complete_model
 from dsv4.cli.progress import Stage, Work, progress_line
 from dsv4.cli.serve import ready_lines
 from dsv4.errors import CheckpointError, OptionError, RequestError
-from dsv4.tools import bench_serve
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text, time_text
 from tests.cli.test_cli import Cli, cli  # noqa: F401  # the fixture
@@ -197,22 +196,14 @@ def test_times() -> None:
 
 def test_bench_serve_says_where_it_is(
     cli: Cli,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    model: str,
 ) -> None:
-    def trace(make: Any, _: Any) -> Any:
-        for changes in bench_serve.VARIANTS.values():
-            make(changes)
-            yield bench_serve.summarise("x", [bench_serve.Timing(1, num_output=2)], 1.0, 0)
-
-    gain = bench_serve.Gain("x", "s", 1.0, 1.0, (0.0, 0.0), 1.0)
-    monkeypatch.setattr(bench_serve, "bench_trace", trace)
-    monkeypatch.setattr(bench_serve, "bench_batching", lambda make: make({}) and gain)
-    monkeypatch.setattr(bench_serve, "bench_prefix", lambda make, _: make({}) and gain)
-    module = sys.modules["dsv4.cli.bench.serve"]  # its name in the package is the function's
-    monkeypatch.setattr(module, "load_engine", lambda *_: object())
-    result = cli("bench", "serve")
+    loads = [f"rate=0,requests={number},in=3,out=1" for number in (1, 2)]
+    options = [part for load in loads for part in ("--load", load)]
+    result = cli("bench", "serve", model, "--max-context", "64", "--device", "cpu", *options)
     assert result.code == 0, result.err
-    assert re.findall(r"measure (\d) of 5", result.err) == ["1", "2", "3", "4", "5"]
+    said = re.findall(r"^all at once, (\d) requests", result.err, re.M)
+    assert said == ["1", "2"]
 
 
 def test_the_ready_lines_can_be_pasted() -> None:

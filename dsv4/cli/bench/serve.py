@@ -1,93 +1,166 @@
-"""`dsv4 bench serve`: a trace of requests, and what batching and the prefix cache buy."""
+"""`dsv4 bench serve`: requests that arrive at random times."""
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dsv4.cli.options import MODEL, load_engine
 from dsv4.cli.progress import Stage
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import OptionError
+from dsv4.util.models import model_folder
 from dsv4.util.output import check_output
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine
+    from dsv4.tools.speed.http import Share
+    from dsv4.tools.speed.serve import Alone, Measured, Ready, Warnings
+    from dsv4.tools.speed.traffic import LoadResult
+
+    Row = Ready | Alone | LoadResult | Warnings | Share
+
+FITTING_LAYERS = {"flash": 24, "pro": 6}
+MAX_CONTEXT, MAX_SEQUENCES = 8192, 64
 
 
 def serve(
     model: str = MODEL,
-    requests: int = typer.Option(24, min=1, help="Requests of the trace."),
-    rate: float = typer.Option(2.0, min=0.0, help="Arrivals in a second; 0: all at once."),
-    shared: float = typer.Option(0.5, min=0.0, max=1.0, help="Share with a common beginning."),
-    prefix: int = typer.Option(4096, min=128, help="Tokens of the long prefix."),
+    shape: str = typer.Option("", help="Random weights instead: flash, pro or tiny."),
+    layers: int = typer.Option(0, min=0, help="Of the shape; 0: flash 24, pro 6, tiny all."),
+    load: list[str] = typer.Option(
+        [], help="Own load, e.g. rate=8,requests=48,in=512,out=64; also shared=256, odd=1."
+    ),
+    http: bool = typer.Option(False, "--http", help="Also through the server; 32 streams."),
     record: Path | None = typer.Option(None, help="Write a JSONL record to this file."),
+    plot: Path | None = typer.Option(None, help="Write a time line of steps (SVG) to this file."),
     as_json: bool = typer.Option(False, "--json", help="JSON lines on standard output."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Replay a trace of requests: latency, throughput, cache hits.
+    """Send requests at random times: first tokens, gaps, throughput.
 
-    The same trace runs as it is, one sequence at a time, and without the prefix cache.
+    Prompts alone, then loads, one of them with odd sampling options; or your own loads.
 
-    Example: dsv4 bench serve --requests 16 --rate 1 --record serve.jsonl
+    Example: dsv4 bench serve --shape flash --record serve.jsonl --plot serve.svg
     """
-    from dsv4.tools.bench_serve import (
-        VARIANTS,
-        Gain,
-        Report,
-        Workload,
-        bench_batching,
-        bench_prefix,
-        bench_trace,
-        write_record,
-    )
+    from dsv4.tools.speed.http import bench_http, serving
+    from dsv4.tools.speed.serve import STREAMS, Measured, bench_engine, default_loads
+    from dsv4.tools.speed.traffic import Load
 
-    check_output(files=(record,))
-    console = Console(stderr=True)
-    workload = Workload(num_requests=requests, rate=rate, shared=shared)
+    if http and shape:
+        raise OptionError("--http serves a folder or 'tiny'; leave --shape out")
+    if layers and not shape:
+        raise OptionError("--layers cuts a --shape; a folder's model runs whole")
+    check_output(files=(record, plot))
+    own = [Load.parse(text) for text in load] or ([STREAMS] if http else [])
+    options = dict(choices or {})
+    report, measured = _Report(record, plot, as_json), []
+    with Stage(Console(stderr=True)) as stage:
+        engine, ready = _start(model, shape, layers, options, stage)
+        report.add(ready, stage)
+        lengths, loads = ([], own) if own else default_loads(engine)
+        watch = plot is not None or not http
+        for row in bench_engine(engine, lengths, loads, stage, watch=watch):
+            if isinstance(row, Measured):
+                measured.append(row)
+                report.draw(measured, engine.settings.max_gap_ms)
+            report.add(row.result if isinstance(row, Measured) else row, stage)
+        engine.close()
+        if http:
+            stage("starting the server")
+            vocab_size, most = engine.config.vocab_size, max(item.requests for item in loads)
+            with serving(model, options, most) as address:
+                results = [item.result for item in measured]
+                for over_http in bench_http(address, results, vocab_size, stage):
+                    report.add(over_http, stage)
 
-    rows: list[Report | Gain] = []
-    with Stage(console) as stage:
 
-        def make(changes: dict[str, Any]) -> "Engine":
-            stage.pause()
-            engine = load_engine(model, {**(choices or {}), **changes}, console)
-            text = ", ".join(f"{name} {value}" for name, value in changes.items()) or "as it is"
-            stage(f"measure {len(rows) + 1} of {len(VARIANTS) + 2}: {text}")
-            return engine
+def _start(
+    model: str, shape: str, layers: int, options: dict[str, Any], stage: Stage
+) -> "tuple[Engine, Ready]":
+    """An engine; `options` gets what this benchmark has other defaults for."""
+    from dsv4.tools.speed.model import shape_config
+    from dsv4.tools.speed.serve import Ready, random_engine
 
-        for report in bench_trace(make, workload):
-            rows.append(report)
-        rows.append(bench_batching(make))
-        rows.append(bench_prefix(make, prefix))
+    kept = layers or FITTING_LAYERS.get(shape)
+    config = shape_config(shape, kept) if shape else ModelConfig.from_folder(model_folder(model))
+    if options.get("max_context") is None:
+        options["max_context"] = min(MAX_CONTEXT, config.max_positions)
+    if options.get("max_sequences") is None:
+        options["max_sequences"] = MAX_SEQUENCES
+    if shape:
+        stage(f"random weights of {config.num_layers} layers of {shape}, then warm-up")
+        return random_engine(shape, config, EngineConfig.make(**options))
+    begin = time.perf_counter()
+    engine = load_engine(model, options, Console(stderr=True))
+    ready_s = round(time.perf_counter() - begin, 2)
+    return engine, Ready(Path(model).name, str(engine.settings), ready_s)
+
+
+class _Report:
+    """Rows as they come: printed, and both files written again, so that a run cut short is kept."""
+
+    def __init__(self, record: Path | None, plot: Path | None, as_json: bool) -> None:
+        self._record, self._plot, self._as_json = record, plot, as_json
+        self._lines: list[str] = []
+
+    def add(self, row: "Row", stage: Stage) -> None:
+        from dsv4.tools.bench_ops import run_facts
+
+        kind = {"LoadResult": "load"}.get(type(row).__name__, type(row).__name__.lower())
+        line = json.dumps({kind: asdict(row)})
         stage.pause()
-    if as_json:
-        sys.stdout.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
-    else:
-        Console().print(_traces([row for row in rows if isinstance(row, Report)]))
-        Console().print(_gains([row for row in rows if isinstance(row, Gain)]))
-    if record is not None:
-        settings = str(load_engine(model, choices or {}, console).settings)
-        write_record(record, {"workload": asdict(workload), "settings": settings}, rows)
-        console.print(f"recorded in {record}")
+        sys.stdout.write((line if self._as_json else text_of(row)) + "\n")
+        sys.stdout.flush()
+        if self._record is not None:
+            self._lines = self._lines or [json.dumps({"run": run_facts()})]
+            self._lines.append(line)
+            self._record.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+
+    def draw(self, loads: "list[Measured]", max_gap_ms: float) -> None:
+        from dsv4.tools.speed.timeline import picture
+
+        if self._plot is not None:
+            self._plot.write_text(picture(loads, max_gap_ms), encoding="utf-8")
 
 
-def _traces(reports: list[Any]) -> Table:
-    table = Table("trace", "tokens/s", "hit rate", "first token ms p50/p95/p99", "per token ms")
-    for row in reports:
-        times = [
-            " / ".join(f"{value:g}" for value in times.values())
-            for times in (row.first_token_ms, row.per_token_ms)
-        ]
-        table.add_row(row.name, f"{row.tokens_per_s:g}", f"{row.hit_rate:.0%}", *times)
-    return table
+def text_of(row: "Row") -> str:
+    """A row for the terminal."""
+    from dsv4.tools.speed.http import Share
+    from dsv4.tools.speed.serve import Alone, Ready, Warnings
+    from dsv4.tools.speed.traffic import Load
 
-
-def _gains(gains: list[Any]) -> Table:
-    table = Table("measure", "unit", "with it", "without", "ratio")
-    for row in gains:
-        table.add_row(row.name, row.unit, f"{row.with_it:g}", f"{row.without:g}", f"{row.ratio:g}x")
-    return table
+    if isinstance(row, Ready):
+        made = "" if row.weights_s is None else f", weights made in {row.weights_s:g} s"
+        return f"{row.model}: ready after {row.ready_s:g} s{made}"
+    if isinstance(row, Alone):
+        return (
+            f"alone, {row.num_prompt} in: first token {row.first_ms:g} ms "
+            f"({row.num_cached} cached: {row.cached_first_ms:g} ms), gap {row.gap_ms:g} ms"
+        )
+    if isinstance(row, Warnings):
+        return "\n  ".join([f"{row.count} warnings after ready", *row.some])
+    load = Load(**row.load)
+    if isinstance(row, Share):
+        return (
+            f"server: {row.server_ms:g} ms a token at p50 ({row.http_token_ms:g} over HTTP, "
+            f"{row.engine_token_ms:g} in the engine alone)"
+        )
+    most = "" if row.most_tokens_per_s is None else f" of at most {row.most_tokens_per_s:g}"
+    lines = [f"{row.via}: {load}", f"{row.tokens_per_s:g} tokens/s{most}"]
+    if row.num_steps:
+        lines[1] += f"; {row.num_steps} steps, {row.num_prompt_steps} with prompts"
+    if row.hit_rate:
+        lines[1] += f"; {row.hit_rate:.0%} of the prompts cached"
+    named = {"first token": row.first_ms, "gap": row.gap_ms, "per token": row.token_ms}
+    for name, times in named.items():
+        if times:
+            lines.append(f"{name} ms: " + ", ".join(f"{p} {ms:g}" for p, ms in times.items()))
+    if row.num_failed:
+        lines += [f"{row.num_failed} FAILED", *row.errors]
+    return "\n  ".join(lines)
