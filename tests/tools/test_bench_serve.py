@@ -222,12 +222,12 @@ def test_a_shape_is_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4.tools.speed.serve.CPU_LENGTHS", (5, 9000))
     monkeypatch.setattr("dsv4.tools.speed.serve.CPU_ALONE_OUTPUT", 2)
     monkeypatch.setattr("dsv4.tools.speed.serve.CPU_LOADS", (Load(0, 2, 5, 2, odd=True),))
-    command = ["bench", "serve", "--shape", "tiny", "--layers", "3", "--device", "cpu", "--json"]
+    command = ["bench", "serve", "--shape", "trial", "--layers", "3", "--device", "cpu", "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [next(iter(row)) for row in rows] == ["ready", "alone", "load", "warnings"]
-    assert rows[0]["ready"]["model"] == "tiny, 3 random layers"
+    assert rows[0]["ready"]["model"] == "trial, 3 random layers"
     assert rows[1]["alone"]["num_prompt"] == 5  # 9,000 tokens do not fit
     assert rows[2]["load"]["num_failed"] == 0
 
@@ -236,9 +236,9 @@ def test_wrong_use() -> None:
     for options, says in (
         (["--load", "8x48"], "expected rate=8"),
         (["--shape", "huge"], "huge"),
-        (["--shape", "tiny", "--layers", "9"], "layers is 9"),
+        (["--shape", "trial", "--layers", "9"], "layers is 9"),
         (["--layers", "2"], "--shape"),
-        (["--shape", "tiny", "--http"], "leave --shape out"),
+        (["--shape", "trial", "--http"], "leave --shape out"),
     ):
         result = CliRunner().invoke(app, ["bench", "serve", "--device", "cpu", *options])
         assert isinstance(result.exception, OptionError), options

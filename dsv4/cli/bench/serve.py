@@ -31,8 +31,8 @@ MAX_CONTEXT, MAX_SEQUENCES = 8192, 64
 
 def serve(
     model: str = MODEL,
-    shape: str = typer.Option("", help="Random weights instead: flash, pro or tiny."),
-    layers: int = typer.Option(0, min=0, help="Of the shape; 0: flash 24, pro 6, tiny all."),
+    shape: str = typer.Option("", help="Random weights instead: flash, pro or trial."),
+    layers: int = typer.Option(0, min=0, help="Of the shape; 0: flash 24, pro 6, trial all."),
     load: list[str] = typer.Option(
         [], help="Own load, e.g. rate=8,requests=48,in=512,out=64; also shared=256, odd=1."
     ),

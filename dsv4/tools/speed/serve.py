@@ -101,7 +101,7 @@ def random_engine(shape: str, config: ModelConfig, choices: EngineConfig) -> tup
     device = choices.device
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
-    if not has_gpu and choices.device != "cpu" and shape != "tiny":
+    if not has_gpu and choices.device != "cpu" and shape != "trial":
         raise OptionError("no CUDA device was found; without --shape the embedded model runs")
     begin = time.perf_counter()
     try:
