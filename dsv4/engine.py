@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from dsv4 import __version__
-from dsv4.cache.disk import DiskStore, fingerprint
+from dsv4.cache.disk import DiskStore
+from dsv4.cache.fingerprint import fingerprint
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.state import StateTensors
 from dsv4.chat.dialect import Dialect, choose_dialect
@@ -536,7 +537,7 @@ def _store(loaded: Loaded, state: StateTensors) -> DiskStore | None:
     on_gpu = settings.device != "cpu"
     chip = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
     builds = {"dsv4": __version__, "torch": torch.__version__, "chip": chip}
-    model = fingerprint(loaded.folder, {**how, **builds})
+    model = fingerprint(loaded.folder, {**how, **builds}, Path(settings.prefix_disk))
     return DiskStore(settings.prefix_disk, model, state.shapes)
 
 

@@ -22,7 +22,6 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,27 +32,11 @@ from dsv4.cache.geometry import Pool
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
 SUFFIX = ".prefix"
 SHARE_OF_FREE = 0.5  # of what is free on the disk when the engine starts
 MAX_HEADER_BYTES = 1 << 20  # names, shapes and metadata before a file's values
 
 Shapes = Callable[[dict[Pool, int]], dict[str, tuple[torch.dtype, tuple[int, ...]]]]
-
-
-def fingerprint(folder: Path, settings: dict[str, Any]) -> str:
-    """Tells states apart that may differ in a bit: the weights' files, and how they are run."""
-    digest = hashlib.blake2b(digest_size=32)
-    digest.update(json.dumps({"version": VERSION, **settings}, sort_keys=True).encode())
-    for path in (*sorted(folder.glob("*.safetensors")), folder / "config.json"):
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(2**16))  # the header with all names, shapes and places
-            for part in range(1, 17):  # and a sample of the values
-                file.seek(found.st_size * part // 17)
-                digest.update(file.read(4096))
-    return digest.hexdigest()
 
 
 class DiskStore:

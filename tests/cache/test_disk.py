@@ -190,16 +190,6 @@ def test_another_model_or_format_does_not_share(model: Path, tmp_path: Path) -> 
     fill(model, tmp_path)
     [found] = make(model, tmp_path, kv_format="bf16").generate([PROMPT], PARAMS)
     assert found.num_cached == 0
-    one = disk.fingerprint(model, {"device": "cpu"})
-    assert disk.fingerprint(model, {"device": "cuda"}) != one
-    weights = model / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[len(data) * 3 // 17] ^= 1
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "model.safetensors").write_bytes(data)
-    (other / "config.json").write_bytes((model / "config.json").read_bytes())
-    assert disk.fingerprint(other, {"device": "cpu"}) != one
 
 
 @pytest.mark.parametrize("what", ["full", "read-only"])

@@ -1,0 +1,112 @@
+"""Which checkpoint, run how: a name that changes when a single bit of the weights does.
+
+Every file is digested whole, once; the digest is kept in a small file beside the prefixes. It is
+believed again while the file has the same size, times and inode and a sample of every tensor is
+unchanged: an editor may set a file's time back, hardly all of that.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+VERSION = 3  # of the prefixes' files: those of another one are not looked at
+KEPT = "digests.json"
+MAX_KEPT_BYTES = 1 << 24
+SAMPLE_BYTES = 64  # at the beginning, in the middle and at the end of every tensor
+SLOW_BYTES = 10**9  # from here on somebody may ask what the engine is doing
+THREADS = 8
+
+
+def fingerprint(folder: Path, settings: dict[str, Any], kept_in: Path) -> str:
+    """Tells states apart that may differ in a bit. `kept_in`: the folder of known digests."""
+    known = _read_known(kept_in / KEPT)
+    files = sorted(folder.glob("*.safetensors"))
+    signs = {path: _sign(path) for path in files}
+    new = [path for path in files if known.get(str(path.resolve()), {}).get("sign") != signs[path]]
+    nbytes = sum(path.stat().st_size for path in new)
+    if nbytes >= SLOW_BYTES:
+        log.warning("reading %.1f GB once to know this checkpoint again", nbytes / 1e9)
+    with ThreadPoolExecutor(THREADS) as pool:  # hashlib works outside the interpreter's lock
+        for path, value in zip(new, pool.map(_digest, new), strict=True):
+            known[str(path.resolve())] = {"sign": signs[path], "digest": value}
+    if new:
+        _keep(kept_in, known)
+    parts = [(path.name, known[str(path.resolve())]["digest"]) for path in files]
+    parts.append(("config.json", _digest(folder / "config.json")))
+    about = {"version": VERSION, "files": parts, **settings}
+    return hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _sign(path: Path) -> str:
+    """What can be seen without reading all of a file."""
+    found = path.stat()
+    about = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+    with open(path, "rb") as file:
+        start = file.read(8)
+        header = file.read(int.from_bytes(start, "little"))  # the loader has checked it
+        digest.update(start + header)
+        base = 8 + len(header)
+        for name, entry in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            for place in (first, (first + last) // 2, max(first, last - SAMPLE_BYTES)):
+                file.seek(base + place)
+                digest.update(file.read(min(SAMPLE_BYTES, last - first)))
+    return digest.hexdigest()
+
+
+def _read_known(path: Path) -> dict[str, dict[str, str]]:
+    """Digests of earlier runs; none where the file is not ours alone or does not make sense."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        log.warning("%s is not read (%s); files are digested again", path, error.strerror)
+        return {}
+    found = os.fstat(descriptor)
+    ours = found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not ours or not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        log.warning("%s is no file of ours alone; files are digested again", path)
+        return {}
+    with open(descriptor, "rb") as file:
+        data = file.read(MAX_KEPT_BYTES)
+    try:
+        known = json.loads(data)
+        return {
+            str(name): {"sign": str(e["sign"]), "digest": str(e["digest"])}
+            for name, e in known.items()
+        }
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        log.warning("%s is damaged; files are digested again", path)
+        return {}
+
+
+def _keep(folder: Path, known: dict[str, dict[str, str]]) -> None:
+    beside = folder / f"{secrets.token_hex(16)}.tmp"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(beside, flags, 0o600), "w", encoding="utf-8") as file:
+            json.dump(known, file, indent=1)
+        os.replace(beside, folder / KEPT)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        log.warning("digests are not kept (%s); the next start reads all files again", error)
