@@ -4,6 +4,7 @@ The three spellings of `config.json` are read in `util/config_json.py`.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -109,7 +110,11 @@ class ModelConfig:
                 raise ConfigError(
                     f"{folder} has no config.json; is this the checkpoint's own folder?"
                 )
-            data = json.loads(path.read_text(encoding="utf-8"))
+            with path.open("rb") as file:
+                text = file.read(MAX_CONFIG_BYTES + 1)
+            if len(text) > MAX_CONFIG_BYTES:
+                raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes; fetch it again")
+            data = json.loads(text.decode())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless numbers
@@ -129,7 +134,34 @@ class ModelConfig:
 
 
 # No real model comes near these; a damaged or hostile file must not cost hours or all memory.
-_LIMITS = {"num_layers": 1000, "num_draft_layers": 100, "hc_mult": 64, "hc_sinkhorn_iters": 1000}
+MAX_CONFIG_BYTES = 16 << 20
+MAX_EXPERTS = 1 << 18  # of all layers
+_LIMITS = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 17,
+    "num_layers": 1000,
+    "num_hash_layers": 1000,
+    "num_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "rope_head_dim": 1 << 13,
+    "q_lora_rank": 1 << 17,
+    "o_groups": 1 << 12,
+    "o_lora_rank": 1 << 17,
+    "sliding_window": 1 << 20,
+    "num_draft_layers": 100,
+    "yarn_original_len": 1 << 30,
+    "max_positions": 1 << 30,
+    "index_num_heads": 1 << 12,
+    "index_head_dim": 1 << 13,
+    "index_topk": 1 << 20,
+    "num_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "moe_intermediate_size": 1 << 17,
+    "hc_mult": 64,
+    "hc_sinkhorn_iters": 1000,
+    "bos_id": 1 << 22,
+}
+_MAY_BE_ZERO = ("num_hash_layers", "num_draft_layers", "bos_id")
 
 
 def _check_model(c: ModelConfig) -> None:
@@ -139,12 +171,15 @@ def _check_model(c: ModelConfig) -> None:
 
     for item in fields(c):
         value = getattr(c, item.name)
-        zero_ok = ("num_hash_layers", "num_draft_layers", "bos_id")
         if item.type in (int, float):
-            limit = _LIMITS.get(item.name, 2**31 if item.type is int else 1e30)
+            limit = _LIMITS[item.name] if item.type is int else 1e30
             need(value <= limit, f"{item.name} is {str(value)[:40]}, expected at most {limit:.6g}")
-            positive = value > 0 or item.name in zero_ok
+            positive = value > 0 or item.name in _MAY_BE_ZERO
             need(positive, f"{item.name} is {value}, expected it above 0")
+    need(
+        c.num_layers * c.num_experts <= MAX_EXPERTS,
+        f"{c.num_layers} layers of {c.num_experts} experts, expected at most {MAX_EXPERTS} experts",
+    )
     need(
         len(c.compress_ratios) == c.num_layers,
         f"compress_ratios has {len(c.compress_ratios)} entries for {c.num_layers} layers",
@@ -221,6 +256,9 @@ class EngineConfig:
     )
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
+    step_timeout: float = field(
+        default=60.0, metadata={"help": "seconds without progress after which a server restarts it"}
+    )
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
@@ -246,6 +284,9 @@ class EngineConfig:
             raise OptionError(f"audit_folder is {self.audit_folder!r}, expected a folder's path")
         if self.prefix_disk is not None and not isinstance(self.prefix_disk, str):
             raise OptionError(f"prefix_disk is {self.prefix_disk!r}, expected a folder's path")
+        limit = self.step_timeout
+        if type(limit) not in (int, float) or not 0 < limit < math.inf:
+            raise OptionError(f"step_timeout is {limit!r}, expected seconds above 0")
         if not isinstance(self.ops, str):
             raise OptionError(f"ops is {self.ops!r}, expected auto, reference, or op names")
 

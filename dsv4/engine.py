@@ -76,6 +76,7 @@ class _Live:
     expires: float  # on the monotonic clock
     compiling: Compiling | None = None  # the guide; until it is ready the scheduler waits for it
     matcher: Matcher | LateEnds | None = None
+    failure: Exception | None = None  # while its next token was prepared
     audits: Finding | None = None  # an answer that this request repeats, unheard
 
 
@@ -163,7 +164,7 @@ class Engine:
 
     def _run_step(self) -> list[Output]:
         taken = self._pipeline.take()
-        outputs = [self._accept(*pair) for pair in taken.results]
+        outputs = [self._take_token(*pair) for pair in taken.results]
         outputs += self._fail_all(taken.failures)
         outputs += self._fail_all(self._pipeline.draw_ahead())
         if taken.work is not None:
@@ -218,9 +219,9 @@ class Engine:
                 params = live.sequence.request.params
                 if params.min_tokens:
                     live.matcher = self._late_ends(live.matcher, params)
-            except RequestError as error:
+            except (RequestError, CapacityError) as error:
                 end = self._finish(live.sequence, "error", error=str(error))
-                outputs.append(replace(end, refused=True))
+                outputs.append(replace(end, refused=isinstance(error, RequestError)))
                 continue
             live.compiling = None
             self._scheduler.add(live.sequence)
@@ -287,6 +288,8 @@ class Engine:
             self.abort(request_id)
         if self._prefix is not None:
             self._prefix.flush()
+        if "_guides" in self.__dict__:  # only if there ever was one
+            self._guides.close()
 
     def check_integrity(self) -> None:
         """Raise if a page or slot is lost or counted wrong. For tests, and when idle."""
@@ -422,7 +425,23 @@ class Engine:
             return Draw(sequence.request.params, sequence.seed, sequence.token_ids, 0)
         if live.matcher is None:
             return live.draw
-        return replace(live.draw, mask=live.matcher.mask())
+        try:
+            return replace(live.draw, mask=live.matcher.mask())
+        except Exception as error:  # of this request alone: it ends with its next token
+            live.failure = error
+            return live.draw
+
+    def _take_token(self, sequence: Running, result: TokenLogprobs) -> Output:
+        """What goes wrong with one request's token ends that request and no other."""
+        failure = self._live[sequence.request.id].failure
+        try:
+            if failure is not None:
+                raise failure
+            return self._accept(sequence, result)
+        except Exception as error:
+            if not self._is_live(sequence):
+                raise
+            return self._fail([sequence], error)[0]
 
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
         """A sampled token joins its sequence; the output says what is new."""
@@ -441,7 +460,7 @@ class Engine:
             ended = live.matcher.accept(result.token_id)
             if live.matcher.is_stuck:
                 error = "no token of the vocabulary continues the answer under its guide"
-                return self._finish(sequence, "error", error=error)
+                return replace(self._finish(sequence, "error", error=error), refused=True)
             if ended:
                 return self._finish(sequence, "stop", result.token_id, "", (result,))
         shown, stop = live.text.push(result.token_id)
@@ -466,6 +485,8 @@ class Engine:
         live = self._live.pop(sequence.request.id)
         if live.compiling is None:
             self._scheduler.remove(sequence)
+        else:
+            self._guides.give_up(live.compiling)
         shown += live.text.finish()
         self._num_finished[reason] += live.audits is None
         if self._audit is not None and reason in ("stop", "length"):

@@ -20,6 +20,10 @@ MAX_LOGPROBS = 64
 MAX_GUIDE_CHARACTERS = 65536
 MAX_GUIDE_DEPTH = 64
 MAX_FORMAT_DEPTH = 32  # around the schemas in a structure
+MAX_REGEX_CHARACTERS = 8192
+MAX_REGEX_PARTS = 256  # character classes, and repetitions
+MAX_REGEX_REPEAT = 4096
+MAX_REGEX_DEPTH = 64
 MAX_CHOICES = 4096
 MAX_PRIORITY = 100
 MAX_SALT_CHARACTERS = 1024
@@ -82,11 +86,41 @@ def _need_guide(condition: bool, guide: Guide, expected: str) -> None:
         raise RequestError(f"the value of a {guide.kind} guide is {found}, expected {expected}")
 
 
+_REGEX_PARTS = re.compile(
+    r"""(?P<escape>\\.)|(?P<cls>\[\^?\]?(?:[^\]\\]|\\.)*\])|(?P<open>\((?:\?[:=!<Pi]?)?)|(?P<close>\))
+    |\{(?P<low>[0-9]+),?(?P<high>[0-9]*)\}|(?P<repeat>[*+?])|(?P<bad>[\[\\])""",
+    re.X | re.S,
+)
+
+
 def _regex(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise RequestError(f"the guide's regular expression cannot be read: {error}") from error
+    """Looked over in one pass: what a client wrote is never compiled where others would wait."""
+
+    def need(condition: bool, found: str) -> None:
+        if not condition:
+            raise RequestError(f"the guide's regular expression cannot be read: {found}")
+
+    need(
+        len(pattern) <= MAX_REGEX_CHARACTERS,
+        f"found {len(pattern)} characters, expected at most {MAX_REGEX_CHARACTERS}",
+    )
+    depth, num_classes, num_repeats = 0, 0, 0
+    for part in _REGEX_PARTS.finditer(pattern):
+        kind = part.lastgroup
+        need(kind != "bad", f"found {part.group()!r} that does not end, at {part.start()}")
+        depth += (kind == "open") - (kind == "close")
+        need(0 <= depth <= MAX_REGEX_DEPTH, f"unbalanced or too many parentheses at {part.start()}")
+        num_classes += kind == "cls"
+        num_repeats += kind in ("repeat", "low", "high")
+        most = max(part["low"] or "0", part["high"] or "0", key=lambda text: (len(text), text))
+        need(
+            len(most) < 9 and int(most) <= MAX_REGEX_REPEAT,
+            f"found a repetition of {most[:40]}, expected at most {MAX_REGEX_REPEAT}",
+        )
+    need(depth == 0, "a parenthesis is not closed")
+    for name, count in (("character classes", num_classes), ("repetitions", num_repeats)):
+        text = f"found {count} {name}, expected at most {MAX_REGEX_PARTS}"
+        need(count <= MAX_REGEX_PARTS, text)
     return pattern
 
 

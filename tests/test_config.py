@@ -546,3 +546,21 @@ def test_a_nested_yarn_without_its_attention_factor_is_warned_of(
     data = {**{k: v for k, v in FLASH.items() if k != "rope_scaling"}, "rope_parameters": nested}
     assert ModelConfig.from_dict(data).yarn_factor == COMMON["rope_scaling"]["factor"]
     assert ("attention_factor" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("field", [item.name for item in fields(ModelConfig) if item.type is int])
+def test_every_number_is_bounded(field: str) -> None:
+    """`n_routed_experts: 1e8` cost 41 seconds and 12 GB."""
+    with pytest.raises(ConfigError, match=f"{field} is 10000000000, expected at most"):
+        ModelConfig(**{field: 10**10})
+
+
+def test_experts_are_bounded_over_all_layers() -> None:
+    with pytest.raises(ConfigError, match="43 layers of 8192 experts"):
+        ModelConfig(num_experts=8192)
+
+
+def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" + "0," * (9 << 20) + "0]")
+    with pytest.raises(ConfigError, match="more than 16777216 bytes"):
+        ModelConfig.from_folder(tmp_path)

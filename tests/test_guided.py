@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 import dsv4.sampling.guided
 from dsv4 import Engine, SamplingParams
-from dsv4.errors import RequestError
-from dsv4.request import Completion, Guide, Request
+from dsv4.errors import CapacityError, RequestError
+from dsv4.request import Completion, Guide, Output, Request
+from dsv4.sampling import compiler
 from tests.models import write_quick_model
 
 PROMPT = [3, 14, 15, 92]
@@ -30,9 +32,11 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = write_quick_model(tmp_path_factory.mktemp("model"))
-    return Engine.load(folder, device="cpu", max_context=400, max_sequences=4)
+    engine = Engine.load(folder, device="cpu", max_context=400, max_sequences=4)
+    yield engine
+    engine.close()
 
 
 def answer(engine: Engine, guide: Guide, seed: int = 1, **changes: Any) -> Completion:
@@ -169,6 +173,35 @@ def test_company_does_not_matter_and_logprobs_are_the_models_own(engine: Engine)
     assert top.get(first.token_id, first.logprob) == first.logprob
 
 
+@pytest.mark.parametrize("where", ["mask", "accept", "push"])
+def test_what_breaks_one_request_breaks_no_other(
+    engine: Engine, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception while one request's token is drawn or taken: the others of the step go on."""
+    guide = Guide("regex", "[ab]{6}")
+    plain = SamplingParams(max_tokens=6, seed=3, stop_ids=(), logprobs=0)
+    [alone] = engine.generate([PROMPT], plain)
+    answer(engine, guide)  # compiled, so that both begin together
+    engine.add(Request("bad", tuple(PROMPT), SamplingParams(guide=guide, stop=("zzz",))))
+    engine.add(Request("good", tuple(PROMPT), plain))
+    outputs = engine.step() + engine.step()
+    live = engine._live["bad"]
+    target = live.text if where == "push" else live.matcher
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(target, where, fail, raising=True)
+    while engine.num_unfinished:
+        outputs += engine.step()
+    [end] = [output for output in outputs if output.request_id == "bad" and output.finished]
+    assert end.finish_reason == "error"
+    assert "a bug of ours" in (end.error or "")
+    found = [item for output in outputs if output.request_id == "good" for item in output.logprobs]
+    assert tuple(found) == alone.logprobs
+    engine.check_integrity()
+
+
 # --- what cannot be done ----------------------------------------------------------------------
 
 
@@ -183,6 +216,14 @@ def test_company_does_not_matter_and_logprobs_are_the_models_own(engine: Engine)
         ("json_object", {}, "expected no value"),
         ("regex", "", "expected a text"),
         ("regex", "(", "cannot be read"),
+        ("regex", "a)(", "unbalanced"),
+        ("regex", "[a", "does not end"),
+        ("regex", "a\\", "does not end"),
+        ("regex", "(?i)" + "[\u0100-\uffff]" * 700, "700 character classes"),
+        ("regex", "a+" * 300, "300 repetitions"),
+        ("regex", "a{2,99999}", "repetition of 99999"),
+        ("regex", "(" * 65 + ")" * 65, "parentheses"),
+        ("regex", "a" * 9000, "9000 characters"),
         ("choice", [], "non-empty texts"),
         ("choice", [""], "non-empty texts"),
         ("choice", "word", "non-empty texts"),
@@ -207,6 +248,11 @@ def test_a_guide_object_is_needed() -> None:
     [
         (Guide("json_schema", {"type": "nonsense"}), "nonsense"),
         (Guide("json_schema", {"$ref": "#/nowhere"}), "cannot be used"),
+        (Guide("json_schema", {"$ref": "#"}), "no answer can satisfy it"),
+        (
+            Guide("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+            "no answer can satisfy it",
+        ),
         (Guide("regex", r"(a|b)\1"), "Backreference"),
         (Guide("regex", r"(?=a)b"), "ookahead"),
     ],
@@ -232,34 +278,112 @@ def test_look_around_in_a_schema_is_refused(engine: Engine) -> None:
         answer(engine, guide)
 
 
-def test_a_slow_guide_ends_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
-    monkeypatch.setattr(dsv4.sampling.guided, "_compile", lambda *args: never.wait())
-    monkeypatch.setattr(dsv4.sampling.guided, "COMPILE_SECONDS", 0.1)
-    engine.add(Request("slow", (1,), SamplingParams(guide=Guide("regex", "slow!"))))
-    ends = []
+# --- compiling elsewhere ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def troubled(engine: Engine) -> Iterator[Engine]:
+    """The engine with a compiler that can be made to misbehave."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "PROGRAM", (str(Path(__file__).with_name("slow_compiler.py")),))
+        patch.setattr(compiler, "COMPILE_SECONDS", 2.0)
+        engine.close()
+        patch.delitem(engine.__dict__, "_guides", raising=False)
+        answer(engine, Guide("choice", ["started"]))
+        yield engine
+        engine.close()
+        del engine.__dict__["_guides"]
+
+
+def ends_of(engine: Engine, *guides: Guide) -> list[Output]:
+    for place, guide in enumerate(guides):
+        engine.add(Request(f"g{place}", (1,), SamplingParams(guide=guide, max_tokens=20)))
+    ends = {}
     while engine.num_unfinished:
-        ends += engine.step()
-    never.set()
-    assert "took longer than 0.1 s" in (ends[0].error or "")
+        ends.update({output.request_id: output for output in engine.step() if output.finished})
+    return [ends[f"g{place}"] for place in range(len(guides))]
 
 
-def test_abort_while_the_guide_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    aborted = threading.Event()
-    monkeypatch.setattr(dsv4.sampling.guided, "_compile", lambda *args: aborted.wait())
-    engine.add(Request("gone", (1,), SamplingParams(guide=Guide("regex", "gone!"))))
-    assert engine.stats().num_waiting == 1
-    assert engine.abort("gone").finish_reason == "abort"
-    aborted.set()
-    assert engine.num_unfinished == 0
-    engine.check_integrity()
+def test_a_slow_guide_is_ended_and_others_are_not_blamed(troubled: Engine) -> None:
+    """Two are compiled at once, so the last one waits longer than a compilation may take."""
+    slow = [Guide("choice", [f"slow {number}"]) for number in range(4)]
+    *ends, good = ends_of(troubled, *slow, Guide("choice", ["in", "nocent"]))
+    for end in ends:
+        assert end.refused
+        assert "took longer than 2 s" in (end.error or "")
+    assert good.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("crash", "its compilation failed"), ("greedy", "too much memory")]
+)
+def test_a_guide_that_breaks_its_compiler(troubled: Engine, word: str, says: str) -> None:
+    bad, good = ends_of(troubled, Guide("choice", [word]), Guide("choice", [f"not {word[:3]}"]))
+    assert says in (bad.error or "")
+    assert bad.refused
+    assert good.finish_reason == "stop"
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_guides_nobody_waits_for_leave_nothing_behind(
+    troubled: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = troubled._guides._process
+    assert process._process is not None
+    num_threads = threading.active_count()
+    for number in range(20):
+        params = SamplingParams(guide=Guide("choice", [f"slow and left {number}"]))
+        troubled.add(Request(f"left{number}", (1,), params))
+    assert troubled.stats().num_waiting == 20
+    for number in range(20):
+        assert troubled.abort(f"left{number}").finish_reason == "abort"
+    assert troubled.num_unfinished == 0
+    assert process._pending == {}
+    [good] = ends_of(troubled, Guide("choice", ["behind them"]))
+    assert good.finish_reason == "stop"
+    assert children_of(process._process.pid) == []
+    assert threading.active_count() == num_threads
+    troubled.check_integrity()
+
+
+def test_a_full_queue_of_guides(troubled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_PENDING", 3)
+    for number in range(3):
+        params = SamplingParams(guide=Guide("choice", [f"slow queue {number}"]))
+        troubled.add(Request(f"q{number}", (1,), params))
+    with pytest.raises(CapacityError, match="3 guides wait"):
+        troubled.add(Request("more", (1,), SamplingParams(guide=Guide("choice", ["more"]))))
+    for number in range(3):
+        troubled.abort(f"q{number}")
+    assert troubled.num_unfinished == 0
+
+
+def test_a_compiler_that_dies_is_started_again(troubled: Engine) -> None:
+    process = troubled._guides._process._process
+    assert process is not None
+    troubled.add(Request("slow", (1,), SamplingParams(guide=Guide("choice", ["slow death"]))))
+    process.kill()
+    [end] = [output for output in iter_until_done(troubled) if output.finished]
+    assert "try again" in (end.error or "")
+    assert not end.refused
+    [good] = ends_of(troubled, Guide("choice", ["again"]))
+    assert good.finish_reason == "stop"
+
+
+def iter_until_done(engine: Engine) -> Iterator[Output]:
+    while engine.num_unfinished:
+        yield from engine.step()
 
 
 def test_a_guide_no_token_can_follow(engine: Engine) -> None:
     """The vocabulary is bytes; a grammar that wants a byte no token has is a dead end."""
     guides = dsv4.sampling.guided.Guides([b"a", b"b", b""], [2])
     job = guides.compile(Guide("regex", "ax"))
-    assert job.done.wait(30)
+    assert job.done.wait(100)
+    guides.close()
     matcher = guides.matcher(job, Guide("regex", "ax"))
     mask = matcher.mask()
     assert mask is not None

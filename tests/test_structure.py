@@ -60,10 +60,10 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
-    "engine.py": 550,
+    "engine.py": 580,
     "pipeline.py": 200,
-    "config.py": 300,
-    "request.py": 350,
+    "config.py": 340,
+    "request.py": 420,
     "errors.py": 80,
     "testing.py": 300,
     "util": 700,  # most of it config.json in three spellings, and its mistakes
@@ -75,7 +75,7 @@ LINE_BUDGET = {
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
-    "sampling": 400,
+    "sampling": 700,
     "model": 1500,
     "scheduler": 800,
     "runner": 2000,

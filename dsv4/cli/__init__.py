@@ -19,6 +19,7 @@ from dsv4.cli.plan import register as add_plan
 from dsv4.cli.score import register as add_score
 from dsv4.cli.serve import register as add_serve
 from dsv4.errors import Dsv4Error
+from dsv4.util.logs import escape_arguments
 
 app = typer.Typer(
     name="dsv4",
@@ -58,6 +59,7 @@ def options(
 ) -> None:
     level = logging.DEBUG if debug else logging.WARNING
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=debug)
+    handler.addFilter(escape_arguments)
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler], force=True)
 
 

@@ -1,6 +1,8 @@
 """`dsv4 serve`: the HTTP server and the web page."""
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ from rich.console import Console
 from dsv4.cli.options import MODEL, engine_options
 from dsv4.cli.progress import Work
 from dsv4.errors import OptionError
+from dsv4.util.logs import escape_arguments
 from dsv4.util.output import check_output
+
+log = logging.getLogger(__name__)
 
 # How other servers spell the same choices.
 ALIASES = {
@@ -33,6 +38,12 @@ def serve(
         [], envvar="DSV4_API_KEY", help="A key that clients must send; may be given several times."
     ),
     api_key_file: Path | None = typer.Option(None, help="A file with one key on each line."),
+    priority_key_file: Path | None = typer.Option(
+        None, help="A file with keys whose requests may carry a priority."
+    ),
+    share_prefixes: bool = typer.Option(
+        False, "--share-prefixes", help="Share cached prompt beginnings between keys."
+    ),
     served_model_name: list[str] = typer.Option(
         [], "--served-model-name", "--alias", help="The model's name; may be given several times."
     ),
@@ -45,7 +56,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients and the browser.
 
-    Example: dsv4 serve --port 8000 --api-key secret
+    Example: dsv4 serve --port 8000 --api-key-file keys.txt
     """
     try:
         from dsv4.server.options import ServerOptions
@@ -56,10 +67,15 @@ def serve(
             "install it with: pip install 'dsv4[server]'"
         ) from error
 
+    _clean_keys(api_key, "--api-key")
+    _hide_keys(api_key)
+    priority_keys = _read_keys(priority_key_file, "--priority-key-file")
     options = ServerOptions(
         host=host,
         port=port,
-        api_keys=(*_clean_keys(api_key, "--api-key"), *_read_keys(api_key_file)),
+        api_keys=(*api_key, *_read_keys(api_key_file, "--api-key-file"), *priority_keys),
+        priority_keys=tuple(priority_keys),
+        share_prefixes=share_prefixes,
         names=tuple(served_model_name),
         any_model=any_model,
         cors_origins=tuple(cors_origin),
@@ -78,31 +94,46 @@ def _log_requests() -> None:
     logger = logging.getLogger("dsv4.requests")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.addFilter(escape_arguments)
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
 
 
 def _clean_keys(keys: list[str], name: str) -> list[str]:
     for key in keys:
-        if not key or key != key.strip() or not key.isascii() or not key.isprintable():
+        if not key or " " in key or not key.isascii() or not key.isprintable():
             raise OptionError(
-                f"{name}: found a key that is empty or has spaces at its ends or odd characters, "
-                "expected printable ASCII"
+                f"{name}: found a key that is empty or has spaces or odd characters, expected "
+                "printable ASCII"
             )
     return keys
 
 
-def _read_keys(path: Path | None) -> list[str]:
+def _hide_keys(keys: list[str]) -> None:
+    """Start again with keys of the command line, which everybody can read, in the environment."""
+    given = list(sys.orig_argv)
+    for place in reversed(range(len(given))):
+        if given[place] == "--api-key":
+            del given[place : place + 2]
+        elif given[place].startswith("--api-key="):
+            del given[place]
+    if given != sys.orig_argv:
+        os.execve(sys.executable, given, {**os.environ, "DSV4_API_KEY": " ".join(keys)})
+
+
+def _read_keys(path: Path | None, option: str) -> list[str]:
     if path is None:
         return []
     try:
+        if path.stat().st_mode & 0o077:
+            log.warning("%s: %s can be read by others; chmod 600 keeps it yours", option, path)
         text = path.read_bytes()[:_MAX_KEY_FILE_BYTES].decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--api-key-file: cannot be read: {error}") from error
+        raise OptionError(f"{option}: cannot be read: {error}") from error
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
-        raise OptionError(f"--api-key-file: {path} has no key in it, expected one on each line")
-    return _clean_keys(keys, "--api-key-file")
+        raise OptionError(f"{option}: {path} has no key in it, expected one on each line")
+    return _clean_keys(keys, option)
 
 
 def ready_lines(address: str, model: str, plan: str) -> list[str]:

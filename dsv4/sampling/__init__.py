@@ -1,6 +1,7 @@
 """How answers are drawn: settings of a row, and guides."""
 
-from dsv4.sampling.guided import NO_TEXT, Compiling, Guides, Matcher
+from dsv4.sampling.compiler import Compiling
+from dsv4.sampling.guided import NO_TEXT, Guides, Matcher
 from dsv4.sampling.late_ends import LateEnds
 from dsv4.sampling.sampler import Draw
 

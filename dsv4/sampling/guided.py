@@ -1,19 +1,16 @@
 """Guided output: which tokens may come next so that an answer keeps to its guide.
 
-The grammar library (xgrammar) is an extra and is imported when the first guide is compiled, on a
-thread of its own, as every compilation: a step never waits for one. A compiled guide is kept, so
-the next request with it starts at once.
+The grammar library (xgrammar) is an extra. Guides are compiled in another process
+(`compiler.py`): a step never waits for one. A compiled guide is kept, so the next request with it
+starts at once.
 """
 
 import importlib.util
 import json
 import logging
 import re
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,44 +18,17 @@ from torch import Tensor
 
 from dsv4.errors import RequestError
 from dsv4.request import Guide
+from dsv4.sampling.compiler import CompilerProcess, Compiling
 
 log = logging.getLogger(__name__)
 
-COMPILE_SECONDS = 30.0  # the first time includes loading the library
 MAX_COMPILED = 64  # kept for later requests
 MAX_COMPILED_BYTES = 64 * 2**20  # of one guide
-NUM_COMPILERS = 2  # threads at work at once
 
 NO_TEXT = b"\xff"  # of a token that no text matches and that a structure can name
 _WORD_BITS = 32
 _BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # as the library writes it
 _JSON_CHARACTER = r"[^\0-\x1f\"\\\r\n]"
-
-
-@dataclass
-class Compiling:
-    """A grammar on its way, shared by all requests with the same guide."""
-
-    kind: str
-    expires: float
-    done: threading.Event = field(default_factory=threading.Event)
-    grammar: Any = None
-    error: str | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `result` has something to say: a grammar, an error, or that time is up."""
-        return self.done.is_set() or time.monotonic() > self.expires
-
-    def result(self) -> Any:
-        if not self.done.is_set():
-            raise RequestError(
-                f"the {self.kind} guide took longer than {COMPILE_SECONDS:g} s to compile; "
-                "simplify it"
-            )
-        if self.error is not None:
-            raise RequestError(f"the {self.kind} guide cannot be used: {self.error}")
-        return self.grammar
 
 
 class Matcher:
@@ -106,9 +76,7 @@ class Guides:
         self.vocab_size = len(vocabulary)
         self._vocabulary = list(vocabulary)
         self._stop_ids = sorted(stop_ids)
-        self._compiler: Any = None
-        self._lock = threading.Lock()
-        self._slots = threading.Semaphore(NUM_COMPILERS)
+        self._process = CompilerProcess(self._vocabulary, self._stop_ids)
         self._known: OrderedDict[tuple[str, str], Compiling] = OrderedDict()
 
     def compile(self, guide: Guide) -> Compiling:
@@ -121,57 +89,43 @@ class Guides:
         _check_patterns(guide)
         key = (guide.kind, guide.text)
         found = self._known.get(key)
-        if found is None:
-            found = Compiling(guide.kind, time.monotonic() + COMPILE_SECONDS)
+        if found is None or found.is_ours:
+            found = Compiling(guide.kind, guide.text)
+            self._process.submit(found)
             self._known[key] = found
-            name = f"compile {guide.kind}"
-            threading.Thread(
-                target=self._compile, args=(guide, found), name=name, daemon=True
-            ).start()
+        found.num_users += 1
         self._known.move_to_end(key)
-        while len(self._known) > MAX_COMPILED:
-            self._known.popitem(last=False)
+        for old in [old for old, job in self._known.items() if job.is_ready][:-MAX_COMPILED]:
+            del self._known[old]
         return found
+
+    def give_up(self, job: Compiling) -> None:
+        """A request that waited for this guide has ended."""
+        job.num_users -= 1
+        if job.num_users == 0 and not job.is_ready:
+            del self._known[job.kind, job.text]
+            self._process.cancel(job)
+
+    def close(self) -> None:
+        self._process.close()
 
     def matcher(self, compiling: Compiling, guide: Guide) -> Matcher:
         return Matcher(compiling.result(), self.vocab_size, guide)
 
-    def _compile(self, guide: Guide, job: Compiling) -> None:
-        with self._slots:
-            try:
-                job.grammar = _compile(self._get_compiler(), guide)
-            except Exception as error:  # the library raises RuntimeError for all it cannot do
-                job.error = _words_of(error)
-            job.done.set()
 
-    def _get_compiler(self) -> Any:
-        with self._lock:
-            if self._compiler is None:
-                import xgrammar
-
-                info = xgrammar.TokenizerInfo(
-                    self._vocabulary,
-                    vocab_type=xgrammar.VocabType.RAW,
-                    vocab_size=self.vocab_size,
-                    stop_token_ids=self._stop_ids,
-                )
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-            return self._compiler
-
-
-def _compile(compiler: Any, guide: Guide) -> Any:
-    if guide.kind == "regex":
-        grammar = compiler.compile_regex(guide.text)
-    elif guide.kind == "choice":
-        choices = " | ".join(_literal(choice) for choice in json.loads(guide.text))
+def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
+    if kind == "regex":
+        grammar = compiler.compile_regex(text)
+    elif kind == "choice":
+        choices = " | ".join(_literal(choice) for choice in json.loads(text))
         grammar = compiler.compile_grammar(f"root ::= {choices}")
-    elif guide.kind == "grammar":
-        grammar = compiler.compile_grammar(guide.text)
-    elif guide.kind == "structure":
-        tag = {"type": "structural_tag", "format": _with_grammars(json.loads(guide.text))}
+    elif kind == "grammar":
+        grammar = compiler.compile_grammar(text)
+    elif kind == "structure":
+        tag = {"type": "structural_tag", "format": _with_grammars(json.loads(text))}
         grammar = compiler.compile_structural_tag(json.dumps(tag))
     else:
-        schema = guide.text or '{"type": "object", "additionalProperties": true}'
+        schema = text or '{"type": "object", "additionalProperties": true}'
         grammar = compiler.compile_grammar(_json_grammar(schema))
     if grammar.memory_size_bytes > MAX_COMPILED_BYTES:
         raise RequestError(
@@ -228,6 +182,6 @@ def _patterns(part: Any) -> Iterator[str]:
         yield from _patterns(item)
 
 
-def _words_of(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     """The library's message without its time and source line."""
     return re.sub(r"^\[[^\]]*\] \S+: ", "", str(error)).strip()[:500]

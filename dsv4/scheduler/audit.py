@@ -7,6 +7,7 @@ again: tokens, settings, seed, and both answers.
 import hashlib
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,10 @@ class Audit:
         }
         path = self._folder / f"difference-{self.num_differences}.json"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(replay, indent=1), encoding="utf-8")
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:  # it has what a client wrote
+                json.dump(replay, file, indent=1)
         except OSError as error:
             return f"no file, because of {error}"
         return str(path)

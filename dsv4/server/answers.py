@@ -47,7 +47,7 @@ class Choice:
         self.num_reasoning = 0
         self.num_cached = 0
         self.is_finished = False
-        self.logprobs = Step(index)  # of all steps
+        self.logprobs = Step(index)  # of all steps, if the answer is collected
         self._forced_deltas += self._force(self._current.forced)
 
     @property
@@ -116,8 +116,6 @@ class Choice:
             logprobs = output.logprobs[place] if output.logprobs else None
             self.total_logprob += logprobs.logprob if logprobs else 0.0
             self._push(token, logprobs, step)
-        self.logprobs.logprobs += step.logprobs
-        self.logprobs.reasoning_logprobs += step.reasoning_logprobs
         if self._must_end(step):
             self._finish(step, "stop")
         elif output.finished:
@@ -233,8 +231,11 @@ class Answers:
             self.close()
 
     async def finish(self) -> None:
-        async for _ in self.steps():
-            pass
+        async for steps in self.steps():
+            for step in steps:
+                found = self.choices[step.choice].logprobs
+                found.logprobs += step.logprobs
+                found.reasoning_logprobs += step.reasoning_logprobs
 
     def best(self, count: int) -> list[Choice]:
         """The choices with the highest mean log-probability of a token, numbered anew."""

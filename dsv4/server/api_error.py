@@ -12,6 +12,7 @@ from dsv4.errors import RequestError
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "internal_error",

@@ -36,6 +36,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in (
         (400, "the request is wrong; the message names the field"),
         (401, "no key, or a wrong one"),
+        (403, "a web page of another origin"),
         (404, "no such model or path"),
         (413, "the body is too large"),
         (429, "the queue is full"),
@@ -104,8 +105,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bad_fields(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    kind = request.headers.get("content-type", "")
-    if "json" not in kind.lower():
-        message = f"content-type: found {kind[:80]!r}, expected application/json"
-        return _rejected(request, ApiError(400, message, code="wrong_content_type"))
     return _rejected(request, bad_fields(error.errors()))

@@ -1,6 +1,7 @@
 """What every request passes first: who asks, how much, how slowly; and how a failure looks."""
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsv4.server.api_error import ApiError, internal_error
 from dsv4.server.options import BODY_SECONDS, MAX_BODIES_BYTES, MAX_BODY_BYTES, SMALL_BYTES
-from dsv4.server.service import Service, is_large
+from dsv4.server.service import Asker, Service, asker, is_large
 from dsv4.server.sse import ClientGone
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Gate:
         self._app = app
         self._service = service
         self._keys = [key.encode() for key in service.options.api_keys]
+        self._urgent = {key.encode() for key in service.options.priority_keys}
         # Without keys, every client that reaches the port is served. The Host header is checked
         # against DNS rebinding: a web page elsewhere must not reach it under a name of its own.
         self._checks_host = not self._keys and is_loopback(service.options.host)
@@ -70,8 +72,14 @@ class Gate:
                 "a server without API keys on a loopback address answers to no other name",
                 code="wrong_host",
             )
+        asker.set(Asker())
         if self._keys and path not in _FREE_PATHS and not path.startswith("/static/"):
             self._check_key(headers)
+        if not self._keys:
+            self._check_origin(headers)
+        has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
+        if scope["method"] == "POST" and has_body:
+            _check_type(headers.get(b"content-type", ""))
         encoding = headers.get(b"content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise ApiError(
@@ -83,12 +91,28 @@ class Gate:
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode() for text in (bearer, headers.get(b"x-api-key", "")) if text]
         # Every key is compared, so that the time tells nothing about which one came close.
-        if not sum(hmac.compare_digest(one, key) for one in given for key in self._keys):
+        found = [key for one in given for key in self._keys if hmac.compare_digest(one, key)]
+        if not found:
             word = "a key that is not valid" if given else "no key"
             raise ApiError(
                 401,
                 f"authorization: found {word}, expected 'Authorization: Bearer KEY' or 'x-api-key'",
                 code="invalid_api_key",
+            )
+        shares = self._service.options.share_prefixes
+        name = "" if shares else hashlib.blake2b(found[0], digest_size=16).hexdigest()
+        asker.set(Asker(name, may_hurry=found[0] in self._urgent))
+
+    def _check_origin(self, headers: dict[bytes, str]) -> None:
+        """Without keys, a web page elsewhere must not make a visitor's browser ask."""
+        origin, allowed = headers.get(b"origin"), self._service.options.cors_origins
+        own = (f"http://{headers.get(b'host', '')}", f"https://{headers.get(b'host', '')}")
+        if origin is not None and origin not in own and not {origin, "*"} & set(allowed):
+            raise ApiError(
+                403,
+                f"origin: found {origin[:80]!r}, expected this server's own page; "
+                "--cors-origin lets other pages in",
+                code="foreign_origin",
             )
 
     async def _read_body(
@@ -146,6 +170,14 @@ class _Reply:
             self.has_begun = True
             message["headers"] = [*message.get("headers", ()), *self._own]
         await self._send(message)
+
+
+def _check_type(kind: str) -> None:
+    name = kind.partition(";")[0].strip().lower()
+    if name != "application/json":
+        found = repr(kind[:80]) if kind else "none"
+        text = f"content-type: found {found}, expected application/json"
+        raise ApiError(400, text, code="wrong_content_type")
 
 
 def _large_bytes(body: bytearray) -> int:

@@ -11,6 +11,8 @@ MAX_JSON_DEPTH = 128
 MAX_JSON_VALUES = 250_000  # strings, lists, objects and literals of a body
 MAX_JSON_NUMBERS = 1_300_000  # in lists; a prompt of token ids has as many as the context
 MAX_QUICK_ENTRIES = 4096  # of an answer that is written in one piece, on the event loop
+MAX_LOGPROBS = 500_000  # log-probabilities of one request's answers, alternatives included
+MAX_ALL_LOGPROBS = 2_000_000  # of all requests
 MAX_LARGE_WAITING = 64  # bodies above SMALL_BYTES that wait for a thread
 BODY_SECONDS = 30.0  # for a client to send the whole body
 HEADER_SECONDS = 10.0  # and for the headers
@@ -27,6 +29,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()  # none: everyone who reaches the port may use it
+    priority_keys: tuple[str, ...] = ()  # of them, those that may ask to run before others
+    share_prefixes: bool = False  # also between keys
     names: tuple[str, ...] = ()  # the model's names; none: that of its folder
     any_model: bool = False  # answer under whatever name a client asks for
     cors_origins: tuple[str, ...] = ()

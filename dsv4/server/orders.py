@@ -16,7 +16,7 @@ from dsv4.chat.messages import Image
 from dsv4.chat.output.call_grammar import CallGrammar, answer_or_calls
 from dsv4.chat.tool_choice import ToolChoice
 from dsv4.request import Guide, SamplingParams
-from dsv4.server.options import DEFAULT_MAX_TOKENS
+from dsv4.server.options import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 from dsv4.server.schemas import Guided, Sampling
 from dsv4.server.service import Service
 
@@ -45,6 +45,13 @@ class Order:
     ignores_end: bool = False  # the model's end markers are dropped, and the answer goes on
     priority: int = 0
     cache_salt: str = ""
+
+    @property
+    def num_logprobs(self) -> int:
+        """That an answer may bring, alternatives included."""
+        params = self.params
+        each = 0 if params.logprobs is None else 1 + params.logprobs
+        return self.num_choices * params.max_tokens * each
 
 
 def sampling_params(body: Sampling, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -83,14 +90,20 @@ def chat_order(
     logprobs: int | None = None,
     num_choices: int = 1,
     parallel_calls: bool = True,
+    is_whole: bool = False,
 ) -> Order:
-    """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be."""
+    """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be.
+
+    `is_whole`: the answer is collected, with its log-probabilities.
+    """
     prompt = service.recall.restore(refuse_images(conversation)).encode(service.dialect)
     ids = tuple(service.prompt_ids(prompt))
     room = max(service.max_context - len(ids), 1)
     if asked is not None and is_lowered:
         asked = min(asked, room)
     default = DEFAULT_MAX_TOKENS["thinking" if conversation.thinking else "chat"]
+    if is_whole and logprobs is not None:
+        default = min(default, MAX_LOGPROBS // (num_choices * (1 + logprobs)))
     max_tokens = service.limit_tokens(asked, len(ids), default)
     guide = guide or format_guide(conversation.response_format)
     return Order(
@@ -110,7 +123,7 @@ def chat_order(
         parallel_calls=parallel_calls,
         ignores_end=bool(sampling.ignore_eos),
         priority=sampling.priority or 0,
-        cache_salt=sampling.cache_salt or "",
+        cache_salt=service.salt(sampling.cache_salt),
     )
 
 

@@ -16,7 +16,7 @@ from pydantic import (
 
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.chat.messages import MAX_MESSAGES, MAX_TOOLS
-from dsv4.request import MAX_LOGIT_BIAS
+from dsv4.request import MAX_GUIDE_CHARACTERS, MAX_LOGIT_BIAS, MAX_REGEX_CHARACTERS
 from dsv4.server.api_error import ApiError
 
 MAX_STOPS = 16
@@ -122,7 +122,8 @@ class StreamOptions(BaseModel):
 
 
 _Schema = Object | Text
-_Pattern = Annotated[str, StringConstraints(max_length=65536)]
+_Pattern = Annotated[str, StringConstraints(max_length=MAX_REGEX_CHARACTERS)]
+_Grammar = Annotated[str, StringConstraints(max_length=MAX_GUIDE_CHARACTERS)]
 _Choices = Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=4096)]
 
 
@@ -134,7 +135,7 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
     regex: _Pattern | None = None
     choice: _Choices | None = None
-    grammar: _Pattern | None = None
+    grammar: _Grammar | None = None
 
 
 class Guided(Sampling):
@@ -144,7 +145,7 @@ class Guided(Sampling):
     guided_json: _Schema | None = None
     guided_regex: _Pattern | None = None
     guided_choice: _Choices | None = None
-    guided_grammar: _Pattern | None = None
+    guided_grammar: _Grammar | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import logging
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
-from dataclasses import replace
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,12 @@ from dsv4.chat import DIALECTS, Conversation, Dialect, Prompt, Tokenizer
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.server.api_error import ApiError, bad_request
 from dsv4.server.metrics import Metrics
-from dsv4.server.options import MAX_LARGE_WAITING, ServerOptions
+from dsv4.server.options import (
+    MAX_ALL_LOGPROBS,
+    MAX_LARGE_WAITING,
+    MAX_LOGPROBS,
+    ServerOptions,
+)
 from dsv4.server.schemas import Body
 from dsv4.server.worker.link import EngineLink
 from dsv4.util.models import model_folder
@@ -43,6 +50,7 @@ class Service:
         self.recall = Recall()
         self.created = int(time.time())
         self.is_draining = False
+        self._num_logprobs = 0  # that running requests may bring
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,6 +85,11 @@ class Service:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         self._refuse_unsupported(body)
+        if (getattr(body, "priority", None) or 0) > 0 and not asker.get().may_hurry:
+            text = (
+                "priority: found one above 0, expected none from this key; see --priority-key-file"
+            )
+            raise ApiError(403, text, param="priority", code="priority_not_allowed")
         name = self.model_name(body.model)
         self.link.check_room(count)
         return name
@@ -107,6 +120,32 @@ class Service:
         unknown = sorted(extra.keys() - body.UNSUPPORTED.keys())
         if unknown:
             log.debug("fields without effect: %s", ", ".join(unknown)[:500])
+
+    def salt(self, own: str | None) -> str:
+        """Prefixes are shared within a key; a client may separate its own further."""
+        name = asker.get().name
+        return f"{name}:{own or ''}" if name else own or ""
+
+    @contextmanager
+    def hold_logprobs(self, count: int) -> Iterator[None]:
+        """Reserve memory for so many, as long as an answer is collected and written."""
+        if count > MAX_LOGPROBS:
+            raise ApiError(
+                400,
+                f"logprobs: found up to {count} log-probabilities (choices x tokens x "
+                f"alternatives), expected at most {MAX_LOGPROBS}; lower n, max_tokens or "
+                "top_logprobs, or stream",
+                param="logprobs",
+                code="too_many_logprobs",
+            )
+        if self._num_logprobs + count > MAX_ALL_LOGPROBS:
+            text = f"answers with up to {self._num_logprobs} log-probabilities are under way"
+            raise ApiError(503, f"{text}; try again", code="busy", retry_after=5)
+        self._num_logprobs += count
+        try:
+            yield
+        finally:
+            self._num_logprobs -= count
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         self.check_length(sum(len(text) for text, _ in prompt.segments))
@@ -150,6 +189,16 @@ class Service:
         return asked or min(default, room)
 
 
+@dataclass(frozen=True)
+class Asker:
+    """Who sent a request. `name`: a digest of the key, none if there are no keys."""
+
+    name: str = ""
+    may_hurry: bool = False
+
+
+NOBODY = Asker()
+asker: ContextVar[Asker] = ContextVar("asker", default=NOBODY)
 is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
 
 
@@ -165,7 +214,7 @@ class Threads:
         if len(self._jobs) >= self._most:
             text = f"{len(self._jobs)} requests wait to be read; try again"
             raise ApiError(503, text, code="busy", retry_after=1)
-        job = self._pool.submit(work)
+        job = self._pool.submit(copy_context().run, work)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return await asyncio.wrap_future(job)
@@ -196,22 +245,28 @@ class Recall:
     """
 
     def __init__(self) -> None:
-        self._reasoning: OrderedDict[str, str] = OrderedDict()
+        self._reasoning: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def keep(self, call_ids: list[str], reasoning: str) -> None:
         if len(reasoning) <= MAX_RECALL_CHARACTERS:
-            self._reasoning.update(dict.fromkeys(call_ids, reasoning))
+            name = asker.get().name
+            self._reasoning.update({(name, call_id): reasoning for call_id in call_ids})
         while len(self._reasoning) > MAX_RECALLED:
             self._reasoning.popitem(last=False)
 
     def restore(self, conversation: Conversation) -> Conversation:
+        name = asker.get().name
         messages = tuple(
-            replace(message, reasoning=self._reasoning.get(message.calls[0].id or "", ""))
+            replace(message, reasoning=self._reasoning.get((name, message.calls[0].id or ""), ""))
             if message.calls and not message.reasoning
             else message
             for message in conversation.messages
         )
         return replace(conversation, messages=messages)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class Trace:
@@ -225,7 +280,7 @@ class Trace:
         if self._path is None:
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=_private) as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
             self._is_broken = False
         except OSError as error:  # a full disk must not stop the serving

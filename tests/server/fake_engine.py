@@ -8,7 +8,9 @@ The last user message of a prompt may hold directives, one a line:
     DIE          the process ends in the middle of the answer
     FAIL         the request ends with an internal error
     REFUSE text  the request is refused with this reason
+    BUSY text    the request is refused for now
     HANG         nothing comes until the request is aborted
+    STUCK        the process lives, its loop turns no more
 
 To QUESTION it gives OVERVIEW; without SAY it answers "ok". Requests it got are appended to the
 file in FAKE_ENGINE_LOG.
@@ -68,7 +70,7 @@ class Job:
     request: dict[str, Any]
     tokens: list[int]
     directives: dict[str, str]
-    due: float = 0.0
+    due: float = field(default_factory=time.monotonic)
     num_sent: int = 0
     stop_ids: set[int] = field(default_factory=set)
 
@@ -123,16 +125,25 @@ class FakeEngine:
             top = [[1, -0.5], [2, -1.5]][: message["top"]]
             scores = [(token, -1.0, top) for token in ids_from_wire(message["ids"])[1:]]
             self.channel.send({"kind": "accepted", "id": message["id"]})
-            self.channel.send({"kind": "scores", "id": message["id"], "scores": scores})
+            half = len(scores) // 2
+            for first, part in ((0, scores[: half + 1]), (half, scores[half:])):  # a new try
+                answer = {"kind": "scores", "id": message["id"], "first": first, "scores": part}
+                self.channel.send({**answer, "is_last": first == half})
         else:
             self.add(message["id"], message["request"])
 
     def add(self, name: str, request: dict[str, Any]) -> None:
         text = self.tokenizer.decode(request["prompt_ids"])
         said = re.split(r"<｜User｜>", text)[-1].partition("<｜Assistant｜>")[0]
-        directives = dict(re.findall(r"^(SAY|MS|DIE|FAIL|REFUSE|HANG) ?(.*)$", said, re.M))
+        directives = dict(
+            re.findall(r"^(SAY|MS|DIE|FAIL|REFUSE|BUSY|HANG|STUCK) ?(.*)$", said, re.M)
+        )
         if "REFUSE" in directives:
             self.channel.send({"kind": "refused", "id": name, "error": directives["REFUSE"]})
+            return
+        if "BUSY" in directives:
+            answer = {"kind": "refused", "id": name, "error": directives["BUSY"], "busy": True}
+            self.channel.send(answer)
             return
         if said == QUESTION:
             directives = {"SAY": OVERVIEW}
@@ -158,6 +169,9 @@ class FakeEngine:
     def output(self, name: str, job: Job) -> dict[str, Any] | None:
         if "HANG" in job.directives:
             return None
+        while "STUCK" in job.directives:
+            self.channel.send({"kind": "beat", "age": time.monotonic() - job.due})
+            time.sleep(0.1)
         if "DIE" in job.directives and job.num_sent == 1:
             os._exit(9)
         job.due = time.monotonic() + float(job.directives.get("MS") or 0) / 1000

@@ -86,6 +86,35 @@ def test_the_real_engine_is_restarted(tiny: Server) -> None:
     assert tiny.post(CHAT, body).status_code == 200
 
 
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_an_engine_without_progress_is_restarted(own: Callable[..., Server], how: str) -> None:
+    server = own("--step-timeout", "4").wait()
+    engine = server.engine_pid
+    running = in_background(lambda: server.chat("STUCK" if how == "stuck" else "HANG"))
+    wait_for(lambda: server.stats()["num_running"] == 1 or how == "stuck")
+    if how == "stopped":
+        os.kill(engine, signal.SIGSTOP)
+    wait_for(lambda: status(server, "/ready") == 503)
+    answer = running.result(30)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_died"
+    wait_for(lambda: status(server, "/ready") == 200)
+    assert server.engine_pid != engine
+    assert not os.path.exists(f"/proc/{engine}")
+    assert server.chat("SAY </think>back").json()["choices"][0]["message"]["content"] == "back"
+    assert server.stop() == 0
+    assert "no progress" in server.final_log
+
+
+def test_a_stopped_server_writes_its_prefixes(own: Callable[..., Server], tmp_path: Path) -> None:
+    server = own("--prefix-disk", str(tmp_path), fake=False).wait()
+    for word in ("alpha", "beta"):
+        body = {"prompt": f"{word} " * 200, "max_tokens": 2}
+        assert server.post("/v1/completions", body).status_code == 200
+    assert server.stop() == 0
+    assert len(list(tmp_path.glob("*/*.prefix"))) >= 2
+
+
 def test_a_signal_lets_running_answers_finish(own: Callable[..., Server], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     server = own("--trace", str(trace)).wait()

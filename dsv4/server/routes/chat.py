@@ -34,15 +34,19 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     order = await in_thread(lambda: _order(service, body, fields))
     record = Record(request.state.request_id, "/v1/chat/completions", name)
     answers = Answers(service, order, record)
-    await while_connected(request, answers.start())
     writer = _Writer(service, body, answers)
     if body.stream:
+        await while_connected(request, answers.start())
         return EventStream(writer.stream(), {})
-    await while_connected(request, answers.finish())
-    if body.prompt_logprobs is not None:
-        scoring = prompt_logprobs(service, record, order.prompt_ids, body.prompt_logprobs)
-        writer.prompt_logprobs = await while_connected(request, scoring)
-    return await whole_answer(writer.whole, writer.num_entries)
+    num_prompt = len(order.prompt_ids) if body.prompt_logprobs is not None else 0
+    num_logprobs = num_prompt * (1 + (body.prompt_logprobs or 0)) + order.num_logprobs
+    with service.hold_logprobs(num_logprobs):
+        await while_connected(request, answers.start())
+        await while_connected(request, answers.finish())
+        if body.prompt_logprobs is not None:
+            scoring = prompt_logprobs(service, record, order.prompt_ids, body.prompt_logprobs)
+            writer.prompt_logprobs = await while_connected(request, scoring)
+        return await whole_answer(writer.whole, writer.num_entries)
 
 
 def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
@@ -59,6 +63,7 @@ def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
         logprobs=_num_logprobs(body),
         num_choices=body.num_choices,
         parallel_calls=body.parallel_tool_calls is not False,
+        is_whole=not body.stream,
     )
 
 

@@ -64,11 +64,25 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     params = await in_thread(lambda: _params(service, body, longest))
     record = Record(request.state.request_id, "/v1/completions", name)
     run = _Run(service, body, prompts, params, record)
-    await while_connected(request, run.start())
-    if body.stream:
-        return EventStream(run.stream(), {})
-    await while_connected(request, run.finish())
-    return await whole_answer(run.whole, run.num_entries)
+    with service.hold_logprobs(_held_logprobs(body, prompts, params)):
+        await while_connected(request, run.start())
+        if body.stream:
+            return EventStream(run.stream(), {})
+        await while_connected(request, run.finish())
+        return await whole_answer(run.whole, run.num_entries)
+
+
+def _held_logprobs(body: CompletionBody, prompts: "list[_Prompt]", params: SamplingParams) -> int:
+    """That are held at once, alternatives included; a stream holds those of its prompts only."""
+    num_prompt, count = sum(len(prompt.ids) for prompt in prompts), 0
+    if body.prompt_logprobs is not None:
+        count += num_prompt * (1 + body.prompt_logprobs)
+    if body.logprobs is not None and body.echo:
+        count += num_prompt * body.num_choices * (1 + body.logprobs)
+    if params.logprobs is not None and not body.stream and body.max_tokens != 0:
+        num_output = params.max_tokens * len(prompts) * body.num_choices
+        count += num_output * (1 + params.logprobs)
+    return count
 
 
 def _is_list_of_prompts(prompt: Any) -> bool:
@@ -177,7 +191,7 @@ class _Run:
                 answer.ids,
                 params,
                 priority=self._body.priority or 0,
-                cache_salt=self._body.cache_salt or "",
+                cache_salt=self._service.salt(self._body.cache_salt),
             )
         )
 

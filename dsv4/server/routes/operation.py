@@ -18,7 +18,8 @@ async def health(request: Request) -> JSONResponse:
     """200 while the engine's loop answers."""
     link = request.app.state.service.link
     status = 200 if link.is_healthy else 503
-    return JSONResponse({"status": "ok" if status == 200 else link.state}, status)
+    state = "stalled" if link.state == "ready" else link.state
+    return JSONResponse({"status": "ok" if status == 200 else state}, status)
 
 
 @router.get("/ping")
@@ -38,7 +39,10 @@ async def load(request: Request) -> dict[str, int]:
 async def ready(request: Request) -> JSONResponse:
     """200 while new requests are taken."""
     service: Service = request.app.state.service
-    state = "draining" if service.is_draining else service.link.state
+    link = service.link
+    state = "draining" if service.is_draining else link.state
+    if state == "ready" and not link.is_healthy:
+        state = "stalled"
     return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dsv4.config import EngineConfig
 from dsv4.errors import RequestError
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.server.api_error import ApiError, bad_request, internal_error
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
 MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
-STALL_SECONDS = 120.0  # without a word from the engine it counts as stuck
+BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
+FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at the end
 MAX_STARTS = 3  # that may fail before the first success
 BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # between restarts, when one after the other fails
 
@@ -96,6 +98,23 @@ class Mailbox:
         self._wake.set()
 
 
+class _Scores:
+    """Log-probabilities of a prompt on their way, piece by piece."""
+
+    def __init__(self) -> None:
+        self.found: list[TokenLogprobs] = []
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def take(self, message: Message) -> None:
+        if message["kind"] == "scores":
+            del self.found[message["first"] :]  # the engine may have begun again
+            self.found += logprobs_from_wire(message["scores"])
+            if not message["is_last"]:
+                return
+        if not self.answer.done():
+            self.answer.set_result(message)
+
+
 class EngineLink:
     """One engine process at a time. `state`: starting, ready, restarting, failed or stopped."""
 
@@ -120,11 +139,12 @@ class EngineLink:
         self._engine = engine
         self._live: dict[str, Mailbox] = {}
         self._answers: dict[str, asyncio.Future[None]] = {}
-        self._scores: dict[str, asyncio.Future[Message]] = {}
+        self._scores: dict[str, _Scores] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._heard_at = time.monotonic()
+        self._heard_at = self._turned_at = time.monotonic()
+        self._step_timeout: float = choices.get("step_timeout", EngineConfig.step_timeout)
         self.state = "starting"
         self.facts: Message = {}
         self.stats: Message = {}
@@ -140,8 +160,14 @@ class EngineLink:
 
     @property
     def is_healthy(self) -> bool:
-        """The engine's loop has spoken lately."""
-        return self.state == "ready" and time.monotonic() - self._heard_at < STALL_SECONDS
+        """The engine is loaded and its loop turns."""
+        return self.state == "ready" and self.is_responsive
+
+    @property
+    def is_responsive(self) -> bool:
+        now = time.monotonic()
+        is_turning = now - self._turned_at < max(self._step_timeout / 4, BEAT_LATE_SECONDS)
+        return is_turning and now - self._heard_at < BEAT_LATE_SECONDS
 
     def check_ready(self) -> None:
         if self.state != "ready":
@@ -186,10 +212,10 @@ class EngineLink:
         """Log-probabilities of all tokens of a prompt but the first."""
         self.check_ready()
         assert self._writer is not None
-        answer = self._scores[name] = asyncio.get_running_loop().create_future()
+        scores = self._scores[name] = _Scores()
         self._writer.write(pack({"kind": "score", "id": name, "ids": ids_to_wire(ids), "top": top}))
         try:
-            message = await answer
+            message = await scores.answer
         finally:
             del self._scores[name]
             self._tell_abort(name)
@@ -198,7 +224,7 @@ class EngineLink:
         if message["kind"] == "broken":
             log.error("%s: a prompt could not be scored: %s", name, message["error"])
             raise internal_error(name)
-        return list(logprobs_from_wire(message["scores"]))
+        return scores.found
 
     def forget(self, name: str) -> None:
         """Abort a request whose client is gone."""
@@ -219,8 +245,8 @@ class EngineLink:
                 answer.set_exception(error)
         self._answers = {}
         for scores in self._scores.values():
-            if not scores.done():
-                scores.set_exception(error)
+            if not scores.answer.done():
+                scores.answer.set_exception(error)
 
     # --- the process --------------------------------------------------------------------------
 
@@ -240,7 +266,7 @@ class EngineLink:
             try:
                 await self._run_once()
             finally:
-                self._end_process()
+                await self._end_process()
             if self.state == "failed":
                 return
             # One that ran for a while gets a quick restart; one that keeps dying, a slow one.
@@ -270,28 +296,46 @@ class EngineLink:
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(pack(self._order))
+        watch = asyncio.create_task(self._watch(self._process))
         try:
             while True:
                 size = message_size(await reader.readexactly(LENGTH_BYTES))
                 self._take(json.loads(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
+        finally:
+            watch.cancel()
 
-    def _end_process(self) -> None:
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """End an engine that makes no progress: a stuck kernel, a stopped process."""
+        while True:
+            await asyncio.sleep(0.5)
+            age = time.monotonic() - self._turned_at
+            if self.state == "ready" and age > self._step_timeout:
+                log.error("the engine made no progress for %.0f s; it is ended", age)
+                process.kill()  # the reader sees the end
+                return
+
+    async def _end_process(self) -> None:
         if self._writer is not None:
             self._writer.close()  # the engine notices between two steps
             self._writer = None
-        if self._process is not None:
-            try:
-                self._process.wait(10.0 if self._order["choices"].get("prefix_disk") else 0.5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        flushes = self._order["choices"].get("prefix_disk") and self.is_responsive
+        until = time.monotonic() + (FLUSH_SECONDS if flushes else 0.5)
+        while process.poll() is None:
+            if time.monotonic() > until:
+                process.kill()
+            await asyncio.sleep(0.02)
 
     def _take(self, message: Message) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = now = time.monotonic()
+        self._turned_at = now - message.get("age", 0.0)
         kind = message["kind"]
+        if kind == "beat":
+            return
         if kind == "outputs":
             for output in message["outputs"]:
                 if "times" in output and output["id"].endswith("-0"):  # its first phase
@@ -312,14 +356,17 @@ class EngineLink:
     def _take_answer(self, message: Message) -> None:
         name = message["id"]
         if name in self._scores:
-            if message["kind"] != "accepted" and not self._scores[name].done():
-                self._scores[name].set_result(message)
+            if message["kind"] != "accepted":
+                self._scores[name].take(message)
         elif name in self._answers:
             answer = self._answers.pop(name)
             if answer.done():
                 return
             if message["kind"] == "accepted":
                 answer.set_result(None)
+            elif message.get("busy"):
+                error = ApiError(503, message["error"], code="engine_busy", retry_after=5)
+                answer.set_exception(error)
             else:
                 answer.set_exception(bad_request(RequestError(message["error"])))
 

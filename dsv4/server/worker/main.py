@@ -16,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,11 +37,14 @@ from dsv4.server.worker.wire import (
     request_from_wire,
 )
 from dsv4.util.events import Event
+from dsv4.util.logs import escape_arguments
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 
 STATS_SECONDS = 0.5
 STEP_BOUNDS = tuple(2**power for power in range(15))  # of tokens in a step
+MAX_PIECE = 4096  # log-probabilities in one message
+BEAT_SECONDS = 0.5  # between signs of life, also during a long step
 
 
 def main(arguments: list[str]) -> int:
@@ -57,6 +60,8 @@ def _run(channel: Channel) -> int:
     if order is None:
         return 1
     logging.basicConfig(level=order["log_level"], format="engine: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(escape_arguments)
     try:
         engine = _load(order, channel)
     except Dsv4Error as error:
@@ -164,11 +169,11 @@ class _Watch:
 
 @dataclass
 class _Scoring:
-    """A prompt whose own tokens are to be scored, and what has been found."""
+    """A prompt whose own tokens are to be scored, and how many of them have been."""
 
     message: Message
     chunks: Iterator[list[Any]] | None = None
-    found: list[Any] = field(default_factory=list)
+    num_sent: int = 0
 
 
 class Worker:
@@ -182,10 +187,13 @@ class Worker:
         self._stats_at = 0.0
         self._watch = _Watch()
         engine.listeners.append(self._watch)
+        self._turned_at = time.monotonic()
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
         while self._take_messages():
+            self._turned_at = time.monotonic()
             outputs = self._engine.step()
             if outputs:
                 found = [self._to_wire(output) for output in outputs]
@@ -204,6 +212,16 @@ class Worker:
         while message is not None:
             message = self._channel.receive()
             self._inbox.put(message)
+
+    def _beat(self) -> None:
+        """Says that the process lives, and since when its loop has not turned."""
+        try:
+            while True:
+                age = time.monotonic() - self._turned_at
+                self._channel.send({"kind": "beat", "age": age})
+                time.sleep(BEAT_SECONDS)
+        except OSError:
+            logging.debug("the web process is gone")  # the loop notices by itself
 
     def _take_messages(self) -> bool:
         """Everything that has come in; waits for it only if there is nothing to do."""
@@ -227,8 +245,10 @@ class Worker:
                 self._engine.add(request_from_wire(message["request"]))
             else:
                 self._scores.append(_Scoring(message))
-        except RequestError as error:
-            self._channel.send({"kind": "refused", "id": message["id"], "error": str(error)})
+        except (RequestError, CapacityError) as error:
+            is_busy = isinstance(error, CapacityError)
+            answer = {"kind": "refused", "id": message["id"], "error": str(error), "busy": is_busy}
+            self._channel.send(answer)
             return
         self._channel.send({"kind": "accepted", "id": message["id"]})
 
@@ -248,11 +268,12 @@ class Worker:
             best, tokens = torch.topk(rows, min(top, rows.shape[1]))
             following = torch.tensor(ids[place : place + len(rows)], device=rows.device)
             chosen = rows.gather(1, following.unsqueeze(1)).squeeze(1)
+            found = zip(
+                following.tolist(), chosen.tolist(), tokens.tolist(), best.tolist(), strict=True
+            )
             yield [
                 (token, logprob, list(zip(others, values, strict=True)))
-                for token, logprob, others, values in zip(
-                    following.tolist(), chosen.tolist(), tokens.tolist(), best.tolist(), strict=True
-                )
+                for token, logprob, others, values in found
             ]
             place += len(rows)
 
@@ -266,7 +287,7 @@ class Worker:
         try:
             chunk = next(job.chunks, None)
         except CapacityError as error:
-            job.chunks, job.found = None, []
+            job.chunks, job.num_sent = None, 0
             if self._engine.num_unfinished:
                 return  # it begins again when others have given pages back
             answer: Message = {"kind": "broken", "error": str(error)}
@@ -275,11 +296,20 @@ class Worker:
             answer = {"kind": kind, "error": str(error)}
         else:
             if chunk is not None:
-                job.found += chunk
+                self._send_scores(job, chunk)
                 return
-            answer = {"kind": "scores", "scores": job.found}
+            answer = {"kind": "scores", "first": job.num_sent, "scores": [], "is_last": True}
         self._scores.popleft()
         self._channel.send({**answer, "id": name})
+
+    def _send_scores(self, job: _Scoring, chunk: list[Any]) -> None:
+        """In pieces: neither the wire nor the loop that reads them takes hundreds of megabytes."""
+        size = max(MAX_PIECE // (1 + job.message["top"]), 1)
+        for start in range(0, len(chunk), size):
+            part = chunk[start : start + size]
+            message = {"kind": "scores", "id": job.message["id"], "first": job.num_sent}
+            self._channel.send({**message, "scores": part, "is_last": False})
+            job.num_sent += len(part)
 
     def _send_stats(self) -> None:
         if time.monotonic() - self._stats_at >= STATS_SECONDS:

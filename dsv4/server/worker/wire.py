@@ -1,12 +1,14 @@
 """What the two processes say to each other: JSON objects, each behind its length.
 
 A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it: `plan`,
-`progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`.
+`progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`,
+`beat`.
 """
 
 import base64
 import json
 import socket
+import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
@@ -37,9 +39,12 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._lock = threading.Lock()  # two messages at once must not mix
 
     def send(self, message: Message) -> None:
-        self._connection.sendall(pack(message))
+        data = pack(message)
+        with self._lock:
+            self._connection.sendall(data)
 
     def receive(self) -> Message | None:
         """The next message; None when the other side is gone."""
