@@ -209,6 +209,7 @@ def test_the_command_needs_no_server_and_writes_a_record_and_a_picture(
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "0 warnings after ready" in result.stdout
+    assert f"drawn in {plot}" in result.stderr
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     kinds = [next(iter(line)) for line in lines]
     assert kinds == ["run", "ready", "load", "load", "warnings"]
@@ -237,6 +238,8 @@ def test_wrong_use() -> None:
         (["--load", "8x48"], "expected rate=8"),
         (["--shape", "huge"], "huge"),
         (["--shape", "trial", "--layers", "9"], "layers is 9"),
+        (["--shape", "trial", "--dtype", "float32"], "expected bfloat16"),
+        (["--shape", "trial", "--ops", "nothing"], "nothing"),
         (["--layers", "2"], "--shape"),
         (["--shape", "trial", "--http"], "leave --shape out"),
     ):

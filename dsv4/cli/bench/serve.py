@@ -78,6 +78,9 @@ def serve(
                 results = [item.result for item in measured]
                 for over_http in bench_http(address, results, vocab_size, stage):
                     report.add(over_http, stage)
+    for what, path in (("recorded", record), ("drawn", plot)):
+        if path is not None:
+            Console(stderr=True).print(f"{what} in {path}", highlight=False, soft_wrap=True)
 
 
 def _start(

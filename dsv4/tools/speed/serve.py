@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from dsv4.chat.dialect import choose_dialect
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, OptionError
-from dsv4.runner.load import Loaded, find_gpu, state_memory
+from dsv4.ops import OPS, choose_ops
+from dsv4.runner.load import Loaded, find_gpu, set_threads, state_memory
 from dsv4.runner.settings import resolve
 from dsv4.tools.speed.model import random_model
 from dsv4.tools.speed.traffic import (
@@ -103,6 +104,8 @@ def random_engine(shape: str, config: ModelConfig, choices: EngineConfig) -> tup
         device = "cuda" if has_gpu else "cpu"
     if not has_gpu and choices.device != "cpu" and shape != "trial":
         raise OptionError("no CUDA device was found; without --shape the embedded model runs")
+    if choices.dtype == "float32":
+        raise OptionError("dtype is float32, expected bfloat16: random weights have no other")
     begin = time.perf_counter()
     try:
         model, _ = random_model(config, torch.device(device))
@@ -116,7 +119,10 @@ def random_engine(shape: str, config: ModelConfig, choices: EngineConfig) -> tup
     begin = time.perf_counter()
     memory = state_memory(choices.device, 0, has_gpu=has_gpu)
     gpu = find_gpu(choices.device)
+    choices = replace(choices, dtype="bfloat16")
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
+    choose_ops(settings.ops, OPS)
+    set_threads(settings, config)
     nowhere = Path()  # no checkpoint
     dialect = choose_dialect(has_system_marker=False, folder=nowhere)
     engine = Engine(Loaded(model, settings, nowhere), None, dialect)
@@ -218,7 +224,6 @@ def run_load(engine: Engine, traffic: Traffic, load: Load, *, watch: bool = True
     finally:
         if recorder is not None:
             engine.listeners.remove(recorder)
-    engine.check_integrity()
     steps = recorder.steps if recorder is not None else []
     counts = {"num_steps": len(steps), "num_prompt_steps": sum(s.num_prompt > 0 for s in steps)}
     result = summarise(load, "engine", streams, seconds, **(counts if watch else {}))
@@ -244,6 +249,7 @@ def bench_engine(
         for load in loads:
             say(str(load))
             yield run_load(engine, traffic, load, watch=watch)
+        engine.check_integrity()
         yield Warnings(len(lines), lines[:6])
 
 
