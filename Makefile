@@ -39,7 +39,7 @@ DOCS := .venv-docs
 docs: $(VENV)/.installed-dev ## build the site of the documents into build/site; fails on any broken link
 	@$(BIN)/python scripts/make_docs.py --check
 	@test -x $(DOCS)/bin/mkdocs || ($(PYTHON) -m venv $(DOCS) && $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10')
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 lint: $(VENV)/.installed-dev ## ruff, formatting, types
@@ -59,7 +59,7 @@ browser: $(VENV)/.installed-dev ## drive the web page in Chromium; screenshots g
 	  || (command -v apt-get >/dev/null && [ $$(id -u) = 0 ] \
 	      && apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core) \
 	  || $(BIN)/playwright install --with-deps chromium
-	@$(BIN)/python -m pytest -q -m browser tests/server
+	@$(BIN)/python -m pytest -q -m browser tests/server/test_page.py tests/server/test_page_keeps.py
 
 build/clients/.installed: clients/requirements.txt | $(BIN)/python
 	@echo "installing client packages into build/clients (once; several minutes)"

@@ -7,7 +7,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dsv4.cli.bench.serve import serve
 from dsv4.cli.bench.steps import decode, numbers, prefill
@@ -47,7 +46,7 @@ def ops(
         _predict(predict, shape, counts, only, record, console)
         return
     rows: list[Ceilings | Result] = []
-    table = Table("op", "shape", "tokens", "us", "spread", "GB/s", "TFLOP/s", "floor us", "ratio")
+    table: list[tuple[str, ...]] = []
     stage = Stage(Console(stderr=True))
     for row in bench_ops(shape, counts, only):
         rows.append(row)
@@ -56,12 +55,35 @@ def ops(
             continue
         stage(f"{len(rows)} timed, last {row.op} of {row.shape} with {row.tokens} tokens")
         cells = (row.median_us, row.spread_us, row.gbs, row.tflops, row.floor_us, row.ratio)
-        table.add_row(row.op, row.shape, str(row.tokens), *(f"{cell:g}" for cell in cells))
+        heading = f"{row.shape}, {row.tokens} tokens"
+        table.append((heading, row.op, *(f"{cell:g}" for cell in cells)))
     stage.pause()
-    console.print(table)
+    _print_rows(console, "op,us,spread,GB/s,TFLOP/s,floor us,ratio", table)
     if record is not None:
         write_record(record, rows)
         console.print(f"recorded in {record}")
+
+
+def _print_rows(console: Console, columns: str, rows: list[tuple[str, ...]]) -> None:
+    """Aligned text of at most 80 characters, a heading for each shape and number of tokens.
+
+    A row begins with that heading; names stand to the left, figures to the right.
+    """
+    names = tuple(columns.split(","))
+    cells = [names, *(row[1:] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+    def show(row: tuple[str, ...]) -> None:
+        figures = zip(row[1:], widths[1:], strict=True)
+        line = " ".join([row[0].ljust(widths[0]), *(text.rjust(size) for text, size in figures)])
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    for heading in dict.fromkeys(row[0] for row in rows):
+        console.print(f"\n{heading}", style="bold", highlight=False)
+        show(names)
+        for row in rows:
+            if row[0] == heading:
+                show(row[1:])
 
 
 def _predict(
@@ -78,14 +100,14 @@ def _predict(
         f"({chip.source}). H200: {found}.",
         soft_wrap=True,
     )
-    columns = ("MB", "GFLOP", "launches", "floor us a16", "a8", "a4", "bound", "H200 measured us")
-    table = Table("op", "shape", "tokens", *columns)
+    table = []
     for row in rows:
-        cells = [f"{row.bytes / 1e6:.4g}", f"{row.operations / 1e9:.4g}", str(row.launches)]
-        cells += [f"{row.floor_us[width]:g}" for width in ("a16", "a8", "a4")]
+        cells = [f"{row.bytes / 1e6:.4g}", f"{row.operations / 1e9:.3g}", str(row.launches)]
+        cells += [f"{row.floor_us[width]:.4g}" for width in ("a16", "a8", "a4")]
         measured = "" if row.measured_us is None else f"{row.measured_us:g}"
-        table.add_row(row.op, row.shape, str(row.tokens), *cells, row.bound, measured)
-    console.print(table)
+        heading = f"{row.shape}, {row.tokens} tokens: floors in us by width of the activations"
+        table.append((heading, row.op, *cells, row.bound.split()[0], measured))
+    _print_rows(console, "op,MB,GFLOP,launches,a16,a8,a4,bound,H200 us", table)
     if record is not None:
         record.write_text("\n".join(to_json(rows, gpu)) + "\n", encoding="utf-8")
         console.print(f"recorded in {record}")
