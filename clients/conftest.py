@@ -1,11 +1,15 @@
 """The address of the live server, and what the clients are asked to produce."""
 
+import json
 import os
+import shutil
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+MODEL = Path(__file__).parent.parent / "dsv4" / "models" / "tiny"
 QUESTION = "What is the capital of France?"
 
 
@@ -29,6 +33,23 @@ def weather(unit: Literal["c", "f"]) -> str:
 @pytest.fixture(scope="session")
 def url() -> str:
     return os.environ["DSV4_URL"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model's tokenizer, as transformers wants to find it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(MODEL / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<｜begin▁of▁sentence｜>",
+                "eos_token": "<｜end▁of▁sentence｜>",
+            }
+        )
+    )
+    return folder
 
 
 @pytest.fixture(autouse=True)

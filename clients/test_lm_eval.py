@@ -1,13 +1,11 @@
 """lm-eval with token ids, with texts and with the server's own tokenizer: the same figures."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TOKENIZER = Path(__file__).parent.parent / "dsv4" / "models" / "tiny" / "tokenizer.json"
 TASK = """
 task: capitals
 dataset_path: json
@@ -32,22 +30,11 @@ DOCUMENTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task of three documents, and the tokenizer as transformers wants to find it."""
+    """A task of three documents."""
     folder = tmp_path_factory.mktemp("lm_eval")
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     (folder / "capitals.yaml").write_text(TASK.format(data=data))
-    (folder / "tokenizer").mkdir()
-    shutil.copy(TOKENIZER, folder / "tokenizer")
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<｜begin▁of▁sentence｜>",
-                "eos_token": "<｜end▁of▁sentence｜>",
-            }
-        )
-    )
     return folder
 
 
@@ -68,8 +55,8 @@ def evaluate(url: str, folder: Path, **options: Any) -> list[list[float]]:
     return [[float(answer[0]) for answer in sample["filtered_resps"]] for sample in samples]
 
 
-def test_the_same_figures_three_times(url: str, folder: Path) -> None:
-    local: Any = {"tokenizer_backend": "huggingface", "tokenizer": str(folder / "tokenizer")}
+def test_the_same_figures_three_times(url: str, folder: Path, tokenizer: Path) -> None:
+    local: Any = {"tokenizer_backend": "huggingface", "tokenizer": str(tokenizer)}
     ids = evaluate(url, folder, **local, tokenized_requests=True)
     text = evaluate(url, folder, **local, tokenized_requests=False)
     remote = evaluate(url, folder, tokenizer_backend="remote")
