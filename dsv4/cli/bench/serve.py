@@ -65,10 +65,11 @@ def serve(
         report.add(ready, stage)
         lengths, loads = ([], own) if own else default_loads(engine)
         watch = plot is not None or not http
+        bound_ms = engine.settings.max_gap_ms if engine.settings.cuda_graphs else 0.0
         for row in bench_engine(engine, lengths, loads, stage, watch=watch):
             if isinstance(row, Measured):
                 measured.append(row)
-                report.draw(measured, engine.settings.max_gap_ms)
+                report.draw(measured, bound_ms)
             report.add(row.result if isinstance(row, Measured) else row, stage)
         engine.close()
         if http:

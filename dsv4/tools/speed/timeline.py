@@ -27,7 +27,7 @@ BLOCK = HEAD + len(LANES) * (LANE + SPACE) + FOOT
 
 
 def picture(loads: Sequence[Measured], max_gap_ms: float) -> str:
-    """An SVG; the red line is the gap that prompts may cause, ticks on top are arrivals."""
+    """An SVG; the red line is the gap that prompts may cause (0: no bound), ticks on top are arrivals."""
     width, height = LEFT + WIDTH + RIGHT, BLOCK * len(loads) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -45,7 +45,7 @@ def _block(measured: Measured, top: float, max_gap_ms: float) -> list[str]:
     figures = f"{result.tokens_per_s:g} tokens/s"
     for name, times in (("first token", result.first_ms), ("gap", result.gap_ms)):
         if times:
-            figures += f"; {name} p50 {times['p50']:g}, p99 {times['p99']:g} ms"
+            figures += f"; {name} p50 {times['p50']:.3g}, p99 {times['p99']:.3g} ms"
     parts = [
         _text(LEFT, top + 16, str(measured.load), "start", 'font-weight="bold"'),
         _text(LEFT + WIDTH, top + 16, figures, "end"),
