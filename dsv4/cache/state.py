@@ -43,6 +43,14 @@ class StateTensors:
     def restore_rows(self, row: int, slot: int) -> None:
         _copy([t[slot] for t in self._slots], [t[row] for t in self._saved])
 
+    def load_copies(self) -> None:
+        """Run every copy once, of what nobody has written yet: the first one loads its kernel."""
+        if self.num_snapshots:
+            self.save_rows(0, 0)
+            self.restore_rows(0, 0)
+        for pool in {pool for pool, _ in self._pools.values()}:
+            self.copy_page(pool, 0, 0)
+
     @torch.inference_mode()
     def read(self, pages: dict[Pool, list[int]], row: int) -> dict[str, Tensor]:
         """A prefix in main memory: its pages in order, and its row."""

@@ -311,6 +311,8 @@ class Runner:
         )
         self._graphs = graphs
         self.costs = StepCosts.measure(buffers, self._run)
+        self.state.load_copies()
+        torch.topk(buffers.logits[0], 1)  # torch loads its own kernels when they first run, too
         self.buffers.step.line.zero_()
         self.guard.arm()
 

@@ -41,7 +41,7 @@ def make_runner(device: str, config: ModelConfig, graphs: bool = True) -> Runner
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return shape_config("tiny", None)
+    return shape_config("trial", None)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def check_decode() -> None:
     )
 
     cpu, context = torch.device("cpu"), 160
-    config = shape_config("tiny", 3)
+    config = shape_config("trial", 3)
     model, _ = random_model(config, cpu)
     state = filled_state(config, 2, context, cpu)
     buffers, mine = state.buffers, copied(state.layers)
@@ -62,7 +62,7 @@ def check_prompt() -> None:
     from dsv4.tools.speed.steps import prompt_inputs
 
     cpu = torch.device("cpu")
-    config = shape_config("tiny", 3)
+    config = shape_config("trial", 3)
     model, _ = random_model(config, cpu)
     state = filled_state(config, 1, 64, cpu, chunk_tokens=64)
     mine = copied(state.layers)

@@ -87,7 +87,7 @@ def test_a_whole_layer_is_the_same_at_any_size() -> None:
     from dsv4.tools.speed.steps import prompt_inputs
 
     device = torch.device("cuda")
-    model, _ = random_model(shape_config("tiny", None), device)
+    model, _ = random_model(shape_config("trial", None), device)
     state = filled_state(model.config, 1, 512, device, chunk_tokens=300)
     inputs = prompt_inputs(state, 300)
     all_rows = type(inputs)(**{**inputs.__dict__, "logits_rows": None})
