@@ -27,7 +27,7 @@ BLOCK = HEAD + len(LANES) * (LANE + SPACE) + FOOT
 
 
 def picture(loads: Sequence[Measured], max_gap_ms: float) -> str:
-    """An SVG; the red line is the gap that prompts may cause (0: no bound), ticks on top are arrivals."""
+    """An SVG; red: the gap that prompts may cause (0: no bound); ticks on top: arrivals."""
     width, height = LEFT + WIDTH + RIGHT, BLOCK * len(loads) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
