@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs test browser load fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak
+.PHONY: help demo serve docs test browser load attack chaos fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -93,6 +93,14 @@ fuzz-checkpoint: $(VENV)/.installed-dev ## damage checkpoints at random for a mi
 
 fuzz-server: $(VENV)/.installed-dev ## ask the server hundreds of odd questions on every path
 	@FUZZ_EXAMPLES=300 $(BIN)/python -m pytest -q tests/server/test_schema.py
+
+attack: $(VENV)/.installed-dev ## attack a live server and measure its event loop from another process; writes a record
+	@mkdir -p build
+	@$(BIN)/python benchmarks/serve_attack.py -o build/serve_attack.json
+
+chaos: $(VENV)/.installed-dev ## five minutes of clients while the engine is killed, stopped and starved; writes a record
+	@mkdir -p build
+	@$(BIN)/python benchmarks/serve_chaos.py -o build/serve_chaos.json
 
 load: $(VENV)/.installed-dev ## 64 streams at a server with the embedded model for two minutes; writes a record
 	@$(BIN)/python benchmarks/serve_load.py

@@ -133,6 +133,7 @@ class _Reader:
             if self._next() != b'"':
                 raise ValueError(f"found no key at byte {self._place}")
             key = self._text()
+            self._num_values += 1
             self._take(b":")
             found[key] = self._value(depth + 1)
             if self._next() == b"}":

@@ -1,6 +1,7 @@
 """From options to a listening server: the socket, the engine, signals, the end."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -58,6 +59,9 @@ def serve(
         if not options.api_keys and not is_loopback(options.host):
             log.warning("no API key is set: everyone who reaches %s may use this", options.host)
         server = _Server(service)
+        # A full collection would stop the event loop for as long as one request has many objects.
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 100)
         server.run(sockets=[listener])
     if failure:
         raise StartError(failure[0]["error"], failure[0]["exit_code"])

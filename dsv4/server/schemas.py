@@ -16,6 +16,7 @@ from pydantic import (
 
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.chat.messages import MAX_MESSAGES, MAX_TOOLS
+from dsv4.request import MAX_CHOICES as MAX_GUIDE_CHOICES
 from dsv4.request import MAX_GUIDE_CHARACTERS, MAX_LOGIT_BIAS, MAX_REGEX_CHARACTERS
 from dsv4.server.api_error import ApiError
 
@@ -35,12 +36,13 @@ SIZES = {
     "tokens": MAX_IDS,
     "stop": MAX_STOPS,
     "stop_sequences": MAX_STOPS,
+    "guided_choice": MAX_GUIDE_CHOICES,
 }
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GUIDE_CHOICES)]
 Stops = Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Object = dict[str, Any]
 Objects = Annotated[list[Object], Field(fail_fast=True)]

@@ -167,8 +167,9 @@ class Service:
         """`last`: the highest id; by default that of the vocabulary."""
         if last is None:
             last = int(self.link.facts["vocab_size"]) - 1
-        if ids and not 0 <= min(ids) <= max(ids) <= last:
-            found = min(ids) if min(ids) < 0 else max(ids)
+        low, high = (min(ids), max(ids)) if ids else (0, 0)
+        if low < 0 or high > last:
+            found = low if low < 0 else high
             text = f"{path}: found the token id {str(found)[:40]}, expected 0 to {last}"
             raise ApiError(400, text, param=path)
 
