@@ -137,7 +137,8 @@ def _up_rows(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _up_kernel(
     x, x_stride, z, weights, sorted_pairs, tile_expert, tile_start, tile_end,
-    words, scales, factors, shared_words, shared_scales, shared_factors,
+    words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
+    shared_factors: tl.int64,
     num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
@@ -193,7 +194,8 @@ def _down_rows(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     z, parts_at, sorted_pairs, tile_expert, tile_start, tile_end,
-    words, scales, factors, shared_words, shared_scales, shared_factors,
+    words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
+    shared_factors: tl.int64,
     num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,

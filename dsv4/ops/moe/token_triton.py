@@ -110,7 +110,8 @@ def _up_program(
 
 @triton.jit
 def _up_kernel(
-    x, z, experts, weights, words, scales, factors, shared_words, shared_scales, shared_factors,
+    x, z, experts, weights, words, scales, factors, shared_words: tl.int64,
+    shared_scales: tl.int64, shared_factors: tl.int64,
     chosen, size, inner, limit, total_steps, expert_tiles,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
@@ -156,7 +157,8 @@ def _gate_kernel(
 
 @triton.jit
 def _down_kernel(
-    z, parts_at, experts, words, scales, factors, shared_words, shared_scales, shared_factors,
+    z, parts_at, experts, words, scales, factors, shared_words: tl.int64,
+    shared_scales: tl.int64, shared_factors: tl.int64,
     chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +262,8 @@ def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
 
 
 def expert_weights(weight, shared):
-    """Tensors of the routed experts and how far behind them the shared expert's lie."""
+    """Tensors of the routed experts and how far behind them the shared expert's lie: kernels take
+    that as 64 bits, or each layer's distances would decide which variants are compiled."""
     parts = (weight.packed, weight.scale, weight.global_scale)
     if shared is None:
         return (*parts, 0, 0, 0)
