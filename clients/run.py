@@ -22,7 +22,7 @@ SERVE = ("serve", "tiny", "--port", "0")
 
 def main(arguments: list[str]) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    python, *folders = arguments[:cut]
+    python, *folders = [str(Path(name).absolute()) for name in arguments[:cut]]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
             [sys.executable, "-c", "from dsv4.cli import main; main()", *SERVE], stderr=log

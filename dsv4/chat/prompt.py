@@ -52,7 +52,11 @@ class Prompt:
         return ids
 
     def parser(
-        self, tokenizer: Tokenizer | None = None, *, stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        stop: Sequence[str] = (),
+        keeps_newlines: bool = False,
     ) -> OutputParser:
         """A parser for what the model writes after this prompt. Text input needs no tokenizer."""
         return OutputParser(
@@ -62,6 +66,7 @@ class Prompt:
             continued=self.start.continued,
             tools={tool.name: tool.properties for tool in self.tools},
             stop=stop,
+            keeps_newlines=keeps_newlines,
         )
 
 

@@ -35,7 +35,10 @@ class Choice:
     def __init__(self, order: Order, index: int, record: Record, tokenizer: Tokenizer) -> None:
         self._order = order
         self._tokenizer = tokenizer
-        self._parser: OutputParser = order.prompt.parser(tokenizer, stop=order.stops)
+        is_guided = any(phase.guide and phase.guide.must_come for phase in order.phases)
+        self._parser: OutputParser = order.prompt.parser(
+            tokenizer, stop=order.stops, keeps_newlines=is_guided
+        )
         self._ids: list[int] = []  # sampled and forced
         self._phase = 0
         self._record = record

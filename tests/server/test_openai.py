@@ -409,6 +409,17 @@ def test_names_of_guides(client: OpenAI, engine_log: Any, fields: Any, kind: str
     assert (guide["kind"], guide["after_id"]) == (kind, None)
 
 
+@pytest.mark.parametrize("effort", ["high", "none"])
+def test_a_guided_answer_keeps_its_first_newline(client: OpenAI, effort: str) -> None:
+    say = "Hm.</think>\\nx" if effort == "high" else "\\nx"
+    guided: Any = {"structured_outputs": {"choice": ["\nx"]}}
+    assert (
+        ask(client, say, reasoning_effort=effort, extra_body=guided).choices[0].message.content
+        == "\nx"
+    )
+    assert ask(client, say, reasoning_effort=effort).choices[0].message.content == "x"
+
+
 def last_params(engine_log: Any) -> Any:
     asked = [json.loads(line) for line in engine_log.read_text().splitlines()]
     return [message["request"]["params"] for message in asked if message["kind"] == "add"][-1]

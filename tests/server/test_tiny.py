@@ -44,6 +44,21 @@ def test_a_seed_makes_it_repeatable(client: OpenAI) -> None:
     assert again.choices[0].finish_reason in ("stop", "length")
 
 
+def test_times_and_steps_of_the_engine_are_counted(tiny: Server, client: OpenAI) -> None:
+    ask(client, max_tokens=2)
+
+    def figures() -> dict[str, float]:
+        with tiny.client() as asking:
+            found = re.findall(r"^dsv4:(\w+)\{[^}]*\} (\S+)$", asking.get("/metrics").text, re.M)
+        return {name: float(value) for name, value in found}
+
+    wait_for(lambda: figures().get("iteration_tokens_total_sum", 0) > 2)
+    counts = figures()
+    for word in ("queue", "prefill"):
+        assert counts[f"request_{word}_time_seconds_count"] > 0
+    assert counts["request_prefill_time_seconds_sum"] > 0
+
+
 def readme_examples(kind: str) -> list[str]:
     section = (ROOT / "README.md").read_text().split("\n## Serve\n")[1].split("\n## ")[0]
     return re.findall(rf"```{kind}\n(.*?)```", section, re.S)

@@ -59,7 +59,8 @@ class OutputParser:
     `tools` maps each tool the model may call to its property names; empty or None makes markup
     ordinary text unless `tools_active` says otherwise. `start` is where the prompt left off, and
     `continued` says that the client wrote the beginning of that part (`Prompt.parser` sets all
-    of these). `ended` turns true at an end marker or stop string: what follows is ignored.
+    of these). With `keeps_newlines` an answer may begin with them, as a guide may ask.
+    `ended` turns true at an end marker or stop string: what follows is ignored.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class OutputParser:
         tools: Mapping[str, frozenset[str]] | None = None,
         tools_active: bool | None = None,
         stop: Sequence[str] = (),
+        keeps_newlines: bool = False,
     ) -> None:
         self._tools = tools or {}
         self._tools_active = bool(self._tools) if tools_active is None else tools_active
@@ -84,7 +86,8 @@ class OutputParser:
         self._stops = StopMatcher(stop)
         self._mode: str = start  # reasoning, answer, block, closer (a stray one), done
         self._return_mode = "answer"
-        self._at_start = not continued
+        self._keeps_newlines = keeps_newlines
+        self._at_start = not continued and not (start == "answer" and keeps_newlines)
         self._held = ""  # `<` or `</`, which may belong to a tag
         self._num_newlines = 0  # held, because newlines before a marker are dropped
         self._block: CallBlock | None = None
@@ -200,7 +203,7 @@ class OutputParser:
             self._after_block("")
         if self._mode == "reasoning" and marker == texts.THINK_CLOSE:
             self._num_newlines = 0
-            self._mode, self._at_start = "answer", True
+            self._mode, self._at_start = "answer", not self._keeps_newlines
         elif self._mode == "answer" and marker == texts.THINK_OPEN:
             self._release()
             self._mode, self._at_start = "reasoning", True
