@@ -52,7 +52,7 @@ from dsv4.request import (
     check_request,
     join_outputs,
 )
-from dsv4.runner.load import Loaded, Progress, load_model
+from dsv4.runner.load import Loaded, Model, Progress, load_model
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Compiling, Draw, Guides, LateEnds, Matcher
 from dsv4.scheduler import Audit, Finding, Scheduler, Work
@@ -113,10 +113,10 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str | Path = "tiny", *, progress: Progress | None = None, **choices: Any
+        cls, model: Model = "tiny", *, progress: Progress | None = None, **choices: Any
     ) -> "Engine":
         """`model`: a folder or an embedded model's name; `choices`: fields of EngineConfig."""
-        loaded = load_model(str(model), EngineConfig.make(**choices), progress)
+        loaded = load_model(model, EngineConfig.make(**choices), progress)
         has_tokenizer = (loaded.folder / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(loaded.folder) if has_tokenizer else None
         has_system = tokenizer is not None and tokenizer.special.system is not None

@@ -215,7 +215,7 @@ def run_memory() -> None:
     from dsv4.runner.runner import Chunk, Runner
     from dsv4.runner.settings import resolve
     from dsv4.tools.bench_ops import run_facts
-    from dsv4.tools.plan import Machine, make_plan, with_scheme
+    from dsv4.tools.plan import make_plan, with_scheme
     from dsv4.tools.plan_weights import scheme_named
     from dsv4.tools.speed.model import random_model, shape_config
 
@@ -235,13 +235,11 @@ def run_memory() -> None:
         runner.step([Chunk(pages, [1] * chunk, 1)])
     used = total - torch.cuda.mem_get_info()[0]
     subject = with_scheme("flash", config, scheme_named("nvfp4-all"))
-    plan = make_plan(
-        subject, Machine(1, total), chunk_tokens=chunk, index_format="fp8", contexts=(context,)
-    )
+    plan = make_plan(subject, total, choices, contexts=(context,))
     parts = {
         "weights": sum(plan.weight_bytes.values()),
-        "buffers": sum(plan.buffer_bytes.values()),
-        "state": plan.fits[0].sequence_bytes * sequences,
+        "step": plan.step_bytes,
+        "state": plan.state_bytes,
     }
     planned = sum(parts.values())
     row = {"what": "memory", "layers": 24, "sequences": sequences, "context": context}

@@ -56,6 +56,7 @@ class Checkpoint:
         self.sources = manifest.sources
         self.ignored = manifest.ignored  # tensor on disk -> why the model does not use it
         self.nbytes = sum(source.nbytes for source in manifest.sources.values())
+        self.gpu_bytes = sum(source.gpu_bytes for source in manifest.sources.values())
 
     @property
     def layout(self) -> str:

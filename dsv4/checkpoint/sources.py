@@ -40,5 +40,12 @@ class Source:
         return sum(info.nbytes for cell in self.cells for info in cell.stored.tensors)
 
     @property
+    def gpu_bytes(self) -> int:
+        """On a GPU, where MXFP4 becomes NVFP4: a scale for every 16 columns instead of 32."""
+        if self.format != "mxfp4":
+            return self.nbytes
+        return self.nbytes + sum(c.stored.scale.nbytes for c in self.cells if c.stored.scale)
+
+    @property
     def layer(self) -> int | None:
         return int(self.name.split(".")[1]) if self.name.startswith("layers.") else None

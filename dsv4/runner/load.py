@@ -20,16 +20,16 @@ from dsv4.ops import OPS, choose_ops
 from dsv4.ops.gemm.packed import repack
 from dsv4.ops.op import warn_unless_strict
 from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
-from dsv4.runner.settings import Settings, available_memory, resolve
+from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
 from dsv4.util.output import check_output
+from dsv4.util.sizes import size_text
 
 log = logging.getLogger(__name__)
 
 STATE_SHARE = 0.25  # of free main memory, for the state of sequences
 SMALL_HIDDEN = 1024
 MOST_UNPACKED = 1 << 31  # numbers of one parameter that a CPU holds in fp32
-STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU, for activations, workspaces, graphs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -41,22 +41,57 @@ class Loaded:
     folder: Path
 
 
-def load_model(name: str, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
+@dataclass(frozen=True)
+class Prepared:
+    """What will be loaded and how it will run, decided before the first weight is read."""
+
+    folder: Path
+    config: ModelConfig
+    checkpoint: Checkpoint
+    choices: EngineConfig
+    settings: Settings
+    gpu: Gpu | None
+
+    def __str__(self) -> str:
+        s = self.settings
+        state = s.geometry(self.config).state_bytes(s.max_context, s.max_sequences, s.state_tokens)
+        weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
+        return (
+            f"{size_text(weights)} of weights on {s.device}; "
+            f"{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
+            f"{size_text(state)} of state (kv {s.kv_format}, index {s.index_format}); "
+            f"activations {s.activations_text}: {choose(self.choices.activations, self.gpu).why}"
+        )
+
+
+def prepare(name: str, choices: EngineConfig) -> Prepared:
+    """Headers, memory and settings; the only place where they are decided."""
     disk, audit = choices.prefix_disk, choices.audit_folder if choices.audit_share else None
     check_output(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
     folder = model_folder(name)
     config = ModelConfig.from_folder(folder)
-    begin = time.perf_counter()
     checkpoint = open_checkpoint(folder, config)
     for finding in checkpoint.warnings:
         log.warning("%s", finding)
     has_gpu = torch.cuda.is_available()
-    memory = state_memory(choices.device, checkpoint.nbytes, has_gpu=has_gpu)
+    memory = state_memory(choices.device, checkpoint.gpu_bytes, has_gpu=has_gpu)
     gpu = find_gpu(choices.device)
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
+    return Prepared(folder, config, checkpoint, choices, settings, gpu)
+
+
+Model = str | Path | Prepared
+
+
+def load_model(model: Model, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """`choices` are those of a `Prepared` model already."""
+    begin = time.perf_counter()
+    prepared = model if isinstance(model, Prepared) else prepare(str(model), choices)
+    folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
+    settings = prepared.settings
     choose_ops(settings.ops, OPS)
     set_threads(settings, config)
-    tell_activations(checkpoint, choices.activations, gpu, settings)
+    tell_activations(checkpoint, prepared.choices.activations, prepared.gpu, settings)
     weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
@@ -68,8 +103,8 @@ def load_model(name: str, choices: EngineConfig, progress: Progress | None = Non
         seconds,
         len(checkpoint.ignored),
     )
-    model = Transformer(config, weights, getattr(torch, settings.dtype))
-    return Loaded(model, settings, folder)
+    transformer = Transformer(config, weights, getattr(torch, settings.dtype))
+    return Loaded(transformer, settings, folder)
 
 
 def set_threads(settings: Settings, config: ModelConfig) -> None:
@@ -127,11 +162,11 @@ def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
     if device == "cpu" or not has_gpu:
         return int(available_memory() * STATE_SHARE)
     free, total = torch.cuda.mem_get_info("cuda" if device == "auto" else device)
-    left = free - weight_bytes - max(STEP_BYTES, int(STEP_SHARE * total))
+    left = free - weight_bytes - step_bytes(total)
     if left <= 0:
         raise CapacityError(
             f"the weights take {weight_bytes / 1e9:.1f} GB and a step about "
-            f"{STEP_SHARE * total / 1e9:.1f} GB, the GPU has {free / 1e9:.1f} of "
+            f"{step_bytes(total) / 1e9:.1f} GB, the GPU has {free / 1e9:.1f} of "
             f"{total / 1e9:.1f} GB free; use smaller weights, fewer layers or another GPU"
         )
     return left

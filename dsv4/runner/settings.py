@@ -14,6 +14,7 @@ DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # of one sequence, where the model allows more
 
+STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU, for activations, workspaces, graphs
 KEPT_PREFIXES = 4  # in the prefix cache, for each sequence that may run
 
 
@@ -60,6 +61,11 @@ class Settings:
         kept = KEPT_PREFIXES if self.prefix_cache else 0
         formats = self.kv_format, self.index_format
         return Geometry(config, *formats, self.chunk_tokens, kept, self.query_width)
+
+
+def step_bytes(gpu_bytes: int) -> int:
+    """What a GPU of this size keeps free for a step."""
+    return max(STEP_BYTES, int(STEP_SHARE * gpu_bytes))
 
 
 def available_memory() -> int:

@@ -24,9 +24,8 @@ from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.op import kernels_only
 from dsv4.request import SamplingParams
 from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES, Gpu, choose, describe
-from dsv4.runner.load import tell_activations
+from dsv4.runner.load import prepare, tell_activations
 from dsv4.runner.settings import resolve
-from dsv4.server.worker.main import _plan_text
 from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.plain.formulas import as_multiplied, expert
 from dsv4.tools.doctor.subject import open_subject
@@ -121,12 +120,14 @@ def test_one_line_for_each_group(folders: dict[str, Path]) -> None:
         assert by_group[group].endswith("(always)")
 
 
-def test_the_servers_plan_says_what_and_why() -> None:
-    config = ModelConfig.builtin("flash")
-    facts: dict[str, Any] = {"has_gpu": True, "memory_bytes": 2**40, "gpu": HOPPER}
-    settings = resolve(EngineConfig(), config, **facts)
-    text = _plan_text(settings, config, 10**9, choose("auto", HOPPER).why)
-    assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in text
+def test_what_is_prepared_says_what_and_why_and_is_what_runs(folders: dict[str, Path]) -> None:
+    prepared = prepare(str(folders["official"]), EngineConfig(device="cpu"))
+    engine = Engine.load(prepared)
+    assert engine.settings == prepared.settings
+    sizes = f"{engine.settings.max_sequences} sequences of {engine.settings.max_context:,} tokens"
+    assert sizes in str(prepared)
+    on_hopper = str(replace(prepared, gpu=HOPPER))
+    assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in on_hopper
 
 
 def tell(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, **formats: str) -> None:

@@ -60,16 +60,21 @@ def test_check_passes_and_fails_by_exit_code(folder: Path, tmp_path: Path) -> No
 
 
 def test_plan(folder: Path) -> None:
-    text = run("plan", "flash")
+    text = run("plan", "flash", "--users", "32", "--context", "100000", "--memory", "192")
     assert text.exit_code == 0
     assert "159.61 GB on disk" in text.stdout
     assert "█" in text.stdout
-    found = json.loads(run("plan", "pro", "--json", "--gpus", "16", "--memory", "192").stdout)
+    assert "--max-sequences 32 --max-context 100000" in text.stdout
+    found = json.loads(run("plan", "pro", "--json", "--memory", "1000").stdout)
     assert found["checkpoint_bytes"] == 864_704_792_696
     assert found["possible"] is True
-    too_small = run("plan", "pro", "--gpus", "1", "--memory", "80")
+    assert found["settings"]["max_sequences"] == 32
+    too_small = run("plan", "pro")
     assert too_small.exit_code == 1
-    assert "to make it fit" in too_small.stdout
+    assert "it would not start" in too_small.stdout
+    several = run("plan", "pro", "--gpus", "8").exception
+    assert isinstance(several, OptionError)
+    assert "one GPU" in str(several)
     own = json.loads(run("plan", folder, "--json").stdout)
     assert own["weights"] == "official"
 

@@ -22,13 +22,11 @@ from typing import Any
 import torch
 
 from dsv4.cache.geometry import POOLS
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import EngineConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, Dsv4Error, RequestError
 from dsv4.request import Output, SamplingParams
-from dsv4.runner.activations import choose
-from dsv4.runner.load import find_gpu, state_memory
-from dsv4.runner.settings import Settings, resolve
+from dsv4.runner.load import prepare
 from dsv4.server.worker.wire import (
     Channel,
     Message,
@@ -38,8 +36,6 @@ from dsv4.server.worker.wire import (
 )
 from dsv4.util.events import Event
 from dsv4.util.logs import escape_arguments
-from dsv4.util.models import model_folder
-from dsv4.util.sizes import size_text
 
 STATS_SECONDS = 0.5
 STEP_BOUNDS = tuple(2**power for power in range(15))  # of tokens in a step
@@ -73,16 +69,8 @@ def _run(channel: Channel) -> int:
 
 
 def _load(order: Message, channel: Channel) -> Engine:
-    choices = EngineConfig.make(**order["choices"])
-    folder = model_folder(order["model"])
-    config = ModelConfig.from_folder(folder)
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    has_gpu = torch.cuda.is_available()
-    memory = state_memory(choices.device, num_bytes, has_gpu=has_gpu)
-    gpu = find_gpu(choices.device)
-    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
-    why = choose(choices.activations, gpu).why
-    channel.send({"kind": "plan", "text": _plan_text(settings, config, num_bytes, why)})
+    prepared = prepare(order["model"], EngineConfig.make(**order["choices"]))
+    channel.send({"kind": "plan", "text": str(prepared)})
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -91,23 +79,12 @@ def _load(order: Message, channel: Channel) -> Engine:
             last = time.monotonic()
             channel.send({"kind": "progress", "done": done, "total": total})
 
-    engine = Engine.load(order["model"], progress=progress, **order["choices"])
+    engine = Engine.load(prepared, progress=progress)
     warm_up = SamplingParams(max_tokens=2, temperature=0)
-    engine.generate([[config.bos_id]], warm_up)  # through every op: nothing is built later
+    engine.generate([[engine.config.bos_id]], warm_up)  # through every op: nothing is built later
     channel.send(_stats(engine))  # so that there are some when it is ready
     channel.send({"kind": "ready", "facts": _facts(engine)})
     return engine
-
-
-def _plan_text(settings: Settings, config: ModelConfig, num_bytes: int, why: str) -> str:
-    sizes = settings.max_context, settings.max_sequences, settings.state_tokens
-    state = settings.geometry(config).state_bytes(*sizes)
-    return (
-        f"{size_text(num_bytes)} of weights on {settings.device}; "
-        f"{settings.max_sequences} sequences of {settings.max_context:,} tokens at once in "
-        f"{size_text(state)} of state (kv {settings.kv_format}, index {settings.index_format}); "
-        f"activations {settings.activations_text}: {why}"
-    )
 
 
 def _facts(engine: Engine) -> Message:
