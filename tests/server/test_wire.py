@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,3 +128,41 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
     steps = asyncio.run(run())
     assert [step.is_last for step in steps].count(True) == 1
     assert steps[-1].is_last
+
+
+def test_an_engine_that_cannot_listen_ends() -> None:
+    """Out of memory while it reads: its loop must not go on, deaf, while requests wait."""
+    from dsv4.server.worker.main import Worker
+
+    def fail() -> None:
+        raise MemoryError
+
+    worker = Worker(SimpleNamespace(listeners=[]), SimpleNamespace(receive=fail))  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        worker._read()
+    assert worker._inbox.get_nowait() is None
+
+
+def test_a_message_without_sense_restarts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4.server.worker.link.BACKOFF_SECONDS", (0.0,))
+    link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+    link.facts = {"max_context": 1}
+    starts = 0
+
+    async def run_once() -> None:
+        nonlocal starts
+        starts += 1
+        if starts < 3:
+            raise ValueError("not JSON")
+        link._supervisor.cancel()  # type: ignore[union-attr]
+        await asyncio.sleep(1)
+
+    monkeypatch.setattr(link, "_run_once", run_once)
+
+    async def supervise() -> None:
+        await link.start()
+        assert link._supervisor is not None
+        await asyncio.wait([link._supervisor])
+
+    asyncio.run(supervise())
+    assert starts == 3

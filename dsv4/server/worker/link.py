@@ -265,6 +265,8 @@ class EngineLink:
             begin = time.monotonic()
             try:
                 await self._run_once()
+            except Exception:  # a message that makes no sense: start again as if it had died
+                log.exception("the engine process cannot be understood")
             finally:
                 await self._end_process()
             if self.state == "failed":

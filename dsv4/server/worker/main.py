@@ -185,10 +185,11 @@ class Worker:
         return message if times is None else {**message, "times": times}
 
     def _read(self) -> None:
-        message: Message | None = {}
-        while message is not None:
-            message = self._channel.receive()
-            self._inbox.put(message)
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._inbox.put(message)
+        finally:
+            self._inbox.put(None)  # also without memory: a new process is better than a deaf one
 
     def _beat(self) -> None:
         """Says that the process lives, and since when its loop has not turned."""
