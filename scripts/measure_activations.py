@@ -40,8 +40,8 @@ from dsv4.tools.quality import measure  # noqa: E402
 
 HOLDERS = {  # module groups: where their weights are in a block
     "attention": ("attention", ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")),
-    "shared expert": ("ffn", ("shared_w13", "shared_w2")),
-    "routed experts": ("ffn", ("w13", "w2")),
+    "shared expert": ("experts", ("shared_w13", "shared_w2")),
+    "routed experts": ("experts", ("w13", "w2")),
 }
 VARIANTS = [("a16", "all"), ("a16", SCORES)]
 VARIANTS += [(w, g) for w in ("a8", "a4") for g in ("all", *GROUPS)]
@@ -83,10 +83,13 @@ def engine_for(width: str, group: str) -> Engine:
     engine = Engine.load("tiny", device="cpu", activations="a4", kv_format=keys)
     for block in engine._runner.model.blocks:
         for name, (holder, weights) in HOLDERS.items():
-            module = getattr(block, holder)
-            for weight in weights:
-                own = width if group in ("all", name) else "a16"
-                setattr(module, weight, replace(getattr(module, weight), activations=own))
+            own = width if group in ("all", name) else "a16"
+            module = block.attention if holder == "attention" else block.ffn.experts
+            found = {key: replace(getattr(module, key), activations=own) for key in weights}
+            if holder == "attention":
+                vars(block.attention).update(found)
+            else:
+                block.ffn.experts = replace(block.ffn.experts, **found)
     own = "a8" if width != "a16" and group in ("all", SCORES) else "a16"
     layers = engine._runner.state.layers
     for number, layer in enumerate(layers):  # the pools of keys say what queries are rounded to

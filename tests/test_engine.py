@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dsv4.model.moe
+import dsv4.ops.fused.block
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, RequestError
 from dsv4.request import Output, Request, TokenLogprobs
@@ -382,7 +382,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
         engine.add(Request(f"r{i}", tuple(PROMPT), GREEDY))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(dsv4.model.moe, "experts_ffn", broken)
+        patch.setattr(dsv4.ops.fused.block, "experts_ffn", broken)
         outputs = engine.step()
     assert {out.request_id for out in outputs} == {"r0", "r1", "r2"}
     for out in outputs:
@@ -451,7 +451,7 @@ def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.Mon
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Dsv4Error("found this, expected that")
 
-    monkeypatch.setattr(dsv4.model.moe, "router", refuse)
+    monkeypatch.setattr(dsv4.ops.fused.block, "router", refuse)
     [answer] = engine.generate([PROMPT], GREEDY)
     assert (answer.finish_reason, answer.error) == ("error", "found this, expected that")
 

@@ -232,7 +232,7 @@ class Faults:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_failure_at_any_point(where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests finish right or end with an error; the engine goes on, nothing is lost."""
-    import dsv4.model.moe
+    import dsv4.ops.fused.block
 
     engine = engine_of(
         ahead=ahead, max_sequences=3, max_context=600, state_tokens=800, chunk_tokens=256
@@ -240,7 +240,7 @@ def test_a_failure_at_any_point(where: str, ahead: bool, monkeypatch: pytest.Mon
     owners = {
         "take": PageAllocator,
         **dict.fromkeys(("submit", "draw", "read"), engine._runner),
-        "experts_ffn": dsv4.model.moe,
+        "experts_ffn": dsv4.ops.fused.block,
     }
     faults = Faults(monkeypatch, owners.get(where, engine._runner.state), where)
     num_failed = num_right = 0

@@ -16,17 +16,12 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.indexer import Indexer
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
-from dsv4.ops.attention.attention import ATTEND, Compressed, attention
-from dsv4.ops.attention.query import query_prepare
+from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
+from dsv4.ops.fused.block import Queries, linear_parts, query_attention, store_and_query
 from dsv4.ops.gemm.grouped_linear import grouped_linear
-from dsv4.ops.gemm.linear import linear_multi, linear_parts
-from dsv4.ops.kv.compress import CompressorState
-from dsv4.ops.kv.kv_store import kv_store
-from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.kv.prepare import NORM_QUERIES, STATE_PREPARE, STATE_QUERIES
-from dsv4.ops.norm.rms_norm import rms_norm
-from dsv4.ops.op import Arguments
+from dsv4.ops.kv.compress import Compression
+from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.parts import Parts
 from dsv4.parallel import Shard
 
@@ -70,108 +65,62 @@ class Attention:
         if ratio == 4:
             self.indexer = Indexer(config, self.frequencies, weights.under("indexer."))
 
-    def inputs(self, dtype: torch.dtype) -> Arguments:
-        """The matrices that read the layer's input: query latent and window key in `dtype`, then
-        what compressor and indexer need in fp32."""
+    def inputs(self, dtype: torch.dtype) -> tuple[list[Weight], list[torch.dtype]]:
+        """The matrices that read the layer's input, and what their results are: query latent and
+        window key in `dtype`, then what compressor and indexer need in fp32."""
         matrices: list[Weight] = [self.wq_a, self.wkv]
         if self.compressor is not None:
             matrices += self.compressor.matrices
         if self.indexer is not None:
             matrices += [*self.indexer.compressor.matrices, self.indexer.weights_proj]
         wide = [torch.float32] * (len(matrices) - 2)
-        return {"weights": matrices, "out_dtypes": [dtype, dtype, *wide]}
+        return matrices, [dtype, dtype, *wide]
 
     def __call__(
         self, projected: list[Tensor], step: StepInputs, state: LayerState
     ) -> Tensor | Parts:
         """What `inputs` gave -> `[tokens, hidden]`; writes the layer's state."""
-        batch = step.batch
         latent, kv, *rest = projected
-        compressed_in, index_in = rest[:2], rest[2:]
         table = step.csa_table if self.indexer is not None else step.hca_table
-        q, *others = self._prepare(latent, kv, [compressed_in, index_in[:2]], table, step, state)
-        q = q.view(-1, self.num_heads, self.head_dim)
-        compressed = ready = None
+        key = WindowKey(
+            kv, self.kv_norm, self.frequencies, self.eps, step.batch, state.window,
+            step.window_table,
+        )  # fmt: skip
+        blocks = list(self._compressions(rest, latent.dtype, table, step, state))
+        matrices = [self.wq_b, *([self.indexer.wq_b] if self.indexer is not None else [])]
+        q, *index_q = store_and_query(latent, self.q_norm, matrices, key, blocks)
+        queries = Queries(q.view(-1, self.num_heads, self.head_dim), self.eps)
+        compressed = None
         if self.indexer is not None:
             assert isinstance(state, CsaState)
-            ready, index_q, weights = self.indexer.prepare(q, others[0], index_in[2], step, state)
-            selected = self.indexer.select(index_q, weights, step, state)
+            queries, selected = self.indexer(queries, index_q[0], rest[4], step, state)
             compressed = Compressed(state.entries, table, self.ratio, selected)
         elif isinstance(state, HcaState):
             compressed = Compressed(state.entries, table, self.ratio, None)
-        places: Arguments = {
-            "sink": self.sink,
-            "pool": state.window,
-            "table": step.window_table,
-            "compressed": compressed,
-            "batch": batch,
-            "window": self.window,
-            "frequencies": self.frequencies,
-        }
-        out = self._attend(q if ready is None else ready, places, is_prepared=ready is not None)
+        to = Visible(
+            self.sink, state.window, step.window_table, compressed, step.batch, self.window,
+            self.frequencies,
+        )  # fmt: skip
+        out = query_attention(queries, to)
         grouped = grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a)
         return linear_parts(grouped, self.wo_b)
 
-    def _attend(self, q: Tensor, places: Arguments, *, is_prepared: bool) -> Tensor:
-        if is_prepared:
-            return attention(q, **places)
-        together = {"q": q, "eps": self.eps, **places}
-        if ATTEND.accepts(q.device, together):
-            fused: Tensor = ATTEND.run(together)
-            return fused
-        positions = places["batch"].positions
-        return attention(query_prepare(q, positions, self.frequencies, self.eps), **places)
-
-    def _prepare(
+    def _compressions(
         self,
-        latent: Tensor,
-        kv: Tensor,
-        projected: list[list[Tensor]],
+        projected: list[Tensor],
+        dtype: torch.dtype,
         table: Tensor,
         step: StepInputs,
         state: LayerState,
-    ) -> list[Tensor]:
-        """The window key and what the compressors make are stored; queries come back, projected
-        from the normalised latent, and the indexer's behind them. One launch and the products
-        where one token for each sequence is new."""
-        batch, eps, frequencies = step.batch, self.eps, self.frequencies
-        norm: Arguments = {"x": latent, "weight": self.q_norm, "eps": eps}
-        key: Arguments = {
-            "kv": kv,
-            "norm": self.kv_norm,
-            "frequencies": frequencies,
-            "eps": eps,
-            "batch": batch,
-            "pool": state.window,
-            "table": step.window_table,
-        }
-        updates: list[tuple[Compressor, Arguments]] = []
-        for compressor, inputs, held, pool in self._compressors(projected, state):
-            arguments = compressor.arguments(inputs, latent.dtype, batch, held, pool, table)
-            updates.append((compressor, arguments))
-        matrices = [self.wq_b, *([self.indexer.wq_b] if self.indexer is not None else [])]
-        queries: Arguments = {"weights": matrices, "out_dtypes": [latent.dtype] * len(matrices)}
-        store: Arguments = {"norm": norm, "key": key, "blocks": [each for _, each in updates]}
-        if STATE_QUERIES.accepts(latent.device, {**store, "linear": queries}):
-            fused: list[Tensor] = STATE_QUERIES.run({**store, "linear": queries})
-            return fused
-        if STATE_PREPARE.accepts(latent.device, store):
-            return linear_multi(STATE_PREPARE.run(store), **queries)
-        kv_store(**key)
-        for compressor, arguments in updates:
-            compressor.update(arguments)
-        if NORM_QUERIES.accepts(latent.device, {"norm": norm, "linear": queries}):
-            fused = NORM_QUERIES.run({"norm": norm, "linear": queries})
-            return fused
-        return linear_multi(rms_norm(**norm), **queries)
-
-    def _compressors(
-        self, projected: list[list[Tensor]], state: LayerState
-    ) -> Iterator[tuple[Compressor, list[Tensor], CompressorState, PagedPool]]:
-        """Each compressor of the layer with its inputs, its state and where its entries go."""
+    ) -> Iterator[Compression]:
+        """Of the layer's compressor and its indexer's; `projected`: two matrices of each."""
         if self.compressor is not None:
             assert isinstance(state, CsaState | HcaState)
-            yield self.compressor, projected[0], state.compressor, state.entries
+            yield self.compressor.of(
+                projected[:2], dtype, step.batch, state.compressor, state.entries, table
+            )
         if self.indexer is not None:
             assert isinstance(state, CsaState)
-            yield self.indexer.compressor, projected[1], state.index_compressor, state.index
+            yield self.indexer.compressor.of(
+                projected[2:4], dtype, step.batch, state.index_compressor, state.index, table
+            )

@@ -6,9 +6,8 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.model.weights import Weights
-from dsv4.ops.kv.compress import CompressorState, compress
+from dsv4.ops.kv.compress import Compression, CompressorState
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.op import Arguments
 from dsv4.ops.ragged import Ragged
 
 
@@ -24,7 +23,7 @@ class Compressor:
         self.ape = weights.tensor("ape")
         self.norm = weights.tensor("norm.weight")
 
-    def arguments(
+    def of(
         self,
         projected: list[Tensor],
         dtype: torch.dtype,
@@ -32,24 +31,20 @@ class Compressor:
         state: CompressorState,
         pool: PagedPool,
         table: Tensor,
-    ) -> Arguments:
-        """Of `compress`; `projected`: this compressor's matrices applied to the input, fp32."""
+    ) -> Compression:
+        """`projected`: this compressor's matrices applied to the layer's input, fp32."""
         values, gates = projected
-        return {
-            "values": values,
-            "gates": gates,
-            "ape": self.ape,
-            "norm": self.norm,
-            "frequencies": self.frequencies,
-            "eps": self.eps,
-            "ratio": self.ratio,
-            "dtype": dtype,
-            "state": state,
-            "batch": batch,
-            "pool": pool,
-            "table": table,
-        }
-
-    def update(self, arguments: Arguments) -> None:
-        """Close the blocks that end in this step and remember the newest tokens."""
-        compress(**arguments)
+        return Compression(
+            values=values,
+            gates=gates,
+            ape=self.ape,
+            norm=self.norm,
+            frequencies=self.frequencies,
+            eps=self.eps,
+            ratio=self.ratio,
+            dtype=dtype,
+            state=state,
+            batch=batch,
+            pool=pool,
+            table=table,
+        )

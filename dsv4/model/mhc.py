@@ -4,15 +4,18 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.weights import Weights
-from dsv4.ops.mhc.mix import MixSite, mhc_boundary, mhc_pre
-from dsv4.ops.op import Arguments
+from dsv4.ops.fused.block import Residual
+from dsv4.ops.mhc.mix import MixSite, mhc_head
 
 
-def collapse(mix: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> updated streams, normalised row, post, comb; without a `y` there is nothing to update."""
-    if "y" in mix:
-        return mhc_boundary(**mix)
-    return (mix["streams"], *mhc_pre(**mix))
+def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
+    """After the last block: the row that the head reads, of all tokens or those in `rows`."""
+    streams, update = residual.streams, residual.update
+    assert update is not None, "a model has a block at least"
+    y, post, comb = update.y, update.post, update.comb
+    if rows is not None:
+        streams, y, post, comb = streams[rows], y[rows], post[rows], comb[rows]
+    return mhc_head(streams, y, post, comb, site)
 
 
 def mix_site(config: ModelConfig, weights: Weights, mix: str, norm: str) -> MixSite:

@@ -19,13 +19,12 @@ from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Weight
 from dsv4.model.attention import Attention
 from dsv4.model.inputs import StepInputs
-from dsv4.model.mhc import collapse, mix_site
+from dsv4.model.mhc import collapse_head, mix_site
 from dsv4.model.moe import MoE
 from dsv4.model.weights import Weights
+from dsv4.ops.fused.block import Residual, Update, mix_linear
 from dsv4.ops.gemm.embed import embed
-from dsv4.ops.gemm.linear import linear, linear_multi
-from dsv4.ops.mhc.mix import MIX_EXPERTS, MIX_LINEAR, mhc_head
-from dsv4.ops.op import Arguments
+from dsv4.ops.gemm.linear import linear
 from dsv4.parallel import Shard
 
 
@@ -36,31 +35,15 @@ class Block:
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, weights.under("ffn."))
 
-    def attend(self, mix: Arguments, step: StepInputs, state: LayerState) -> Arguments:
-        """The first half. `mix`: the streams and, but for the first block, what the half-block
-        before gave them; the same comes back."""
-        mix = {**mix, "site": self.attention_site}
-        streams: Tensor = mix["streams"]
-        together = {"mix": mix, "linear": self.attention.inputs(streams.dtype)}
-        if MIX_LINEAR.accepts(streams.device, together):
-            streams, post, comb, projected = MIX_LINEAR.run(together)
-        else:
-            streams, x, post, comb = collapse(mix)
-            projected = linear_multi(x, **together["linear"])
-        y = self.attention(projected, step, state)
-        return {"streams": streams, "y": y, "post": post, "comb": comb}
+    def __call__(self, residual: Residual, step: StepInputs, state: LayerState) -> Residual:
+        residual = self.attend(residual, step, state)
+        return self.ffn(residual, self.ffn_site, step.token_ids)
 
-    def feed(self, mix: Arguments, token_ids: Tensor) -> Arguments:
-        """The second half, as `attend`."""
-        mix = {**mix, "site": self.ffn_site}
-        streams: Tensor = mix["streams"]
-        together = {"mix": mix, **self.ffn.arguments(token_ids)}
-        if MIX_EXPERTS.accepts(streams.device, together):
-            streams, post, comb, y = MIX_EXPERTS.run(together)
-        else:
-            streams, x, post, comb = collapse(mix)
-            y = self.ffn(x, token_ids)
-        return {"streams": streams, "y": y, "post": post, "comb": comb}
+    def attend(self, residual: Residual, step: StepInputs, state: LayerState) -> Residual:
+        """The first half: the streams collapsed into a row, its projections, attention."""
+        weights, dtypes = self.attention.inputs(residual.streams.dtype)
+        streams, post, comb, projected = mix_linear(residual, self.attention_site, weights, dtypes)
+        return Residual(streams, Update(self.attention(projected, step, state), post, comb))
 
 
 class Transformer:
@@ -99,14 +82,11 @@ class Transformer:
     def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
         """Logits fp32 `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
         streams = embed(step.token_ids, self.embedding, self.config.hc_mult, self.dtype)
-        mix: Arguments = {"streams": streams}
+        residual = Residual(streams)
         for layer, block in enumerate(self.blocks):
-            mix = block.attend(mix, step, state[layer])
-            mix = block.feed(mix, step.token_ids)
-        rows = step.logits_rows
-        if rows is not None:
-            mix = {name: tensor[rows] for name, tensor in mix.items()}
-        return linear(mhc_head(**mix, site=self.head_site), self.head, torch.float32)
+            residual = block(residual, step, state[layer])
+        hidden = collapse_head(residual, self.head_site, step.logits_rows)
+        return linear(hidden, self.head, torch.float32)
 
 
 def _likeness(value: Any) -> Any:

@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from dsv4.errors import KernelError, OptionError
 log = logging.getLogger(__name__)
 
 Arguments = dict[str, Any]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,20 @@ class Kernel:
 
     module: str
 
+    @cached_property
+    def _loaded(self) -> Any:
+        return importlib.import_module(self.module)
+
+    @property
+    def name(self) -> str:
+        return self.module.rpartition(".")[2]
+
     def supports(self, arguments: Arguments) -> str | None:
-        reason: str | None = importlib.import_module(self.module).supports(**arguments)
+        reason: str | None = self._loaded.supports(**arguments)
         return reason
 
     def run(self, arguments: Arguments) -> Any:
-        return importlib.import_module(self.module).run(**arguments)
+        return self._loaded.run(**arguments)
 
 
 @dataclass(frozen=True)
@@ -74,14 +84,19 @@ class Op:
         """Run on `device` what the policy says."""
         on_cpu = device.type == "cpu" and not _policy.kernels_on_cpu
         if on_cpu or _policy.forces_reference(self.name):
-            return self.reference(**arguments)
+            return self._run_reference(arguments)
         reasons = []
         for kernel in self.kernels:
             reason = kernel.supports(arguments)
             if reason is None:
+                _policy.tell((self.name,), kernel.name)
                 return kernel.run(arguments)
             reasons.append(reason)
         self._fall_back("; ".join(reasons) or "no kernel is written yet", device)
+        return self._run_reference(arguments)
+
+    def _run_reference(self, arguments: Arguments) -> Any:
+        _policy.tell((self.name,), "reference")
         return self.reference(**arguments)
 
     def _fall_back(self, reason: str, device: torch.device) -> None:
@@ -93,27 +108,39 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Several ops in one launch where a kernel can do that; else the caller runs them one by one.
+    """Several ops in one launch where a kernel can do that; else they run one by one.
 
     Same results, bit for bit. Not used where an op is watched or forced to its reference.
     """
 
     parts: tuple[str, ...]  # names of ops
     kernel: Kernel
+    reader: str = ""  # an op that takes the result as only its kernel can
+
+    def __call__(
+        self, device: torch.device, arguments: Arguments, one_by_one: Callable[[], Result]
+    ) -> Result:
+        if not self.accepts(device, arguments):
+            return one_by_one()
+        result: Result = self.run(arguments)
+        return result
 
     def accepts(self, device: torch.device, arguments: Arguments) -> bool:
         if device.type == "cpu" and not _policy.kernels_on_cpu:
             return False
-        if _policy.observer is not None or any(map(_policy.forces_reference, self.parts)):
+        needed = (*self.parts, self.reader)
+        if _policy.observer is not None or any(map(_policy.forces_reference, needed)):
             return False
         return self.kernel.supports(arguments) is None
 
     def run(self, arguments: Arguments) -> Any:
+        _policy.tell(self.parts, self.kernel.name)
         return self.kernel.run(arguments)
 
 
 # called in place of an op with its arguments; it calls the third one and returns what that gave
 Observer = Callable[[Op, Arguments, Callable[[], Any]], Any]
+Recorder = Callable[[str, str], None]  # an op, and what serves it: a kernel, fusion or reference
 
 
 class _Policy:
@@ -124,9 +151,15 @@ class _Policy:
         self.strict = False
         self.kernels_on_cpu = False  # for Triton's interpreter, which works on CPU tensors
         self.observer: Observer | None = None
+        self.recorder: Recorder | None = None
 
     def forces_reference(self, name: str) -> bool:
         return self.names is None or name in self.names
+
+    def tell(self, ops: tuple[str, ...], server: str) -> None:
+        if self.recorder is not None:
+            for op in ops:
+                self.recorder(op, server)
 
 
 _policy = _Policy()
@@ -174,6 +207,11 @@ def observe(observer: Observer) -> AbstractContextManager[None]:
     return _changed(observer=observer)
 
 
+def record(recorder: Recorder) -> AbstractContextManager[None]:
+    """Tell `recorder` what serves each op inside the block; fusions stay on."""
+    return _changed(recorder=recorder)
+
+
 def kernels_only() -> AbstractContextManager[None]:
     """On a GPU an op without a kernel for its arguments raises inside the block."""
     return _changed(strict=True)
@@ -191,3 +229,12 @@ def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
     """
     if not condition:
         raise KernelError(f"{op}: {message if isinstance(message, str) else message()}")
+
+
+def check_shape(op: str, name: str, tensor: Any, *expected: int | str) -> None:
+    """`expected`: the size of each dimension, or its name where any size is right."""
+    found = tuple(tensor.shape)
+    pairs = zip(found, expected, strict=False)
+    if len(found) != len(expected) or any(n != m for n, m in pairs if not isinstance(m, str)):
+        wanted = ", ".join(map(str, expected))
+        raise KernelError(f"{op}: {name} has shape {found}, expected [{wanted}]")

@@ -26,8 +26,8 @@ from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.gemm.packed import TiledNvfp4
-from dsv4.ops.moe.experts import experts_ffn
-from dsv4.ops.moe.router import router
+from dsv4.ops.moe.experts import Experts, experts_ffn
+from dsv4.ops.moe.router import Gate, router
 from dsv4.tools.predict import (
     BF16_BYTES,
     NVFP4_BYTES,
@@ -175,7 +175,7 @@ def experts_work(
             x: Tensor = x, e: Tensor = experts, r: Tensor = routing, w13: Any = w13, w2: Any = w2
         ) -> object:
             if shared and configs is None:
-                return experts_ffn(x, e, r, weights.w13, weights.w2, w13, w2, 10.0)
+                return experts_ffn(x, e, r, Experts(weights.w13, weights.w2, w13, w2, 10.0))
             one, two = (w13, w2) if shared else (None, None)
             return kernel.launch(x, e, r, weights.w13, weights.w2, one, two, 10.0, **configs or {})
 
@@ -195,7 +195,7 @@ def router_work(shape: Shape, tokens: int) -> Work:
         ids = torch.zeros(tokens, dtype=torch.int64, device="cuda")
 
         def call(x: Tensor = x, gate: Tensor = gate, bias: Tensor = bias, i: Tensor = ids) -> Any:
-            return router(x, gate, bias, None, i, shape.chosen, 1.5)
+            return router(x, i, Gate(gate, bias, None, shape.chosen, 1.5))
 
         calls.append(call)
     return Work("router", shape.name, tokens, calls, size.num_bytes, size.flops)

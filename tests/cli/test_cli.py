@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import dsv4.model.moe
+import dsv4.ops.fused.block
 from dsv4.cli import main
 from dsv4.config import EngineConfig
 from dsv4.testing import random_weights
@@ -147,7 +147,7 @@ def test_an_answer_that_breaks_off_is_an_error(
     def broken(*args: Any, **named: Any) -> Any:
         raise RuntimeError("the device fell off")
 
-    monkeypatch.setattr(dsv4.model.moe, "experts_ffn", broken)
+    monkeypatch.setattr(dsv4.ops.fused.block, "experts_ffn", broken)
     result = cli("generate", model, "-p", "Hello", *SMALL)
     assert result.code == 1
     assert "the device fell off" in result.message

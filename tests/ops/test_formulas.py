@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry, kv_entry
-from dsv4.ops.attention.attention import Compressed, attention
+from dsv4.ops.attention.attention import Compressed, Visible, attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
 from dsv4.ops.attention.rope import rope, rope_frequencies, yarn_frequencies
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_multi
-from dsv4.ops.kv.compress import CompressorState, compress, state_rows
-from dsv4.ops.kv.kv_store import kv_store
+from dsv4.ops.kv.compress import Compression, CompressorState, compress, state_rows
+from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, hadamard, load, store
 from dsv4.ops.mhc.mix import MixSite, mhc_boundary, mhc_head, mhc_pre, sinkhorn
-from dsv4.ops.moe.experts import experts_ffn
-from dsv4.ops.moe.router import router
+from dsv4.ops.moe.experts import Experts, experts_ffn
+from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.ragged import make_ragged
 
@@ -331,7 +331,8 @@ def test_kv_store_writes_norm_then_rope_through_the_ring(rng: np.random.Generato
     pool = pool_of("fp32", 24, 6, 4)
     table = torch.tensor([[5, 0, 3], [1, 4, 2]])
     batch = make_ragged([30, 0], [3, 2], [0, 1], CPU)
-    kv_store(tensor(kv), tensor(g), rope_frequencies(16, 100.0), EPS, batch, pool, table)
+    frequencies = rope_frequencies(16, 100.0)
+    kv_store(WindowKey(tensor(kv), tensor(g), frequencies, EPS, batch, pool, table))
     for row, (seq, p) in enumerate([(0, 30), (0, 31), (0, 32), (1, 0), (1, 1)]):
         expected = rotate(rms(kv[row], g), p, 100.0, 16)
         np.testing.assert_allclose(read(pool, table, seq, p), expected, atol=2e-5)
@@ -384,7 +385,7 @@ def test_compress_in_any_pieces(rng: np.random.Generator, ratio: int, length: in
             tensor(np.concatenate([source[i][done[i] : done[i] + new[i]] for i in rows]))
             for source in (values, gates)
         ]
-        compress(
+        block = Compression(
             *part,
             tensor(ape),
             tensor(norm),
@@ -397,6 +398,7 @@ def test_compress_in_any_pieces(rng: np.random.Generator, ratio: int, length: in
             pool,
             table[rows],
         )
+        compress(block)
         done = [d + n for d, n in zip(done, new, strict=True)]
     for i, count in enumerate(counts):
         for b in range(count // ratio):
@@ -434,9 +436,9 @@ def test_attention_is_one_softmax_with_a_sink(
         chosen = torch.tensor(rows, dtype=torch.int64) if topk else None
         compressed = Compressed(entries, entry_table, ratio, chosen)
     q, sink = drawn(rng, 8, heads, dim, scale=2.0), drawn(rng, heads, scale=2.0)
-    found = attention(
-        tensor(q), tensor(sink), pool, table, compressed, batch, window, rope_frequencies(16, 50.0)
-    )
+    frequencies = rope_frequencies(16, 50.0)
+    to = Visible(tensor(sink), pool, table, compressed, batch, window, frequencies)
+    found = attention(tensor(q), to)
     for row, (p, seq) in enumerate(
         zip(batch.positions.tolist(), batch.seq_idx.tolist(), strict=True)
     ):
@@ -458,7 +460,7 @@ def test_attention_survives_extreme_scores(rng: np.random.Generator) -> None:
     q = tensor(drawn(rng, 1, 2, 24, scale=2000.0))
     still = torch.zeros(8)  # no rotation, so that a result can be compared with a key
     sink = torch.tensor([-1e4, 1e6])
-    out = attention(q, sink, pool, table, None, batch, 4, still)
+    out = attention(q, Visible(sink, pool, table, None, batch, 4, still))
     keys = np.stack([read(pool, table, 0, j) for j in range(4)])
     best = keys[np.argmax(keys @ as_float64(q[0, 0]))]
     close(out[0, 0], best, 1e-5)  # one key takes all
@@ -522,7 +524,7 @@ def naive_scores(x: Array, gate: Array) -> Array:
 def test_router_selects_with_the_bias_and_weighs_without(rng: np.random.Generator) -> None:
     x, gate, bias = drawn(rng, 6, 10), drawn(rng, 9, 10), drawn(rng, 9)
     ids = torch.zeros(6, dtype=torch.int64)
-    experts, weights = router(tensor(x), tensor(gate), tensor(bias), None, ids, 3, 2.5)
+    experts, weights = router(tensor(x), ids, Gate(tensor(gate), tensor(bias), None, 3, 2.5))
     changed = 0
     for token in range(6):
         s = naive_scores(x[token], gate)
@@ -538,7 +540,7 @@ def test_hash_router_takes_the_tables_row(rng: np.random.Generator) -> None:
     x, gate = drawn(rng, 3, 10), drawn(rng, 5, 10)
     table = torch.tensor([[4, 0], [1, 3], [2, 1]])
     ids = torch.tensor([2, 0, 2])
-    experts, weights = router(tensor(x), tensor(gate), None, table, ids, 2, 1.5)
+    experts, weights = router(tensor(x), ids, Gate(tensor(gate), None, table, 2, 1.5))
     for token, row in enumerate(([1, 2], [0, 4], [1, 2])):
         s = naive_scores(x[token], gate)
         assert experts[token].tolist() == row
@@ -548,7 +550,7 @@ def test_hash_router_takes_the_tables_row(rng: np.random.Generator) -> None:
 def test_router_ties_go_to_the_lower_expert() -> None:
     zeros = torch.zeros(4, 8)
     ids = torch.zeros(1, dtype=torch.int64)
-    experts, weights = router(torch.ones(1, 8), zeros, torch.zeros(4), None, ids, 2, 1.0)
+    experts, weights = router(torch.ones(1, 8), ids, Gate(zeros, torch.zeros(4), None, 2, 1.0))
     assert experts.tolist() == [[0, 1]]
     torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5]]))
 
@@ -566,12 +568,8 @@ def test_experts_with_clamps_on_gate_and_up(rng: np.random.Generator, limit: flo
     shared13, shared2 = drawn(rng, 16, 12), drawn(rng, 12, 8)
     experts = np.stack([np.sort(rng.permutation(4)[:2]) for _ in range(5)])
     weights = np.abs(drawn(rng, 5, 2))
-    found = experts_ffn(
-        tensor(x),
-        torch.tensor(experts),
-        *(tensor(t) for t in (weights, w13, w2, shared13, shared2)),
-        limit,
-    )
+    matrices = Experts(*(tensor(t) for t in (w13, w2, shared13, shared2)), limit)
+    found = experts_ffn(tensor(x), torch.tensor(experts), tensor(weights), matrices)
     for token in range(5):
         expected = naive_expert(x[token], shared13, shared2, 1.0, limit)
         for e, weight in zip(experts[token], weights[token], strict=True):

@@ -12,7 +12,7 @@ from dsv4.errors import KernelError
 from dsv4.ops import OPS, Case
 from dsv4.ops.arguments import copied, leaves, same_bits
 from dsv4.ops.attention import index
-from dsv4.ops.attention.attention import attention
+from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
 from dsv4.ops.attention.rope import rope
@@ -21,12 +21,12 @@ from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.kv.begin import begin_step
-from dsv4.ops.kv.compress import compress
-from dsv4.ops.kv.kv_store import kv_store
+from dsv4.ops.kv.compress import Compression, compress
+from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
-from dsv4.ops.moe.experts import experts_ffn
-from dsv4.ops.moe.router import router
+from dsv4.ops.moe.experts import Experts, experts_ffn
+from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.parts import Parts
 from dsv4.ops.sample.accept import accept
@@ -45,14 +45,14 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "grouped_linear": grouped_linear,
     "rope": rope,
     "query_prepare": query_prepare,
-    "kv_store": kv_store,
-    "compress": compress,
+    "kv_store": lambda **a: kv_store(WindowKey(**a)),
+    "compress": lambda **a: compress(Compression(**a)),
     "index_query": index_query,
     "index_scores": index_scores,
     "index_select": index_select,
-    "attention": attention,
-    "router": router,
-    "experts": experts_ffn,
+    "attention": lambda q, **a: attention(q, Visible(**a)),
+    "router": lambda x, token_ids, **a: router(x, token_ids, Gate(**a)),
+    "experts": lambda x, experts, weights, **a: experts_ffn(x, experts, weights, Experts(**a)),
     "sample": sample,
     "accept": accept,
 }
@@ -256,7 +256,7 @@ def places(table: Tensor, sequence: int, entries: list[int], size: int) -> set[t
 def test_attention_reads_only_what_a_query_sees(case: Case) -> None:
     arguments = build(case)
     batch, pool, compressed = arguments["batch"], arguments["pool"], arguments["compressed"]
-    clean = attention(**arguments)
+    clean = PUBLIC["attention"](**arguments)
     in_window: set[tuple[int, int]] = set()
     in_entries: set[tuple[int, int]] = set()
     for row, (p, seq) in enumerate(
@@ -273,10 +273,10 @@ def test_attention_reads_only_what_a_query_sees(case: Case) -> None:
     poison_pool(pool, in_window)
     if compressed is not None:
         poison_pool(compressed.pool, in_entries)
-    assert same_bits(attention(**arguments), clean)
+    assert same_bits(PUBLIC["attention"](**arguments), clean)
     # the poison works: one entry that is needed makes the result NaN
     poison_pool(pool, in_window - {next(iter(in_window))})
-    assert torch.isnan(attention(**arguments)).any()
+    assert torch.isnan(PUBLIC["attention"](**arguments)).any()
 
 
 @pytest.mark.parametrize("case", list(OPS["index_scores"].cases()), ids=lambda c: c.name)
@@ -306,8 +306,8 @@ def test_compress_reads_only_rows_of_earlier_tokens(case: Case) -> None:
             keep[slot, token % state.rows] = True
     for tensor in (state.values, state.gates):
         poison(tensor, keep)
-    compress(**arguments)
-    compress(**clean)
+    compress(Compression(**arguments))
+    compress(Compression(**clean))
     for name, part in arguments["pool"].parts.items():
         assert same_bits(part, clean["pool"].parts[name]), name
 
@@ -431,6 +431,6 @@ def test_wrong_shapes_are_refused_by_name(name: str, argument: str, change: Any)
 def test_a_router_has_a_bias_or_a_table() -> None:
     arguments = build(next(iter(OPS["router"].cases())))
     with pytest.raises(KernelError, match="router"):
-        router(**{**arguments, "bias": None, "table": None})
+        PUBLIC["router"](**{**arguments, "bias": None, "table": None})
     with pytest.raises(KernelError, match="router"):
-        router(**{**arguments, "table": torch.zeros(20, 2, dtype=torch.int64)})
+        PUBLIC["router"](**{**arguments, "table": torch.zeros(20, 2, dtype=torch.int64)})

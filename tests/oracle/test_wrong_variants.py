@@ -7,6 +7,7 @@ logits at least a hundred times further than the tolerance of `test_model.py`.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import dsv4.model.compressor as compressor_module
 import dsv4.ops.attention.attention as attention_op
 import dsv4.ops.attention.index as index_op
 import dsv4.ops.attention.query as query_op
+import dsv4.ops.fused.block as block_module
 import dsv4.ops.kv.compress as compress_op
 import dsv4.ops.mhc.mix as mix_op
 import dsv4.ops.moe.experts as experts_op
@@ -43,10 +44,10 @@ def _wrong_compress(change: Callable[..., dict[str, object]]) -> object:
     """Replace the compressor's op by one with changed arguments."""
     right = compress_op.compress
 
-    def wrong(**given: object) -> None:
-        right(**{**given, **change(given)})  # type: ignore[arg-type]
+    def wrong(block: compress_op.Compression) -> None:
+        right(replace(block, **change(vars(block))))  # type: ignore[arg-type]
 
-    return patch.object(compressor_module, "compress", wrong)
+    return patch.object(block_module, "compress", wrong)
 
 
 def bias_on_values(runner: Runner) -> object:

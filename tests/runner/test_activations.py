@@ -20,7 +20,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.gemm.packed import TiledNvfp4, repack
-from dsv4.ops.moe.experts import experts_ffn
+from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.op import kernels_only
 from dsv4.request import SamplingParams
 from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES, Gpu, choose, describe
@@ -238,9 +238,10 @@ def test_weights_of_the_groups_know_their_width(folders: dict[str, Path]) -> Non
     for block in model.blocks:
         attention, ffn = block.attention, block.ffn
         few = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a, attention.wo_b]
-        few += [ffn.w13, ffn.w2, ffn.shared_w13, ffn.shared_w2]
+        experts = ffn.experts
+        few += [experts.w13, experts.w2, experts.shared_w13, experts.shared_w2]
         assert {activations_of(weight) for weight in few} == {"a4"}
-        others = [ffn.gate]
+        others = [ffn.gate.gate]
         if attention.compressor is not None:
             others += attention.compressor.matrices
         if attention.indexer is not None:
@@ -318,7 +319,7 @@ def test_experts_round_before_both_matrices(group: str) -> None:
     weights = torch.rand(6, 2, generator=g)
     w13, w2 = (_weight(g, 3, *s, width=widths["routed"]) for s in ((96, 64), (64, 48)))
     shared = [_weight(g, *s, width=widths["shared"]) for s in ((96, 64), (64, 48))]
-    found = experts_ffn(x, chosen, weights, w13, w2, *shared, 10.0)
+    found = experts_ffn(x, chosen, weights, Experts(w13, w2, *shared, 10.0))
 
     both = widths["shared"], widths["shared"]
     numbers = [weight.values.double() for weight in shared]

@@ -92,8 +92,9 @@ def test_only_prompts_that_all_variants_answered_count(script: ModuleType) -> No
 def test_variants_round_their_own_modules(script: ModuleType) -> None:
     engine = script.engine_for("a8", "shared expert")
     block = engine._runner.model.blocks[0]
-    assert activations_of(block.ffn.shared_w13) == activations_of(block.ffn.shared_w2) == "a8"
-    others = (block.ffn.w13, block.ffn.w2, block.attention.wq_a, block.attention.wo_b)
+    experts = block.ffn.experts
+    assert activations_of(experts.shared_w13) == activations_of(experts.shared_w2) == "a8"
+    others = (experts.w13, experts.w2, block.attention.wq_a, block.attention.wo_b)
     assert {activations_of(weight) for weight in others} == {"a16"}
     before = torch.cat(list(engine.score(range(20, 60))))
     after = torch.cat(list(script.engine_for("a16", "all").score(range(20, 60))))

@@ -141,7 +141,7 @@ def main() -> None:
     from dsv4.ops.gemm.linear import linear_multi
     from dsv4.ops.gemm.scaled import ScaledTensor, padded
     from dsv4.ops.moe import experts_scaled_triton
-    from dsv4.ops.moe.router import router
+    from dsv4.ops.moe.router import Gate, router
     from dsv4.ops.op import Arguments, kernels_on_cpu
     from dsv4.tools.bench_ops import random_nvfp4
 
@@ -189,7 +189,7 @@ def main() -> None:
             "wo_a": lambda: grouped_linear(zeros(tokens, s.groups, width // s.groups), wo_a),
             "wo_b": lambda: linear_multi(zeros(tokens, low), [wo_b]),
             "shared gate/up": lambda: linear_multi(x, [up]),
-            "router": lambda: router(x, gate, bias, None, ids, s.chosen, 1.5),
+            "router": lambda: router(x, ids, Gate(gate, bias, None, s.chosen, 1.5)),
             "embed": lambda: embed(ids, table, 4, torch.bfloat16),
             "experts+shared": lambda: experts_scaled_triton.launch(
                 x, *choice, *routed, *shared, 10.0, ready=scaled.ready_rows(x, up)

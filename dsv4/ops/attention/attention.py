@@ -24,7 +24,7 @@ from dsv4.formats.spec import Activations
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
-from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.ragged import Ragged, make_ragged
 
 KEY_TILE = 32
@@ -219,42 +219,25 @@ OP = Op(
     ),
 )
 
-# queries straight from their matrix, where few of them attend or entries are unpacked first
-ATTEND = Fusion(("query_prepare", "attention"), Kernel("dsv4.ops.attention.attend_triton"))
+
+@dataclass(frozen=True)
+class Visible:
+    """What queries attend to; window keys are in `pool` under `table`."""
+
+    sink: Tensor
+    pool: PagedPool
+    table: Tensor
+    compressed: Compressed | None
+    batch: Ragged
+    window: int
+    frequencies: Tensor
 
 
-def attention(
-    q: Tensor,
-    sink: Tensor,
-    pool: PagedPool,
-    table: Tensor,
-    compressed: Compressed | None,
-    batch: Ragged,
-    window: int,
-    frequencies: Tensor,
-) -> Tensor:
-    """`q` `[tokens, heads, dim]` -> the same shape; window keys in `pool` under `table`."""
-    check(
-        q.dim() == 3 and q.shape[0] == batch.num_tokens and q.shape[2] == pool.dim,
-        OP.name,
-        lambda: f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
-    )
-    check(
-        sink.shape == q.shape[1:2],
-        OP.name,
-        lambda: f"sink has shape {tuple(sink.shape)}, expected ({q.shape[1]},)",
-    )
+def attention(q: Tensor, to: Visible) -> Tensor:
+    """`q` `[tokens, heads, dim]` -> the same shape."""
+    check_shape(OP.name, "q", q, to.batch.num_tokens, "heads", to.pool.dim)
+    check_shape(OP.name, "sink", to.sink, q.shape[1])
     if q.shape[0] == 0:
         return torch.empty_like(q)
-    result: Tensor = OP(
-        q.device,
-        q=q,
-        sink=sink,
-        pool=pool,
-        table=table,
-        compressed=compressed,
-        batch=batch,
-        window=window,
-        frequencies=frequencies,
-    )
+    result: Tensor = OP(q.device, q=q, **vars(to))
     return result

@@ -25,7 +25,7 @@ from dsv4.ops.kv.pool import (
     round_index,
     store,
 )
-from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import ROW_TILE, pad_rows
 
@@ -144,24 +144,13 @@ SELECT = Op(
     kernels=(Kernel("dsv4.ops.attention.index_select_triton"),),
 )
 
-# long rows of few tokens: the first launch prepares what the second one looks for
-CHOOSE = Fusion(("index_scores", "index_select"), Kernel("dsv4.ops.attention.decode.choose_triton"))
-
 
 def index_scores(
     q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
 ) -> Tensor:
     """`q` `[tokens, heads, dim]`, `weights` `[tokens, heads]` -> fp32 `[tokens, entries]`."""
-    check(
-        q.dim() == 3 and q.shape[0] == batch.num_tokens and q.shape[2] == pool.dim,
-        SCORES.name,
-        lambda: f"q has shape {tuple(q.shape)}, expected [{batch.num_tokens}, heads, {pool.dim}]",
-    )
-    check(
-        weights.shape == q.shape[:2],
-        SCORES.name,
-        lambda: f"weights has shape {tuple(weights.shape)}, expected {tuple(q.shape[:2])}",
-    )
+    check_shape(SCORES.name, "q", q, batch.num_tokens, "heads", pool.dim)
+    check_shape(SCORES.name, "weights", weights, *q.shape[:2])
     if q.shape[0] == 0:
         return q.new_empty(0, 0, dtype=torch.float32)
     result: Tensor = SCORES(

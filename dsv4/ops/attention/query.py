@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 
 INDEX_FORMATS = ("fp32", "bf16", "fp8", "fp4")
 
@@ -65,19 +65,10 @@ INDEX = Op(
     kernels=(Kernel("dsv4.ops.attention.query_triton"),),
 )
 
-# both, and the scaling of the index heads' weights, in one launch
-QUERIES = Fusion(("query_prepare", "index_query"), Kernel("dsv4.ops.attention.queries_triton"))
-
 
 def _check(op: Op, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:
-    check(
-        q.dim() == 3 and positions.shape == q.shape[:1],
-        op.name,
-        lambda: (
-            f"q has shape {tuple(q.shape)} and positions {tuple(positions.shape)}, expected "
-            "[tokens, heads, dim] and [tokens]"
-        ),
-    )
+    check_shape(op.name, "q", q, "tokens", "heads", "dim")
+    check_shape(op.name, "positions", positions, q.shape[0])
     check(
         2 * frequencies.shape[0] <= q.shape[2],
         op.name,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 
 
 def embed_reference(
@@ -37,12 +37,8 @@ OP = Op("embed", embed_reference, cases, (Kernel("dsv4.ops.gemm.embed_triton"),)
 
 def embed(token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype) -> Tensor:
     """`[tokens] -> [tokens, streams, size]`; ids must lie inside the table."""
-    check(token_ids.dim() == 1, OP.name, lambda: f"token_ids has shape {tuple(token_ids.shape)}")
-    check(
-        table.dim() == 2,
-        OP.name,
-        lambda: f"table has shape {tuple(table.shape)}, expected [ids, size]",
-    )
+    check_shape(OP.name, "token_ids", token_ids, "tokens")
+    check_shape(OP.name, "table", table, "ids", "size")
     if token_ids.shape[0] == 0:
         return table.new_empty(0, num_streams, table.shape[1], dtype=dtype)
     result: Tensor = OP(

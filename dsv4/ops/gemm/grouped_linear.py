@@ -15,7 +15,7 @@ from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.rows import matmul_rows, pad_rows
 
 
@@ -70,9 +70,7 @@ OP = Op(
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     """`[tokens, groups, k] x [groups * rank, k] -> [tokens, groups * rank]`."""
-    check(
-        x.dim() == 3, OP.name, lambda: f"x has shape {tuple(x.shape)}, expected [tokens, groups, k]"
-    )
+    check_shape(OP.name, "x", x, "tokens", "groups", "k")
     check(
         weight.shape[1] == x.shape[2] and weight.shape[0] % x.shape[1] == 0,
         OP.name,

@@ -16,8 +16,7 @@ from dsv4.formats.spec import E4M3_MAX
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
-from dsv4.ops.parts import Parts
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.rows import matmul_rows, pad_rows
 
 
@@ -112,9 +111,6 @@ def _few_bit_cases() -> Iterable[Case]:
 KERNELS = (Kernel("dsv4.ops.gemm.linear_triton"), Kernel("dsv4.ops.gemm.linear_scaled_triton"))
 OP = Op("linear", linear_reference, cases, KERNELS)
 
-# one row for `mhc_boundary`, which adds the parts itself
-TO_PARTS = Fusion(("linear", "mhc_boundary"), Kernel("dsv4.ops.parts_triton"))
-
 
 def linear_multi(
     x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype] | None = None
@@ -150,12 +146,3 @@ def linear_multi(
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """One matrix: `[rows, k] x [n, k] -> [rows, n]`."""
     return linear_multi(x, [weight], None if out_dtype is None else [out_dtype])[0]
-
-
-def linear_parts(x: Tensor, weight: Weight) -> Tensor | Parts:
-    """As `linear`, for a reader who takes a row in parts."""
-    together: Arguments = {"x": x, "weight": weight}
-    if TO_PARTS.accepts(x.device, together):
-        parts: Parts = TO_PARTS.run(together)
-        return parts
-    return linear(x, weight)

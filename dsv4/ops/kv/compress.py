@@ -26,7 +26,7 @@ from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import softmax
 
@@ -193,61 +193,39 @@ OP = Op(
 )
 
 
-def compress(
-    values: Tensor,
-    gates: Tensor,
-    ape: Tensor,
-    norm: Tensor,
-    frequencies: Tensor,
-    eps: float,
-    ratio: int,
-    dtype: torch.dtype,
-    state: CompressorState,
-    batch: Ragged,
-    pool: PagedPool,
-    table: Tensor,
-) -> None:
-    """Close the blocks that end in this step, then remember the newest tokens.
+@dataclass(frozen=True)
+class Compression:
+    """`values`, `gates` `[tokens, width]` fp32, `dtype` the activation dtype an entry is rounded
+    to before its norm; `state` and `pool` are written in place."""
 
-    `values`, `gates` `[tokens, width]` fp32, `dtype` the activation dtype an entry is rounded to
-    before its norm; `state` and `pool` are written in place.
-    """
+    values: Tensor
+    gates: Tensor
+    ape: Tensor
+    norm: Tensor
+    frequencies: Tensor
+    eps: float
+    ratio: int
+    dtype: torch.dtype
+    state: CompressorState
+    batch: Ragged
+    pool: PagedPool
+    table: Tensor
+
+
+def compress(block: Compression) -> None:
+    """Close the blocks that end in this step, then remember the newest tokens."""
+    ratio, batch = block.ratio, block.batch
     check(ratio in (4, 128), OP.name, lambda: f"ratio is {ratio}, expected 4 or 128")
-    width = norm.shape[0] * (2 if overlaps(ratio) else 1)
-    for name, tensor in (("values", values), ("gates", gates)):
+    width = block.norm.shape[0] * (2 if overlaps(ratio) else 1)
+    for name, tensor in (("values", block.values), ("gates", block.gates)):
         check(
             tensor.shape == (batch.num_tokens, width) and tensor.dtype == torch.float32,
             OP.name,
             f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 "
             f"({batch.num_tokens}, {width})",
         )
-    check(
-        ape.shape == (ratio, width),
-        OP.name,
-        lambda: f"ape has shape {tuple(ape.shape)}, expected ({ratio}, {width})",
-    )
-    check(
-        state.values.shape[1:] == (state_rows(ratio), width),
-        OP.name,
-        lambda: (
-            f"state has shape {tuple(state.values.shape)}, expected [slots, {state_rows(ratio)}, "
-            f"{width}]"
-        ),
-    )
+    check_shape(OP.name, "ape", block.ape, ratio, width)
+    check_shape(OP.name, "state", block.state.values, "slots", state_rows(ratio), width)
     if batch.num_tokens == 0:
         return
-    OP(
-        values.device,
-        values=values,
-        gates=gates,
-        ape=ape,
-        norm=norm,
-        frequencies=frequencies,
-        eps=eps,
-        ratio=ratio,
-        dtype=dtype,
-        state=state,
-        batch=batch,
-        pool=pool,
-        table=table,
-    )
+    OP(block.values.device, **vars(block))

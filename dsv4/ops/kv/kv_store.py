@@ -4,6 +4,7 @@ Key and value are the same vector; every layer keeps it for the last `sliding_wi
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from dsv4.formats.entry import kv_entry
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.ragged import Ragged, make_ragged
 
 
@@ -69,37 +70,22 @@ OP = Op(
 )
 
 
-def kv_store(
-    kv: Tensor,
-    norm: Tensor,
-    frequencies: Tensor,
-    eps: float,
-    batch: Ragged,
-    pool: PagedPool,
-    table: Tensor,
-) -> None:
+@dataclass(frozen=True)
+class WindowKey:
     """`kv` `[tokens, dim]`: the projection before its norm; `pool` is written in place."""
-    check(
-        kv.shape == (batch.num_tokens, norm.shape[0]),
-        OP.name,
-        lambda: f"kv has shape {tuple(kv.shape)}, expected ({batch.num_tokens}, {norm.shape[0]})",
-    )
-    check(
-        table.dim() == 2 and table.shape[0] == batch.starts.shape[0],
-        OP.name,
-        lambda: (
-            f"table has shape {tuple(table.shape)}, expected [{batch.starts.shape[0]}, columns]"
-        ),
-    )
-    if kv.shape[0] == 0:
+
+    kv: Tensor
+    norm: Tensor
+    frequencies: Tensor
+    eps: float
+    batch: Ragged
+    pool: PagedPool
+    table: Tensor
+
+
+def kv_store(key: WindowKey) -> None:
+    check_shape(OP.name, "kv", key.kv, key.batch.num_tokens, key.norm.shape[0])
+    check_shape(OP.name, "table", key.table, key.batch.starts.shape[0], "columns")
+    if key.kv.shape[0] == 0:
         return
-    OP(
-        kv.device,
-        kv=kv,
-        norm=norm,
-        frequencies=frequencies,
-        eps=eps,
-        batch=batch,
-        pool=pool,
-        table=table,
-    )
+    OP(key.kv.device, **vars(key))

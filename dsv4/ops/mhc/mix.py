@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.parts import Parts
 from dsv4.ops.rows import matmul_rows, sigmoid, softmax
 
@@ -175,54 +175,27 @@ BOUNDARY = Op(
 )
 HEAD = Op("mhc_head", mhc_head_reference, head_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
 
-# with activations of few bits: the row is quantised where it is made, for the matrices of
-# attention's input, or for the experts
-_SCALED = Kernel("dsv4.ops.mhc.mix_scaled_triton")
-MIX_LINEAR = Fusion(("mhc_pre", "mhc_boundary", "linear"), _SCALED)
-MIX_EXPERTS = Fusion(("mhc_boundary", "router", "experts"), _SCALED)
-
 
 def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
-    check(
-        streams.dim() == 3,
-        op.name,
-        lambda: f"streams has shape {tuple(streams.shape)}, expected [tokens, streams, size]",
-    )
+    check_shape(op.name, "streams", streams, "tokens", "streams", "size")
     n, size = streams.shape[1:]
     rows = n if head else (2 + n) * n
-    check(
-        site.fn.shape == (rows, n * size) and site.base.shape == (rows,),
-        op.name,
-        lambda: (
-            f"fn has shape {tuple(site.fn.shape)} and base {tuple(site.base.shape)}, expected "
-            f"({rows}, {n * size}) and ({rows},)"
-        ),
-    )
+    check_shape(op.name, "fn", site.fn, rows, n * size)
+    check_shape(op.name, "base", site.base, rows)
+    check_shape(op.name, "scale", site.scale, 1 if head else 3)
+    check_shape(op.name, "norm", site.norm, size)
     check(
         site.fn.dtype == torch.float32,
         op.name,
         lambda: f"mixing parameters are {site.fn.dtype}, expected float32",
     )
-    scale_shape, norm_shape = (1 if head else 3,), (size,)
-    check(
-        site.scale.shape == scale_shape and site.norm.shape == norm_shape,
-        op.name,
-        lambda: (
-            f"scale has shape {tuple(site.scale.shape)} and norm {tuple(site.norm.shape)}, "
-            f"expected {scale_shape} and {norm_shape}"
-        ),
-    )
 
 
 def _check_update(op: Op, streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> None:
     tokens, n, size = streams.shape
-    for name, tensor, expected in (
-        ("y", y, (tokens, size)),
-        ("post", post, (tokens, n)),
-        ("comb", comb, (tokens, n, n)),
-    ):
-        found = tuple(tensor.shape)
-        check(found == expected, op.name, f"{name} has shape {found}, expected {expected}")
+    check_shape(op.name, "y", y, tokens, size)
+    check_shape(op.name, "post", post, tokens, n)
+    check_shape(op.name, "comb", comb, tokens, n, n)
 
 
 def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ matrix asks for `a8` or `a4`, its input (x, or z) is rounded to that first.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -21,7 +22,7 @@ from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Fusion, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.rows import matmul_rows, silu
 
 
@@ -179,48 +180,28 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
 KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
 OP = Op("experts", experts_reference, cases, KERNELS)
 
-# the router and the experts of one token, for `mhc_boundary`, which adds the parts itself
-MOE = Fusion(("router", "experts", "mhc_boundary"), Kernel("dsv4.ops.moe.moe_triton"))
+
+@dataclass(frozen=True)
+class Experts:
+    """Of one block; `w13` and `w2` have an expert in front."""
+
+    w13: Weight
+    w2: Weight
+    shared_w13: Weight
+    shared_w2: Weight
+    limit: float
 
 
-def experts_ffn(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w13: Weight,
-    w2: Weight,
-    shared_w13: Weight,
-    shared_w2: Weight,
-    limit: float,
-) -> Tensor:
+def experts_ffn(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
     """`x` `[tokens, size]`, `experts` and `weights` `[tokens, chosen]` -> `[tokens, size]`."""
-    size, inner = x.shape[1], w2.shape[2]
-    for name, found, expected in (
-        ("w13", tuple(w13.shape[1:]), (2 * inner, size)),
-        ("w2", tuple(w2.shape[1:]), (size, inner)),
-        ("shared_w13", tuple(shared_w13.shape), (2 * shared_w2.shape[1], size)),
-        ("shared_w2", tuple(shared_w2.shape[:1]), (size,)),
-    ):
-        check(found == expected, OP.name, f"{name} has shape {found}, expected {expected}")
-    check(
-        experts.shape == weights.shape and experts.shape[:1] == x.shape[:1],
-        OP.name,
-        lambda: (
-            f"experts has shape {tuple(experts.shape)} and weights {tuple(weights.shape)}, "
-            f"expected [{x.shape[0]}, chosen] for both"
-        ),
-    )
+    size, inner = x.shape[1], by.w2.shape[2]
+    check_shape(OP.name, "w13", by.w13, "experts", 2 * inner, size)
+    check_shape(OP.name, "w2", by.w2, "experts", size, inner)
+    check_shape(OP.name, "shared_w13", by.shared_w13, 2 * by.shared_w2.shape[1], size)
+    check_shape(OP.name, "shared_w2", by.shared_w2, size, "inner")
+    check_shape(OP.name, "experts", experts, x.shape[0], "chosen")
+    check_shape(OP.name, "weights", weights, *experts.shape)
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    result: Tensor = OP(
-        x.device,
-        x=x,
-        experts=experts,
-        weights=weights,
-        w13=w13,
-        w2=w2,
-        shared_w13=shared_w13,
-        shared_w2=shared_w2,
-        limit=limit,
-    )
+    result: Tensor = OP(x.device, x=x, experts=experts, weights=weights, **vars(by))
     return result

@@ -7,11 +7,12 @@ the sum over them has one order. A padding row (token id -1) visits none: its ex
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.rows import matmul_rows, softplus
 
 LEAST_TOTAL = 1e-30  # a table may name experts whose scores all vanish: weights 0, not NaN
@@ -75,28 +76,27 @@ def cases() -> Iterable[Case]:
 OP = Op("router", router_reference, cases, (Kernel("dsv4.ops.moe.router_triton"),))
 
 
-def router(
-    x: Tensor,
-    gate: Tensor,
-    bias: Tensor | None,
-    table: Tensor | None,
-    token_ids: Tensor,
-    num_chosen: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Gate:
+    """A block's router: scored with a selection bias, or with a table of token ids."""
+
+    gate: Tensor  # [experts, size]
+    bias: Tensor | None
+    table: Tensor | None  # [vocabulary, chosen]
+    num_chosen: int
+    scaling: float
+
+
+def router(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:
     """`x` `[tokens, size]` -> experts `[tokens, chosen]` int64 and weights fp32."""
+    bias, table, num_chosen, num_experts = by.bias, by.table, by.num_chosen, by.gate.shape[0]
     check(
         (bias is None) != (table is None),
         OP.name,
         "a block has either a selection bias or a table of token ids",
     )
-    num_experts = gate.shape[0]
-    check(gate.shape[1] == x.shape[1], OP.name, lambda: f"gate has shape {tuple(gate.shape)}")
-    check(
-        token_ids.shape == x.shape[:1],
-        OP.name,
-        lambda: f"token_ids has shape {tuple(token_ids.shape)}, expected ({x.shape[0]},)",
-    )
+    check_shape(OP.name, "gate", by.gate, "experts", x.shape[1])
+    check_shape(OP.name, "token_ids", token_ids, x.shape[0])
     if bias is not None:
         check(
             bias.shape == (num_experts,) and 0 < num_chosen <= num_experts,
@@ -107,21 +107,8 @@ def router(
             ),
         )
     if table is not None:
-        check(
-            table.dim() == 2 and table.shape[1] == num_chosen,
-            OP.name,
-            lambda: f"table has shape {tuple(table.shape)}, expected [vocabulary, {num_chosen}]",
-        )
+        check_shape(OP.name, "table", table, "vocabulary", num_chosen)
     if x.shape[0] == 0:
         return token_ids.new_empty(0, num_chosen), x.new_empty(0, num_chosen, dtype=torch.float32)
-    result: tuple[Tensor, Tensor] = OP(
-        x.device,
-        x=x,
-        gate=gate,
-        bias=bias,
-        table=table,
-        token_ids=token_ids,
-        num_chosen=num_chosen,
-        scaling=scaling,
-    )
+    result: tuple[Tensor, Tensor] = OP(x.device, x=x, token_ids=token_ids, **vars(by))
     return result

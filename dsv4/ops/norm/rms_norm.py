@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -45,11 +45,7 @@ OP = Op("rms_norm", rms_norm_reference, cases, kernels=(Kernel("dsv4.ops.norm.rm
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`[..., size] -> [..., size]`, same dtype."""
     if weight is not None:
-        check(
-            weight.shape == x.shape[-1:],
-            OP.name,
-            lambda: f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},)",
-        )
+        check_shape(OP.name, "weight", weight, x.shape[-1])
     if x.numel() == 0:
         return torch.empty_like(x)
     result: Tensor = OP(x.device, x=x, weight=weight, eps=eps)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.sample.sample import IN_PROMPT, PENALTIES
 
 
@@ -80,18 +80,11 @@ def accept(
     """`tokens` and `norms` `[rows]` as `sample` returns them for `logits` `[rows, vocabulary]`,
     with its `slots` and `flags`; `target` is written in place."""
     rows = tokens.shape[0]
-    check(
-        logits.dim() == 2 and logits.shape[0] == rows and norms.shape == (rows,),
-        OP.name,
-        lambda: (
-            f"logits and norms have shapes {tuple(logits.shape)} and {tuple(norms.shape)}, "
-            f"expected [{rows}, vocabulary] and [{rows}]"
-        ),
-    )
+    check_shape(OP.name, "logits", logits, rows, "vocabulary")
+    check_shape(OP.name, "norms", norms, rows)
     written = {name: getattr(target, name) for name in ("tokens", "chosen", "norms")}
     for name, tensor in {"slots": slots, "flags": flags, **written}.items():
-        found = tuple(tensor.shape)
-        check(found == (rows,), OP.name, f"{name} has shape {found}, expected ({rows},)")
+        check_shape(OP.name, name, tensor, rows)
     if rows == 0:
         return
     OP(

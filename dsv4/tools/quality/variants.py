@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 import dsv4.model.attention as attention_module
-import dsv4.model.compressor as compressor_module
-import dsv4.model.indexer as indexer_module
+import dsv4.ops.fused.block as block_module
 import dsv4.ops.kv.compress as compress_module
 import dsv4.ops.mhc.mix as mix_module
 import dsv4.ops.moe.experts as experts_module
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.model.attention import layer_frequencies
+from dsv4.ops.attention.attention import Visible
 from dsv4.ops.attention.index import index_select
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
-from dsv4.ops.kv.compress import compress
+from dsv4.ops.fused.block import Queries, query_attention
+from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.mhc.mix import mhc_update_reference
 from dsv4.ops.moe.experts import expert_reference
 
@@ -39,27 +40,23 @@ def random_selection(engine: Engine) -> Broken:
         noise = torch.rand(scores.shape, generator=generator).to(scores.device)
         return index_select(torch.where(torch.isfinite(scores), noise, scores), topk)
 
-    return patch.object(indexer_module, "index_select", shuffled)
+    return patch.object(block_module, "index_select", shuffled)
 
 
 def no_compressed_attention(engine: Engine) -> Broken:
     """Every layer sees its window only."""
 
-    whole = attention_module.Attention._attend
+    def blind(queries: Queries, to: Visible) -> Tensor:
+        return query_attention(queries, replace(to, compressed=None))
 
-    def blind(
-        layer: attention_module.Attention, q: Tensor, places: dict[str, Any], *, is_prepared: bool
-    ) -> Tensor:
-        return whole(layer, q, {**places, "compressed": None}, is_prepared=is_prepared)
-
-    return patch.object(attention_module.Attention, "_attend", blind)
+    return patch.object(attention_module, "query_attention", blind)
 
 
 def _compress_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Broken:
-    def wrong(**given: Any) -> None:
-        compress(**{**given, **change(given)})
+    def wrong(block: Compression) -> None:
+        compress(replace(block, **change(vars(block))))
 
-    return patch.object(compressor_module, "compress", wrong)
+    return patch.object(block_module, "compress", wrong)
 
 
 def bias_on_values(engine: Engine) -> Broken:

@@ -34,7 +34,7 @@ def attend(starts: list[int], counts: list[int], heads: int, dim: int, rope_dim:
         "batch": make_ragged(starts, counts, [0] * len(starts), torch.device("cpu")),
     }
     q = torch.zeros(sum(counts), heads, dim, dtype=torch.bfloat16)
-    import_module("dsv4.ops.attention.attend_triton").run(q, 1e-6, **given)
+    import_module("dsv4.ops.fused.attention_with_queries_triton").run(q, 1e-6, **given)
 
 
 @pytest.mark.parametrize("dim", [32, 512])

@@ -253,7 +253,7 @@ def check_attention() -> None:
     """Outputs begin as NaN; both forms give the same bits; queries are rounded: the reference that
     does not round them is further off."""
     from dsv4.ops import OPS
-    from dsv4.ops.attention.attention import attention
+    from dsv4.ops.attention.attention import Visible, attention
     from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
     from dsv4.ops.op import kernels_on_cpu
     from dsv4.ops.ragged import make_ragged
@@ -275,7 +275,8 @@ def check_attention() -> None:
         assert (walked - rounded).norm() < 0.5 * (walked - exact).norm(), case.name
         nobody = make_ragged([9], [0], [0], torch.device("cpu"))
         with kernels_on_cpu():
-            found = attention(**{**arguments, "q": arguments["q"][:0], "batch": nobody})
+            q = arguments.pop("q")[:0]
+            found = attention(q, Visible(**{**arguments, "batch": nobody}))
         assert found.shape[0] == 0
     check_attention_rows(arguments)
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4.formats import fp8
+from dsv4.ops.fused.block import MIX_EXPERTS, MIX_LINEAR
 from dsv4.ops.gemm.activation import quantize_rows_reference
 from dsv4.ops.gemm.scaled import random_scaled, untile_scales
-from dsv4.ops.mhc.mix import MIX_EXPERTS, MIX_LINEAR, _random_site, mhc_boundary_reference
+from dsv4.ops.mhc.mix import _random_site, mhc_boundary_reference
 from dsv4.ops.op import Arguments, Fusion, kernels_on_cpu
 from tests.ops.kernels.compiling import interpreted
 
@@ -210,9 +211,9 @@ def check_queries() -> None:
     """Behind the norm alone, and behind the launch that also stores the state."""
     from dsv4.ops.arguments import copied
     from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.fused.block import NORM_LINEAR, STORE_LINEAR
     from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.kv import kv_store_triton
-    from dsv4.ops.kv.prepare import NORM_QUERIES, STATE_QUERIES
     from dsv4.ops.norm import rms_norm_triton
     from dsv4.ops.ragged import make_ragged
     from tests.ops.kernels.test_state_interpreter import case_arguments, compress_arguments
@@ -223,14 +224,14 @@ def check_queries() -> None:
     for kinds in (("nvfp4", "nvfp4"), ("mxfp4", "fp8")):
         linear = random_linear(288, kinds)
         wanted = linear_scaled_triton.run(rms_norm_triton.run(**norm), **linear)
-        assert_same("norm", wanted, fused(NORM_QUERIES, {"norm": norm, "linear": linear}))
+        assert_same("norm", wanted, fused(NORM_LINEAR, {"norm": norm, "linear": linear}))
         batch = make_ragged([6, 127], [1, 1], [1, 0], CPU)
         frequencies = rope_frequencies(16, 10000.0)
         key = case_arguments("kv_store", "fp8 [0, 4096]+[1, 1]", g)
         key |= {"batch": batch, "frequencies": frequencies, "kv": key["kv"].bfloat16()}
         blocks = [compress_arguments(128, False, batch, frequencies, g)]
         together = {"norm": norm, "key": copied(key), "blocks": copied(blocks), "linear": linear}
-        assert_same("state", wanted, fused(STATE_QUERIES, together))
+        assert_same("state", wanted, fused(STORE_LINEAR, together))
         kv_store_triton.run(**key)
         assert_same(
             "key", list(key["pool"].parts.values()), list(together["key"]["pool"].parts.values())

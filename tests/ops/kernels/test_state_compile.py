@@ -73,7 +73,7 @@ def launches(capability: int) -> Iterator[Launch]:
     )
     from dsv4.ops import OPS
 
-    fused = import_module("dsv4.ops.attention.decode.choose_triton")
+    fused = import_module("dsv4.ops.fused.score_select_triton")
     yield (
         "choose",
         lambda: fused.run(**scores_arguments(decode_batch(1, 131072, "cpu"), 512, "cpu", 4)),
@@ -82,7 +82,7 @@ def launches(capability: int) -> Iterator[Launch]:
         module = import_module(OPS[name].kernels[0].module)
         yield f"{name} {case}", lambda module=module, arguments=arguments: module.run(**arguments)
     if capability == 90:
-        attend = import_module("dsv4.ops.attention.attend_triton")
+        attend = import_module("dsv4.ops.fused.attention_with_queries_triton")
         prompt = attention_arguments(
             SHAPES["flash"], prefill_batch(160, 9000, "cpu"), 4, 512, "cpu", 4
         )

@@ -283,7 +283,7 @@ def test_compress_by_chunk_and_by_token(ratio: int, index: bool) -> None:
 def test_state_in_one_launch(ratio: int) -> None:
     """Latent, window key, entry and index key: the bits of the ops one by one."""
     torch.manual_seed(14)
-    fused = import_module("dsv4.ops.kv.prepare_triton")
+    fused = import_module("dsv4.ops.fused.norm_store_triton")
     batch = make_ragged([126, 127, 9003], [1, 1, 1], [2, 0, 1], torch.device("cuda"))
     norm = {
         "x": torch.randn(3, 1024, device="cuda").bfloat16(),
@@ -311,7 +311,7 @@ def test_state_in_one_launch(ratio: int) -> None:
 
 def test_queries_in_one_launch() -> None:
     torch.manual_seed(15)
-    fused = import_module("dsv4.ops.attention.queries_triton")
+    fused = import_module("dsv4.ops.fused.query_and_index_triton")
     batch = inputs.decode_batch(5, 70000, "cuda")
     query = inputs.query_arguments(FLASH, batch, "cuda")
     index = inputs.query_arguments(FLASH, batch, "cuda", index=True)
@@ -326,7 +326,7 @@ def test_queries_in_one_launch() -> None:
 @pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
 def test_queries_are_prepared_inside_attention(shape: Any, ratio: int, context: int) -> None:
     torch.manual_seed(16)
-    fused = import_module("dsv4.ops.attention.attend_triton")
+    fused = import_module("dsv4.ops.fused.attention_with_queries_triton")
     arguments = inputs.attention_arguments(
         shape, inputs.decode_batch(2, context, "cuda"), ratio, 0, "cuda"
     )
@@ -342,7 +342,8 @@ def test_queries_are_prepared_inside_attention(shape: Any, ratio: int, context: 
 def test_queries_are_prepared_inside_a_walk(shape: Any, kind: str) -> None:
     """Of a prompt, next to a few tokens of a long sequence; other forms walk prepared ones."""
     torch.manual_seed(18)
-    fused, module = import_module("dsv4.ops.attention.attend_triton"), module_of("attention")
+    fused = import_module("dsv4.ops.fused.attention_with_queries_triton")
+    module = module_of("attention")
     ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
     batch = make_ragged([90000, 0], [5, 1995], [0, 1], torch.device("cuda"))
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
@@ -358,7 +359,7 @@ def test_queries_of_narrow_heads_are_prepared_inside_attention() -> None:
     """A head's squares are summed in one order however many warps attention would like: a wrong
     one shows in one row of thousands."""
     torch.manual_seed(17)
-    fused = import_module("dsv4.ops.attention.attend_triton")
+    fused = import_module("dsv4.ops.fused.attention_with_queries_triton")
     batch = make_ragged([15], [4096], [0], torch.device("cuda"))
     pool = _filled(torch.Generator().manual_seed(1), "fp8", 32, 2, 64)
     pool = on("cuda", pool)

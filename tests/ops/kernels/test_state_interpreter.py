@@ -157,7 +157,7 @@ def check_state_prepare() -> None:
     from dsv4.ops.attention.rope import rope_frequencies
     from dsv4.ops.ragged import make_ragged
 
-    fused = importlib.import_module("dsv4.ops.kv.prepare_triton")
+    fused = importlib.import_module("dsv4.ops.fused.norm_store_triton")
     generator = torch.Generator().manual_seed(6)
     batch = make_ragged([6, 127], [1, 1], [1, 0], torch.device("cpu"))
     frequencies = rope_frequencies(16, 10000.0)
@@ -223,7 +223,7 @@ def check_queries() -> None:
     from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.rope import rope_frequencies
 
-    fused = importlib.import_module("dsv4.ops.attention.queries_triton")
+    fused = importlib.import_module("dsv4.ops.fused.query_and_index_triton")
     module = kernel_module("query_prepare")
     generator = torch.Generator().manual_seed(7)
 
@@ -244,7 +244,7 @@ def check_moe() -> None:
     """Experts that programs choose themselves: the bits of router and experts one by one."""
     from dsv4.ops.arguments import same_bits
 
-    fused = importlib.import_module("dsv4.ops.moe.moe_triton")
+    fused = importlib.import_module("dsv4.ops.fused.router_experts_triton")
     for hashed in (False, True):
         generator = torch.Generator().manual_seed(8)
         experts = case_arguments("experts", "1x160", generator)
@@ -353,7 +353,7 @@ def check_attend() -> None:
     from dsv4.ops.attention.rope import rope_frequencies
     from dsv4.ops.ragged import make_ragged
 
-    fused = importlib.import_module("dsv4.ops.attention.attend_triton")
+    fused = importlib.import_module("dsv4.ops.fused.attention_with_queries_triton")
     generator = torch.Generator().manual_seed(5)
     frequencies = rope_frequencies(16, 10000.0)
     attention = kernel_module("attention")
@@ -409,7 +409,7 @@ def check_choose() -> None:
     from dsv4.ops import OPS
     from dsv4.ops.arguments import copied
 
-    fused = importlib.import_module("dsv4.ops.attention.decode.choose_triton")
+    fused = importlib.import_module("dsv4.ops.fused.score_select_triton")
     scores, select = kernel_module("index_scores"), kernel_module("index_select")
     select.ONE = select.CHUNK = 64
     names = ("fp8 [600, 90]", "fp4 [600, 90]", "fp32 [400, 90]")

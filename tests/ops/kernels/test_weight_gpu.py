@@ -64,7 +64,7 @@ def test_experts_that_choose_themselves(hashed: bool) -> None:
 
     from tests.ops.kernels import inputs
 
-    fused = import_module("dsv4.ops.moe.moe_triton")
+    fused = import_module("dsv4.ops.fused.router_experts_triton")
     choice = inputs.router_arguments(1, hashed)
     experts = inputs.experts_arguments(1)
     count, size = 24, experts["x"].shape[1]

@@ -6,7 +6,7 @@ model. Nothing of `doctor` knows about any of them.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -312,8 +312,6 @@ def post_not_doubled(subject: Subject) -> Any:
 
 
 def one_sinkhorn_round(subject: Subject) -> Any:
-    from dataclasses import replace
-
     block = subject.model.blocks[1]
     return patch.object(block, "ffn_site", replace(block.ffn_site, sinkhorn_iters=3))
 
@@ -348,7 +346,8 @@ def table_ignored(subject: Subject) -> Any:
 
 
 def scaling_dropped(subject: Subject) -> Any:
-    return patch.object(subject.model.blocks[2].ffn, "scaling", 1.0)
+    ffn = subject.model.blocks[2].ffn
+    return patch.object(ffn, "gate", replace(ffn.gate, scaling=1.0))
 
 
 def large_values(subject: Subject) -> Any:

@@ -3,10 +3,10 @@
 the kernel that makes the normalised row also writes it quantised. Same bits as the ops one by one.
 """
 
+from dsv4.ops.fused import norm_store_triton
 from dsv4.ops.gemm import linear_scaled_triton
 from dsv4.ops.gemm.activation_triton import row_fits
 from dsv4.ops.gemm.scaled import ScaledTensor
-from dsv4.ops.kv import prepare_triton
 from dsv4.ops.norm import rms_norm_triton
 
 
@@ -15,7 +15,7 @@ def _readers(linear) -> list[ScaledTensor]:
 
 
 def supports(norm, linear, key=None, blocks=None) -> str | None:
-    """`key` and `blocks` as in prepare_triton, or only the norm."""
+    """`key` and `blocks` as in norm_store_triton, or only the norm."""
     if not _readers(linear):
         return "no weight asks for activations of few bits"
     x = norm["x"]
@@ -26,7 +26,7 @@ def supports(norm, linear, key=None, blocks=None) -> str | None:
         return reason
     if key is None:
         return rms_norm_triton.supports(**norm)
-    return prepare_triton.supports(norm, key, blocks)
+    return norm_store_triton.supports(norm, key, blocks)
 
 
 def run(norm, linear, key=None, blocks=None):
@@ -34,5 +34,5 @@ def run(norm, linear, key=None, blocks=None):
     if key is None:
         latent = rms_norm_triton.run(**norm, quantized=rows)
     else:
-        latent = prepare_triton.run(norm, key, blocks, rows)
+        latent = norm_store_triton.run(norm, key, blocks, rows)
     return linear_scaled_triton.run(latent, **linear, ready=rows)
