@@ -222,6 +222,8 @@ def _print_model(model: "ModelReport", console: Console) -> None:
         f"{', streamed' if model.streamed else ''}), {model.num_tokens} tokens; "
         f"{escape(model.settings)}"
     )
+    for line in model.plan:
+        console.print(f"  {escape(line)}", soft_wrap=True)
     console.print(_layer_table(model))
     console.print(terminal(model))
     for item in model.crossings:

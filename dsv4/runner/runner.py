@@ -29,6 +29,7 @@ from dsv4.runner.cost import StepCosts
 from dsv4.runner.drawing import Drawing, Reading
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
+from dsv4.runner.plan import StepPlan
 from dsv4.runner.settings import Settings
 from dsv4.runner.steps import draw, forward
 from dsv4.runner.warmup import Progress, warm_up
@@ -81,6 +82,7 @@ class Runner:
             geometry, settings.max_sequences, settings.max_context, self.device
         )
         self.guard = Guard(self.device)
+        self.plan = StepPlan()
         self.costs: StepCosts | None = None
         self._drawing = Drawing(self.buffers)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
@@ -297,10 +299,11 @@ class Runner:
         layers = [self.state.layers[i] for i in some]
 
         def compiled(key: Shape | int) -> None:
-            if isinstance(key, Shape):
-                forward(few, layers, buffers, key)
-            else:
-                draw(buffers, key)
+            with self.plan.recording(key):
+                if isinstance(key, Shape):
+                    forward(few, layers, buffers, key)
+                else:
+                    draw(buffers, key)
 
         warm_up(
             self.device,
@@ -309,6 +312,8 @@ class Runner:
             len(keys),
             progress,
         )
+        for line in self.plan.summary():
+            log.info("%s", line)
         self._graphs = graphs
         self.costs = StepCosts.measure(buffers, self._run)
         self.state.load_copies()

@@ -59,6 +59,20 @@ def test_the_embedded_model_runs_on_block_scaled_products_alone(
         assert not {"_up_kernel", "_down_kernel"} & names.keys()
 
 
+def test_the_plan_says_what_serves_what(launches: dict[str, list[str]]) -> None:
+    """Fusions stay on while it is recorded, and each op has the kernel that launched."""
+    plan = dict(line.split(": ", 1) for line in launches["tiny plan"])
+    assert plan.keys() == {"every step", "every decode", "every prompt", "every draw"}
+    assert "embed by embed_triton" in plan["every step"].split("; ")
+    state = "rms_norm, kv_store, compress by norm_store_triton"
+    assert state in plan["every decode"].split("; ")
+    assert "_state_kernel" in launches["tiny decode"]
+    assert "kv_store by kv_store_triton" in plan["every prompt"].split("; ")
+    assert plan["every draw"] == "sample by sample_triton; accept by accept_triton"
+    assert not any("reference" in line for line in launches["tiny plan"])
+    assert any("router, experts by mix_scaled_triton" in line for line in launches["tiny a4 plan"])
+
+
 def test_norms_and_boundaries_quantise_their_rows(launches: dict[str, list[str]]) -> None:
     """At Flash's widths nothing reads a row again to quantise it for wq_a, wkv and wq_b."""
     for kind in ("swa", "csa", "hca"):
@@ -85,6 +99,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.ops.op import kernels_on_cpu
     from dsv4.runner.activations import choose, width_of
     from dsv4.runner.buffers import Shape
+    from dsv4.runner.plan import StepPlan
     from dsv4.runner.runner import Runner
     from dsv4.runner.settings import resolve
     from dsv4.util.models import model_folder
@@ -104,14 +119,19 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     settings = resolve(choices, config, has_gpu=False, memory_bytes=2**32)
     runner = Runner(Transformer(config, table, torch.bfloat16), settings)
     found, label = {}, "tiny" if width == "a16" else f"tiny {width}"
+    plan = StepPlan()
+
+    def run(*keys: Shape | int) -> list[str]:
+        names.clear()
+        for key in keys:
+            with plan.recording(key):
+                runner._run_once(key)
+        return list(names)
+
     with kernels_on_cpu():
-        names.clear()
-        runner._run_once(Shape(40, 2, 512, False))
-        found[f"{label} prompt"] = list(names)
-        names.clear()
-        runner._run_once(Shape(2, 2, 512, True))
-        runner._run_once(2)
-        found[f"{label} decode"] = list(names)
+        found[f"{label} prompt"] = run(Shape(40, 2, 512, False))
+        found[f"{label} decode"] = run(Shape(2, 2, 512, True), 2)
+    found[f"{label} plan"] = plan.summary()
     return found
 
 

@@ -13,9 +13,11 @@ from dsv4.errors import KernelError
 from dsv4.model.transformer import Transformer
 from dsv4.ops.workspace import freeze_workspaces, workspace
 from dsv4.runner import runner as runner_module
+from dsv4.runner.buffers import Shape
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
+from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Runner
 from dsv4.testing import random_weights, small_config
 from tests.runner.driver import check_alone, make_stories, tell
@@ -69,6 +71,33 @@ def test_every_piece_is_counted(warm: tuple[Runner, list[tuple[int, int]]]) -> N
     assert len(shapes) == len(set(shapes))
     runner.pages.check_integrity()
     assert runner.pages.num_free_slots == 2
+
+
+def test_the_warm_up_plans_every_shape(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
+    """On a CPU references serve them all; draws sample, steps do the rest."""
+    runner = warm[0]
+    assert runner.plan.served.keys() == {*runner.buffers.shapes(), *runner.buffers.batches}
+    assert runner.plan.served[2] == {"sample": ("reference",), "accept": ("reference",)}
+    steps, draws = runner.plan.summary()
+    assert draws == "every draw: sample, accept by reference"
+    assert steps.startswith("every step: begin_step, embed, mhc_pre, linear, kv_store")
+    assert steps.endswith(" by reference")
+
+
+def test_a_plan_names_ranges_of_shapes() -> None:
+    plan = StepPlan()
+    for context in (4096, 16384):
+        for rows in (1, 2, 4, 8, 16):
+            server = "few" if rows in (1, 4, 8) or context > 4096 else "many"
+            ops = {"embed": ("embed_triton",), "experts": (server, "other")}
+            plan.served[Shape(rows, rows, context, True)] = ops
+        plan.served[Shape(64, 4, context, False)] = {"embed": ("embed_triton",)}
+    assert plan.summary() == [
+        "every step: embed by embed_triton",
+        "every decode: experts by other",
+        "decode of 1, 4-8 rows at context 4096 and of 1-16 rows at context 16384: experts by few",
+        "decode of 2, 16 rows at context 4096: experts by many",
+    ]
 
 
 def test_every_step_has_its_graph(warm: tuple[Runner, list[tuple[int, int]]]) -> None:

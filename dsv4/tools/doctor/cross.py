@@ -18,6 +18,7 @@ from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
 from dsv4.ops.op import observe
 from dsv4.runner.buffers import Shape
+from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
 from dsv4.tools.doctor.check import LayerMaker
@@ -206,7 +207,8 @@ class ServedRunner(Runner):
         return self._calls[shape]
 
 
-def run_decoder(subject: Subject, record: Record) -> None:
+def run_decoder(subject: Subject, record: Record) -> StepPlan:
+    """-> what the warm-up found to serve its graphs."""
     settings = replace(subject.settings, cuda_graphs=subject.graphs)
     runner, ids = ServedRunner(subject.model, settings), subject.token_ids
     pages = runner.pages.open()
@@ -215,23 +217,25 @@ def run_decoder(subject: Subject, record: Record) -> None:
         record.begin_step(position, torch.tensor([ids[position]], device=runner.device))
         for call in runner.decode(pages, ids[position]):
             record(call)
+    return runner.plan
 
 
-def served_logits(subject: Subject) -> Tensor:
-    """Logits without recording, where ops may run fused."""
+def served_logits(subject: Subject, plan: StepPlan) -> Tensor:
+    """Logits without recording, where ops may run fused; `plan` keeps what served them."""
     runner, ids, parts = subject.runner(), subject.token_ids, []
     pages = runner.pages.open()
     for count in schedule(len(ids)):
         part = ids[pages.length : pages.length + count]
-        parts.append(runner.step([Chunk(pages, part, count)]).clone())
+        with plan.recording(Shape(count, 1, len(ids), count == 1)):
+            parts.append(runner.step([Chunk(pages, part, count)]).clone())
     return torch.cat(parts)
 
 
-def compare_served(subject: Subject, alone: Record) -> Crossing:
+def compare_served(subject: Subject, alone: Record, plan: StepPlan) -> Crossing:
     name = "watched vs fused"
     layer, station = subject.config.num_layers - 1, "head"
     watched = alone.all((layer, _ORDER[station], station, "logits"))
-    served = served_logits(subject).double()
+    served = served_logits(subject, plan).double()
     same = ((served if watched.is_floating_point() else _digests(served)) == watched).all(1)
     if bool(same.all()):
         return Crossing(name, "ok", f"logits of {same.shape[0]} tokens, bit for bit")
@@ -262,8 +266,11 @@ def first_difference(name: str, right: Record, other: Record) -> Crossing:
     return Crossing(name, "ok", f"{compared} results, bit for bit")
 
 
-def cross_checks(subject: Subject, make_layer: LayerMaker, alone: Record) -> Iterator[Crossing]:
-    """`alone`: the record of the run in pieces that `schedule` asks for."""
+def cross_checks(
+    subject: Subject, make_layer: LayerMaker, alone: Record, plan: StepPlan
+) -> Iterator[Crossing]:
+    """`alone`: the record of the run in pieces that `schedule` asks for. `plan` is filled: of the
+    engine's graphs, or where there are none of the steps that run here."""
     count = len(subject.token_ids)
 
     def record() -> Record:
@@ -283,9 +290,9 @@ def cross_checks(subject: Subject, make_layer: LayerMaker, alone: Record) -> Ite
     else:
         run_from_prefix(subject, subject.runner(), hit)
         yield first_difference("cold vs prefix hit", alone, hit)
-    run_decoder(subject, decoded)
+    plan.served.update(run_decoder(subject, decoded).served)
     name = "eager vs graph" if subject.graphs else "eager vs decode buffers"
     yield first_difference(name, alone, decoded)
     if not subject.graphs:
         yield Crossing("eager vs graph", "skipped", "no GPU, or cuda_graphs is off")
-    yield compare_served(subject, alone)
+    yield compare_served(subject, alone, StepPlan() if plan.served else plan)

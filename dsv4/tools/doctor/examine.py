@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4.runner.plan import StepPlan
 from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker
 from dsv4.tools.doctor.compare import Error
 from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run_alone, schedule
@@ -38,6 +39,7 @@ class ModelReport:
     unplaced: list[str]
     first: Evidence | None
     crossings: list[Crossing] = field(default_factory=list)
+    plan: list[str] = field(default_factory=list)  # what serves which ops, by shapes of steps
 
     @property
     def wrong(self) -> list[Cell]:
@@ -87,7 +89,9 @@ def examine_model(
             checker.first,
         )
         if not only_calls:
-            report.crossings = list(cross_checks(subject, make_layer, alone))
+            plan = StepPlan()
+            report.crossings = list(cross_checks(subject, make_layer, alone, plan))
+            report.plan = plan.summary()
     return report
 
 

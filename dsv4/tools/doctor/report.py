@@ -104,6 +104,7 @@ def model_json(model: ModelReport) -> dict[str, Any]:
         "end_to_end": {str(k): _finite(asdict(e)) for k, e in sorted(model.end_to_end.items())},
         "end_to_end_ok": model.end_to_end_ok if model.judged_end_to_end else None,
         "unplaced": model.unplaced,
+        "plan": model.plan,
         "cross_checks": [asdict(item) for item in model.crossings],
     }
 

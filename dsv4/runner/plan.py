@@ -1,0 +1,96 @@
+"""What serves what: for each shape of a step, the kernel, fusion or reference of each op.
+
+`Op` and `Fusion` decide when a shape is compiled, and a graph keeps what they decided; this is the
+record of it, for people.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from dsv4.ops.op import record
+from dsv4.runner.buffers import Shape
+
+Key = Shape | int  # the model for a shape, or a draw of so many rows
+_KINDS = ("decode", "prompt", "draw")
+
+
+class StepPlan:
+    def __init__(self) -> None:
+        # layers differ, so that an op may be served by several
+        self.served: dict[Key, dict[str, tuple[str, ...]]] = {}
+
+    @contextmanager
+    def recording(self, key: Key) -> Iterator[None]:
+        """What runs inside the block is a step, or a draw, of this shape."""
+        found: dict[str, dict[str, None]] = {}
+        with record(lambda op, server: found.setdefault(op, {}).setdefault(server)):
+            yield
+        self.served[key] = {op: tuple(servers) for op, servers in found.items()}
+
+    def summary(self) -> list[str]:
+        """A line for each range of shapes: what serves which ops there; the widest first."""
+        where: dict[tuple[str, str], set[Key]] = {}
+        for key, ops in self.served.items():
+            for op, servers in ops.items():
+                for server in servers:
+                    where.setdefault((server, op), set()).add(key)
+        ranges: dict[frozenset[Key], dict[str, list[str]]] = {}
+        for (server, op), keys in where.items():
+            ranges.setdefault(frozenset(keys), {}).setdefault(server, []).append(op)
+        lines = []
+        for shapes, by in sorted(ranges.items(), key=lambda item: -len(item[0])):
+            texts = [f"{', '.join(names)} by {server}" for server, names in by.items()]
+            lines.append(f"{self._text(shapes)}: {'; '.join(texts)}")
+        return lines
+
+    def _text(self, keys: frozenset[Key]) -> str:
+        steps = {key for key in self.served if isinstance(key, Shape)}
+        if steps and keys == steps:
+            return "every step"
+        texts = []
+        for kind in _KINDS:
+            whole = {key for key in self.served if _kind(key) == kind}
+            some = whole & keys
+            if some and some == whole:
+                texts.append(f"every {kind}")
+            elif some:
+                texts.append(f"{kind} {_ranges(some, whole)}")
+        return ", ".join(texts)
+
+
+def _kind(key: Key) -> str:
+    if isinstance(key, int):
+        return "draw"
+    return "decode" if key.one_each else "prompt"
+
+
+def _size(key: Key) -> tuple[int, int]:
+    """Context and rows."""
+    return (0, key) if isinstance(key, int) else (key.context, key.tokens)
+
+
+def _ranges(some: set[Key], whole: set[Key]) -> str:
+    """Rows of `some`, with the contexts they belong to where these differ."""
+    sizes = sorted({rows for _, rows in map(_size, whole)})
+    contexts = sorted({context for context, _ in map(_size, whole)})
+    found: dict[str, list[int]] = {}
+    for context in contexts:
+        rows = [rows for at, rows in sorted(map(_size, some)) if at == context]
+        if rows:
+            found.setdefault(_runs(rows, sizes), []).append(context)
+    if len(found) == 1 and next(iter(found.values())) == contexts:
+        return f"of {next(iter(found))} rows"
+    return " and ".join(
+        f"of {rows} rows at context {_runs(at, contexts)}" for rows, at in found.items()
+    )
+
+
+def _runs(values: Sequence[int], sizes: Sequence[int]) -> str:
+    """Ascending `values` as ranges of neighbours among `sizes`."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and sizes.index(value) == sizes.index(runs[-1][-1]) + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
