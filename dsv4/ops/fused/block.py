@@ -126,8 +126,7 @@ def store_and_query(
     key: WindowKey,
     blocks: Sequence[Compression],
 ) -> list[Tensor]:
-    """The latent is normalised and multiplied with `weights`. Key and blocks are written to
-    different places, so that the order does not matter."""
+    """Key and blocks are stored; the latent is normalised and multiplied with `weights`."""
     latent_norm = {"x": latent, "weight": norm, "eps": key.eps}
     products = {"weights": weights, "out_dtypes": [latent.dtype] * len(weights)}
     store = {"norm": latent_norm, "key": vars(key), "blocks": [vars(block) for block in blocks]}
@@ -197,8 +196,4 @@ def query_attention(queries: Queries, to: Visible) -> Tensor:
 
 def linear_parts(x: Tensor, weight: Weight) -> Tensor | Parts:
     """As `linear`, for a reader who takes a row in parts."""
-
-    def whole() -> Tensor | Parts:
-        return linear(x, weight)
-
-    return LINEAR_PARTS(x.device, {"x": x, "weight": weight}, whole)
+    return LINEAR_PARTS(x.device, {"x": x, "weight": weight}, lambda: linear(x, weight))
