@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -300,3 +301,13 @@ def test_full_slots_and_a_full_chunk_always_fit() -> None:
         step = [(s, min(n, max_context - s.length)) for s, n in zip(sequences, shares, strict=True)]
         step = [(s, n) for s, n in step if n > 0]
         pages.apply(pages.prepare([s for s, _ in step], [n for _, n in step]))
+
+
+def test_a_page_in_use_stays_taken_when_the_cache_lets_it_go() -> None:
+    allocator = PageAllocator("csa", 2)
+    pages = allocator.take(1)
+    allocator.cache(pages)
+    allocator.uncache(pages)
+    assert (allocator.num_free, allocator.num_idle) == (1, 0)
+    allocator.check_integrity(Counter(pages), Counter())
+    assert allocator.take(1) != pages
