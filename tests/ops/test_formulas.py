@@ -312,6 +312,19 @@ def test_sinkhorn_makes_rows_and_columns_sum_to_one() -> None:
     assert (once.sum(-1) - 1).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_sinkhorn_turns_as_often_as_it_is_told(turns: int) -> None:
+    """Steep enough that a turn more or less is far off."""
+    logits = np.array([[9.0, 2.0, 0.0], [4.0, 4.0, 1.0], [8.0, 0.0, 3.0]])
+    wanted = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    for turn in range(turns):
+        if turn:
+            wanted = wanted / wanted.sum(1, keepdims=True)
+        wanted = wanted / wanted.sum(0, keepdims=True)
+    found = sinkhorn(torch.tensor(logits).float(), 0.0, turns)
+    np.testing.assert_allclose(as_float64(found), wanted, atol=1e-5)
+
+
 # --- the state --------------------------------------------------------------------------------
 
 
