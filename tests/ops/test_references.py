@@ -1,7 +1,7 @@
 """Every case of every op: it runs, repeats, keeps its hands off, and rows stand alone."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.parts import Parts
 from dsv4.ops.sample.accept import accept
-from dsv4.ops.sample.sample import sample
+from dsv4.ops.sample.sample import WIDE, SampleInputs, sample
 
 Arguments = dict[str, Any]
 PUBLIC: dict[str, Callable[..., Any]] = {
@@ -70,7 +70,7 @@ def build(case: Case, seed: int = 0) -> Arguments:
 def num_rows(name: str, a: Arguments) -> int:
     if "batch" in a:
         return a["batch"].num_tokens
-    return a[ROWS[name][0]].shape[0]
+    return a[FIRST[name] if name in FIRST else ROWS[name][0]].shape[0]
 
 
 # Arguments whose first axis is the row (or token), for ops whose rows are independent.
@@ -90,13 +90,14 @@ ROWS: dict[str, tuple[str, ...]] = {
     "router": ("x", "token_ids"),
     "experts": ("x", "experts", "weights"),
     "sample": ("logits", "inputs"),
-    "accept": ("tokens", "logits", "norms", "target"),
 }
+FIRST = {"begin_step": "sent", "accept": "tokens"}  # a row of these writes to its slot
 
 
 def test_every_op_is_walked() -> None:
     assert PUBLIC.keys() == OPS.keys()
-    assert ROWS.keys() == OPS.keys() - {"kv_store", "compress", "index_scores", "attention"}
+    others = {"kv_store", "compress", "index_scores", "attention", *FIRST}
+    assert ROWS.keys() == OPS.keys() - others
     for name, op in OPS.items():
         names = [case.name for case in op.cases()]
         assert len(names) == len(set(names)) >= 2, name
@@ -106,7 +107,7 @@ def test_every_op_is_walked() -> None:
 def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of an op's results, in order."""
     rows, fp32, int64 = num_rows(name, a), torch.float32, torch.int64
-    if name in ("kv_store", "compress", "accept"):
+    if name in ("kv_store", "compress", *FIRST):
         return []
     if name == "embed":
         return [((rows, a["num_streams"], a["table"].shape[1]), a["dtype"])]
@@ -181,7 +182,7 @@ def test_declared_arguments_are_written(name: str) -> None:
         results_of(name, arguments)
         for (path, old), (_, new) in zip(leaves(before), leaves(arguments), strict=True):
             if not same_bits(old, new):
-                written.add(path.split(".")[0])
+                written.add(path.split(".")[0].split("[")[0])
     assert written == set(OPS[name].mutates)
 
 
@@ -225,6 +226,9 @@ def on_rows(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The value with its rows changed; those of a row in parts are not its first axis."""
     if isinstance(value, Parts):
         return Parts(change(value.values.movedim(2, 0)).movedim(0, 2), value.factor, value.dtype)
+    if isinstance(value, SampleInputs):  # what slots hold stays
+        of_rows = {f.name for f in fields(value)} - set(WIDE)
+        return replace(value, **{name: change(getattr(value, name)) for name in of_rows})
     return copied(value, change)
 
 
@@ -405,9 +409,12 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("sample", "logits", lambda t: t[0]),
     ("sample", "inputs", lambda s: replace(s, temperature=more_rows(s.temperature))),
     ("sample", "inputs", lambda s: replace(s, bias=torch.zeros(1, 3))),
-    ("sample", "inputs", lambda s: replace(s, output_counts=torch.zeros(1, 3))),
+    ("sample", "inputs", lambda s: replace(s, seen=torch.zeros(1, 3))),
+    ("begin_step", "token_ids", more_rows),
+    ("begin_step", "seq_idx", more_rows),
+    ("begin_step", "rows", lambda rows: tuple(map(more_rows, rows))),
     ("accept", "logits", more_rows),
-    ("accept", "target", lambda t: replace(t, ends=more_rows(t.ends))),
+    ("accept", "target", lambda t: replace(t, norms=more_rows(t.norms))),
 ]
 
 
