@@ -34,6 +34,8 @@ def _refusing(path: Path, attempt: Callable[[Path], None]) -> None:
 def _try_file(path: Path) -> None:
     if path.is_dir():
         raise OptionError(f"cannot write {path}: it is a folder, expected a file's name")
+    if path.is_char_device():
+        return  # /dev/null and its like take whatever comes
     if path.exists() and not path.is_file():
         raise OptionError(f"cannot write {path}: it is no ordinary file")
     path.parent.mkdir(parents=True, exist_ok=True)

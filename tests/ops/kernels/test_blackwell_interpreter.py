@@ -275,8 +275,8 @@ def check_attention() -> None:
         assert (walked - rounded).norm() < 0.5 * (walked - exact).norm(), case.name
         nobody = make_ragged([9], [0], [0], torch.device("cpu"))
         with kernels_on_cpu():
-            q = arguments.pop("q")[:0]
-            found = attention(q, Visible(**{**arguments, "batch": nobody}))
+            rest = {name: value for name, value in arguments.items() if name != "q"}
+            found = attention(arguments["q"][:0], Visible(**{**rest, "batch": nobody}))
         assert found.shape[0] == 0
     check_attention_rows(arguments)
 

@@ -37,7 +37,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_cut_kernel": ("SHFL|REDUX", 8),  # once, in the last program of a row
     "_stats_kernel": ("MUFU", 0),
     "_candidates_kernel": ("MUFU", 0),
-    "_filter_kernel": ("MUFU", 0),
+    "_filter_kernel": ("MUFU", 1),  # triton 3.9; the row's share is kept over both filters
     "_draw_kernel": ("IMAD", 0),
     "_best_kernel": ("SHFL", 0),
 }

@@ -125,13 +125,15 @@ def selection_ignored(subject: Subject) -> Any:
 
 def stale_page(subject: Subject) -> Any:
     """Window pages are given back 64 tokens too early; the next page overwrites them."""
-    right = Geometry.pages_needed
+    right, last_use = Geometry.oldest_column, Geometry.last_use
 
-    def wrong(self: Geometry, pool: str, start: int, end: int) -> range:
-        found = right(self, pool, start, end)
-        return range(found.start + 1, found.stop) if pool == "window" and start > 127 else found
+    def wrong(self: Geometry, length: int) -> int:
+        return right(self, length) + (length > 127)
 
-    return patch.object(Geometry, "pages_needed", wrong)
+    def sooner(self: Geometry, column: int) -> int:
+        return last_use(self, column) - 66
+
+    return patch.multiple(Geometry, oldest_column=wrong, last_use=sooner)
 
 
 def plain_base(subject: Subject) -> Any:
