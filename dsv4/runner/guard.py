@@ -1,7 +1,8 @@
-"""After ready nothing may be compiled, no memory may grow, and a decode step may not wait.
+"""After ready nothing should be compiled and no memory should grow.
 
-A step that breaks this raises a KernelError that says what happened. Steps that do not run as
-graphs are watched too, but a surprise there is counted and a warning.
+Replayed graphs can do neither and are not watched. Steps that run one launch at a time are: a
+surprise is counted and a warning. Strict watching, which tests use, raises a KernelError instead,
+also where the host waits for the GPU.
 """
 
 import logging

@@ -292,7 +292,7 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile and capture every shape of a step; then be strict."""
+        """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()
         keys: list[Shape | int] = [*buffers.shapes(), *reversed(buffers.batches)]
         few, some = self.model.distinct()
