@@ -89,7 +89,7 @@ def test_padding_leaves_no_trace() -> None:
 def test_a_prefix_inside_a_chunk_is_kept() -> None:
     """What the compressors carry over a boundary, taken in passing and at a step's end."""
     runner = make_runner(sequences=2, pads=True)
-    ids = [random.Random(6).randrange(61) for _ in range(160)]
+    ids = random.Random(6).choices(range(61), k=160)
     whole, parts = runner.pages.open(), runner.pages.open()
     runner.submit([Chunk(whole, ids[:60], 0)])
     runner.submit([Chunk(whole, ids[60:100], 0)])
@@ -146,7 +146,7 @@ def test_sizes() -> None:
 
 def test_logits_of_a_prompt_do_not_depend_on_its_pieces() -> None:
     runner = make_runner(sequences=1)
-    ids = [random.Random(8).randrange(61) for _ in range(130)]
+    ids = random.Random(8).choices(range(61), k=130)
     assert torch.equal(ordinary_logits(runner, ids, 64), ordinary_logits(runner, ids, 13))
 
 
