@@ -23,7 +23,7 @@ from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.kv.compress import Compression
 from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.parts import Parts
-from dsv4.parallel import Shard
+from dsv4.parallel.layout import Layout
 
 
 def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
@@ -41,10 +41,10 @@ def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, shard: Shard) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, layout: Layout) -> None:
         ratio = config.compress_ratios[layer]
-        self.num_heads = len(shard.split(config.num_heads, "attention heads"))
-        self.num_groups = len(shard.split(config.o_groups, "output groups"))
+        self.num_heads = len(layout.heads(config))
+        self.num_groups = len(layout.groups(config))
         self.head_dim = config.head_dim
         self.window = config.sliding_window
         self.ratio = ratio

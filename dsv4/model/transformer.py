@@ -25,13 +25,13 @@ from dsv4.model.weights import Weights
 from dsv4.ops.fused.block import Residual, Update, mix_linear
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
-from dsv4.parallel import Shard
+from dsv4.parallel.layout import Layout
 
 
 class Block:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, shard: Shard) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, layout: Layout) -> None:
         self.attention_site = mix_site(config, weights, "hc_attn", "attn_norm")
-        self.attention = Attention(config, layer, weights.under("attn."), shard)
+        self.attention = Attention(config, layer, weights.under("attn."), layout)
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, weights.under("ffn."))
 
@@ -52,10 +52,11 @@ class Transformer:
         config: ModelConfig,
         table: Mapping[str, Weight],
         dtype: torch.dtype,
-        shard: Shard | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """`table`: every parameter under its canonical name; `dtype`: of the activations."""
-        shard = shard or Shard()
+        layout = layout or Layout()
+        layout.check(config)
         weights = Weights(table)
         self.config = config
         self.dtype = dtype
@@ -63,7 +64,7 @@ class Transformer:
         self.head = weights.tensor("head.weight")
         self.head_site = mix_site(config, weights, "hc_head", "norm")
         self.blocks = [
-            Block(config, layer, weights.under(f"layers.{layer}."), shard)
+            Block(config, layer, weights.under(f"layers.{layer}."), layout)
             for layer in range(config.num_layers)
         ]
         if weights.left:

@@ -1,5 +1,1 @@
-"""Which part of the model this process holds."""
-
-from dsv4.parallel.shard import Shard
-
-__all__ = ["Shard"]
+"""Several ranks: which part of the model each holds, how they exchange rows, who starts them."""

@@ -21,7 +21,7 @@ from dsv4.model.mhc import mix_site
 from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
 from dsv4.ops import OPS, choose_ops
-from dsv4.parallel import Shard
+from dsv4.parallel.layout import Layout
 from dsv4.runner.activations import width_of
 from dsv4.runner.load import find_gpu, read_weights, set_threads, tell_activations
 from dsv4.runner.runner import Runner
@@ -213,7 +213,7 @@ class StreamedBlocks(Sequence[Block]):
             table = read_weights(self._checkpoint, self._settings, select)
             own: dict[str, Weight] = {n: w for n, w in table.items() if n.startswith(prefix)}
             weights = Weights(own).under(prefix)
-            self._held = (index, Block(self._checkpoint.config, index, weights, Shard()))
+            self._held = (index, Block(self._checkpoint.config, index, weights, Layout()))
         return self._held[1]
 
 

@@ -1,0 +1,156 @@
+"""Which part of the model a rank holds. No torch.
+
+The world is `pp` stages of `tp` ranks; rank = stage * tp + place in the stage's tensor group. A
+stage has consecutive layers. Inside a tensor group a rank has whole output groups of heads, whole
+experts and a range of the vocabulary; the rest, and the state, is replicated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from dsv4.config import ModelConfig
+from dsv4.errors import OptionError
+
+MOST_TP = 8  # ranks of a tensor group: more would span nodes and cut the shared expert's tiles
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`stages`: the layers of each stage, by `balance`; with one stage none are needed."""
+
+    tp: int = 1
+    pp: int = 1
+    rank: int = 0
+    stages: tuple[range, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
+        if not 0 <= self.rank < self.world:
+            raise OptionError(
+                f"rank is {self.rank}, expected 0 to {self.world - 1} (tp {self.tp} x pp {self.pp})"
+            )
+        if self.pp > 1 and len(self.stages) != self.pp:
+            raise OptionError(
+                f"layers of {len(self.stages)} stages are given, expected {self.pp}; see balance()"
+            )
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def is_first(self) -> bool:
+        """Of the stages: it embeds."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Of the stages: it has the head."""
+        return self.stage == self.pp - 1
+
+    @property
+    def group(self) -> range:
+        """The ranks of this stage's tensor group."""
+        return range(self.stage * self.tp, (self.stage + 1) * self.tp)
+
+    @property
+    def logits_rank(self) -> int:
+        """Sends the logits to rank 0, which samples."""
+        return (self.pp - 1) * self.tp
+
+    def heads(self, config: ModelConfig) -> range:
+        groups, each = self.groups(config), config.num_heads // config.o_groups
+        return range(groups.start * each, groups.stop * each)
+
+    def groups(self, config: ModelConfig) -> range:
+        return self._share(config.o_groups)
+
+    def experts(self, config: ModelConfig) -> range:
+        return self._share(config.num_experts)
+
+    def vocab(self, config: ModelConfig) -> range:
+        """Equal shares, the last may be shorter."""
+        share = -(-config.vocab_size // self.tp)
+        stop = min((self.tp_rank + 1) * share, config.vocab_size)
+        return range(min(self.tp_rank * share, stop), stop)
+
+    def layers(self, config: ModelConfig) -> range:
+        return self.stages[self.stage] if self.pp > 1 else range(config.num_layers)
+
+    def rows(self, num_rows: int) -> range:
+        """The rows of a step that this rank owns where each has its own."""
+        share = -(-num_rows // self.tp)
+        stop = min((self.tp_rank + 1) * share, num_rows)
+        return range(min(self.tp_rank * share, stop), stop)
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a model that cannot be laid out so."""
+        most = k_ranges(config)
+        allowed = [n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0]
+        if self.tp not in allowed:
+            raise OptionError(
+                f"tp is {self.tp}, expected a divisor of {most} ({config.o_groups} output groups) "
+                f"that divides {config.num_experts} experts: {', '.join(map(str, allowed))}"
+            )
+        if self.pp > config.num_layers:
+            raise OptionError(
+                f"pp is {self.pp}, expected at most {config.num_layers}, the model's layers"
+            )
+        covered = [layer for stage in self.stages for layer in stage]
+        if self.pp > 1 and covered != list(range(config.num_layers)):
+            raise OptionError(
+                f"the stages have layers {covered}, expected 0 to {config.num_layers - 1} in order"
+            )
+
+    def _share(self, count: int) -> range:
+        share = count // self.tp
+        return range(self.tp_rank * share, (self.tp_rank + 1) * share)
+
+
+def k_ranges(config: ModelConfig) -> int:
+    """Ranges of K in which `wo_b` is summed at every tp: each is one or more output groups."""
+    return gcd(config.o_groups, MOST_TP)
+
+
+def balance(costs: Sequence[int], pp: int, first: int = 0, last: int = 0) -> tuple[range, ...]:
+    """Consecutive layers for each stage so that the dearest stage is cheapest. `costs`: of each
+    layer; `first` and `last`: what the first stage (embedding) and the last (head) have besides."""
+    count = len(costs)
+    if not 1 <= pp <= count:
+        raise OptionError(f"pp is {pp}, expected 1 to {count}, the model's layers")
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(start: int, stop: int, stage: int) -> int:
+        extra = (first if stage == 0 else 0) + (last if stage == pp - 1 else 0)
+        return sums[stop] - sums[start] + extra
+
+    # best[n]: the dearest stage when the stages so far have the first n layers, and their ends
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        n: (cost_of(0, n, 0), (n,)) for n in range(1, count - pp + 2)
+    }
+    for stage in range(1, pp):
+        ends = range(stage + 1, count - (pp - stage - 1) + 1)
+        best = {
+            end: min(
+                (max(best[n][0], cost_of(n, end, stage)), (*best[n][1], end))
+                for n in best
+                if n < end
+            )
+            for end in ends
+        }
+    ends_of = best[count][1]
+    return tuple(range(a, b) for a, b in zip((0, *ends_of), ends_of, strict=False))
