@@ -81,13 +81,19 @@ class _Live:
 
 
 class Engine:
-    def __init__(self, loaded: Loaded, tokenizer: Tokenizer | None, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        tokenizer: Tokenizer | None,
+        dialect: Dialect,
+        warm_up_progress: Progress | None = None,
+    ) -> None:
         self.config: ModelConfig = loaded.model.config
         self.settings = loaded.settings
         self.tokenizer = tokenizer
         self.dialect = dialect
         self.listeners: list[Listener] = []  # get every event; see `dsv4/util/events.py`
-        self._runner = Runner(loaded.model, loaded.settings)
+        self._runner = Runner(loaded.model, loaded.settings, warm_up_progress)
         pages, state = self._runner.pages, self._runner.state
         self._prefix = None
         if loaded.settings.prefix_cache:
@@ -113,15 +119,23 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: Model = "tiny", *, progress: Progress | None = None, **choices: Any
+        cls,
+        model: Model = "tiny",
+        *,
+        progress: Progress | None = None,
+        warm_up_progress: Progress | None = None,
+        **choices: Any,
     ) -> "Engine":
-        """`model`: a folder or an embedded model's name; `choices`: fields of EngineConfig."""
+        """`model`: a folder or an embedded model's name; `choices`: fields of EngineConfig.
+
+        `progress` gets (bytes read, bytes in all), `warm_up_progress` (steps done, steps in all).
+        """
         loaded = load_model(model, EngineConfig.make(**choices), progress)
         has_tokenizer = (loaded.folder / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(loaded.folder) if has_tokenizer else None
         has_system = tokenizer is not None and tokenizer.special.system is not None
         dialect = choose_dialect(has_system_marker=has_system, folder=loaded.folder)
-        return cls(loaded, tokenizer, dialect)
+        return cls(loaded, tokenizer, dialect, warm_up_progress)
 
     # --- one level down: what a server uses ---------------------------------------------------
 

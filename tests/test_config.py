@@ -510,7 +510,7 @@ def test_defaults_shrink_until_they_fit(memory_mib: int) -> None:
 def test_not_enough_memory() -> None:
     with pytest.raises(CapacityError) as caught:
         resolve(EngineConfig(), FLASH_CONFIG, has_gpu=False, memory_bytes=1000)
-    for word in ("GiB", "max_context", "max_sequences", "kv_format"):
+    for word in ("B are free", "max_context", "max_sequences", "kv_format"):
         assert word in str(caught.value)
 
 

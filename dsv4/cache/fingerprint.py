@@ -12,9 +12,12 @@ import logging
 import os
 import secrets
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from dsv4.util.sizes import size_text, time_text
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ KEPT = "digests.json"
 MAX_KEPT_BYTES = 1 << 24
 SAMPLE_BYTES = 64  # at the beginning, in the middle and at the end of every tensor
 SLOW_BYTES = 10**9  # from here on somebody may ask what the engine is doing
+SAY_SECONDS = 10.0  # between progress messages
 THREADS = 8
 
 
@@ -34,10 +38,18 @@ def fingerprint(folder: Path, settings: dict[str, Any], kept_in: Path) -> str:
     new = [path for path in files if known.get(str(path.resolve()), {}).get("sign") != signs[path]]
     nbytes = sum(path.stat().st_size for path in new)
     if nbytes >= SLOW_BYTES:
-        log.warning("reading %.1f GB once to know this checkpoint again", nbytes / 1e9)
+        log.warning("hashing %s of weights once for the prefix cache", size_text(nbytes))
+    begin = said = time.monotonic()
+    done = 0
     with ThreadPoolExecutor(THREADS) as pool:  # hashlib works outside the interpreter's lock
         for path, value in zip(new, pool.map(_digest, new), strict=True):
             known[str(path.resolve())] = {"sign": signs[path], "digest": value}
+            done += path.stat().st_size
+            now = time.monotonic()
+            if now - said >= SAY_SECONDS:
+                said, rate = now, done / (now - begin)
+                text = f"{size_text(rate)}/s, {time_text((nbytes - done) / rate)} left"
+                log.warning("hashed %s of %s, %s", size_text(done), size_text(nbytes), text)
     if new:
         _keep(kept_in, known)
     parts = [(path.name, known[str(path.resolve())]["digest"]) for path in files]

@@ -75,5 +75,5 @@ def engine_options(
 def load_engine(model: str, choices: dict[str, Any], console: Console) -> "Engine":
     from dsv4.engine import Engine
 
-    with Work(console, "loading weights") as progress:
-        return Engine.load(model, progress=progress, **choices)
+    with Work(console, "loading weights") as load, Work(console, "warming up", "steps") as warm_up:
+        return Engine.load(model, progress=load, warm_up_progress=warm_up, **choices)

@@ -19,7 +19,10 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 
 class Work:
-    """Call it with (done, total); the bar goes away at the end. `unit`: "bytes", or a noun."""
+    """Call it with (done, total); the bar appears then and goes away at the end.
+
+    `unit`: "bytes", or a noun. A call with 0 done starts the clock.
+    """
 
     def __init__(self, console: Console, title: str, unit: str = "bytes") -> None:
         self._console = console
@@ -37,8 +40,6 @@ class Work:
 
     def __enter__(self) -> "Work":
         self._begin = self._said = time.monotonic()
-        if self._console.is_terminal:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,9 +50,16 @@ class Work:
             self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._said >= LINE_SECONDS and done < total:
+        if done == 0:
+            self._begin = self._said = now
+        if self._console.is_terminal:
+            if done < total and not self._bar.live.is_started:
+                self._bar.start()
+            self._bar.update(self._task, completed=done, total=total)
+            if done >= total:
+                self.stop()
+        elif now - self._said >= LINE_SECONDS and done < total:
             self._said = now
             line = progress_line(self._title, self._unit, done, total, now - self._begin)
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -66,12 +74,26 @@ def progress_line(title: str, unit: str, done: int, total: int, seconds: float) 
     return f"{title}: {100 * done / total:.0f} % of {whole}, {speed}{left}"
 
 
+def parts_text(done: int, total: int, seconds: float) -> str:
+    """ "3 of 12 done, 20 s each, 3:00 min left"; "40 of 90 done, 2.5/s, 20 s left"."""
+    text = f"{done} of {total} done"
+    if not (done and seconds):
+        return text
+    each = seconds / done
+    rate = f"{1 / each:.3g}/s" if each < 1 else f"{time_text(each)} each"
+    return f"{text}, {rate}, {time_text(each * (total - done))} left"
+
+
 class Stage:
-    """What is going on, for work in named parts: a spinner in a terminal, a line each elsewhere."""
+    """What is going on, for work in named parts: a spinner in a terminal, a line each elsewhere.
+
+    Where the number of parts is known, pass how many are done: the rate and the time left follow.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status("")
+        self._begin = time.monotonic()
 
     def __enter__(self) -> "Stage":
         return self
@@ -79,7 +101,11 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._status.stop()
 
-    def __call__(self, text: str) -> None:
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
+        if total and done == 0:
+            self._begin = time.monotonic()
+        if total:
+            text += f" ({parts_text(done, total, time.monotonic() - self._begin)})"
         if self._console.is_terminal:
             self._status.update(text)
             self._status.start()

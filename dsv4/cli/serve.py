@@ -155,14 +155,17 @@ class _Screen:
     def __init__(self, model: str) -> None:
         self._model, self._plan = model, ""
         self._console = Console(stderr=True, highlight=False, markup=False)
-        self._bar = Work(self._console, "loading weights")
+        self._bars = {
+            "load": Work(self._console, "loading weights"),
+            "warm-up": Work(self._console, "warming up", "steps"),
+        }
         self._is_open = True
 
     def __enter__(self) -> "_Screen":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write(self._bar.stop)
+        self._write(self._stop)
 
     def show(self, message: dict[str, Any]) -> None:
         self._write(lambda: self._show(message))
@@ -175,19 +178,23 @@ class _Screen:
         except OSError:
             self._is_open = False
 
+    def _stop(self) -> None:
+        for bar in self._bars.values():
+            bar.stop()
+
     def _show(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "plan":
             self._plan = message["text"]
             self._console.print(f"plan: {self._plan}", soft_wrap=True)
-            self._bar.__enter__()
+            self._bars["load"].__enter__()
         elif kind == "progress":
-            self._bar(message["done"], message["total"])
-            if message["done"] == message["total"]:
-                self._bar.stop()
+            done, total = message["done"], message["total"]
+            self._bars[message["stage"]](done, total)
+            if message["stage"] == "load" and done == total:
                 self._console.print("weights loaded; warming up", soft_wrap=True)
         elif kind == "ready":
-            self._bar.stop()
+            self._stop()
             for line in ready_lines(message["address"], self._model, self._plan):
                 self._console.print(line, soft_wrap=True)
         elif kind == "failed":

@@ -57,7 +57,7 @@ class Prepared:
         state = s.geometry(self.config).state_bytes(s.max_context, s.max_sequences, s.state_tokens)
         weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
         return (
-            f"{size_text(weights)} of weights on {s.device}; "
+            f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {s.device}; "
             f"{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
             f"{size_text(state)} of state (kv {s.kv_format}, index {s.index_format}); "
             f"activations {s.activations_text}: {choose(self.choices.activations, self.gpu).why}"
@@ -95,11 +95,11 @@ def load_model(model: Model, choices: EngineConfig, progress: Progress | None = 
     weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
-        "%s: %s layout, %d parameters, %.2f GB in %.1f s, %d tensors knowingly ignored",
+        "%s: %s layout, %d parameters, %s in %.1f s, %d tensors knowingly ignored",
         folder.name,
         checkpoint.layout,
         len(weights),
-        checkpoint.nbytes / 1e9,
+        size_text(checkpoint.nbytes),
         seconds,
         len(checkpoint.ignored),
     )
@@ -165,9 +165,9 @@ def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
     left = free - weight_bytes - step_bytes(total)
     if left <= 0:
         raise CapacityError(
-            f"the weights take {weight_bytes / 1e9:.1f} GB and a step about "
-            f"{step_bytes(total) / 1e9:.1f} GB, the GPU has {free / 1e9:.1f} of "
-            f"{total / 1e9:.1f} GB free; use smaller weights, fewer layers or another GPU"
+            f"the weights take {size_text(weight_bytes)} and a step about "
+            f"{size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
+            f"{size_text(total)} free; use smaller weights, fewer layers or another GPU"
         )
     return left
 

@@ -9,6 +9,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.formats.spec import Activations
 from dsv4.runner.activations import Gpu, choose, query_width
+from dsv4.util.sizes import size_text
 
 DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
@@ -146,7 +147,7 @@ def _fit(
         else:
             raise CapacityError(
                 f"the state of {values['max_sequences']} sequences of {values['max_context']} "
-                f"tokens takes {state_bytes() / 2**30:.1f} GiB, {memory_bytes / 2**30:.1f} GiB "
+                f"tokens takes {size_text(state_bytes())}, {size_text(memory_bytes)} "
                 "are free; lower max_context or max_sequences, or choose a smaller kv_format"
             )
     return Settings(**values)

@@ -17,6 +17,7 @@ import torch
 
 from dsv4.ops.op import kernels_only
 from dsv4.ops.workspace import freeze_workspaces, workspace_bytes
+from dsv4.util.sizes import size_text, time_text
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class Pieces:
         self.total, self.done = total, 0
         self._progress = progress
         self._begin = self._said = time.perf_counter()
+        if progress is not None:
+            progress(0, total)
 
     def __call__(self) -> None:
         self.done += 1
@@ -39,7 +42,7 @@ class Pieces:
         if now - self._said > 5.0:
             self._said = now
             left = (now - self._begin) * (self.total - self.done) / self.done
-            log.info("warm-up: %d of %d, about %.0f s left", self.done, self.total, left)
+            log.info("warm-up: %d of %d, about %s left", self.done, self.total, time_text(left))
 
 
 def warm_up(
@@ -62,11 +65,11 @@ def warm_up(
     freeze_workspaces(device)
     capture(pieces)
     log.info(
-        "warm-up: compiled in %.1f s, %d graphs in %.1f s, workspaces %.2f GB",
+        "warm-up: compiled in %.1f s, %d graphs in %.1f s, workspaces %s",
         compiled - begin,
         num_captures,
         time.perf_counter() - compiled,
-        workspace_bytes(device) / 1e9,
+        size_text(workspace_bytes(device)),
     )
 
 

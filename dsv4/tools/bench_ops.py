@@ -10,9 +10,10 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache, partial
 from importlib import import_module, metadata
 from math import ceil
 from pathlib import Path
@@ -210,8 +211,8 @@ def embed_work(shape: Shape, tokens: int) -> Work:
     return Work("embed", shape.name, tokens, calls, embed_size(shape, tokens).num_bytes, 0.0)
 
 
-def all_work(shape: Shape, tokens: Iterable[int], only: str = "") -> Iterator[Work]:
-    """Every op of the issue at one model's sizes; weights of one op at a time are in memory."""
+def all_work(shape: Shape, tokens: Sequence[int], only: str = "") -> list[Callable[[], Work]]:
+    """Every weight op at one model's sizes; each entry allocates its own weights when called."""
     h, heads = shape.hidden, shape.heads * shape.head_dim
     csa = shape.csa_inputs
     plans: list[tuple[str, Callable[[int], Work]]] = [
@@ -235,16 +236,27 @@ def all_work(shape: Shape, tokens: Iterable[int], only: str = "") -> Iterator[Wo
             ),
         ),
     ]
-    for name, plan in plans:
-        if only in name:
-            for count in tokens:
-                if name != "head" or count <= 128:
-                    yield plan(count)
+    works: list[Callable[[], Work]] = [
+        partial(plan, count)
+        for name, plan in plans
+        if only in name
+        for count in tokens
+        if name != "head" or count <= 128
+    ]
     if only in "experts":
-        weights = expert_weights(shape)
+        weights = cache(lambda: expert_weights(shape))
+
+        def make_experts(count: int, shared: bool) -> Work:
+            return experts_work(shape, count, weights(), shared=shared)
+
         for count in tokens:
-            yield experts_work(shape, count, weights, shared=False)
-            yield experts_work(shape, count, weights, shared=True)
+            works += [partial(make_experts, count, False), partial(make_experts, count, True)]
+    return works
+
+
+def num_results(shapes: Iterable[str], tokens: Sequence[int], only: str = "") -> int:
+    """How many results `bench_ops` will yield."""
+    return sum(len(all_work(SHAPES[name], tokens, only)) for name in shapes if name in SHAPES)
 
 
 def time_calls(
@@ -308,7 +320,7 @@ def measure(work: Work, ceilings: Ceilings) -> Result:
 
 
 def bench_ops(
-    shapes: Iterable[str], tokens: Iterable[int], only: str = ""
+    shapes: Iterable[str], tokens: Sequence[int], only: str = ""
 ) -> Iterator[Ceilings | Result]:
     """The ceilings first, then one result per op, shape and number of tokens."""
     if not torch.cuda.is_available():
@@ -318,7 +330,8 @@ def bench_ops(
     for name in shapes:
         if name not in SHAPES:
             raise OptionError(f"shape {name!r}, expected one of {', '.join(SHAPES)}")
-        for work in all_work(SHAPES[name], tokens, only):
+        for make in all_work(SHAPES[name], tokens, only):
+            work = make()
             yield measure(work, ceilings)
             work.calls.clear()
             torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ from dsv4.formats.nvfp4 import SCALE_CHOICES, ScaleChoice
 from dsv4.tools.convert_config import new_config
 from dsv4.tools.convert_units import FAMILY, TARGETS, Copy, Target, Unit, units_of
 from dsv4.tools.convert_values import Stats, produce
+from dsv4.util.sizes import size_text
 
 JOURNAL = "convert.journal.json"
 REPORT = "conversion.json"
@@ -206,8 +207,8 @@ def _check_space(destination: Path, shards: list[Shard], journal: dict[str, Any]
     free = shutil.disk_usage(destination).free
     if needed > free:
         raise CheckpointError(
-            f"{destination}: {needed / 1e9:.1f} GB are still to be written, the disk has "
-            f"{free / 1e9:.1f} GB free; free some space and give the same command again"
+            f"{destination}: {size_text(needed)} are still to be written, the disk has "
+            f"{size_text(free)} free; free some space and give the same command again"
         )
 
 

@@ -17,6 +17,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.settings import Settings, resolve, step_bytes
 from dsv4.tools.plan_weights import Scheme, scheme_named, weight_bytes
+from dsv4.util.sizes import size_text
 
 CONTEXTS = (4096, 32768, 131072, 262144, 524288, 1048576)
 ONE_GPU = "this version runs a model on one GPU; several are not supported yet"
@@ -94,7 +95,7 @@ def make_plan(
 ) -> Plan:
     """What an engine with these choices would do on a GPU with so much memory, all of it free."""
     if not 10**9 <= gpu_bytes <= 10**13:
-        raise OptionError(f"memory is {gpu_bytes / 1e9:g} GB, expected 1 to 10000")
+        raise OptionError(f"memory is {size_text(gpu_bytes)}, expected 1 to 10000 GB")
     if not contexts or min(contexts) < 1:
         raise OptionError(f"contexts are {list(contexts)}, expected numbers above 0")
     choices = replace(choices or EngineConfig(), device="cuda")
@@ -165,12 +166,12 @@ def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Sett
     config, advice = subject.config, []
     free = _free(subject, gpu_bytes)
     if free < 0:
-        advice.append(f"weights and a step alone miss {-free / 1e9:.1f} GB; {ONE_GPU}")
+        advice.append(f"weights and a step alone miss {size_text(-free)}; {ONE_GPU}")
     else:
         state = _state_bytes(roomy, config)
         advice.append(
             f"{roomy.max_sequences} sequences of {roomy.max_context:,} tokens take "
-            f"{state / 1e9:.1f} GB of state, {free / 1e9:.1f} GB are left"
+            f"{size_text(state)} of state, {size_text(free)} are left"
         )
         auto = replace(choices, max_context=None, max_sequences=None)
         for change, words in (

@@ -18,9 +18,12 @@ from dsv4.cli import app, progress
 from dsv4.cli.chat import COMMANDS, HELP, Terminal, complete
 from dsv4.cli.generate import _prompt_text
 from dsv4.cli.options import complete_model
-from dsv4.cli.progress import Stage, Work, progress_line
-from dsv4.cli.serve import ready_lines
+from dsv4.cli.progress import Stage, Work, parts_text, progress_line
+from dsv4.cli.serve import _Screen, ready_lines
+from dsv4.config import EngineConfig
 from dsv4.errors import CheckpointError, OptionError, RequestError
+from dsv4.runner.load import prepare
+from dsv4.tools.bench_ops import num_results
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text, time_text
 from tests.cli.test_cli import Cli, cli  # noqa: F401  # the fixture
@@ -202,8 +205,55 @@ def test_bench_serve_says_where_it_is(
     options = [part for load in loads for part in ("--load", load)]
     result = cli("bench", "serve", model, "--max-context", "64", "--device", "cpu", *options)
     assert result.code == 0, result.err
-    said = re.findall(r"^all at once, (\d) requests", result.err, re.M)
-    assert said == ["1", "2"]
+    said = re.findall(r"^all at once, (\d) requests.* \((.*)\)$", result.err, re.M)
+    assert [count for count, _ in said] == ["1", "2"]
+    assert said[0][1] == "0 of 2 done"
+    assert re.fullmatch(r"1 of 2 done, \S+( s each)?, \d+ s left", said[1][1])
+
+
+def test_the_number_of_timed_ops_is_known_beforehand() -> None:
+    tokens = [1, 8, 8192]
+    names = ("csa inputs", "wq_b", "wo_a", "wo_b", "shared gate/up", "router", "embed")
+    assert num_results(["flash"], tokens, "head") == 2  # of at most 128 tokens
+    assert num_results(["flash"], tokens, "experts") == 2 * len(tokens)  # with and without shared
+    assert num_results(["flash", "pro"], tokens) == 2 * (len(names) * 3 + 2 + 2 * 3)
+
+
+def test_warm_up_shows_time_left_in_serve(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with _Screen("tiny") as screen:
+        screen.show({"kind": "plan", "text": "14.98 MB of weights (official layout) on cpu"})
+        screen.show({"kind": "progress", "stage": "load", "done": 4, "total": 4})
+        for done in (0, 1, 4):
+            screen.show({"kind": "progress", "stage": "warm-up", "done": done, "total": 4})
+        screen.show({"kind": "ready", "address": "http://127.0.0.1:1"})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "weights loaded; warming up"
+    assert lines[2] == "warming up: 0 % of 4 steps, 0 steps/s"
+    assert re.fullmatch(r"warming up: 25 % of 4 steps, \S+ steps/s, \d+ s left", lines[3])
+    assert lines[4] == "ready: http://127.0.0.1:1"
+    assert lines[5] == "  model  tiny; 14.98 MB of weights (official layout) on cpu"
+
+
+def test_the_plan_names_the_layout(model: str) -> None:
+    prepared = prepare(model, EngineConfig.make(device="cpu", max_context=64))
+    assert f"of weights ({prepared.checkpoint.layout} layout) on cpu" in str(prepared)
+
+
+def test_parts_have_a_rate_and_a_time_left() -> None:
+    assert parts_text(0, 12, 0.0) == "0 of 12 done"
+    assert parts_text(3, 12, 60.0) == "3 of 12 done, 20 s each, 3:00 min left"
+    assert parts_text(40, 90, 16.0) == "40 of 90 done, 2.5/s, 20 s left"
+
+
+def test_known_bytes_pick_their_unit() -> None:
+    """No file prints bytes divided by a fixed unit: that is how "0.0 GB" comes about."""
+    fixed = re.compile(r"\{[^{}]*/ (1e9|1e6|2\*\*30|2\*\*20):\.\d+f\} [GM]i?B\b|%\.\df [GM]i?B\b")
+    found = [str(path) for path in (ROOT / "dsv4").rglob("*.py") if fixed.search(path.read_text())]
+    assert not found
 
 
 def test_the_ready_lines_can_be_pasted() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -36,6 +37,8 @@ def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
     command = ["bench", "decode", *trial, "--batch", "1,3", "--context", "200", "--plot", str(plot)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    assert "timing steps (0 of 2 done)" in result.stderr
+    assert re.search(r"timing steps \(1 of 2 done, .* left\)", result.stderr)
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert [next(iter(row)) for row in rows] == ["run", "ceilings", "result", "result"]
     first = rows[2]["result"]

@@ -37,7 +37,7 @@ def ops(
 
     Examples: dsv4 bench ops --shape flash --only wq_b; dsv4 bench ops --predict b200
     """
-    from dsv4.tools.bench_ops import Ceilings, Result, bench_ops, write_record
+    from dsv4.tools.bench_ops import Ceilings, Result, bench_ops, num_results, write_record
 
     counts = numbers("tokens", tokens)
     check_output(files=(record,))
@@ -47,13 +47,15 @@ def ops(
         return
     rows: list[Ceilings | Result] = []
     table: list[tuple[str, ...]] = []
-    stage = Stage(Console(stderr=True))
+    stage, total = Stage(Console(stderr=True)), num_results(shape, counts, only)
     for row in bench_ops(shape, counts, only):
         rows.append(row)
         if isinstance(row, Ceilings):
             console.print(f"read {row.read_gbs:.0f} GB/s, bf16 {row.matrix_tflops:.0f} TFLOP/s")
+            stage("timing ops", 0, total)
             continue
-        stage(f"{len(rows)} timed, last {row.op} of {row.shape} with {row.tokens} tokens")
+        text = f"timed {row.op} of {row.shape} with {row.tokens} tokens"
+        stage(text, len(rows) - 1, total)
         cells = (row.median_us, row.spread_us, row.gbs, row.tflops, row.floor_us, row.ratio)
         heading = f"{row.shape}, {row.tokens} tokens"
         table.append((heading, row.op, *(f"{cell:g}" for cell in cells)))
@@ -126,7 +128,7 @@ def quality(
 
     Example: dsv4 bench quality --count 20 --lengths 2000 --kv-format fp8
     """
-    from dsv4.tools.quality.measure import Score, measure, perplexity, read_items
+    from dsv4.tools.quality.measure import Score, measure, num_scores, perplexity, read_items
     from dsv4.tools.quality.variants import broken
 
     try:
@@ -142,7 +144,12 @@ def quality(
     console = Console(stderr=True)
     engine = load_engine(model, choices or {}, console)
 
+    total, done = num_scores(items, sizes) + 1, 0  # perplexity comes last
+
     def show(score: Score) -> None:
+        nonlocal done
+        done += 1
+        stage(f"asked {score.skill}", done, total)
         if not as_json:
             sys.stdout.write(f"{score}\n")
             sys.stdout.flush()
@@ -150,9 +157,9 @@ def quality(
             console.print(f"  {wrong}", highlight=False, markup=False)
 
     with broken(engine, variant), Stage(console) as stage:
-        stage(f"asking up to {count} questions of each skill: {', '.join(items)}")
+        stage(f"asking up to {count} questions of each skill: {', '.join(items)}", 0, total)
         scores = measure(engine, items, count, sizes, show)
-        stage("reading held-out stories")
+        stage("reading held-out stories", done, total)
         surprise = perplexity(engine)
     if as_json:
         result = {score.skill: round(score.accuracy, 4) for score in scores}

@@ -1,5 +1,6 @@
 """`dsv4 bench serve`: requests that arrive at random times."""
 
+import itertools
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.options import MODEL, load_engine
-from dsv4.cli.progress import Stage
+from dsv4.cli.progress import Stage, Work
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.util.models import model_folder
@@ -66,7 +67,13 @@ def serve(
         lengths, loads = ([], own) if own else default_loads(engine)
         watch = plot is not None or not http
         bound_ms = engine.settings.max_gap_ms if engine.settings.cuda_graphs else 0.0
-        for row in bench_engine(engine, lengths, loads, stage, watch=watch):
+        total = len(lengths) + len(loads) * (2 if http else 1)
+        numbers = itertools.count()
+
+        def say(text: str) -> None:
+            stage(text, next(numbers), total)
+
+        for row in bench_engine(engine, lengths, loads, say, watch=watch):
             if isinstance(row, Measured):
                 measured.append(row)
                 report.draw(measured, bound_ms)
@@ -77,7 +84,7 @@ def serve(
             vocab_size, most = engine.config.vocab_size, max(item.requests for item in loads)
             with serving(model, options, most) as address:
                 results = [item.result for item in measured]
-                for over_http in bench_http(address, results, vocab_size, stage):
+                for over_http in bench_http(address, results, vocab_size, say):
                     report.add(over_http, stage)
     for what, path in (("recorded", record), ("drawn", plot)):
         if path is not None:
@@ -99,7 +106,13 @@ def _start(
         options["max_sequences"] = MAX_SEQUENCES
     if shape:
         stage(f"random weights of {config.num_layers} layers of {shape}, then warm-up")
-        return random_engine(shape, config, EngineConfig.make(**options))
+        with Work(Console(stderr=True), "warming up", "steps") as work:
+
+            def warm_up(done: int, total: int) -> None:
+                stage.pause()
+                work(done, total)
+
+            return random_engine(shape, config, EngineConfig.make(**options), warm_up)
     begin = time.perf_counter()
     engine = load_engine(model, options, Console(stderr=True))
     ready_s = round(time.perf_counter() - begin, 2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from dsv4.cli.progress import Stage
 from dsv4.errors import OptionError
 from dsv4.util.output import check_output
 
@@ -44,7 +45,8 @@ def decode(
         raise OptionError(f"compare is {compare!r}, expected 'transformers'")
     _check(shape, device)
     rows = bench_decode(shape, _layers(shape, layers), batches, contexts, device)
-    _show(rows, record, plot, _comparison(shape, device) if compare else None)
+    total = len(batches) * len(contexts) + (2 if compare else 0)
+    _show(rows, total, record, plot, _comparison(shape, device) if compare else None)
 
 
 def prefill(
@@ -63,7 +65,8 @@ def prefill(
 
     lengths = numbers("tokens", tokens)
     _check(shape, device)
-    _show(bench_prefill(shape, _layers(shape, layers), lengths, device), record, plot)
+    rows = bench_prefill(shape, _layers(shape, layers), lengths, device)
+    _show(rows, len(lengths), record, plot)
 
 
 def _comparison(shape: str, device: str) -> "Iterator[Ceilings | StepResult]":
@@ -84,6 +87,7 @@ def _comparison(shape: str, device: str) -> "Iterator[Ceilings | StepResult]":
 
 def _show(
     rows: "Iterator[Ceilings | StepResult]",
+    total: int,
     record: Path | None,
     plot: Path | None,
     more: "Iterator[Ceilings | StepResult] | None" = None,
@@ -94,9 +98,13 @@ def _show(
     check_output(files=(record, plot))
     console = Console()
     seen: list[Ceilings | StepResult] = []
+    stage, done = Stage(Console(stderr=True)), 0
+    stage("making random weights")
     for part in (rows, more or iter(())):
         for row in part:
             seen.append(row)
+            done += isinstance(row, StepResult)
+            stage.pause()
             if isinstance(row, StepResult):
                 for line in lines_of(row):
                     console.print(line, highlight=False, soft_wrap=True)
@@ -104,6 +112,9 @@ def _show(
                 console.print(f"read {row.read_gbs:.0f} GB/s, bf16 {row.matrix_tflops:.0f} TFLOP/s")
             if record is not None:
                 write_record(record, seen)  # after each, so that a run cut short is not lost
+            if done < total:
+                stage("timing steps", done, total)
+    stage.pause()
     first = next((row for row in seen if isinstance(row, StepResult)), None)
     if plot is not None and first is not None:
         plot.write_text(picture(first), encoding="utf-8")

@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,20 +71,26 @@ def _run(channel: Channel) -> int:
 def _load(order: Message, channel: Channel) -> Engine:
     prepared = prepare(order["model"], EngineConfig.make(**order["choices"]))
     channel.send({"kind": "plan", "text": str(prepared)})
+    load, warm = _tell(channel, "load"), _tell(channel, "warm-up")
+    engine = Engine.load(prepared, progress=load, warm_up_progress=warm)
+    warm_up = SamplingParams(max_tokens=2, temperature=0)
+    engine.generate([[engine.config.bos_id]], warm_up)  # through every op: nothing is built later
+    channel.send(_stats(engine))  # so that there are some when it is ready
+    channel.send({"kind": "ready", "facts": _facts(engine)})
+    return engine
+
+
+def _tell(channel: Channel, stage: str) -> Callable[[int, int], None]:
+    """Sends progress at most ten times a second, and the end."""
     last = 0.0
 
     def progress(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last > 0.1 or done == total:
             last = time.monotonic()
-            channel.send({"kind": "progress", "done": done, "total": total})
+            channel.send({"kind": "progress", "stage": stage, "done": done, "total": total})
 
-    engine = Engine.load(prepared, progress=progress)
-    warm_up = SamplingParams(max_tokens=2, temperature=0)
-    engine.generate([[engine.config.bos_id]], warm_up)  # through every op: nothing is built later
-    channel.send(_stats(engine))  # so that there are some when it is ready
-    channel.send({"kind": "ready", "facts": _facts(engine)})
-    return engine
+    return progress
 
 
 def _facts(engine: Engine) -> Message:

@@ -197,6 +197,11 @@ def measure(
     return scores
 
 
+def num_scores(items: dict[str, list[Item]], lengths: Sequence[int]) -> int:
+    """How many scores `measure` reports."""
+    return len(items) + len(lengths) + (UPDATES_LENGTH in lengths)
+
+
 def perplexity(engine: Engine, num_stories: int = 20) -> float:
     """Of stories the model was not trained on, word by word of the tokenizer."""
     assert engine.tokenizer is not None
