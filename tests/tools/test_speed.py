@@ -2,7 +2,6 @@
 
 import json
 import re
-import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
