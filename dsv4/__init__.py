@@ -19,7 +19,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Resolved on first use, so that `dsv4 --help` and the torch-free modules start at once.
+    # Imported on first use, so that `dsv4 --help` and torch-free modules start fast.
     if name not in _HOMES:
         raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
     import importlib

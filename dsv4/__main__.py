@@ -4,5 +4,5 @@ import sys
 
 from dsv4.cli import main
 
-sys.argv[0] = "dsv4"  # as records name the command
+sys.argv[0] = "dsv4"  # the name that help and benchmark records show
 main()

@@ -1,6 +1,6 @@
-"""ModelConfig: facts about a checkpoint. EngineConfig: choices of the user. Both frozen.
+"""ModelConfig: facts about a checkpoint. EngineConfig: the user's choices. Both are frozen.
 
-The three spellings of `config.json` are read in `util/config_json.py`.
+`util/config_json.py` reads the three spellings of `config.json`.
 """
 
 import json
@@ -57,14 +57,14 @@ class ModelConfig:
     hc_eps: float = 1e-6
     rms_norm_eps: float = 1e-6
     bos_id: int = 0
-    eos_ids: tuple[int, ...] = (1,)  # each of them ends an answer
+    eos_ids: tuple[int, ...] = (1,)  # any of them ends an answer
 
     def __post_init__(self) -> None:
         _check_model(self)
 
     @property
     def nope_head_dim(self) -> int:
-        """Channels of a head that carry no rotation; they come first."""
+        """Channels of a head without rotation; they come first."""
         return self.head_dim - self.rope_head_dim
 
     @cached_property
@@ -117,7 +117,7 @@ class ModelConfig:
             data = json.loads(text.decode())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        except (ValueError, RecursionError) as error:  # also bad UTF-8 and endless numbers
+        except (ValueError, RecursionError) as error:  # also bad UTF-8 and overlong numbers
             raise ConfigError(
                 f"{path} is not valid JSON ({error}); fetch the file again"
             ) from error
@@ -133,9 +133,9 @@ class ModelConfig:
         return cls(**read_fields(data))
 
 
-# No real model comes near these; a damaged or hostile file must not cost hours or all memory.
+# Far above any real model: a damaged or hostile file must not cost hours or all memory.
 MAX_CONFIG_BYTES = 16 << 20
-MAX_EXPERTS = 1 << 18  # of all layers
+MAX_EXPERTS = 1 << 18  # over all layers
 _LIMITS = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 17,
@@ -226,7 +226,7 @@ def _check_model(c: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What a user chooses; the same names on the command line, in Python and in the server."""
+    """The user's choices, under the same names on the command line, in Python and the server."""
 
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda or cuda:N"})
     dtype: str = field(default="auto", metadata={"help": "activations: auto, bfloat16, float32"})
@@ -292,7 +292,7 @@ class EngineConfig:
 
     @classmethod
     def make(cls, **choices: Any) -> "EngineConfig":
-        """The config with these choices; an unknown name is an error that lists the known ones."""
+        """A config with these choices; an unknown name raises an error listing the known ones."""
         known = {item.name for item in fields(cls)}
         unknown = sorted(choices.keys() - known)
         if unknown:

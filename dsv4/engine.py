@@ -1,16 +1,16 @@
-"""The journey of a token. READ FIRST. Long because the whole journey is told here.
+"""The journey of a token. READ FIRST. Long because it covers the whole journey.
 
-    text  --chat.Tokenizer-->  token ids  --Engine.add-->  a Sequence that waits
+    text  --chat.Tokenizer-->  token ids  --Engine.add-->  a waiting Sequence
     Engine.step:
-        Pipeline.take          one step, on a GPU with the next one already behind it:
+        Pipeline.take          one step; on a GPU the next one is already in flight:
             scheduler.next_step    which sequences run, with how many new tokens
                                    (pages, cached prefixes, priorities, preemption)
-            runner.submit          pages are taken, model and ops turn tokens into logits
-            runner.draw            sampling turns logits into one token per sequence
-            runner.read            the tokens come back
-        Engine._accept         the token joins its sequence; text comes out; ends are noticed
+            runner.submit          allocate pages; model and ops turn tokens into logits
+            runner.draw            sample one token per sequence
+            runner.read            copy the tokens back to the host
+        Engine._accept         append the token, detokenise, check stop conditions
 
-`stream` and `generate` are loops around `step`. A server uses `add`, `step` and `abort` alone.
+`stream` and `generate` are loops around `step`. A server uses only `add`, `step` and `abort`.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ from dsv4.util.events import Event, Listener
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-MAX_ANSWERS = 128  # to one prompt
+MAX_ANSWERS = 128  # per prompt
 
 
 @dataclass
@@ -72,12 +72,12 @@ class _Live:
 
     sequence: Running
     text: AnswerText
-    draw: Draw  # how its tokens are drawn, but for a mask
+    draw: Draw  # sampling parameters, without the guide's mask
     expires: float  # on the monotonic clock
-    compiling: Compiling | None = None  # the guide; until it is ready the scheduler waits for it
+    compiling: Compiling | None = None  # the guide; the request is not scheduled before it is ready
     matcher: Matcher | LateEnds | None = None
-    failure: Exception | None = None  # while its next token was prepared
-    audits: Finding | None = None  # an answer that this request repeats, unheard
+    failure: Exception | None = None  # raised while preparing its next token
+    audits: Finding | None = None  # the answer this request recomputes; its outputs are dropped
 
 
 class Engine:
@@ -92,7 +92,7 @@ class Engine:
         self.settings = loaded.settings
         self.tokenizer = tokenizer
         self.dialect = dialect
-        self.listeners: list[Listener] = []  # get every event; see `dsv4/util/events.py`
+        self.listeners: list[Listener] = []  # receive every event; see `dsv4/util/events.py`
         self._runner = Runner(loaded.model, loaded.settings, warm_up_progress)
         pages, state = self._runner.pages, self._runner.state
         self._prefix = None
@@ -110,7 +110,7 @@ class Engine:
             self._audit = Audit(choices["audit_share"], choices["audit_folder"], choices)
         self._live: dict[str, _Live] = {}
         self._next_expiry = math.inf  # on the monotonic clock
-        self._held: list[Output] = []  # brought by a step whose caller asked for other requests
+        self._held: list[Output] = []  # outputs of requests the last caller did not ask for
         self._streams: AsyncStreams[Output] | None = None
         self._num_named = 0
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
@@ -126,10 +126,8 @@ class Engine:
         warm_up_progress: Progress | None = None,
         **choices: Any,
     ) -> "Engine":
-        """`model`: a folder or an embedded model's name; `choices`: fields of EngineConfig.
-
-        `progress` gets (bytes read, bytes in all), `warm_up_progress` (steps done, steps in all).
-        """
+        """`model`: a folder or an embedded model; `choices`: fields of EngineConfig. `progress`
+        receives (bytes read, total), `warm_up_progress` (steps done, total)."""
         loaded = load_model(model, EngineConfig.make(**choices), progress)
         has_tokenizer = (loaded.folder / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(loaded.folder) if has_tokenizer else None
@@ -137,7 +135,7 @@ class Engine:
         dialect = choose_dialect(has_system_marker=has_system, folder=loaded.folder)
         return cls(loaded, tokenizer, dialect, warm_up_progress)
 
-    # --- one level down: what a server uses ---------------------------------------------------
+    # --- one level down: the server's interface -----------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request; a RequestError leaves everything else untouched."""
@@ -168,7 +166,7 @@ class Engine:
             self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """Run one step of everything that can run; what it brought, request by request."""
+        """Run one step of everything that can run; returns the new outputs by request."""
         held, self._held = self._held, []
         unheard = set()
         if self._audit is not None:
@@ -196,7 +194,7 @@ class Engine:
         return self._live[sequence.request.id].matcher is not None
 
     def _budget(self) -> Callable[[int], int] | None:
-        """Prompt tokens of a step beside so many sequences that decode, by measured costs."""
+        """Prompt tokens allowed in a step, given its decoding sequences and measured costs."""
         costs, most = self._runner.costs, self.settings.max_gap_ms
         if costs is None or not most:
             return None
@@ -205,7 +203,7 @@ class Engine:
         )
 
     def _expire(self) -> list[Output]:
-        """End the requests whose deadline has passed."""
+        """Abort the requests whose deadline has passed."""
         now = time.monotonic()
         if now < self._next_expiry:
             return []
@@ -218,14 +216,14 @@ class Engine:
         ]
 
     def _begin_guided(self) -> list[Output]:
-        """Requests whose guide is compiled join the others; some never will."""
+        """Schedule requests whose guide has compiled; fail those whose guide did not."""
         outputs = []
         for live in [live for live in self._live.values() if live.compiling is not None]:
             guide = live.sequence.request.params.guide
             assert guide is not None
             assert live.compiling is not None
             if self._scheduler.num_unfinished == 0:
-                live.compiling.done.wait(0.02)  # nothing else to do
+                live.compiling.done.wait(0.02)  # idle otherwise
             if not live.compiling.is_ready:
                 continue
             try:
@@ -258,13 +256,13 @@ class Engine:
         vocabulary = [b"" if is_marker(token) else of(token) for token in tokens]
         tag_marker = self.tokenizer.special.dsml
         if tag_marker is not None and tag_marker < len(vocabulary):
-            vocabulary[tag_marker] = NO_TEXT  # a guide may ask for it, by its id
+            vocabulary[tag_marker] = NO_TEXT  # a guide may name it by its id
         vocabulary += [b""] * (self.config.vocab_size - len(vocabulary))
         return Guides(vocabulary, sorted(self.stop_ids))
 
     @property
     def num_unfinished(self) -> int:
-        """Requests about which `step` will still have something to say."""
+        """Requests with outputs still to come from `step`."""
         return len(self._live.keys() | {output.request_id for output in self._held})
 
     @property
@@ -297,16 +295,16 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End what runs, and write the prefixes worth it to disk."""
+        """Abort running requests and write the prefixes worth keeping to disk."""
         for request_id in list(self._live):
             self.abort(request_id)
         if self._prefix is not None:
             self._prefix.flush()
-        if "_guides" in self.__dict__:  # only if there ever was one
+        if "_guides" in self.__dict__:  # created on first use
             self._guides.close()
 
     def check_integrity(self) -> None:
-        """Raise if a page or slot is lost or counted wrong. For tests, and when idle."""
+        """Raise if a page or slot is leaked or miscounted. For tests, and when idle."""
         if self._prefix is not None:
             self._prefix.check_integrity()
         else:
@@ -323,7 +321,7 @@ class Engine:
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Output, None]:
-        """`stream` for asyncio: any number at once on one event loop, steps on a thread."""
+        """`stream` for asyncio: any number of streams per event loop; steps run on a thread."""
         if self._streams is None or not self._streams.is_current:
             self._streams = AsyncStreams(self._step_for, self.abort)
         request = self._request(prompt, params)
@@ -335,9 +333,9 @@ class Engine:
     def generate(
         self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None, n: int = 1
     ) -> list[Completion]:
-        """A list of prompts in, a list of answers out, computed as one batch.
+        """Answer a list of prompts as one batch.
 
-        With `n` answers to each prompt they lie side by side; a seed counts up from the first.
+        The `n` answers to a prompt are adjacent; answer i uses seed + i if a seed is given.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -360,10 +358,7 @@ class Engine:
         return [join_outputs(request, outputs[request.id]) for request in requests]
 
     def _outputs_of(self, ids: Collection[str]) -> Iterator[Output]:
-        """Step until these requests have ended; outputs of others wait for whoever asks next.
-
-        Whoever stops listening early ends them: nothing runs on unheard.
-        """
+        """Step until these requests end, buffering other outputs. Closing early aborts them."""
         try:
             while any(name in self._live for name in ids) or any(
                 output.request_id in ids for output in self._held
@@ -379,7 +374,7 @@ class Engine:
             self._held = [output for output in self._held if output.request_id not in ids]
 
     def _give_up(self, ids: Collection[str]) -> list[Output]:
-        """Requests wait although nothing runs: whoever asks holds their room himself."""
+        """Nothing can run: the caller's own `score` iterator holds every slot."""
         error = CapacityError("no slot is free and none will be: `score` holds them all")
         return self._fail([self._live[name].sequence for name in ids if name in self._live], error)
 
@@ -389,7 +384,7 @@ class Engine:
         return [output for output in outputs if output.request_id in ids]
 
     def score(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Teacher-forced logits fp32 `[tokens, vocabulary]`, chunk by chunk."""
+        """Teacher-forced fp32 logits `[tokens, vocabulary]`, chunk by chunk."""
         check_prompt(
             tuple(token_ids),
             self.config.vocab_size,
@@ -408,7 +403,7 @@ class Engine:
     # --- the steps in between -----------------------------------------------------------------
 
     def encode(self, text: str, mode: str = "chat") -> list[int]:
-        """A text as token ids: a user's message (`chat`, `thinking`), or as it is (`raw`)."""
+        """Token ids of a text: as a user message (`chat`, `thinking`), or unchanged (`raw`)."""
         if self.tokenizer is None:
             raise RequestError(
                 "this checkpoint has no tokenizer.json, so a text prompt cannot be read; "
@@ -435,18 +430,18 @@ class Engine:
 
     def _draw(self, sequence: Running) -> Draw:
         live = self._live.get(sequence.request.id)
-        if live is None or live.sequence is not sequence:  # ended; whatever comes is not heard
+        if live is None or live.sequence is not sequence:  # ended: the token is dropped
             return Draw(sequence.request.params, sequence.seed, sequence.token_ids, 0)
         if live.matcher is None:
             return live.draw
         try:
             return replace(live.draw, mask=live.matcher.mask())
-        except Exception as error:  # of this request alone: it ends with its next token
+        except Exception as error:  # fails this request only, at its next token
             live.failure = error
             return live.draw
 
     def _take_token(self, sequence: Running, result: TokenLogprobs) -> Output:
-        """What goes wrong with one request's token ends that request and no other."""
+        """An error in one request's token ends only that request."""
         failure = self._live[sequence.request.id].failure
         try:
             if failure is not None:
@@ -458,7 +453,7 @@ class Engine:
             return self._fail([sequence], error)[0]
 
     def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
-        """A sampled token joins its sequence; the output says what is new."""
+        """Append a sampled token to its sequence; returns what is new."""
         live, params = self._live[sequence.request.id], sequence.request.params
         if live.matcher is not None:
             token = live.matcher.replacement(result.token_id, live.text.stop_ids)
@@ -517,7 +512,7 @@ class Engine:
         )
 
     def _check_again(self, audit: Audit, sequence: Running, live: _Live) -> None:
-        """A finished request may run again; one that did is compared."""
+        """Audit: rerun a finished request, or compare one that was rerun."""
         if live.audits is not None:
             audit.compare(live.audits, sequence)
         elif audit.wants(sequence.request.id):
@@ -528,10 +523,10 @@ class Engine:
     def _fail(self, sequences: Sequence[Running], error: Exception) -> list[Output]:
         log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         reason = str(error) if isinstance(error, Dsv4Error) else f"internal error: {error}"
-        live = filter(self._is_live, sequences)  # some may have ended with the step before
+        live = filter(self._is_live, sequences)  # some may have ended in the step before
         return [self._finish(sequence, "error", error=reason) for sequence in live]
 
-    # --- what the engine tells ----------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------
 
     def _tell(self, kind: str, request_id: str | None = None, **values: Any) -> None:
         for listener in self.listeners:
@@ -563,7 +558,7 @@ class Engine:
 
 
 def _store(loaded: Loaded, state: StateTensors) -> DiskStore | None:
-    """Where cold prefixes go; another model, format, device or build does not share them."""
+    """Disk store for cold prefixes, separate for each model, format, device and build."""
     settings = loaded.settings
     if settings.prefix_disk is None:
         return None

@@ -1,21 +1,21 @@
-"""Every error a user can meet.
+"""Every error a user can see.
 
     Dsv4Error
-    ├── OptionError       a choice of the user that cannot work (exit code 2)
-    ├── ConfigError       a config.json that is wrong or not supported
-    ├── CheckpointError   files or tensors that are missing, broken or contradict the config
+    ├── OptionError       an invalid user option (exit code 2)
+    ├── ConfigError       a config.json that is wrong or unsupported
+    ├── CheckpointError   files or tensors that are missing, damaged or contradict the config
     ├── CapacityError     not enough pages, slots or memory; back-pressure, never corruption
-    ├── RequestError      one request that cannot be served (exit code 2); others are untouched
-    ├── StallError        requests that would wait for ever; a bug of the scheduler
-    └── KernelError       an op got arguments it cannot take, or no kernel fits this device
+    ├── RequestError      a single request that cannot be served (exit code 2)
+    ├── StallError        requests that would wait indefinitely; a scheduler bug
+    └── KernelError       an op got unsupported arguments, or no kernel fits this device
 
-A message says what was found, what was expected and what to do. `assert` is for our own
-invariants only.
+A message says what was found, what was expected and what to do. `assert` is only for internal
+invariants.
 """
 
 
 class Dsv4Error(Exception):
-    """Base of all errors that are shown to the user without a traceback."""
+    """Base of all errors shown to the user without a traceback."""
 
     exit_code = 1
 

@@ -1,9 +1,9 @@
-"""Steps one behind the other. On a GPU the next one is submitted before the last is read.
+"""Pipelined steps: on a GPU the next step is submitted before the last one is read.
 
-The next step then takes its tokens where they were sampled, so the host schedules, detokenises and
-answers while the GPU computes. A sequence that turns out to have ended is computed once in vain;
-one whose last token is under way by its length is not. A guide's mask depends on the token before:
-such a step is submitted, too, and drawn when that token is known.
+The next step reads its input tokens on the device, so the host schedules, detokenises and answers
+while the GPU computes. A sequence that turns out to have ended wastes one row of the next step; one
+that ends by its length does not. A guide's mask depends on the previous token: such a step is
+submitted too, but sampled only once that token is known.
 """
 
 import time
@@ -16,22 +16,22 @@ from dsv4.runner.runner import PENDING, Chunk, Flight, Runner
 from dsv4.sampling import Draw
 from dsv4.scheduler import Scheduler, Sequence, Work
 
-Failure = tuple[list[Sequence], Exception]  # whose requests end with it
+Failure = tuple[list[Sequence], Exception]  # the sequences whose requests it ends
 
 
 @dataclass
 class Step:
-    """A step under way."""
+    """A step in flight."""
 
     work: list[Work]
     sampled: list[Sequence]
     flight: Flight
-    dropped: set[Sequence] = field(default_factory=set)  # computed from a token that is not theirs
+    dropped: set[Sequence] = field(default_factory=set)  # computed from a token that was replaced
 
 
 @dataclass
 class Taken:
-    """What a step brought; `work` is None where nothing could run."""
+    """A step's results; `work` is None if nothing could run."""
 
     work: list[Work] | None = None
     results: list[tuple[Sequence, TokenLogprobs]] = field(default_factory=list)
@@ -48,14 +48,14 @@ class Pipeline:
         draw: Callable[[Sequence], Draw],
         is_guided: Callable[[Sequence], bool],
     ) -> None:
-        """`draw`: how the next token of a sequence is drawn, by what is known of it now."""
+        """`draw` returns how to sample a sequence's next token, given what is known now."""
         self.runs_ahead = runner.device.type == "cuda"
         self._scheduler, self._runner = scheduler, runner
         self._is_live, self._draw, self._is_guided = is_live, draw, is_guided
         self._ahead: Step | None = None  # submitted, not read yet
 
     def take(self) -> Taken:
-        """Read the oldest step; behind it the next one is under way already, if it may be."""
+        """Read the oldest step, after submitting the next one where that is possible."""
         taken = Taken(clock=[time.perf_counter()])
         step, self._ahead = self._ahead, None
         if step is None or not any(self._is_live(item.sequence) for item in step.work):
@@ -80,14 +80,14 @@ class Pipeline:
         return taken
 
     def draw_ahead(self) -> list[Failure]:
-        """The tokens just taken are known everywhere: draw what waited for them."""
+        """Sample the step in flight if it waited for the tokens just taken."""
         failures: list[Failure] = []
         if self._ahead is not None and not self._ahead.flight.is_drawn:
             self._ahead = self._draw_step(self._ahead, failures)
         return failures
 
     def take_back(self, sequence: Sequence) -> None:
-        """The token just taken is replaced by another: what was computed from it does not count."""
+        """The token just taken was replaced: discard what was computed from it."""
         if self._ahead is not None and sequence.num_pending:
             self._ahead.dropped.add(sequence)
             sequence.num_pending = 0

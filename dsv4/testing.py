@@ -1,8 +1,8 @@
 """Random models for tests, benchmarks and `doctor`: every layer kind at any small size.
 
-`small_config` is a complete V4 in miniature; `random_weights` fills it so that every part
-matters (norms, sinks, biases and `ape` far from neutral). A *nasty* model has activations in the
-hundreds, nearly tied index scores and clamps that act on most values.
+`small_config` is a complete V4 in miniature. `random_weights` gives every part an effect (norms,
+sinks, biases and `ape` far from neutral). A *nasty* model has activations in the hundreds, nearly
+tied index scores and clamps that act on most values.
 """
 
 import json
@@ -19,7 +19,7 @@ from dsv4.config import ModelConfig
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    """Seven layers of all kinds, two hash-routed, with changes."""
+    """Seven layers of all kinds, two of them hash-routed; `changes` override fields."""
     base = ModelConfig(
         vocab_size=97,
         hidden_size=64,
@@ -50,7 +50,7 @@ def small_config(**changes: Any) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, seed: int, *, nasty: bool = False) -> dict[str, Tensor]:
-    """Every parameter under its canonical name, fp32, a function of config and seed alone."""
+    """Every parameter under its canonical name, in fp32; depends only on config and seed."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, parameter in parameters(config).items():
@@ -88,7 +88,7 @@ def _random_tensor(
 def _make_nasty(weights: dict[str, Tensor], rope_dim: int, generator: torch.Generator) -> None:
     for name, weight in weights.items():
         if name.endswith("indexer.compressor.norm.weight"):
-            weight[-rope_dim:] *= 1e-6  # or the rotation would tell the keys apart
+            weight[-rope_dim:] *= 1e-6  # otherwise the rotation would separate the keys
         elif name.endswith("norm.weight"):  # a few channels carry values in the hundreds
             channels = torch.randperm(weight.shape[0], generator=generator)[:2]
             weight[channels] *= 200.0
@@ -100,7 +100,7 @@ def _make_nasty(weights: dict[str, Tensor], rope_dim: int, generator: torch.Gene
 
 
 def as_dtype(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Matrices in `dtype`; what the model keeps in fp32 (norms, mixing, sinks) stays."""
+    """Matrices in `dtype`; what the model keeps in fp32 (norms, mixing, sinks) is unchanged."""
     return {
         name: weight.to(dtype) if weight.dim() >= 2 and _may_round(name) else weight
         for name, weight in weights.items()
