@@ -1,14 +1,14 @@
-"""Cold prefixes as files, so that a restarted engine still finds them.
+"""Cold prefixes on disk, so that a restarted engine still finds them.
 
-One safetensors file for each prefix, named by its key, in a folder of the model's fingerprint.
-A file appears whole or not at all (written beside, then renamed). It carries its key, its length,
-the fingerprint and a digest over these and all values: a damaged, renamed or foreign file is
-reported, removed and counts as not there. A disk that is full or cannot be written to ends the
-writing, never a request. A folder in /dev/shm keeps prefixes in main memory.
+One safetensors file per prefix, named by its key, in a folder named by the model's fingerprint.
+Files are written atomically (temporary name, then rename). Each carries its key, its length, the
+fingerprint and a digest over these and all values: a damaged, renamed or foreign file is reported,
+removed and treated as missing. A full or read-only disk stops the writing, never a request. A
+folder in /dev/shm keeps prefixes in main memory.
 
-States hold what clients wrote, so only the owner may read or replace them: folder 0700, files
-0600. Everything goes through the folder's descriptor and no link is followed, so swapping the
-folder or a file for a link leads nowhere.
+States contain client data, so only the owner may read or replace them: folder 0700, files 0600.
+All access goes through the folder's descriptor and follows no links, so replacing the folder or a
+file by a link has no effect.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from dsv4.cache.geometry import Pool
 log = logging.getLogger(__name__)
 
 SUFFIX = ".prefix"
-SHARE_OF_FREE = 0.5  # of what is free on the disk when the engine starts
+SHARE_OF_FREE = 0.5  # of the disk space free at start
 MAX_HEADER_BYTES = 1 << 20  # names, shapes and metadata before a file's values
 
 Shapes = Callable[[dict[Pool, int]], dict[str, tuple[torch.dtype, tuple[int, ...]]]]
@@ -64,7 +64,7 @@ class DiskStore:
     def _scan(self) -> None:
         found = []
         for name in os.listdir(self._at):
-            if name.endswith(".tmp"):  # of an engine that was killed
+            if name.endswith(".tmp"):  # left by a killed engine
                 os.unlink(name, dir_fd=self._at)
             elif name.endswith(SUFFIX):
                 status = os.stat(name, dir_fd=self._at, follow_symlinks=False)
@@ -153,7 +153,7 @@ class DiskStore:
         try:
             os.unlink(_name(key), dir_fd=self._at)
         except FileNotFoundError:
-            pass  # gone already
+            pass  # already gone
         except OSError as error:
             self._stop_writing(error)
 
@@ -164,7 +164,7 @@ class DiskStore:
 
 
 def _open_private(folder: Path) -> int:
-    """A descriptor of the folder, which is ours alone afterwards."""
+    """A descriptor of the folder, after making it private to this user."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         owner = os.fstat(descriptor).st_uid

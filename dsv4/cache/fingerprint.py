@@ -1,8 +1,8 @@
-"""Which checkpoint, run how: a name that changes when a single bit of the weights does.
+"""A fingerprint of the checkpoint and the settings that changes with a single bit of the weights.
 
-Every file is digested whole, once; the digest is kept in a small file beside the prefixes. It is
-believed again while the file has the same size, times and inode and a sample of every tensor is
-unchanged: an editor may set a file's time back, hardly all of that.
+Every file is hashed once in full; the digests are stored in a small file beside the prefixes. A
+stored digest stays valid while the file has the same size, times and inode, and samples of every
+tensor are unchanged: a tool may reset a file's time, but hardly all of these.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from dsv4.util.sizes import size_text, time_text
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of the prefixes' files: those of another one are not looked at
+VERSION = 3  # of the prefix files; other versions are ignored
 KEPT = "digests.json"
 MAX_KEPT_BYTES = 1 << 24
 SAMPLE_BYTES = 64  # at the beginning, in the middle and at the end of every tensor
-SLOW_BYTES = 10**9  # from here on somebody may ask what the engine is doing
+SLOW_BYTES = 10**9  # from here on hashing is slow enough to announce
 SAY_SECONDS = 10.0  # between progress messages
 THREADS = 8
 
 
 def fingerprint(folder: Path, settings: dict[str, Any], kept_in: Path) -> str:
-    """Tells states apart that may differ in a bit. `kept_in`: the folder of known digests."""
+    """Equal only for states equal in every bit. `kept_in`: the folder of stored digests."""
     known = _read_known(kept_in / KEPT)
     files = sorted(folder.glob("*.safetensors"))
     signs = {path: _sign(path) for path in files}
@@ -41,7 +41,7 @@ def fingerprint(folder: Path, settings: dict[str, Any], kept_in: Path) -> str:
         log.warning("hashing %s of weights once for the prefix cache", size_text(nbytes))
     begin = said = time.monotonic()
     done = 0
-    with ThreadPoolExecutor(THREADS) as pool:  # hashlib works outside the interpreter's lock
+    with ThreadPoolExecutor(THREADS) as pool:  # hashlib releases the GIL
         for path, value in zip(new, pool.map(_digest, new), strict=True):
             known[str(path.resolve())] = {"sign": signs[path], "digest": value}
             done += path.stat().st_size
@@ -64,7 +64,7 @@ def _digest(path: Path) -> str:
 
 
 def _sign(path: Path) -> str:
-    """What can be seen without reading all of a file."""
+    """A cheap signature that does not read the whole file."""
     found = path.stat()
     about = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
     digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
@@ -84,7 +84,7 @@ def _sign(path: Path) -> str:
 
 
 def _read_known(path: Path) -> dict[str, dict[str, str]]:
-    """Digests of earlier runs; none where the file is not ours alone or does not make sense."""
+    """Digests of earlier runs; none if the file is not private to this user or is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

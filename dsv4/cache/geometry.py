@@ -1,13 +1,13 @@
-"""Sizes of the state, without torch: the engine allocates by them and `plan` prints them.
+"""Sizes of the state, without torch: the engine allocates with them and `plan` prints them.
 
 Three pools of pages, each with its own page table:
 
-    window   the key of every token, all layers; pages that left the window are given back
+    window   the key of every token, all layers; pages behind the window are freed
     csa      one entry and one index key per 4 tokens, ratio-4 layers
     hca      one entry per 128 tokens, ratio-128 layers
 
-All layers of a pool share page numbers: page 7 is page 7 in each of them. Beside the pages a
-sequence holds one slot with the compressors' newest rows.
+All layers of a pool share page numbers: page 7 is page 7 in each of them. In addition to its pages
+a sequence holds one slot with the compressors' newest rows.
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,28 @@ from dsv4.formats.spec import Activations
 
 Pool = Literal["window", "csa", "hca"]
 POOLS: tuple[Pool, ...] = ("window", "csa", "hca")
-GROWING_POOLS: tuple[Pool, ...] = ("csa", "hca")  # the window has room for every slot
+GROWING_POOLS: tuple[Pool, ...] = ("csa", "hca")  # window pages are sized for every slot
 
-# Entries in a page. A window page and a csa page end on 128-token boundaries, where prefixes are
-# shared.
+# Entries per page. Window and csa pages end on 128-token boundaries, where prefixes are shared.
 PAGE_ENTRIES: dict[Pool, int] = {"window": 64, "csa": 32, "hca": 32}
 TOKENS_PER_ENTRY: dict[Pool, int] = {"window": 1, "csa": 4, "hca": 128}
 
-# Prefixes are shared at multiples of this: no block of 4 or 128 tokens is open there, window and
-# csa pages are full.
+# Prefixes are shared at multiples of this: no block of 4 or 128 tokens is open there, and window
+# and csa pages are full.
 SHARED_TOKENS = 128
-CARRIED_ROWS = 4  # of a ratio-4 compressor: the block before the boundary, which the next one reads
+CARRIED_ROWS = 4  # of a ratio-4 compressor: the block before the boundary, read by the next
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How many pages and bytes sequences need, for one model and one choice of formats."""
+    """Pages and bytes that sequences need, for one model and one choice of formats."""
 
     config: ModelConfig
     kv_format: str
     index_format: str
     chunk_tokens: int  # most prompt tokens of one step, over all sequences
     kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
-    query_width: Activations = "a16"  # what queries are rounded to that meet these keys
+    query_width: Activations = "a16"  # precision of queries multiplied with these keys
 
     @property
     def window_columns(self) -> int:
@@ -50,7 +49,7 @@ class Geometry:
         return -(-tokens // PAGE_ENTRIES["window"]) + 1
 
     def pages_needed(self, pool: Pool, start: int, end: int) -> range:
-        """Page columns in use while a sequence goes from `start` to `end` tokens."""
+        """Page columns in use while a sequence grows from `start` to `end` tokens."""
         page = PAGE_ENTRIES[pool]
         if pool == "window":
             return range(self.oldest_column(start), -(-end // page))
@@ -80,7 +79,7 @@ class Geometry:
         return self.config.num_layers_of(pool)
 
     def most_pages(self, pool: Pool, max_context: int) -> int:
-        """Most pages one sequence of up to `max_context` tokens holds; see also `chunk_pages`."""
+        """Most pages a sequence of up to `max_context` tokens holds; see also `chunk_pages`."""
         if pool == "window":
             page = PAGE_ENTRIES["window"]
             spanned = -(-(self.config.sliding_window - 1) // page) + 2
@@ -89,16 +88,16 @@ class Geometry:
 
     @property
     def chunk_pages(self) -> int:
-        """Window pages that a step's prompt tokens take beyond `most_pages`, all sequences
-        together; they come back when the step is done."""
+        """Window pages that a step's prompt tokens need beyond `most_pages`, over all sequences;
+        they are freed when the step is done."""
         return -(-self.chunk_tokens // PAGE_ENTRIES["window"])
 
     def num_pages(
         self, max_context: int, max_sequences: int, state_tokens: int | None = None
     ) -> dict[Pool, int]:
-        """Pages of each pool for sequences of `state_tokens` tokens together, and the cache.
+        """Pages of each pool for sequences of `state_tokens` tokens in all, and the cache.
 
-        Without `state_tokens` every slot can hold a sequence of full length.
+        Without `state_tokens` every slot can hold a full-length sequence.
         """
         pages = {pool: self.most_pages(pool, max_context) * max_sequences for pool in POOLS}
         if state_tokens is not None:
@@ -109,17 +108,17 @@ class Geometry:
         num_snapshots = self.kept_prefixes * max_sequences
         pages["window"] += self.chunk_pages + num_snapshots * self.snapshot_pages
         if self.num_layers("hca"):
-            pages["hca"] += num_snapshots  # a cached prefix of any length holds at least one
+            pages["hca"] += num_snapshots  # every cached prefix holds at least one
         return pages
 
     @property
     def snapshot_pages(self) -> int:
-        """Window pages that a prefix keeps at its boundary."""
+        """Window pages that a cached prefix holds at its boundary."""
         end = 2**20
         return len(self.pages_needed("window", end, end))
 
     def snapshot_bytes(self) -> int:
-        """Compressor rows that a cached prefix keeps beside its pages."""
+        """Compressor rows that a cached prefix holds beside its pages."""
         width = self.config.head_dim + self.config.index_head_dim
         return self.config.num_layers_of("csa") * CARRIED_ROWS * width * 2 * 4
 
@@ -152,14 +151,14 @@ class Geometry:
         return c.num_layers_of("csa") * csa + c.num_layers_of("hca") * hca
 
     def sequence_bytes(self, max_context: int) -> int:
-        """All state of one sequence of `max_context` tokens, between two steps."""
+        """State of one sequence of `max_context` tokens, between steps."""
         pages = sum(self.page_bytes(p) * self.most_pages(p, max_context) for p in POOLS)
         return pages + self.slot_bytes()
 
     def state_bytes(
         self, max_context: int, max_sequences: int, state_tokens: int | None = None
     ) -> int:
-        """All state of an engine."""
+        """State of a whole engine."""
         pages = self.num_pages(max_context, max_sequences, state_tokens)
         held = sum(self.page_bytes(pool) * count for pool, count in pages.items())
         slots = self.slot_bytes() + self.kept_prefixes * self.snapshot_bytes()

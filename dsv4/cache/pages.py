@@ -1,10 +1,10 @@
-"""Pages and slots: who holds what. No tensors.
+"""Ownership of pages and slots. No tensors.
 
-`prepare` takes every page a step needs or none of them; `apply` makes the step's growth final
-and gives back what left the window; `cancel` undoes the preparation.
+`prepare` allocates all the pages a step needs or none of them; `apply` commits the growth and frees
+the pages behind the window; `cancel` rolls the preparation back.
 
-A page may have several holders: running sequences, and the prefix cache. What only the cache
-holds is *idle*: it is given up as soon as a sequence needs room.
+A page may have several holders: running sequences and the prefix cache. A page held only by the
+cache is *idle*: it is evicted as soon as a sequence needs room.
 """
 
 from collections import Counter
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from dsv4.cache.geometry import GROWING_POOLS, POOLS, Geometry, Pool
 from dsv4.errors import CapacityError
 
-Columns = dict[int, int]  # a page for each column of a sequence's table
+Columns = dict[int, int]  # table column to page
 
 
 class PageAllocator:
-    """Page numbers `0 .. num_pages - 1`, counted by holder: sequences, and the prefix cache."""
+    """Page numbers `0 .. num_pages - 1`, with holders counted: sequences and the prefix cache."""
 
     def __init__(self, name: str, num_pages: int) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class PageAllocator:
     def check_integrity(
         self, held: Counter[int] | None = None, cached: Counter[int] | None = None
     ) -> None:
-        """Every page is free exactly once, or counted exactly as often as it is held."""
+        """Every page is free exactly once, or its count equals its number of holders."""
         free = set(self._free)
         assert len(free) == len(self._free), f"{self.name}: a page is free twice"
         idle = 0
@@ -120,8 +120,8 @@ class SequencePages:
     slot: int
     length: int = 0
     columns: dict[Pool, Columns] = field(default_factory=lambda: {pool: {} for pool in POOLS})
-    full_at: int = 0  # up to this length its pages suffice
-    leaves_at: int = 0  # from this length on its oldest window page is not needed any more
+    full_at: int = 0  # its pages suffice up to this length
+    leaves_at: int = 0  # its oldest window page is unused from this length on
 
 
 @dataclass
@@ -139,7 +139,7 @@ class StatePages:
     def __init__(self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int]) -> None:
         self.geometry = geometry
         self.allocators = {pool: PageAllocator(pool, num_pages[pool]) for pool in POOLS}
-        self.reclaim: Callable[[Pool, int], None] | None = None  # makes so many pages free
+        self.reclaim: Callable[[Pool, int], None] | None = None  # frees this many pages
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._open: list[SequencePages] = []
 
@@ -162,24 +162,24 @@ class StatePages:
         self._free_slots.append(sequence.slot)
 
     def share(self, sequence: SequencePages, pool: Pool, columns: Columns) -> None:
-        """A fresh sequence begins with pages that others hold as well."""
+        """Start a fresh sequence on pages shared with other holders."""
         self.allocators[pool].retain(columns.values())
         sequence.columns[pool].update(columns)
 
     def take(self, pool: Pool, count: int) -> list[int]:
-        """Free pages, if need be ones that only the prefix cache holds."""
+        """Allocate pages, evicting idle ones of the prefix cache if needed."""
         allocator = self.allocators[pool]
         if self.reclaim is not None and allocator.num_free < count <= allocator.num_available:
             self.reclaim(pool, count)
         return allocator.take(count)
 
     def missing(self, sequence: SequencePages, pool: Pool, count: int) -> list[int]:
-        """Columns for which a sequence has no page yet if it grows by `count` tokens."""
+        """Columns that still need a page if the sequence grows by `count` tokens."""
         start, held = sequence.length, sequence.columns[pool]
         if start + count <= sequence.full_at:
             return []
         needed = self.geometry.pages_needed(pool, start, start + count)
-        if pool in GROWING_POOLS:  # all from the first on; a long sequence has thousands
+        if pool in GROWING_POOLS:  # contiguous from the first; a long sequence has thousands
             return list(range(len(held), len(needed)))
         return [column for column in needed if column not in held]
 
@@ -211,7 +211,7 @@ class StatePages:
     def cancel(self, growth: Growth) -> None:
         for sequence, pool, column in growth.taken:
             self.allocators[pool].release([sequence.columns[pool].pop(column)])
-            sequence.full_at = 0  # to be found out anew
+            sequence.full_at = 0  # recomputed on the next growth
         growth.taken.clear()
 
     def apply(self, growth: Growth) -> None:
@@ -226,14 +226,14 @@ class StatePages:
         growth.taken.clear()
 
     def table_row(self, sequence: SequencePages, pool: Pool, width: int) -> list[int]:
-        """The sequence's row of the page table; the window's columns go round."""
+        """The sequence's row of the page table; the window's columns form a ring."""
         row = [0] * width
         for column, page in sequence.columns[pool].items():
             row[column % width] = page
         return row
 
     def check_integrity(self, cached: dict[Pool, Counter[int]] | None = None) -> None:
-        """`cached`: the pages the prefix cache believes to hold."""
+        """`cached`: the pages that the prefix cache says it holds."""
         for pool, allocator in self.allocators.items():
             held = Counter(page for s in self._open for page in s.columns[pool].values())
             allocator.check_integrity(held, cached[pool] if cached is not None else None)

@@ -1,12 +1,12 @@
-"""The prefix cache: the state of a sequence at a 128-token boundary, for others to begin with.
+"""The prefix cache: snapshots of a sequence's state at 128-token boundaries, reused by others.
 
-At a boundary B every kind can give back exactly B tokens: pages of entries and of the window
-are full or, the newest hca page, never written again below B; the compressors carry four rows.
-A *snapshot* holds all of it, so a sequence that begins with one is in the very state that it
-would have computed. Keys are digests over all tokens up to B, the salt included.
+At a boundary B every layer kind can restore exactly B tokens: entry and window pages are full, the
+newest hca page is never rewritten below B, and the compressors carry four rows. A *snapshot* holds
+all of this, so a sequence that starts from one has exactly the state it would have computed. Keys
+are digests over the salt and all tokens up to B.
 
 Pages are shared, not copied. Only the newest hca page may be partly filled; a new holder gets a
-copy, because it will write its own entries behind the shared ones.
+copy, because it appends its own entries behind the shared ones.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from dsv4.cache.pages import Columns, SequencePages, StatePages
 
 log = logging.getLogger(__name__)
 
-MAX_SEEN = 65536  # prompt beginnings remembered by name, to notice where prompts part
+MAX_SEEN = 65536  # prompt prefixes remembered by key, to find where prompts diverge
 
 
 class Copies(Protocol):
-    """What the cache asks of the tensors (`StateTensors`)."""
+    """The tensor copies that the cache needs (`StateTensors`)."""
 
     def copy_page(self, pool: Pool, source: int, target: int) -> None: ...
     def save_rows(self, slot: int, row: int) -> None: ...
@@ -36,7 +36,7 @@ class Copies(Protocol):
 
 
 class Store(Protocol):
-    """Where cold prefixes go (`DiskStore`)."""
+    """Storage for cold prefixes (`DiskStore`)."""
 
     def __contains__(self, key: bytes) -> bool: ...
     def save(self, key: bytes, length: int, tensors: dict[str, Any]) -> None: ...
@@ -44,7 +44,7 @@ class Store(Protocol):
 
 
 def block_keys(token_ids: Sequence[int], salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """A key for each whole block of 128 tokens; `known`: the first ones, if there are any."""
+    """One key per whole block of 128 tokens; `known`: keys already computed for the first ones."""
     keys = list(known)
     last = keys[-1] if keys else hashlib.blake2b(salt.encode(), digest_size=16).digest()
     for start in range(
@@ -64,7 +64,7 @@ class Snapshot:
     length: int
     columns: dict[Pool, Columns]
     row: int
-    on_purpose: bool  # not just because there was room
+    on_purpose: bool  # requested, rather than kept because there was room
     num_hits: int = 0
 
     @property
@@ -91,10 +91,10 @@ class PrefixCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._snapshots
 
-    # --- beginning with a prefix --------------------------------------------------------------
+    # --- lookup -------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> Snapshot | None:
-        """The longest cached beginning, from memory or from the store."""
+        """The longest cached prefix, from memory or from the store."""
         for place in range(len(keys) - 1, -1, -1):
             key = keys[place]
             found = self._snapshots.get(key)
@@ -106,20 +106,20 @@ class PrefixCache:
         return None
 
     def num_fresh(self, snapshot: Snapshot, pool: Pool) -> int:
-        """Pages that beginning with a snapshot takes away from the available ones."""
+        """Available pages that starting from a snapshot would use up."""
         allocator, columns = self._pages.allocators[pool], snapshot.columns[pool]
         copies = pool == "hca" and _partial_column(snapshot) in columns
         return sum(map(allocator.is_idle, columns.values())) + copies
 
     def begin(self, sequence: SequencePages, snapshot: Snapshot) -> None:
-        """A fresh sequence continues from a snapshot."""
+        """Start a fresh sequence from a snapshot."""
         assert sequence.length == 0
         partial = _partial_column(snapshot)
         for pool in POOLS:
             self._pages.share(sequence, pool, snapshot.columns[pool])
         self._tensors.restore_rows(snapshot.row, sequence.slot)
         if partial in snapshot.columns["hca"]:
-            # may drop the snapshot itself, whose pages and row are ours by now
+            # may evict the snapshot itself; its pages and row are ours by now
             [copy] = self._pages.take("hca", 1)
             source = sequence.columns["hca"][partial]
             sequence.columns["hca"][partial] = copy
@@ -131,7 +131,7 @@ class PrefixCache:
         snapshot.num_hits += 1
 
     def parting(self, keys: Sequence[bytes]) -> int:
-        """Tokens that an earlier prompt had in common with this one; it is remembered too."""
+        """Tokens this prompt shares with an earlier one; also remembers this prompt."""
         common = 0
         while common < len(keys) and keys[common] in self._seen:
             common += 1
@@ -142,7 +142,7 @@ class PrefixCache:
             self._seen.popitem(last=False)
         return common * SHARED_TOKENS
 
-    # --- keeping a prefix ---------------------------------------------------------------------
+    # --- snapshots ----------------------------------------------------------------------------
 
     def keep(
         self,
@@ -152,10 +152,10 @@ class PrefixCache:
         only_if_free: bool = False,
         instead_of: bytes | None = None,
     ) -> bool:
-        """Snapshot a sequence that stands at a boundary.
+        """Snapshot a sequence whose length is a boundary.
 
-        `only_if_free`: evict no other snapshot. `instead_of`: an older one of the same sequence,
-        replaced unless it was used.
+        `only_if_free`: evict no other snapshot. `instead_of`: an older snapshot of the same
+        sequence, replaced unless it was used.
         """
         assert sequence.length % SHARED_TOKENS == 0
         if key in self._snapshots:
@@ -176,8 +176,8 @@ class PrefixCache:
         return True
 
     def reserve(self, key: bytes) -> int | None:
-        """A row for a boundary that lies inside the next step's tokens; the step writes it. None
-        if that prefix is kept already."""
+        """A row for a boundary inside the next step's tokens, written by that step; None if that
+        prefix is already cached."""
         if key in self._snapshots:
             self._snapshots.move_to_end(key)
             return None
@@ -187,9 +187,9 @@ class PrefixCache:
         self._free_rows.append(row)
 
     def keep_inside(self, sequence: SequencePages, key: bytes, length: int, row: int) -> None:
-        """Snapshot the first `length` tokens: the step that computes them is under way, and pages
-        that leave the window with it are still held."""
-        if key in self._snapshots:  # of another sequence in the same step
+        """Snapshot the first `length` tokens while the step that computes them is in flight and
+        the pages it will free are still held."""
+        if key in self._snapshots:  # kept by another sequence in the same step
             self.give_back(row)
         else:
             self._add(sequence, key, length, row, on_purpose=True)
@@ -213,10 +213,10 @@ class PrefixCache:
             self._pages.allocators[pool].cache(columns.values())
         self._snapshots[snapshot.key] = snapshot
 
-    # --- giving up prefixes -------------------------------------------------------------------
+    # --- eviction -----------------------------------------------------------------------------
 
     def _reclaim(self, pool: Pool, count: int) -> None:
-        """Make `count` pages free; least recently used snapshots go first."""
+        """Free `count` pages; least recently used snapshots are evicted first."""
         allocator = self._pages.allocators[pool]
         while allocator.num_free < count and self._snapshots:
             self._evict()
@@ -235,7 +235,7 @@ class PrefixCache:
         self._free_rows.append(snapshot.row)
 
     def clear(self) -> None:
-        """Forget everything in memory; what is on disk stays."""
+        """Drop everything in memory; files on disk stay."""
         while self._snapshots:
             self._drop(next(iter(self._snapshots.values())))
         self._seen.clear()
@@ -243,7 +243,7 @@ class PrefixCache:
     # --- the store ----------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write every prefix worth it to the store, the most recently used ones last."""
+        """Write every prefix worth keeping to the store, most recently used last."""
         for snapshot in list(self._snapshots.values()):
             if self._store is not None and snapshot.worth_storing:
                 self._save(snapshot)
@@ -282,7 +282,7 @@ class PrefixCache:
         columns = {p: dict(zip(needed[p], taken[p], strict=True)) for p in POOLS}
         snapshot = Snapshot(key, length, columns, row, on_purpose=True)
         self._hold(snapshot)
-        for pool, pages in taken.items():  # from now on only the cache holds them
+        for pool, pages in taken.items():  # now held only by the cache
             self._pages.allocators[pool].release(pages)
         return snapshot
 
@@ -297,7 +297,7 @@ class PrefixCache:
 
 
 def _partial_column(snapshot: Snapshot) -> int:
-    """The hca column whose page is not full at the snapshot's end; a column beyond, if none."""
+    """The hca column whose page is partly filled at the snapshot's end; past the end if none."""
     entries = snapshot.length // TOKENS_PER_ENTRY["hca"]
     page = PAGE_ENTRIES["hca"]
     return entries // page if entries % page else -1

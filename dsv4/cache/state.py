@@ -1,4 +1,4 @@
-"""All tensors of the state, at fixed addresses, and the copies the prefix cache asks for."""
+"""All state tensors, at fixed addresses, and the copies that the prefix cache needs."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from dsv4.cache.kinds import KINDS, LayerState
 
 
 class StateTensors:
-    """Pages and slots of every layer, and one row of carried values for each cached prefix."""
+    """Pages and slots of every layer, and one row of carried values per cached prefix."""
 
     def __init__(
         self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], device: str
@@ -24,7 +24,7 @@ class StateTensors:
         for number, layer in enumerate(self.layers):
             for place, (pool, paged) in enumerate(layer.pools()):
                 for name, part in paged.parts.items():
-                    # bytes, so that copies and files need not know the format
+                    # raw bytes: copies and files do not depend on the format
                     self._pools[f"{number}.{place}.{name}"] = (pool, part.view(torch.uint8))
         self._slots = [tensor for layer in self.layers for tensor in layer.carried()]
         self._saved = [tensor for layer in self.layers for tensor in layer.kept()]
@@ -36,7 +36,7 @@ class StateTensors:
 
     @torch.inference_mode()
     def save_rows(self, slot: int, row: int) -> None:
-        """Keep what a sequence carries over the boundary it has just reached."""
+        """Save the rows that a sequence carries over the boundary it has just reached."""
         _copy([t[row] for t in self._saved], [t[slot] for t in self._slots])
 
     @torch.inference_mode()
@@ -44,7 +44,7 @@ class StateTensors:
         _copy([t[slot] for t in self._slots], [t[row] for t in self._saved])
 
     def load_copies(self) -> None:
-        """Run every copy once, of what nobody has written yet: the first one loads its kernel."""
+        """Run every copy once on unused state, so that its kernel is loaded."""
         if self.num_snapshots:
             self.save_rows(0, 0)
             self.restore_rows(0, 0)
@@ -64,7 +64,7 @@ class StateTensors:
 
     @torch.inference_mode()
     def write(self, tensors: dict[str, Tensor], pages: dict[Pool, list[int]], row: int) -> None:
-        """What `read` gave, to other pages and another row; shapes must fit."""
+        """Restore what `read` returned into other pages and another row; shapes must match."""
         for name, (pool, part) in self._pools.items():
             index = torch.tensor(pages[pool], dtype=torch.int64, device=part.device)
             part[index] = tensors[f"pages.{name}"].to(part.device)
@@ -72,7 +72,7 @@ class StateTensors:
             saved[row].copy_(tensors[f"rows.{number}"])
 
     def shapes(self, counts: dict[Pool, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What `read` gives for so many pages: dtype and shape of each tensor."""
+        """Dtype and shape of each tensor that `read` returns for this many pages."""
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (pool, part) in self._pools.items():
             expected[f"pages.{name}"] = (part.dtype, (counts[pool], *part.shape[1:]))
@@ -82,7 +82,7 @@ class StateTensors:
 
 
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Many small copies; on a GPU in few launches."""
+    """Many small copies, batched into few launches on a GPU."""
     targets, sources = list(targets), list(sources)
     if targets:
         torch._foreach_copy_(targets, sources)

@@ -1,7 +1,7 @@
 """Attention of one layer. Key and value are one vector per token, shared by all heads.
 
-All kinds look back over a window. Ratio-128 layers also see every compressed entry, ratio-4
-layers the ones their indexer selects. Matrices that read the same input run as one op.
+All kinds attend to a sliding window. Ratio-128 layers also attend to every compressed entry,
+ratio-4 layers to those their indexer selects. Matrices with the same input run as one op.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from dsv4.parallel.layout import Layout
 
 
 def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
-    """One table for everything a layer rotates; YaRN only where there is a compressor."""
+    """The rotation frequencies of a layer; YaRN applies only to layers with a compressor."""
     if ratio == 0:
         return rope_frequencies(config.rope_head_dim, config.rope_theta)
     return yarn_frequencies(
@@ -66,8 +66,8 @@ class Attention:
             self.indexer = Indexer(config, self.frequencies, weights.under("indexer."))
 
     def inputs(self, dtype: torch.dtype) -> tuple[list[Weight], list[torch.dtype]]:
-        """The matrices that read the layer's input, and what their results are: query latent and
-        window key in `dtype`, then what compressor and indexer need in fp32."""
+        """The matrices that read the layer's input, and the dtypes of their results: query latent
+        and window key in `dtype`, compressor and indexer inputs in fp32."""
         matrices: list[Weight] = [self.wq_a, self.wkv]
         if self.compressor is not None:
             matrices += self.compressor.matrices
@@ -79,7 +79,7 @@ class Attention:
     def __call__(
         self, projected: list[Tensor], step: StepInputs, state: LayerState
     ) -> Tensor | Parts:
-        """What `inputs` gave -> `[tokens, hidden]`; writes the layer's state."""
+        """The results of `inputs` -> `[tokens, hidden]`; updates the layer's state."""
         latent, kv, *rest = projected
         table = step.csa_table if self.indexer is not None else step.hca_table
         key = WindowKey(
@@ -113,7 +113,7 @@ class Attention:
         step: StepInputs,
         state: LayerState,
     ) -> Iterator[Compression]:
-        """Of the layer's compressor and its indexer's; `projected`: two matrices of each."""
+        """For the layer's compressor and its indexer's; `projected`: two matrices for each."""
         if self.compressor is not None:
             assert isinstance(state, CsaState | HcaState)
             yield self.compressor.of(

@@ -1,4 +1,4 @@
-"""A compressor: two projections of the layer's input that become entries block by block."""
+"""A compressor: two projections of the layer's input, merged into one entry per block."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class Compressor:
         self.ratio = ratio
         self.eps = config.rms_norm_eps
         self.frequencies = frequencies
-        # in the order in which their results come back
+        # in the order in which their results are returned
         self.matrices: list[Weight] = [weights.take("wkv.weight"), weights.take("wgate.weight")]
         self.ape = weights.tensor("ape")
         self.norm = weights.tensor("norm.weight")

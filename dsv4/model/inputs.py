@@ -1,4 +1,4 @@
-"""What a step hands to the model: tokens, where they belong, and the page tables."""
+"""A step's inputs to the model: tokens, their sequences and positions, and the page tables."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from dsv4.ops.ragged import Ragged
 class StepInputs:
     token_ids: Tensor  # [tokens] int64
     batch: Ragged
-    window_table: Tensor  # [sequences, columns] page numbers; the columns go round
+    window_table: Tensor  # [sequences, columns] page numbers; a ring
     csa_table: Tensor
     hca_table: Tensor
-    logits_rows: Tensor | None  # [rows] tokens whose logits are wanted; None: all
+    logits_rows: Tensor | None  # [rows] tokens to compute logits for; None: all

@@ -1,4 +1,4 @@
-"""The places where the residual streams are collapsed, from their stored parameters."""
+"""The sites where residual streams are collapsed, built from their stored parameters."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from dsv4.ops.mhc.mix import MixSite, mhc_head
 
 
 def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
-    """After the last block: the row that the head reads, of all tokens or those in `rows`."""
+    """After the last block: the head's input row, for all tokens or those in `rows`."""
     streams, update = residual.streams, residual.update
     assert update is not None, "a model has a block at least"
     y, post, comb = update.y, update.post, update.comb
@@ -19,7 +19,7 @@ def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Ten
 
 
 def mix_site(config: ModelConfig, weights: Weights, mix: str, norm: str) -> MixSite:
-    """`mix` is the prefix of fn, base and scale; `norm` the norm that follows the collapse."""
+    """`mix` is the name prefix of fn, base and scale; `norm` is the norm after the collapse."""
     return MixSite(
         fn=weights.tensor(f"{mix}_fn"),
         base=weights.tensor(f"{mix}_base"),

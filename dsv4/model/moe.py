@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: a router, its experts, and one expert that always runs."""
+"""The feed-forward half of a block: a router, its experts, and the shared expert."""
 
 from torch import Tensor
 
@@ -29,5 +29,5 @@ class MoE:
         )
 
     def __call__(self, residual: Residual, site: MixSite, token_ids: Tensor) -> Residual:
-        """The streams collapsed at `site`, then router and experts."""
+        """Collapse the streams at `site`, then run router and experts."""
         return mix_experts(residual, site, token_ids, self.gate, self.experts)

@@ -2,8 +2,8 @@
 
 The residual is `hc_mult` streams per token. Before each half-block they are collapsed into one
 normalised row; after it, its result is spread over the streams. The update after one half-block
-and the collapse before the next are one op (`mhc_boundary`). With activations of few bits the op
-and what reads its row are started as one, so that the row is quantised where it is made.
+and the collapse before the next are one op (`mhc_boundary`). With 4- or 8-bit activations this op
+is fused with its consumer, so that the row is quantised where it is computed.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Block:
         return self.ffn(residual, self.ffn_site, step.token_ids)
 
     def attend(self, residual: Residual, step: StepInputs, state: LayerState) -> Residual:
-        """The first half: the streams collapsed into a row, its projections, attention."""
+        """The first half: collapse the streams, project the row, attend."""
         weights, dtypes = self.attention.inputs(residual.streams.dtype)
         streams, post, comb, projected = mix_linear(residual, self.attention_site, weights, dtypes)
         return Residual(streams, Update(self.attention(projected, step, state), post, comb))
@@ -71,8 +71,8 @@ class Transformer:
             raise CheckpointError(f"weights nobody asked for: {sorted(weights.left)[:5]}")
 
     def distinct(self) -> tuple["Transformer", list[int]]:
-        """The model with one block of each kind alone, and which these are: what all of them need
-        to have compiled."""
+        """A model with one block of each kind, and their indices: enough to compile every kernel
+        of the whole model."""
         found: dict[Any, int] = {}
         for layer, block in enumerate(self.blocks):
             found.setdefault(_likeness(block), layer)
@@ -81,7 +81,7 @@ class Transformer:
         return few, list(found.values())
 
     def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
-        """Logits fp32 `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
+        """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
         streams = embed(step.token_ids, self.embedding, self.config.hc_mult, self.dtype)
         residual = Residual(streams)
         for layer, block in enumerate(self.blocks):
@@ -91,7 +91,7 @@ class Transformer:
 
 
 def _likeness(value: Any) -> Any:
-    """Equal for two parts of the model that launch the same kernels."""
+    """A key that is equal for two parts of the model that launch the same kernels."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Named weights on their way into the model: each is taken exactly once."""
+"""Named weights for building the model: each is taken exactly once."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from dsv4.formats.quantized import Weight
 
 
 class Weights:
-    """A view of the canonical name table under a prefix; `left` are the unused names."""
+    """A view of the canonical name table under a prefix; `left` holds the unused names."""
 
     def __init__(
         self, table: Mapping[str, Weight], prefix: str = "", left: set[str] | None = None

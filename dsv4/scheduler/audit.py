@@ -1,7 +1,7 @@
-"""The audit: some finished requests run again, cold and unhurried, and must give the same bits.
+"""The audit: some finished requests are rerun without the prefix cache and must match bit for bit.
 
-A difference is logged, counted, and written to a file that holds all that is needed to see it
-again: tokens, settings, seed, and both answers.
+A difference is logged, counted, and written to a file with everything needed to reproduce it:
+tokens, settings, seed, and both answers.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finding:
-    """An answer as it came the first time."""
+    """The answer of the first run."""
 
     request: Request
     seed: int
@@ -37,12 +37,12 @@ class Audit:
         self.num_audited = self.num_differences = 0
 
     def wants(self, request_id: str) -> bool:
-        """A share of all requests, chosen by name alone."""
+        """Whether to audit a request: a fixed share, decided by a hash of its id."""
         digest = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") < self._share * 2**32
 
     def again(self, sequence: Sequence) -> tuple[Request, Finding]:
-        """The request to run once more: as long as the answer was, before nobody."""
+        """The rerun: as long as the first answer, no stop conditions, lowest priority."""
         request = sequence.request
         params = replace(
             request.params, max_tokens=len(sequence.results), stop=(), stop_ids=(), logprobs=None
@@ -87,7 +87,7 @@ class Audit:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:  # it has what a client wrote
+            with open(descriptor, "w", encoding="utf-8") as file:  # it contains client data
                 json.dump(replay, file, indent=1)
         except OSError as error:
             return f"no file, because of {error}"

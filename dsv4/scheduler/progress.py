@@ -1,4 +1,4 @@
-"""Whether the steps lead anywhere: requests that would wait for ever are a bug, and are named."""
+"""Stall detection: requests that would wait indefinitely are a bug, and are reported by name."""
 
 from collections.abc import Sequence as Some
 
@@ -14,7 +14,7 @@ class Progress:
     def __init__(self, pages: StatePages, chunk_tokens: int) -> None:
         self._pages = pages
         self._block = min(chunk_tokens, SHARED_TOKENS)
-        self._num_idle_steps = 0  # since a sequence last got further than ever, or ended
+        self._num_idle_steps = 0  # since a sequence last made new progress or ended
         self._num_preempted = 0  # since the last step
 
     def ended(self) -> None:
@@ -27,7 +27,7 @@ class Progress:
             raise StallError(f"one step preempts for ever: {_who_waits(sequences)}")
 
     def check(self, running: Some[Sequence], waiting: Some[Sequence], has_work: bool) -> None:
-        """A step has been planned; a StallError if that goes on for ever without result."""
+        """Call after planning a step; raises StallError after too many steps without progress."""
         self._num_preempted = 0
         self._num_idle_steps += has_work
         for sequence in running:
@@ -35,7 +35,7 @@ class Progress:
                 sequence.furthest = sequence.num_computed
                 self._num_idle_steps = 0
         everyone = [*running, *waiting]
-        # without work, somebody else may hold every slot, or last tokens are under way; that ends
+        # without work, `score` may hold every slot or last tokens are in flight; both end
         can_run = any(s.num_pending == 0 for s in running)
         ready = any(s.num_pending == 0 for s in waiting)
         can_run = can_run or (ready and bool(self._pages.num_free_slots) and not running)
@@ -47,7 +47,7 @@ class Progress:
             raise StallError(f"{what}: {_who_waits(everyone)}")
 
     def _most_idle_steps(self, sequences: list[Sequence]) -> int:
-        """Enough to compute every request twice; a step does a block of one of them at least."""
+        """Enough to compute every request twice: each step computes at least one block of one."""
         return 2 * sum(len(s.token_ids) // self._block + 2 for s in sequences)
 
 

@@ -1,17 +1,16 @@
 """Which sequences run, with how many new tokens. No tensors.
 
-Every sequence has a rank, given once when it arrives: its place in time, where one level of
-priority is worth `PRIORITY_STEPS` steps of waiting. So a later arrival can overtake only for a
-while, and nobody starves. Lower ranks are admitted first; when pages run out the highest rank
-gives its pages back and waits, to be computed again.
+Every sequence gets a rank on arrival: its arrival step, where one priority level is worth
+`PRIORITY_STEPS` steps of waiting. A later arrival can therefore overtake only for a while, and no
+request starves. Lower ranks are admitted first. When pages run out, the highest rank is preempted:
+its pages are freed and it is recomputed later.
 
-A step holds one token of every sequence that is past its prompt. Beside them prompts get as many
-tokens as a step may have (`chunk_tokens`), or where the cost of steps is known as many as keep the
-gap between two tokens of a stream within its bound. They go to the prompts in turn, in shares of
-whole 128-token blocks.
+A step holds one token of every decoding sequence. Prompts fill the rest of the step's token budget:
+`chunk_tokens`, or, where step costs were measured, as many tokens as keep the gap between two
+tokens of a stream within its bound. The budget is shared among prompts in whole 128-token blocks.
 
-A step may be planned while the one before it runs: a sequence then counts the token that is under
-way (`num_pending`), whatever it will be.
+A step may be planned while the previous one runs. A sequence then counts the token in flight
+(`num_pending`) before its value is known.
 """
 
 import bisect
@@ -35,7 +34,7 @@ from dsv4.scheduler.sequence import Sequence
 log = logging.getLogger(__name__)
 
 PRIORITY_STEPS = 1000
-WORTH_WAITING = 2 * SHARED_TOKENS  # of a common beginning that another is just computing
+WORTH_WAITING = 2 * SHARED_TOKENS  # of a shared prefix that another request is computing
 
 
 @dataclass(slots=True)
@@ -44,8 +43,8 @@ class Work:
 
     sequence: Sequence
     num_new: int
-    samples: bool  # the step reaches the sequence's last known token
-    keep_len: int = 0  # a boundary inside the new tokens whose state is worth keeping
+    samples: bool  # the step computes the sequence's last known token
+    keep_len: int = 0  # a boundary inside the new tokens to snapshot
     keep_row: int = -1  # where it is kept
 
 
@@ -58,13 +57,13 @@ class Scheduler:
         tell: Callable[[str, Sequence], None] = lambda kind, sequence: None,
         budget: Callable[[int], int] | None = None,
     ) -> None:
-        """`budget`: prompt tokens of a step in which so many sequences decode."""
+        """`budget`: prompt tokens allowed in a step, by its number of decoding sequences."""
         self._pages = pages
         self._budget = budget
         self._chunk_tokens = chunk_tokens
         self._prefix = prefix
         self._tell = tell
-        self._waiting: list[Sequence] = []  # both lists by rank
+        self._waiting: list[Sequence] = []  # both lists are sorted by rank
         self._running: list[Sequence] = []
         self._num_added = self._num_steps = 0
         self._progress = Progress(pages, chunk_tokens)
@@ -87,7 +86,7 @@ class Scheduler:
         return [*self._running, *self._waiting]
 
     def rank(self, sequence: Sequence) -> None:
-        """Give a sequence its place in the order; it may be added later."""
+        """Assign a sequence its rank; it may be added later."""
         self._num_added += 1
         virtual = self._num_steps - PRIORITY_STEPS * sequence.request.priority
         sequence.rank = (virtual, self._num_added)
@@ -98,7 +97,7 @@ class Scheduler:
         _insert(self._waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Finished or aborted: its pages and slot are free again."""
+        """Finished or aborted: free its pages and slot."""
         self._progress.ended()
         if sequence.pages is None:
             self._waiting.remove(sequence)
@@ -117,45 +116,45 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def _reserve(self, item: Work) -> Work:
-        """Room for the prefix that ends inside the step's tokens, if it is not kept already."""
+        """Reserve a row for the prefix that ends inside the step's tokens, unless it is cached."""
         if self._prefix is None or not item.keep_len:
             return item
         row = self._prefix.reserve(item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1])
         return replace(item, keep_len=0) if row is None else replace(item, keep_row=row)
 
     def started(self, work: list[Work]) -> None:
-        """The step is under way, its pages are still held: prefixes that end inside it are kept."""
+        """The step is in flight and its pages are still held: keep prefixes that end inside it."""
         for item in work:
             item.sequence.last_served = self._num_steps
             if self._prefix is not None and item.keep_len:
                 assert item.sequence.pages is not None
                 key = item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1]
                 self._prefix.keep_inside(item.sequence.pages, key, item.keep_len, item.keep_row)
-                item.keep_len = 0  # the row belongs to the prefix now
+                item.keep_len = 0  # the prefix owns the row now
 
     def failed(self, work: list[Work]) -> None:
-        """The step was not started after all."""
+        """The step failed to start."""
         for item in work:
             if self._prefix is not None and item.keep_len:
                 self._prefix.give_back(item.keep_row)
 
     def done(self, work: list[Work]) -> None:
-        """Nothing was started since the step: prefixes that end with it are kept, if worth it."""
+        """Keep the prefixes that end with this step; no later step may be in flight."""
         for item in work:
             if item.sequence.pages is None:
                 continue  # ended or preempted meanwhile
             if self._prefix is not None and item.sequence.shares:
                 try:
                     self._keep(self._prefix, item.sequence)
-                except Exception as error:  # the answer goes on; only its prefix is not kept
+                except Exception as error:  # the answer continues; only its prefix is not cached
                     log.error("a prefix could not be kept: %s", error)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Its state does not count: it waits, to be computed again."""
+        """Free its state and queue it for recomputation."""
         if sequence.pages is not None:
             self._preempt(sequence)
 
-    # --- who runs -----------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------
 
     def _admit(self) -> None:
         place = 0
@@ -166,7 +165,7 @@ class Scheduler:
                 first.waits_for = "its token in flight"
                 place += 1
             elif self._is_coming(first, found):
-                place += 1  # others may go before; the wait ends with the other's prompt
+                place += 1  # others may overtake; the wait ends with the other's prompt
             elif self._has_room(first, found):
                 self._waiting.pop(place)
                 self._open(first, found)
@@ -174,13 +173,13 @@ class Scheduler:
                 self._preempt(self._running[-1])
             else:
                 first.waits_for = "pages" if self._pages.num_free_slots else "a slot"
-                break  # nobody overtakes the first: it could wait for ever
+                break  # no overtaking, or the first could starve
         self.beginning = None
 
     def _is_coming(self, sequence: Sequence, found: Snapshot | None) -> bool:
-        """Whether a running prompt is about to compute much of this one's beginning.
+        """Whether a running prompt is computing a long prefix of this one.
 
-        Then it is asked to keep it, and this one waits instead of computing the same.
+        That prompt is then told to snapshot it, and this one waits to reuse the snapshot.
         """
         if self._prefix is None or not sequence.shares:
             return False
@@ -197,8 +196,8 @@ class Scheduler:
         return False
 
     def _usable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Of the blocks before the last known token, which is always computed: its logits are
-        wanted."""
+        """Keys of the blocks before the last known token, which is always recomputed for its
+        logits."""
         return sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS]
 
     def _find(self, sequence: Sequence) -> Snapshot | None:
@@ -207,10 +206,10 @@ class Scheduler:
         return self._prefix.find(self._usable_keys(sequence))
 
     def _has_room(self, sequence: Sequence, found: Snapshot | None) -> bool:
-        """Pages for all tokens known of the running ones and of this one, and one to grow, unless
-        it ends before.
+        """Whether pages suffice for all known tokens of this and the running sequences, plus one
+        page to grow, unless it ends before.
 
-        Alone it may always try: if it does not fit then, it never will.
+        A sequence that would run alone is always admitted: if it does not fit now, it never will.
         """
         if not self._running or not self._pages.num_free_slots:
             return self._pages.num_free_slots > 0
@@ -253,7 +252,7 @@ class Scheduler:
         if sequence.num_cached is None:
             prefix.num_asked += len(sequence.token_ids)
             prefix.num_hit += sequence.num_computed
-        # worth keeping: the end of the prompt, and where it parts from earlier ones
+        # worth a snapshot: the prompt's end, and where it diverges from earlier ones
         sequence.cuts = frozenset((len(keys) * SHARED_TOKENS, prefix.parting(keys)))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -270,7 +269,7 @@ class Scheduler:
         self._pages.close(sequence.pages)
         sequence.pages = None
 
-    # --- with how many tokens -----------------------------------------------------------------
+    # --- token budget -------------------------------------------------------------------------
 
     def _plan(self) -> list[Work]:
         work, prompts = [], []
@@ -306,7 +305,7 @@ class Scheduler:
                 return False
         return True
 
-    # --- what is kept -------------------------------------------------------------------------
+    # --- snapshots ----------------------------------------------------------------------------
 
     def _keep(self, prefix: PrefixCache, sequence: Sequence) -> None:
         length = sequence.num_computed
@@ -327,7 +326,7 @@ def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 def _num_common(a: list[bytes], b: list[bytes]) -> int:
-    """Equal keys at the beginning; where one is equal, all before it are."""
+    """Number of equal leading keys; keys are cumulative, so one equal key implies all before."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -336,7 +335,7 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
 
 
 def _share_out(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
-    """Tokens of the step for each prompt: equal shares first, then what is left over."""
+    """Step tokens per prompt: equal shares first, then the remainder."""
     counts = dict.fromkeys(prompts, 0)
     share = max(budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS, SHARED_TOKENS)
     for room, sequence in itertools.product((share, budget), prompts):
@@ -355,7 +354,7 @@ def _inside(sequence: Sequence, count: int) -> list[int]:
 
 def _chunk_len(sequence: Sequence, room: int) -> int:
     """How many of `room` tokens to compute next: up to a cut, or whole blocks. One cut may lie
-    inside, if what its prefix carries is computed in the same step."""
+    inside if the step also computes the rows that its prefix carries."""
     start = sequence.num_computed
     count = min(sequence.num_left, room)
     inside = _inside(sequence, count)

@@ -1,4 +1,4 @@
-"""A request on its way: its tokens so far, and how many of them the state holds."""
+"""A request being served: its tokens so far, and how many of them the state holds."""
 
 from dataclasses import dataclass, field
 
@@ -12,19 +12,19 @@ from dsv4.request import Request, TokenLogprobs
 class Sequence:
     request: Request
     seed: int
-    shares: bool = True  # may begin with cached prefixes, and leave its own
+    shares: bool = True  # may use cached prefixes and add its own
     rank: tuple[int, int] = (0, 0)  # lower runs first; given by the scheduler, never changes
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     results: list[TokenLogprobs] = field(default_factory=list)  # of the output, if audited
     pages: SequencePages | None = None
-    num_pending: int = 0  # tokens that a step under way samples
-    max_len: int = 2**62  # it ends with this many tokens at the latest
-    num_cached: int | None = None  # prompt tokens it began with; None before its first step
+    num_pending: int = 0  # tokens sampled by a step in flight
+    max_len: int = 2**62  # it ends at this length at the latest
+    num_cached: int | None = None  # prompt tokens from the cache; None before its first step
     num_preemptions: int = 0
     last_served: int = -1  # step
     furthest: int = 0  # the most tokens its state ever held
     waits_for: str = "its turn"
-    cuts: frozenset[int] = frozenset()  # lengths at which a chunk must end, to be kept
+    cuts: frozenset[int] = frozenset()  # lengths at which a chunk must end for a snapshot
     kept_key: bytes | None = None  # the newest prefix kept while decoding
     _keys: list[bytes] = field(default_factory=list)
 
@@ -37,13 +37,13 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens known or on their way, but not yet in the state; 1 while decoding."""
+        """Tokens known or in flight that the state does not hold yet; 1 while decoding."""
         known = len(self.token_ids) + self.num_pending
         return known if self.pages is None else known - self.pages.length
 
     @property
     def is_last_pending(self) -> bool:
-        """Whether the token under way is its last one."""
+        """Whether the token in flight is its last one."""
         return self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_len
 
     @property
@@ -55,7 +55,7 @@ class Sequence:
         return self.token_ids[len(self.request.prompt_ids) :]
 
     def keys(self) -> list[bytes]:
-        """One for each whole block of the tokens known so far."""
+        """One key per whole block of the tokens known so far."""
         if len(self._keys) < len(self.token_ids) // SHARED_TOKENS:
             self._keys = block_keys(self.token_ids, self.request.cache_salt, self._keys)
         return self._keys

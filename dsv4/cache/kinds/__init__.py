@@ -1,8 +1,8 @@
 """One class per layer kind: the tensors of its state.
 
-`pools` names its paged tensors; `carried` is what of a slot still matters at a 128-token
-boundary, `[slots, rows, width]` each: what a cached prefix must keep beside its pages. `kept` is
-where it is kept, `[prefixes, rows, width]`, in the same order.
+`pools` names its paged tensors. `carried` is the part of a slot that is still needed at a 128-token
+boundary, `[slots, rows, width]` each, which a cached prefix stores beside its pages. `kept` is that
+storage, `[prefixes, rows, width]`, in the same order.
 """
 
 from dsv4.cache.kinds.csa import CsaState

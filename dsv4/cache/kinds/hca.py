@@ -14,7 +14,7 @@ from dsv4.ops.kv.pool import PagedPool
 def allocate_compressor(
     num_slots: int, ratio: int, width: int, device: str, kept: tuple[int, ...] | None = None
 ) -> CompressorState:
-    """`kept`: shape of what prefixes carry over their boundaries."""
+    """`kept`: shape of the rows that cached prefixes store."""
     shape = (num_slots, state_rows(ratio), width)
     shapes = (shape, shape) if kept is None else (shape, shape, kept, kept)
     return CompressorState(*(torch.zeros(each, device=device) for each in shapes))
