@@ -1,4 +1,4 @@
-"""Reading checkpoints. `LAYOUTS` has one entry per layout; the first that matches names it.
+"""Reading checkpoints. `LAYOUTS` has one entry per layout; the first match names the checkpoint's.
 
 Nothing here imports torch until tensors are read (`reader`).
 """

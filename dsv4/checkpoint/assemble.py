@@ -1,7 +1,7 @@
-"""One parameter from its stored matrices: checked, sliced, copied straight into its final place.
+"""Builds one parameter from its stored matrices: checked, sliced, copied into its final buffer.
 
-Stacked experts are never built as a list: the final buffer is allocated first and each expert is
-copied into its slot, so the extra memory is one matrix's views on the mapped file.
+Stacked experts are never collected in a list: the final buffer is allocated first and each expert
+is copied into its slot, so the only extra memory is one matrix's views of the mapped file.
 """
 
 import logging
@@ -26,7 +26,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a parameter that is wanted: whole experts, and a range of rows or columns."""
+    """The selected part of a parameter: whole experts, and a range of rows or columns."""
 
     experts: range | None = None
     rows: tuple[int, int] | None = None
@@ -34,7 +34,7 @@ class Cut:
 
 
 def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
-    """The parameter in the format it is stored in, in memory of its own."""
+    """The parameter in its stored format, in its own memory."""
     if source.parameter.kind == "table":
         return _table(source, files, advance)
     if source.cells[0].expert is None and source.num_parts == 1:
@@ -43,7 +43,7 @@ def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> 
 
 
 def read_matrix(stored: Stored, files: MappedFiles) -> StoredWeight:
-    """One matrix as views on the file, its scales checked; plain tensors are not checked here."""
+    """One matrix as views of the file, scales checked; plain tensors are not checked here."""
     data = files.tensor(stored.data)
     if stored.format == "plain":
         return data
@@ -75,7 +75,7 @@ def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> S
 
 
 def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
-    """Experts beside each other, w1 above w3; cells are read in the order they lie on disk."""
+    """Stack experts, w1 above w3; cells are read in disk order."""
     num_parts = source.num_parts
     first_expert = cut.experts.start if cut.experts is not None else 0
     cells = [c for c in source.cells if _wanted(c, cut)]
@@ -117,7 +117,7 @@ def _wanted(cell: Cell, cut: Cut) -> bool:
 
 
 def _align(weight: Fp8BlockTensor, num_parts: int) -> Fp8BlockTensor:
-    """Smaller tiles where the joined halves would not start on a tile edge (tiny models only)."""
+    """Smaller tiles where a joined half would not start on a tile edge (tiny models only)."""
     rows, (tile_rows, tile_cols) = weight.shape[0], weight.tile
     if num_parts == 1 or rows % tile_rows == 0:
         return weight
@@ -150,7 +150,7 @@ def _join(
     table = torch.cat([globals_[e, p] for e in range(count) for p in range(num_parts)])
     table = table.reshape(count, num_parts)
     if bool((table == table[:, :1]).all()):
-        table = table[:, :1].contiguous()  # one global for both halves, as careful files have it
+        table = table[:, :1].contiguous()  # both halves share one global
     return Nvfp4Tensor(buffers[0], buffers[1], table if has_experts else table[0])
 
 
@@ -167,20 +167,20 @@ def _cut(weight: StoredWeight, cut: Cut) -> StoredWeight:
     return weight
 
 
-# --- checks that cost next to nothing beside reading --------------------------------------------
+# --- checks that are cheap compared with reading ------------------------------------------------
 
-_CHUNK = 1 << 20  # elements: the sum reads what the copy left in the processor's cache
+_CHUNK = 1 << 20  # elements: the sum reads what the copy left in the CPU cache
 
 
 def copy_checked(place: torch.Tensor, data: torch.Tensor, info: TensorInfo) -> None:
-    """Copies and refuses NaN and Inf. A finite sum proves that all are finite; an infinite one
-    may be overflow and is looked at closely."""
+    """Copy, refusing NaN and Inf. A finite sum proves that all values are finite; an infinite one
+    may be overflow and is checked element by element."""
     if not data.is_contiguous() or not place.is_contiguous():
         place.copy_(data)
         refuse_nonfinite(place, info)
         return
     to, source = place.view(-1), data.view(-1)
-    # torch adds BF16 in float32 anyway, several times faster when not asked to; F16 overflows soon
+    # torch sums BF16 in float32 anyway and is several times faster without a dtype; F16 overflows
     wide = torch.float32 if data.dtype == torch.float16 else None
     for start in range(0, source.numel(), _CHUNK):
         part = to[start : start + _CHUNK]
@@ -190,7 +190,7 @@ def copy_checked(place: torch.Tensor, data: torch.Tensor, info: TensorInfo) -> N
 
 
 def refuse_nan_codes(data: torch.Tensor, info: TensorInfo) -> None:
-    """FP8 elements have two codes for NaN: the largest signed byte and the largest unsigned."""
+    """E4M3 has two NaN codes: the largest signed and the largest unsigned byte."""
     for part in _pieces_of(data):
         if int(part.view(torch.int8).max()) == 0x7F or int(part.view(torch.uint8).max()) == 0xFF:
             where = torch.isnan(data.float()).nonzero()[0].tolist()
@@ -218,7 +218,7 @@ def refuse_nonfinite(data: torch.Tensor, info: TensorInfo) -> None:
 
 def _table(source: Source, files: MappedFiles, advance: Advance) -> torch.Tensor:
     """The hash router's expert ids. An id out of range is refused; an expert named twice for a
-    token is only warned of, because fresh transformers models have all-zero tables."""
+    token only gives a warning, because fresh transformers models have all-zero tables."""
     info = source.stored.data
     table = files.tensor(info).to(torch.int64, copy=True)
     problem = table_out_of_range(table, source.parameter.limit)
@@ -285,7 +285,7 @@ def _check_block_scale(scale: torch.Tensor, info: TensorInfo) -> None:
 
 
 def _global(stored: Stored, files: MappedFiles) -> torch.Tensor:
-    """The multiplier g as [1]; compressed-tensors' divisor is inverted once, in float64."""
+    """The global multiplier as [1]; compressed-tensors' divisor is inverted once, in float64."""
     info = stored.global_scale
     assert info is not None
     value = files.tensor(info).reshape(1).to(torch.float64)

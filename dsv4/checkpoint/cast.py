@@ -12,7 +12,7 @@ from dsv4.formats.spec import NVFP4_EXACT_SPREAD
 def cast_stack(weight: Mxfp4Tensor, source: Source) -> tuple[Nvfp4Tensor, mxfp4.CastReport]:
     """One global per expert where the exponents of both halves fit one window, else per half.
 
-    The packed bytes are handed on as they are; only blocks outside every window are rewritten,
+    The packed bytes are passed through unchanged; only blocks outside every window are rewritten,
     in place.
     """
     flat = weight.packed.dim() == 2

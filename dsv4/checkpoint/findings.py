@@ -1,4 +1,4 @@
-"""What a check found: one line for a person, fields for a program."""
+"""The result of a check: a readable line, and fields for programs."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from dsv4.errors import CheckpointError
 
 Level = Literal["error", "warning", "note"]
 _SHOWN = 10  # in an exception's message
-_ALIKE = 8  # findings that differ in layer and expert only; above, one stands for all
+_ALIKE = 8  # findings that differ only in layer and expert; above this, one stands for all
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Finding:
 
 
 def raise_errors(findings: Iterable[Finding], where: str) -> None:
-    """A CheckpointError with the first errors; nothing when there are none."""
+    """Raise a CheckpointError with the first errors, if there are any."""
     errors = [item for item in findings if item.level == "error"]
     if not errors:
         return
@@ -47,7 +47,7 @@ def raise_errors(findings: Iterable[Finding], where: str) -> None:
 
 
 def collapse(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings of the same kind in many layers and experts become one that says how many."""
+    """Merge findings of one kind over many layers and experts into one with a count."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for item in findings:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", item.tensor or "")

@@ -1,4 +1,4 @@
-"""How one matrix is stored, decided from the tensors beside it. No torch.
+"""How one matrix is stored, inferred from its tensors. No torch.
 
     suffixes                                       weight dtype    format
     weight, scale [N, K/32]                        I8 / U8 / F4    MXFP4
@@ -8,9 +8,9 @@
     weight_packed, weight_scale, weight_global_scale  U8           NVFP4, global divides
     weight                                         BF16/F16/F32    plain
 
-An FP8 tile is a square of the declared size, a row or a stretch of one, or the whole matrix: the
-shape of the scales tells which. `input_scale`, `input_global_scale` and `activation_scale` belong
-to the activation and never enter the weight.
+An FP8 tile is a square of the declared size, a row or part of one, or the whole matrix: the shape
+of the scales decides. `input_scale`, `input_global_scale` and `activation_scale` belong to the
+activation and never affect the weight.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Stored:
 
     @property
     def label(self) -> str:
-        """For people: bf16, fp32, fp8, mxfp4, nvfp4."""
+        """Readable: bf16, fp32, fp8, mxfp4, nvfp4."""
         if self.format != "plain":
             return self.format
         return {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(
@@ -127,8 +127,8 @@ def _plain(info: TensorInfo, shape: tuple[int, ...], may_quantize: bool) -> Stor
 
 
 def _is_mxfp4(found: dict[str, TensorInfo], global_name: str) -> bool:
-    """ModelOpt and compressed-tensors write MXFP4 under NVFP4's names: bytes of exponents as
-    scales, and no global."""
+    """ModelOpt and compressed-tensors write MXFP4 under NVFP4's names: exponent bytes as scales,
+    and no global."""
     scale = found.get("weight_scale")
     exponents = scale is not None and scale.dtype in E8M0_DTYPES
     return exponents and len(found) == 2 and global_name not in found
@@ -209,7 +209,7 @@ def _fp8(
 
 
 def _tiles(shape: tuple[int, ...], block: int) -> list[tuple[int, int]]:
-    """What one FP8 scale may stand for: a square, a row, 32 or 128 columns of one, everything."""
+    """What one FP8 scale may cover: a square, a row, 32 or 128 columns of a row, or everything."""
     rows, cols = shape
     return [(block, block), (1, cols), (1, MXFP4_GROUP), (1, FP8_BLOCK), (rows, cols)]
 
@@ -219,7 +219,7 @@ def _grid(shape: tuple[int, ...], tile: tuple[int, int]) -> tuple[int, ...]:
 
 
 def _as_matrix(scale: TensorInfo, rows: int) -> TensorInfo:
-    """The same numbers as [R, C]: tools also write (), [1], [N] and [R, 1, C, 1]."""
+    """The same values as [R, C]: tools also write (), [1], [N] and [R, 1, C, 1]."""
     shape = scale.shape
     if prod(shape) == 1:
         return replace(scale, shape=(1, 1))

@@ -1,6 +1,6 @@
 """Which tensors on disk fill which parameter: every parameter once, every tensor accounted for.
 
-Built from headers and config alone (no torch), so `inspect` and `check` use it as the loader does.
+Built only from headers and config (no torch), so the loader, `inspect` and `check` share it.
 """
 
 from collections import defaultdict
@@ -44,7 +44,7 @@ class Manifest:
 
 
 def build_manifest(folder: Path, config: ModelConfig, layouts: Iterable[Layout]) -> Manifest:
-    """Matches the folder's tensors with the parameters of `config`; problems become findings."""
+    """Match the folder's tensors with the parameters of `config`; problems become findings."""
     scan = scan_folder(folder)
     manifest = Manifest(folder, config, scan, findings=list(scan.findings))
     found = list(scan.tensors)
@@ -95,7 +95,7 @@ def _one_family(manifest: Manifest, found: list[str]) -> bool:
 
 
 def _place(manifest: Manifest) -> tuple[Modules, dict[str, TensorInfo], list[TensorInfo]]:
-    """Every tensor sorted under its official module; draft tensors are set aside."""
+    """Sort every tensor under its official module; draft tensors are kept apart."""
     modules: Modules = defaultdict(dict)
     leaves: dict[str, TensorInfo] = {}
     unknown: list[TensorInfo] = []
@@ -121,7 +121,7 @@ def _place(manifest: Manifest) -> tuple[Modules, dict[str, TensorInfo], list[Ten
 def _fill(
     manifest: Manifest, modules: Modules, leaves: dict[str, TensorInfo]
 ) -> set[tuple[str, int | None]]:
-    """Makes a Source for each parameter; returns the modules and leaves that were used."""
+    """Make a Source for each parameter; returns the modules and leaves that were used."""
     used: set[tuple[str, int | None]] = set()
     missing: list[str] = []
     block = block_size(manifest.scan.quantization)
@@ -157,7 +157,7 @@ def _fill(
         else:
             _collect(manifest, cells)
     what = "is missing; the model needs it, fetch the checkpoint again"
-    if not manifest.scan.unread:  # it may well be in the file that could not be read
+    if not manifest.scan.unread:  # otherwise it may be in the unreadable file
         manifest.findings += [Finding("error", "missing", what, name) for name in missing]
     return used
 
@@ -165,7 +165,7 @@ def _fill(
 def _wanted(
     name: str, parameter: names.Parameter
 ) -> list[tuple[str, int | None, int, tuple[int, ...]]]:
-    """(module, expert, part, shape) of each matrix a parameter is made of."""
+    """(module, expert, part, shape) of each matrix of a parameter."""
     if name.endswith((".w13", ".w2")):
         *lead, rows, cols = parameter.shape
         parts = part_names(name)

@@ -4,7 +4,7 @@ Canonical names are the official ones, except that the routed experts of a layer
 (`layers.N.ffn.experts.w13` [E, 2I, D] with the gate's rows first, `...experts.w2` [E, D, I]) and
 the shared expert's gate and up are joined (`...shared_experts.w13`). No torch here.
 
-Renames work on whole dotted components: `wkv` or `norm` occur in several modules.
+Renames apply to whole dotted components: `wkv` and `norm` occur in several modules.
 """
 
 import re
@@ -20,7 +20,7 @@ Family = Literal["official", "transformers", "hybrid"]
 @dataclass(frozen=True)
 class Parameter:
     """`kind`: "linear" may be quantised; "plain" is a matrix that never is (embedding, router);
-    "norm" and "fp32" are handed out in float32; "table" holds expert ids (int64)."""
+    "norm" and "fp32" are returned in float32; "table" holds expert ids (int64)."""
 
     shape: tuple[int, ...]
     kind: Kind
@@ -29,7 +29,7 @@ class Parameter:
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
-    """Canonical name -> what the model needs under that name."""
+    """Canonical name -> the parameter that the model expects."""
     c = config
     vocab = Parameter((c.vocab_size, c.hidden_size), "plain", "embedding and head")
     out = {"embed.weight": vocab, "head.weight": vocab}
@@ -41,7 +41,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def draft_parameters(config: ModelConfig, markov_rank: int = 256) -> dict[str, Parameter]:
-    """The same for the draft blocks `mtp.i.`; the engine does not run them, `check` does."""
+    """The same for the draft blocks `mtp.i.`; `check` reads them, the engine does not run them."""
     c = config
     out: dict[str, Parameter] = {}
     norm = Parameter((c.hidden_size,), "norm", "draft")
@@ -56,7 +56,7 @@ def draft_parameters(config: ModelConfig, markov_rank: int = 256) -> dict[str, P
                 out[f"{prefix}{name}.weight"] = norm
             out.update(_head_mix(c, prefix))
         elif index == 0:
-            taps = 3 * c.hidden_size  # the outputs of three target layers side by side
+            taps = 3 * c.hidden_size  # the concatenated outputs of three target layers
             out[prefix + "main_proj.weight"] = Parameter((c.hidden_size, taps), "linear", "draft")
             out[prefix + "main_norm.weight"] = norm
         if c.draft_kind == "dspark" and index == c.num_draft_layers - 1:
@@ -127,7 +127,7 @@ def _block(c: ModelConfig, prefix: str, ratio: int, *, hashed: bool) -> dict[str
 def _compressor(
     out: dict[str, Parameter], prefix: str, width: int, d: int, ratio: int, group: str
 ) -> None:
-    wide = width * (2 if ratio == 4 else 1)  # ratio 4 overlaps: two halves side by side
+    wide = width * (2 if ratio == 4 else 1)  # ratio 4 overlaps: two halves
     out[prefix + "wkv.weight"] = Parameter((wide, d), "linear", group)
     out[prefix + "wgate.weight"] = Parameter((wide, d), "linear", group)
     out[prefix + "ape"] = Parameter((ratio, wide), "fp32", group)
@@ -136,7 +136,7 @@ def _compressor(
 
 # --- from a name on disk to the official module it belongs to ---------------------------------
 
-# what may stand behind a module's name
+# suffixes that may follow a module's name
 SUFFIXES = frozenset(
     (
         "weight",
@@ -179,7 +179,7 @@ _MODULES = {  # transformers -> official, inside a layer
     "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
     "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
 }
-_LEAVES = {  # parameters that are no module's weight
+_LEAVES = {  # parameters that are not a module's weight
     "self_attn.sinks": "attn.attn_sink",
     "self_attn.compressor.position_bias": "attn.compressor.ape",
     "self_attn.compressor.indexer.position_bias": "attn.indexer.compressor.ape",
@@ -194,7 +194,7 @@ _STACK = re.compile(
     r"(?:_(scale_inv|activation_scale))?"
 )
 _STACK_SUFFIXES = {None: "weight", "scale_inv": "weight_scale_inv"}
-# llmcompressor takes transformers' stacks apart and spells the parts so, under hybrid names
+# llmcompressor splits transformers' stacks and writes the parts under these hybrid names
 _EXPERT_PARTS = {"wgate": "w1", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _TOP_MODULES = {"model.embed_tokens": "embed", "lm_head": "head", "model.norm": "norm"}
 _HYBRID_TOP_MODULES = {"model.embed_tokens": "embed", "head": "head", "model.norm": "norm"}
@@ -208,12 +208,12 @@ class Place:
     """Where a tensor on disk belongs: `module` is an official name without its suffix."""
 
     module: str
-    suffix: str  # "" for parameters that are no module's weight (sinks, ape, tables)
+    suffix: str  # "" for parameters that are not a module's weight (sinks, ape, tables)
     expert: int | None = None
 
 
 def families_in(names: list[str]) -> list[Family]:
-    """Every family that occurs; more than one means two checkpoints in one folder."""
+    """Every family present; more than one means two checkpoints in one folder."""
     tests: tuple[tuple[Family, re.Pattern[str]], ...] = (
         ("transformers", re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.")),
         ("hybrid", re.compile(r"model\.layers\.\d+\.(attn|ffn)\.")),
@@ -235,7 +235,7 @@ def is_ours(name: str) -> bool:
 
 
 def locate(name: str, family: Family) -> Place | None:
-    """The place of a tensor under this family's names, or None when it has none."""
+    """The place of a tensor under this family's names, or None."""
     if family == "official":
         return _official(name)
     if name in _TOP_LEAVES:

@@ -1,4 +1,4 @@
-"""Opening and loading a checkpoint: strict, streaming, in the order the bytes lie on disk."""
+"""Opens and loads a checkpoint: strict, streaming, in disk order."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -26,9 +26,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Selection:
-    """A rank's share. `layers` brings the embedding with the first and the head with the last
+    """A rank's share. `layers` includes the embedding with the first and the head with the last
     layer; `experts` are whole routed experts; `heads` must be whole output groups; `names`
-    instead of `layers` asks for single parameters."""
+    selects single parameters instead of `layers`."""
 
     layers: range | None = None
     names: frozenset[str] | None = None
@@ -38,7 +38,7 @@ class Selection:
 
 @dataclass
 class LoadReport:
-    """What happened while loading, for the summary line and for `convert`."""
+    """Facts collected while loading, for the summary line and for `convert`."""
 
     casts: dict[str, CastReport] = field(default_factory=dict)  # MXFP4 -> NVFP4, by parameter
 
@@ -98,7 +98,7 @@ class Checkpoint:
         progress: Progress | None = None,
         report: LoadReport | None = None,
     ) -> Iterator[tuple[str, Weight]]:
-        """The same one parameter at a time: host memory holds one of them, not the model."""
+        """Like `load`, one parameter at a time: host memory never holds the whole model."""
         select = select or Selection()
         self._check(select)
         chosen = [s for s in self.sources.values() if self._wanted(s, select)]
@@ -196,10 +196,10 @@ def _convert(weight: torch.Tensor, source: Source, dtype: torch.dtype | None) ->
 def open_checkpoint(
     folder: Path | str, config: ModelConfig, *, trust_headers: bool = False
 ) -> Checkpoint:
-    """Reads all headers and matches them with `config`; any contradiction is a CheckpointError.
+    """Read all headers and match them with `config`; any contradiction is a CheckpointError.
 
     A config.json whose quantisation claims contradict the tensors is an error too, unless
-    `trust_headers`: then the headers win and the contradiction is a warning.
+    `trust_headers` is set: then the headers win and the contradiction is a warning.
     """
     manifest = build_manifest(Path(folder), config, LAYOUTS.values())
     if trust_headers:

@@ -1,4 +1,4 @@
-"""A parameter of the model and the stored matrices that fill it. No torch."""
+"""A model parameter and the stored matrices that fill it. No torch."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Source:
 
     @property
     def gpu_bytes(self) -> int:
-        """On a GPU, where MXFP4 becomes NVFP4: a scale for every 16 columns instead of 32."""
+        """Bytes on a GPU, where MXFP4 becomes NVFP4: one scale per 16 columns instead of 32."""
         if self.format != "mxfp4":
             return self.nbytes
         return self.nbytes + sum(c.stored.scale.nbytes for c in self.cells if c.stored.scale)

@@ -1,7 +1,7 @@
-"""Experts that lie in one tensor, taken apart: each matrix is a stretch of the stack's bytes.
+"""Splits experts stored in one tensor: each matrix is a byte range of the stack.
 
 transformers stacks a layer's experts as `gate_up_proj` [E, 2I, H] (gate rows first) and `down_proj`
-[E, H, I]; its FP8 files have the scales stacked even where the experts are apart. No torch.
+[E, H, I]; its FP8 files stack the scales even where the experts are separate. No torch.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ Modules = dict[tuple[str, int | None], dict[str, TensorInfo]]
 def unstack(
     modules: Modules, parameters: dict[str, Parameter], block: int
 ) -> tuple[list[TensorInfo], list[Finding]]:
-    """Moves stacked experts in `modules` to the places of single ones. Also returns what belongs
-    to activations, and what is wrong. `block`: rows of an FP8 tile."""
+    """Replace stacked experts in `modules` by single ones. Also returns the activation scales, and
+    what is wrong. `block`: rows of an FP8 tile."""
     activations: list[TensorInfo] = []
     findings: list[Finding] = []
     for name, parameter in parameters.items():
@@ -46,7 +46,7 @@ def is_stack(name: str) -> bool:
 
 
 def part_names(name: str) -> list[str]:
-    """The matrices that lie above one another in a parameter: w1 and w3, or w2."""
+    """The matrices stacked in a parameter: w1 and w3, or w2."""
     prefix, _, leaf = name.rpartition(".")
     return [f"{prefix}.{part}" for part in (("w1", "w3") if leaf == "w13" else ("w2",))]
 
@@ -73,7 +73,7 @@ def _problem(
 
 
 def _pieces(info: TensorInfo, name: str) -> Iterator[tuple[str, int, TensorInfo]]:
-    """(module, expert, stretch) of each matrix; a single row of scales stands for all parts."""
+    """(module, expert, byte range) of each matrix; a single row of scales covers all parts."""
     experts, rows, cols = info.shape
     parts = part_names(name)
     share = rows if rows == 1 else rows // len(parts)

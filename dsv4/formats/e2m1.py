@@ -1,6 +1,6 @@
-"""E2M1: four bits, values 0 0.5 1 1.5 2 3 4 6 and their negatives; two to a byte, low nibble first.
+"""E2M1: 4 bits, values 0 0.5 1 1.5 2 3 4 6 and their negatives; two per byte, low nibble first.
 
-Rounding is to nearest, ties to the even code, saturating at 6. Code 8 is minus zero and legal.
+Rounds to nearest, ties to the even code, saturating at 6. Code 8 is minus zero and legal.
 """
 
 import torch
@@ -14,7 +14,7 @@ _TABLE = (*VALUES, *(-value for value in VALUES))
 def encode(x: torch.Tensor) -> torch.Tensor:
     """Codes 0..15 (uint8) of finite float32 values."""
     magnitude = x.abs()
-    # Between code c and c+1 a tie goes to the even one: strict above even codes, not above odd.
+    # A tie between codes c and c+1 goes to the even one: strict comparison above even codes only.
     code = (magnitude > 0.25).to(torch.uint8)
     code += magnitude >= 0.75
     code += magnitude > 1.25
@@ -32,10 +32,10 @@ def decode(code: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(x: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 values as float32, without going through codes."""
+    """The nearest E2M1 values as float32, without encoding."""
     magnitude = x.abs().clamp(max=6.0)
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    # torch.round takes ties to even multiples of the step, which are the even codes
+    # torch.round sends ties to even multiples of the step, which are the even codes
     return torch.copysign(torch.round(magnitude / step) * step, x)
 
 
@@ -49,14 +49,14 @@ def pack(code: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """[..., K/2] bytes -> [..., K] codes. The bytes are unsigned: a signed shift would smear."""
+    """[..., K/2] bytes -> [..., K] codes. The bytes are unsigned: a signed shift would extend."""
     if packed.dtype != torch.uint8:
         raise KernelError(f"packed E2M1 is {packed.dtype}, expected uint8; view it as uint8 first")
     return torch.stack((packed & 0x0F, packed >> 4), dim=-1).flatten(-2)
 
 
 def decode_packed(packed: torch.Tensor) -> torch.Tensor:
-    """[..., K/2] bytes -> [..., K] float32, one table look-up per byte."""
+    """[..., K/2] bytes -> [..., K] float32, one table lookup per byte."""
     if packed.dtype != torch.uint8:
         raise KernelError(f"packed E2M1 is {packed.dtype}, expected uint8; view it as uint8 first")
     byte = torch.arange(256, dtype=torch.uint8, device=packed.device)

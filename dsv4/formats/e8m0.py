@@ -29,5 +29,5 @@ def ceil_exponent(amax: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def from_exponent(exponent: torch.Tensor) -> torch.Tensor:
-    """Bytes of the powers 2^exponent; exponents outside -127..127 are clamped to the ends."""
+    """Bytes of the powers 2^exponent; exponents are clamped to -127..127."""
     return (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)

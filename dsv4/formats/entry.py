@@ -1,6 +1,6 @@
-"""What one cached entry is made of, per storage format. No torch: sizes are shared with `plan`.
+"""The parts of a cached entry, per storage format. No torch: `plan` uses the sizes too.
 
-A key entry (window or compressed) keeps its rotary channels apart; an index key does not.
+A key entry (window or compressed) stores its rotary channels separately; an index key does not.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _DTYPE_BYTES = {"float8_e4m3fn": 1, "uint8": 1, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of an entry: `width` numbers of one dtype, stored side by side."""
+    """A part of an entry: `width` contiguous numbers of one dtype."""
 
     name: str
     dtype: str
@@ -31,7 +31,7 @@ def kv_entry(kv_format: str, dim: int, rope_dim: int) -> tuple[Part, ...]:
         return (
             Part("data", "float8_e4m3fn", nope_dim),
             Part("tail", "bfloat16", rope_dim),
-            Part("scale", "uint8", -(-num_groups // 8) * 8),  # 7 scales and a pad byte for 448
+            Part("scale", "uint8", -(-num_groups // 8) * 8),  # 7 scales and a padding byte for 448
         )
     return (Part("data", {"bf16": "bfloat16", "fp32": "float32"}[kv_format], dim),)
 

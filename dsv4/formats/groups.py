@@ -1,4 +1,4 @@
-"""Cutting the last axis into groups whose last one may be short."""
+"""Splits the last axis into groups; the last group may be short."""
 
 import torch
 
@@ -11,7 +11,7 @@ def grouped_amax(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def split(x: torch.Tensor, group: int) -> torch.Tensor:
-    """[..., C] -> [..., ceil(C / group), group], zeros behind the last channel."""
+    """[..., C] -> [..., ceil(C / group), group], zero-padded."""
     short = -x.shape[-1] % group
     if short:
         x = torch.nn.functional.pad(x, (0, short))
@@ -24,7 +24,7 @@ def expand(scale: torch.Tensor, group: int, channels: int) -> torch.Tensor:
 
 
 def refuse_nonfinite(x: torch.Tensor, what: str) -> None:
-    """NaN and Inf have no encoding in 4 bits and poison a whole group's scale: refuse them."""
+    """Refuse NaN and Inf: 4 bits cannot encode them, and they would corrupt a group's scale."""
     finite = torch.isfinite(x)
     if not bool(finite.all()):
         where = tuple((~finite).nonzero()[0].tolist())

@@ -12,7 +12,7 @@ from dsv4.formats.spec import E8M0_BIAS, E8M0_NAN, MXFP4_GROUP, NVFP4_EXACT_SPRE
 
 @dataclass(frozen=True)
 class CastReport:
-    """How faithful a cast was. `spread` is the largest minus the smallest block exponent."""
+    """How exact a cast was. `spread` is the largest minus the smallest block exponent."""
 
     blocks: int
     inexact_blocks: int
@@ -75,7 +75,7 @@ def to_nvfp4(
 def _halve(
     packed: torch.Tensor, scale: torch.Tensor, top: int, spread: int
 ) -> tuple[torch.Tensor, CastReport]:
-    """Nibbles of the blocks below the window, divided by the missing power of two."""
+    """Divide the nibbles of blocks below the window by the missing power of two."""
     missing = (top - scale.to(torch.int32) - NVFP4_EXACT_SPREAD).clamp(min=0)
     shrink = expand(2.0 ** -missing.to(torch.float32), MXFP4_GROUP, packed.shape[-1] * 2)
     values = e2m1.decode_packed(packed)

@@ -2,7 +2,7 @@
 
     w[n, k] = e2m1(q[n, k]) * scale[n, k // 16] * global
 
-The scale choices differ only in how a block's scale is picked; readers cannot tell them apart.
+The scale choices differ only in how a block's scale is picked; the stored format is the same.
 """
 
 from typing import Literal, get_args
@@ -16,14 +16,14 @@ from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP
 
 ScaleChoice = Literal["max", "four-over-six", "mse"]
 SCALE_CHOICES: tuple[str, ...] = get_args(ScaleChoice)
-_MIN_SCALE = 2.0**-9  # the smallest E4M3 above zero: a scale is a divisor
+_MIN_SCALE = 2.0**-9  # the smallest positive E4M3: a scale is a divisor
 _SEARCH = 8  # codes to either side of the amax scale that the mse search tries
 
 
 def global_scale(amax: torch.Tensor, choice: ScaleChoice = "max") -> torch.Tensor:
-    """float32 global for a matrix whose largest magnitude is `amax`; 1 for an all-zero one.
+    """float32 global of a matrix whose largest magnitude is `amax`; 1 for an all-zero one.
 
-    `four-over-six` needs head room above the largest block scale, so it divides by 256 not 448.
+    `four-over-six` needs headroom above the largest block scale, so it divides by 256, not 448.
     """
     top = 256.0 if choice == "four-over-six" else E4M3_MAX
     # a global below the normal range would lose bits in every product
@@ -63,7 +63,7 @@ def _error(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _better(blocks: torch.Tensor, candidates: list[torch.Tensor]) -> torch.Tensor:
-    """Per block the candidate with the least squared error; the first wins a tie."""
+    """Per block, the candidate with the least squared error; the first wins a tie."""
     best, least = candidates[0], _error(blocks, candidates[0])
     for scale in candidates[1:]:
         error = _error(blocks, scale)
@@ -83,7 +83,7 @@ def _four_over_six(blocks: torch.Tensor) -> torch.Tensor:
 def _mse(blocks: torch.Tensor) -> torch.Tensor:
     start = _max_scale(blocks)
     code = start.view(torch.uint8).to(torch.int16)
-    # E4M3 codes of positive numbers are in the order of their values: 1 is 2^-9, 0x7E is 448
+    # positive E4M3 codes are ordered like their values: 1 is 2^-9, 0x7E is 448
     steps = sorted(range(-_SEARCH, _SEARCH + 1), key=abs)
     codes = [(code + step).clamp(1, 0x7E).to(torch.uint8) for step in steps]
     return _better(blocks, [item.view(torch.float8_e4m3fn) for item in codes])

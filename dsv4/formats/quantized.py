@@ -19,9 +19,9 @@ from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP, Activations
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What the formats share: walking over their tensors, and how activations meet them.
+    """Shared by all formats: iteration over their tensors, and the activation precision.
 
-    `activations`: what a multiplication rounds its input to: not at all, MXFP8 or NVFP4 rows.
+    `activations`: what a product rounds its input to: nothing, MXFP8 or NVFP4 rows.
     """
 
     activations: Activations = "a16"
@@ -31,7 +31,7 @@ class _Parts:
         return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same weight with `change` applied to each of its tensors."""
+        """A copy with `change` applied to each tensor."""
         changed = {name: change(value) for name, value in self._tensors()}
         return replace(self, **changed)  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ class Nvfp4Tensor(_Parts):
         return nvfp4.dequantize(self.packed, self.scale, self.global_scale, dtype)
 
     def row_range(self, start: int, stop: int) -> "Nvfp4Tensor":
-        """Rows start:stop; with several globals the cut must give each part the same rows."""
+        """Rows start:stop; with several globals each part must get the same number of rows."""
         num_parts = self.global_scale.shape[-1]
         part_rows = self.shape[-2] // num_parts
         first, last = start // part_rows, ceil(stop / part_rows)
@@ -224,7 +224,7 @@ class Fp8BlockTensor(_Parts):
 
 
 def _tile_for(tile: int, start: int, stop: int, size: int) -> int:
-    """Only the start must lie on a tile edge: the last tile of the cut may be short."""
+    """Only the start must be on a tile edge: the last tile of the slice may be short."""
     _need(0 <= start <= stop <= size, f"range {start}:{stop} is outside 0:{size}")
     return gcd(start, tile) if start else tile
 
@@ -235,7 +235,7 @@ def _columns(name: str, start: int, stop: int) -> str:
 
 @dataclass(frozen=True)
 class UnpackedTensor(_Parts):
-    """`values` [..., N, K]: a weight's numbers, unpacked once for the references."""
+    """`values` [..., N, K]: a weight unpacked once for the references."""
 
     values: torch.Tensor
 
@@ -254,7 +254,7 @@ class UnpackedTensor(_Parts):
 
 
 class RepackedTensor(_Parts, ABC):
-    """A weight in the order that some kernels want; it has to be cut before."""
+    """A weight in a kernel's memory order; slice it before repacking."""
 
     @property
     @abstractmethod
@@ -271,7 +271,7 @@ class RepackedTensor(_Parts, ABC):
 
 
 QuantizedTensor = Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor
-StoredWeight = torch.Tensor | QuantizedTensor  # as a file has it
+StoredWeight = torch.Tensor | QuantizedTensor  # as stored on disk
 Weight = StoredWeight | UnpackedTensor | RepackedTensor
 
 

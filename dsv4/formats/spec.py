@@ -1,7 +1,7 @@
-"""Sizes of the number formats, without torch: what a linear weight of [rows, cols] takes on disk.
+"""Sizes of the number formats, without torch: bytes of a [rows, cols] linear weight on disk.
 
-A format stores `bits` per element and one scale for each `tile` of (rows, cols); NVFP4 also has
-float32 scalars per matrix.
+A format stores `bits` per element and one scale per `tile` of (rows, cols); NVFP4 also has float32
+scalars per matrix.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 FP8_BLOCK = 128
 
-# What the input of a product is rounded to: not at all, MXFP8, NVFP4.
+# Precision of a product's input: unrounded, MXFP8, NVFP4.
 Activations = Literal["a16", "a8", "a4"]
 WIDTHS: tuple[Activations, ...] = ("a16", "a8", "a4")  # finest first
 

@@ -1,1 +1,1 @@
-"""From a batch of work to logits: settings, loading, the state, the step."""
+"""From scheduled work to tokens: settings, loading, buffers, graphs, steps."""

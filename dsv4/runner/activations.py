@@ -1,9 +1,8 @@
-"""How many bits activations have where they meet weights or keys: decided per module group, with
-reasons.
+"""Activation precision in products with weights and keys: chosen per module group, with reasons.
 
-The projections of attention, the shared expert and the routed experts may take `a8` or `a4`.
-Compressor, indexer, router, head and embedding never do: what they choose cannot be half right.
-Attention's scores, the products of queries and cached keys, may take `a8`; no key has four bits.
+Attention projections, the shared expert and the routed experts may use `a8` or `a4`. Compressor,
+indexer, router, head and embedding always use `a16`: they make discrete choices that rounding would
+change. Attention scores, the products of queries and cached keys, may use `a8`; no key has 4 bits.
 """
 
 from collections.abc import Iterable
@@ -15,11 +14,11 @@ from dsv4.formats.spec import WIDTHS, Activations
 
 SCORES = "attention scores"
 GROUPS = ("attention", "shared expert", "routed experts", SCORES)
-NATIVE_MAJOR = 10  # sm_100 and its kin multiply block-scaled operands
+NATIVE_MAJOR = 10  # sm_100 and later multiply block-scaled operands
 OLDEST_TRITON = (3, 6)
-OLDEST_DRIVER = (12, 8)  # the CUDA version that knows sm_100
+OLDEST_DRIVER = (12, 8)  # the first CUDA version with sm_100
 
-# `auto` where products of few bits are native: the accuracy table in docs/numerics.md decides.
+# `auto` where low-precision products are native; chosen by the accuracy table in docs/numerics.md.
 NATIVE_AUTO: dict[str, Activations] = {
     "attention": "a16",
     "shared expert": "a8",
@@ -27,7 +26,7 @@ NATIVE_AUTO: dict[str, Activations] = {
     SCORES: "a16",
 }
 
-# What the matrices of a stored format can be multiplied with; MXFP4 is cast to NVFP4 at load.
+# Activation widths that each stored format supports; MXFP4 is cast to NVFP4 at load.
 SERVED: dict[StoredFormat, tuple[Activations, ...]] = {
     "nvfp4": WIDTHS,
     "mxfp4": WIDTHS,
@@ -38,7 +37,7 @@ SERVED: dict[StoredFormat, tuple[Activations, ...]] = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides about native products."""
+    """The facts that decide whether low-precision products are native."""
 
     capability: tuple[int, int]
     triton: tuple[int, int]
@@ -46,7 +45,7 @@ class Gpu:
 
     @property
     def missing(self) -> str | None:
-        """Why this GPU has no native products of few bits."""
+        """Why this GPU has no native low-precision products."""
         major, minor = self.capability
         if major != NATIVE_MAJOR:
             return f"sm_{major}{minor} has no tensor cores for block-scaled operands, sm_100 has"
@@ -61,13 +60,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    widths: dict[str, Activations]  # of each group
+    widths: dict[str, Activations]  # by module group
     why: str
-    refused: str | None = None  # what was asked for and cannot be had
+    refused: str | None = None  # what was requested but is not available
 
 
 def choose(asked: str, gpu: Gpu | None) -> Choice:
-    """`asked`: EngineConfig.activations; `gpu` None: a CPU, whose references round exactly."""
+    """`asked`: EngineConfig.activations; `gpu` None: a CPU, where references round exactly."""
     missing = gpu.missing if gpu else None
     if asked == "auto":
         if gpu is None:
@@ -83,7 +82,7 @@ def choose(asked: str, gpu: Gpu | None) -> Choice:
 
 
 def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
-    """How the input of this parameter is rounded: as chosen, or finer where its format needs it."""
+    """Activation width for this parameter: as chosen, or finer where its format requires it."""
     if source.parameter.kind != "linear":
         return "a16"
     wanted = widths.get(source.parameter.group, "a16")
@@ -94,15 +93,15 @@ def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
 def query_width(
     widths: dict[str, Activations], kv_format: str, dtype: str, *, on_gpu: bool
 ) -> Activations:
-    """What queries are rounded to before they meet cached keys. A GPU multiplies FP8 keys and
-    bfloat16 queries so; the references take any."""
+    """Precision of queries in products with cached keys. A GPU kernel exists for FP8 keys and
+    bfloat16 queries; the references take any."""
     if widths[SCORES] == "a16" or (on_gpu and (kv_format, dtype) != ("fp8", "bfloat16")):
         return "a16"
     return "a8"
 
 
 def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list[str]:
-    """One line for each format that is served at another width than chosen."""
+    """One line per format that runs at a width other than the chosen one."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for source in sources:
         group, given = source.parameter.group, width_of(source, widths)
@@ -119,7 +118,7 @@ def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list
 
 
 def describe(sources: Iterable[Source], choice: Choice) -> list[str]:
-    """One line for each group: formats, widths and why."""
+    """One line per group: formats, widths and the reason."""
     groups: dict[str, dict[str, str]] = {}
     for source in sources:
         if source.parameter.kind in ("linear", "plain"):

@@ -1,9 +1,8 @@
-"""What a step reads and writes, at addresses that never change.
+"""A step's inputs and outputs, at fixed addresses.
 
-A step has a *shape*: rows of tokens, sequences, tokens of context. Whatever the host says to it
-lies in one line of integers, so that one copy brings it to the device; where each part of the line
-begins follows from the shape. Page tables and what sampling must remember lie on the device, a row
-for each slot.
+A step has a *shape*: token rows, sequences, tokens of context. All host inputs of a step are packed
+into one line of integers, so that a single copy brings them to the device; the offsets of its parts
+follow from the shape. Page tables and the sampling state stay on the device, one row per slot.
 """
 
 from collections.abc import Iterator
@@ -21,14 +20,14 @@ from dsv4.ops.ragged import Kept, Ragged
 from dsv4.ops.sample.accept import Sampled
 from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
 
-ALIGNED = 16  # integers: kernels are compiled once for addresses that are multiples of 16 bytes
-STAGES = 4  # host-side lines in use in turn: a copy may still be under way from the one before
+ALIGNED = 16  # integers: Triton specialises on addresses divisible by 16 bytes
+STAGES = 4  # host buffers used in rotation: the previous copy may still be in flight
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a step. With one token for each sequence rows are sequences, and padding rows repeat the
-    first; else padding rows come last and belong to nobody."""
+    """The shape of a step. With one token per sequence rows are sequences and padding rows
+    duplicate row 0; otherwise padding rows come last and belong to no sequence."""
 
     tokens: int
     sequences: int
@@ -41,21 +40,21 @@ class Shape:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then by 8 to 64, by 16 to 128, by 32; the last is `most`."""
+    """1, 2, 4, 8, then in steps of 8 to 64, of 16 to 128, of 32; the last is `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max(most, 128) + 1, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
 def token_sizes(most: int) -> list[int]:
-    """Rows of steps with prompts: by 16 to 64, by 32 to 128, by 64 to 640, by 128 to 1280, then by
-    256; the last is `most`."""
+    """Row counts of prefill steps: in steps of 16 to 64, of 32 to 128, of 64 to 640, of 128 to
+    1280, then of 256; the last is `most`."""
     sizes = [16, 32, 48, 64, 96, *range(128, 640, 64), *range(640, 1280, 128)]
     sizes += range(1280, max(most, 1280) + 1, 256)
     return [size for size in sizes if size < most] + [most]
 
 
 def context_sizes(most: int) -> list[int]:
-    """4096 tokens and then four times as many; the last is `most`."""
+    """4096 tokens, then four times as many each; the last is `most`."""
     sizes, size = [], 4096
     while size < most:
         sizes.append(size)
@@ -65,7 +64,7 @@ def context_sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Line:
-    """Where the parts of a line of integers begin, and their lengths."""
+    """Offsets and lengths of the parts of a line of integers."""
 
     parts: dict[str, tuple[int, int]]
     length: int
@@ -79,12 +78,12 @@ class Line:
         return cls(parts, end)
 
     def views(self, line: Any) -> dict[str, Any]:
-        """Of a tensor or an array."""
+        """Views of the parts in a tensor or an array."""
         return {name: line[first : first + n] for name, (first, n) in self.parts.items()}
 
 
 def step_line(shape: Shape) -> Line:
-    """`places` and `pages` have room for all pages that a step of this shape can take."""
+    """`places` and `pages` hold as many pages as a step of this shape can allocate."""
     tokens, sequences = shape.tokens, shape.sequences
     new = len(POOLS) * sequences + sum(
         tokens // (PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]) + 1 for pool in POOLS
@@ -104,12 +103,12 @@ _REAL = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
 def draw_line(rows: int) -> Line:
-    """Real numbers lie in their integers' first halves."""
+    """Floats are stored in the first halves of their integers."""
     return Line.of(**dict.fromkeys((*_WHOLE, *_REAL), rows))
 
 
 class Stage:
-    """One line on the device and its copies on the host, which take turns."""
+    """One line on the device and its rotating host buffers."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.line = torch.zeros(length, dtype=torch.int64, device=device)
@@ -123,14 +122,14 @@ class Stage:
         self._turn = -1
 
     def array(self) -> Any:
-        """Where the host writes next; its last copy was steps ago."""
+        """The next host buffer to write, once its last copy has completed."""
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._copied[self._turn] is not None:
             self._copied[self._turn].synchronize()
         return self._hosts[self._turn][1]
 
     def send(self, length: int) -> None:
-        """The first `length` numbers of what was written, without waiting."""
+        """Start copying the first `length` numbers to the device."""
         self.line[:length].copy_(self._hosts[self._turn][0][:length], non_blocking=True)
         if self.line.is_cuda:
             self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,7 +142,7 @@ class StepBuffers:
     ) -> None:
         count, vocab_size = max_sequences, geometry.config.vocab_size
         self.device = device
-        self.pads = device.type != "cpu"  # shapes of steps are few, so that each can be a graph
+        self.pads = device.type != "cpu"  # few shapes, so that each can be a graph
         self.vocab_size = vocab_size
         self.max_sequences = count
         self.batches = batch_sizes(count)
@@ -180,7 +179,7 @@ class StepBuffers:
         return (geometry.window_columns, *(max(1, width) for width in growing))
 
     def shape(self, tokens: int, sequences: int, length: int, *, one_each: bool) -> Shape:
-        """The smallest for a step whose longest sequence then has `length` tokens."""
+        """The smallest shape for a step whose longest sequence reaches `length` tokens."""
         context = next(size for size in self.contexts if size >= length)
         if not self.pads:
             return Shape(tokens, sequences, context, one_each)
@@ -191,11 +190,11 @@ class StepBuffers:
         return Shape(rows, self.max_sequences, context, False)
 
     def batch(self, rows: int) -> int:
-        """The smallest number of rows to draw, or of sequences to decode, that holds so many."""
+        """The smallest batch size, of rows to sample or sequences to decode, that fits `count`."""
         return next(size for size in self.batches if size >= rows) if self.pads else rows
 
     def shapes(self) -> list[Shape]:
-        """Every one that can occur, the largest first: memory is taken once."""
+        """Every shape that can occur, largest first, so that memory is allocated once."""
         prompts = [
             Shape(tokens, self.max_sequences, context, False)
             for tokens in reversed(self.tokens)
@@ -208,7 +207,7 @@ class StepBuffers:
         ]
 
     def tables(self, shape: Shape) -> tuple[Tensor, ...]:
-        """A row for each of the step's sequences."""
+        """One row per sequence of the step."""
         count = shape.sequences
         return tuple(
             table[: count * (table.numel() // self.max_sequences)].view(count, -1)
@@ -253,7 +252,7 @@ class StepBuffers:
         )
 
     def page_place(self, pool: Pool, slot: int, column: int) -> int:
-        """Where a page is written down in the line of tables; the window's columns go round."""
+        """Offset of a page in the table line; the window's columns form a ring."""
         index = POOLS.index(pool)
         width = self.slot_tables.widths[index]
         return self.slot_tables.firsts[index] + slot * width + column % width

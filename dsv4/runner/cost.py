@@ -1,4 +1,4 @@
-"""What steps cost, measured once: how many prompt tokens fit between two tokens of a stream."""
+"""Step costs, measured once: how many prompt tokens fit between two tokens of a stream."""
 
 import bisect
 import time
@@ -11,7 +11,7 @@ import torch
 from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.runner.buffers import Shape, StepBuffers, step_line
 
-SAMPLES = 5  # numbers of tokens that are timed
+SAMPLES = 5  # token counts to time
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StepCosts:
 
     @classmethod
     def measure(cls, buffers: StepBuffers, run: Callable[[Shape], None]) -> "StepCosts":
-        """With random tokens of one sequence, in pages that nobody has yet."""
+        """Time steps of one sequence with random tokens, in unused pages."""
         sizes = sorted({buffers.tokens[i * (len(buffers.tokens) - 1) // (SAMPLES - 1)]
                         for i in range(SAMPLES)})  # fmt: skip
         found = []
@@ -41,15 +41,15 @@ class StepCosts:
         return cls(sizes, found)
 
     def at(self, tokens: int) -> float:
-        """Milliseconds, in a straight line between what was measured."""
+        """Milliseconds, linearly interpolated between measurements."""
         place = min(max(bisect.bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
         a, b = self.tokens[place - 1], self.tokens[place]
         share = (tokens - a) / (b - a)
         return self.ms[place - 1] * (1 - share) + self.ms[place] * share
 
     def budget(self, num_decoding: int, max_ms: float) -> int:
-        """Prompt tokens that a step beside so many others may have, in whole blocks; at least one
-        block, so that prompts get on."""
+        """Prompt tokens allowed beside this many decoding sequences, in whole blocks; at least
+        one block, so that prompts make progress."""
         tokens = SHARED_TOKENS
         while (
             tokens + num_decoding < self.tokens[-1]

@@ -1,7 +1,7 @@
-"""The host's side of drawing: settings of the rows, and what their slots must hold before.
+"""The host side of sampling: per-row settings, and the state that slots need first.
 
-A slot's counts and biases are written when its sequence draws for the first time; from then on the
-device counts tokens itself. A guide's mask is sent with every draw.
+A slot's token counts and biases are written when its sequence samples for the first time; from then
+on the device counts tokens itself. A guide's mask is sent with every draw.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from dsv4.sampling import Draw
 
 @dataclass
 class Reading:
-    """Results of one step on their way to the host."""
+    """Results of one step, being copied to the host."""
 
     num_rows: int
     event: Any  # torch.cuda.Event, or None on a CPU
@@ -57,7 +57,7 @@ class Drawing:
     def prepare(
         self, draws: Sequence[Draw], owners: Sequence[SequencePages], positions: Sequence[int]
     ) -> int:
-        """Send what the next draw reads; -> rows to draw, padding included."""
+        """Send the inputs of the next draw; returns the number of rows, padding included."""
         buffers, count = self._buffers, len(draws)
         rows = buffers.batch(count)
         masked = []
@@ -94,11 +94,11 @@ class Drawing:
 
     def _send(self, values: Tensor, target: Tensor) -> None:
         if target.is_cuda:
-            values = values.pin_memory()  # torch keeps it until the copy is done
+            values = values.pin_memory()  # torch keeps it alive until the copy is done
         target.copy_(values, non_blocking=True)
 
     def read_back(self, draws: Sequence[Draw]) -> Reading:
-        """Start the copies of what was drawn; without waiting."""
+        """Start copying the results to the host, without waiting."""
         buffers, count = self._buffers, len(draws)
         reading = Reading(count, None)
         if count:

@@ -1,4 +1,4 @@
-"""Parts of steps as CUDA graphs: captured once for each shape, replayed ever after."""
+"""Parts of steps as CUDA graphs: captured once per shape, then replayed."""
 
 import gc
 import logging
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class Graphs:
-    """All graphs share one pool of memory: they never run side by side, and what a step leaves
-    lies in buffers outside it."""
+    """All graphs share one memory pool: they never run concurrently, and a step's results are
+    in buffers outside it."""
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -26,11 +26,11 @@ class Graphs:
     def capture(
         self, steps: Iterable[tuple[Hashable, Callable[[], None]]], done: Callable[[], None]
     ) -> None:
-        """Every kernel must have been loaded before; `done` is called after each step. A step that
-        cannot be captured, and all that are left when memory runs out, run one launch at a time."""
+        """Every kernel must already be loaded; `done` is called after each step. A step that cannot
+        be captured, and all that remain when memory runs out, run one launch at a time."""
         torch.cuda.synchronize()
         gc.collect()
-        gc.disable()  # a collection in the middle could free memory that a capture still counts
+        gc.disable()  # a collection during a capture could free memory that it uses
         lost: list[str] = []
         try:
             for key, step in steps:

@@ -1,8 +1,8 @@
-"""After ready nothing should be compiled and no memory should grow.
+"""Checks that no step compiles a kernel or grows memory once the engine is ready.
 
-Replayed graphs can do neither and are not watched. Steps that run one launch at a time are: a
-surprise is counted and a warning. Strict watching, which tests use, raises a KernelError instead,
-also where the host waits for the GPU.
+Graph replays can do neither and are not checked. Steps that run one launch at a time are: each
+violation is counted and logged as a warning. The strict mode, used by tests, raises a KernelError
+instead, also where the host waits for the GPU.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 class Guard:
     def __init__(self, device: torch.device, reserved: Callable[[], int] | None = None) -> None:
-        """`reserved`: bytes the allocator holds; by default those of a GPU."""
+        """`reserved`: returns the bytes the allocator holds; by default the GPU's."""
         self.armed = False
         self.num_surprises = 0
         self._device = device
@@ -33,7 +33,7 @@ class Guard:
         if find_spec("triton") is not None:
             import_module("dsv4.ops.compile_triton").watch_compiles(self._compiled.append)
         if self._device.type == "cuda":
-            with warnings.catch_warnings():  # that this is a prototype, said once: not to users
+            with warnings.catch_warnings():  # hides torch's notice that this API is a prototype
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
             torch.cuda.set_sync_debug_mode("default")
@@ -62,7 +62,7 @@ class Guard:
 
     @contextmanager
     def _no_waiting(self) -> Iterator[None]:
-        """torch raises where the host would wait for the GPU."""
+        """Make torch raise where the host would wait for the GPU."""
         if self._device.type != "cuda":
             yield
             return

@@ -1,4 +1,4 @@
-"""A name or folder becomes a model: config, checkpoint, weights under canonical names."""
+"""Load a model by name or folder: config, checkpoint, weights under canonical names."""
 
 import ctypes
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 STATE_SHARE = 0.25  # of free main memory, for the state of sequences
 SMALL_HIDDEN = 1024
-MOST_UNPACKED = 1 << 31  # numbers of one parameter that a CPU holds in fp32
+MOST_UNPACKED = 1 << 31  # elements of one parameter that a CPU keeps in fp32
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -43,7 +43,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What will be loaded and how it will run, decided before the first weight is read."""
+    """What to load and how to run it, decided before the first weight is read."""
 
     folder: Path
     config: ModelConfig
@@ -65,7 +65,7 @@ class Prepared:
 
 
 def prepare(name: str, choices: EngineConfig) -> Prepared:
-    """Headers, memory and settings; the only place where they are decided."""
+    """Read headers, measure memory and resolve settings; the only place that decides them."""
     disk, audit = choices.prefix_disk, choices.audit_folder if choices.audit_share else None
     check_output(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
     folder = model_folder(name)
@@ -84,7 +84,7 @@ Model = str | Path | Prepared
 
 
 def load_model(model: Model, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """`choices` are those of a `Prepared` model already."""
+    """A `Prepared` model brings its own `choices`; the argument is then ignored."""
     begin = time.perf_counter()
     prepared = model if isinstance(model, Prepared) else prepare(str(model), choices)
     folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
@@ -108,15 +108,15 @@ def load_model(model: Model, choices: EngineConfig, progress: Progress | None = 
 
 
 def set_threads(settings: Settings, config: ModelConfig) -> None:
-    """A small model's operations end before other threads wake; on a busy machine waiting for
-    those cost it a factor of ten. OMP_NUM_THREADS decides where it is set."""
+    """One thread for a small model on a CPU: its operations end before other threads wake, and on
+    a busy machine waiting for them cost a factor of ten. OMP_NUM_THREADS takes precedence."""
     is_small = settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN
     if is_small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 def find_gpu(device: str) -> Gpu | None:
-    """What decides about native products of few bits, or None for a CPU."""
+    """The GPU facts that decide about low-precision products; None for a CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     numbers = metadata.version("triton").split(".")
@@ -128,7 +128,7 @@ def find_gpu(device: str) -> Gpu | None:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA that the installed driver knows, asked of the driver itself."""
+    """The newest CUDA version that the installed driver supports, as the driver reports it."""
     number = ctypes.c_int()
     status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     if status != 0:
@@ -139,8 +139,8 @@ def driver_version() -> tuple[int, int]:
 def tell_activations(
     checkpoint: Checkpoint, asked: str, gpu: Gpu | None, settings: Settings
 ) -> None:
-    """Say what each group of weights, and keys, are multiplied with and why; warn of what cannot
-    be had."""
+    """Log the activation precision of each weight group and of keys, with the reason; warn where a
+    requested precision is not available."""
     choice, sources = choose(asked, gpu), checkpoint.sources.values()
     keys, width = f"{settings.kv_format} keys", settings.query_width
     for line in (*describe(sources, choice), f"{SCORES}: {keys} x {width} ({choice.why})"):
@@ -158,7 +158,7 @@ def tell_activations(
 
 
 def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
-    """What the state of sequences may take: on a GPU what weights and a step leave free."""
+    """Bytes available for sequence state: on a GPU, what weights and a step leave free."""
     if device == "cpu" or not has_gpu:
         return int(available_memory() * STATE_SHARE)
     free, total = torch.cuda.mem_get_info("cuda" if device == "auto" else device)
@@ -178,9 +178,9 @@ def read_weights(
     select: Selection | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Weight]:
-    """On a GPU as the kernels read them: matrices in the activations' dtype, four-bit weights
-    tiled one by one, so that the old and the new form of only one exist at a time. Each knows
-    what its activations are rounded to."""
+    """All weights, on a GPU as the kernels read them: matrices in the activations' dtype, 4-bit
+    weights repacked one at a time so that only one exists twice. Each carries the precision of
+    its activations."""
     on_cpu = settings.device == "cpu"
     stream = checkpoint.stream(
         dtype=None if on_cpu else getattr(torch, settings.dtype),
@@ -199,10 +199,10 @@ def read_weights(
 
 
 def _expand(name: str, weight: Weight) -> Weight:
-    """On a CPU the references work on fp32 numbers: unpack once here, not in every step. Of a
-    layer's large experts they unpack those they visit.
+    """Unpack a weight to fp32 once, because CPU references compute in fp32. Large stacks of
+    experts stay packed; the references unpack the experts they visit.
 
-    Matrices lie column by column: for a few rows the library then reads them faster."""
+    Matrices are stored column-major, which the BLAS reads faster for few rows."""
     if not isinstance(weight, torch.Tensor):
         if weight.shape.numel() > MOST_UNPACKED:
             return weight

@@ -1,7 +1,7 @@
-"""What serves what: for each shape of a step, the kernel, fusion or reference of each op.
+"""Which kernel, fusion or reference serves each op, by step shape.
 
-`Op` and `Fusion` decide when a shape is compiled, and a graph keeps what they decided; this is the
-record of it, for people.
+`Op` and `Fusion` decide when a shape is compiled, and a graph fixes that decision; this is the
+readable record of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,25 +10,25 @@ from contextlib import contextmanager
 from dsv4.ops.op import record
 from dsv4.runner.buffers import Shape
 
-Key = Shape | int  # the model for a shape, or a draw of so many rows
+Key = Shape | int  # a model step of this shape, or a draw of this many rows
 _KINDS = ("decode", "prompt", "draw")
 
 
 class StepPlan:
     def __init__(self) -> None:
-        # layers differ, so that an op may be served by several
+        # layers differ, so several may serve one op
         self.served: dict[Key, dict[str, tuple[str, ...]]] = {}
 
     @contextmanager
     def recording(self, key: Key) -> Iterator[None]:
-        """What runs inside the block is a step, or a draw, of this shape."""
+        """Attribute everything inside the block to a step or draw of this shape."""
         found: dict[str, dict[str, None]] = {}
         with record(lambda op, server: found.setdefault(op, {}).setdefault(server)):
             yield
         self.served[key] = {op: tuple(servers) for op, servers in found.items()}
 
     def summary(self) -> list[str]:
-        """A line for each range of shapes: what serves which ops there; the widest first."""
+        """One line per range of shapes: what serves which ops there; widest range first."""
         where: dict[tuple[str, str], set[Key]] = {}
         for key, ops in self.served.items():
             for op, servers in ops.items():
@@ -70,7 +70,7 @@ def _size(key: Key) -> tuple[int, int]:
 
 
 def _ranges(some: set[Key], whole: set[Key]) -> str:
-    """Rows of `some`, with the contexts they belong to where these differ."""
+    """Rows of `some`, with their contexts where these differ."""
     sizes = sorted({rows for _, rows in map(_size, whole)})
     contexts = sorted({context for context, _ in map(_size, whole)})
     found: dict[str, list[int]] = {}
@@ -86,7 +86,7 @@ def _ranges(some: set[Key], whole: set[Key]) -> str:
 
 
 def _runs(values: Sequence[int], sizes: Sequence[int]) -> str:
-    """Ascending `values` as ranges of neighbours among `sizes`."""
+    """Ascending `values` as ranges of adjacent `sizes`."""
     runs: list[list[int]] = []
     for value in values:
         if runs and sizes.index(value) == sizes.index(runs[-1][-1]) + 1:

@@ -1,9 +1,9 @@
-"""A step: work in, tokens out. Holds the model and its state; knows nothing of requests.
+"""A step: scheduled work in, tokens out. Holds the model and its state; knows no requests.
 
 `submit` queues the model's part of a step, `draw` its sampling, `read` waits for the tokens. The
-host need not wait in between: a step may be submitted before the tokens of the one before it are
-known, since these are on the device already. What a sequence that has ended meanwhile still writes
-lies behind its last token, and pages that were given to others are written by these later.
+host need not wait in between: a step may be submitted before the previous tokens are known, since
+they are already on the device. A sequence that ended in the meantime writes only behind its last
+token, and pages that were reassigned are overwritten later by their new owners.
 """
 
 import logging
@@ -37,23 +37,23 @@ from dsv4.sampling import Draw
 
 log = logging.getLogger(__name__)
 
-PENDING = [NEWEST]  # the tokens of a chunk whose only one the device knows
+PENDING = [NEWEST]  # a chunk whose only token is still on the device
 
 
 @dataclass(slots=True)
 class Chunk:
-    """New tokens of one sequence, and for how many of the last ones logits are wanted."""
+    """New tokens of one sequence, and how many of the last ones need logits."""
 
     pages: SequencePages
     token_ids: Sequence[int]
     num_logits: int
-    keep_len: int = 0  # a boundary inside the chunk whose prefix is kept, and where
+    keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
     keep_row: int = 0
 
 
 @dataclass
 class Flight:
-    """A step under way: the sequences whose tokens it samples, and what comes back."""
+    """A step in flight: the sequences it samples for, and the results being copied back."""
 
     sampled: list[SequencePages]
     positions: list[int]  # of these tokens
@@ -68,7 +68,7 @@ class Runner:
     def __init__(
         self, model: Transformer, settings: Settings, progress: Progress | None = None
     ) -> None:
-        """With `cuda_graphs` the warm-up runs here; `progress` is told how far it is."""
+        """With `cuda_graphs` the warm-up runs here and reports to `progress`."""
         config = model.config
         self.model = model
         self.device = _numbered(settings.device)
@@ -97,10 +97,10 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, chunks: Sequence[Chunk], started: Callable[[], None] | None = None) -> Flight:
-        """Queue the model's part of a step; of each chunk at most the last token is sampled.
+        """Queue the model's part of a step; at most the last token of each chunk is sampled.
 
-        Pages are taken first; if they do not suffice, nothing has changed. `started` is called
-        once the step is queued, before pages that leave the window are given back.
+        Pages are allocated first; if they do not suffice, nothing changes. `started` is called
+        once the step is queued, before pages behind the window are freed.
         """
         chunks = sorted(chunks, key=lambda chunk: -chunk.num_logits)  # rows of logits come first
         if not 0 < len(chunks) <= self.buffers.max_sequences:
@@ -133,22 +133,22 @@ class Runner:
 
     @torch.inference_mode()
     def draw(self, flight: Flight, draws: Sequence[Draw]) -> None:
-        """Queue the sampling of a step's tokens, one for each of `flight.sampled`."""
+        """Queue the sampling of a step: one token per sequence in `flight.sampled`."""
         if draws:
             rows = self._drawing.prepare(draws, flight.sampled, flight.positions)
             self._run(rows)
         flight.reading = self._drawing.read_back(draws)
 
     def read(self, flight: Flight) -> list[TokenLogprobs]:
-        """Wait for a step; its tokens, one for each of `flight.sampled`."""
+        """Wait for a step and return its tokens, one per sequence in `flight.sampled`."""
         assert flight.reading is not None
         return flight.reading.results()
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits fp32 of the wanted tokens, `[rows, vocabulary]`, in the order of `chunks`.
+        """fp32 logits of the requested tokens, `[rows, vocabulary]`, in the order of `chunks`.
 
-        As `submit`, one launch after the other, for any number of logits of a chunk.
+        Like `submit`, but without graphs and for any number of logits per chunk.
         """
         counts = [len(chunk.token_ids) for chunk in chunks]
         growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
@@ -159,12 +159,12 @@ class Runner:
             self.pages.cancel(growth)
             raise
         self.pages.apply(growth)
-        for chunk in chunks:  # tables of slots were not written
+        for chunk in chunks:  # the slots' tables were not written
             self._written[chunk.pages.slot] = None
         return logits
 
     def _run(self, key: Shape | int) -> None:
-        """A part of a step: the model for a shape, or a draw of so many rows."""
+        """Run a part of a step: the model for a shape, or a draw of this many rows."""
         if self._graphs is not None and key in self._graphs:
             self._graphs.run(key)  # a replay cannot compile, allocate or wait
             return
@@ -177,10 +177,10 @@ class Runner:
         else:
             draw(self.buffers, key)
 
-    # --- what a step is told ------------------------------------------------------------------
+    # --- host inputs of a step ----------------------------------------------------------------
 
     def _new_pages(self, chunks: Sequence[Chunk], growth: Growth) -> list[tuple[int, int]]:
-        """(place in the tables, page) of all that the device does not know yet."""
+        """(table offset, page) of every page that the device does not know yet."""
         buffers, fresh, found = self.buffers, set(), []
         for chunk in chunks:
             held = chunk.pages
@@ -207,7 +207,7 @@ class Runner:
         """Fill a step's line and start its copy to the device."""
         line = step_line(shape)
         at: dict[str, Any] = line.views(self.buffers.step.array())
-        if len(new_pages) > len(at["places"]):  # a sequence begins with a long prefix
+        if len(new_pages) > len(at["places"]):  # a sequence starts from a long prefix
             pairs = torch.tensor(new_pages, dtype=torch.int64)
             if self.device.type == "cuda":
                 pairs = pairs.pin_memory().to(self.device, non_blocking=True)
@@ -228,7 +228,7 @@ class Runner:
         }
         for name, values in columns.items():
             at[name][:n] = values
-            at[name][n:] = values[0] if shape.one_each else 0  # no padding sequence has tokens
+            at[name][n:] = values[0] if shape.one_each else 0  # padding sequences have no tokens
         if shape.one_each:
             at["token_ids"][:n] = [chunk.token_ids[0] for chunk in chunks]
             at["token_ids"][n:] = chunks[0].token_ids[0]
@@ -239,7 +239,7 @@ class Runner:
     def _send_rows(
         self, at: dict[str, Any], shape: Shape, chunks: Sequence[Chunk], counts: list[int]
     ) -> None:
-        """What differs from row to row where sequences have several; padding is -1."""
+        """Per-row values where sequences have several rows; padding is -1."""
         n, end = len(chunks), 0
         at["keep_ends"][:] = 0
         at["logits_rows"][:] = 0
@@ -260,7 +260,7 @@ class Runner:
         at["seq_idx"][end:] = shape.sequences - 1
 
     def _inputs(self, chunks: Sequence[Chunk]) -> StepInputs:
-        """For `step`: tables as wide as the longest sequence needs, in a few fixed widths."""
+        """For `step`: tables as wide as the longest sequence needs, rounded to fixed widths."""
         num_new = [len(chunk.token_ids) for chunk in chunks]
         starts = [chunk.pages.length for chunk in chunks]
         batch = make_ragged(starts, num_new, [c.pages.slot for c in chunks], self.device)
@@ -317,13 +317,13 @@ class Runner:
         self._graphs = graphs
         self.costs = StepCosts.measure(buffers, self._run)
         self.state.load_copies()
-        torch.topk(buffers.logits[0], 1)  # torch loads its own kernels when they first run, too
+        torch.topk(buffers.logits[0], 1)  # torch also loads its kernels on first use
         self.buffers.step.line.zero_()
         self.guard.arm()
 
 
 def _numbered(name: str) -> torch.device:
-    """As tensors name their device: `cuda` means the current one."""
+    """The device with its index, as tensors report it: `cuda` is the current one."""
     if name == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(name)

@@ -1,4 +1,4 @@
-"""Every "auto" of EngineConfig decided, by a pure function whose result can be printed."""
+"""Resolves every "auto" of EngineConfig, by a pure function with a printable result."""
 
 import os
 from dataclasses import dataclass, fields
@@ -13,21 +13,21 @@ from dsv4.util.sizes import size_text
 
 DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
-DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # of one sequence, where the model allows more
+DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
-STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU, for activations, workspaces, graphs
-KEPT_PREFIXES = 4  # in the prefix cache, for each sequence that may run
+STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU's memory, for activations, workspaces, graphs
+KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine runs with."""
+    """The settings an engine runs with."""
 
     device: str
     dtype: str
     kv_format: str
     index_format: str
-    activations: dict[str, Activations]  # of each module group
+    activations: dict[str, Activations]  # by module group
     max_context: int
     max_sequences: int
     state_tokens: int | None
@@ -47,14 +47,14 @@ class Settings:
 
     @property
     def activations_text(self) -> str:
-        """One width where all groups have the same."""
+        """A single width if all groups share it."""
         if len(set(self.activations.values())) == 1:
             return next(iter(self.activations.values()))
         return "/".join(f"{group} {width}" for group, width in self.activations.items())
 
     @property
     def query_width(self) -> Activations:
-        """What queries are rounded to before they meet cached keys."""
+        """Precision of queries in products with cached keys."""
         on_gpu = self.device != "cpu"
         return query_width(self.activations, self.kv_format, self.dtype, on_gpu=on_gpu)
 
@@ -65,12 +65,12 @@ class Settings:
 
 
 def step_bytes(gpu_bytes: int) -> int:
-    """What a GPU of this size keeps free for a step."""
+    """Bytes reserved for a step on a GPU of this size."""
     return max(STEP_BYTES, int(STEP_SHARE * gpu_bytes))
 
 
 def available_memory() -> int:
-    """Bytes of main memory that can be had without swapping; where unknown, half of all."""
+    """Bytes of main memory available without swapping; half of all where unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -87,8 +87,8 @@ def resolve(
     memory_bytes: int,
     gpu: Gpu | None = None,
 ) -> Settings:
-    """`memory_bytes`: what the state may take; what does not fit lowers the defaults only.
-    `gpu`: the device's, which decides about activations."""
+    """`memory_bytes`: the limit for the state; only defaults are lowered to fit it, explicit
+    choices are not. `gpu`: decides about activation precision."""
     device = choices.device
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"

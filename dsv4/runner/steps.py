@@ -1,9 +1,9 @@
 """A step in two parts, each a pure function of `StepBuffers`: tokens to logits, logits to tokens.
 
 Everything that varies is read from the buffers, and a sampled token is written where the next step
-reads its input. On a GPU each part is captured once for each of its shapes and replayed; on a CPU
-the same functions simply run. Between them lies the only moment at which the host may still have a
-word: a guide's mask depends on the token before.
+reads its input. On a GPU each part is captured once per shape and replayed; on a CPU the same
+functions simply run. The host can intervene only between the two: a guide's mask depends on the
+previous token.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from dsv4.runner.buffers import Shape, StepBuffers, step_line
 def forward(
     model: Transformer, state: Sequence[LayerState], buffers: StepBuffers, shape: Shape
 ) -> None:
-    """No branch on data, no waiting, no memory that outlives the step."""
+    """No data-dependent branch, no wait, no allocation that outlives the step."""
     at = step_line(shape).views(buffers.step.line)
     inputs = buffers.inputs(shape)
     begin_step(
@@ -39,7 +39,7 @@ def forward(
 
 
 def draw(buffers: StepBuffers, rows: int) -> None:
-    """A token for each of the first rows of logits."""
+    """Sample one token for each of the first rows of logits."""
     logits, inputs = buffers.logits[:rows], buffers.sampling(rows)
     tokens, norms = sample(logits, inputs)
     accept(tokens, logits, norms, inputs.slots, inputs.flags, buffers.results(rows))

@@ -1,9 +1,9 @@
-"""Everything that could surprise a request later, done once before the engine is ready.
+"""Compilation, allocation and graph capture, done once before the engine is ready.
 
-Steps have few shapes (`StepBuffers.shapes`). Each runs twice: with launches that only compile and
-load, side by side on all cores, so that workspaces reach their size, too; and into a graph. Layers
-that are alike compile once. Compiled kernels are kept on disk by Triton (`TRITON_CACHE_DIR`), so a
-second start only loads.
+Steps have few shapes (`StepBuffers.shapes`). Each runs twice: first with launches that only compile
+and load, in parallel on all cores, which also grows workspaces to their final size; then into a
+graph. Identical layers compile once. Triton caches compiled kernels on disk (`TRITON_CACHE_DIR`),
+so a second start only loads them.
 """
 
 import logging
@@ -21,11 +21,11 @@ from dsv4.util.sizes import size_text, time_text
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # pieces done, pieces in all
+Progress = Callable[[int, int], None]  # pieces done, total
 
 
 class Pieces:
-    """Counts pieces of work and says now and then how long the rest will take."""
+    """Counts pieces of work, reports progress and logs the time left."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.done = total, 0
@@ -52,8 +52,8 @@ def warm_up(
     num_captures: int,
     progress: Progress | None = None,
 ) -> None:
-    """`steps`: one of every shape, to be compiled; `capture` then makes so many graphs and calls
-    its argument after each."""
+    """`steps`: one per shape, to be compiled. `capture` then captures `num_captures` graphs and
+    calls its argument after each."""
     pieces = Pieces(len(steps) + num_captures, progress)
     freeze_workspaces(device, False)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How answers are drawn: settings of a row, and guides."""
+"""Sampling settings of a row, and guided output."""
 
 from dsv4.sampling.compiler import Compiling
 from dsv4.sampling.guided import NO_TEXT, Guides, Matcher

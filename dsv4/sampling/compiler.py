@@ -1,8 +1,8 @@
-"""The process that compiles guides, seen from the engine.
+"""The engine's side of the process that compiles guides.
 
-A client's grammar can take minutes and gigabytes, or crash the library. So it is compiled
-elsewhere: in a child of a process that has the library loaded (`compiler_main.py`), which ends the
-child when its time or its memory is up, or when nobody waits for it any more.
+A client's grammar can take minutes and gigabytes, or crash the library. It is therefore compiled in
+a child of a process that has the library loaded (`compiler_main.py`), which kills the child when it
+exceeds its time or memory, or when no request waits for it any more.
 """
 
 import base64
@@ -24,15 +24,15 @@ from dsv4.errors import CapacityError, RequestError
 
 log = logging.getLogger(__name__)
 
-COMPILE_SECONDS = 30.0  # for one guide, from when its compilation begins
-MAX_PENDING = 64  # guides that wait or are being compiled; beyond that requests are refused
+COMPILE_SECONDS = 30.0  # per guide, from the start of its compilation
+MAX_PENDING = 64  # guides queued or compiling; beyond that requests are refused
 
 PROGRAM = ("-m", "dsv4.sampling.compiler_main")
 
 
 @dataclass(eq=False)
 class Compiling:
-    """A grammar on its way, shared by all requests with the same guide."""
+    """A grammar being compiled, shared by all requests with the same guide."""
 
     kind: str
     text: str
@@ -60,14 +60,14 @@ class Compiling:
 
 
 class CompilerProcess:
-    """Takes jobs and brings results, on a thread that reads them. Starts with the first job."""
+    """Sends jobs and receives results on a reader thread. Starts with the first job."""
 
     def __init__(self, vocabulary: Sequence[bytes], stop_ids: Sequence[int]) -> None:
         self._vocabulary = vocabulary
         self._stop_ids = list(stop_ids)
         self._pending: dict[int, Compiling] = {}
         self._num_jobs = 0
-        self._lock = threading.Lock()  # of pending, between the engine's thread and the reader's
+        self._lock = threading.Lock()  # guards pending, shared with the reader thread
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -95,9 +95,9 @@ class CompilerProcess:
         self._outbox.put({"do": "cancel", "number": job.number})
 
     def close(self) -> None:
-        """The process notices that nobody is there, and so do the threads."""
+        """Close the socket; the process and the threads end on EOF."""
         if self._line is not None:
-            with contextlib.suppress(OSError):  # it may have gone first
+            with contextlib.suppress(OSError):  # it may already be gone
                 self._line.shutdown(socket.SHUT_RDWR)
             self._outbox.put(None)
             self._line = self._process = None
@@ -123,11 +123,11 @@ class CompilerProcess:
     def _write(
         self, line: socket.socket, outbox: "queue.SimpleQueue[dict[str, Any] | None]"
     ) -> None:
-        """On a thread: while the process loads the library it reads nothing."""
+        """Runs on a thread, because the process reads nothing while it loads the library."""
         try:
             while (message := outbox.get()) is not None:
                 line.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:  # the reader sees the end too and fails what waits
+        except OSError as error:  # the reader sees EOF too and fails pending jobs
             log.debug("the process that compiles guides is gone: %s", error)
 
     def _read(self, line: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -150,13 +150,13 @@ class CompilerProcess:
         with self._lock:
             job = self._pending.pop(message["number"], None)
         if job is None:
-            return  # given up meanwhile
+            return  # cancelled in the meantime
         if message["error"] is not None:
             job.fail(message["error"])
             return
         try:
             job.grammar = self._load(data)
-        except Exception as error:  # the library raises RuntimeError and its own kinds
+        except Exception as error:  # the library raises RuntimeError and its own types
             job.fail(f"it cannot be read back: {error}", is_ours=True)
             return
         job.done.set()
@@ -181,7 +181,7 @@ def tokenizer_info(vocabulary: Sequence[bytes], stop_ids: Sequence[int]) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and its children, which share its session."""
-    with contextlib.suppress(ProcessLookupError):  # they may have ended by themselves
+    """Kill the process and its children, which share its session."""
+    with contextlib.suppress(ProcessLookupError):  # they may already have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

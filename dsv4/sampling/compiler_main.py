@@ -1,10 +1,10 @@
-"""The process that compiles guides: one child for each, with limits of time and memory.
+"""The process that compiles guides: one child per guide, with time and memory limits.
 
     python -m dsv4.sampling.compiler_main FD
 
-FD is one end of a socket pair. A line of JSON brings a vocabulary, then jobs and cancellations;
-answers are a line of JSON each, followed by so many bytes. When the other end is gone, so are
-this process and its children.
+FD is one end of a socket pair. The first JSON line carries the vocabulary, later ones jobs and
+cancellations; each answer is a JSON line followed by its payload. When the other end closes, this
+process ends with its children.
 """
 
 import base64
@@ -28,7 +28,7 @@ from dsv4.sampling.compiler import tokenizer_info
 from dsv4.sampling.guided import compile_grammar, words_of
 
 NUM_CHILDREN = 2
-CHILD_BYTES = 2 << 30  # beyond what this process has
+CHILD_BYTES = 2 << 30  # on top of this process's own
 MAX_RESULT_BYTES = 64 << 20
 
 
@@ -55,7 +55,7 @@ class Host:
         self._seconds = 0.0
 
     def run(self) -> None:
-        """Until nobody is at the other end."""
+        """Serve until the other end closes."""
         while True:
             while self._waiting and len(self._children) < NUM_CHILDREN:
                 self._begin(self._waiting.popleft())
@@ -111,14 +111,14 @@ class Host:
     def _read(self, descriptor: int) -> None:
         child = self._children.get(descriptor)
         if child is None:
-            return  # ended a moment ago
+            return  # just ended
         part = os.read(descriptor, 1 << 20)
         child.data += part
         if len(child.data) > MAX_RESULT_BYTES:
             text = f"it takes more than {MAX_RESULT_BYTES} bytes compiled; simplify it"
             self._end(descriptor, text)
         elif not part:
-            # a child that ran out of memory, or whose library crashed, says nothing
+            # a child that ran out of memory or crashed sends nothing
             self._end(descriptor, None if child.data else "its compilation failed; simplify it")
 
     def _end(self, descriptor: int, error: str | None) -> None:
@@ -139,7 +139,7 @@ class Host:
 
 
 def _answer(job: Message, info: Any) -> bytes:
-    """In the child: the compiled grammar as JSON, or an error behind an exclamation mark."""
+    """In the child: the compiled grammar as JSON, or an error prefixed with "!"."""
     limit = _data_bytes() + CHILD_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
@@ -153,12 +153,12 @@ def _answer(job: Message, info: Any) -> bytes:
         return str(grammar.serialize_json()).encode()
     except MemoryError:
         return b"!its compilation took too much memory; simplify it"
-    except Exception as error:  # the library raises RuntimeError for all it cannot do
+    except Exception as error:  # the library raises RuntimeError for whatever it does not support
         return b"!" + words_of(error).encode()
 
 
 def _data_bytes() -> int:
-    """Memory of this process's own, as the limit counts it."""
+    """This process's data size, as RLIMIT_DATA counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) << 10
@@ -166,7 +166,7 @@ def _data_bytes() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    # The engine decides when to end; a signal to the whole group is not for this process.
+    # The engine decides when this process ends; ignore signals sent to the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(arguments[1])) as line:
         Host(line).run()

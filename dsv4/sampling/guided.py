@@ -1,8 +1,7 @@
-"""Guided output: which tokens may come next so that an answer keeps to its guide.
+"""Guided output: token masks that keep an answer within its guide.
 
-The grammar library (xgrammar) is an extra. Guides are compiled in another process
-(`compiler.py`): a step never waits for one. A compiled guide is kept, so the next request with it
-starts at once.
+The grammar library (xgrammar) is an optional extra. Guides are compiled in another process
+(`compiler.py`), so a step never waits for one. Compiled guides are cached for later requests.
 """
 
 import importlib.util
@@ -22,17 +21,17 @@ from dsv4.sampling.compiler import CompilerProcess, Compiling
 
 log = logging.getLogger(__name__)
 
-MAX_COMPILED = 64  # kept for later requests
-MAX_COMPILED_BYTES = 64 * 2**20  # of one guide
+MAX_COMPILED = 64  # cached guides
+MAX_COMPILED_BYTES = 64 * 2**20  # per guide
 
-NO_TEXT = b"\xff"  # of a token that no text matches and that a structure can name
+NO_TEXT = b"\xff"  # a token that no text matches but a structure can name
 _WORD_BITS = 32
 _BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # as the library writes it
 _JSON_CHARACTER = r"[^\0-\x1f\"\\\r\n]"
 
 
 class Matcher:
-    """One answer's place in its guide."""
+    """One answer's position in its guide."""
 
     def __init__(self, grammar: Any, vocab_size: int, guide: Guide) -> None:
         import xgrammar
@@ -53,14 +52,15 @@ class Matcher:
         return None if self.is_stuck else self._words[0]
 
     def replacement(self, token_id: int, ends: Collection[int]) -> int:
-        """What takes a drawn token's place: an end before a guide that must come begins it."""
+        """The token to use instead of a sampled one: an end marker before a guide that `must_come`
+        becomes the token that starts it."""
         if self._is_active or not self._must_come or token_id not in ends:
             return token_id
         assert self._after_id is not None
         return self._after_id
 
     def accept(self, token_id: int) -> bool:
-        """Whether the answer has ended with this token, which the mask allowed."""
+        """Advance by a token that the mask allowed; returns whether it ends the answer."""
         if not self._is_active:
             self._is_active = token_id == self._after_id
             return False
@@ -69,8 +69,8 @@ class Matcher:
 
 
 class Guides:
-    """Compiled guides of one tokenizer. `vocabulary`: what a token stands for, b"" for markers
-    that never come, NO_TEXT for one that only a structure asks for."""
+    """Compiled guides of one tokenizer. `vocabulary`: the bytes of each token, b"" for markers
+    that are never allowed, NO_TEXT for one that only a structure can name."""
 
     def __init__(self, vocabulary: Sequence[bytes], stop_ids: Sequence[int]) -> None:
         self.vocab_size = len(vocabulary)
@@ -80,7 +80,7 @@ class Guides:
         self._known: OrderedDict[tuple[str, str], Compiling] = OrderedDict()
 
     def compile(self, guide: Guide) -> Compiling:
-        """Returns at once; the same guide is compiled once."""
+        """Returns without waiting; equal guides are compiled once."""
         if importlib.util.find_spec("xgrammar") is None:
             raise RequestError(
                 "guided output needs the xgrammar library; install it with pip install "
@@ -136,9 +136,9 @@ def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
 
 
 def _json_grammar(schema: str) -> str:
-    """A schema as a grammar with one way to write each value, or white space would be unbounded.
+    """A schema as a grammar with one way to write each value; otherwise white space is unbounded.
 
-    The library lets control characters into strings of limited length; JSON has none.
+    The library allows control characters in strings of limited length; JSON does not.
     """
     import xgrammar
 
@@ -147,7 +147,7 @@ def _json_grammar(schema: str) -> str:
 
 
 def _with_grammars(part: Any) -> Any:
-    """A structure whose JSON schemas have become grammars of ours."""
+    """A structure with its JSON schemas replaced by our grammars."""
     if isinstance(part, list):
         return [_with_grammars(item) for item in part]
     if not isinstance(part, dict):
@@ -158,13 +158,13 @@ def _with_grammars(part: Any) -> Any:
 
 
 def _literal(text: str) -> str:
-    """A text as the grammar notation spells it."""
+    """A text as a literal of the grammar notation."""
     escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return '"' + "".join(escapes.get(character, character) for character in text) + '"'
 
 
 def _check_patterns(guide: Guide) -> None:
-    """The library drops look-around in a schema's patterns; dropping it silently is not for us."""
+    """Refuse look-around in a schema's patterns: the library would drop it silently."""
     if guide.kind not in ("json_schema", "structure"):
         return
     for pattern in _patterns(json.loads(guide.text)):

@@ -1,4 +1,4 @@
-"""Answers of at least so many tokens: before that no end marker may come."""
+"""Answers with a minimum length: no end marker is allowed before it."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ _WORD_BITS = 32
 
 
 class LateEnds:
-    """Stands in a matcher's place, around one or alone. A guide that is complete still ends."""
+    """Used like a matcher, around one or alone. A guide that is complete still ends the answer."""
 
     def __init__(
         self, inner: Matcher | None, ends: Collection[int], min_tokens: int, vocab_size: int

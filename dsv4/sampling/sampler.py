@@ -1,4 +1,4 @@
-"""How rows of logits are drawn from: a request's settings, and what only its slot holds."""
+"""How to sample a sequence's tokens: the request's settings, and the state its slot holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from dsv4.request import SamplingParams
 
 @dataclass(frozen=True)
 class Draw:
-    """How a sequence's tokens are drawn; the same object serves all its steps but for a mask."""
+    """Sampling settings of a sequence; one object serves all its steps, except for the mask."""
 
     params: SamplingParams
     seed: int
     token_ids: Sequence[int]  # prompt, then output; grows
     num_prompt: int
-    mask: Tensor | None = None  # of a guide: bits of the tokens that may come, int32 words
+    mask: Tensor | None = None  # of a guide: bits of the allowed tokens, int32 words
 
     @property
     def flags(self) -> int:
-        """But for the mask."""
+        """Option flags, without the mask's."""
         return PENALTIES * self.params.has_penalties | BIAS * bool(self.params.logit_bias)
 
     def settings(self) -> dict[str, float]:
-        """By the names of `SampleInputs`."""
+        """Values under the field names of `SampleInputs`."""
         params = self.params
         return {
             "seeds": self.seed,

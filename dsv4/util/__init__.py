@@ -1,1 +1,1 @@
-"""A few pure helpers that know nothing of the model."""
+"""Pure helpers, independent of the model."""

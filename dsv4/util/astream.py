@@ -1,4 +1,4 @@
-"""Streams for asyncio from a machine that is driven by steps: one task steps for all of them."""
+"""asyncio streams over a step-driven engine: one task runs the steps for all of them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection
@@ -16,9 +16,9 @@ T = TypeVar("T", bound=Answer)
 
 
 class AsyncStreams(Generic[T]):
-    """`step(ids)` returns what is new for these ids; it runs on a thread, under the lock.
+    """`step(ids)` returns the new outputs of these ids; it runs on a thread, under the lock.
 
-    Whatever else touches the machine while streams run must hold the lock too.
+    Anything else that touches the engine while streams run must hold the lock too.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class AsyncStreams(Generic[T]):
 
     @property
     def is_current(self) -> bool:
-        """Whether these are streams of the loop that runs now."""
+        """Whether these streams belong to the running event loop."""
         return self._loop is asyncio.get_running_loop()
 
     async def stream(self, request_id: str, add: Callable[[], None]) -> AsyncGenerator[T, None]:
@@ -63,7 +63,7 @@ class AsyncStreams(Generic[T]):
             async with self.lock:
                 try:
                     items = await asyncio.to_thread(self._step, list(self._queues))
-                except Exception as error:  # every listener hears of it
+                except Exception as error:  # passed on to every listener
                     for queue in self._queues.values():
                         queue.put_nowait(error)
                     return

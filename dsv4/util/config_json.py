@@ -20,7 +20,7 @@ RATIO_OF_LAYER_TYPE = {
     "heavily_compressed_attention": 128,
 }
 
-# the reference program's short names, translated before anything else is looked at
+# the reference program's short names, translated before anything else is read
 _SHORT_NAMES = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -42,7 +42,7 @@ _SHORT_ROPE = {
     "beta_slow": "beta_slow",
 }
 
-# config.json name -> field, for those that are copied as they are
+# config.json name -> field, for values that are copied unchanged
 _INT_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -68,7 +68,7 @@ _FLOAT_FIELDS = {
     "hc_eps": "hc_eps",
     "rms_norm_eps": "rms_norm_eps",
 }
-# absent means the only value this family has; any other value is a different model
+# absent means this value, the only one in this family; any other value is a different model
 _FIXED = {
     "num_key_value_heads": (1,),
     "n_shared_experts": (1,),
@@ -81,7 +81,7 @@ _FIXED = {
     "attention_dropout": (0, 0.0),
     "tie_word_embeddings": (False,),
 }
-# read elsewhere (formats, chat) or without meaning for inference
+# read elsewhere (formats, chat) or irrelevant for inference
 _IGNORED = frozenset(
     (
         "architectures",
@@ -237,19 +237,19 @@ class _Reader:
             raise ConfigError(f"{name} is missing; a DeepSeek-V4 config has it")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{name} is {value!r}, expected a number")
-        if not -1e30 < value < 1e30:  # NaN and Infinity too
+        if not -1e30 < value < 1e30:  # also refuses NaN and Infinity
             raise ConfigError(f"{name} is {str(value)[:40]}, expected a finite number")
         return float(value)
 
     def _table(self, data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """A nested object; absent and null are empty."""
+        """A nested object; empty if absent or null."""
         value = data.get(name)
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"{name} is {value!r}, expected an object")
         return value or {}
 
     def _rope_tables(self) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-        """`rope_parameters`, and the two objects transformers puts into it."""
+        """`rope_parameters`, and the two objects that transformers nests in it."""
         nested = self._table(self.data, "rope_parameters")
         try:
             return nested, self._table(nested, "main"), self._table(nested, "compress")
@@ -266,7 +266,7 @@ class _Reader:
         return round(head_dim * share)
 
     def _ratios(self, num_layers: int) -> dict[str, Any]:
-        """`compress_ratios` has the draft blocks' entries at its end; `layer_types` has none."""
+        """`compress_ratios` ends with the draft blocks' entries; `layer_types` has none."""
         kind = "dspark" if "dspark_block_size" in self.data else "mtp"
         listed = self.data.get("compress_ratios")
         if listed is None:

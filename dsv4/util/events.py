@@ -1,4 +1,4 @@
-"""What the engine tells about its work, for logs, metrics and traces; and the Chrome trace."""
+"""Engine events for logs, metrics and traces, and the Chrome trace writer."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ class Event:
     """`kind`: added, began, preempted, finished (with a request), or step."""
 
     kind: str
-    time_s: float  # a clock that only goes forward
+    time_s: float  # monotonic
     request_id: str | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -21,10 +21,10 @@ Listener = Callable[[Event], None]
 
 
 class ChromeTrace:
-    """A listener that writes what chrome://tracing and Perfetto show.
+    """A listener that writes a trace for chrome://tracing and Perfetto.
 
-    A row for the engine's steps with their phases, one arrow for each request, and counters.
-    The file is complete after `close`; without it, all but its last bracket is there.
+    It has a row for the engine's steps with their phases, one arrow per request, and counters.
+    The file is complete after `close`; without it only the last bracket is missing.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Which folder a user means by a model's name."""
+"""Resolves a model's name to a folder."""
 
 import os
 import re
@@ -10,7 +10,7 @@ BUILTIN_MODELS = Path(__file__).parent.parent / "models"
 
 
 def model_folder(name: str) -> Path:
-    """A model that comes with the package, or else a path; `./tiny` is always a path."""
+    """A model embedded in the package, otherwise a path; `./tiny` is always a path."""
     embedded = BUILTIN_MODELS / name
     if name.isidentifier() and embedded.is_dir():
         return embedded

@@ -1,6 +1,6 @@
-"""Files and folders that a user names for output: one way for all, checked before work begins.
+"""Output files and folders named by the user, checked before work begins.
 
-Missing folders are made. What cannot be written is refused at once, not after the work is done.
+Missing folders are created. A path that cannot be written is refused at once, not after the work.
 """
 
 import os
@@ -14,7 +14,7 @@ from dsv4.errors import OptionError
 def check_output(
     *, files: tuple[Path | None, ...] = (), folders: tuple[Path | None, ...] = ()
 ) -> None:
-    """Refuses what cannot be written; a file that is already there is left as it is."""
+    """Refuses paths that cannot be written; existing files are left unchanged."""
     for path in files:
         if path is not None:
             _refusing(path, _try_file)
@@ -35,7 +35,7 @@ def _try_file(path: Path) -> None:
     if path.is_dir():
         raise OptionError(f"cannot write {path}: it is a folder, expected a file's name")
     if path.is_char_device():
-        return  # /dev/null and its like take whatever comes
+        return  # devices such as /dev/null
     if path.exists() and not path.is_file():
         raise OptionError(f"cannot write {path}: it is no ordinary file")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Sizes and times as people read them."""
+"""Sizes and times in readable units."""
 
 
 def size_text(nbytes: float) -> str:
-    """At least three digits, whatever the size: never "0.0 GB" for bytes that are known."""
+    """At least three digits at any size: known bytes never print as "0.0 GB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:,.2f} {unit}"

@@ -1,8 +1,8 @@
-"""The header of one safetensors file, believed only after every number in it was checked.
+"""The header of one safetensors file, trusted only after every number in it is checked.
 
-A file is an 8-byte little-endian header length, a JSON header and the data. Every check here
-guards against a header that lies: offsets that overlap, leave holes or point past the end,
-shapes whose product overflows, names that occur twice. No torch.
+A file is an 8-byte little-endian header length, a JSON header and the data. The checks refuse
+invalid headers: offsets that overlap, leave holes or point past the end, shapes whose product
+overflows, duplicate names. No torch.
 """
 
 import json
@@ -148,7 +148,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
     if not two_numbers or not all(type(n) is int and 0 <= n < 2**63 for n in offsets):
         raise bad(f"data_offsets {str(offsets)[:80]}", "two whole numbers")
     bits = DTYPE_BITS[dtype]
-    for n in shape:  # Python's integers do not overflow, so a product past 64 bits just differs
+    for n in shape:  # Python integers do not overflow, so a product past 64 bits simply differs
         bits *= n
     begin, end = offsets
     if bits % 8 or end - begin != bits // 8:
@@ -157,7 +157,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int) -> TensorInfo:
 
 
 def _check_cover(path: Path, tensors: dict[str, TensorInfo], base: int, size: int) -> None:
-    """The tensors must lie side by side and end where the file ends."""
+    """The tensors must be contiguous and end where the file ends."""
     end, before = base, "the header"
     for info in sorted(tensors.values(), key=lambda item: (item.start, item.stop)):
         if info.start != end:

@@ -1,8 +1,8 @@
 """The files of a checkpoint folder and all tensors in them, from the headers alone. No torch.
 
-With `model.safetensors.index.json` the index and the headers must tell the same story; without
-one, `model.safetensors` or all `*.safetensors` are taken. A shard must lie in the folder itself.
-Other safetensors files, without a tensor of a model, are listed and left alone.
+With `model.safetensors.index.json`, index and headers must agree; without one,
+`model.safetensors` or all `*.safetensors` are read. A shard must be in the folder itself. Other
+safetensors files, which hold no tensor of a model, are listed and ignored.
 """
 
 import json
@@ -24,7 +24,7 @@ _FOREIGN = ("*.gguf", "*.bin", "*.pt", "*.pth")
 
 @dataclass
 class Scan:
-    """Everything the headers of a folder say."""
+    """Everything read from the headers of a folder."""
 
     folder: Path
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Scan:
 
 
 def scan_folder(folder: Path) -> Scan:
-    """Reads every header; what is wrong becomes a finding, so that all of it can be listed."""
+    """Read every header; problems become findings, so that all of them can be listed."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder; expected one with config.json and safetensors files"
@@ -65,7 +65,7 @@ def scan_folder(folder: Path) -> Scan:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from the checkpoint folder, refused when broken or absurdly large."""
+    """A JSON object from the checkpoint folder, refused if damaged or oversized."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
@@ -134,7 +134,7 @@ def _shards(scan: Scan) -> list[str]:
 
 
 def _is_foreign(scan: Scan, name: str) -> bool:
-    """Whether a file is none of the checkpoint's: not one tensor has a model's name."""
+    """Whether a file is not part of the checkpoint: none of its tensors has a model's name."""
     if _outside(scan.folder, name):
         return False
     try:
@@ -144,7 +144,7 @@ def _is_foreign(scan: Scan, name: str) -> bool:
 
 
 def _left_alone(scan: Scan, name: str) -> bool:
-    """`_is_foreign`, and said in the findings."""
+    """`_is_foreign`, reported in the findings."""
     foreign = _is_foreign(scan, name)
     if foreign:
         message = "has no tensor of a model; left alone"
@@ -181,7 +181,7 @@ def _read_shard(scan: Scan, name: str) -> None:
 
 
 def _outside(folder: Path, name: str) -> str | None:
-    """Why this shard name may not be opened: it would leave the folder."""
+    """Why this shard name is refused: it would leave the folder."""
     if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
         return f"{name!r} is not a plain file name in the folder; refused"
     real = (folder / name).resolve()

@@ -1,4 +1,4 @@
-"""Tensors as views on memory-mapped files. Bytes are reinterpreted, never converted."""
+"""Tensors as views of memory-mapped files. Bytes are reinterpreted, never converted."""
 
 import logging
 import mmap
@@ -30,8 +30,8 @@ _HUGE = 4 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a weight. Large ones ask for huge pages: the first touch of 4 kB pages costs as
-    much as the copy itself."""
+    """Memory for a weight. Large ones request huge pages: page faults of 4 kB pages cost as much
+    as the copy itself."""
     count = 1
     for size in shape:
         count *= size
@@ -47,13 +47,13 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class MappedFiles:
-    """Maps files as they are needed and lets go of the oldest; views keep their file alive."""
+    """Maps files on demand and releases the oldest; views keep their file alive."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
 
     def tensor(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor as a view on its file. Treat it as read-only: copy before changing it."""
+        """The tensor as a view of its file. Treat it as read-only: copy before modifying it."""
         dtype = TORCH_DTYPES.get(info.dtype)
         if dtype is None:
             raise CheckpointError(f"{info.file}: tensor {info.name!r} has dtype {info.dtype}")
@@ -70,7 +70,7 @@ class MappedFiles:
             )
         raw = torch.frombuffer(mapping, dtype=torch.uint8, count=info.nbytes, offset=info.start)
         if info.start % dtype.itemsize:
-            raw = raw.clone()  # an unaligned file: legal, and slow on some processors
+            raw = raw.clone()  # unaligned: legal, but slow on some processors
         return raw.view(dtype).reshape(shape)
 
     def _map(self, path: Path) -> mmap.mmap:
@@ -79,7 +79,7 @@ class MappedFiles:
                 self._maps.pop(next(iter(self._maps)))
             try:
                 with open(path, "rb") as file:
-                    # a private mapping: torch wants writable memory, nothing is ever written
+                    # a private mapping: torch requires writable memory; nothing is ever written
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{path}: cannot be mapped ({error})") from error

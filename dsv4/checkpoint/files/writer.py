@@ -1,7 +1,7 @@
-"""Writing safetensors so that a file under its final name is always complete.
+"""Writes safetensors so that a file under its final name is always complete.
 
-All names, dtypes and shapes of a shard are known before its first byte. It is written under a
-temporary name, read back and compared, and only then renamed.
+All names, dtypes and shapes of a shard are known up front. It is written under a temporary name,
+read back and compared, and only then renamed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _CHUNK = 64 << 20
 
 
 class ShardWriter:
-    """One safetensors file. Tensors may come in any order; each exactly once."""
+    """One safetensors file. Tensors may be written in any order, each exactly once."""
 
     def __init__(self, path: Path, tensors: list[OutTensor]) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class ShardWriter:
         return self
 
     def write(self, name: str, data: torch.Tensor) -> None:
-        """`data` holds the bytes of the tensor, in whatever dtype of the right size."""
+        """`data` holds the tensor's bytes, in any dtype of the right size."""
         tensor = self._tensors[name]
         raw = data.contiguous().reshape(-1).view(torch.uint8).numpy()
         assert raw.nbytes == tensor.nbytes, (name, raw.nbytes, tensor)
@@ -72,7 +72,7 @@ class ShardWriter:
         self._sums[name] = zlib.crc32(raw.data)
 
     def finish(self) -> None:
-        """Read everything back, compare, and give the file its name."""
+        """Read everything back, compare, and rename the file."""
         assert self._file is not None
         missing = self._tensors.keys() - self._sums.keys()
         assert not missing, missing
@@ -116,7 +116,7 @@ class ShardWriter:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Atomically: the file is whole or not there."""
+    """Write atomically: the file is complete or absent."""
     partial = path.with_name("." + path.name + PARTIAL)
     try:
         with open(partial, "w", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""What a layout is: a name for how a checkpoint was made, and what its config must not deny.
+"""A layout: a name for how a checkpoint was produced, and checks against its config.
 
-The number format is decided per tensor from the headers; a layout only recognises the whole and
+The number format is determined per tensor from the headers; a layout only recognises the whole and
 compares it with `config.json`. One file each; the table is `LAYOUTS` in `dsv4/checkpoint`.
 """
 
@@ -17,7 +17,7 @@ from dsv4.formats.spec import FP8_BLOCK
 
 @dataclass(frozen=True)
 class Facts:
-    """What the headers show, reduced to what tells layouts apart."""
+    """What the headers show, reduced to what distinguishes layouts."""
 
     family: str
     quantization: dict[str, Any]
@@ -73,7 +73,7 @@ class Layout:
 
 
 def block_size(quantization: dict[str, Any]) -> int:
-    """The FP8 tile that the config declares; 128 when it says nothing."""
+    """The FP8 tile that the config declares; 128 by default."""
     declared = quantization.get("weight_block_size")
     groups = quantization.get("config_groups")
     if declared is None and isinstance(groups, dict):
@@ -89,7 +89,7 @@ def block_size(quantization: dict[str, Any]) -> int:
 
 
 def common_claims(facts: Facts) -> list[str]:
-    """Claims any config can make about the routed experts."""
+    """Claims that any config can make about the routed experts."""
     found = "/".join(sorted(facts.experts))
     problems = []
     wanted = {"fp4": {"mxfp4", "nvfp4"}, "fp8": {"fp8"}}

@@ -1,4 +1,4 @@
-"""Layouts that are recognised and refused by name, with what to fetch instead."""
+"""Layouts that are recognised but not supported, with what to download instead."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ _SUFFIXES = {
 
 
 def refusal(quantization: dict[str, Any], names: list[str]) -> Finding | None:
-    """The reason why this checkpoint cannot be read at all, or None."""
+    """Why this checkpoint is not supported, or None."""
     method = str(quantization.get("quant_method", "")).lower()
     if method in _METHODS:
         return Finding(
