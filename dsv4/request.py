@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dsv4.errors import RequestError
@@ -310,6 +310,20 @@ class Output:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @staticmethod
+    def joined(outputs: "Sequence[Output]") -> "Output":
+        """Outputs of one request, one after the other, as one."""
+        if len(outputs) == 1:
+            return outputs[0]
+        cached = [output.num_cached for output in outputs if output.num_cached is not None]
+        return replace(
+            outputs[-1],
+            token_ids=tuple(token for output in outputs for token in output.token_ids),
+            text="".join(output.text for output in outputs),
+            logprobs=tuple(item for output in outputs for item in output.logprobs),
+            num_cached=cached[-1] if cached else None,
+        )
 
 
 @dataclass(frozen=True)

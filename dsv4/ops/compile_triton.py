@@ -1,12 +1,14 @@
 # mypy: ignore-errors
 """When kernels are compiled: all ahead of time, side by side, and noticed when not."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from dsv4.ops.compile_process_triton import CompileProcesses
 
 _compiling: list[bool] = []
 
@@ -19,16 +21,18 @@ def compile_only(workers: int):
     What such a launch would have written holds anything: only kernels may read it. A kernel that
     does not compile is left to the real launch, which says so.
     """
-    run, launched = JITFunction.run, set()
+    run, launched = JITFunction.run, {}
+    executor = CompileProcesses(workers)
 
     def warm(self, *args, grid, warmup, **kwargs):
-        launched.add(self)
+        if self not in launched:
+            self.device_caches[driver.active.get_current_device()]  # sets `compile`
+            launched[self], self.compile = self.compile, executor.compile
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = warm
     _compiling.append(True)
     try:
-        executor = ThreadPoolExecutor(workers)
         with executor, triton.AsyncCompileMode(executor, ignore_errors=True):
             yield
         if torch.cuda.is_available():
@@ -37,6 +41,8 @@ def compile_only(workers: int):
                     kernel._init_handles()
     finally:
         JITFunction.run = run
+        for function, compile in launched.items():
+            function.compile = compile
         _compiling.pop()
 
 

@@ -119,6 +119,7 @@ class Choice:
             logprobs = output.logprobs[place] if output.logprobs else None
             self.total_logprob += logprobs.logprob if logprobs else 0.0
             self._push(token, logprobs, step)
+        step.deltas = _joined(step.deltas)
         if self._must_end(step):
             self._finish(step, "stop")
         elif output.finished:
@@ -296,6 +297,18 @@ class Answers:
                     "finish": self.record.finish,
                 }
             )
+
+
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """Texts of the same kind that follow each other, as one."""
+    found: list[Delta] = []
+    for delta in deltas:
+        follows = found and found[-1]._replace(text="") == delta._replace(text="")
+        if follows and delta.kind != "call":
+            found[-1] = delta._replace(text=found[-1].text + delta.text)
+        else:
+            found.append(delta)
+    return found
 
 
 def later_seed(seed: int | None, place: int) -> int | None:

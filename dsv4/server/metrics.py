@@ -132,7 +132,7 @@ class Metrics:
         self._rejected = self._counter("request_rejected", "Refused requests", "status")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens")
         self._cached = self._counter("prompt_tokens_cached", "Prompt tokens not computed again")
-        self._output = self._counter("generation_tokens", "Generated tokens")
+        self._output = self._counter("generation_tokens", "Generated tokens").labels(**self._labels)
         self._reasoning = self._counter("reasoning_tokens", "Of them, reasoning")
         self._calls = self._counter("tool_calls", "Tool calls in answers")
         self._malformed = self._counter("malformed_outputs", "Answers with markup that is no call")
@@ -184,12 +184,13 @@ class Metrics:
         if record.first is None:
             record.first = now
             self._first.observe(now - record.begin)
-        elif record.last is not None:
-            self._between.observe(now - record.last)
-            self._per_output.observe(now - record.last)
+        elif record.last is not None and count:
+            gap = (now - record.last) / count  # of tokens that came together, the mean
+            self._between.observe(gap)
+            self._per_output.observe(gap)
         record.last = now
         record.num_output += count
-        self._output.labels(**self._labels).inc(count)
+        self._output.inc(count)
 
     def close(self, record: Record) -> None:
         """The request has ended: one line in the log, and its figures."""

@@ -16,6 +16,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ClientGone(Exception):
@@ -23,9 +24,8 @@ class ClientGone(Exception):
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {text}\n\n".encode()
+    return f"{head}data: {_encode(data)}\n\n".encode()
 
 
 async def whole_answer(build: Callable[[], Any], num_entries: int) -> Response:

@@ -93,6 +93,43 @@ def test_a_reader_that_never_reads_is_cut_off() -> None:
     asyncio.run(run())
 
 
+def test_a_late_reader_gets_several_steps_at_once() -> None:
+    """One output for each request and nothing lost: a busy server writes less often."""
+
+    async def run() -> list[Output]:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        box = Mailbox(link)
+        scored = (TokenLogprobs(7, -0.5),)
+        box.take(Output("a", (7,), "x", logprobs=scored, num_cached=3))
+        box.take(Output("b", (9,), "u"))
+        box.take(Output("a", (7,), "y", logprobs=scored))
+        box.take(Output("a", (7, 1), "", "stop", 1, logprobs=scored * 2))
+        return await box.next(1)
+
+    first, second = asyncio.run(run())
+    scored = (TokenLogprobs(7, -0.5),) * 4
+    assert first == Output("a", (7, 7, 7, 1), "xy", "stop", 1, scored, num_cached=3)
+    assert second == Output("b", (9,), "u")
+
+
+def test_a_late_chat_reader_gets_one_piece_of_text() -> None:
+    async def run() -> list[Any]:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        link.state, link.facts = "ready", {"dialect": V4_OFFICIAL.name}
+        service = Service("tiny", ServerOptions(), link)
+        prompt = encode_prompt([{"role": "user", "content": "x"}], dialect=V4_OFFICIAL, mode="chat")
+        record = Record("id", "path", "tiny")
+        answers = Answers(service, Order(prompt, (1,), SamplingParams()), record)
+        for token in service.tokenizer.encode("one two three"):
+            answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
+        answers._box.take(Output(f"{record.key}-0-0", (), "", "length"))
+        return [delta async for steps in answers.steps() for step in steps for delta in step.deltas]
+
+    assert [(delta.kind, delta.text) for delta in asyncio.run(run())] == [
+        ("content", "one two three")
+    ]
+
+
 def test_too_many_waiting_tokens() -> None:
     async def run() -> None:
         link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)

@@ -1,6 +1,7 @@
 """The web process's end: starts the engine process, hands out its outputs, restarts it."""
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
@@ -27,6 +28,7 @@ from dsv4.server.worker.wire import (
 
 log = logging.getLogger(__name__)
 
+MESSAGES_A_TURN = 8  # read before streams may write; late ones then write several tokens at once
 MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
 MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
 BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
@@ -45,7 +47,8 @@ class Mailbox:
     def __init__(self, link: "EngineLink") -> None:
         self._link = link
         self._running: set[str] = set()
-        self._outputs: list[Output] = []
+        self._outputs: dict[str, list[Output]] = {}  # of each request, what was not taken yet
+        self._num_unread = 0
         self._wake = asyncio.Event()
         self._error: ApiError | None = None
         self.num_tokens = 0  # of all prompts added
@@ -58,7 +61,8 @@ class Mailbox:
         await self._link.send(message, self)
 
     async def next(self, timeout: float) -> list[Output]:
-        """What has come in; an empty list when nothing comes within `timeout`."""
+        """What has come in, one output for each request: a reader that is late gets several
+        steps' tokens at once. An empty list when nothing comes within `timeout`."""
         if not self._outputs and self._error is None:
             try:
                 async with asyncio.timeout(timeout):
@@ -68,15 +72,15 @@ class Mailbox:
         self._wake.clear()
         if self._error is not None:
             raise self._error
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        outputs, self._outputs, self._num_unread = self._outputs, {}, 0
+        return [Output.joined(parts) for parts in outputs.values()]
 
     def abort(self, request_id: str) -> None:
         """End one request; nothing more comes of it."""
         if request_id in self._running:
             self._running.discard(request_id)
             self._link.forget(request_id)
-        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+        self._outputs.pop(request_id, None)
 
     def close(self) -> None:
         for request_id in list(self._running):
@@ -86,9 +90,10 @@ class Mailbox:
         """Called by the link. False: the client does not read; the request is to be aborted."""
         if output.finished:
             self._running.discard(output.request_id)
-        self._outputs.append(output)
+        self._outputs.setdefault(output.request_id, []).append(output)
+        self._num_unread += 1
         self._wake.set()
-        if len(self._outputs) <= MAX_UNREAD:
+        if self._num_unread <= MAX_UNREAD:
             return True
         self.fail(ApiError(503, "the answer was not read for too long", code="slow_reader"))
         return False
@@ -300,9 +305,11 @@ class EngineLink:
         self._writer.write(pack(self._order))
         watch = asyncio.create_task(self._watch(self._process))
         try:
-            while True:
+            for count in itertools.count(1):
                 size = message_size(await reader.readexactly(LENGTH_BYTES))
                 self._take(json.loads(await reader.readexactly(size)))
+                if count % MESSAGES_A_TURN == 0:
+                    await asyncio.sleep(0)  # what has come in already is read without waiting
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:

@@ -1,0 +1,63 @@
+"""Kernels compiled in other processes are the ones this process would make, and found on disk."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_compiled_elsewhere(tmp_path: Path) -> None:
+    """Pointers in tuples, constants, options: described well enough to give the same key."""
+    assert _run(tmp_path, "whole") == ["_embed_kernel True", "_linear_kernel True"]
+
+
+def test_a_process_that_dies(tmp_path: Path) -> None:
+    """What it left undone is compiled here."""
+    assert _run(tmp_path, "dies") == ["_embed_kernel False"]
+
+
+def _run(folder: Path, story: str) -> list[str]:
+    pytest.importorskip("triton", reason="the compiler is absent")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.runner.test_compile_process", story],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    return sorted(found.stdout.splitlines())
+
+
+def main(story: str) -> None:
+    from dsv4.ops import compile_process_triton as compile_process
+    from dsv4.ops import compile_triton
+    from dsv4.ops.gemm import embed_triton, linear_triton
+    from tests.ops.kernels.compiling import install_driver
+
+    install_driver(90)
+    compile_here, program = compile_process.compile_here, compile_process.__name__
+
+    def noted(source, target, options, **kwargs):  # type: ignore[no-untyped-def]
+        is_there = compile_process._is_on_disk(source, target, options)
+        sys.stdout.write(f"{source.name} {is_there}\n")
+        return compile_here(source, target=target, options=options, **kwargs)
+
+    compile_process.compile_here = noted
+    if story == "dies":
+        compile_process.__name__ = "this.module.is.not.there"
+    weight = torch.zeros(256, 512, dtype=torch.bfloat16)
+    x = torch.zeros(1, 512, dtype=torch.bfloat16)
+    with compile_triton.compile_only(2):
+        embed_triton.run(torch.zeros(3, dtype=torch.int64), weight, 4, torch.bfloat16)
+        if story == "whole":
+            linear_triton.run(x, [weight, weight], [torch.float32] * 2)
+    compile_process.__name__ = program
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
