@@ -3,12 +3,14 @@
     python benchmarks/serve_chaos.py [--clients 16] [--seconds 300] [--seed 1] [-o RECORD.json]
 
 Every request must be answered or fail cleanly (a status with an error object, an error event):
-none hangs, none is lost. Afterwards memory, open files, threads and pages are back where they were.
+none hangs, none is lost. Between two faults the engine is given time to work, and must answer.
+Afterwards memory, open files, threads and pages are back where they were, and no process is left.
 Exit code 1 if a promise does not hold.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -16,6 +18,7 @@ import random
 import re
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,8 +31,20 @@ import httpx
 
 ROOT = Path(__file__).parent.parent
 CHAT = "/v1/chat/completions"
-HUNG_SECONDS = 90.0
+HUNG_SECONDS = 120.0
+READY_SECONDS = 180.0  # for the engine to be back after a fault
+WORK_SECONDS = 4.0  # at least, between two faults
+FAULTS = ("killed", "stopped", "paused", "starved", "disk full")
 MEMORY_GROWTH_MB = 150.0  # of the web process: caches of the allocator and of the tokenizer
+KINDS = ("whole", "stream", "leaves", "guided", "scored", "bad")
+KIND_SHARES = (4, 4, 3, 1, 1, 2)
+LOG_LINES = (
+    "restarting it",
+    "made no progress",
+    "a step failed",
+    "no more prefixes are written",
+    "Traceback",
+)
 BAD: tuple[tuple[str, bytes], ...] = (
     (CHAT, b"{"),
     (CHAT, b'{"messages": [' + b"1," * 200_000 + b"1]}"),
@@ -47,15 +62,19 @@ class Chaos:
         self.log = open(Path(self.folder.name) / "log", "w+b")  # noqa: SIM115  # until the end
         options = ("--prefix-disk", f"{self.folder.name}/prefixes", "--step-timeout", "6")
         sizes = ("--max-sequences", "8", "--max-context", "2048")
+        marker = {"DSV4_CHAOS": self.folder.name}  # every process of this server has it
         self.server = subprocess.Popen(
             [sys.executable, "-m", "dsv4", "serve", "--port", "0", *options, *sizes],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **marker},
             stderr=self.log,
         )
         self.url = ""
         self.outcomes: Counter[str] = Counter()
-        self.torments: Counter[str] = Counter()
+        self.slowest: dict[str, float] = {}  # of each outcome, in seconds
+        self.faults: Counter[str] = Counter()
+        self.ready_again_s: list[float] = []
+        self.num_idle_times = 0  # between two faults without an answer
         self.problems: list[str] = []
 
     # --- looking at the processes -------------------------------------------------------------
@@ -75,49 +94,73 @@ class Chaos:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(children[0]) if children else None
 
-    async def state(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=self.url, timeout=HUNG_SECONDS) as client:
+            stats: dict[str, Any] = (await client.get("/stats")).json()
+            return {**stats, "is_ready": (await client.get("/ready")).status_code == 200}
+
+    async def state(self) -> dict[str, int]:
         """Once nothing runs: what the web process holds, and the engine's pages."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=30) as client:
-            end = time.monotonic() + 120
-            while time.monotonic() < end:
-                stats = (await client.get("/stats")).json()
-                ready = (await client.get("/ready")).status_code == 200
-                if ready and stats.get("num_running", 1) + stats.get("num_waiting", 1) == 0:
-                    break
-                await asyncio.sleep(0.3)
-            else:
-                self.problems.append("the server did not become idle and ready again")
-                return {}
+        end = time.monotonic() + READY_SECONDS
+        while True:
+            stats = await self.stats()
+            running = stats.get("num_running", 1) + stats.get("num_waiting", 1)
+            if stats["is_ready"] and running == 0:
+                break
+            if time.monotonic() > end:
+                raise SystemExit(f"the server did not become idle and ready again: {stats}")
+            await asyncio.sleep(0.3)
         status = Path(f"/proc/{self.server.pid}/status").read_text()
         found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.M))
         return {
-            "rss_mb": int(found["VmRSS"]) / 1024,
+            "rss_mb": int(found["VmRSS"]) // 1024,
             "threads": int(found["Threads"]),
             "files": len(os.listdir(f"/proc/{self.server.pid}/fd")),
             "pages_used": sum(stats["pages_used"].values()),
         }
 
-    async def is_ready(self) -> bool:
-        async with httpx.AsyncClient(base_url=self.url, timeout=HUNG_SECONDS) as client:
-            return (await client.get("/ready")).status_code == 200
+    async def wait_until_ready(self) -> float:
+        begin = time.monotonic()
+        while not (await self.stats())["is_ready"]:
+            if time.monotonic() > begin + READY_SECONDS:
+                self.problems.append(f"not ready again after {READY_SECONDS:g} s")
+                break
+            await asyncio.sleep(0.1)
+        return time.monotonic() - begin
+
+    def left_processes(self) -> list[str]:
+        """Command lines of what still runs of this server, children of children included."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended just now
+                if self.folder.name.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_text().replace("\0", " "))
+        return found
 
     # --- what happens ---------------------------------------------------------------------------
 
     async def torment(self, end: float) -> None:
+        """One fault after the other, each kind as often; the engine works in between."""
         rng = random.Random(self.seed)
-        while time.monotonic() < end - 8:
-            await asyncio.sleep(rng.uniform(4, 12))
-            if not await self.is_ready():
-                continue
+        kinds: list[str] = []
+        while True:
+            answered = self.outcomes["answered"]
+            await asyncio.sleep(rng.uniform(WORK_SECONDS, 2 * WORK_SECONDS))
+            if time.monotonic() > end - WORK_SECONDS:
+                return
             pid = self.engine_pid()
-            if pid is None:
-                continue
-            kind = rng.choice(("killed", "stopped", "paused", "starved", "disk full"))
-            try:
+            if pid is None or not (await self.stats())["is_ready"]:
+                continue  # it ended by itself, late
+            self.num_idle_times += self.outcomes["answered"] == answered
+            kinds = kinds or rng.sample(FAULTS, len(FAULTS))
+            kind = kinds.pop()
+            self.faults[kind] += 1
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended of it
                 await self.hurt(pid, kind)
-            except (ProcessLookupError, FileNotFoundError):
-                continue  # it ended by itself meanwhile
-            self.torments[kind] += 1
+            if kind in ("killed", "stopped"):
+                while self.engine_pid() == pid:
+                    await asyncio.sleep(0.1)
+            self.ready_again_s.append(await self.wait_until_ready())
 
     async def hurt(self, pid: int, kind: str) -> None:
         if kind == "killed":
@@ -144,18 +187,20 @@ class Chaos:
     async def one_client(self, number: int, end: float) -> None:
         rng = random.Random(self.seed * 1000 + number)
         while time.monotonic() < end:
-            kind = rng.choices(("whole", "stream", "leaves", "bad"), (4, 4, 3, 2))[0]
+            kind = rng.choices(KINDS, KIND_SHARES)[0]
             begin = time.monotonic()
             try:
                 async with asyncio.timeout(HUNG_SECONDS):
                     outcome = await self.ask(kind, rng)
             except TimeoutError:
                 outcome = "hung"
+                self.problems.append(f"{kind} hung")
             except httpx.HTTPError as error:
                 outcome = "lost"
-                after = time.monotonic() - begin
-                self.problems.append(f"{kind}: {error!r} after {after:.1f} s")
+                self.problems.append(f"{kind}: {error!r}")
+            seconds = round(time.monotonic() - begin, 2)
             self.outcomes[outcome] += 1
+            self.slowest[outcome] = max(self.slowest.get(outcome, 0.0), seconds)
             if outcome == "cleanly failed":
                 await asyncio.sleep(0.3)
 
@@ -167,13 +212,19 @@ class Chaos:
                 answer = await client.post(path, content=data, headers=json_type)
                 return self.judge(answer.status_code, answer.json(), expected=(400, 404))
             words = " ".join(rng.choices(("alpha", "beta", "gamma"), k=rng.randrange(1, 300)))
+            if kind == "scored":
+                body: Any = {"prompt": words, "echo": True, "logprobs": 3, "max_tokens": 0}
+                answer = await client.post("/v1/completions", json=body)
+                return self.judge(answer.status_code, answer.json(), expected=(200,))
             body = {
                 "messages": [{"role": "user", "content": words}],
                 "max_tokens": rng.choice((4, 16, 48)),
-                "stream": kind != "whole",
+                "stream": kind in ("stream", "leaves"),
                 "reasoning_effort": "none",
             }
-            if kind == "whole":
+            if kind == "guided":
+                body["structured_outputs"] = {"regex": f"[a-z]{{{rng.randrange(1, 20)}}}"}
+            if not body["stream"]:
                 answer = await client.post(CHAT, json=body)
                 return self.judge(answer.status_code, answer.json(), expected=(200,))
             return await self.read_stream(client, body, kind, rng)
@@ -207,39 +258,46 @@ class Chaos:
         return "lost"
 
     async def run(self) -> dict[str, Any]:
-        await asyncio.gather(*(self.one_client(n, time.monotonic() + 3) for n in range(4)))
+        warm = [self.one_client(n, time.monotonic() + 3) for n in range(self.clients)]
+        await asyncio.gather(*warm)
         self.outcomes.clear()
+        self.slowest.clear()
         before = await self.state()
         end = time.monotonic() + self.seconds
         clients = [self.one_client(number, end) for number in range(self.clients)]
         await asyncio.gather(*clients, self.torment(end))
-        after = await self.state()
-        self.compare(before, after)
-        return {"before": before, "after": after}
+        return {"before": before, "after": await self.settle(before)}
 
-    def compare(self, before: dict[str, float], after: dict[str, float]) -> None:
-        limits = {"rss_mb": MEMORY_GROWTH_MB, "threads": 8, "files": 8, "pages_used": 0}
-        for name, room in limits.items():
-            if before and after and after[name] > before[name] + room:
-                self.problems.append(f"{name}: {before[name]:.0f} before, {after[name]:.0f} after")
-        for outcome in ("hung", "lost"):
-            if self.outcomes[outcome]:
-                self.problems.append(f"{self.outcomes[outcome]} requests {outcome}")
+    async def settle(self, before: dict[str, int]) -> dict[str, int]:
+        """What it holds at last; connections that were just closed take a moment."""
+        allowed = {"rss_mb": MEMORY_GROWTH_MB, "threads": 8, "files": 8, "pages_used": 0}
+        for _ in range(20):
+            after = await self.state()
+            grown = [name for name, room in allowed.items() if after[name] > before[name] + room]
+            if not grown:
+                break
+            await asyncio.sleep(1)
+        self.problems += [f"{name}: {before[name]} before, {after[name]} after" for name in grown]
+        return after
 
-    def close(self) -> None:
+    def close(self) -> dict[str, int]:
+        """End the server; what its log has of each event."""
         self.server.send_signal(signal.SIGTERM)
         try:
-            self.server.wait(60)
+            self.server.wait(READY_SECONDS)
         except subprocess.TimeoutExpired:
             self.problems.append("the server did not end")
             self.server.kill()
             self.server.wait()
+        time.sleep(1)  # children notice that their line is closed
+        self.problems += [f"left running: {command}" for command in self.left_processes()]
+        text = os.pread(self.log.fileno(), 1 << 26, 0).decode("utf-8", "replace")
         if self.problems:
-            text = os.pread(self.log.fileno(), 1 << 24, 0).decode("utf-8", "replace")
             lines = [line for line in text.splitlines() if "finish=" not in line]
             self.problems += lines[-20:]
         self.log.close()
         self.folder.cleanup()
+        return {line: text.count(line) for line in LOG_LINES}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -250,25 +308,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     chaos = Chaos(options.clients, options.seconds, options.seed)
+    states = {}
     try:
         chaos.wait_for_address()
         states = asyncio.run(chaos.run())
     finally:
-        chaos.close()
+        log_lines = chaos.close()
+    if not chaos.outcomes["answered"]:
+        chaos.problems.append("no request was answered")
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     record = {
-        "what": "serve_chaos",
+        "what": "serve chaos",
         "command": f"python benchmarks/serve_chaos.py --seconds {options.seconds:g}",
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
+        "commit": git.stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_average_at_end": round(os.getloadavg()[0], 2),
         "clients": options.clients,
         "seconds": options.seconds,
-        "outcomes": dict(chaos.outcomes),
-        "hung": chaos.outcomes["hung"],
-        "lost": chaos.outcomes["lost"],
-        "torments": dict(chaos.torments),
+        "seed": options.seed,
+        "outcomes": {"hung": 0, "lost": 0, **chaos.outcomes},
+        "slowest_s": chaos.slowest,
+        "faults": dict(chaos.faults),
+        "ready_again_s": {
+            "median": round(statistics.median(chaos.ready_again_s or [0.0]), 1),
+            "max": round(max(chaos.ready_again_s, default=0.0), 1),
+        },
+        "times_between_faults_without_answer": chaos.num_idle_times,
+        "log_lines": log_lines,
         **states,
         "problems": chaos.problems,
     }
-    text = json.dumps(record, indent=1)
+    text = "{\n" + ",\n".join(f' "{key}": {json.dumps(v)}' for key, v in record.items()) + "\n}"
     sys.stdout.write(text + "\n")
     if options.output is not None:
         options.output.write_text(text + "\n")

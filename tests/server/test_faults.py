@@ -50,6 +50,11 @@ def status(server: Server, path: str) -> int:
         return client.get(path).status_code
 
 
+def score(server: Server) -> httpx.Response:
+    body = {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}
+    return server.post("/v1/completions", body)
+
+
 def test_the_engine_dies_and_comes_back(own: Callable[..., Server]) -> None:
     server = own().wait()
     other = in_background(lambda: server.chat("HANG"))
@@ -94,10 +99,12 @@ def test_an_engine_without_progress_is_restarted(own: Callable[..., Server], how
     wait_for(lambda: server.stats()["num_running"] == 1 or how == "stuck")
     if how == "stopped":
         os.kill(engine, signal.SIGSTOP)
+    others = [in_background(ask) for ask in (lambda: server.chat("x"), lambda: score(server))]
     wait_for(lambda: status(server, "/ready") == 503)
-    answer = running.result(30)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "engine_died"
+    for waiting in (running, *others):  # also what the engine has not even accepted
+        answer = waiting.result(PATIENCE_S)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_died"
     wait_for(lambda: status(server, "/ready") == 200)
     assert server.engine_pid != engine
     assert not os.path.exists(f"/proc/{engine}")

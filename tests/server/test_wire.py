@@ -167,17 +167,83 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
     assert steps[-1].is_last
 
 
-def test_an_engine_that_cannot_listen_ends() -> None:
+def test_an_engine_that_cannot_listen_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory while it reads: its loop must not go on, deaf, while requests wait."""
     from dsv4.server.worker.main import Worker
 
-    def fail() -> None:
-        raise MemoryError
+    ends: list[int] = []
+    monkeypatch.setattr("os._exit", ends.append)
 
-    worker = Worker(SimpleNamespace(listeners=[]), SimpleNamespace(receive=fail))  # type: ignore[arg-type]
-    with pytest.raises(MemoryError):
-        worker._read()
-    assert worker._inbox.get_nowait() is None
+    def worker(error: type[BaseException]) -> Worker:
+        def fail() -> None:
+            raise error
+
+        return Worker(SimpleNamespace(listeners=[]), SimpleNamespace(receive=fail))  # type: ignore[arg-type]
+
+    worker(MemoryError)._read()
+    assert ends == [1]
+    left = worker(ConnectionResetError)
+    left._read()
+    assert ends == [1]
+    assert left._inbox.get_nowait() is None  # the web process went: prefixes are written
+
+
+def test_requests_end_before_their_engine_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes its time to end keeps nobody waiting, and nobody comes in."""
+    link = EngineLink("tiny", {"prefix_disk": "x"}, lambda message: None, max_waiting=1)
+    seen: list[Any] = []
+
+    async def end_process(seconds: float) -> None:
+        assert link._supervisor is not None
+        link._supervisor.cancel()
+        seen.append((link.state, link.num_live, seconds < 5))
+        with pytest.raises(ApiError) as caught:
+            link.check_ready()
+        seen.append(caught.value.code)
+
+    async def run() -> None:
+        link.facts, link.state, box = {"max_context": 1}, "ready", link.open()
+        link._live["a"] = box
+        await link.start()
+        assert link._supervisor is not None
+        await asyncio.wait([link._supervisor])
+        with pytest.raises(ApiError, match="restarted"):
+            await box.next(1)
+
+    monkeypatch.setattr(link, "_run_once", lambda: asyncio.sleep(0))
+    monkeypatch.setattr(link, "_end_process", end_process)
+    asyncio.run(run())
+    assert seen[:2] == [("restarting", 0, True), "restarting"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "pauses"), [(True, [0.2] * 4), (False, [1.0, 5.0, 30.0, 30.0])]
+)
+def test_an_engine_that_answers_is_restarted_at_once(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, pauses: list[float]
+) -> None:
+    """One that keeps dying before it was of use to anybody is restarted more and more slowly."""
+    link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+    link.facts = {"max_context": 1}
+    found: list[float] = []
+
+    async def run_once() -> None:
+        if answers:
+            link._live["a"] = link.open()
+            link._take(
+                {"kind": "outputs", "outputs": [{"id": "a", "tokens": [], "finish": "stop"}]}
+            )
+
+    async def sleep(seconds: float) -> None:
+        found.append(seconds)
+        if len(found) == len(pauses):
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(link, "_run_once", run_once)
+    monkeypatch.setattr("dsv4.server.worker.link.asyncio.sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(link._supervise())
+    assert found == pauses
 
 
 def test_a_message_without_sense_restarts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,10 @@ MESSAGES_A_TURN = 8  # read before streams may write; late ones then write sever
 MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
 MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
 BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
+END_SECONDS = 0.5  # for an engine process to end by itself
 FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at the end
 MAX_STARTS = 3  # that may fail before the first success
-BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # between restarts, when one after the other fails
+BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # before restarts, when one after the other answers nothing
 
 ENGINE = ("-m", "dsv4.server.worker.main")
 
@@ -149,6 +150,7 @@ class EngineLink:
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._heard_at = self._turned_at = time.monotonic()
+        self._has_answered = False  # this process, a request
         self._step_timeout: float = choices.get("step_timeout", EngineConfig.step_timeout)
         self.state = "starting"
         self.facts: Message = {}
@@ -207,7 +209,6 @@ class EngineLink:
         self._live[name], self._answers[name] = box, answer
         self._writer.write(pack(message))
         try:
-            await self._writer.drain()
             await answer
         except BaseException:
             self.forget(name)
@@ -242,16 +243,14 @@ class EngineLink:
             self._writer.write(pack({"kind": "abort", "id": name}))
 
     def fail_all(self, error: ApiError) -> None:
+        scores = [scores.answer for scores in self._scores.values()]
+        # before `forget`: also what the engine has not accepted yet is waited for
+        for answer in (*self._answers.values(), *scores):
+            if not answer.done():
+                answer.set_exception(error)
         for name, box in list(self._live.items()):
             box.fail(error)
             self.forget(name)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(error)
-        self._answers = {}
-        for scores in self._scores.values():
-            if not scores.answer.done():
-                scores.answer.set_exception(error)
 
     # --- the process --------------------------------------------------------------------------
 
@@ -265,31 +264,41 @@ class EngineLink:
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
     async def _supervise(self) -> None:
-        failures = 0
-        while True:
-            begin = time.monotonic()
-            try:
-                await self._run_once()
-            except Exception:  # a message that makes no sense: start again as if it had died
-                log.exception("the engine process cannot be understood")
-            finally:
-                await self._end_process()
-            if self.state == "failed":
-                return
-            # One that ran for a while gets a quick restart; one that keeps dying, a slow one.
-            failures = 0 if time.monotonic() - begin > 60 else failures + 1
-            if not self.facts and failures == MAX_STARTS:
-                error = f"the engine process ended {failures} times before it was ready"
-                self._take({"kind": "failed", "error": error, "exit_code": 1})
-                return
-            self.state = "restarting" if self.facts else "starting"
-            self.num_restarts += bool(self.facts)
-            self.stats = {}
-            error = "the engine stopped in the middle of this request; it is being restarted"
-            self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
-            pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
-            log.error("the engine process ended; restarting it in %.1f s", pause)
-            await asyncio.sleep(pause)
+        try:
+            failures = 0
+            while self.state != "failed":
+                failures = await self._run_and_recover(failures)
+        finally:  # the server stops
+            flushes = self._order["choices"].get("prefix_disk") and self.is_responsive
+            await self._end_process(FLUSH_SECONDS if flushes else END_SECONDS)
+
+    async def _run_and_recover(self, failures: int) -> int:
+        """One life of an engine process; -> how many in a row were of no use."""
+        begin = time.monotonic()
+        self._has_answered = False
+        try:
+            await self._run_once()
+        except Exception:  # a message that makes no sense: start again as if it had died
+            log.exception("the engine process cannot be understood")
+        if self.state == "failed":
+            return failures
+        is_of_use = self._has_answered or time.monotonic() - begin > 60
+        failures = 0 if is_of_use else failures + 1
+        if not self.facts and failures == MAX_STARTS:
+            error = f"the engine process ended {failures} times before it was ready"
+            self._take({"kind": "failed", "error": error, "exit_code": 1})
+            return failures
+        # Requests need not wait until the process is gone.
+        self.state = "restarting" if self.facts else "starting"
+        self.num_restarts += bool(self.facts)
+        self.stats = {}
+        error = "the engine stopped in the middle of this request; it is being restarted"
+        self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
+        await self._end_process(END_SECONDS)
+        pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
+        log.error("the engine process ended; restarting it in %.1f s", pause)
+        await asyncio.sleep(pause)
+        return failures
 
     async def _run_once(self) -> None:
         """Start a process and listen to it until it is gone."""
@@ -325,19 +334,17 @@ class EngineLink:
                 process.kill()  # the reader sees the end
                 return
 
-    async def _end_process(self) -> None:
+    async def _end_process(self, seconds: float) -> None:
+        """Until the process is gone; one that takes longer than `seconds` is killed."""
         if self._writer is not None:
             self._writer.close()  # the engine notices between two steps
             self._writer = None
-        process, self._process = self._process, None
-        if process is None:
-            return
-        flushes = self._order["choices"].get("prefix_disk") and self.is_responsive
-        until = time.monotonic() + (FLUSH_SECONDS if flushes else 0.5)
-        while process.poll() is None:
+        until = time.monotonic() + seconds
+        while self._process is not None and self._process.poll() is None:
             if time.monotonic() > until:
-                process.kill()
+                self._process.kill()
             await asyncio.sleep(0.02)
+        self._process = None
 
     def _take(self, message: Message) -> None:
         self._heard_at = now = time.monotonic()
@@ -385,5 +392,6 @@ class EngineLink:
             return  # aborted in the meantime
         if output.finished:
             del self._live[output.request_id]
+            self._has_answered |= output.finish_reason in ("stop", "length")
         if not box.take(output):
             self.forget(output.request_id)

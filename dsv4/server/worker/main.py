@@ -5,8 +5,10 @@
 FD is one end of a socket pair. When the other end is gone, so is this process.
 """
 
+import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import signal
 import socket
@@ -63,7 +65,8 @@ def _run(channel: Channel) -> int:
     except Dsv4Error as error:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
-    Worker(engine, channel).run()
+    with contextlib.suppress(ConnectionError):  # the web process went in the middle of a step
+        Worker(engine, channel).run()
     engine.close()
     return 0
 
@@ -192,20 +195,23 @@ class Worker:
 
     def _read(self) -> None:
         try:
-            while (message := self._channel.receive()) is not None:
-                self._inbox.put(message)
-        finally:
-            self._inbox.put(None)  # also without memory: a new process is better than a deaf one
+            with contextlib.suppress(ConnectionError):  # it went without reading everything
+                while (message := self._channel.receive()) is not None:
+                    self._inbox.put(message)
+            self._inbox.put(None)
+        except BaseException:  # out of memory, say: a new process is better than a deaf one
+            os._exit(1)
 
     def _beat(self) -> None:
         """Says that the process lives, and since when its loop has not turned."""
-        try:
-            while True:
-                age = time.monotonic() - self._turned_at
-                self._channel.send({"kind": "beat", "age": age})
-                time.sleep(BEAT_SECONDS)
-        except OSError:
-            logging.debug("the web process is gone")  # the loop notices by itself
+        while True:
+            try:
+                self._channel.send({"kind": "beat", "age": time.monotonic() - self._turned_at})
+            except MemoryError:
+                pass  # the next one may find some
+            except OSError:
+                return  # the web process is gone; the loop notices by itself
+            time.sleep(BEAT_SECONDS)
 
     def _take_messages(self) -> bool:
         """Everything that has come in; waits for it only if there is nothing to do."""
@@ -275,9 +281,10 @@ class Worker:
             if self._engine.num_unfinished:
                 return  # it begins again when others have given pages back
             answer: Message = {"kind": "broken", "error": str(error)}
-        except Dsv4Error as error:
-            kind = "refused" if isinstance(error, RequestError) else "broken"
-            answer = {"kind": kind, "error": str(error)}
+        except RequestError as error:
+            answer = {"kind": "refused", "error": str(error)}
+        except Exception as error:  # of this request alone
+            answer = {"kind": "broken", "error": str(error)}
         else:
             if chunk is not None:
                 self._send_scores(job, chunk)
