@@ -243,9 +243,9 @@ class EngineLink:
             self._writer.write(pack({"kind": "abort", "id": name}))
 
     def fail_all(self, error: ApiError) -> None:
-        scores = [scores.answer for scores in self._scores.values()]
         # before `forget`: also what the engine has not accepted yet is waited for
-        for answer in (*self._answers.values(), *scores):
+        answers: list[asyncio.Future[Any]] = list(self._answers.values())
+        for answer in answers + [scores.answer for scores in self._scores.values()]:
             if not answer.done():
                 answer.set_exception(error)
         for name, box in list(self._live.items()):
