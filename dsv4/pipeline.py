@@ -72,9 +72,14 @@ class Pipeline:
             taken.failures.append((self._live_of(step), error))
             return taken
         taken.clock.append(time.perf_counter())
-        for sequence, result in zip(step.sampled, results, strict=True):
-            if sequence not in step.dropped and self._is_live(sequence):
-                sequence.num_pending -= 1
+        failed = step.flight.failures
+        for row, (sequence, result) in enumerate(zip(step.sampled, results, strict=True)):
+            if sequence in step.dropped or not self._is_live(sequence):
+                continue
+            sequence.num_pending -= 1
+            if row in failed:
+                taken.failures.append(([sequence], failed[row]))
+            else:
                 taken.results.append((sequence, result))
         taken.work = step.work
         return taken

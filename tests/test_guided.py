@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dsv4.sampling.guided
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CapacityError, RequestError
-from dsv4.request import Completion, Guide, Output, Request
-from dsv4.sampling import compiler
+from dsv4.request import Completion, Guide, Output, Request, TokenLogprobs
+from dsv4.sampling import Draw, compiler
 from tests.models import write_quick_model
 
 PROMPT = [3, 14, 15, 92]
@@ -197,9 +198,49 @@ def test_what_breaks_one_request_breaks_no_other(
     [end] = [output for output in outputs if output.request_id == "bad" and output.finished]
     assert end.finish_reason == "error"
     assert "a bug of ours" in (end.error or "")
-    found = [item for output in outputs if output.request_id == "good" for item in output.logprobs]
-    assert tuple(found) == alone.logprobs
+    assert logprobs_of("good", outputs) == alone.logprobs
     engine.check_integrity()
+
+
+def logprobs_of(name: str, outputs: list[Output]) -> tuple[TokenLogprobs, ...]:
+    return tuple(item for o in outputs if o.request_id == name for item in o.logprobs)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("what", ["seen", "bias", "settings", "logprobs"])
+def test_a_draw_that_cannot_be_prepared_ends_its_request_alone(
+    engine: Engine, what: str, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, biases and log-probabilities are put together request by request."""
+    plain = SamplingParams(max_tokens=6, seed=3, stop_ids=(), logprobs=0)
+    odd = replace(plain, presence_penalty=0.5, logit_bias={5: 1.0}, logprobs=3, seed=7)
+    [alone], [odd_alone] = engine.generate([PROMPT], plain), engine.generate([PROMPT], odd)
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", runs_ahead)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise MemoryError("no room")
+
+    topk = torch.topk
+    with monkeypatch.context() as broken:
+        if what == "logprobs":
+            # of one row; the model itself asks for whole batches
+            broken.setattr(
+                torch, "topk", lambda x, *a, **o: (topk if x.dim() > 1 else fail)(x, *a, **o)
+            )
+        else:
+            own = getattr(Draw, what)
+            broken.setattr(Draw, what, lambda d, *a: (fail if d.seed == 7 else own)(d, *a))
+        for name, params in (("good", plain), ("bad", odd), ("also good", plain)):
+            engine.add(Request(name, tuple(PROMPT), params))
+        outputs: list[Output] = []
+        while engine.num_unfinished:
+            outputs += engine.step()
+    [end] = [output for output in outputs if output.request_id == "bad"]
+    assert (end.finish_reason, end.error) == ("error", "internal error: no room")
+    for name in ("good", "also good"):
+        assert logprobs_of(name, outputs) == alone.logprobs
+    engine.check_integrity()
+    assert engine.generate([PROMPT], odd)[0].logprobs == odd_alone.logprobs  # the slot is clean
 
 
 # --- what cannot be done ----------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The host side of sampling: per-row settings, and the state that slots need first.
 
 A slot's token counts and biases are written when its sequence samples for the first time; from then
-on the device counts tokens itself. A guide's mask is sent with every draw.
+on the device counts tokens itself. A guide's mask is sent with every draw. If one row cannot be
+prepared, only its request fails: the row is sampled with the others and its result is dropped.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ class Reading:
     tokens: Tensor | None = None
     chosen: Tensor | None = None
     tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
+    failures: dict[int, Exception] = field(default_factory=dict)  # rows whose result is dropped
 
     def results(self) -> list[TokenLogprobs]:
         """Waits for the step."""
@@ -48,6 +50,7 @@ class Drawing:
         self._buffers = buffers
         count = buffers.max_sequences
         self._owners: list[SequencePages | None] = [None] * count
+        self._failures: dict[int, Exception] = {}  # of the rows to draw next
         self._settings = {
             name: np.zeros(count, dtype=part.dtype)
             for name, part in draw_arrays(buffers.draw.array(), 1)
@@ -60,13 +63,17 @@ class Drawing:
         """Send the inputs of the next draw; returns the number of rows, padding included."""
         buffers, count = self._buffers, len(draws)
         rows = buffers.batch(count)
-        masked = []
+        masked, self._failures = [], {}
         for row, (draw, pages) in enumerate(zip(draws, owners, strict=True)):
-            if self._owners[pages.slot] is not pages:
-                self._enter(draw, pages)
-            if draw.mask is not None:
-                self._send(draw.mask, buffers.mask[pages.slot])
-                masked.append(row)
+            try:
+                if self._owners[pages.slot] is not pages:
+                    self._enter(draw, pages)
+                if draw.mask is not None:
+                    self._send(draw.mask, buffers.mask[pages.slot])
+                    masked.append(row)
+            except Exception as error:
+                self._failures[row] = error
+                self._settings["flags"][pages.slot] = 0  # its tables may be incomplete
         slots = np.fromiter((pages.slot for pages in owners), np.int64, count)
         at = dict(draw_arrays(buffers.draw.array(), rows))
         for name, values in self._settings.items():
@@ -100,15 +107,19 @@ class Drawing:
     def read_back(self, draws: Sequence[Draw]) -> Reading:
         """Start copying the results to the host, without waiting."""
         buffers, count = self._buffers, len(draws)
-        reading = Reading(count, None)
+        reading = Reading(count, None, failures=self._failures)
         if count:
             reading.tokens = _to_host(buffers.sampled[:count])
             reading.chosen = _to_host(buffers.chosen[:count])
         for row, draw in enumerate(draws):
-            if draw.params.logprobs:
+            if not draw.params.logprobs:
+                continue
+            try:
                 most = min(draw.params.logprobs, buffers.vocab_size)
                 best, ids = torch.topk(buffers.logits[row], most)
                 reading.tops[row] = (_to_host(ids), _to_host(best - buffers.norms[row]))
+            except Exception as error:
+                reading.failures[row] = error
         if buffers.device.type == "cuda":
             reading.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             reading.event.record()

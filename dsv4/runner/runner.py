@@ -63,6 +63,11 @@ class Flight:
     def is_drawn(self) -> bool:
         return self.reading is not None
 
+    @property
+    def failures(self) -> dict[int, Exception]:
+        """Of `sampled`, by their place: why a token does not count."""
+        return {} if self.reading is None else self.reading.failures
+
 
 class Runner:
     def __init__(

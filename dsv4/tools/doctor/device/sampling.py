@@ -86,7 +86,10 @@ def _sample(
     draws = [Draw(params, seed, tokens, len(PROMPT)) for seed in range(count)]
     owners = [SequencePages(slot) for slot in range(count)]
     draw(buffers, drawing.prepare(draws, owners, [len(tokens)] * count))
-    return drawing.read_back(draws).results()
+    reading = drawing.read_back(draws)
+    for error in reading.failures.values():
+        raise error
+    return reading.results()
 
 
 def _greedy(params: SamplingParams, device: str) -> str | None:
