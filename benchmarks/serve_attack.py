@@ -4,8 +4,9 @@
 
 Each case must get one of its statuses, and the event loop must not be late by more than 100 ms:
 `/health` is asked for every 20 ms. The same process asks a server that does nothing else; what
-that one is late by belongs to the machine and is subtracted. Exit code 1 if a promise does not
-hold.
+that one is late by belongs to the machine and is subtracted. At the end the server, idle, with
+warm prefixes, is told to stop: all of them are written within 5 s. Exit code 1 if a promise does
+not hold.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import multiprocessing.pool
 import os
 import platform
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ from tests.server.support import Server  # noqa: E402  # the path above is neede
 
 CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 LATE_MS = 100.0
+STOP_SECONDS = 5.0
+NUM_PREFIXES = 12
 ASK = [{"role": "user", "content": "hi"}]
 
 
@@ -76,9 +81,13 @@ CASES = (
     Case("300k biases", CHAT, chat(logit_bias={f"k{n}": 1 for n in range(300_000)})),
     Case("1,024 bad biases", CHAT, chat(logit_bias={f"k{n}": 1 for n in range(1024)})),
     Case("100k fields", CHAT, chat(**{f"f{n}": n for n in range(100_000)})),
+    Case("257 fields", CHAT, chat(**{f"f{n}": n for n in range(255)})),
+    Case("1,025 entries", CHAT, chat(metadata={f"k{n}": "v" for n in range(1025)})),
+    Case("129 levels", CHAT, chat(metadata=json.loads('{"a":' * 129 + "1" + "}" * 129))),
     Case("17 stops", CHAT, chat(stop=["x"] * 17)),
     Case("17 choices", CHAT, chat(n=17)),
     Case("65 prompts", TEXT, made(prompt=["x"] * 65)),
+    Case("129 answers", TEXT, made(prompt=["x"] * 43, n=3)),
     Case("1 M ids", TEXT, made(prompt=[1] * 1_000_000)),
     Case("4 MB of text", CHAT, said("word ", 800_000)),
     Case("text that just may fit", CHAT, said("1234567 ", 50_000), (200, 400), 3),
@@ -88,6 +97,11 @@ CASES = (
     Case("/tokenize that fits", "/tokenize", made(prompt="a b " * 8_000), (200,)),
     Case("/detokenize of 1 M", "/detokenize", made(tokens=[7] * 1_000_000), (200,)),
     Case("700 wide classes", CHAT, regex("(?i)" + "[\u0100-\uffff]" * 700), times=7),
+    Case("regex of 8,193", CHAT, regex("a" * 8193)),
+    Case("257 repetitions", CHAT, regex("a?" * 257)),
+    Case("count of 4,097", CHAT, regex("a{4097}")),
+    Case("4,097 choices", CHAT, chat(guided_choice=[f"c{n}" for n in range(4097)])),
+    Case("schema of 65,537", CHAT, schema({"enum": ["x" * 65_537]})),
     Case("nested repetitions", CHAT, regex("((a{1,4000}){1,4000}){1,4000}"), (200, 400, 503)),
     Case("self-reference", CHAT, schema({"$ref": "#"})),
     Case("wide schema", CHAT, schema(WIDE), (200, 400, 503), 4),
@@ -178,6 +192,19 @@ def run(server: Server, idle_port: int) -> list[dict[str, Any]]:
     return results
 
 
+def stop(server: Server, folder: Path) -> dict[str, float]:
+    """How long the idle server takes to end, and how many prefixes it leaves."""
+    for number in range(NUM_PREFIXES):
+        body = {"prompt": f"{number} alpha beta " * 100, "max_tokens": 1}
+        server.post(TEXT, body).raise_for_status()
+    server.wait_until_idle()
+    begin = time.perf_counter()
+    server.stop(60)
+    seconds = time.perf_counter() - begin
+    written = len(list(folder.glob("*/*.prefix")))
+    return {"asked": NUM_PREFIXES, "written": written, "seconds": round(seconds, 2)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
@@ -185,25 +212,46 @@ def main() -> int:
     listener = socket.create_server(("127.0.0.1", 0))
     idle = multiprocessing.Process(target=idle_server, args=(listener,), daemon=True)
     idle.start()
-    server = Server(fake=False).wait(300)
-    try:
-        results = run(server, listener.getsockname()[1])
-        is_alive = server.chat("hi", max_tokens=2).status_code == 200
-    finally:
-        server.stop(60)
-    forged = "\n2026 forged" in server.final_log
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server("--prefix-disk", folder, fake=False).wait(300)
+        try:
+            results = run(server, listener.getsockname()[1])
+            is_alive = server.chat("hi", max_tokens=2).status_code == 200
+            stopped = stop(server, Path(folder))
+        finally:
+            server.process.kill()
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     record = {
-        "what": "serve_attack",
+        "what": "serve attack",
         "command": "python benchmarks/serve_attack.py",
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
+        "commit": git.stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_average_at_end": round(os.getloadavg()[0], 2),
         "limit_ms": LATE_MS,
+        "worst_health_ms": max(result["health_ms"] for result in results),
         "worst_late_ms": max(result["late_ms"] for result in results),
         "answers_afterwards": is_alive,
+        "forged_log_lines": server.final_log.count("\n2026 forged"),
+        "stop_when_idle": stopped,
         "cases": results,
     }
+    lines = [f' "{key}": {json.dumps(value)}' for key, value in record.items() if key != "cases"]
+    cases = ",\n  ".join(map(json.dumps, results))
+    text = "{\n" + ",\n".join([*lines, f' "cases": [\n  {cases}\n ]']) + "\n}\n"
     if options.output is not None:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if is_alive and not forged and all(result["good"] for result in results) else 1
+        options.output.write_text(text)
+    promises = {
+        "it lives": is_alive,
+        "no log line is forged": not record["forged_log_lines"],
+        "every case is refused or answered as it should be, in time": all(
+            result["good"] for result in results
+        ),
+        f"all prefixes are written within {STOP_SECONDS:g} s": stopped["seconds"] < STOP_SECONDS
+        and stopped["written"] >= NUM_PREFIXES,
+    }
+    for promise, holds in promises.items():
+        sys.stdout.write(f"{'yes' if holds else 'NO '} {promise}\n")
+    return 0 if all(promises.values()) else 1
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Choice:
         )
         return Request(
             id=self.request_id,
-            prompt_ids=(*order.prompt_ids, *self._ids),
+            prompt_ids=order.prompt_ids + tuple(self._ids),
             params=params,
             priority=order.priority,
             cache_salt=order.cache_salt,

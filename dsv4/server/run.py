@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from types import FrameType
 from typing import Any
 
@@ -62,6 +63,9 @@ def serve(
         # A full collection would stop the event loop for as long as one request has many objects.
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
+        # One answer takes the interpreter's lock several times; a thread that reads a large body
+        # gives it up only after this long.
+        sys.setswitchinterval(0.0005)
         server.run(sockets=[listener])
     if failure:
         raise StartError(failure[0]["error"], failure[0]["exit_code"])

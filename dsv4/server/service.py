@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 FINGERPRINT = f"dsv4-{__version__}"
 MAX_RECALLED = 1024  # calls whose reasoning is remembered
 MAX_RECALL_CHARACTERS = 100_000
+IDS_A_PIECE = 1 << 16  # looked at in one call, which keeps the interpreter's lock
 T = TypeVar("T")
 
 
@@ -167,11 +168,13 @@ class Service:
         """`last`: the highest id; by default that of the vocabulary."""
         if last is None:
             last = int(self.link.facts["vocab_size"]) - 1
-        low, high = (min(ids), max(ids)) if ids else (0, 0)
-        if low < 0 or high > last:
-            found = low if low < 0 else high
-            text = f"{path}: found the token id {str(found)[:40]}, expected 0 to {last}"
-            raise ApiError(400, text, param=path)
+        for start in range(0, len(ids), IDS_A_PIECE):
+            piece = ids[start : start + IDS_A_PIECE]
+            low, high = min(piece), max(piece)
+            if low < 0 or high > last:
+                found = low if low < 0 else high
+                text = f"{path}: found the token id {str(found)[:40]}, expected 0 to {last}"
+                raise ApiError(400, text, param=path)
 
     def limit_tokens(
         self, asked: int | None, num_prompt: int, default: int, path: str = "messages"

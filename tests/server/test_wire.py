@@ -1,11 +1,14 @@
 """What passes between the two processes comes out as it went in; unread outputs have a limit."""
 
 import asyncio
+import json
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4.chat import V4_OFFICIAL, encode_prompt
 from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
@@ -15,11 +18,16 @@ from dsv4.server.metrics import Record
 from dsv4.server.options import ServerOptions
 from dsv4.server.orders import Order
 from dsv4.server.service import Service
-from dsv4.server.worker.link import MAX_TOKENS, MAX_UNREAD, EngineLink, Mailbox
+from dsv4.server.worker.link import MAX_TOKENS, MAX_UNREAD, EngineLink, Mailbox, _Scores
+from dsv4.server.worker.main import Worker, _Scoring
 from dsv4.server.worker.wire import (
+    QUICK_IDS,
     Channel,
+    ids_to_wire,
     output_from_wire,
     output_to_wire,
+    pack,
+    pack_prompt,
     request_from_wire,
     request_to_wire,
 )
@@ -71,6 +79,62 @@ def test_outputs(channels: Any, output: Output) -> None:
     here, there = channels
     here.send(output_to_wire(output))
     assert output_from_wire(there.receive()) == output
+
+
+def test_long_prompts_are_written_beside_the_event_loop() -> None:
+    threads = []
+
+    def make() -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return {"kind": "add"}
+
+    for ids in (range(QUICK_IDS), range(QUICK_IDS + 1)):
+        assert asyncio.run(pack_prompt(ids, make)) == pack({"kind": "add"})
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_scores_of_a_long_prompt_come_in_pieces(
+    channels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of one chunk of a prompt are many times what one message may hold."""
+    here, there = channels
+    rng = torch.Generator().manual_seed(1)
+    chunks = [torch.randn(count, 64, generator=rng) for count in (1500, 700)]
+    ids = torch.randint(64, (2200,), generator=rng).tolist()
+    engine = SimpleNamespace(listeners=[], num_unfinished=0, score=lambda ids: iter(chunks))
+    worker = Worker(engine, here)  # type: ignore[arg-type]
+    worker._scores.append(_Scoring({"id": "a", "ids": ids_to_wire(ids), "top": 20}))
+    monkeypatch.setattr("dsv4.server.worker.wire.MAX_MESSAGE_BYTES", 300_000)
+
+    async def read() -> list[TokenLogprobs]:
+        scores, sizes = _Scores(), []
+        while not scores.answer.done():
+            message = await asyncio.to_thread(there.receive)
+            assert message is not None, "the engine broke off"
+            sizes.append(len(json.dumps(message)))
+            scores.take(message)
+        assert len(sizes) > 10
+        assert sum(sizes) > 3 * 300_000
+        return scores.found
+
+    def send() -> None:
+        try:
+            while worker._scores:
+                worker._score_on()
+        finally:
+            here._connection.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    found = asyncio.run(read())
+    thread.join()
+    expected = torch.log_softmax(torch.cat(chunks)[: len(ids) - 1], -1)
+    assert [item.token_id for item in found] == ids[1:]
+    chosen = expected.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+    assert torch.equal(torch.tensor([item.logprob for item in found]), chosen)
+    assert all(len(item.top) == 20 for item in found)
+    best = torch.tensor([item.top[0][1] for item in found])
+    assert torch.equal(best, expected.max(1).values)
 
 
 def test_the_end_of_the_line() -> None:
@@ -169,8 +233,6 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
 
 def test_an_engine_that_cannot_listen_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory while it reads: its loop must not go on, deaf, while requests wait."""
-    from dsv4.server.worker.main import Worker
-
     ends: list[int] = []
     monkeypatch.setattr("os._exit", ends.append)
 

@@ -240,7 +240,7 @@ async def prompt_logprobs(
 ) -> PromptLogprobs:
     """Of each token of a prompt by its id; nothing predicted the first one."""
     found: PromptLogprobs = [None]
-    for item in await service.link.score(f"{record.key}-0-prompt", list(ids), top):
+    for item in await service.link.score(f"{record.key}-0-prompt", ids, top):
         ranks: dict[int, int] = {token: rank for rank, (token, _) in enumerate(item.top, 1)}
         values = {item.token_id: item.logprob, **dict(item.top)}
         found.append(

@@ -106,6 +106,7 @@ def _read(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> _Pro
         service.check_length(len(prompt), "prompt")
         ids = tuple(service.tokenizer.encode_with_specials(prompt))
     else:
+        service.limit_tokens(None, len(prompt), 1, path="prompt")
         service.check_ids(prompt, "prompt")
         ids = tuple(prompt)
     bos = int(service.link.facts["bos_id"])
@@ -202,8 +203,7 @@ class _Run:
             answer.text = self._service.tokenizer.decode(answer.ids[skipped:])
         if self._body.logprobs is not None:
             name = f"{self._record.key}-{answer.index}-echo"
-            ids = list(answer.ids)
-            scores = await self._service.link.score(name, ids, self._body.logprobs)
+            scores = await self._service.link.score(name, answer.ids, self._body.logprobs)
             answer.logprobs = [TokenLogprobs(answer.ids[0], 0.0), *scores][skipped:]
             answer.has_first = bool(answer.logprobs)
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsv4.config import EngineConfig
@@ -23,6 +23,7 @@ from dsv4.server.worker.wire import (
     message_size,
     output_from_wire,
     pack,
+    pack_prompt,
     request_to_wire,
 )
 
@@ -58,8 +59,11 @@ class Mailbox:
         """Hand a request to the engine; returns when it is accepted, raises if it is refused."""
         self._running.add(request.id)
         self.num_tokens += len(request.prompt_ids)
-        message = {"kind": "add", "id": request.id, "request": request_to_wire(request)}
-        await self._link.send(message, self)
+        data = await pack_prompt(
+            request.prompt_ids,
+            lambda: {"kind": "add", "id": request.id, "request": request_to_wire(request)},
+        )
+        await self._link.send(request.id, data, self)
 
     async def next(self, timeout: float) -> list[Output]:
         """What has come in, one output for each request: a reader that is late gets several
@@ -200,26 +204,28 @@ class EngineLink:
     def open(self) -> Mailbox:
         return Mailbox(self)
 
-    async def send(self, message: Message, box: Mailbox) -> None:
+    async def send(self, name: str, data: bytes, box: Mailbox) -> None:
         """Send `add` for a box and wait until the engine has taken or refused the request."""
         self.check_ready()
-        name = message["id"]
         assert self._writer is not None
         answer = asyncio.get_running_loop().create_future()
         self._live[name], self._answers[name] = box, answer
-        self._writer.write(pack(message))
+        self._writer.write(data)
         try:
             await answer
         except BaseException:
             self.forget(name)
             raise
 
-    async def score(self, name: str, ids: list[int], top: int) -> list[TokenLogprobs]:
+    async def score(self, name: str, ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """Log-probabilities of all tokens of a prompt but the first."""
+        data = await pack_prompt(
+            ids, lambda: {"kind": "score", "id": name, "ids": ids_to_wire(ids), "top": top}
+        )
         self.check_ready()
         assert self._writer is not None
         scores = self._scores[name] = _Scores()
-        self._writer.write(pack({"kind": "score", "id": name, "ids": ids_to_wire(ids), "top": top}))
+        self._writer.write(data)
         try:
             message = await scores.answer
         finally:

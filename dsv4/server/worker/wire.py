@@ -5,12 +5,13 @@ A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it:
 `beat`.
 """
 
+import asyncio
 import base64
 import json
 import socket
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +19,7 @@ from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
 
 LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28  # a prompt of ten million tokens
+QUICK_IDS = 1 << 16  # of a prompt that is written on the event loop
 
 Message = dict[str, Any]
 
@@ -26,6 +28,13 @@ def pack(message: Message) -> bytes:
     data = json.dumps(message, separators=(",", ":")).encode()
     assert len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes"
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+async def pack_prompt(ids: Sequence[int], make: Callable[[], Message]) -> bytes:
+    """As `pack`, of a message with these ids; many are written beside the event loop."""
+    if len(ids) <= QUICK_IDS:
+        return pack(make())
+    return await asyncio.to_thread(lambda: pack(make()))
 
 
 def message_size(head: bytes) -> int:
