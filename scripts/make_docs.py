@@ -24,7 +24,7 @@ from dsv4.cli import app
 from dsv4.request import Completion, Guide, Output, Request, Stats
 from dsv4.sampling import compiler
 from dsv4.server import options, schemas
-from dsv4.server.worker import link
+from dsv4.server.worker import link, mailbox
 from dsv4.tools.plan import make_plan, subject_of
 
 ROOT = Path(__file__).parent.parent
@@ -289,7 +289,7 @@ def limits_table() -> str:
         ("guides that wait to be compiled", compiler.MAX_PENDING, ""),
         ("time to compile a guide", compiler.COMPILE_SECONDS, "s"),
         ("prompt tokens that run or wait", link.MAX_TOKENS, ""),
-        ("outputs a client leaves unread", link.MAX_UNREAD, ""),
+        ("outputs a client leaves unread", mailbox.MAX_UNREAD, ""),
         ("time a client reads nothing", options.WRITE_SECONDS, "s"),
         ("requests that wait (`--max-waiting`)", options.ServerOptions.max_waiting, ""),
         ("engine without progress (`--step-timeout`)", EngineConfig.step_timeout, "s"),

@@ -18,7 +18,8 @@ from dsv4.server.metrics import Record
 from dsv4.server.options import ServerOptions
 from dsv4.server.orders import Order
 from dsv4.server.service import Service
-from dsv4.server.worker.link import MAX_TOKENS, MAX_UNREAD, EngineLink, Mailbox, _Scores
+from dsv4.server.worker.link import MAX_TOKENS, EngineLink
+from dsv4.server.worker.mailbox import MAX_UNREAD, Mailbox, Scores
 from dsv4.server.worker.main import Worker, _Scoring
 from dsv4.server.worker.wire import (
     QUICK_IDS,
@@ -107,7 +108,7 @@ def test_scores_of_a_long_prompt_come_in_pieces(
     monkeypatch.setattr("dsv4.server.worker.wire.MAX_MESSAGE_BYTES", 300_000)
 
     async def read() -> list[TokenLogprobs]:
-        scores, sizes = _Scores(), []
+        scores, sizes = Scores(), []
         while not scores.answer.done():
             message = await asyncio.to_thread(there.receive)
             assert message is not None, "the engine broke off"

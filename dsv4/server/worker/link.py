@@ -13,24 +13,22 @@ from typing import Any
 
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError
-from dsv4.request import Output, Request, TokenLogprobs
+from dsv4.request import Output, TokenLogprobs
 from dsv4.server.api_error import ApiError, bad_request, internal_error
+from dsv4.server.worker.mailbox import Mailbox, Scores
 from dsv4.server.worker.wire import (
     LENGTH_BYTES,
     Message,
     ids_to_wire,
-    logprobs_from_wire,
     message_size,
     output_from_wire,
     pack,
     pack_prompt,
-    request_to_wire,
 )
 
 log = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 8  # read before streams may write; late ones then write several tokens at once
-MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
 MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
 BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
 END_SECONDS = 0.5  # for an engine process to end by itself
@@ -41,88 +39,6 @@ BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # before restarts, when one after the o
 ENGINE = ("-m", "dsv4.server.worker.main")
 
 Notify = Callable[[Message], None]  # gets plan, progress, ready and failed
-
-
-class Mailbox:
-    """Outputs of some requests in the order they come. Closing it aborts what still runs."""
-
-    def __init__(self, link: "EngineLink") -> None:
-        self._link = link
-        self._running: set[str] = set()
-        self._outputs: dict[str, list[Output]] = {}  # of each request, what was not taken yet
-        self._num_unread = 0
-        self._wake = asyncio.Event()
-        self._error: ApiError | None = None
-        self.num_tokens = 0  # of all prompts added
-
-    async def add(self, request: Request) -> None:
-        """Hand a request to the engine; returns when it is accepted, raises if it is refused."""
-        self._running.add(request.id)
-        self.num_tokens += len(request.prompt_ids)
-        data = await pack_prompt(
-            request.prompt_ids,
-            lambda: {"kind": "add", "id": request.id, "request": request_to_wire(request)},
-        )
-        await self._link.send(request.id, data, self)
-
-    async def next(self, timeout: float) -> list[Output]:
-        """What has come in, one output for each request: a reader that is late gets several
-        steps' tokens at once. An empty list when nothing comes within `timeout`."""
-        if not self._outputs and self._error is None:
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._wake.wait()
-            except TimeoutError:
-                return []
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        outputs, self._outputs, self._num_unread = self._outputs, {}, 0
-        return [Output.joined(parts) for parts in outputs.values()]
-
-    def abort(self, request_id: str) -> None:
-        """End one request; nothing more comes of it."""
-        if request_id in self._running:
-            self._running.discard(request_id)
-            self._link.forget(request_id)
-        self._outputs.pop(request_id, None)
-
-    def close(self) -> None:
-        for request_id in list(self._running):
-            self.abort(request_id)
-
-    def take(self, output: Output) -> bool:
-        """Called by the link. False: the client does not read; the request is to be aborted."""
-        if output.finished:
-            self._running.discard(output.request_id)
-        self._outputs.setdefault(output.request_id, []).append(output)
-        self._num_unread += 1
-        self._wake.set()
-        if self._num_unread <= MAX_UNREAD:
-            return True
-        self.fail(ApiError(503, "the answer was not read for too long", code="slow_reader"))
-        return False
-
-    def fail(self, error: ApiError) -> None:
-        self._error = error
-        self._wake.set()
-
-
-class _Scores:
-    """Log-probabilities of a prompt on their way, piece by piece."""
-
-    def __init__(self) -> None:
-        self.found: list[TokenLogprobs] = []
-        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-    def take(self, message: Message) -> None:
-        if message["kind"] == "scores":
-            del self.found[message["first"] :]  # the engine may have begun again
-            self.found += logprobs_from_wire(message["scores"])
-            if not message["is_last"]:
-                return
-        if not self.answer.done():
-            self.answer.set_result(message)
 
 
 class EngineLink:
@@ -149,7 +65,7 @@ class EngineLink:
         self._engine = engine
         self._live: dict[str, Mailbox] = {}
         self._answers: dict[str, asyncio.Future[None]] = {}
-        self._scores: dict[str, _Scores] = {}
+        self._scores: dict[str, Scores] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -224,7 +140,7 @@ class EngineLink:
         )
         self.check_ready()
         assert self._writer is not None
-        scores = self._scores[name] = _Scores()
+        scores = self._scores[name] = Scores()
         self._writer.write(data)
         try:
             message = await scores.answer

@@ -1,0 +1,95 @@
+"""What one client waits for: outputs of its requests, and log-probabilities of its prompts."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dsv4.request import Output, Request, TokenLogprobs
+from dsv4.server.api_error import ApiError
+from dsv4.server.worker.wire import Message, logprobs_from_wire, pack_prompt, request_to_wire
+
+if TYPE_CHECKING:
+    from dsv4.server.worker.link import EngineLink
+
+MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
+
+
+class Mailbox:
+    """Outputs of some requests in the order they come. Closing it aborts what still runs."""
+
+    def __init__(self, link: "EngineLink") -> None:
+        self._link = link
+        self._running: set[str] = set()
+        self._outputs: dict[str, list[Output]] = {}  # of each request, what was not taken yet
+        self._num_unread = 0
+        self._wake = asyncio.Event()
+        self._error: ApiError | None = None
+        self.num_tokens = 0  # of all prompts added
+
+    async def add(self, request: Request) -> None:
+        """Hand a request to the engine; returns when it is accepted, raises if it is refused."""
+        self._running.add(request.id)
+        self.num_tokens += len(request.prompt_ids)
+        data = await pack_prompt(
+            request.prompt_ids,
+            lambda: {"kind": "add", "id": request.id, "request": request_to_wire(request)},
+        )
+        await self._link.send(request.id, data, self)
+
+    async def next(self, timeout: float) -> list[Output]:
+        """What has come in, one output for each request: a reader that is late gets several
+        steps' tokens at once. An empty list when nothing comes within `timeout`."""
+        if not self._outputs and self._error is None:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+        self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        outputs, self._outputs, self._num_unread = self._outputs, {}, 0
+        return [Output.joined(parts) for parts in outputs.values()]
+
+    def abort(self, request_id: str) -> None:
+        """End one request; nothing more comes of it."""
+        if request_id in self._running:
+            self._running.discard(request_id)
+            self._link.forget(request_id)
+        self._outputs.pop(request_id, None)
+
+    def close(self) -> None:
+        for request_id in list(self._running):
+            self.abort(request_id)
+
+    def take(self, output: Output) -> bool:
+        """Called by the link. False: the client does not read; the request is to be aborted."""
+        if output.finished:
+            self._running.discard(output.request_id)
+        self._outputs.setdefault(output.request_id, []).append(output)
+        self._num_unread += 1
+        self._wake.set()
+        if self._num_unread <= MAX_UNREAD:
+            return True
+        self.fail(ApiError(503, "the answer was not read for too long", code="slow_reader"))
+        return False
+
+    def fail(self, error: ApiError) -> None:
+        self._error = error
+        self._wake.set()
+
+
+class Scores:
+    """Log-probabilities of a prompt on their way, piece by piece."""
+
+    def __init__(self) -> None:
+        self.found: list[TokenLogprobs] = []
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def take(self, message: Message) -> None:
+        if message["kind"] == "scores":
+            del self.found[message["first"] :]  # the engine may have begun again
+            self.found += logprobs_from_wire(message["scores"])
+            if not message["is_last"]:
+                return
+        if not self.answer.done():
+            self.answer.set_result(message)
