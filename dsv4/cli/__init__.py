@@ -1,4 +1,4 @@
-"""The `dsv4` command: arguments in, printing out; the work is done elsewhere."""
+"""The `dsv4` command: parses arguments and prints results; `tools` does the work."""
 
 import logging
 import sys
@@ -25,7 +25,7 @@ app = typer.Typer(
     name="dsv4",
     help="Run, check and convert DeepSeek-V4 models.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain help: fits 80 columns, and a flag is only its name
+    rich_markup_mode=None,  # plain help: fits 80 columns, and shows flags without a type
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -72,9 +72,9 @@ def main() -> None:
         _print_error(str(error))
         raise SystemExit(error.exit_code) from None
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output is gone; nothing is left to say
+        sys.stderr.close()  # the reader of our output is gone
         raise SystemExit(1) from None
-    except OSError as error:  # a folder that may not be read, a disk that is full
+    except OSError as error:  # an unreadable folder, a full disk
         if "--debug" in sys.argv:
             raise
         _print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
@@ -87,5 +87,5 @@ def _print_error(text: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """Brackets in messages are not markup."""
+    """Print a message without interpreting brackets as markup."""
     return text.replace("[", "\\[")

@@ -70,7 +70,7 @@ def chat(
 
 
 def _edit_lines() -> None:
-    """History with the arrow keys and Tab for commands, where the system has readline."""
+    """History on the arrow keys and Tab completion of commands, where readline exists."""
     try:
         import readline
     except ImportError:
@@ -82,19 +82,19 @@ def _edit_lines() -> None:
 
 
 def complete(text: str, state: int) -> str | None:
-    """The state-th command that begins with this text."""
+    """The state-th command that starts with this text."""
     found = [name for name in COMMANDS if text.startswith("/") and name.startswith(text)]
     return found[state] if state < len(found) else None
 
 
 class Streams(Protocol):
-    """The one thing a conversation needs of an engine; closing the iterator ends the answer."""
+    """The part of an engine that a conversation uses; closing the iterator aborts the answer."""
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Output]: ...
 
 
 class ChatSession:
-    """A conversation: what was said, and how to go on. Prints nothing."""
+    """A conversation: its messages and settings. Prints nothing."""
 
     def __init__(
         self, engine: Streams, tokenizer: Tokenizer, dialect: Dialect, params: SamplingParams
@@ -117,11 +117,11 @@ class ChatSession:
         self.pending = []
 
     def ask(self, text: str) -> Iterator[Delta]:
-        """Say something and stream the answer. What was said stays, also if it is cut short."""
+        """Send a message and stream the answer; both are kept even if the answer is interrupted."""
         return self._answer({"role": "user", "content": text})
 
     def give_result(self, text: str) -> Iterator[Delta] | None:
-        """Answer the first pending call; streams on when no call is left."""
+        """Answer the first pending call; streams the continuation when no call is left."""
         call_id, _ = self.pending[0]
         result = {"role": "tool", "tool_call_id": call_id, "content": text}
         if len(self.pending) > 1:
@@ -131,7 +131,7 @@ class ChatSession:
         return self._answer(result)
 
     def load_tools(self, path: Path) -> None:
-        """Tools as in chat completions: a list, or an object with such a list in `tools`."""
+        """Tools as in chat completions: a list, or an object with a `tools` list."""
         try:
             data = path.read_bytes()[: _MAX_TOOLS_FILE_BYTES + 1]
             if len(data) > _MAX_TOOLS_FILE_BYTES:
@@ -183,7 +183,7 @@ class ChatSession:
                     raise Dsv4Error(f"the answer broke off: {output.error}")
             yield from parser.finish("stop" if reason == "stop" else "length")
         except Dsv4Error:
-            # Without this, every later turn would meet the same error again.
+            # Otherwise every later turn would fail with the same error.
             del self.messages[before:]
             self.pending = pending
             raise
@@ -191,11 +191,11 @@ class ChatSession:
             if hasattr(stream, "close"):
                 stream.close()
             if parser is not None and len(self.messages) > before:
-                parser.finish("length")  # without effect if the answer has come to its end
+                parser.finish("length")  # no effect if the answer is complete
                 self._keep(parser.result, is_whole=reason == "stop")
 
     def _keep(self, answer: Parsed, *, is_whole: bool) -> None:
-        """Add the answer to the conversation; of a cut one, only the text."""
+        """Add the answer to the conversation; only its text if it was interrupted."""
         calls = answer.tool_calls if is_whole else ()
         if not (answer.reasoning or answer.content or calls):
             return
@@ -216,7 +216,7 @@ class ChatSession:
 
 
 class Terminal:
-    """Reads lines, prints answers. `read` asks for one line and raises EOFError at the end."""
+    """Reads lines, prints answers. `read` returns one line and raises EOFError at the end."""
 
     def __init__(self, session: ChatSession, console: Console, read: Callable[[str], str]) -> None:
         self._session = session
@@ -245,7 +245,7 @@ class Terminal:
                 self._note(f"error: {error}", style="red")
 
     def take(self, line: str) -> None:
-        """A command, a tool's result, or something to say: as if it had been typed."""
+        """Process a line as if typed: a command, a tool result, or a message."""
         if line.startswith("/"):
             self._command(line)
         elif self._session.pending:
@@ -292,7 +292,7 @@ class Terminal:
         return value == "on" if value else not now
 
     def _show(self, deltas: Iterator[Delta] | None) -> None:
-        """Print an answer as it comes. Ctrl-C ends it here, and the engine's work with it."""
+        """Print an answer as it streams. Ctrl-C aborts it."""
         if deltas is None:
             return
         kind = ""
@@ -319,7 +319,7 @@ class Terminal:
             self._end_line()
 
     def _change(self, before: str, delta: Delta) -> None:
-        """Print one piece, with a line between the parts of an answer."""
+        """Print one piece, with a blank line between the parts of an answer."""
         if before != delta.kind:
             if before == "reasoning" and self.is_folded:
                 self._note_thought()
@@ -349,7 +349,7 @@ class Terminal:
 
 
 def printable(text: str) -> str:
-    """Control characters as pictures: a model must not be able to steer the terminal."""
+    """Show control characters as symbols, so that a model cannot control the terminal."""
     return "".join(
         char if char in "\n\t" or ord(char) > 0x9F or 0x20 <= ord(char) < 0x7F
         else chr(0x2400 + ord(char)) if ord(char) < 0x20

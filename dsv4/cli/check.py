@@ -1,4 +1,4 @@
-"""`dsv4 check`: is this checkpoint whole and plausible?"""
+"""`dsv4 check`: is this checkpoint complete and plausible?"""
 
 import json
 import sys

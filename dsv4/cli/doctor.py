@@ -124,7 +124,7 @@ def _examine(
 
 @contextmanager
 def _surviving(found: "Report", what: str) -> Iterator[None]:
-    """That a part of the examination breaks off is itself a finding."""
+    """Record an error in one part of the examination as a finding."""
     try:
         yield
     except OptionError:
@@ -178,7 +178,7 @@ def _print_machine(machine: "Machine", console: Console) -> None:
 
 
 def _print_kernels(rows: list[dict[str, str]], console: Console) -> None:
-    """One line for each op: what serves which format; references with the reason."""
+    """One line per op: what serves which format; references with the reason."""
     if all(row["runs"] == "reference" for row in rows):
         console.print(f"[bold]kernels[/] none, references: {escape(rows[0]['why'])}")
         return
@@ -233,7 +233,7 @@ def _print_model(model: "ModelReport", console: Console) -> None:
 
 
 def _layer_table(model: "ModelReport") -> Table:
-    """Per layer: the op nearest to its limit, the first wrong one, and how errors add up."""
+    """Per layer: the op closest to its limit, the first wrong one, and how errors accumulate."""
     from dsv4.tools.doctor.check import worst
 
     table = Table("layer", "furthest op", "error", "allowed", "cosine", "first wrong", "end to end")

@@ -47,7 +47,7 @@ def _print(summary: Summary, console: Console) -> None:
         console.print(f"  {line}")
     table = Table("group", "formats", "tensors", "size", "share", "example")
     for column in table.columns:
-        column.overflow = "fold"  # a name broken over two lines, never one cut short
+        column.overflow = "fold"  # wrap long names, never truncate them
     for group in summary.groups:
         table.add_row(
             group.name,

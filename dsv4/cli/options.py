@@ -1,4 +1,4 @@
-"""What several commands share: the model argument, engine options from EngineConfig, loading."""
+"""Shared by several commands: the model argument, engine options from EngineConfig, loading."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """For the shell: embedded models and folders that begin like this."""
+    """Shell completion: embedded models and folders that start with this text."""
     names = [path.name for path in BUILTIN_MODELS.iterdir() if path.is_dir()]
     head, _, tail = incomplete.rpartition("/")
     root = Path(f"{head}/" if head or incomplete.startswith("/") else ".")
@@ -39,9 +39,9 @@ MODEL = typer.Argument(
 def engine_options(
     command: Callable[..., None], aliases: Mapping[str, tuple[str, ...]] | None = None
 ) -> Callable[..., None]:
-    """Give a command every field of EngineConfig as an option; it gets them as `choices`.
+    """Add every field of EngineConfig to a command as an option, passed to it as `choices`.
 
-    `aliases`: other spellings of a field's option.
+    `aliases`: alternative names of a field's option.
     """
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.name != "choices"]

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with rate and time left; without a terminal, a line now and then."""
+"""Progress of long work: a bar with rate and time left; without a terminal, periodic lines."""
 
 import time
 
@@ -19,7 +19,7 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 
 class Work:
-    """Call it with (done, total); the bar appears then and goes away at the end.
+    """Call it with (done, total); the bar appears on the first call and disappears at the end.
 
     `unit`: "bytes", or a noun. A call with 0 done starts the clock.
     """
@@ -85,9 +85,9 @@ def parts_text(done: int, total: int, seconds: float) -> str:
 
 
 class Stage:
-    """What is going on, for work in named parts: a spinner in a terminal, a line each elsewhere.
+    """Work in named parts: a spinner in a terminal, one line per part elsewhere.
 
-    Where the number of parts is known, pass how many are done: the rate and the time left follow.
+    Where the number of parts is known, pass how many are done to show the rate and the time left.
     """
 
     def __init__(self, console: Console) -> None:
@@ -113,5 +113,5 @@ class Stage:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def pause(self) -> None:
-        """Before something else draws: two live displays cannot share a terminal."""
+        """Call before anything else draws: two live displays cannot share a terminal."""
         self._status.stop()

@@ -65,7 +65,7 @@ def score(
 
 
 def _write(path: Path, name: str, values: "Tensor") -> None:
-    """Whole or not at all: a full disk leaves no half of a file."""
+    """Write atomically: a full disk leaves no partial file."""
     from dsv4.checkpoint.files.header import OutTensor
     from dsv4.checkpoint.files.writer import ShardWriter
 
@@ -79,7 +79,7 @@ def _read_ids(path: Path) -> list[int]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"cannot read the token ids: {error}") from error
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, endless numbers
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, overlong numbers
         raise RequestError(f"{path} is not valid JSON ({error}); expected [1, 2, 3]") from error
     if not isinstance(data, list):
         raise RequestError(f"{path} holds a {type(data).__name__}, expected a list of token ids")

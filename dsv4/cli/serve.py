@@ -18,7 +18,7 @@ from dsv4.util.output import check_output
 
 log = logging.getLogger(__name__)
 
-# How other servers spell the same choices.
+# The same options under other servers' names.
 ALIASES = {
     "max_context": ("--max-model-len", "--context-length", "--ctx-size"),
     "max_sequences": ("--max-num-seqs", "--max-running-requests", "--parallel"),
@@ -90,7 +90,7 @@ def serve(
 
 
 def _log_requests() -> None:
-    """One line per request on stderr, whatever the level of other messages."""
+    """One line per request on stderr, independent of the log level."""
     logger = logging.getLogger("dsv4.requests")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -110,7 +110,7 @@ def _clean_keys(keys: list[str], name: str) -> list[str]:
 
 
 def _hide_keys(keys: list[str]) -> None:
-    """Start again with keys of the command line, which everybody can read, in the environment."""
+    """Re-exec with the keys in the environment: other users can read a command line."""
     given = list(sys.orig_argv)
     for place in reversed(range(len(given))):
         if given[place] == "--api-key":
@@ -137,7 +137,7 @@ def _read_keys(path: Path | None, option: str) -> list[str]:
 
 
 def ready_lines(address: str, model: str, plan: str) -> list[str]:
-    """Where it is, what it runs, and what to try first."""
+    """The address, the model and its layout, and what to try first."""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     return [
         f"ready: {address}",
@@ -150,7 +150,7 @@ def ready_lines(address: str, model: str, plan: str) -> list[str]:
 
 
 class _Screen:
-    """Plan, progress, and the line with the address, on stderr."""
+    """Prints plan, progress and the ready lines on stderr."""
 
     def __init__(self, model: str) -> None:
         self._model, self._plan = model, ""
@@ -171,7 +171,7 @@ class _Screen:
         self._write(lambda: self._show(message))
 
     def _write(self, work: Callable[[], None]) -> None:
-        """Print if it can be read; on a full disk or a closed terminal, serving goes on."""
+        """Print if possible; serving continues on a full disk or a closed terminal."""
         try:
             if self._is_open:
                 work()

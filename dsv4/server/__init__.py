@@ -1,5 +1,5 @@
 """HTTP: OpenAI- and Anthropic-compatible endpoints and the web page. Start reading at `app.py`.
 
-Two processes. The web process speaks HTTP, encodes conversations and parses outputs, without
-torch; the engine process (`worker/`) runs the model. They talk in small JSON messages.
+There are two processes. The web process serves HTTP, encodes conversations and parses outputs,
+without torch; the engine process (`worker/`) runs the model. They exchange small JSON messages.
 """

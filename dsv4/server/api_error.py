@@ -1,4 +1,4 @@
-"""Errors as clients expect them: the objects of the OpenAI and of the Anthropic protocol."""
+"""Errors in the shapes that clients expect: OpenAI's and Anthropic's error objects."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _PATH = re.compile(r"([A-Za-z_][\w.\[\]-]*): ")
 
 
 class ApiError(HTTPException):
-    """An answer that is an error. `param`: the field at fault; `code`: a word for programs."""
+    """An error response. `param`: the field at fault; `code`: a machine-readable word."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class ApiError(HTTPException):
 
 
 def bad_request(error: RequestError) -> ApiError:
-    """Messages of ours begin with the path of the field at fault, if there is one."""
+    """Our messages start with the path of the field at fault, if there is one."""
     found = _PATH.match(str(error))
     return ApiError(400, str(error), param=found.group(1) if found else None)
 
 
 def bad_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The complaint of the validation that points deepest: of a union, the branch meant."""
+    """The validation error with the deepest path: in a union, the branch the client meant."""
     error = max(errors, key=lambda item: len(item["loc"]))
     path = ""
     for part in error["loc"][1:]:

@@ -1,7 +1,7 @@
-"""The application: which paths there are, and how errors leave it. READ FIRST in this folder.
+"""The application: its routes and error handlers. READ FIRST in this folder.
 
-A chat request goes: `gate.py` (key, size) -> `routes/chat.py` -> `orders.py` (what to ask the
-engine) -> `answers.py` (phases, parsing) -> `worker/link.py` -> the engine process, and back.
+A chat request passes `gate.py` (key, size), `routes/chat.py`, `orders.py` (the engine request),
+`answers.py` (phases, parsing), `worker/link.py` and the engine process, and returns the same way.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from dsv4.server.routes import (
 )
 from dsv4.server.service import Service
 
-# Each at /v1 and, for clients that are configured without that prefix, at /.
+# Each at /v1 and, for clients configured without that prefix, at /.
 ROUTERS = (chat.router, completions.router, responses.router, messages.router, models.router)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {}}}
@@ -60,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
         title="dsv4",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # its pages would load scripts from elsewhere; `routes/docs.py` does not
+        docs_url=None,  # FastAPI's pages load scripts from a CDN; `routes/docs.py` does not
         redoc_url=None,
         responses=_ERRORS,
     )

@@ -1,4 +1,4 @@
-"""What every request passes first: who asks, how much, how slowly; and how a failure looks."""
+"""Middleware for every request: keys, origins, body size and time limits, and error responses."""
 
 import asyncio
 import hashlib
@@ -32,10 +32,10 @@ class Gate:
         self._service = service
         self._keys = [key.encode() for key in service.options.api_keys]
         self._urgent = {key.encode() for key in service.options.priority_keys}
-        # Without keys, every client that reaches the port is served. The Host header is checked
-        # against DNS rebinding: a web page elsewhere must not reach it under a name of its own.
+        # Without keys, any client that reaches the port is served. The Host header is checked
+        # against DNS rebinding: a foreign web page must not reach it under its own host name.
         self._checks_host = not self._keys and is_loopback(service.options.host)
-        self._num_bytes = 0  # of large bodies in work
+        self._num_bytes = 0  # of large bodies in flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,7 +90,7 @@ class Gate:
         scheme, _, token = headers.get(b"authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = [text.encode() for text in (bearer, headers.get(b"x-api-key", "")) if text]
-        # Every key is compared, so that the time tells nothing about which one came close.
+        # Compare with every key, so that timing does not reveal a near match.
         found = [key for one in given for key in self._keys if hmac.compare_digest(one, key)]
         if not found:
             word = "a key that is not valid" if given else "no key"
@@ -104,7 +104,7 @@ class Gate:
         asker.set(Asker(name, may_hurry=found[0] in self._urgent))
 
     def _check_origin(self, headers: dict[bytes, str]) -> None:
-        """Without keys, a web page elsewhere must not make a visitor's browser ask."""
+        """Without keys, a foreign web page must not send requests through a visitor's browser."""
         origin, allowed = headers.get(b"origin"), self._service.options.cors_origins
         own = (f"http://{headers.get(b'host', '')}", f"https://{headers.get(b'host', '')}")
         if origin is not None and origin not in own and not {origin, "*"} & set(allowed):
@@ -141,7 +141,7 @@ class Gate:
             raise ApiError(408, text, code="body_too_slow") from error
 
     def _add(self, body: bytearray, part: bytes) -> None:
-        """Small bodies always find room; large ones share a limit."""
+        """Small bodies are always accepted; large ones share a limit."""
         before = _large_bytes(body)
         body += part
         self._num_bytes += _large_bytes(body) - before
@@ -153,12 +153,12 @@ class Gate:
         self, error: ApiError, scope: Scope, receive: Receive, reply: "_Reply"
     ) -> None:
         if reply.has_begun:
-            return  # the connection is closed by the server, which shows the client a broken answer
+            return  # the server closes the connection, so the client sees a broken response
         await error.response(scope["path"])(scope, receive, reply)
 
 
 class _Reply:
-    """`send` with headers of our own on top."""
+    """`send` with our headers added."""
 
     def __init__(self, send: Send, name: str) -> None:
         self._send = send
@@ -185,7 +185,7 @@ def _large_bytes(body: bytearray) -> int:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """`receive` for the application: the body in one piece, then only the disconnect."""
+    """`receive` for the application: the whole body at once, then only the disconnect."""
     waiting: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def read() -> Message:

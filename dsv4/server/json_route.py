@@ -1,8 +1,8 @@
-"""How bodies are read: strictly, once, for every route, and without holding up the event loop.
+"""Strict JSON body parsing, shared by all routes, that does not block the event loop.
 
-A parser in C keeps the interpreter lock until it is done; 30 MB of JSON would stop every
-connection for seconds. Larger bodies are therefore read on a thread and in pieces: the parser
-sees at most a few dozen kilobytes at a time, and counts of values end a hostile body early.
+A parser in C holds the GIL until it is done; 30 MB of JSON would stop every connection for
+seconds. Larger bodies are therefore parsed on a thread and in pieces: the parser sees at most a
+few dozen kilobytes at a time, and value limits reject a hostile body early.
 """
 
 import re
@@ -23,7 +23,7 @@ _SPACE = re.compile(rb"[ \t\n\r]*")
 _SCALAR = re.compile(rb"[-+.\w]{1,4400}")
 _NUMBERS = re.compile(rb"[-+.eE0-9, \t\n\r]{1,65536}")
 _SHORT_TEXT = re.compile(rb'"([^"\\\x00-\x1f]{0,65536}+)"')
-# Whole characters as JSON writes them; a pair of surrogates is one.
+# Whole characters in JSON notation; a surrogate pair is one.
 _CHARACTERS = re.compile(
     rb'(?:[^"\\]{1,512}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u])'
     rb"{1,4096}+"
@@ -31,7 +31,7 @@ _CHARACTERS = re.compile(
 
 
 class JsonRequest(Request):
-    """Bodies read strictly: no NaN, no deep nesting, no half characters."""
+    """Strict bodies: no NaN, no deep nesting, no lone surrogates."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -48,7 +48,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """Where GET is, HEAD is: the same answer, of which only the headers are sent."""
+    """Every GET route also answers HEAD, with the headers only."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(self._as_get(scope))
@@ -74,7 +74,7 @@ def make_router() -> APIRouter:
 
 
 def read_in_pieces(data: bytes) -> Any:
-    """The value of a JSON text; ValueError if it is none, ApiError if it has too many parts."""
+    """The value of a JSON text; ValueError if it is invalid, ApiError if it has too many values."""
     return _Reader(data).whole()
 
 
@@ -91,7 +91,7 @@ class _Reader:
         return value
 
     def _next(self) -> bytes:
-        """The next byte that is no white space; empty at the end."""
+        """The next non-blank byte; empty at the end."""
         found = _SPACE.match(self._data, self._place)
         assert found is not None
         self._place = found.end()
@@ -155,7 +155,7 @@ class _Reader:
             self._take(b",")
 
     def _numbers(self) -> list[Any]:
-        """Numbers up to the comma before the last one in reach; none if there is no comma."""
+        """Numbers up to the last comma in the buffer; none if there is no comma."""
         found = _NUMBERS.match(self._data, self._place)
         cut = found.group().rfind(b",") if found is not None else -1
         if cut < 0:
@@ -181,7 +181,7 @@ class _Reader:
                 raise ValueError(f"a string that does not end, or a bad escape, at {self._place}")
             end = found.end()
             while end < len(self._data) and self._data[end] & 0xC0 == 0x80:
-                end -= 1  # back to the beginning of a character
+                end -= 1  # back to a character boundary
             if end <= self._place:
                 raise ValueError(f"not UTF-8 at byte {self._place}")
             parts.append(from_json(b'"%b"' % self._data[self._place : end]))

@@ -1,26 +1,26 @@
-"""What an operator chooses, and the limits on what a client may ask."""
+"""The operator's options, and limits on client requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-# Limits of single fields stand in `schemas.py`, those of conversations in `chat`.
+# Limits of single fields are in `schemas.py`, those of conversations in `chat`.
 MAX_BODY_BYTES = 32 << 20
-MAX_BODIES_BYTES = 512 << 20  # of all bodies that are being read or worked on
-SMALL_BYTES = 128 << 10  # of a body that is read in one piece, on the event loop
+MAX_BODIES_BYTES = 512 << 20  # total of all bodies being read or processed
+SMALL_BYTES = 128 << 10  # a body up to this size is parsed at once, on the event loop
 MAX_JSON_DEPTH = 128
 MAX_JSON_VALUES = 200_000  # keys, strings, lists, objects and literals of a body
 MAX_JSON_NUMBERS = 1_300_000  # in lists; a prompt of token ids has as many as the context
-MAX_QUICK_ENTRIES = 4096  # of an answer that is written in one piece, on the event loop
+MAX_QUICK_ENTRIES = 4096  # a response up to this size is serialised on the event loop
 MAX_LOGPROBS = 500_000  # log-probabilities of one request's answers, alternatives included
 MAX_ALL_LOGPROBS = 2_000_000  # of all requests
-MAX_LARGE_WAITING = 64  # bodies above SMALL_BYTES that wait for a thread
+MAX_LARGE_WAITING = 64  # bodies above SMALL_BYTES that may wait for a thread
 BODY_SECONDS = 30.0  # for a client to send the whole body
 HEADER_SECONDS = 10.0  # and for the headers
 MAX_HEADER_BYTES = 64 << 10
-WRITE_SECONDS = 120.0  # a client that reads nothing for so long is cut off
-KEEP_ALIVE_SECONDS = 10.0  # between signs of life while an answer is waited for
+WRITE_SECONDS = 120.0  # a client that reads nothing for this long is disconnected
+KEEP_ALIVE_SECONDS = 10.0  # between keep-alive messages while an answer is pending
 
-# The publisher's limits where a client names none, each cut to what the context leaves.
+# The publisher's defaults where a client sets no limit, clipped to the room in the context.
 DEFAULT_MAX_TOKENS = {"chat": 8192, "thinking": 65536}
 
 
@@ -28,11 +28,11 @@ DEFAULT_MAX_TOKENS = {"chat": 8192, "thinking": 65536}
 class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()  # none: everyone who reaches the port may use it
-    priority_keys: tuple[str, ...] = ()  # of them, those that may ask to run before others
+    api_keys: tuple[str, ...] = ()  # empty: any client that reaches the port is served
+    priority_keys: tuple[str, ...] = ()  # the subset whose requests may carry a priority
     share_prefixes: bool = False  # also between keys
-    names: tuple[str, ...] = ()  # the model's names; none: that of its folder
-    any_model: bool = False  # answer under whatever name a client asks for
+    names: tuple[str, ...] = ()  # the model's names; empty: its folder's name
+    any_model: bool = False  # answer under any model name
     cors_origins: tuple[str, ...] = ()
     max_waiting: int = 256
     drain_seconds: float = 30.0

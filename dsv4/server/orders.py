@@ -1,8 +1,8 @@
-"""From a checked body to what the engine is asked: prompt, sampling, and the phases of an answer.
+"""From a validated body to engine requests: prompt, sampling, and the phases of an answer.
 
-Most answers have one phase. A thinking budget or a forced call cuts an answer after its
-reasoning: the engine stops there, tokens are put in place, and it goes on from them. The prefix
-cache makes going on cheap.
+Most answers have one phase. A thinking budget or a forced call splits an answer after its
+reasoning: the engine stops there, tokens are inserted, and generation continues from them. The
+prefix cache makes continuing cheap.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from dsv4.server.service import Service
 
 @dataclass(frozen=True)
 class Phase:
-    """`forced` tokens come first; then the model goes on, at most until `until` or `limit`."""
+    """`forced` tokens come first; then the model generates until `until` or `limit`."""
 
     forced: tuple[int, ...] = ()
     guide: Guide | None = None
@@ -42,21 +42,21 @@ class Order:
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     parallel_calls: bool = True
-    ignores_end: bool = False  # the model's end markers are dropped, and the answer goes on
+    ignores_end: bool = False  # drop the model's end markers and continue
     priority: int = 0
     cache_salt: str = ""
 
     @property
     def num_logprobs(self) -> int:
-        """That an answer may bring, alternatives included."""
+        """Log-probabilities that an answer may return, alternatives included."""
         params = self.params
         each = 0 if params.logprobs is None else 1 + params.logprobs
         return self.num_choices * params.max_tokens * each
 
 
 def sampling_params(body: Sampling, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Fields left out keep the engine's defaults."""
-    top_k = None if body.top_k is None else max(body.top_k, 0)  # -1 is how others say "off"
+    """Omitted fields keep the engine's defaults."""
+    top_k = None if body.top_k is None else max(body.top_k, 0)  # -1 means "off" in other servers
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     given = {
         "temperature": body.temperature,
@@ -92,9 +92,9 @@ def chat_order(
     parallel_calls: bool = True,
     is_whole: bool = False,
 ) -> Order:
-    """The order for a conversation. `asked`: the most tokens; `is_lowered`: cut it if need be.
+    """The order for a conversation. `asked`: max tokens; `is_lowered`: clip it to the context.
 
-    `is_whole`: the answer is collected, with its log-probabilities.
+    `is_whole`: the answer is returned in one response, with its log-probabilities.
     """
     prompt = service.recall.restore(refuse_images(conversation)).encode(service.dialect)
     ids = tuple(service.prompt_ids(prompt))
@@ -128,7 +128,7 @@ def chat_order(
 
 
 def refuse_images(conversation: Conversation) -> Conversation:
-    """Pixels are not read. Inside a tool's result the prompt says so in the model's own words."""
+    """Refuse images; inside a tool result the prompt describes them in the model's own format."""
     for message in conversation.messages:
         if message.role != "tool" and Image.PLACEHOLDER in message.content:
             fail(message.path, "an image", "text only; this model sees no images")
@@ -136,7 +136,7 @@ def refuse_images(conversation: Conversation) -> Conversation:
 
 
 def body_guide(body: Guided) -> Guide | None:
-    """The constraint of `structured_outputs`, or of one of the older names for its parts."""
+    """The constraint of `structured_outputs`, or of one of its older field names."""
     outputs = body.structured_outputs
     given: list[tuple[Any, Any]] = [
         ("json_schema", body.guided_json),
@@ -163,7 +163,7 @@ def body_guide(body: Guided) -> Guide | None:
 
 
 def format_guide(response_format: object) -> Guide | None:
-    """The constraint that a response format asks for; its shape was checked by the encoder."""
+    """The constraint of a response format; the encoder has checked its shape."""
     if response_format is None:
         return None
     fields = read_object(response_format, "response_format")
@@ -186,7 +186,7 @@ def plan_phases(
     budget: int | None = None,
     parallel_calls: bool = True,
 ) -> tuple[Phase, ...]:
-    """How an answer is put together; `budget` limits the tokens of the reasoning."""
+    """The phases of an answer; `budget` limits the reasoning tokens."""
     if guide is not None and prompt.start.continued:
         fail(
             "response_format",
@@ -214,7 +214,7 @@ def plan_phases(
 def _call_grammar(
     choice: ToolChoice, prompt: Prompt, tokenizer: Tokenizer, is_parallel: bool
 ) -> CallGrammar | None:
-    """How calls are written; None if there is nothing to call."""
+    """The grammar of tool calls; None without tools."""
     tools = [tool for tool in prompt.tools if choice.allows(tool.name)]
     if not tools:
         return None
@@ -224,7 +224,7 @@ def _call_grammar(
 
 
 def _guide_of_calls(choice: ToolChoice, calls: CallGrammar | None) -> Guide | None:
-    """For calls that are the model's own idea: free text until one begins."""
+    """The guide for optional calls: free text until one begins."""
     if calls is None:
         return None
     is_bound = choice.is_forced or choice.allowed or any(tool.is_strict for tool in calls.tools)
@@ -234,7 +234,7 @@ def _guide_of_calls(choice: ToolChoice, calls: CallGrammar | None) -> Guide | No
 
 
 def _forced_call(calls: CallGrammar, tokenizer: Tokenizer, *, in_block: bool) -> Phase:
-    """A call that must come: its markup is put in place up to what the model has to decide."""
+    """A forced call: its markup is inserted up to the part that the model decides."""
     dialect = calls.dialect
     block = "" if in_block else f"\n\n<{texts.DSML}{dialect.block_tag}>\n"
     opening = f'{block}<{texts.DSML}{dialect.invoke_tag} name="'
@@ -253,7 +253,7 @@ def _ids(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def read_budget(fields: Mapping[str, Any]) -> int | None:
-    """The most reasoning tokens, under any of the names that clients use for it."""
+    """The reasoning token limit, under any of the field names that clients use."""
     thinking = fields.get("thinking")
     nested = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
     for path, value in (

@@ -108,8 +108,8 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            # what is still buffered is thrown away with the file: a full disk may not hide the
-            # error that brought us here
+            # drop buffered data together with the file: a full disk must not mask the original
+            # error
             with contextlib.suppress(OSError):
                 self._file.close()
         self.partial.unlink(missing_ok=True)

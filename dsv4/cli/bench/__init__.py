@@ -1,4 +1,4 @@
-"""`dsv4 bench`: how fast, and how well."""
+"""`dsv4 bench`: speed and quality measurements."""
 
 import json
 import sys
@@ -67,9 +67,9 @@ def ops(
 
 
 def _print_rows(console: Console, columns: str, rows: list[tuple[str, ...]]) -> None:
-    """Aligned text of at most 80 characters, a heading for each shape and number of tokens.
+    """Aligned text of at most 80 columns, with a heading per shape and token count.
 
-    A row begins with that heading; names stand to the left, figures to the right.
+    The first cell of a row is that heading; names are left-aligned, figures right-aligned.
     """
     names = tuple(columns.split(","))
     cells = [names, *(row[1:] for row in rows)]

@@ -1,4 +1,4 @@
-"""`dsv4 bench serve`: requests that arrive at random times."""
+"""`dsv4 bench serve`: open-loop traffic with random arrival times."""
 
 import itertools
 import json
@@ -94,7 +94,7 @@ def serve(
 def _start(
     model: str, shape: str, layers: int, options: dict[str, Any], stage: Stage
 ) -> "tuple[Engine, Ready]":
-    """An engine; `options` gets what this benchmark has other defaults for."""
+    """Start an engine; this benchmark's own defaults are added to `options`."""
     from dsv4.tools.speed.model import shape_config
     from dsv4.tools.speed.serve import Ready, random_engine
 
@@ -120,7 +120,7 @@ def _start(
 
 
 class _Report:
-    """Rows as they come: printed, and both files written again, so that a run cut short is kept."""
+    """Prints rows as they arrive and rewrites both files, so that an interrupted run is kept."""
 
     def __init__(self, record: Path | None, plot: Path | None, as_json: bool) -> None:
         self._record, self._plot, self._as_json = record, plot, as_json

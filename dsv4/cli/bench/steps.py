@@ -70,7 +70,7 @@ def prefill(
 
 
 def _comparison(shape: str, device: str) -> "Iterator[Ceilings | StepResult]":
-    """Both models with the same few layers, one after the other in the same process."""
+    """Both models with the same few layers, in sequence in one process."""
     from dsv4.tools.speed.compare import transformers_ms
     from dsv4.tools.speed.model import shape_config
     from dsv4.tools.speed.steps import StepResult, bench_decode
@@ -111,7 +111,7 @@ def _show(
             else:
                 console.print(f"read {row.read_gbs:.0f} GB/s, bf16 {row.matrix_tflops:.0f} TFLOP/s")
             if record is not None:
-                write_record(record, seen)  # after each, so that a run cut short is not lost
+                write_record(record, seen)  # after each row, so that an interrupted run is kept
             if done < total:
                 stage("timing steps", done, total)
     stage.pause()
@@ -135,7 +135,7 @@ def _layers(shape: str, layers: int) -> int | None:
 
 
 def _check(shape: str, device: str) -> None:
-    """What is wrong whatever the machine comes first."""
+    """Report errors that do not depend on the machine first."""
     import torch
 
     from dsv4.tools.speed.model import shape_config

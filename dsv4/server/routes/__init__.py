@@ -1,1 +1,1 @@
-"""One file per protocol; each offers a `router` that `app.py` includes."""
+"""One file per protocol; each defines a `router` that `app.py` includes."""

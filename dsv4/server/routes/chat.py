@@ -22,7 +22,7 @@ from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connecte
 
 router = make_router()
 
-LEAST_LOGPROB = -9999.0  # JSON knows no minus infinity
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @router.post("/chat/completions")
@@ -70,11 +70,11 @@ def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
 def _num_logprobs(body: ChatBody) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
-    return 0 if body.num_choices > (body.n or 1) else None  # to tell which ones are best
+    return 0 if body.num_choices > (body.n or 1) else None  # needed to rank the choices
 
 
 class _Writer:
-    """Answers in the shape of chat completions, whole or in chunks."""
+    """Writes chat completions, whole or in chunks."""
 
     def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
         self._tokenizer = service.tokenizer
@@ -163,7 +163,7 @@ class _Writer:
                 found.append(self._chunk(step.choice, content, logprobs))
                 logprobs = None
         if logprobs is not None and (step.logprobs or step.reasoning_logprobs):
-            found.append(self._chunk(step.choice, {}, logprobs))  # the text is held back for now
+            found.append(self._chunk(step.choice, {}, logprobs))  # its text is buffered for now
         if step.is_last:
             result = self._answers.choices[step.choice].result
             extra = {"stop_reason": result.stop_sequence}
@@ -238,7 +238,7 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 async def prompt_logprobs(
     service: Service, record: Record, ids: Sequence[int], top: int
 ) -> PromptLogprobs:
-    """Of each token of a prompt by its id; nothing predicted the first one."""
+    """Log-probabilities of each prompt token by its id; none for the first."""
     found: PromptLogprobs = [None]
     for item in await service.link.score(f"{record.key}-0-prompt", ids, top):
         ranks: dict[int, int] = {token: rank for rank, (token, _) in enumerate(item.top, 1)}

@@ -31,14 +31,14 @@ MAX_ANSWERS = 128  # prompts times choices
 
 @dataclass
 class _Answer:
-    """One choice: what is new since it was last written, and what it has been in all."""
+    """One choice: what is new since the last chunk, and the running totals."""
 
     index: int
     ids: tuple[int, ...]
-    num_added: int  # of them, in front, that the client did not send
+    num_added: int  # leading tokens that the client did not send
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    has_first: bool = False  # the first token of an echoed prompt, which has no log-probability
+    has_first: bool = False  # includes an echoed prompt's first token, which has no log-probability
     prompt_logprobs: PromptLogprobs | None = None
     total_logprob: float = 0.0
     num_output: int = 0
@@ -73,7 +73,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
 
 
 def _held_logprobs(body: CompletionBody, prompts: "list[_Prompt]", params: SamplingParams) -> int:
-    """That are held at once, alternatives included; a stream holds those of its prompts only."""
+    """Log-probabilities held at once, alternatives included; a stream holds only its prompts'."""
     num_prompt, count = sum(len(prompt.ids) for prompt in prompts), 0
     if body.prompt_logprobs is not None:
         count += num_prompt * (1 + body.prompt_logprobs)
@@ -92,7 +92,7 @@ def _is_list_of_prompts(prompt: Any) -> bool:
 @dataclass(frozen=True)
 class _Prompt:
     ids: tuple[int, ...]
-    num_added: int  # begin markers in front that the client did not send
+    num_added: int  # leading begin markers that the client did not send
 
 
 def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
@@ -101,7 +101,7 @@ def _prompts(service: Service, body: CompletionBody) -> list[_Prompt]:
 
 
 def _read(service: Service, prompt: str | Sequence[int], adds_bos: bool) -> _Prompt:
-    """Text or ids. The model knows no text without its begin marker, so one is put there."""
+    """Text or ids. The model was trained with a begin marker, so a missing one is added."""
     if isinstance(prompt, str):
         service.check_length(len(prompt), "prompt")
         ids = tuple(service.tokenizer.encode_with_specials(prompt))
@@ -128,7 +128,7 @@ def _params(service: Service, body: CompletionBody, num_prompt: int) -> Sampling
 
 
 def _num_logprobs(body: CompletionBody) -> int | None:
-    picks = body.num_choices > (body.n or 1)  # the best of several, by their log-probability
+    picks = body.num_choices > (body.n or 1)  # best of several, by log-probability
     return 0 if body.logprobs is None and picks else body.logprobs
 
 
@@ -197,7 +197,7 @@ class _Run:
         )
 
     async def _echo(self, answer: _Answer) -> None:
-        """The prompt comes first, with the log-probabilities of its own tokens."""
+        """Return the prompt first, with the log-probabilities of its tokens."""
         skipped = answer.num_added
         if self._service.has_tokenizer:
             answer.text = self._service.tokenizer.decode(answer.ids[skipped:])
@@ -208,7 +208,7 @@ class _Run:
             answer.has_first = bool(answer.logprobs)
 
     async def _outputs(self) -> AsyncGenerator[list[_Answer], None]:
-        """Answers with something new; an empty list when nothing came for a while."""
+        """Answers with new output; an empty list if nothing arrives for a while."""
         finish = "error"
         try:
             yield [answer for answer in self._answers if answer.text or answer.finish]
@@ -216,7 +216,7 @@ class _Run:
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
                 yield [self._take(output) for output in outputs]
             finish = self._answers[0].finish or "stop"
-        except (GeneratorExit, asyncio.CancelledError):  # the client has gone
+        except (GeneratorExit, asyncio.CancelledError):  # the client has disconnected
             finish = "abort"
             raise
         finally:
@@ -260,7 +260,7 @@ class _Run:
         return {**self._base, "choices": choices, "usage": self._usage()}
 
     def _best(self) -> list[_Answer]:
-        """Of each prompt's answers those with the highest mean log-probability of a token."""
+        """For each prompt, the answers with the highest mean token log-probability."""
         found, kept = [], self._body.n or 1
         for start in range(0, len(self._answers), self._count):
             group = self._answers[start : start + self._count]
@@ -313,7 +313,7 @@ class _Run:
         }
 
     def _offset(self, answer: _Answer, token: int) -> int:
-        """Where in the text the next token begins; parts of a character begin where it does."""
+        """Text offset of the next token; a token inside a character has that character's offset."""
         if not self._service.has_tokenizer:
             return 0
         if answer.detokenizer is None:

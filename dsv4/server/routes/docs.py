@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as a plain page, without scripts and without other hosts."""
+"""GET /docs: the OpenAPI document as a plain page, without scripts or external hosts."""
 
 from html import escape
 from typing import Any

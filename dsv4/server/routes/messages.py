@@ -57,7 +57,7 @@ async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
 
 
 def _refuse_thread(body: CountBody) -> None:
-    """In a thread only new messages are sent. The details tell the client's library to send all."""
+    """Refuse threads, which send only new messages; the details tell the client to send all."""
     if (body.model_extra or {}).get("thread") not in (None, False):
         raise ApiError(
             400,
@@ -83,7 +83,7 @@ def _order(service: Service, body: MessagesBody, fields: dict[str, Any]) -> Orde
 
 
 class _Writer:
-    """An answer as content blocks, whole or as events."""
+    """Writes an answer as content blocks, whole or as events."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -196,12 +196,12 @@ def _end(result: Parsed) -> dict[str, Any]:
 
 
 def _signature() -> str:
-    """Clients want one and send it back; nothing depends on it."""
+    """Clients require a signature and send it back; the server ignores it."""
     return secrets.token_hex(16)
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; of a call that the length limit cut, what there is of it."""
+    """Arguments as an object; for a call cut by the length limit, what was complete."""
     try:
         value = jsontext.load(arguments)
     except ValueError:

@@ -42,7 +42,7 @@ def _anthropic_model(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The names answered to; clients of the Anthropic protocol get its shape."""
+    """The served names; Anthropic clients get their protocol's shape."""
     service: Service = request.app.state.service
     service.link.check_loaded()
     if "anthropic-version" not in request.headers:
@@ -62,7 +62,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """What evaluation tools ask before they send texts; the prompt format is not a template."""
+    """Tokenizer facts for evaluation tools; the prompt format has no template."""
     service: Service = request.app.state.service
     service.link.check_loaded()
     tokenizer = service.tokenizer
@@ -84,7 +84,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeBody) -> Response:
-    """The ids of a raw text or of a conversation, as the model would get them."""
+    """The ids of a raw text or of a conversation, as sent to the model."""
     service: Service = request.app.state.service
     service.link.check_loaded()
     service.model_name(body.model)
@@ -119,7 +119,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
     service.model_name(body.model)
 
     def decode() -> str:
-        service.check_ids(body.tokens, "tokens", last=2**31 - 1)  # unknown ones have a sign
+        service.check_ids(body.tokens, "tokens", last=2**31 - 1)  # unknown ids decode to U+FFFD
         return service.tokenizer.decode(body.tokens)
 
     return {"prompt": await in_thread(decode)}

@@ -1,4 +1,4 @@
-"""For operators: health, readiness, version, metrics, and the figures that the page draws."""
+"""For operators: health, readiness, version, metrics, and the page's statistics."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ router = make_router()
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 while the engine's loop answers."""
+    """200 while the engine's loop responds."""
     link = request.app.state.service.link
     status = 200 if link.is_healthy else 503
     state = "stalled" if link.state == "ready" else link.state
@@ -25,7 +25,7 @@ async def health(request: Request) -> JSONResponse:
 @router.get("/ping")
 @router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> JSONResponse:
-    """The same, as some platforms ask."""
+    """`/health` under the path that some platforms use."""
     return await health(request)
 
 
@@ -37,7 +37,7 @@ async def load(request: Request) -> dict[str, int]:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """200 while new requests are taken."""
+    """200 while new requests are accepted."""
     service: Service = request.app.state.service
     link = service.link
     state = "draining" if service.is_draining else link.state
@@ -59,7 +59,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """What the engine last said of itself, with the bytes of its pages."""
+    """The engine's latest statistics, and its page sizes in bytes."""
     service: Service = request.app.state.service
     link = service.link
     return {

@@ -1,4 +1,4 @@
-"""The web page: a handful of files from the package, under a strict content security policy."""
+"""The web page: static files from the package, under a strict content security policy."""
 
 import hashlib
 from pathlib import Path
@@ -31,13 +31,13 @@ _HEADERS = {
 
 
 def _read_all() -> dict[str, Response]:
-    """Every file, once: a name that is not among them cannot be asked for."""
+    """Read every file once at start; no other path can be served."""
     files = {}
     for path in sorted(_STATIC.rglob("*")):
         if path.suffix not in _KINDS:
             continue  # folders, licences
         name = path.relative_to(_STATIC).as_posix()
-        # the folder of a library names its version, so what it holds never changes
+        # a library's folder name contains its version, so its files never change
         cache = "max-age=31536000, immutable" if name.startswith("vendor/") else "no-cache"
         data = path.read_bytes()
         tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'

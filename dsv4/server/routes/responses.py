@@ -54,7 +54,7 @@ def _order(service: Service, body: ResponsesBody, fields: dict[str, Any]) -> Ord
 
 
 class _Writer:
-    """An answer as items. Whole answers and event streams come from the same steps."""
+    """Writes an answer as items. Whole answers and event streams share the same steps."""
 
     def __init__(self, fields: dict[str, Any], order: Order, answers: Answers) -> None:
         self._fields = fields
@@ -170,7 +170,7 @@ class _Writer:
             self._say("content_part.added", part=dict(item["content"][0]))
 
     def close(self) -> None:
-        """The item in progress is complete, unless the length limit cut it."""
+        """Close the item in progress: completed, or incomplete if the length limit cut it."""
         item = self._open
         if item is None:
             return

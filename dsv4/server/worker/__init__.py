@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and the web process's end of the line to it."""
+"""The engine process, and the web process's connection to it."""

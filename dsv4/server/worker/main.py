@@ -2,7 +2,7 @@
 
     python -m dsv4.server.worker.main FD
 
-FD is one end of a socket pair. When the other end is gone, so is this process.
+FD is one end of a socket pair. The process ends when the other end closes.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from dsv4.util.logs import escape_arguments
 STATS_SECONDS = 0.5
 STEP_BOUNDS = tuple(2**power for power in range(15))  # of tokens in a step
 MAX_PIECE = 4096  # log-probabilities in one message
-BEAT_SECONDS = 0.5  # between signs of life, also during a long step
+BEAT_SECONDS = 0.5  # between heartbeats, also during a long step
 
 
 def main(arguments: list[str]) -> int:
-    # The web process decides when to end; a signal to the whole group must not cut answers off.
+    # The web process decides when to end; a signal to the whole group must not cut answers short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=int(arguments[1])) as connection:
@@ -77,8 +77,8 @@ def _load(order: Message, channel: Channel) -> Engine:
     load, warm = _tell(channel, "load"), _tell(channel, "warm-up")
     engine = Engine.load(prepared, progress=load, warm_up_progress=warm)
     warm_up = SamplingParams(max_tokens=2, temperature=0)
-    engine.generate([[engine.config.bos_id]], warm_up)  # through every op: nothing is built later
-    channel.send(_stats(engine))  # so that there are some when it is ready
+    engine.generate([[engine.config.bos_id]], warm_up)  # runs every op once; nothing is built later
+    channel.send(_stats(engine))  # so that statistics exist when it is ready
     channel.send({"kind": "ready", "facts": _facts(engine)})
     return engine
 
@@ -116,7 +116,7 @@ def _stats(engine: Engine) -> Message:
 
 
 class _Watch:
-    """A listener of the engine: when requests began, and how many tokens its steps had."""
+    """An engine listener: when requests began, and the token counts of steps."""
 
     def __init__(self) -> None:
         self._added: dict[str, float] = {}
@@ -140,7 +140,7 @@ class _Watch:
                 self._finished.append(name)
 
     def times(self, name: str) -> tuple[float, float] | None:
-        """Seconds a request waited and was computed before its first token; once."""
+        """Queue and prefill seconds of a request before its first token; returned once."""
         added, began = self._added.pop(name, None), self._began.pop(name, None)
         if added is None or began is None:
             return None
@@ -155,7 +155,7 @@ class _Watch:
 
 @dataclass
 class _Scoring:
-    """A prompt whose own tokens are to be scored, and how many of them have been."""
+    """A prompt being scored, and its progress."""
 
     message: Message
     chunks: Iterator[list[Any]] | None = None
@@ -163,7 +163,7 @@ class _Scoring:
 
 
 class Worker:
-    """The loop around `Engine.step`. A thread reads what comes in, so that no step waits for it."""
+    """The loop around `Engine.step`. A thread reads messages, so that no step waits for input."""
 
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
@@ -195,26 +195,26 @@ class Worker:
 
     def _read(self) -> None:
         try:
-            with contextlib.suppress(ConnectionError):  # it went without reading everything
+            with contextlib.suppress(ConnectionError):  # it closed without reading everything
                 while (message := self._channel.receive()) is not None:
                     self._inbox.put(message)
             self._inbox.put(None)
-        except BaseException:  # out of memory, say: a new process is better than a deaf one
+        except BaseException:  # out of memory, for example: better to restart than not to listen
             os._exit(1)
 
     def _beat(self) -> None:
-        """Says that the process lives, and since when its loop has not turned."""
+        """Send heartbeats with the time since the loop's last iteration."""
         while True:
             try:
                 self._channel.send({"kind": "beat", "age": time.monotonic() - self._turned_at})
             except MemoryError:
-                pass  # the next one may find some
+                pass  # the next heartbeat may succeed
             except OSError:
-                return  # the web process is gone; the loop notices by itself
+                return  # the web process is gone; the loop notices on its own
             time.sleep(BEAT_SECONDS)
 
     def _take_messages(self) -> bool:
-        """Everything that has come in; waits for it only if there is nothing to do."""
+        """Handle all pending messages; wait for one only when idle."""
         busy = bool(self._engine.num_unfinished or self._scores)
         try:
             while True:
@@ -250,7 +250,7 @@ class Worker:
             logging.debug("%s had ended before it was aborted", name)
 
     def _score(self, message: Message) -> Iterator[list[Any]]:
-        """Log-probabilities of a prompt's own tokens, chunk by chunk, as outputs carry them."""
+        """Log-probabilities of a prompt's own tokens, chunk by chunk, in the form of outputs."""
         ids, top = ids_from_wire(message["ids"]), message["top"]
         place = 1
         for logits in self._engine.score(ids):
@@ -268,7 +268,7 @@ class Worker:
             place += len(rows)
 
     def _score_on(self) -> None:
-        """One chunk of the first scoring job; steps of other requests come in between."""
+        """Run one chunk of the first scoring job; steps of other requests run in between."""
         if not self._scores:
             return
         job = self._scores[0]
@@ -279,7 +279,7 @@ class Worker:
         except CapacityError as error:
             job.chunks, job.num_sent = None, 0
             if self._engine.num_unfinished:
-                return  # it begins again when others have given pages back
+                return  # restarted when other requests have freed pages
             answer: Message = {"kind": "broken", "error": str(error)}
         except RequestError as error:
             answer = {"kind": "refused", "error": str(error)}
@@ -294,7 +294,7 @@ class Worker:
         self._channel.send({**answer, "id": name})
 
     def _send_scores(self, job: _Scoring, chunk: list[Any]) -> None:
-        """In pieces: neither the wire nor the loop that reads them takes hundreds of megabytes."""
+        """Send in pieces: hundreds of megabytes at once would block the wire and its reader."""
         size = max(MAX_PIECE // (1 + job.message["top"]), 1)
         for start in range(0, len(chunk), size):
             part = chunk[start : start + size]

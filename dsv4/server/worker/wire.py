@@ -1,4 +1,4 @@
-"""What the two processes say to each other: JSON objects, each behind its length.
+"""The messages between the two processes: length-prefixed JSON objects.
 
 A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it: `plan`,
 `progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`,
@@ -44,11 +44,11 @@ def message_size(head: bytes) -> int:
 
 
 class Channel:
-    """The blocking end, used by the engine process."""
+    """The blocking end of the connection, used by the engine process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lock = threading.Lock()  # two messages at once must not mix
+        self._lock = threading.Lock()  # keeps concurrent messages from interleaving
 
     def send(self, message: Message) -> None:
         data = pack(message)
@@ -56,7 +56,7 @@ class Channel:
             self._connection.sendall(data)
 
     def receive(self) -> Message | None:
-        """The next message; None when the other side is gone."""
+        """The next message; None when the other side has closed."""
         head = self._read(LENGTH_BYTES)
         data = None if head is None else self._read(message_size(head))
         return None if data is None else json.loads(data)
@@ -72,7 +72,7 @@ class Channel:
 
 
 def ids_to_wire(ids: Sequence[int]) -> str:
-    """A million ids as JSON numbers would hold up the event loop for too long."""
+    """Packed in base64: a million ids as JSON numbers would block the event loop."""
     return base64.b64encode(array("i", ids)).decode()
 
 
@@ -93,7 +93,7 @@ def request_to_wire(request: Request) -> Message:
 
 
 def request_from_wire(message: Message) -> Request:
-    """The request; RequestError where a value is not allowed."""
+    """The request; RequestError if a value is not allowed."""
     params = dict(message["params"])
     params["stop"] = tuple(params["stop"])
     params["stop_ids"] = None if params["stop_ids"] is None else tuple(params["stop_ids"])
