@@ -1,8 +1,8 @@
-"""Time the weight ops at the sizes of V4-Flash and V4-Pro, next to floors measured in the same run.
+"""Times the weight ops at V4-Flash and V4-Pro sizes, against floors measured in the same run.
 
 A floor is the larger of bytes over read bandwidth and operations over the matrix rate. Each op is
-captured into a graph that walks several sets of inputs, together larger than the cache, and the
-graph's replays are timed.
+captured into a graph that rotates through several sets of inputs, together larger than the cache;
+the graph's replays are timed.
 """
 
 import json
@@ -41,7 +41,7 @@ from dsv4.tools.predict import (
     router_size,
 )
 
-ROTATED_BYTES = 300 << 20  # several times the level-2 cache
+ROTATED_BYTES = 300 << 20  # several times the L2 cache
 Call = Callable[[], object]
 DEFAULT_TOKENS = (1, 8, 32, 128, 8192)
 
@@ -88,7 +88,7 @@ def random_nvfp4(
     paired: bool = False,
     device: torch.device | str = "cuda",
 ) -> Any:
-    """Any bits are weights; scales are kept near one so that results stay finite."""
+    """Random bits are valid weights; scales near one keep results finite."""
     lead = () if count is None else (count,)
     grid = (*lead, ceil(rows / 128) * 2, ceil(columns / 128))
     words = torch.randint(-(2**15), 2**15, (*grid, 2, 64, 16), dtype=torch.int16, device=device)
@@ -162,7 +162,7 @@ def experts_work(
     shared: bool,
     configs: dict[str, Any] | None = None,
 ) -> Work:
-    """With or without the shared expert; peers are timed without."""
+    """With or without the shared expert; other libraries are timed without it."""
     kernel = import_module("dsv4.ops.moe.experts_triton")
     calls: list[Call] = []
     distinct = []
@@ -262,7 +262,7 @@ def num_results(shapes: Iterable[str], tokens: Sequence[int], only: str = "") ->
 def time_calls(
     calls: list[Call], repeats: int = 15, budget_us: float = 3000.0
 ) -> tuple[float, float]:
-    """Microseconds of a call: median and spread (largest less smallest) over graph replays."""
+    """Microseconds per call: median and spread (max - min) over graph replays."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -322,7 +322,7 @@ def measure(work: Work, ceilings: Ceilings) -> Result:
 def bench_ops(
     shapes: Iterable[str], tokens: Sequence[int], only: str = ""
 ) -> Iterator[Ceilings | Result]:
-    """The ceilings first, then one result per op, shape and number of tokens."""
+    """Yields the ceilings, then one result per op, shape and token count."""
     if not torch.cuda.is_available():
         raise OptionError("bench ops needs a CUDA device; none was found")
     ceilings = measure_ceilings()
@@ -338,7 +338,7 @@ def bench_ops(
 
 
 def run_facts() -> dict[str, Any]:
-    """What a record must say about the run it comes from."""
+    """Facts about the run that every record includes."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()

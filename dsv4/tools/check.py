@@ -1,7 +1,7 @@
-"""Verifying a checkpoint: headers against config, and on request every value. Never a silent pass.
+"""Verifies a checkpoint: headers against config, and optionally every value. Never a silent pass.
 
-Each check ends as pass, fail or not decided; each finding names tensor, file, what was found,
-what was expected and the likely cause.
+Each check ends as pass, fail or not decided; each finding names the tensor, the file, what was
+found, what was expected and the likely cause.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Warnings count: a check that found something is not a pass."""
+        """A check with warnings does not pass."""
         return not any(item.level != "note" for item in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,10 +111,10 @@ def _check(name: str, title: str, findings: list[Finding], undecided: str = "") 
 
 
 def _check_draft(manifest: Manifest) -> list[Finding]:
-    """Draft blocks are not run here, but half of one means a damaged download."""
+    """The engine does not run draft blocks, but a partial one means a damaged download."""
     found = {n.removeprefix("model.") for n in manifest.scan.tensors if "mtp." in n[:10]}
     found = {name for name in found if name.startswith("mtp.")}
-    if not found or manifest.scan.unread:  # the rest may be in a file that could not be read
+    if not found or manifest.scan.unread:  # the rest may be in an unreadable file
         return []
     rank = manifest.scan.config.get("dspark_markov_rank", 256)
     config = manifest.config

@@ -1,4 +1,4 @@
-"""The checks that read tensors. One matrix at a time: memory stays small."""
+"""The checks that read tensors, one matrix at a time to bound memory."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from dsv4.formats import e2m1, e8m0
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.tools.check import Progress
 
-# A weight of K inputs has an RMS near 1/sqrt(K); trained ones stay within this factor of their
+# A weight with K inputs has an RMS near 1/sqrt(K); trained ones stay within this factor of their
 # siblings in other layers, and all linears of a model within a larger one.
 SIBLING_FACTOR = 16.0
 ABSOLUTE_FACTOR = 8.0
@@ -35,7 +35,7 @@ ZERO_SHARE = 0.05  # of a matrix's blocks
 
 @dataclass(frozen=True)
 class Size:
-    """How large the numbers of one stored matrix are."""
+    """The magnitude of one stored matrix."""
 
     source: Source
     stored: Stored
@@ -134,7 +134,7 @@ def _input_scale(stored: Stored, files: MappedFiles, findings: list[Finding]) ->
 
 
 def _energy(weight: StoredWeight) -> tuple[float, float]:
-    """Sum of squares, and the share of blocks that are zero throughout."""
+    """Sum of squares, and the share of all-zero blocks."""
     total, zero, count = 0.0, 0, 0
     for part in _chunks(weight):
         total += float(part.to(torch.float64).square().sum())
@@ -144,7 +144,7 @@ def _energy(weight: StoredWeight) -> tuple[float, float]:
 
 
 def _chunks(weight: StoredWeight) -> Iterator[torch.Tensor]:
-    """One number per block, the root of its sum of squares; some megabytes at a time."""
+    """One number per block, the root of its sum of squares; a few megabytes at a time."""
     if isinstance(weight, torch.Tensor):
         rows = weight.reshape(-1, weight.shape[-1])
         for part in torch.split(rows, 2048):
@@ -167,7 +167,7 @@ def _block_norms(values: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_chunks(weight: Nvfp4Tensor | Mxfp4Tensor) -> Iterator[torch.Tensor]:
-    """The same by a table over bytes, without unpacking."""
+    """The same via a byte lookup table, without unpacking."""
     byte = torch.arange(256, dtype=torch.uint8)[:, None]
     table = e2m1.decode_packed(byte).square().sum(dim=-1)
     for start in range(0, weight.shape[0], 2048):
@@ -181,13 +181,13 @@ def _packed_chunks(weight: Nvfp4Tensor | Mxfp4Tensor) -> Iterator[torch.Tensor]:
 
 
 def _magnitudes(sizes: list[Size]) -> list[Finding]:
-    """Each matrix against its siblings in other layers and experts, and the kind as a whole
-    against the model's other linears."""
+    """Compare each matrix with its siblings in other layers and experts, and each kind with the
+    model's other linears."""
     kinds: dict[str, list[Size]] = defaultdict(list)
     for size in sizes:
         if size.gain > 0:
             kinds[_kind(size.source)].append(size)
-    # the index weights are one row per head and of a size of their own
+    # the index weights have one row per head and their own magnitude
     trusted = [
         s.gain
         for s in sizes
@@ -233,7 +233,7 @@ def _outlier(size: Size, middle: float, group: list[Size]) -> Finding:
 
 
 def _cause(size: Size, expected: float) -> str | None:
-    """Which known mistake would explain this size; the one that comes closest is named."""
+    """The known mistake that best explains this magnitude."""
     if size.global_ is None:
         return None
     name = "weight_global_scale" if size.stored.global_divides else "weight_scale_2"

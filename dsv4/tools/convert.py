@@ -1,8 +1,8 @@
-"""Converting a checkpoint: streaming, resumable, verified.
+"""Converts a checkpoint: streaming, resumable, verified.
 
-Everything that will be written is planned from the headers. Shards are written one by one under
-temporary names and renamed when they have been read back; config.json comes last, so a folder
-that has one is complete. A journal remembers finished shards: the same command goes on.
+The output is planned from the headers. Shards are written one by one under temporary names, read
+back and then renamed; config.json comes last, so a folder that has one is complete. A journal
+records finished shards, so the same command resumes an interrupted run.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _SIDE_FILES = (
     "LICENSE*",
 )
 
-Progress = Callable[[int, int], None]  # bytes read, bytes in all
+Progress = Callable[[int, int], None]  # bytes read, total
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Shard:
 
 @dataclass
 class Conversion:
-    """The result: per group of parameters how exact it was."""
+    """The result: how exact each group of parameters is."""
 
     source: str
     target: str
@@ -62,7 +62,7 @@ class Conversion:
     groups: dict[str, Stats] = field(default_factory=dict)
     exact: list[str] = field(default_factory=list)  # groups without any difference
     inexact: dict[str, float] = field(default_factory=dict)  # parameter -> relative RMS
-    dropped: int = 0  # draft tensors that the target layout has no place for
+    dropped: int = 0  # draft tensors that the target layout cannot hold
     num_shards: int = 0
     nbytes: int = 0
     resumed: int = 0  # shards that an earlier run had finished
@@ -84,7 +84,7 @@ def convert(
     shard_bytes: int = 5 * 10**9,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Writes `destination`; a second call with the same arguments goes on where one was killed."""
+    """Write `destination`; a second call with the same arguments resumes an interrupted one."""
     _check_options(source, destination, target, scales, shard_bytes)
     checkpoint = open_checkpoint(source, ModelConfig.from_folder(source))
     units, dropped = _units(checkpoint, target)
@@ -132,7 +132,7 @@ def _check_options(source: Path, destination: Path, target: str, scales: str, si
 
 
 def _units(checkpoint: Checkpoint, target: Target) -> tuple[list[Unit | Copy], int]:
-    """In the order of the source's bytes, layer by layer."""
+    """In source byte order, layer by layer."""
     ordered = sorted(
         checkpoint.sources.values(), key=lambda s: (str(s.stored.data.file), s.stored.data.start)
     )
@@ -162,7 +162,7 @@ def _shards(units: list[Unit | Copy], shard_bytes: int) -> list[Shard]:
 
 
 def _digest(checkpoint: Checkpoint, target: str, scales: str, shards: list[Shard]) -> str:
-    """Names this conversion: another source, option or version must not be mixed in."""
+    """Identifies this conversion, so that another source, option or version is not mixed in."""
     found = hashlib.sha256(f"{dsv4.__version__} {target} {scales}\n".encode())
     for info in checkpoint.manifest.scan.tensors.values():
         line = (info.name, info.dtype, info.shape, info.file.name, info.start)
@@ -219,7 +219,7 @@ def _write_shard(
     scales: ScaleChoice,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Statistics by group; the file has its name only when all of it was read back."""
+    """Statistics by group; the file gets its final name only after it was read back."""
     groups: dict[str, Stats] = {}
     inexact: dict[str, float] = {}
     done = 0
@@ -266,7 +266,7 @@ def _finish(
     shards: list[Shard],
     result: Conversion,
 ) -> None:
-    """The index, side files and config.json; then the result must open like any checkpoint."""
+    """Write the index, side files and config.json; the result must then open as a checkpoint."""
     weight_map: dict[str, str] = {}
     for shard in shards:
         found = read_header(destination / shard.name)

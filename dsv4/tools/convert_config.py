@@ -1,4 +1,4 @@
-"""config.json and hf_quant_config.json of a converted checkpoint, in ModelOpt's words. No torch."""
+"""config.json and hf_quant_config.json of a converted checkpoint, in ModelOpt's form. No torch."""
 
 from typing import Any
 

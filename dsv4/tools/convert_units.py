@@ -1,7 +1,7 @@
-"""What a conversion writes, known before the first byte: units of matrices and their tensors.
+"""The output of a conversion, planned in advance: units of matrices and their tensors.
 
-A unit is what must be decided together: a matrix, or an expert's w1 and w3, which share one
-global scale. No torch.
+A unit is converted as a whole: a matrix, or an expert's w1 and w3, which share one global scale.
+No torch.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Format = Literal["keep", "nvfp4", "fp8", "bf16"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix or vector: where it belongs and where its bytes are."""
+    """One matrix or vector: its place in the model and its bytes on disk."""
 
     place: Place  # suffix "weight", or "" for parameters that are no module's weight
     stored: Stored
@@ -52,7 +52,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor handed on byte for byte under its own name (draft blocks)."""
+    """A tensor copied byte for byte under its own name (draft blocks)."""
 
     info: TensorInfo
 
@@ -65,7 +65,7 @@ class Copy:
 
 
 def units_of(source: Source, target: Target) -> list[Unit]:
-    """The units of one parameter, experts apart."""
+    """The units of one parameter, one per expert."""
     family = FAMILY[target]
     form = _format(source, target)
     matrices = _matrices(source)
@@ -95,7 +95,7 @@ def _format(source: Source, target: Target) -> Format:
     if target == "nvfp4":
         wanted = expert
     elif target == "nvfp4-all":
-        wanted = "weights_proj" not in parts  # one row per index head, and it scores: kept
+        wanted = "weights_proj" not in parts  # index head weights affect the selection: kept
     else:
         wanted = "weights_proj" not in parts and "compressor" not in parts
         if not wanted and stored.format != "plain":

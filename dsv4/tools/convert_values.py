@@ -1,4 +1,4 @@
-"""The numbers of a conversion: a unit of matrices read, brought into its new format, compared."""
+"""The values of a conversion: reads a unit of matrices, converts it and compares the result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Sto
 from dsv4.formats.spec import FP8_BLOCK, NVFP4_EXACT_SPREAD
 from dsv4.tools.convert_units import Matrix, Unit
 
-_CHUNK_ELEMENTS = 1 << 22  # numbers dequantised at a time: a few dozen megabytes of work space
+_CHUNK_ELEMENTS = 1 << 22  # elements dequantised at a time: a few dozen megabytes of workspace
 
 
 @dataclass
 class Stats:
-    """How far new values are from the old ones; sums, so that groups can be added up."""
+    """The error of new values against old ones, as sums, so that groups can be added."""
 
     elements: int = 0
     reference: float = 0.0  # sum of old^2
@@ -27,7 +27,7 @@ class Stats:
     output: float = 0.0  # sum of new^2
     matrices: int = 0
     exact: int = 0  # matrices without any difference
-    uncalibrated: int = 0  # matrices whose input_scale had to be made up
+    uncalibrated: int = 0  # matrices without an input_scale; 1.0 was written
 
     def add(self, other: "Stats") -> None:
         for name in self.__dataclass_fields__:
@@ -43,7 +43,7 @@ class Stats:
         return self.dot / size if size else 1.0
 
     def compare(self, old: torch.Tensor, new: torch.Tensor) -> bool:
-        """Adds one stretch; True when it did not change. Sums are taken in float64."""
+        """Add one range of values; True if unchanged. Sums are in float64."""
         self.elements += old.numel()
         same = bool(torch.equal(old, new))
         a, b = old.to(torch.float64), new.to(torch.float64)
@@ -79,7 +79,7 @@ def produce(
 
 
 def _rows(weight: StoredWeight) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Float32 values, some rows at a time; whole FP8 tiles."""
+    """float32 values, a few rows at a time; whole FP8 tiles."""
     rows, cols = weight.shape[-2:]
     step = max(_CHUNK_ELEMENTS // max(cols, 1) // FP8_BLOCK, 1) * FP8_BLOCK
     for start in range(0, rows, step):
@@ -93,7 +93,7 @@ def _rows(weight: StoredWeight) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def _refuse_nonfinite(values: torch.Tensor) -> None:
-    # a finite sum proves it; an infinite one may be overflow
+    # a finite sum proves that all are finite; an infinite one may be overflow
     total = values.sum()
     if not bool(torch.isfinite(total)) and not bool(torch.isfinite(values).all()):
         raise KernelError("found NaN or Inf, expected finite values; fetch the source again")
@@ -150,7 +150,7 @@ def _to_nvfp4(
 
 
 def _same_scales(old: StoredWeight, new: Nvfp4Tensor) -> bool:
-    """With the same nibbles, equal scales prove equal values: no need to unpack anything."""
+    """With the same nibbles, equal scales prove equal values without unpacking."""
     assert isinstance(old, Mxfp4Tensor)
     wanted = e8m0.decode(old.scale).repeat_interleave(2, dim=-1)
     return bool(torch.equal(new.scale.float() * new.global_scale, wanted))
@@ -168,7 +168,7 @@ def _shared_global(weights: list[StoredWeight], choice: nvfp4.ScaleChoice) -> to
 
 
 def _shared_exponent(weights: list[StoredWeight]) -> int | None:
-    """The largest scale byte of all, where every block stays inside the window under it."""
+    """The largest scale byte, if every block is inside the window below it."""
     scales = [weight.scale for weight in weights if isinstance(weight, Mxfp4Tensor)]
     if not scales:
         return None
@@ -213,7 +213,7 @@ def _to_bf16(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
 
 
 def _compare(old: StoredWeight, new: StoredWeight, stats: Stats) -> None:
-    """Old against new as they will be read, a few rows at a time."""
+    """Compare old and new values as readers see them, a few rows at a time."""
     same = True
     for (_, a), (_, b) in zip(_rows(old), _rows(new), strict=True):
         same &= stats.compare(a, b)

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers alone. No torch, seconds even for a terabyte."""
+"""Describes a checkpoint from its headers. No torch; takes seconds even for a terabyte."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _TITLES = {"swa": "window only", "csa": "ratio 4", "hca": "ratio 128"}
 
 @dataclass
 class Group:
-    """Parameters that play one role: their number formats and sizes."""
+    """Parameters with one role: their number formats and sizes."""
 
     name: str
     formats: dict[str, int] = field(default_factory=dict)  # label -> bytes
@@ -59,7 +59,7 @@ class Summary:
 
 
 def inspect_checkpoint(folder: Path) -> Summary:
-    """Reads config.json and every header; problems are listed, not raised."""
+    """Read config.json and every header; problems are listed, not raised."""
     manifest = build_manifest(folder, ModelConfig.from_folder(folder), LAYOUTS.values())
     infos = manifest.scan.tensors.values()
     groups = _groups(manifest)
@@ -104,7 +104,7 @@ def _groups(manifest: Manifest) -> list[Group]:
 
 
 def _kinds(config: ModelConfig) -> Iterator[str]:
-    """Runs of equal or alternating layers in words, as in "2-42: ratio 4 / ratio 128"."""
+    """Runs of equal or alternating layers, as in "2-42: ratio 4 / ratio 128"."""
     hashed = config.num_hash_layers
     for is_hashed, run in groupby(enumerate(config.kinds), key=lambda item: item[0] < hashed):
         layers = list(run)

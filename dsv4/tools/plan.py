@@ -1,8 +1,7 @@
 """What fits on a GPU: weights, a step, and the contexts x sequences that the rest allows.
 
-Pure functions without torch, the engine's own where there are some: settings and the memory of a
-step from `runner/settings`, sizes of the state from `cache/geometry`. This version runs a model on
-one GPU.
+Pure functions without torch, shared with the engine: settings and step memory from
+`runner/settings`, state sizes from `cache/geometry`. This version runs a model on one GPU.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from dsv4.util.sizes import size_text
 
 CONTEXTS = (4096, 32768, 131072, 262144, 524288, 1048576)
 ONE_GPU = "this version runs a model on one GPU; several are not supported yet"
-MOST_SEQUENCES = 4096  # that are looked for
+MOST_SEQUENCES = 4096  # upper limit of the search
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class Plan:
     weight_bytes: dict[str, int]  # as loaded, by group
     step_bytes: int  # kept free for activations, workspaces and graphs
     free_bytes: int  # for state; negative when the weights do not fit
-    settings: Settings | None  # that the engine would choose; None: nothing fits
+    settings: Settings | None  # the engine's choice; None: nothing fits
     state_bytes: int  # of the engine with these settings
     token_bytes: dict[str, float]  # growth per token of context, by kind
-    fixed_bytes: dict[str, int]  # of one sequence, whatever its length
+    fixed_bytes: dict[str, int]  # per sequence, at any length
     fits: list[Fit]
     advice: list[str]
 
@@ -93,7 +92,7 @@ def make_plan(
     *,
     contexts: tuple[int, ...] = CONTEXTS,
 ) -> Plan:
-    """What an engine with these choices would do on a GPU with so much memory, all of it free."""
+    """The plan of an engine with these choices on a GPU with this much free memory."""
     if not 10**9 <= gpu_bytes <= 10**13:
         raise OptionError(f"memory is {size_text(gpu_bytes)}, expected 1 to 10000 GB")
     if not contexts or min(contexts) < 1:
@@ -136,7 +135,7 @@ def _free(subject: Subject, gpu_bytes: int) -> int:
 
 
 def _settings(choices: EngineConfig, config: ModelConfig, free: int) -> Settings | None:
-    """What the engine would run with, or None where it would refuse to start."""
+    """The engine's settings, or None if it would refuse to start."""
     try:
         return resolve(choices, config, has_gpu=True, memory_bytes=free)
     except CapacityError:
@@ -149,7 +148,7 @@ def _state_bytes(settings: Settings, config: ModelConfig) -> int:
 
 
 def most_sequences(geometry: Geometry, context: int, free: int) -> int:
-    """How many sequences of this context an engine can have room for at once."""
+    """How many sequences of this context fit at once."""
     low, high = 0, MOST_SEQUENCES + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -161,8 +160,8 @@ def most_sequences(geometry: Geometry, context: int, free: int) -> int:
 
 
 def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Settings) -> list[str]:
-    """What would let the engine start, each option tried on its own; only what this version
-    can do."""
+    """What would let the engine start: each option is tried on its own, limited to what this
+    version supports."""
     config, advice = subject.config, []
     free = _free(subject, gpu_bytes)
     if free < 0:
@@ -193,6 +192,6 @@ def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Sett
 
 def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
-    # the loader turns MXFP4 into NVFP4
+    # the loader casts MXFP4 to NVFP4
     loaded = replace(scheme, experts="nvfp4") if scheme.experts == "mxfp4" else scheme
     return Subject(name, config, scheme.name, weight_bytes(config, loaded), on_disk)

@@ -1,4 +1,4 @@
-"""Bytes and tensor counts of a model's weights under each number format, from the config alone."""
+"""Bytes and tensor counts of a model's weights in each number format, from the config alone."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Scheme:
     experts: str
     dense: str
     other: str = "bf16"
-    draft_experts: str | None = None  # where they differ from the main ones
+    draft_experts: str | None = None  # if different from the main ones
     norms: str = "bf16"
 
     def format_of(self, name: str, parameter: Parameter) -> str:
@@ -79,7 +79,7 @@ def _measure(name: str, parameter: Parameter, scheme: Scheme) -> tuple[int, int]
 def weight_bytes(
     config: ModelConfig, scheme: Scheme, *, draft: bool = False, markov_rank: int = 256
 ) -> dict[str, int]:
-    """Bytes by group of parameters; with `draft` the draft blocks too, as they lie on disk."""
+    """Bytes by parameter group; with `draft` also the draft blocks, as stored on disk."""
     groups: dict[str, int] = defaultdict(int)
     chosen = dict(parameters(config))
     if draft:

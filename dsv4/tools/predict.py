@@ -1,7 +1,7 @@
-"""What the ops must move and compute, and the time that published rates allow for it.
+"""The bytes and operations of the ops, and the time floor that published rates imply.
 
 A floor is the larger of bytes over memory bandwidth and operations over the tensor cores' rate.
-Weights, state, inputs and outputs count once; what stays inside an op does not. For a GPU that
+Weights, state, inputs and outputs count once; intermediate results of an op do not. For a GPU that
 was not available, the floor is only a prediction: no kernel was run there.
 """
 
@@ -15,11 +15,11 @@ from dsv4.errors import OptionError
 from dsv4.formats.spec import WIDTHS, Activations
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
-NVFP4_BYTES = 0.5625  # of a weight, its scale included
+NVFP4_BYTES = 0.5625  # per weight, including its scale
 BF16_BYTES = 2.0
 KEY_BYTES, INDEX_BYTES, INDEX_WIDTH, WINDOW = 584, 68, 64 * 128, 128  # FP8 keys, FP4 index keys
 ROPE_DIM = 64  # of a key's channels
-MOST_DECODED = 128  # tokens at once that are one of each sequence
+MOST_DECODED = 128  # token counts up to this are one token per sequence
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Shape:
 
     @property
     def csa_inputs(self) -> list[int]:
-        """Rows of the matrices that read a CSA layer's input: query, key, then what compressor
-        and indexer take, whose input is never rounded."""
+        """Rows of the matrices that read a CSA layer's input: query, key, then those of the
+        compressor and indexer, whose input is never rounded."""
         return [self.q_rank, 512, 1024, 1024, 256, 256]
 
 
@@ -54,7 +54,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """Published: GB/s, and dense TFLOP/s by the width of the activations."""
+    """Published rates: GB/s, and dense TFLOP/s by activation width."""
 
     name: str
     read_gbs: float
@@ -74,8 +74,8 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Size:
-    """What one call must move and compute. Operations: `rounding` those whose input may have few
-    bits, `fixed` those in bf16, `stored` those with keys that are kept in FP8 or FP4."""
+    """What one call must move and compute. Operations: `rounding` with inputs of reduced
+    precision, `fixed` in bf16, `stored` with keys stored in FP8 or FP4."""
 
     num_bytes: float
     rounding: float = 0.0
@@ -105,7 +105,7 @@ def grouped_size(shape: Shape, tokens: int) -> Size:
 
 
 def experts_size(shape: Shape, tokens: int, visited: float, *, shared: bool) -> Size:
-    """`visited`: how many different experts the tokens chose."""
+    """`visited`: the number of distinct experts that the tokens chose."""
     extra = 1 if shared else 0
     one = 3 * shape.hidden * shape.inner
     num_bytes = (visited + extra) * one * NVFP4_BYTES + 4.0 * tokens * shape.hidden
@@ -122,13 +122,13 @@ def embed_size(shape: Shape, tokens: int) -> Size:
 
 
 def expected_experts(shape: Shape, tokens: int) -> float:
-    """Different experts that tokens choose at random, on average."""
+    """Expected number of distinct experts under random routing."""
     missed = (1 - shape.chosen / shape.num_experts) ** tokens
     return shape.num_experts * (1 - missed)
 
 
 def op_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
-    """The ops that a model runs, under the names that they have when they are timed."""
+    """The ops of a model, under their names in benchmarks."""
     h, low = shape.hidden, shape.groups * shape.o_rank
     inputs = linear_size(tokens, sum(shape.csa_inputs), h)
     rounding = 2.0 * tokens * h * sum(shape.csa_inputs[:2])
@@ -149,7 +149,7 @@ def op_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
 
 
 def _decode_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
-    """Ops on the state of sequences, with one new token each; contexts of 128k where named."""
+    """Ops on the sequence state, one new token per sequence; contexts of 128k where named."""
     for name, entries in (("attention csa", shape.topk), ("attention hca 128k", 1024)):
         seen, queries = entries + WINDOW, shape.heads * shape.head_dim
         moved = tokens * (seen * KEY_BYTES + queries * 4.0)
@@ -198,7 +198,7 @@ class Prediction:
     operations: float
     launches: int
     floor_us: dict[Activations, float]
-    bound: str  # what sets the floor at a4
+    bound: str  # what determines the floor at a4
     measured_us: float | None  # on the H200 of the record, activations in bf16
     note: str = "predicted, not run"
 
@@ -233,8 +233,8 @@ def predict(
 
 
 def newest_record(folder: Path = RECORDS) -> tuple[str, dict[tuple[str, str, int], float]]:
-    """Microseconds by op, shape and tokens in the records of an H200, newer ones over older ones,
-    and the name of the newest."""
+    """H200 microseconds by op, shape and tokens from the records, newer ones first, and the name of
+    the newest record."""
     times, newest = {}, "no record"
     for path in sorted(folder.glob("*_h200_*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():

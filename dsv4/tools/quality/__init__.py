@@ -1,1 +1,1 @@
-"""How well a model answers: texts from a seed, accuracy by skill, parts broken on purpose."""
+"""Answer quality: seeded texts, accuracy by skill, and deliberately broken variants."""

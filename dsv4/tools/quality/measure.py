@@ -1,10 +1,10 @@
-"""How well a model answers: accuracy by skill on held-out prompts, greedy, through the engine.
+"""Accuracy by skill on held-out prompts, with greedy decoding through the engine.
 
-Prompts and answers come from `quality.jsonl` beside the weights; documents for retrieval are made
-from a seed. An answer is right when the text after the thinking block is the expected one, or
-when the parsed call names the right tool with the right arguments.
+Prompts and answers come from `quality.jsonl` beside the weights; retrieval documents are generated
+from a seed. An answer is correct if the text after the thinking block is the expected one, or if
+the parsed call names the expected tool with the expected arguments.
 
-`variants` breaks a part of the model on purpose, to show that the answers depend on it.
+`variants` deliberately breaks a part of the model, to show that the answers depend on it.
 """
 
 import json
@@ -26,11 +26,11 @@ from dsv4.tools.quality.text import Fact, retrieval_prompts, story, updates_prom
 from dsv4.util.models import model_folder
 
 RETRIEVAL_LENGTHS = (2000, 8000, 16000)
-MOST_TOKENS = 192  # of one answer
+MOST_TOKENS = 192  # per answer
 MOST_SHOWN = 5  # wrong answers
 DOCUMENT_QUESTIONS = 10
 UPDATES_LENGTH = 2000
-MOST_UPDATES = 50  # every question about a changed word needs its own document
+MOST_UPDATES = 50  # each of these questions needs its own document
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Score:
     skill: str
     num_right: int
     num_asked: int
-    wrong: tuple[str, ...] = ()  # the first few wrong answers, for a person to look at
+    wrong: tuple[str, ...] = ()  # the first few wrong answers, for inspection
 
     @property
     def accuracy(self) -> float:
@@ -65,7 +65,7 @@ class Score:
 
 
 def read_items(model: str | Path) -> dict[str, list[Item]]:
-    """The held-out prompts that come with a model, by skill."""
+    """The held-out prompts that ship with a model, by skill."""
     path = model_folder(str(model)) / "quality.jsonl"
     if not path.is_file():
         raise OptionError(f"{path} is missing; only the embedded model comes with held-out prompts")
@@ -95,7 +95,7 @@ def retrieval_items(engine: Engine, num_tokens: int, number: int) -> list[Item]:
 
 
 def updates_items(engine: Engine, num_tokens: int, num_items: int) -> list[Item]:
-    """Questions for a word that changed many times, each after its own document."""
+    """Questions about a word that changed many times, each with its own document."""
     count = _counter(engine)
     made = [updates_prompt(num_tokens * 1000 + n, num_tokens, count) for n in range(num_items)]
     return [_asked(f"updates {num_tokens}", question, fact) for question, fact in made]
@@ -118,7 +118,7 @@ def _counter(engine: Engine) -> Callable[[str], int]:
 
 
 def ask_about_documents(engine: Engine, num_tokens: int, count: int) -> Score:
-    """`count` questions. A document's first one is asked alone: the others find it in the cache."""
+    """`count` questions. A document's first one runs alone, so that the others hit the cache."""
     total = Score(f"retrieval {num_tokens}", 0, 0)
     number = 0
     while total.num_asked < count:
@@ -203,7 +203,7 @@ def num_scores(items: dict[str, list[Item]], lengths: Sequence[int]) -> int:
 
 
 def perplexity(engine: Engine, num_stories: int = 20) -> float:
-    """Of stories the model was not trained on, word by word of the tokenizer."""
+    """Token-level perplexity on stories the model was not trained on."""
     assert engine.tokenizer is not None
     total, count = 0.0, 0
     for number in range(num_stories):

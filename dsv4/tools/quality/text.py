@@ -1,7 +1,7 @@
-"""Texts made from a seed: small stories, and long documents with facts to find again.
+"""Seeded texts: short stories, and long documents with facts to retrieve.
 
-The embedded model was trained on such texts; the evaluation makes new ones. Everything is a
-function of a `random.Random`, so a long prompt need not be stored.
+The embedded model was trained on such texts; the evaluation generates new ones. Everything is a
+function of a `random.Random`, so long prompts need not be stored.
 """
 
 import random
@@ -83,7 +83,7 @@ WHO, DID, WHERE, WHEN, THEN = map(_choices, (_WHO, _DID, _WHERE, _WHEN, _THEN))
 
 
 def is_held_out(key: str) -> bool:
-    """One in ten keys is never trained on; a key names what makes a prompt different."""
+    """One in ten keys is never trained on; a key identifies what makes a prompt unique."""
     return zlib.crc32(key.encode()) % 10 == 0
 
 
@@ -110,7 +110,7 @@ def story(rng: random.Random, num_sentences: int) -> str:
 
 @dataclass(frozen=True)
 class Fact:
-    """Somebody's word: stated in a document, asked for later."""
+    """A person's word: stated in a document, asked for later."""
 
     kind: str
     name: str
@@ -141,7 +141,7 @@ def draw_facts(rng: random.Random, count: int) -> list[Fact]:
 
 
 def _held_out(rng: random.Random, fact: Fact) -> Fact:
-    """The fact with a word that its name never had in training."""
+    """The fact with a word that this name never had in training."""
     words = [word for word in WORDS if is_held_out(f"{fact.name} {word}")]
     return replace(fact, word=rng.choice(words))
 
@@ -154,9 +154,9 @@ def num_facts(rng: random.Random, num_tokens: int) -> int:
 def document(
     rng: random.Random, facts: list[Fact], num_tokens: int, count: Callable[[str], int]
 ) -> str:
-    """A story of about `num_tokens` with the facts in between, alone or several in a row.
+    """A story of about `num_tokens` interspersed with facts, single or several in a row.
 
-    `count` says how many tokens a sentence takes with the space before it.
+    `count` returns the tokens of a sentence including its leading space.
     """
     groups: list[str] = []
     left = rng.sample(facts, len(facts))
@@ -180,7 +180,7 @@ def document(
 def retrieval_prompts(
     seed: int, num_tokens: int, count: Callable[[str], int], num_questions: int = 1
 ) -> list[tuple[str, Fact]]:
-    """Messages of about `num_tokens`: one document, each time with another question at its end.
+    """Messages of about `num_tokens`: one document, each time followed by another question.
 
     The facts asked for are held out; their statements are the answers.
     """
@@ -194,9 +194,9 @@ def retrieval_prompts(
 def updates_document(
     rng: random.Random, newest: dict[Fact, int], num_tokens: int, count: Callable[[str], int]
 ) -> str:
-    """A story in which words change, each as often as `newest` says and then to the one it names.
+    """A story in which words change, each as often as `newest` says and finally to its word.
 
-    The last changes stand apart from the earlier ones and more than a window before the end.
+    The last changes are separated from the earlier ones and more than a window before the end.
     """
     old = [_other_word(rng, fact) for fact, num_old in newest.items() for _ in range(num_old)]
     names = {fact.name for fact in newest}
@@ -222,7 +222,7 @@ def _other_word(rng: random.Random, fact: Fact) -> Fact:
 def updates_prompt(seed: int, num_tokens: int, count: Callable[[str], int]) -> tuple[str, Fact]:
     """A message of about `num_tokens` that asks for a word after many changes, and the answer.
 
-    There are more changes than a small indexer keeps entries, so it has to prefer new ones.
+    There are more changes than a small indexer selects entries, so it must prefer new ones.
     """
     rng = random.Random(f"updates {seed}")
     newest = _held_out(rng, draw_facts(rng, 1)[0])

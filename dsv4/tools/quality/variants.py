@@ -1,6 +1,6 @@
-"""Parts of the model broken on purpose, for as long as a `with` block lasts. References only.
+"""Deliberately broken parts of the model, for the duration of a `with` block. References only.
 
-Two switch a mechanism off (the indexer's choice, compressed attention); the others are mistakes
+Two disable a mechanism (the indexer's selection, compressed attention); the others are mistakes
 that implementations of DeepSeek-V4 really had. A trained model must answer worse under each.
 """
 
@@ -33,7 +33,7 @@ Broken = AbstractContextManager[Any]
 
 
 def random_selection(engine: Engine) -> Broken:
-    """The indexer's choice replaced by random visible entries."""
+    """Replace the indexer's selection by random visible entries."""
     generator = torch.Generator().manual_seed(0)
 
     def shuffled(scores: Tensor, topk: int) -> Tensor:
@@ -44,7 +44,7 @@ def random_selection(engine: Engine) -> Broken:
 
 
 def no_compressed_attention(engine: Engine) -> Broken:
-    """Every layer sees its window only."""
+    """Every layer attends only to its window."""
 
     def blind(queries: Queries, to: Visible) -> Tensor:
         return query_attention(queries, replace(to, compressed=None))
@@ -118,7 +118,7 @@ def shared_expert_unclamped(engine: Engine) -> Broken:
 
 
 def _in_attention(engine: Engine, name: str, value: Any, *, compressed: bool | None) -> Broken:
-    """An attribute of the attention of some layers (all, or those with or without entries)."""
+    """Set an attribute of the attention of some layers (all, or those with or without entries)."""
     stack = ExitStack()
     for block in engine._runner.model.blocks:
         if compressed is None or (block.attention.ratio > 0) == compressed:
@@ -127,7 +127,7 @@ def _in_attention(engine: Engine, name: str, value: Any, *, compressed: bool | N
 
 
 def plain_base_in_compressed_layers(engine: Engine) -> Broken:
-    """For queries, window keys and the rotation back; compressors keep theirs."""
+    """Applies to queries, window keys and the inverse rotation; compressors keep theirs."""
     c = engine.config
     wrong = rope_frequencies(c.rope_head_dim, c.rope_theta)
     return _in_attention(engine, "frequencies", wrong, compressed=True)
@@ -163,9 +163,9 @@ VARIANTS = SWITCHED_OFF | MISTAKES
 
 
 def broken(engine: Engine, name: str) -> Broken:
-    """The variant of that name, for a `with` block; an empty name breaks nothing.
+    """Apply the named variant for a `with` block; an empty name changes nothing.
 
-    Take a fresh engine: prefixes that the right model computed would be found in its cache.
+    Use a fresh engine: its cache could otherwise hold prefixes computed by the correct model.
     """
     if not name:
         return nullcontext()

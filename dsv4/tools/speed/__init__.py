@@ -1,1 +1,1 @@
-"""Whole steps timed: a model of random weights and a filled state made on the device."""
+"""Times whole steps: random weights and a filled state, generated on the device."""

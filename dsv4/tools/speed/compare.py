@@ -1,4 +1,4 @@
-"""transformers' DeepSeek-V4 at the same shape in the same run, in bf16, as it comes.
+"""transformers' DeepSeek-V4 at the same shape in the same run, in bf16, unmodified.
 
 Four layers by default: in bf16 a layer of `flash` takes 13 GB. Each step reads a token against a
 cache that a short prompt filled.
@@ -14,11 +14,11 @@ from dsv4.errors import OptionError
 from dsv4.testing import config_json
 from dsv4.tools.speed.steps import elapsed_ms
 
-PROMPT = 64  # tokens; eager attention makes long prompts slow and changes a layer's cost little
+PROMPT = 64  # tokens; eager attention is slow on long ones, and a layer's cost hardly depends on it
 
 
 def transformers_ms(config: ModelConfig, device: str, steps: int = 5) -> float:
-    """Milliseconds of one decode step at batch 1, the median of a few."""
+    """Milliseconds of one decode step at batch 1, median of a few."""
     try:
         transformers: Any = import_module("transformers")
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""The same traffic through `dsv4 serve`: a server in other processes, a client without overhead.
+"""The same traffic through `dsv4 serve`: a server in other processes, a low-overhead client.
 
-Events are counted, not parsed: what is measured is the server, and the client must not become
-the slowest part on a machine of few cores.
+Events are counted, not parsed: the server is measured, and the client must not become the
+bottleneck on a machine with few cores.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ PATH = "/v1/completions"
 
 @dataclass(frozen=True)
 class Share:
-    """Median time per token of the same load over HTTP, in the engine alone, and between them."""
+    """Median time per token of one load over HTTP, in the engine alone, and the difference."""
 
     load: dict[str, Any]
     http_token_ms: float
@@ -62,7 +62,7 @@ def server_share(engine: LoadResult, http: LoadResult) -> Share:
 def bench_http(
     address: str, alone: Sequence[LoadResult], vocab_size: int, say: Callable[[str], None]
 ) -> Iterator[LoadResult | Share]:
-    """The traffic that the engine got alone, and what the server adds to it."""
+    """Replay the engine's traffic over HTTP and report what the server adds."""
     traffic = Traffic(vocab_size)
     for before in alone:
         load = Load(**before.load)
@@ -74,7 +74,7 @@ def bench_http(
 
 
 def engine_flags(choices: Mapping[str, Any]) -> list[str]:
-    """Engine options as the command line spells them; defaults are left out."""
+    """Engine options as command line flags; defaults are omitted."""
     flags = []
     for item in fields(EngineConfig):
         value = choices.get(item.name, item.default)
@@ -123,7 +123,7 @@ def _address(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 
 def replay_http(address: str, arrivals: Sequence[Arrival]) -> tuple[list[Stream], float]:
-    """As `serve.replay`, over one connection for each request."""
+    """Like `serve.replay`, with one connection per request."""
     return asyncio.run(_replay(address, arrivals))
 
 
@@ -199,7 +199,7 @@ def _take(stream: Stream, line: bytes, now: float) -> None:
 
 
 def _body(request: Request) -> dict[str, Any]:
-    """The request as a client writes it; what is not set is left to the server."""
+    """The request as a client writes it; unset fields are left to the server."""
     params = request.params
     body: dict[str, Any] = {
         "prompt": list(request.prompt_ids),

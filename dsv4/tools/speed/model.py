@@ -1,8 +1,7 @@
-"""A model of random NVFP4 weights and a state full of random entries, made where they are used.
+"""A model with random NVFP4 weights and a state of random entries, generated on the device.
 
-The shapes are those of `flash` or `pro` with fewer layers. Values are finite and unremarkable;
-speed does not depend on them, except through routing, so the experts that a step really visits
-are counted.
+The shapes are those of `flash` or `pro` with fewer layers. Values are finite and ordinary; they
+affect speed only through routing, so the experts that a step really visits are counted.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from dsv4.runner.buffers import Shape, StepBuffers, step_line
 from dsv4.runner.steps import draw, forward
 from dsv4.tools.bench_ops import random_nvfp4
 
-POOL_BYTES = 3 * 10**8  # of one layer: many times the level-2 cache; sequences share pages
+POOL_BYTES = 3 * 10**8  # per layer: many times the L2 cache; sequences share pages
 
 
 def shape_config(shape: str, layers: int | None) -> ModelConfig:
@@ -69,12 +68,12 @@ def _random_weight(
     if parameter.kind == "norm":
         return torch.ones(shape, device=device)
     if parameter.kind == "fp32":
-        # a large bias of the gate would send all tokens to the same experts
+        # a large gate bias would route all tokens to the same experts
         small = len(shape) > 1 or name.endswith("gate.bias")
         return torch.randn(shape, device=device) * (0.02 if small else 0.5)
     if parameter.kind == "plain":
         # logits of standard deviation 5 on normed rows: as peaked as a trained model's
-        # and rows so different from each other that they choose different experts
+        # and rows that differ enough to choose different experts
         own = {"embed.weight": 16.0, "head.weight": 5.0 * config.hidden_size**-0.5}
         scale = own.get(name, 0.02)
         plain: Tensor = torch.randn(shape, device=device, dtype=torch.bfloat16) * scale
@@ -86,7 +85,7 @@ def _random_weight(
 
 
 def random_model(config: ModelConfig, device: torch.device) -> tuple[Transformer, dict[str, int]]:
-    """The model, and the bytes of each parameter as it lies in memory."""
+    """The model, and the bytes of each parameter in memory."""
     torch.manual_seed(0)
     table = random_table(config, device)
     sizes = {name: weight.nbytes for name, weight in table.items()}
@@ -116,7 +115,7 @@ class FilledState:
 def filled_state(
     config: ModelConfig, batch: int, context: int, device: torch.device, chunk_tokens: int = 64
 ) -> FilledState:
-    """Pages are drawn at random from pools that may be smaller than the sequences together."""
+    """Pages are drawn at random from pools that may be smaller than all sequences together."""
     geometry = Geometry(config, "fp8", "fp4", chunk_tokens)
     buffers = StepBuffers(geometry, batch, context, device)
     buffers.contexts = [context]
@@ -142,7 +141,7 @@ def _num_pages(geometry: Geometry, pool: Pool, wanted: int) -> int:
 
 
 def fill(pool: PagedPool) -> None:
-    """Any code but NaN, scales near one."""
+    """Random codes except NaN, scales near one."""
     codes = pool.data.view(torch.uint8)
     if pool.format == "fp4":
         codes.random_(0, 256)
@@ -159,7 +158,7 @@ def fill(pool: PagedPool) -> None:
 
 
 def start_at(state: FilledState, position: int) -> None:
-    """Every sequence reads a random token at `position` next; sampling as by default."""
+    """Every sequence reads a random token at `position` next, with default sampling."""
     buffers, batch = state.buffers, state.buffers.max_sequences
     buffers.step.line.zero_()
     at = step_line(state.shape).views(buffers.step.line)
@@ -177,7 +176,7 @@ def start_at(state: FilledState, position: int) -> None:
 
 
 def decode_step(model: Transformer, layers: Sequence[LayerState], state: FilledState) -> None:
-    """A token for every sequence; positions move on by one."""
+    """Decode one token per sequence; positions advance by one."""
     forward(model, layers, state.buffers, state.shape)
     draw(state.buffers, state.shape.tokens)
     line = step_line(state.shape)
@@ -188,7 +187,7 @@ def decode_step(model: Transformer, layers: Sequence[LayerState], state: FilledS
 def step_bytes(
     config: ModelConfig, sizes: dict[str, int], batch: int, context: int, visited: float
 ) -> dict[str, float]:
-    """Bytes one decode step must read, by op family; `visited` is the share of experts in use."""
+    """Bytes that a decode step must read, by op family; `visited`: the share of experts used."""
     found = dict.fromkeys(("linear", "head", "experts", "router", "mhc", "attention", "index"), 0.0)
     for name, size in sizes.items():
         if ".ffn.experts." in name:
@@ -214,8 +213,8 @@ def step_bytes(
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Multiplications and additions of a prompt from position 0, products with weights and
-    attention over what is visible on average."""
+    """FLOPs of a prompt from position 0: products with weights, and attention over the average
+    number of visible entries."""
     c = config
     weights = 0.0
     for kind in c.kinds:

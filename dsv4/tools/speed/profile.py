@@ -1,11 +1,11 @@
-"""The kernels of one step, by family, from the GPU's own clock."""
+"""The kernels of one step, by family, timed on the GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-# which kernels belong together in the table of shares
+# kernels grouped into families for the table of shares
 FAMILIES = {
     "experts": (
         "_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel", "_count_kernel",
@@ -37,10 +37,10 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Kernels of one step, from the GPU's own clock."""
+    """Kernels of one step, timed on the GPU."""
 
     num_kernels: int
-    share_us: dict[str, float]  # by family; they overlap a little, so they may add up to more
+    share_us: dict[str, float]  # by family; kernels overlap, so the sum may exceed the step
 
     @property
     def total_us(self) -> float:

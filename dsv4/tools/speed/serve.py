@@ -1,4 +1,4 @@
-"""Traffic straight at an engine: prompts alone, loads that arrive at random times, odd company."""
+"""Traffic sent directly to an engine: single prompts, then open-loop loads with odd options."""
 
 import logging
 import time
@@ -46,7 +46,7 @@ GPU_ALONE_OUTPUT, CPU_ALONE_OUTPUT = 33, 9
 CPU_LENGTHS = (32, 128, 512)
 CPU_LOADS = (Load(2, 12, 64, 16), Load(2, 12, 64, 16, odd=True))
 Say = Callable[[str], None]
-STREAMS = Load(0, 32, 32, 128)  # what the server's share is measured with
+STREAMS = Load(0, 32, 32, 128)  # the load that measures the server's share
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Ready:
     model: str
     settings: str
     ready_s: float
-    weights_s: float | None = None  # random weights are made before
+    weights_s: float | None = None  # time to generate random weights, before that
 
 
 @dataclass(frozen=True)
 class Alone:
-    """Medians of a prompt while nothing else runs; `cached`: the same prompt once more."""
+    """Medians of a prompt on an idle engine; `cached`: the same prompt again."""
 
     num_prompt: int
     first_ms: float
@@ -70,7 +70,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Warnings:
-    """Everything logged at level warning or above since ready: there should be nothing."""
+    """Everything logged at level WARNING or above since ready; should be empty."""
 
     count: int
     some: list[str]
@@ -78,7 +78,7 @@ class Warnings:
 
 @dataclass(frozen=True)
 class StepMark:
-    """`begin_s` is the end of the step before, unless the engine was idle: what streams feel."""
+    """`begin_s` is the end of the previous step unless the engine was idle: the gap streams see."""
 
     begin_s: float
     end_s: float
@@ -88,7 +88,7 @@ class StepMark:
 
 @dataclass(frozen=True)
 class Measured:
-    """A load's figures, and what its picture shows."""
+    """A load's results, and the data for its timeline."""
 
     load: Load
     result: LoadResult
@@ -116,7 +116,7 @@ def random_engine(
             f"{config.num_layers} layers of {shape} do not fit the GPU; lower --layers"
         ) from error
     if has_gpu:
-        torch.cuda.empty_cache()  # what making them took
+        torch.cuda.empty_cache()  # free the generator's memory
     weights_s = time.perf_counter() - begin
     begin = time.perf_counter()
     memory = state_memory(choices.device, 0, has_gpu=has_gpu)
@@ -134,7 +134,7 @@ def random_engine(
 
 
 class Recorder:
-    """A load's steps, as the engine tells of them."""
+    """A load's steps, recorded from engine events."""
 
     def __init__(self) -> None:
         self.steps: list[StepMark] = []
@@ -145,7 +145,7 @@ class Recorder:
             self._event = event
 
     def mark(self, begin_s: float, end_s: float, num_first: int) -> None:
-        """`num_first`: sequences whose first token the step brought; their rows are prompts."""
+        """`num_first`: sequences that got their first token here; their rows are prompts."""
         event, self._event = self._event, None
         if event is not None:
             num_decode = max(event.values["num_sampled"] - num_first, 0)
@@ -156,7 +156,7 @@ class Recorder:
 def replay(
     engine: Engine, arrivals: Sequence[Arrival], recorder: Recorder | None = None
 ) -> tuple[list[Stream], float]:
-    """Requests enter when they are due; what their readers saw, and seconds until the last end."""
+    """Add requests when they are due; returns what their readers saw, and the total seconds."""
     waiting = deque(arrivals)
     streams = {a.request.id: Stream(a.time_s, len(a.request.prompt_ids)) for a in arrivals}
     begin = time.perf_counter()
@@ -216,7 +216,7 @@ def _raise_if_failed(stream: Stream) -> None:
 
 
 def run_load(engine: Engine, traffic: Traffic, load: Load, *, watch: bool = True) -> Measured:
-    """Watching steps takes the engine about 20 us for each."""
+    """Recording costs the engine about 20 us per step."""
     arrivals = traffic.arrivals(load)
     recorder = Recorder() if watch else None
     if recorder is not None:
@@ -235,7 +235,7 @@ def run_load(engine: Engine, traffic: Traffic, load: Load, *, watch: bool = True
 def bench_engine(
     engine: Engine, lengths: Sequence[int], loads: Sequence[Load], say: Say, *, watch: bool = True
 ) -> Iterator[Alone | Measured | Warnings]:
-    """Prompts of these lengths alone, then the loads; `say` is told what comes next."""
+    """Single prompts of these lengths, then the loads; `say` announces each."""
     room = engine.settings.max_context
     for load in loads:
         if load.num_tokens > room:
@@ -256,7 +256,7 @@ def bench_engine(
 
 
 def default_loads(engine: Engine) -> tuple[list[int], list[Load]]:
-    """Prompts alone and loads as far as the engine's context holds them."""
+    """The default prompt lengths and loads that fit the engine's context."""
     on_gpu, room = engine.settings.device != "cpu", engine.settings.max_context
     lengths = GPU_LENGTHS if on_gpu else CPU_LENGTHS
     loads = GPU_LOADS if on_gpu else CPU_LOADS
@@ -277,7 +277,7 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """What is logged at level warning or above meanwhile."""
+    """Collects everything logged at level WARNING or above in the block."""
     handler = _Kept()
     logging.getLogger().addHandler(handler)
     try:

@@ -1,9 +1,9 @@
-"""Time decode steps and prompts, next to the floor that the bytes they move set.
+"""Times decode steps and prompts against the floor set by the bytes they move.
 
-A decode step is captured as the engine captures it and replayed; replays are timed by events, and
-one of them is looked at kernel by kernel. The same with the layers of one kind alone gives the
-cost of a layer. Without a GPU everything runs once through the references: a trial of the tool,
-not a measurement.
+A decode step is captured like in the engine and replayed; replays are timed with events, and one of
+them is profiled kernel by kernel. Repeating this with the layers of one kind only gives the cost of
+a layer. Without a GPU everything runs once through the references: a trial of the tool, not a
+measurement.
 """
 
 import copy
@@ -61,7 +61,7 @@ class StepResult:
     full_layers: int
     full_ms: float  # scaled to all layers; embedding, head and sampling counted once
     rest_us: float  # those three alone
-    experts_used: float = 0.0  # different ones in a layer, on average
+    experts_used: float = 0.0  # distinct ones per layer, on average
     kernels: int = 0
     kernels_of_layer: dict[str, float] = field(default_factory=dict)
     layer_us: dict[str, float] = field(default_factory=dict)  # by kind
@@ -70,7 +70,7 @@ class StepResult:
 
 
 class Bench:
-    """One model in memory; steps of any batch and context are measured on it."""
+    """One model in memory, for measuring steps of any batch and context."""
 
     def __init__(self, shape: str, layers: int | None, device: str) -> None:
         self.device = torch.device(device)
@@ -186,7 +186,7 @@ class Bench:
         return [kind for kind in ("swa", "csa", "hca") if self.config.num_layers_of(kind)]
 
     def _models_of_a_kind(self) -> dict[str, Transformer]:
-        """The same weights with only the layers of one kind."""
+        """Models with the same weights but only the layers of one kind."""
         models = {}
         for kind in self._kinds():
             part = copy.copy(self.model)
@@ -219,7 +219,7 @@ class Bench:
         return statistics.median(times), max(times) - min(times), profile
 
     def _time_rest(self, state: FilledState, batch: int) -> tuple[float, int]:
-        """Embedding, head and sampling alone: microseconds and kernels."""
+        """Microseconds and kernels of embedding, head and sampling."""
         n = self.config.hc_mult
         post = torch.ones(batch, n, device=self.device)
         comb = torch.eye(n, device=self.device).repeat(batch, 1, 1)
@@ -257,20 +257,20 @@ def experts_used(step: Callable[[], object], num_experts: int) -> float:
 
 
 def compile_ahead(step: Callable[[], object], device: torch.device) -> None:
-    """The kernels of a step on all cores at once, before it runs."""
+    """Compile the kernels of a step on all cores before it runs."""
     if device.type == "cuda":
         with import_module("dsv4.ops.compile_triton").compile_only(os.cpu_count() or 1):
             step()
 
 
 def _give_back(device: torch.device) -> None:
-    """Memory that the allocator keeps for later; models here fill the GPU."""
+    """Return cached memory to the GPU; models here fill it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def captured(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """The step as a graph, after one run that compiles; on a CPU the step itself."""
+    """The step as a graph, after a run that compiles it; on a CPU the step itself."""
     step()
     if device.type == "cpu":
         return step
@@ -283,7 +283,7 @@ def captured(step: Callable[[], None], device: torch.device) -> Callable[[], obj
 
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
-    """Raises if the host waits for the GPU or memory is taken inside."""
+    """Raise if the block waits for the GPU or allocates memory."""
     if device.type == "cpu":
         yield
         return
@@ -319,7 +319,7 @@ def _layers_of(
 
 
 def cpu_ceilings() -> Ceilings:
-    """Rough: one pass over 64 MB, one product; so that a trial without a GPU has numbers."""
+    """Rough ceilings for a trial without a GPU: one pass over 64 MB and one product."""
     data = torch.ones(16 << 20)
     read = elapsed_ms(lambda: data.sum(), torch.device("cpu"))
     square = torch.randn(512, 512)

@@ -1,4 +1,4 @@
-"""Loads as a picture: time across; prompt tokens, decode rows and length of each step down."""
+"""Timeline picture of loads: per step the prompt tokens, decode rows and duration over time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dsv4.tools.speed.serve import Measured, StepMark
 
 LEFT, WIDTH, RIGHT = 110, 900, 90
 LANE, SPACE, HEAD, FOOT = 44, 8, 40, 34
-TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds; the first with at most 12 is taken
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds; the first with at most 12 ticks is used
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ BLOCK = HEAD + len(LANES) * (LANE + SPACE) + FOOT
 
 
 def picture(loads: Sequence[Measured], max_gap_ms: float) -> str:
-    """An SVG; red: the gap that prompts may cause (0: no bound); ticks on top: arrivals."""
+    """An SVG. Red line: the bound on gaps caused by prompts (0: none); ticks on top: arrivals."""
     width, height = LEFT + WIDTH + RIGHT, BLOCK * len(loads) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -72,7 +72,7 @@ def _block(measured: Measured, top: float, max_gap_ms: float) -> list[str]:
 def _columns(
     steps: Sequence[StepMark], value: Callable[[StepMark], float], scale: float
 ) -> list[float]:
-    """The largest value in each pixel: a thousand steps stay a small picture."""
+    """The largest value per pixel column, which keeps the file small."""
     found = [0.0] * WIDTH
     for step in steps:
         first = min(int(step.begin_s * scale), WIDTH - 1)

@@ -1,6 +1,6 @@
-"""What a benchmark of serving sends, and what it measures of the answers.
+"""Traffic of a serving benchmark, and the figures measured from its answers.
 
-Arrivals are open-loop: a request comes when it is due, however busy the engine is. One generator
+Arrivals are open-loop: a request is sent when it is due, however busy the engine is. One generator
 makes all arrivals and prompts, so equal options give equal traffic. Imports no torch: the HTTP
 client uses it too.
 """
@@ -20,18 +20,18 @@ ODD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"logit_bias": {7: 1.0}},
     {"logprobs": 5},
 )
-ODD_SHARE = 8  # one request in so many has one of these
+ODD_SHARE = 8  # one request in this many has one of these
 MAX_LOAD_S = 600.0
-FIRST_ID, LAST_ID = 100, 100_000  # ordinary tokens; markers have a meaning
+FIRST_ID, LAST_ID = 100, 100_000  # ordinary tokens, no markers
 
 
 @dataclass(frozen=True)
 class Load:
-    rate: float  # arrivals in a second, Poisson; 0: all at once
+    rate: float  # Poisson arrivals per second; 0: all at once
     requests: int
     num_prompt: int
     num_output: int
-    num_shared: int = 0  # tokens with which every prompt begins
+    num_shared: int = 0  # length of the prefix that all prompts share
     odd: bool = False  # one request in eight with penalties, a bias or log-probabilities
 
     def __post_init__(self) -> None:
@@ -54,12 +54,12 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Of one sequence at its end."""
+        """Final length of one sequence."""
         return self.num_prompt + self.num_output
 
     @classmethod
     def parse(cls, text: str) -> "Load":
-        """`rate=8,requests=48,in=512,out=64`, and if wanted `shared=256`, `odd=1`."""
+        """`rate=8,requests=48,in=512,out=64`, optionally with `shared=256`, `odd=1`."""
         names = {"rate": "rate", "requests": "requests", "in": "num_prompt", "out": "num_output",
                  "shared": "num_shared", "odd": "odd"}  # fmt: skip
         values: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class Arrival:
 
 @dataclass
 class Stream:
-    """One answer as its reader saw it; seconds since the load began."""
+    """One answer as its reader saw it, in seconds since the load began."""
 
     due_s: float
     num_prompt: int
@@ -144,7 +144,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`most_tokens_per_s`: all tokens over the time of the last arrival; more cannot be had."""
+    """`most_tokens_per_s`: all tokens over the last arrival time, an upper bound."""
 
     via: str  # engine or http
     load: dict[str, Any]
@@ -157,7 +157,7 @@ class LoadResult:
     hit_rate: float  # share of the prompts' tokens that were cached
     first_ms: dict[str, float]
     gap_ms: dict[str, float]
-    token_ms: dict[str, float]  # per answer: time behind its first token over the tokens there
+    token_ms: dict[str, float]  # per answer: time after its first token, per token
     num_failed: int
     errors: list[str]
     num_steps: int | None = None
@@ -191,7 +191,7 @@ def summarise(
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds; nothing where there are none."""
+    """In milliseconds; empty without values."""
     ordered = sorted(seconds)
     if not ordered:
         return {}
