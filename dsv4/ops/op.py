@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,7 @@ class Kernel:
     """A Triton form of an op, imported only when a GPU (or the interpreter) first asks for it.
 
     `module` defines `supports(**arguments) -> str | None` (None means yes, a text says why not)
-    and `run(**arguments)`.
+    and `run(**arguments)`; `variant(**arguments)` names what it chooses by size, if it does.
     """
 
     module: str
@@ -63,6 +63,11 @@ class Kernel:
 
     def run(self, arguments: Arguments) -> Any:
         return self._loaded.run(**arguments)
+
+    def label(self, arguments: Arguments) -> str:
+        """The kernel with the variant it runs for these arguments."""
+        variant = getattr(self._loaded, "variant", None)
+        return self.name if variant is None else f"{self.name} ({variant(**arguments)})"
 
 
 @dataclass(frozen=True)
@@ -89,14 +94,14 @@ class Op:
         for kernel in self.kernels:
             reason = kernel.supports(arguments)
             if reason is None:
-                _policy.tell((self.name,), kernel.name)
+                _policy.tell((self.name,), partial(kernel.label, arguments))
                 return kernel.run(arguments)
             reasons.append(reason)
         self._fall_back("; ".join(reasons) or "no kernel is written yet", device)
         return self._run_reference(arguments)
 
     def _run_reference(self, arguments: Arguments) -> Any:
-        _policy.tell((self.name,), "reference")
+        _policy.tell((self.name,), lambda: "reference")
         return self.reference(**arguments)
 
     def _fall_back(self, reason: str, device: torch.device) -> None:
@@ -134,7 +139,7 @@ class Fusion:
         return self.kernel.supports(arguments) is None
 
     def run(self, arguments: Arguments) -> Any:
-        _policy.tell(self.parts, self.kernel.name)
+        _policy.tell(self.parts, partial(self.kernel.label, arguments))
         return self.kernel.run(arguments)
 
 
@@ -156,10 +161,10 @@ class _Policy:
     def forces_reference(self, name: str) -> bool:
         return self.names is None or name in self.names
 
-    def tell(self, ops: tuple[str, ...], server: str) -> None:
+    def tell(self, ops: tuple[str, ...], server: Callable[[], str]) -> None:
         if self.recorder is not None:
             for op in ops:
-                self.recorder(op, server)
+                self.recorder(op, server())
 
 
 _policy = _Policy()

@@ -15,9 +15,10 @@ loop hands on twice unchanged (`a = b; b = c`) would switch that off: the compil
 everything where it is used.
 """
 
+import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import import_module
+from importlib import import_module, resources
 
 import torch
 import triton
@@ -53,7 +54,12 @@ from dsv4.ops.attention.tiles_triton import (
 )
 from dsv4.ops.attention.unpacked import unpack_triton
 from dsv4.ops.compile_triton import compiling
-from dsv4.ops.device import device_reason, interpreting, launch_options
+from dsv4.ops.device import (
+    device_reason,
+    interpreting,
+    launch_options,
+)
+from dsv4.ops.gpu import num_multiprocessors
 from dsv4.ops.kv.entry_triton import FP8, append, index_tensors_reason, pool_format, pool_reason
 
 
@@ -146,12 +152,9 @@ def _attend_kernel(
         queries = widen_queries(found, JOINED, MT)
 
 
-@lru_cache(maxsize=8)
 def num_programs(device: torch.device) -> int:
     """Programs of 8 warps that run at once: one fills a multiprocessor."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if device.type != "cuda" else num_multiprocessors(device)
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,14 @@ class Config:
     passes: bool = False  # weights of all tiles, then values
     ahead: int = 0  # tiles that the launch after one with a tile a program loads together
     unpacked: bool = False  # entries are unpacked first
+
+    def __str__(self) -> str:
+        """As `variant_costs.json` names them."""
+        if self.passes:
+            return "passes"
+        if self.unpacked:
+            return "walk unpacked"
+        return f"{'split' if self.split else 'walk'} {self.heads}"
 
 
 PASSES = Config(64, False, 4, 3, passes=True)
@@ -210,11 +221,11 @@ class Sizes:
         return fits and (capability(), self.dim, self.rope_dim) == (90, 512, 64)
 
 
-def form_of(sizes: Sizes, narrow: bool, *, unpacked: bool = True) -> Config:
-    """None of this changes a bit of the result.
+def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Config, float]:
+    """Variants that can do it and about how many microseconds each takes; none changes a bit.
 
-    The figures are microseconds on an H200 (docs/LOG.md), walking ones of as many programs as run
-    at once. `unpacked`: whether entries may be.
+    The figures come from records (`variant_costs.json`), the number of programs that run at once
+    from the device.
     """
     tokens, heads, tiles = sizes.num_tokens, sizes.num_heads, sizes.num_tiles
     blocks, wide = tokens * triton.cdiv(heads, 16), tokens * triton.cdiv(heads, 64)
@@ -223,22 +234,42 @@ def form_of(sizes: Sizes, narrow: bool, *, unpacked: bool = True) -> Config:
     split = Config(16, True, 8 if narrow and few else 4, 1, ahead=tiles_ahead(tiles))
     fits = rooms <= tile_triton.MOST_ROOMS
     if sizes.takes_few_heads or not narrow or heads <= 16:
-        return split if fits else Config(16, False, 8 if narrow else 4, 2 if narrow else 1)
+        only = split if fits else Config(16, False, 8 if narrow else 4, 2 if narrow else 1)
+        return {only: 0.0}
+    cost, at_once = variant_costs(), num_multiprocessors(device)
+
+    def walking(name: str, items: int) -> float:
+        fixed, per_tile = cost[name]
+        return (per_tile * tiles + fixed) * triton.cdiv(items, at_once)
+
+    def together(name: str, programs: int, each: int) -> float:
+        fixed, per_program, per_wave = cost[name]
+        waves = triton.cdiv(programs, each * at_once) - 1
+        return fixed + per_program * programs + per_wave * waves
+
     costs = {
-        Config(16, False, 8, 3): (2.8 * tiles + 5.5) * triton.cdiv(blocks, 132),
-        Config(64, False, 8, 3, 128): (4.2 * tiles + 8.5) * triton.cdiv(wide, 132),
+        Config(16, False, 8, 3): walking("walk 16", blocks),
+        Config(64, False, 8, 3, 128): walking("walk 64", wide),
     }
     if fits:
-        costs[split] = 5.6 + 0.032 * blocks * tiles + 5 * (triton.cdiv(blocks * tiles, 396) - 1)
+        costs[split] = together("split 16", blocks * tiles, 3)
     if fits and heads % 64 == 0 and sizes.dim == 512:  # entries are converted once for 64 heads
         whole = replace(split, heads=64, num_warps=8, channels=512)
-        costs[whole] = 12.6 + 0.074 * rooms + 8 * (triton.cdiv(rooms, 132) - 1)
+        costs[whole] = together("split 64", rooms, 1)
     if rooms <= passes_triton.MOST_ROOMS and heads % 64 == 0:
-        costs[PASSES] = max(10 + 0.7 * tiles, 8.6 + 0.055 * rooms)
-    if unpacked and sizes.unpacks:
-        walking = (2.6 * tiles + 3.3) * triton.cdiv(wide, 132)
-        costs[UNPACKED] = walking + 11 + sizes.num_rows / 1500
-    return min(costs, key=costs.get)
+        fixed, per_tile, alone, per_room = cost["passes"]
+        costs[PASSES] = max(fixed + per_tile * tiles, alone + per_room * rooms)
+    if sizes.unpacks:
+        fixed, per_row = cost["unpacking"]
+        costs[UNPACKED] = walking("walk unpacked", wide) + fixed + per_row * sizes.num_rows
+    return costs
+
+
+@lru_cache(maxsize=1)
+def variant_costs() -> dict[str, list[float]]:
+    """Of the architecture that was measured; others run other variants, or choose alike."""
+    text = resources.files("dsv4.ops.attention").joinpath("variant_costs.json").read_text()
+    return json.loads(text)["sm_90"]["microseconds"]
 
 
 def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
@@ -275,13 +306,21 @@ def form_reason(q, sink, pool, table, compressed, batch, window, frequencies) ->
 
 
 def config_of(q, pool, table, compressed, window, rope_dim, *, unpacked=True) -> Config:
+    """The fastest variant; `unpacked`: whether entries may be."""
     held = 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
     entries = most_entries(compressed)
     sizes = Sizes(q.shape[0], table.shape[0], *q.shape[1:], rope_dim, window, entries, held)
-    config = form_of(sizes, is_narrow(q, pool), unpacked=unpacked)
+    costs = variants_of(sizes, is_narrow(q, pool), q.device)
+    if not unpacked:
+        costs.pop(UNPACKED, None)
+    config = min(costs, key=costs.get)
     if pool_format(pool) == FP8 or config.passes:
         return config
     return replace(config, num_stages=min(config.num_stages, 2))  # three do not fit
+
+
+def variant(q, pool, table, compressed, window, frequencies, **others) -> str:
+    return str(config_of(q, pool, table, compressed, window, 2 * frequencies.shape[0]))
 
 
 def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None, eps=None):

@@ -19,10 +19,10 @@ from dsv4.ops.device import (
     launch_options,
     workspace,
 )
+from dsv4.ops.gpu import num_multiprocessors
 
 ONE = 4096  # most scores of a row that one program selects from
-CHUNK = 2048  # scores of a program of a long row; of many programs twice as many
-FEW_PROGRAMS = 132  # until here chunks are short
+CHUNK = 2048  # scores of a program of a long row; twice as many if not all run at once
 CANDIDATES = 4096  # most that the last program holds at a time
 MOST = 8192  # of topk
 
@@ -272,10 +272,10 @@ def choose_config(width: int) -> tuple[int, int]:
     return block, max(1, min(32, block // (512 if block > 1024 else 256)))
 
 
-def choose_chunk(rows: int, width: int) -> tuple[int, int]:
+def choose_chunk(rows: int, width: int, at_once: int) -> tuple[int, int]:
     """Scores and warps of a program of a long row: 8 scores a thread, in batches 16."""
     programs = rows * triton.cdiv(width, CHUNK)
-    return (CHUNK if programs <= FEW_PROGRAMS else 2 * CHUNK), 8
+    return (CHUNK if programs <= at_once else 2 * CHUNK), 8
 
 
 def supports(scores, topk) -> str | None:
@@ -302,13 +302,14 @@ def select_long(scores, topk, peaks, num_parts, out) -> None:
     """The candidates of each row, by the peaks of its parts, and the selection among them."""
     rows, width = scores.shape
     device = scores.device
-    chunk, warps = choose_chunk(rows, width)
+    at_once = num_multiprocessors(device)
+    chunk, warps = choose_chunk(rows, width, at_once)
     chunks = triton.cdiv(width, chunk)
     across = triton.next_power_of_2(chunks)
     first = triton.next_power_of_2(triton.cdiv(3 * topk, chunks))  # twice as many as there may be
     first = max(1, min(first, CANDIDATES // across))
     room = max(first, topk)
-    most = max(rows * chunks, FEW_PROGRAMS)  # fewer rows may have more chunks
+    most = max(rows * chunks, at_once)  # fewer rows may have more chunks
     _cut_kernel[(rows, chunks)](
         scores, peaks,
         workspace(device, "select_kept", most * room, torch.int64),

@@ -28,6 +28,10 @@ def _config(q, attention) -> attention_triton.Config:
     return attention_triton.config_of(q, *places, 2 * attention["frequencies"].shape[0])
 
 
+def variant(q, eps, **attention) -> str:
+    return str(_config(q, attention))
+
+
 def run(q, eps, **attention):
     config = _config(q, attention)
     if config.heads == query_triton.HEADS:  # more have 512 channels, summed alike by 8 warps

@@ -29,6 +29,7 @@ from dsv4.ops.device import (
     workspace,
 )
 from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
+from dsv4.ops.gpu import num_multiprocessors
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
@@ -288,7 +289,8 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
     cuts = [num_ranges(*w.shape) for w in weights]
     if parallel is None:
         # sums of many rows are more bytes than the weights: there only where processors idle
-        least = 100 if fmt == EXPANDED else 2 * 132
+        at_once = num_multiprocessors(x.device)
+        least = at_once * 3 // 4 + 1 if fmt == EXPANDED else 2 * at_once
         parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in cuts)
     programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, cuts, strict=True)]
     firsts = [sum(programs[:i]) for i in range(len(programs))]

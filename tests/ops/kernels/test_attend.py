@@ -1,6 +1,8 @@
 """What attention does with queries that it prepares itself, without running a kernel."""
 
+import json
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from dsv4.formats.entry import kv_entry
 from dsv4.ops.device import ROW_WARPS
 from dsv4.ops.kv.pool import allocate_pool
 from dsv4.ops.ragged import make_ragged
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -47,3 +51,23 @@ def test_squares_of_a_head_are_summed_by_as_many_warps_as_alone(dim: int, seen: 
 def test_a_prompt_is_walked_as_if_its_queries_were_ready(seen: list[Any]) -> None:
     attend([0], [2000], 64, 512, 64)
     assert seen == [import_module("dsv4.ops.attention.attention_triton").UNPACKED]
+
+
+def test_the_variant_chosen_is_the_fastest_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table of costs leads to, at every size of the record it came from."""
+    pytest.importorskip("triton", reason="a variant is chosen in a kernel's module")
+    kernels = import_module("dsv4.ops.attention.attention_triton")
+    monkeypatch.setattr(kernels, "capability", lambda: 90)
+    table = json.loads((ROOT / "dsv4/ops/attention/variant_costs.json").read_text())["sm_90"]
+    lines = (ROOT / table["record"]).read_text().splitlines()
+    rows = [row["attention"] for row in map(json.loads, lines) if "attention" in row]
+    assert len(rows) == 60
+    for row in rows:
+        ratio, selected = {"window": (0, 0), "csa": (4, 512), "hca": (128, 0)}[row["kind"]]
+        held = (row["context"] // ratio // 32 + 1) * 32 if ratio else 0
+        sequences = row["tokens"] if row["what"] == "decode" else 1
+        sizes = kernels.Sizes(row["tokens"], sequences, 64, 512, 64, 128, selected or held, held)
+        costs = kernels.variants_of(sizes, True, torch.device("cpu"))
+        taken, chosen = row["us"], str(min(costs, key=costs.__getitem__))
+        assert {str(config) for config in costs} == set(taken), row
+        assert taken[chosen] < 1.1 * min(taken.values()), row
