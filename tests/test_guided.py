@@ -279,6 +279,25 @@ def test_guides_that_are_refused_at_once(kind: Any, value: Any, says: str) -> No
         Guide(kind, value)
 
 
+def test_no_regular_expression_of_a_client_is_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's compiler takes seconds for some, and everybody would wait."""
+    compiled: list[Any] = []
+    original = re._compiler.compile  # type: ignore[attr-defined]  # what every way ends in
+
+    def note(pattern: Any, *rest: Any) -> Any:
+        compiled.append(pattern)
+        return original(pattern, *rest)
+
+    monkeypatch.setattr(re._compiler, "compile", note)  # type: ignore[attr-defined]
+    re.compile("something new")
+    assert compiled == ["something new"]  # so this test would notice
+    answer(engine, Guide("regex", "[xy]{2}z"))
+    answer(engine, Guide("json_schema", {"type": "string", "pattern": "^[xy]{3}z$"}))
+    assert not [pattern for pattern in compiled if "xy" in str(pattern)]
+
+
 def test_a_guide_object_is_needed() -> None:
     with pytest.raises(RequestError, match="guide is 'json', expected a Guide"):
         SamplingParams(guide="json")  # type: ignore[arg-type]

@@ -113,6 +113,21 @@ def test_an_engine_without_progress_is_restarted(own: Callable[..., Server], how
     assert "no progress" in server.final_log
 
 
+def test_a_paused_engine_is_not_ready_until_it_goes_on(own: Callable[..., Server]) -> None:
+    """Long before it would be restarted; what was asked meanwhile is answered afterwards."""
+    server = own("--step-timeout", "3600").wait()
+    engine = server.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    wait_for(lambda: status(server, "/ready") == 503)
+    waiting = in_background(lambda: server.chat("SAY </think>late"))
+    assert (status(server, "/health"), server.engine_pid) == (503, engine)
+    os.kill(engine, signal.SIGCONT)
+    wait_for(lambda: status(server, "/ready") == 200)
+    answer = waiting.result(PATIENCE_S)
+    assert answer.json()["choices"][0]["message"]["content"] == "late"
+    assert server.stats()["restarts"] == 0
+
+
 def test_a_stopped_server_writes_its_prefixes(own: Callable[..., Server], tmp_path: Path) -> None:
     server = own("--prefix-disk", str(tmp_path), fake=False).wait()
     for word in ("alpha", "beta"):
