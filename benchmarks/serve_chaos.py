@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -59,16 +60,20 @@ class Chaos:
         self.clients, self.seconds, self.seed = clients, seconds, seed
         self.patience = patience  # a request that takes longer hangs
         self.folder = tempfile.TemporaryDirectory()
-        self.log = open(Path(self.folder.name) / "log", "w+b")  # noqa: SIM115  # until the end
         options = ("--prefix-disk", f"{self.folder.name}/prefixes", "--step-timeout", "6")
-        sizes = ("--max-sequences", "8", "--max-context", "2048")
+        # Few pages, so that prefixes are evicted to the disk and sequences preempted.
+        sizes = ("--max-sequences", "8", "--max-context", "2048", "--state-tokens", "4096")
         marker = {"DSV4_CHAOS": self.folder.name}  # every process of this server has it
         self.server = subprocess.Popen(
             [sys.executable, "-m", "dsv4", "serve", "--port", "0", *options, *sizes],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **marker},
-            stderr=self.log,
+            stderr=subprocess.PIPE,  # a full disk must not hide the log
+            text=True,
         )
+        self.log: list[str] = []
+        self.reader = threading.Thread(target=self.read_log)
+        self.reader.start()
         self.url = ""
         self.outcomes: Counter[str] = Counter()
         self.slowest: dict[str, float] = {}  # of each outcome, in seconds
@@ -79,12 +84,17 @@ class Chaos:
 
     # --- looking at the processes -------------------------------------------------------------
 
+    def read_log(self) -> None:
+        assert self.server.stderr is not None
+        with self.server.stderr as lines:
+            self.log += lines
+
     def wait_for_address(self) -> None:
-        end = time.monotonic() + 180
+        end = time.monotonic() + READY_SECONDS
         while not self.url:
-            found = re.search(rb"ready: (http\S+)", os.pread(self.log.fileno(), 1 << 22, 0))
+            found = re.search(r"ready: (http\S+)", "".join(self.log))
             if found:
-                self.url = found.group(1).decode()
+                self.url = found.group(1)
             elif self.server.poll() is not None or time.monotonic() > end:
                 raise SystemExit("the server did not become ready")
             time.sleep(0.05)
@@ -291,12 +301,11 @@ class Chaos:
             self.server.wait()
         time.sleep(1)  # children notice that their line is closed
         self.problems += [f"left running: {command}" for command in self.left_processes()]
-        text = os.pread(self.log.fileno(), 1 << 26, 0).decode("utf-8", "replace")
+        self.reader.join(10)
         if self.problems:
-            lines = [line for line in text.splitlines() if "finish=" not in line]
-            self.problems += lines[-20:]
-        self.log.close()
+            self.problems += [line.rstrip() for line in self.log if "finish=" not in line][-20:]
         self.folder.cleanup()
+        text = " ".join("".join(self.log).split())  # long lines are wrapped
         return {line: text.count(line) for line in LOG_LINES}
 
 
