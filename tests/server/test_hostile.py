@@ -208,6 +208,21 @@ def test_counts_end_the_reading() -> None:
         read_in_pieces(b"[" + b"1," * 1_400_000 + b"1]")
     with pytest.raises(ApiError, match="values"):
         read_in_pieces(b"[" + b"{}," * 300_000 + b"1]")
+    with pytest.raises(ApiError, match="values"):
+        read_in_pieces(b'{"a":[' + b'{"b":[[1]],"c":""},' * 50_000 + b"1]}")
+    with pytest.raises(ApiError, match="values"):  # one key, again and again
+        read_in_pieces(b"{" + b'"a": 1,' * 300_000 + b'"a": 1}')
+
+
+@pytest.mark.parametrize("last", [b'"x": [1, 2]', b'"x": {"y": []}', b'"x": ""', b'"x": tru', b""])
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 3000])
+def test_long_runs_of_members_and_entries(count: int, last: bytes) -> None:
+    """They are read many at once; what comes behind them is not."""
+    members = b"".join(b'"k%d" : "a,\\"b:",' % number for number in range(count)) + last
+    entries = b'{"a": "}", "b": 1.5e3}, [ ], -1 , "]",' * count
+    for data in (b"{" + members + b"}", b"[" + entries + b"{" + last + b"}]"):
+        expected = outcome(lambda part: from_json(part, allow_inf_nan=False), data)
+        assert outcome(read_in_pieces, data) == expected
 
 
 # --- log-probabilities ------------------------------------------------------------------------
