@@ -293,6 +293,7 @@ def limits_table() -> str:
         ("time a client reads nothing", options.WRITE_SECONDS, "s"),
         ("requests that wait (`--max-waiting`)", options.ServerOptions.max_waiting, ""),
         ("engine without progress (`--step-timeout`)", EngineConfig.step_timeout, "s"),
+        ("engine silent while it loads", link.SILENT_SECONDS, "s"),
     ]
     lines = [f"| {name} | {value:,.10g} {unit}".rstrip() + " |" for name, value, unit in rows]
     return "| what | at most |\n|---|---|\n" + "\n".join(lines)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dsv4.chat import V4_OFFICIAL, encode_prompt
+from dsv4.errors import OptionError
 from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
 from dsv4.server.answers import Answers
 from dsv4.server.api_error import ApiError
@@ -21,6 +23,7 @@ from dsv4.server.service import Service
 from dsv4.server.worker.link import MAX_TOKENS, EngineLink
 from dsv4.server.worker.mailbox import MAX_UNREAD, Mailbox, Scores
 from dsv4.server.worker.main import Worker, _Scoring
+from dsv4.server.worker.main import main as engine_main
 from dsv4.server.worker.wire import (
     QUICK_IDS,
     Channel,
@@ -32,6 +35,7 @@ from dsv4.server.worker.wire import (
     request_from_wire,
     request_to_wire,
 )
+from tests.server.support import in_background
 
 REQUESTS = [
     Request("a", (1, 2, 3)),
@@ -103,7 +107,7 @@ def test_scores_of_a_long_prompt_come_in_pieces(
     chunks = [torch.randn(count, 64, generator=rng) for count in (1500, 700)]
     ids = torch.randint(64, (2200,), generator=rng).tolist()
     engine = SimpleNamespace(listeners=[], num_unfinished=0, score=lambda ids: iter(chunks))
-    worker = Worker(engine, here)  # type: ignore[arg-type]
+    worker = Worker(engine, here, SimpleNamespace())  # type: ignore[arg-type]
     worker._scores.append(_Scoring({"id": "a", "ids": ids_to_wire(ids), "top": 20}))
     monkeypatch.setattr("dsv4.server.worker.wire.MAX_MESSAGE_BYTES", 300_000)
 
@@ -241,7 +245,8 @@ def test_an_engine_that_cannot_listen_ends(monkeypatch: pytest.MonkeyPatch) -> N
         def fail() -> None:
             raise error
 
-        return Worker(SimpleNamespace(listeners=[]), SimpleNamespace(receive=fail))  # type: ignore[arg-type]
+        engine, channel = SimpleNamespace(listeners=[]), SimpleNamespace(receive=fail)
+        return Worker(engine, channel, SimpleNamespace())  # type: ignore[arg-type]
 
     worker(MemoryError)._read()
     assert ends == [1]
@@ -249,6 +254,41 @@ def test_an_engine_that_cannot_listen_ends(monkeypatch: pytest.MonkeyPatch) -> N
     left._read()
     assert ends == [1]
     assert left._inbox.get_nowait() is None  # the web process went: prefixes are written
+
+
+def test_a_loading_engine_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is ready nothing else tells a long load from a stopped process."""
+    is_heard = threading.Event()
+
+    def load(*_: Any) -> Any:
+        assert is_heard.wait(100)
+        raise OptionError("enough")
+
+    monkeypatch.setattr("dsv4.server.worker.main._load", load)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    ours, theirs = socket.socketpair()
+    with ours:
+        channel = Channel(ours)
+        channel.send({"kind": "load", "log_level": 30})
+        end = in_background(lambda: engine_main(["engine", str(theirs.detach())]))
+        assert channel.receive() == {"kind": "beat", "age": 0.0}
+        is_heard.set()
+        assert end.result(100) == OptionError.exit_code
+
+
+@pytest.mark.parametrize(("silence", "is_ended"), [(200.0, False), (400.0, True)])
+def test_an_engine_that_is_silent_while_it_loads_is_ended(silence: float, is_ended: bool) -> None:
+    ends: list[str] = []
+
+    async def run() -> None:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        link.state = "restarting"
+        link._heard_at = link._turned_at = time.monotonic() - silence
+        process: Any = SimpleNamespace(kill=lambda: ends.append("killed"))
+        await asyncio.wait([asyncio.create_task(link._watch(process))], timeout=2)
+
+    asyncio.run(run())
+    assert ends == ["killed"] * is_ended
 
 
 def test_requests_end_before_their_engine_process_does(monkeypatch: pytest.MonkeyPatch) -> None:

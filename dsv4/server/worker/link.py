@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 MESSAGES_A_TURN = 8  # read before streams may write; late ones then write several tokens at once
 MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
 BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
+SILENT_SECONDS = 300.0  # an engine that loads may give no sign of life for so long
 END_SECONDS = 0.5  # for an engine process to end by itself
 FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at the end
 MAX_STARTS = 3  # that may fail before the first success
@@ -232,6 +233,7 @@ class EngineLink:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the web process; it drains first
             )
+        self._heard_at = self._turned_at = time.monotonic()
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(pack(self._order))
         watch = asyncio.create_task(self._watch(self._process))
@@ -250,8 +252,10 @@ class EngineLink:
         """End an engine that makes no progress: a stuck kernel, a stopped process."""
         while True:
             await asyncio.sleep(0.5)
-            age = time.monotonic() - self._turned_at
-            if self.state == "ready" and age > self._step_timeout:
+            now = time.monotonic()
+            is_stuck = self.state == "ready" and now - self._turned_at > self._step_timeout
+            if is_stuck or now - self._heard_at > max(self._step_timeout, SILENT_SECONDS):
+                age = now - (self._turned_at if is_stuck else self._heard_at)
                 log.error("the engine made no progress for %.0f s; it is ended", age)
                 process.kill()  # the reader sees the end
                 return

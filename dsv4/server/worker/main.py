@@ -60,13 +60,14 @@ def _run(channel: Channel) -> int:
     logging.basicConfig(level=order["log_level"], format="engine: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(escape_arguments)
+    heart = Heart(channel)
     try:
         engine = _load(order, channel)
     except Dsv4Error as error:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
     with contextlib.suppress(ConnectionError):  # the web process went in the middle of a step
-        Worker(engine, channel).run()
+        Worker(engine, channel, heart).run()
     engine.close()
     return 0
 
@@ -113,6 +114,27 @@ def _facts(engine: Engine) -> Message:
 
 def _stats(engine: Engine) -> Message:
     return {"kind": "stats", "stats": dataclasses.asdict(engine.stats())}
+
+
+class Heart:
+    """A thread that says that the process lives, and since when its loop has not turned."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.turned_at: float | None = None  # None: it loads
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            turned_at = self.turned_at
+            age = 0.0 if turned_at is None else time.monotonic() - turned_at
+            try:
+                self._channel.send({"kind": "beat", "age": age})
+            except MemoryError:
+                pass  # the next one may find some
+            except OSError:
+                return  # the web process is gone; the loop notices by itself
+            time.sleep(BEAT_SECONDS)
 
 
 class _Watch:
@@ -165,21 +187,20 @@ class _Scoring:
 class Worker:
     """The loop around `Engine.step`. A thread reads messages, so that no step waits for input."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: Channel, heart: "Heart") -> None:
         self._engine = engine
         self._channel = channel
+        self._heart = heart
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._scores: deque[_Scoring] = deque()
         self._stats_at = 0.0
         self._watch = _Watch()
         engine.listeners.append(self._watch)
-        self._turned_at = time.monotonic()
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
         while self._take_messages():
-            self._turned_at = time.monotonic()
+            self._heart.turned_at = time.monotonic()
             outputs = self._engine.step()
             if outputs:
                 found = [self._to_wire(output) for output in outputs]
@@ -201,17 +222,6 @@ class Worker:
             self._inbox.put(None)
         except BaseException:  # out of memory, for example: better to restart than not to listen
             os._exit(1)
-
-    def _beat(self) -> None:
-        """Send heartbeats with the time since the loop's last iteration."""
-        while True:
-            try:
-                self._channel.send({"kind": "beat", "age": time.monotonic() - self._turned_at})
-            except MemoryError:
-                pass  # the next heartbeat may succeed
-            except OSError:
-                return  # the web process is gone; the loop notices on its own
-            time.sleep(BEAT_SECONDS)
 
     def _take_messages(self) -> bool:
         """Handle all pending messages; wait for one only when idle."""
