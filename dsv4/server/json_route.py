@@ -45,7 +45,7 @@ class JsonRequest(Request):
             body = await self.body()
             try:
                 self._json = (
-                    from_json(body, allow_inf_nan=False)
+                    _read_whole(body)
                     if len(body) <= SMALL_BYTES
                     else await in_thread(lambda: read_in_pieces(body))
                 )
@@ -78,6 +78,24 @@ class JsonRoute(APIRoute):
 
 def make_router() -> APIRouter:
     return APIRouter(route_class=JsonRoute)
+
+
+def _check_depth(num_levels: int) -> None:
+    if num_levels > MAX_JSON_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
+
+
+def _read_whole(data: bytes) -> Any:
+    value = from_json(data, allow_inf_nan=False)
+    if data.count(b"[") + data.count(b"{") > MAX_JSON_DEPTH:
+        level, depth = [value], 0
+        while level := [item for item in level if isinstance(item, dict | list)]:
+            depth += 1
+            _check_depth(depth)
+            level = [
+                x for item in level for x in (item.values() if isinstance(item, dict) else item)
+            ]
+    return value
 
 
 def read_in_pieces(data: bytes) -> Any:
@@ -134,8 +152,6 @@ class _Reader:
 
     def _value(self, depth: int) -> Any:
         self._count(1)
-        if depth > MAX_JSON_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
         first = self._next()
         if first == b'"':
             return self._text()
@@ -150,6 +166,7 @@ class _Reader:
         return from_json(found.group(), allow_inf_nan=False)
 
     def _object(self, depth: int) -> dict[str, Any]:
+        _check_depth(depth + 1)
         self._place += 1
         found: dict[str, Any] = {}
         if self._next() == b"}":
@@ -176,6 +193,7 @@ class _Reader:
             self._take(b",")
 
     def _list(self, depth: int) -> list[Any]:
+        _check_depth(depth + 1)
         self._place += 1
         found: list[Any] = []
         if self._next() == b"]":

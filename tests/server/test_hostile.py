@@ -20,7 +20,7 @@ from dsv4.chat import V4_OFFICIAL, Tokenizer
 from dsv4.chat.requests import read_chat_completions
 from dsv4.server.api_error import ApiError
 from dsv4.server.json_route import read_in_pieces
-from dsv4.server.options import MAX_LOGPROBS, ServerOptions
+from dsv4.server.options import MAX_LOGPROBS, SMALL_BYTES, ServerOptions
 from dsv4.server.orders import chat_order
 from dsv4.server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, MessagesBody
 from dsv4.server.service import Service
@@ -223,6 +223,19 @@ def test_long_runs_of_members_and_entries(count: int, last: bytes) -> None:
     for data in (b"{" + members + b"}", b"[" + entries + b"{" + last + b"}]"):
         expected = outcome(lambda part: from_json(part, allow_inf_nan=False), data)
         assert outcome(read_in_pieces, data) == expected
+
+
+@pytest.mark.parametrize("padding", [0, SMALL_BYTES])
+@pytest.mark.parametrize(("opening", "closing"), [(b'{"a":', b"}"), (b"[", b"]")])
+def test_nesting_has_a_limit(server: Server, padding: int, opening: bytes, closing: bytes) -> None:
+    """The same for bodies that are read in one go and in pieces."""
+    head = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "metadata": {"a":'
+    with server.client() as client:
+        for count, status in ((126, 200), (127, 400), (150, 400)):  # inside two levels
+            body = head + opening * count + b"1" + closing * count + b"}}" + b" " * padding
+            answer = client.post(CHAT, content=body, headers=JSON)
+            assert answer.status_code == status, answer.text
+            assert status == 200 or "nested deeper than 128" in answer.text
 
 
 # --- log-probabilities ------------------------------------------------------------------------
