@@ -10,15 +10,23 @@ from dsv4.cache.kinds import KINDS, LayerState
 
 
 class StateTensors:
-    """Pages and slots of every layer, and one row of carried values per cached prefix."""
+    """Pages and slots of every layer, and one row of carried values per cached prefix.
+
+    A pipeline stage allocates its own `layers` only; page numbers are global."""
 
     def __init__(
-        self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], device: str
+        self,
+        geometry: Geometry,
+        num_slots: int,
+        num_pages: dict[Pool, int],
+        device: str,
+        layers: range | None = None,
     ) -> None:
+        kinds = geometry.config.kinds
         self.num_snapshots = geometry.kept_prefixes * num_slots
         self.layers: list[LayerState] = [
-            KINDS[kind].allocate(geometry, num_slots, num_pages, device)
-            for kind in geometry.config.kinds
+            KINDS[kinds[layer]].allocate(geometry, num_slots, num_pages, device)
+            for layer in (range(len(kinds)) if layers is None else layers)
         ]
         self._pools: dict[str, tuple[Pool, Tensor]] = {}
         for number, layer in enumerate(self.layers):

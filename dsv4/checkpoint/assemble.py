@@ -6,15 +6,15 @@ is copied into its slot, so the only extra memory is one matrix's views of the m
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import gcd
 
 import torch
 
+from dsv4.checkpoint.cuts import Cut
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.files.mapped import MappedFiles, empty
 from dsv4.checkpoint.linears import Stored
-from dsv4.checkpoint.sources import Cell, Source
+from dsv4.checkpoint.sources import Source
 from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.formats.spec import E8M0_NAN
@@ -22,15 +22,6 @@ from dsv4.formats.spec import E8M0_NAN
 log = logging.getLogger(__name__)
 
 Advance = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The selected part of a parameter: whole experts, and a range of rows or columns."""
-
-    experts: range | None = None
-    rows: tuple[int, int] | None = None
-    columns: tuple[int, int] | None = None
 
 
 def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
@@ -42,35 +33,44 @@ def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> 
     return _stack(source, files, cut, advance)
 
 
-def read_matrix(stored: Stored, files: MappedFiles) -> StoredWeight:
-    """One matrix as views of the file, scales checked; plain tensors are not checked here."""
-    data = files.tensor(stored.data)
+def read_matrix(stored: Stored, files: MappedFiles, cut: Cut | None = None) -> StoredWeight:
+    """One matrix, or a cut of it, as views on the file, its scales checked; plain tensors are not
+    checked here. Other ranks' parts are not read."""
+    data, cut = files.tensor(stored.data), cut or Cut()
     if stored.format == "plain":
-        return data
+        return _cut(data, cut)
     assert stored.scale is not None
     scale = files.tensor(stored.scale)
+    weight: StoredWeight
     if stored.format == "mxfp4":
-        _check_e8m0(scale, stored.scale)
-        return Mxfp4Tensor(data, scale)
-    if stored.format == "fp8":
+        weight = _cut(Mxfp4Tensor(data, scale), cut)
+        assert isinstance(weight, Mxfp4Tensor)
+        _check_e8m0(weight.scale, stored.scale)
+    elif stored.format == "fp8":
         rows, cols = stored.tile
-        return Fp8BlockTensor(data, _tile_scale(scale, stored.scale), cols, rows)
-    _check_block_scale(scale, stored.scale)
-    return Nvfp4Tensor(data, scale, _global(stored, files))
+        scale = scale if scale.dtype == torch.uint8 else scale.to(torch.float32)
+        weight = _cut(Fp8BlockTensor(data, scale, cols, rows), cut)
+        assert isinstance(weight, Fp8BlockTensor)
+        _check_tile_scale(weight.scale, stored.scale)
+    else:
+        weight = _cut(Nvfp4Tensor(data, scale, _global(stored, files)), cut)
+        assert isinstance(weight, Nvfp4Tensor)
+        _check_block_scale(weight.scale, stored.scale)
+    return weight
 
 
 def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
-    stored = source.stored
-    weight = _cut(read_matrix(stored, files), cut)
+    stored, nbytes = source.stored, cut.nbytes(source.cells[0])
+    weight = read_matrix(stored, files, cut)
     if isinstance(weight, torch.Tensor):
         copy = empty(tuple(weight.shape), weight.dtype)
         copy_checked(copy, weight, stored.data)
-        advance(source.nbytes)
+        advance(nbytes)
         return copy
     whole = weight.map(lambda value: empty(tuple(value.shape), value.dtype).copy_(value))
     if isinstance(whole, Fp8BlockTensor):
         refuse_nan_codes(whole.data, stored.data)
-    advance(source.nbytes)
+    advance(nbytes)
     return whole
 
 
@@ -78,7 +78,7 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> St
     """Stack experts, w1 above w3; cells are read in disk order."""
     num_parts = source.num_parts
     first_expert = cut.experts.start if cut.experts is not None else 0
-    cells = [c for c in source.cells if _wanted(c, cut)]
+    cells = [cell for cell in source.cells if cut.wants(cell)]
     if not cells:
         raise CheckpointError(f"{source.name}: no expert in {cut.experts}; ask for existing ones")
     has_experts = cells[0].expert is not None
@@ -86,7 +86,7 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> St
     globals_: dict[tuple[int, int], torch.Tensor] = {}
     tile = (0, 0)
     for cell in sorted(cells, key=lambda c: (str(c.stored.data.file), c.stored.data.start)):
-        weight = read_matrix(cell.stored, files)
+        weight = read_matrix(cell.stored, files, cut)
         slot = (cell.expert or 0) - (first_expert if has_experts else 0)
         if isinstance(weight, Fp8BlockTensor):
             weight = _align(weight, num_parts)
@@ -106,14 +106,10 @@ def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> St
                 place.copy_(piece)
                 if piece.dtype == torch.float8_e4m3fn and cell.stored.format == "fp8":
                     refuse_nan_codes(place, cell.stored.data)
-        advance(sum(info.nbytes for info in cell.stored.tensors))
+        advance(cut.nbytes(cell))
     if not has_experts:
         buffers = [buffer[0] for buffer in buffers]
     return _join(source, buffers, globals_, tile, num_parts, has_experts)
-
-
-def _wanted(cell: Cell, cut: Cut) -> bool:
-    return cell.expert is None or cut.experts is None or cell.expert in cut.experts
 
 
 def _align(weight: Fp8BlockTensor, num_parts: int) -> Fp8BlockTensor:
@@ -156,11 +152,11 @@ def _join(
 
 def _cut(weight: StoredWeight, cut: Cut) -> StoredWeight:
     if cut.rows is not None:
-        start, stop = cut.rows
+        start, stop = cut.rows.start, cut.rows.stop
         plain = isinstance(weight, torch.Tensor)
         weight = weight[start:stop] if plain else weight.row_range(start, stop)  # type: ignore[union-attr]
     if cut.columns is not None:
-        start, stop = cut.columns
+        start, stop = cut.columns.start, cut.columns.stop
         if isinstance(weight, torch.Tensor):
             return weight[..., start:stop]
         return weight.column_range(start, stop)
@@ -261,17 +257,14 @@ def _check_e8m0(scale: torch.Tensor, info: TensorInfo) -> None:
         )
 
 
-def _tile_scale(scale: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+def _check_tile_scale(scale: torch.Tensor, info: TensorInfo) -> None:
     if scale.dtype == torch.uint8:
         _check_e8m0(scale, info)
-        return scale
-    wide = scale.to(torch.float32)
-    if not bool((torch.isfinite(wide) & (wide >= 0)).all()):
+    elif not bool((torch.isfinite(scale) & (scale >= 0)).all()):
         raise CheckpointError(
             f"{info.file}: tensor {info.name!r}: found a negative, NaN or infinite scale, "
             "expected positive numbers; the file is damaged"
         )
-    return wide
 
 
 def _check_block_scale(scale: torch.Tensor, info: TensorInfo) -> None:

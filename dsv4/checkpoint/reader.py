@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from dsv4.checkpoint import LAYOUTS
-from dsv4.checkpoint.assemble import Cut, assemble
+from dsv4.checkpoint.assemble import assemble
 from dsv4.checkpoint.cast import cast_stack
+from dsv4.checkpoint.cuts import Cut, Selection, check_selection, cut_for, is_wanted
 from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.checkpoint.findings import Finding, raise_errors
 from dsv4.checkpoint.manifest import Manifest, build_manifest
@@ -22,18 +23,6 @@ from dsv4.formats.quantized import Mxfp4Tensor, Weight
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A rank's share. `layers` includes the embedding with the first and the head with the last
-    layer; `experts` are whole routed experts; `heads` must be whole output groups; `names`
-    selects single parameters instead of `layers`."""
-
-    layers: range | None = None
-    names: frozenset[str] | None = None
-    experts: range | None = None
-    heads: range | None = None
 
 
 @dataclass
@@ -100,10 +89,10 @@ class Checkpoint:
     ) -> Iterator[tuple[str, Weight]]:
         """Like `load`, one parameter at a time: host memory never holds the whole model."""
         select = select or Selection()
-        self._check(select)
-        chosen = [s for s in self.sources.values() if self._wanted(s, select)]
+        cuts = self.cuts(select)
+        chosen = [self.sources[name] for name in cuts]
         chosen.sort(key=lambda s: (str(s.stored.data.file), s.stored.data.start))
-        done, total = 0, sum(source.nbytes for source in chosen)
+        done, total = 0, sum(self._nbytes(source, cuts[source.name]) for source in chosen)
         files = MappedFiles()
 
         def advance(nbytes: int) -> None:
@@ -113,7 +102,7 @@ class Checkpoint:
                 progress(done, total)
 
         for source in chosen:
-            weight = assemble(source, files, self._cut(source, select), advance)
+            weight = assemble(source, files, cuts[source.name], advance)
             if isinstance(weight, torch.Tensor):
                 weight = _convert(weight, source, dtype)
             elif mxfp4_as_nvfp4 and isinstance(weight, Mxfp4Tensor):
@@ -131,57 +120,25 @@ class Checkpoint:
                         cast.relative_rms,
                     )
             yield source.name, weight.to(device)
-        if progress is not None and done < total:
-            progress(total, total)  # experts of other ranks were skipped
+        assert done == total, f"{done} bytes of {total} were read"
 
-    def _wanted(self, source: Source, select: Selection) -> bool:
-        if select.names is not None:
-            return source.name in select.names
-        if select.layers is None:
-            return True
-        if source.layer is not None:
-            return source.layer in select.layers
-        if source.name == "embed.weight":
-            return 0 in select.layers
-        return self.config.num_layers - 1 in select.layers
+    def cuts(self, select: Selection) -> dict[str, Cut]:
+        """What a selection takes of which parameter, without reading any."""
+        check_selection(select, self.config)
+        return {
+            name: cut_for(name, source.parameter, select, self.config)
+            for name, source in self.sources.items()
+            if is_wanted(name, select, self.config)
+        }
 
-    def _check(self, select: Selection) -> None:
-        c = self.config
-        limits = (
-            ("layers", select.layers, c.num_layers),
-            ("experts", select.experts, c.num_experts),
-            ("heads", select.heads, c.num_heads),
-        )
-        for name, chosen, limit in limits:
-            if chosen is None:
-                continue
-            if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= limit:
-                raise OptionError(f"{name} {chosen} is outside 0 to {limit}")
-        if select.heads is not None:
-            per_group = c.num_heads // c.o_groups
-            if select.heads.start % per_group or select.heads.stop % per_group:
-                raise OptionError(
-                    f"heads {select.heads.start}:{select.heads.stop} cut through an output group "
-                    f"of {per_group} heads; cut between groups"
-                )
+    def selected_bytes(self, select: Selection) -> int:
+        """On disk, of what a selection takes."""
+        cuts = self.cuts(select)
+        return sum(self._nbytes(self.sources[name], cut) for name, cut in cuts.items())
 
-    def _cut(self, source: Source, select: Selection) -> Cut:
-        if source.parameter.group == "routed experts":
-            return Cut(experts=select.experts)
-        if select.heads is None or source.layer is None:
-            return Cut()
-        c, start, stop = self.config, select.heads.start, select.heads.stop
-        low = c.o_groups * c.o_lora_rank // c.num_heads  # rows of wo_a for one head
-        place = source.name.split(".", 2)[2]
-        if place == "attn.wq_b.weight":
-            return Cut(rows=(start * c.head_dim, stop * c.head_dim))
-        if place == "attn.attn_sink":
-            return Cut(rows=(start, stop))
-        if place == "attn.wo_a.weight":
-            return Cut(rows=(start * low, stop * low))
-        if place == "attn.wo_b.weight":
-            return Cut(columns=(start * low, stop * low))
-        return Cut()
+    @staticmethod
+    def _nbytes(source: Source, cut: Cut) -> int:
+        return sum(cut.nbytes(cell) for cell in source.cells if cut.wants(cell))
 
 
 def _convert(weight: torch.Tensor, source: Source, dtype: torch.dtype | None) -> torch.Tensor:

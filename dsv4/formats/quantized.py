@@ -22,9 +22,15 @@ class _Parts:
     """Shared by all formats: iteration over their tensors, and the activation precision.
 
     `activations`: what a product rounds its input to: nothing, MXFP8 or NVFP4 rows.
+
+    The order of summation along K belongs to the whole matrix, of which a rank may hold some rows:
+    `whole_rows`: rows of the whole matrix (0: these); kernels derive their split of K from it.
+    `k_ranges`: K is summed in this many equal ranges, in the references too (0: kernels choose).
     """
 
     activations: Activations = "a16"
+    whole_rows: int = 0
+    k_ranges: int = 0
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         pairs = ((item.name, getattr(self, item.name)) for item in fields(self))
@@ -278,3 +284,18 @@ Weight = StoredWeight | UnpackedTensor | RepackedTensor
 def activations_of(weight: Weight) -> Activations:
     """A plain tensor's input is never rounded."""
     return "a16" if isinstance(weight, torch.Tensor) else weight.activations
+
+
+def k_ranges_of(weight: Weight) -> int:
+    """Equal ranges of K that are summed on their own; 1 where the weight asks for none."""
+    return 1 if isinstance(weight, torch.Tensor) else max(1, weight.k_ranges)
+
+
+def part_of_whole(weight: Weight, whole_rows: int, k_ranges: int = 0) -> Weight:
+    """`weight` with what the whole matrix says about the order of summation; a plain tensor that
+    is the whole needs no word."""
+    if not isinstance(weight, torch.Tensor):
+        return replace(weight, whole_rows=whole_rows, k_ranges=k_ranges)
+    if weight.shape[0] == whole_rows and k_ranges <= 1:
+        return weight
+    return UnpackedTensor(weight, whole_rows=whole_rows, k_ranges=k_ranges)

@@ -11,19 +11,20 @@ from torch import Tensor
 
 from dsv4.cache.kinds import CsaState, HcaState, LayerState
 from dsv4.config import ModelConfig
-from dsv4.formats.quantized import Weight
+from dsv4.formats.quantized import Weight, part_of_whole
 from dsv4.model.compressor import Compressor
+from dsv4.model.exchange import Whole
 from dsv4.model.indexer import Indexer
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
 from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
-from dsv4.ops.fused.block import Queries, linear_parts, query_attention, store_and_query
+from dsv4.ops.fused.block import Queries, query_attention, store_and_query
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.kv.compress import Compression
 from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.parts import Parts
-from dsv4.parallel.layout import Layout
+from dsv4.parallel.layout import Layout, k_ranges
 
 
 def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
@@ -51,12 +52,15 @@ class Attention:
         self.eps = config.rms_norm_eps
         self.wq_a = weights.take("wq_a.weight")
         self.q_norm = weights.tensor("q_norm.weight")
-        self.wq_b = weights.take("wq_b.weight")
+        rows = config.num_heads * config.head_dim
+        self.wq_b = part_of_whole(weights.take("wq_b.weight"), rows)
         self.wkv = weights.take("wkv.weight")
         self.kv_norm = weights.tensor("kv_norm.weight")
         self.sink = weights.tensor("attn_sink")
-        self.wo_a = weights.take("wo_a.weight")
-        self.wo_b = weights.take("wo_b.weight")
+        rows = config.o_groups * config.o_lora_rank
+        self.wo_a = part_of_whole(weights.take("wo_a.weight"), rows)
+        wo_b = weights.take("wo_b.weight")
+        self.wo_b = part_of_whole(wo_b, config.hidden_size, k_ranges(config))
         self.frequencies = layer_frequencies(config, ratio).to(self.sink.device)
         self.compressor = self.indexer = None
         if ratio:
@@ -77,7 +81,7 @@ class Attention:
         return matrices, [dtype, dtype, *wide]
 
     def __call__(
-        self, projected: list[Tensor], step: StepInputs, state: LayerState
+        self, projected: list[Tensor], step: StepInputs, state: LayerState, form: Whole
     ) -> Tensor | Parts:
         """The results of `inputs` -> `[tokens, hidden]`; updates the layer's state."""
         latent, kv, *rest = projected
@@ -103,7 +107,7 @@ class Attention:
         )  # fmt: skip
         out = query_attention(queries, to)
         grouped = grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a)
-        return linear_parts(grouped, self.wo_b)
+        return form.project(grouped, self.wo_b)
 
     def _compressions(
         self,

@@ -5,7 +5,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.model.weights import Weights
 from dsv4.ops.fused.block import Residual
-from dsv4.ops.mhc.mix import MixSite, mhc_head
+from dsv4.ops.mhc.mix import MixSite, mhc_head, mhc_update
 
 
 def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
@@ -16,6 +16,12 @@ def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Ten
     if rows is not None:
         streams, y, post, comb = streams[rows], y[rows], post[rows], comb[rows]
     return mhc_head(streams, y, post, comb, site)
+
+
+def finish(residual: Residual) -> Tensor:
+    """The streams with their last update, as the next pipeline stage takes them."""
+    assert residual.update is not None, "a stage has a block at least"
+    return mhc_update(residual.streams, **vars(residual.update))
 
 
 def mix_site(config: ModelConfig, weights: Weights, mix: str, norm: str) -> MixSite:

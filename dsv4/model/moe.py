@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.model.exchange import Whole
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Residual, mix_experts
+from dsv4.ops.fused.block import Residual
 from dsv4.ops.mhc.mix import MixSite
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.moe.router import Gate
@@ -28,6 +29,8 @@ class MoE:
             limit=config.swiglu_limit,
         )
 
-    def __call__(self, residual: Residual, site: MixSite, token_ids: Tensor) -> Residual:
+    def __call__(
+        self, residual: Residual, site: MixSite, token_ids: Tensor, form: Whole
+    ) -> Residual:
         """Collapse the streams at `site`, then run router and experts."""
-        return mix_experts(residual, site, token_ids, self.gate, self.experts)
+        return form.experts(residual, site, token_ids, self.gate, self.experts)

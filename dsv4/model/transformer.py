@@ -16,15 +16,16 @@ from torch import Tensor
 from dsv4.cache.kinds import LayerState
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.formats.quantized import Weight
+from dsv4.formats.quantized import Weight, part_of_whole
 from dsv4.model.attention import Attention
+from dsv4.model.exchange import Exchange, Whole
 from dsv4.model.inputs import StepInputs
-from dsv4.model.mhc import collapse_head, mix_site
+from dsv4.model.mhc import finish, mix_site
 from dsv4.model.moe import MoE
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Residual, Update, mix_linear
+from dsv4.ops.fused.block import Residual, Update
 from dsv4.ops.gemm.embed import embed
-from dsv4.ops.gemm.linear import linear
+from dsv4.parallel.comm import Alone
 from dsv4.parallel.layout import Layout
 
 
@@ -35,15 +36,22 @@ class Block:
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, weights.under("ffn."))
 
-    def __call__(self, residual: Residual, step: StepInputs, state: LayerState) -> Residual:
-        residual = self.attend(residual, step, state)
-        return self.ffn(residual, self.ffn_site, step.token_ids)
+    def __call__(
+        self, residual: Residual, step: StepInputs, state: LayerState, form: Whole
+    ) -> Residual:
+        residual = self.attend(residual, step, state, form)
+        return self.ffn(residual, self.ffn_site, step.token_ids, form)
 
-    def attend(self, residual: Residual, step: StepInputs, state: LayerState) -> Residual:
+    def attend(
+        self, residual: Residual, step: StepInputs, state: LayerState, form: Whole
+    ) -> Residual:
         """The first half: collapse the streams, project the row, attend."""
         weights, dtypes = self.attention.inputs(residual.streams.dtype)
-        streams, post, comb, projected = mix_linear(residual, self.attention_site, weights, dtypes)
-        return Residual(streams, Update(self.attention(projected, step, state), post, comb))
+        streams, post, comb, projected = form.mix_linear(
+            residual, self.attention_site, weights, dtypes
+        )
+        y = self.attention(projected, step, state, form)
+        return Residual(streams, Update(y, post, comb))
 
 
 class Transformer:
@@ -52,20 +60,24 @@ class Transformer:
         config: ModelConfig,
         table: Mapping[str, Weight],
         dtype: torch.dtype,
-        layout: Layout | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`table`: every parameter under its canonical name; `dtype`: of the activations."""
-        layout = layout or Layout()
+        """`table`: every parameter of this rank under its canonical name; `dtype`: of the
+        activations."""
+        self.exchange = exchange or Exchange(Layout(), Alone(), config)
+        layout = self.exchange.layout
         layout.check(config)
         weights = Weights(table)
         self.config = config
         self.dtype = dtype
-        self.embedding = weights.tensor("embed.weight")
-        self.head = weights.tensor("head.weight")
-        self.head_site = mix_site(config, weights, "hc_head", "norm")
+        if layout.is_first:
+            self.embedding = weights.tensor("embed.weight")
+        if layout.is_last:
+            self.head = part_of_whole(weights.take("head.weight"), config.vocab_size)
+            self.head_site = mix_site(config, weights, "hc_head", "norm")
         self.blocks = [
             Block(config, layer, weights.under(f"layers.{layer}."), layout)
-            for layer in range(config.num_layers)
+            for layer in layout.layers(config)
         ]
         if weights.left:
             raise CheckpointError(f"weights nobody asked for: {sorted(weights.left)[:5]}")
@@ -81,13 +93,40 @@ class Transformer:
         return few, list(found.values())
 
     def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
-        """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens."""
-        streams = embed(step.token_ids, self.embedding, self.config.hc_mult, self.dtype)
-        residual = Residual(streams)
+        """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens. Of several
+        ranks the first has them, and those of the last stage; the others have no rows."""
+        layout, form = self.exchange.layout, self.exchange.form(step.token_ids.shape[0])
+        residual = Residual(self._streams(step, form))
         for layer, block in enumerate(self.blocks):
-            residual = block(residual, step, state[layer])
-        hidden = collapse_head(residual, self.head_site, step.logits_rows)
-        return linear(hidden, self.head, torch.float32)
+            residual = block(residual, step, state[layer], form)
+        if not layout.is_last:
+            self.exchange.comm.send(finish(residual), layout.rank + layout.tp)
+            return self._received_logits(step)
+        hidden = form.hidden(residual, self.head_site, step.logits_rows)
+        logits = self.exchange.logits(hidden, self.head)
+        if layout.pp > 1 and layout.rank == layout.logits_rank:
+            self.exchange.comm.send(logits, 0)
+        return logits
+
+    def _streams(self, step: StepInputs, form: Whole) -> Tensor:
+        """Of the rows that this rank owns: embedded, or as the stage before left them."""
+        token_ids, layout = form.own(step.token_ids), self.exchange.layout
+        count, c = token_ids.shape[0], self.config
+        if layout.is_first:
+            return embed(token_ids, self.embedding, c.hc_mult, self.dtype)
+        streams = torch.empty(
+            (count, c.hc_mult, c.hidden_size), dtype=self.dtype, device=token_ids.device
+        )
+        self.exchange.comm.receive(streams, layout.rank - layout.tp)
+        return streams
+
+    def _received_logits(self, step: StepInputs) -> Tensor:
+        layout, rows = self.exchange.layout, step.logits_rows
+        count = len(step.token_ids if rows is None else rows) if layout.rank == 0 else 0
+        logits = torch.empty((count, self.config.vocab_size), device=step.token_ids.device)
+        if layout.rank == 0:
+            self.exchange.comm.receive(logits, layout.logits_rank)
+        return logits
 
 
 def _likeness(value: Any) -> Any:

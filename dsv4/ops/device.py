@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """What the kernels share: device code for reading weights, and launch-side helpers.
 
-K is walked in an order that belongs to the weight: in *ranges* whose bounds depend on the
-weight's shape alone, each range summed on its own and the ranges added in ascending order. Every
-form of a kernel (few rows or many) keeps that order, so a row has the same bits in all of them.
+K is walked in an order that belongs to the weight: in *ranges* (`dsv4/ops/cut.py`), each summed on
+its own and added in ascending order. Every form of a kernel (few rows or many) keeps that order, so
+a row has the same bits in all of them.
 """
 
 import os
@@ -16,10 +16,8 @@ import triton.language as tl
 from dsv4.ops.kv.entry_triton import append
 from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they share here
 
-STEP = 128  # columns of K that one tile of a weight covers
 MIN_CAPABILITY = (9, 0)
 ROW_WARPS = 4  # of a program that sums along a row: the same alone and in a fused kernel
-WIDE_PROGRAMS = 512  # ranges are made until a matrix gives about this many programs
 
 # Each lane of a 32-bit register is one int16 word; the result's lanes are bf16.
 _SLOT0 = tl.constexpr("and.b32 $0, $1, 0x81C081C0;")
@@ -388,13 +386,3 @@ def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dic
     if interpreting():
         return {}
     return {"num_warps": num_warps, "num_stages": num_stages, **others}
-
-
-def num_ranges(rows: int, columns: int) -> tuple[int, int]:
-    """How K is cut for a matrix: (ranges, steps of 128 columns in each). A pure function of the
-    shape: it fixes the order of summation, so every kernel must use it."""
-    steps = triton.cdiv(columns, STEP)
-    wanted = triton.cdiv(WIDE_PROGRAMS, triton.cdiv(rows, 64))
-    ranges = max(1, min(wanted, columns // 512))
-    per_range = triton.cdiv(steps, ranges)
-    return triton.cdiv(steps, per_range), per_range

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from dsv4.checkpoint.reader import Checkpoint, Selection, open_checkpoint
+from dsv4.checkpoint.cuts import Selection
+from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
@@ -19,6 +20,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
 from dsv4.ops.gemm.packed import repack
 from dsv4.ops.op import warn_unless_strict
+from dsv4.parallel.layout import Layout
 from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
@@ -196,6 +198,19 @@ def read_weights(
             weight = replace(weight, activations=width)
         weights[name] = _expand(name, weight) if on_cpu else repack(name, weight)
     return weights
+
+
+def selection(layout: Layout, config: ModelConfig) -> Selection:
+    """What a rank reads. `wo_b` is whole on each: a rank owns rows of prompts."""
+    if layout.world == 1:
+        return Selection()
+    return Selection(
+        layers=layout.layers(config),
+        experts=layout.experts(config),
+        heads=layout.heads(config),
+        vocab=layout.vocab(config),
+        whole_wo_b=True,
+    )
 
 
 def _expand(name: str, weight: Weight) -> Weight:

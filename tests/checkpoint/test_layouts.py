@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.checkpoint.reader import Checkpoint, LoadReport, Selection, open_checkpoint
+from dsv4.checkpoint.cuts import Selection
+from dsv4.checkpoint.reader import Checkpoint, LoadReport, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight

@@ -10,7 +10,8 @@ MXFP8 before they meet keys, each head on its own (gemm/activation.py); nothing 
 The order of summation belongs to the query, not to the batch: the window's keys by position as
 one tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the
 sink. A tile with nothing visible changes nothing. Every query is a product of its own in a batch
-of equal products.
+of equal products, of exactly HEAD_TILE heads at a time, the last ones padded: a head's result does
+not depend on how many others there are.
 """
 
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.ragged import Ragged, make_ragged
 
 KEY_TILE = 32
+HEAD_TILE = 8
 QUERIES_AT_ONCE = 32  # bounds the memory of gathered keys
 
 
@@ -69,6 +71,14 @@ def _as_multiplied(q: Tensor, rope_dim: int, width: Activations) -> Tensor:
     return torch.cat((rounded(q[..., :nope_dim], width), q[..., nope_dim:].float()), dim=-1)
 
 
+def _by_heads(rows: Tensor, keys: Tensor) -> Tensor:
+    """`[queries, heads, k] x [queries, k, n]`, HEAD_TILE heads at a time."""
+    if rows.shape[1] == HEAD_TILE:
+        return torch.bmm(rows, keys)
+    tiles = torch.split(rows, HEAD_TILE, dim=1)
+    return torch.cat([torch.bmm(tile.contiguous(), keys) for tile in tiles], dim=1)
+
+
 def _attend(
     q: Tensor,
     wide_q: Tensor,
@@ -92,14 +102,14 @@ def _attend(
         keys = load(pool, *where)
         if num_absent:
             keys.masked_fill_(absent.unsqueeze(-1), 0.0)
-        scores = torch.bmm(wide_q, keys.transpose(1, 2))
+        scores = _by_heads(wide_q, keys.transpose(1, 2))
         if num_absent:
             scores.masked_fill_(absent.unsqueeze(1), float("-inf"))
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         shrink = torch.exp(top - new_top)
         weights = torch.exp(scores - new_top)
         total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + torch.bmm(weights.to(q.dtype).float(), keys)
+        out = out * shrink + _by_heads(weights.to(q.dtype).float(), keys)
         top = new_top
     return out / total
 
@@ -114,7 +124,11 @@ def attention_reference(
     window: int,
     frequencies: Tensor,
 ) -> Tensor:
-    positions = batch.positions
+    positions, heads = batch.positions, q.shape[1]
+    if heads % HEAD_TILE:
+        missing = -heads % HEAD_TILE
+        q = torch.cat([q, q.new_zeros(q.shape[0], missing, q.shape[2])], dim=1)
+        sink = torch.cat([sink, sink.new_zeros(missing)])
     sources = [(pool, table, _window_entries(positions, window))]
     if compressed is not None:
         entries = _compressed_entries(compressed, positions)
@@ -129,7 +143,8 @@ def attention_reference(
         wide_q = _as_multiplied(q[rows], 2 * frequencies.shape[0], pool.activations)
         seq, scale = batch.seq_idx[rows], q.shape[2] ** -0.5
         parts.append(_attend(q[rows], wide_q, sink.float(), tiles, seq, scale))
-    return rope_reference(torch.cat(parts).to(q.dtype), positions, frequencies, inverse=True)
+    out = torch.cat(parts)[:, :heads].to(q.dtype)
+    return rope_reference(out, positions, frequencies, inverse=True)
 
 
 def _filled(

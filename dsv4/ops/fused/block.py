@@ -43,7 +43,7 @@ QUERY_AND_INDEX = _fusion("query_and_index", "query_prepare", "index_query")
 SCORE_SELECT = _fusion("score_select", "index_scores", "index_select")
 QUERY_ATTENTION = _fusion("attention_with_queries", "query_prepare", "attention")
 
-_Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, products
+Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, products
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _mix(residual: Residual, site: MixSite) -> Arguments:
     return {"streams": residual.streams, **update, "site": site}
 
 
-def _collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> updated streams, normalised row, post, comb."""
+def collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> updated streams, the row they collapse into, normalised, post, comb."""
     streams, update = residual.streams, residual.update
     if update is None:
         return (streams, *mhc_pre(streams, site))
@@ -87,11 +87,11 @@ def _collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor
 
 def mix_linear(
     residual: Residual, site: MixSite, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
-) -> _Mixed:
+) -> Mixed:
     """The streams collapsed into a row, then the matrices that read it, each in its dtype."""
 
-    def one_by_one() -> _Mixed:
-        streams, x, post, comb = _collapse(residual, site)
+    def one_by_one() -> Mixed:
+        streams, x, post, comb = collapse(residual, site)
         return streams, post, comb, linear_multi(x, weights, dtypes)
 
     products = {"weights": weights, "out_dtypes": dtypes}
@@ -110,7 +110,7 @@ def mix_experts(
         return experts_ffn(x, chosen, weights, experts)
 
     def one_by_one() -> tuple[Tensor, Tensor, Tensor, Tensor | Parts]:
-        streams, x, post, comb = _collapse(residual, site)
+        streams, x, post, comb = collapse(residual, site)
         together = {"router": {**choice, "x": x}, "experts": matrices}
         return streams, post, comb, ROUTER_EXPERTS(x.device, together, lambda: route(x))
 

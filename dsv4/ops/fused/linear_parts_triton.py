@@ -4,7 +4,8 @@ them. The program that otherwise waits for the others' sums is spared."""
 
 import torch
 
-from dsv4.ops.device import num_ranges, workspace
+from dsv4.ops.cut import cut_of
+from dsv4.ops.device import workspace
 from dsv4.ops.gemm import linear_triton
 from dsv4.ops.parts import Parts
 
@@ -16,8 +17,7 @@ def supports(x, weight) -> str | None:
 
 
 def run(x, weight) -> Parts:
-    rows, columns = weight.shape
-    ranges, _ = num_ranges(rows, columns)
+    rows, ranges = weight.shape[0], cut_of(weight)[0]
     values = workspace(x.device, "linear_parts", ranges * rows, torch.float32)
     values = values[: ranges * rows].view(ranges, 1, rows)
     linear_triton.launch(x, [weight], [values], parallel=True, to_parts=True)

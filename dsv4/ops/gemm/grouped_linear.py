@@ -20,11 +20,12 @@ from dsv4.ops.rows import matmul_rows, pad_rows
 
 
 def grouped_linear_reference(x: Tensor, weight: Weight) -> Tensor:
-    num_groups = x.shape[1]
+    num_tokens, num_groups, dtype = x.shape[0], x.shape[1], x.dtype
     rows = dense(weight).view(num_groups, -1, x.shape[2])
     padded = pad_rows(rounded(x, activations_of(weight)).float())
-    outputs = [matmul_rows(padded[:, group], rows[group]) for group in range(num_groups)]
-    return torch.cat(outputs, dim=1)[: x.shape[0]].to(x.dtype)
+    inputs = padded.transpose(0, 1).contiguous()  # alike whatever other groups there are
+    outputs = [matmul_rows(x, matrix) for x, matrix in zip(inputs, rows, strict=True)]
+    return torch.cat(outputs, dim=1)[:num_tokens].to(dtype)
 
 
 def cases() -> Iterable[Case]:

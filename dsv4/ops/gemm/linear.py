@@ -2,7 +2,9 @@
 
 The matrices of one call may have different formats and result dtypes; a kernel reads `x` once
 for all of them. A row's result does not depend on the other rows. Where a matrix asks for `a8`
-or `a4` activations, its input is rounded first (`dsv4/ops/gemm/activation.py`).
+or `a4` activations, its input is rounded first (`dsv4/ops/gemm/activation.py`). Where it asks for
+ranges of K (`k_ranges`), each is summed on its own and they are added in ascending order; then
+`linear_ranges` of some ranges on each of several ranks, added so, has the bits of `linear`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +13,13 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import fp8
-from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
+from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of, k_ranges_of
 from dsv4.formats.spec import E4M3_MAX
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.packed import random_tiled
 from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.parts import Parts
 from dsv4.ops.rows import matmul_rows, pad_rows
 
 
@@ -34,9 +37,27 @@ def linear_reference(
         if width not in inputs:
             inputs[width] = pad_rows(rounded(x, width).float())
     return [
-        matmul_rows(inputs[activations_of(weight)], dense(weight))[:num_rows].to(dtype)
+        _product(inputs[activations_of(weight)], weight, dtype)[:num_rows]
         for weight, dtype in zip(weights, out_dtypes, strict=True)
     ]
+
+
+def _product(x: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    ranges = k_ranges_of(weight)
+    if ranges == 1:
+        return matmul_rows(x, dense(weight)).to(dtype)
+    return Parts(_range_products(x, weight, range(ranges))[None], None, dtype).total()
+
+
+def _range_products(x: Tensor, weight: Weight, ranges: range) -> Tensor:
+    """fp32 `[ranges, rows, n]`: x, of which the first columns belong to the first of `ranges`,
+    times some of the weight's ranges of K."""
+    values, width = dense(weight), weight.shape[1] // k_ranges_of(weight)
+    products = []
+    for place, number in enumerate(ranges):
+        own = x[:, place * width : (place + 1) * width].contiguous()
+        products.append(matmul_rows(own, values[:, number * width : (number + 1) * width]))
+    return torch.stack(products)
 
 
 def cases() -> Iterable[Case]:
@@ -146,3 +167,23 @@ def linear_multi(
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """One matrix: `[rows, k] x [n, k] -> [rows, n]`."""
     return linear_multi(x, [weight], None if out_dtype is None else [out_dtype])[0]
+
+
+def linear_ranges(x: Tensor, weight: Weight, ranges: range) -> Tensor:
+    """fp32 `[ranges, rows, n]`: the sums of some of the weight's ranges of K. `x` has the columns
+    of these alone. No kernel yet; `a4` would need the whole row for its scale."""
+    total, width = k_ranges_of(weight), weight.shape[1] // k_ranges_of(weight)
+    check_shape("linear_ranges", "x", x, "rows", len(ranges) * width)
+    check(
+        0 <= ranges.start < ranges.stop <= total and weight.shape[1] % total == 0,
+        "linear_ranges",
+        lambda: f"ranges {ranges} of a weight of {weight.shape[1]} columns in {total} ranges",
+    )
+    check(
+        x.device.type == "cpu" and activations_of(weight) != "a4",
+        "linear_ranges",
+        lambda: f"{activations_of(weight)} on {x.device}; expected a8 or a16 on a CPU",
+    )
+    if x.shape[0] == 0:
+        return x.new_empty(len(ranges), 0, weight.shape[0], dtype=torch.float32)
+    return _range_products(rounded(x, activations_of(weight)).float(), weight, ranges)

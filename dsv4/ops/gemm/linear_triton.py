@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.formats.quantized import Fp8BlockTensor
+from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
+from dsv4.ops.cut import cut_of
 from dsv4.ops.device import (
     device_reason,
     dot_bf16,
@@ -23,7 +24,6 @@ from dsv4.ops.device import (
     finish_ranges,
     interpreting,
     launch_options,
-    num_ranges,
     select_matrix,
     whole_tile,
     workspace,
@@ -226,6 +226,7 @@ def weight_format(weight) -> int | str:
         if weight.block % 32 or not weight.data.is_contiguous():
             return f"FP8 tiles of {weight.block}, kernels read contiguous multiples of 32"
         return FP8
+    weight = _values(weight)
     if isinstance(weight, torch.Tensor):
         if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return f"weight is {weight.dtype}, kernels read contiguous bfloat16"
@@ -286,7 +287,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
         config = replace(config, bn=128)  # a program's rows lie in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
-    cuts = [num_ranges(*w.shape) for w in weights]
+    cuts = [cut_of(w) for w in weights]
     if parallel is None:
         # sums of many rows are more bytes than the weights: there only where processors idle
         at_once = num_multiprocessors(x.device)
@@ -363,11 +364,18 @@ def _expand(weights: list[TiledNvfp4]) -> list[torch.Tensor]:
 def _data(weight):
     if isinstance(weight, TiledNvfp4):
         return weight.packed
-    return weight.data if isinstance(weight, Fp8BlockTensor) else weight
+    return weight.data if isinstance(weight, Fp8BlockTensor) else _values(weight)
 
 
 def _scale(weight):
+    weight = _values(weight)
     return weight if isinstance(weight, torch.Tensor) else weight.scale
+
+
+def _values(weight):
+    """A matrix that is plain but for its order of summation."""
+    plain = isinstance(weight, UnpackedTensor) and weight.activations == "a16"
+    return weight.values if plain else weight
 
 
 def _factor(weight):

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dsv4.ops.cut import cut_of
 from dsv4.ops.device import (
     finish_ranges,
     launch_options,
@@ -269,6 +270,11 @@ def choose_config(num_rows: int, num_ranges: int) -> Config:
     return Config(256, 8, 3, False)
 
 
+def scaled_cut(weight) -> tuple[int, int]:
+    """As `cut_of`, in multiples of 256 columns."""
+    return cut_of(weight, RANGE_COLUMNS, num_scaled_ranges)
+
+
 def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
     """How K is cut: (ranges, multiples of 256 columns in each). A pure function of the shape."""
     steps = triton.cdiv(columns, RANGE_COLUMNS)
@@ -297,7 +303,7 @@ def _steps(rows) -> tuple[int, int]:
 def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chosen=0) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
-    cuts = [(1, k_steps) if route else num_scaled_ranges(*w.shape) for w in weights]
+    cuts = [(1, k_steps) if route else scaled_cut(w) for w in weights]
     cuts = [(n, unit if route else unit * per_unit) for n, unit in cuts]
     tiles = [triton.cdiv(w.rows, ROWS) for w in weights]
     programs = [n * count for n, (count, _) in zip(tiles, cuts, strict=True)]
@@ -329,7 +335,7 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
 def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
-    count, units = (1, 0) if route else num_scaled_ranges(*weight.shape)
+    count, units = (1, 0) if route else scaled_cut(weight)
     width = rows.columns * rows.fold // (1 if rows.a8 else 2)
     chunks = 1 if rows.a8 else 4
     padded = triton.cdiv(num_rows, 2 * ROWS) * 2 * ROWS

@@ -205,6 +205,13 @@ def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
+def mhc_update(streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> Tensor:
+    """-> updated streams: the first half of `mhc_boundary`, at the end of a pipeline stage. By the
+    reference on any device: once a stage, not once a layer."""
+    _check_update(BOUNDARY, streams, y, post, comb)
+    return mhc_update_reference(streams, y, post, comb)
+
+
 def mhc_boundary(
     streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -47,25 +47,45 @@ def experts_reference(
     shared_w2: Weight,
     limit: float,
 ) -> Tensor:
+    by = Experts(w13, w2, shared_w13, shared_w2, limit)
+    parts = expert_parts(x, experts, weights, by, range(w13.shape[0]))
+    return sum_pairs(parts, shared_part(x, by), x.dtype)
+
+
+def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 `[tokens, chosen, size]` and the shared expert's `[tokens, size]` -> their sum: experts
+    in the given order, the shared one last, rounded once."""
+    total, *others = parts.unbind(1)
+    for part in others:
+        total = total + part
+    return (total + shared).to(dtype)
+
+
+def shared_part(x: Tensor, by: "Experts") -> Tensor:
+    """fp32 `[tokens, size]`: what the shared expert gave, by the reference."""
+    if x.shape[0] == 0:
+        return x.float()
+    return expert_reference(x, by.shared_w13, by.shared_w2, None, by.limit)
+
+
+def expert_parts(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts", held: range) -> Tensor:
+    """fp32 `[tokens, chosen, size]`: what each chosen expert of `held` gave, zero elsewhere. `by`
+    has the routed experts of `held` alone. By the reference; there is no kernel yet."""
     chosen = experts.flatten().tolist()
-    visited = (place for place, expert in enumerate(chosen) if expert >= 0)
+    visited = (place for place, expert in enumerate(chosen) if expert in held)
     by_expert = sorted(visited, key=chosen.__getitem__)  # places in `chosen`
-    places = torch.tensor(by_expert, device=x.device)
+    places = torch.tensor(by_expert, dtype=torch.int64, device=x.device)
     tokens = torch.div(places, experts.shape[1], rounding_mode="floor")
     rows, row_weights = x.index_select(0, tokens), weights.flatten().index_select(0, places)
     outputs, start = [], 0
     for expert, visits in groupby(by_expert, chosen.__getitem__):
         own = slice(start, start := start + len(list(visits)))
-        outputs.append(
-            expert_reference(rows[own], w13[expert], w2[expert], row_weights[own], limit)
-        )
+        matrices = by.w13[expert - held.start], by.w2[expert - held.start]
+        outputs.append(expert_reference(rows[own], *matrices, row_weights[own], by.limit))
     parts = x.new_zeros(len(chosen), x.shape[1], dtype=torch.float32)
     if outputs:
         parts.index_copy_(0, places, torch.cat(outputs))
-    total, *others = parts.view(*experts.shape, -1).unbind(1)
-    for part in others:
-        total = total + part
-    return (total + expert_reference(x, shared_w13, shared_w2, None, limit)).to(x.dtype)
+    return parts.view(*experts.shape, -1)
 
 
 def cases() -> Iterable[Case]:

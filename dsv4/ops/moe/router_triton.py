@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.cut import num_ranges
 from dsv4.ops.device import (
     device_reason,
     dot_bf16,
     launch_options,
-    num_ranges,
     workspace,
 )
 from dsv4.ops.gemm import linear_triton

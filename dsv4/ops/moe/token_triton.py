@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.cut import num_ranges
 from dsv4.ops.device import (
     dot_nvfp4,
     interpreting,
     launch_options,
-    num_ranges,
     scale_pairs,
     unpack_group,
     workspace,

@@ -13,14 +13,17 @@ from typing import overload
 import torch
 
 from dsv4.chat.tokenizer import Tokenizer
-from dsv4.checkpoint.reader import Checkpoint, Selection, open_checkpoint
+from dsv4.checkpoint.cuts import Selection
+from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.quantized import Weight
+from dsv4.model.exchange import Exchange
 from dsv4.model.mhc import mix_site
 from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
 from dsv4.ops import OPS, choose_ops
+from dsv4.parallel.comm import Alone
 from dsv4.parallel.layout import Layout
 from dsv4.runner.activations import width_of
 from dsv4.runner.load import find_gpu, read_weights, set_threads, tell_activations
@@ -225,6 +228,7 @@ class StreamedTransformer(Transformer):
         self.config = config
         self.dtype = getattr(torch, settings.dtype)
         self.embedding = weights.tensor("embed.weight")
+        self.exchange = Exchange(Layout(), Alone(), config)
         self.head = weights.tensor("head.weight")
         self.head_site = mix_site(config, weights, "hc_head", "norm")
         self.blocks = StreamedBlocks(checkpoint, settings)  # type: ignore[assignment]

@@ -1,0 +1,113 @@
+"""Which part of each parameter a rank takes, from names and shapes alone. No torch."""
+
+from dataclasses import dataclass
+
+from dsv4.checkpoint.names import Parameter
+from dsv4.checkpoint.sources import Cell
+from dsv4.config import ModelConfig
+from dsv4.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A rank's share. `layers` brings the embedding with the first and the head with the last
+    layer; `experts` are whole routed experts, `inner` a range of the inner size of each; `heads`
+    must be whole output groups; `vocab` are rows of the head; `names` instead of `layers` asks for
+    single parameters. `wo_b` stays whole with `whole_wo_b`, else it has the heads' columns."""
+
+    layers: range | None = None
+    names: frozenset[str] | None = None
+    experts: range | None = None
+    inner: range | None = None
+    heads: range | None = None
+    vocab: range | None = None
+    whole_wo_b: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that is wanted: whole experts, and a range of rows or columns of
+    each of its matrices (of w1 and w3 alike, so the halves of a joined w13 are cut alike)."""
+
+    experts: range | None = None
+    rows: range | None = None
+    columns: range | None = None
+
+    def wants(self, cell: Cell) -> bool:
+        return cell.expert is None or self.experts is None or cell.expert in self.experts
+
+    def nbytes(self, cell: Cell) -> int:
+        """Of a wanted matrix, to within its last block."""
+        kept, whole = 1, 1
+        shape = cell.stored.data.shape
+        if self.rows is not None:
+            kept, whole = len(self.rows), shape[0]
+        elif self.columns is not None:
+            packed = cell.stored.format in ("mxfp4", "nvfp4") and cell.stored.data.dtype != "F4"
+            kept, whole = len(self.columns), shape[-1] * (2 if packed else 1)
+        return sum(info.nbytes * kept // whole for info in cell.stored.tensors)
+
+
+def check_selection(select: Selection, config: ModelConfig) -> None:
+    c = config
+    limits = {
+        "layers": c.num_layers,
+        "experts": c.num_experts,
+        "inner": c.moe_intermediate_size,
+        "heads": c.num_heads,
+        "vocab": c.vocab_size,
+    }
+    for name, limit in limits.items():
+        chosen = getattr(select, name)
+        if chosen is None:
+            continue
+        if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= limit:
+            raise OptionError(f"{name} {chosen} is outside 0 to {limit}")
+    if select.heads is not None:
+        per_group = c.num_heads // c.o_groups
+        if select.heads.start % per_group or select.heads.stop % per_group:
+            raise OptionError(
+                f"heads {select.heads.start}:{select.heads.stop} cut through an output group "
+                f"of {per_group} heads; cut between groups"
+            )
+
+
+def is_wanted(name: str, select: Selection, config: ModelConfig) -> bool:
+    if select.names is not None:
+        return name in select.names
+    if select.layers is None:
+        return True
+    if name.startswith("layers."):
+        return int(name.split(".")[1]) in select.layers
+    if name == "embed.weight":
+        return 0 in select.layers
+    return config.num_layers - 1 in select.layers
+
+
+def cut_for(name: str, parameter: Parameter, select: Selection, config: ModelConfig) -> Cut:
+    """What the selection takes of a parameter that it wants."""
+    c = config
+    if parameter.group == "routed experts":
+        if name.endswith("w13"):
+            return Cut(experts=select.experts, rows=select.inner)
+        return Cut(experts=select.experts, columns=select.inner)
+    if name == "head.weight":
+        return Cut(rows=select.vocab)
+    if select.heads is None or not name.startswith("layers."):
+        return Cut()
+    low = c.o_groups * c.o_lora_rank // c.num_heads  # rows of wo_a for one head
+
+    def scaled(factor: int) -> range:
+        assert select.heads is not None
+        return range(select.heads.start * factor, select.heads.stop * factor)
+
+    place = name.split(".", 2)[2]
+    if place == "attn.wq_b.weight":
+        return Cut(rows=scaled(c.head_dim))
+    if place == "attn.attn_sink":
+        return Cut(rows=scaled(1))
+    if place == "attn.wo_a.weight":
+        return Cut(rows=scaled(low))
+    if place == "attn.wo_b.weight" and not select.whole_wo_b:
+        return Cut(columns=scaled(low))
+    return Cut()
