@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -146,10 +147,43 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+ODD_WORDS = re.compile(r"\b(whoever|nobody|for ever|himself|herself)\b", re.I)
+
+
 @pytest.mark.parametrize("document", PAGES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_plain_english(document: Path) -> None:
-    odd = re.findall(r"\b(?:whoever|nobody|for ever|himself|herself)\b", document.read_text(), re.I)
-    assert not odd
+    assert not ODD_WORDS.findall(document.read_text())
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Docstrings and comments of a file, with their lines."""
+    source = path.read_text()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            found += [(getattr(node, "lineno", 1), text)] if text else []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            found.append((token.start[0], token.string))
+    return found
+
+
+def test_plain_english_in_docstrings() -> None:
+    odd = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in sorted((ROOT / "dsv4").rglob("*.py"))
+        for line, text in prose(path)
+        for word in ODD_WORDS.findall(text)
+    ]
+    assert not odd, "say it in plain technical English"
+
+
+def test_odd_words_would_be_seen(tmp_path: Path) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text('"""Whoever reads."""\n\ndef f():\n    """Waits for ever."""\n    # nobody\n')
+    found = [word.lower() for _, text in prose(file) for word in ODD_WORDS.findall(text)]
+    assert sorted(found) == ["for ever", "nobody", "whoever"]
 
 
 def test_every_page_is_on_the_site() -> None:

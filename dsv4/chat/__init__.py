@@ -1,4 +1,4 @@
-"""Text <-> tokens: tokenizer, prompt encoding, streaming parse of what the model wrote.
+"""Text <-> tokens: tokenizer, prompt encoding, streaming parse of the model's output.
 
 Imports no torch. Start at `encode.py` (messages to prompt) and `parse.py` (output to parts).
 """

@@ -1,6 +1,6 @@
-"""The three dialects of the prompt format, and how to tell which one a checkpoint speaks.
+"""The three dialects of the prompt format, and how to detect a checkpoint's.
 
-All dialects share one encoder and one parser; what differs between them is in this table.
+All dialects share one encoder and one parser; this table holds their differences.
 """
 
 import logging
@@ -15,7 +15,7 @@ from dsv4.errors import OptionError, RequestError
 
 log = logging.getLogger(__name__)
 
-# How a requested effort name is understood; None stands for "nothing requested".
+# How a requested effort name is interpreted; None means nothing was requested.
 _EFFORT_LEVELS: dict[str | None, str] = {
     "minimal": "low",
     "low": "low",
@@ -33,7 +33,7 @@ _V41_BUDGETS = {"low": 50, "high": 75, "max": 100}
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way of writing prompts. `effort_texts` is empty where effort is a number (V4.1)."""
+    """One prompt format. `effort_texts` is empty where effort is a number (V4.1)."""
 
     name: str
     block_tag: str
@@ -43,7 +43,7 @@ class Dialect:
     effort_texts: Mapping[str, str]
 
     def effort_text(self, effort: object) -> str:
-        """The text that asks for a reasoning effort; `effort` is a name, a number or None."""
+        """The prompt text for a reasoning effort; `effort` is a name, a number or None."""
         if isinstance(effort, int) and not isinstance(effort, bool):
             if not self.is_v41:
                 raise RequestError(
@@ -103,10 +103,10 @@ def choose_dialect(
     has_system_marker: bool = False,
     folder: Path | None = None,
 ) -> Dialect:
-    """Find the dialect of a checkpoint.
+    """Detect the dialect of a checkpoint.
 
     In this order: the user's `option`; a model type or architecture named V41 in `config`; a
-    tokenizer that knows the system marker (`tokenizer.special.system is not None`); the encoder
+    tokenizer with the system marker (`tokenizer.special.system is not None`); the encoder
     file beside the weights; the folder's name. Never the name under which a model is served:
     users rename models, and the wrong dialect shifts every effort level by one step.
     """

@@ -1,7 +1,7 @@
-"""Messages, tools and options to a prompt, as the model was trained.
+"""Encodes messages, tools and options as a prompt in the model's training format.
 
-`encode_prompt` is the door for direct use; `Conversation` is the same with checked parts, made
-by the readers of the three request shapes (`requests.py`). A prompt is a list of segments:
+`encode_prompt` is the entry point for direct use; `Conversation` is the same with validated parts,
+built by the readers of the three request shapes (`requests/`). A prompt is a list of segments:
 control markers, and plain text in which no marker is ever recognised.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["Conversation", "Prompt", "encode_prompt"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Everything that decides a prompt, already checked.
+    """Everything that determines a prompt, already validated.
 
     `at_server` holds the rules of a server: developer is system, every prompt ends in an open
     assistant turn, tool results are checked. Without it the rules are those of the publisher's
@@ -47,7 +47,7 @@ class Conversation:
     add_bos: bool = True
     continue_final: bool = False
     at_server: bool = True
-    notes: tuple[str, ...] = ()  # parts of the request that were understood and set aside
+    notes: tuple[str, ...] = ()  # parts of the request that were recognised but not used
 
     def encode(self, dialect: Dialect) -> Prompt:
         return _Encoder(self, dialect).encode()
@@ -106,7 +106,7 @@ def response_schema(value: object, dialect: Dialect) -> tuple[str, Any] | None:
 
 
 class _Encoder:
-    """One encoding; a class because the parts of a prompt share many decisions."""
+    """One encoding; a class because the parts of a prompt share many settings."""
 
     def __init__(self, conversation: Conversation, dialect: Dialect) -> None:
         self._request = conversation
@@ -151,7 +151,7 @@ class _Encoder:
         return tools
 
     def _prepared(self, message: Message) -> Message:
-        """Settle what depends on the request: tool choice none, developer at a server."""
+        """Apply request-dependent rules: tool choice none, developer at a server."""
         role, tools = message.role, message.tools
         if self._request.at_server:
             role = "system" if role == "developer" else role

@@ -1,7 +1,7 @@
-"""Checked reading of single values of a request.
+"""Validated reading of single values of a request.
 
-Every reader takes the path of the value it reads (`messages[3].content`), so that each error
-names the place in the request that has to be changed.
+Every reader takes the path of its value (`messages[3].content`), so that each error names the place
+in the request to change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def kind_of(value: object) -> str:
 
 
 def show(value: object) -> str:
-    """A value in an error message: itself if it is short, else what it is."""
+    """A value for an error message: itself if short, otherwise its kind."""
     if isinstance(value, str):
         return repr(value if len(value) <= _MAX_SHOWN_CHARS else value[:_MAX_SHOWN_CHARS] + "…")
     if isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 64):
@@ -73,7 +73,7 @@ def read_flag(value: object, path: str) -> bool:
 
 
 def check_json(value: object, path: str, depth: int = 0) -> None:
-    """Refuse what JSON cannot say, and nesting that no honest schema has."""
+    """Refuse what JSON cannot express, and absurdly deep nesting."""
     if depth > jsontext.MAX_DEPTH:
         fail(path, "nested values", f"at most {jsontext.MAX_DEPTH} levels; flatten the value")
     if isinstance(value, str):

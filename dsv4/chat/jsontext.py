@@ -1,7 +1,7 @@
-"""JSON as the prompt format writes it, and strict, bounded reading of JSON from a model.
+"""JSON in the prompt format's spelling, and strict, bounded parsing of JSON from a model.
 
-Python's reader accepts more than JSON (NaN), gives up on long numbers and recurses; all three
-would make the outcome depend on the interpreter, so they are settled here.
+Python's parser accepts more than JSON (NaN), fails on long numbers and recurses; all three would
+make the result depend on the interpreter, so they are handled here.
 """
 
 import json
@@ -13,12 +13,12 @@ _WHITESPACE = " \t\n\r"
 
 
 def dump(value: Any) -> str:
-    """Python's default spelling with non-ASCII as it is. ValueError for NaN and infinities."""
+    """Python's default spelling with non-ASCII unescaped. ValueError for NaN and infinities."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def escape(text: str) -> str:
-    """The inside of a JSON string; works on any piece of a text separately."""
+    """The inside of a JSON string; can be applied to any piece of a text separately."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -35,7 +35,7 @@ def load(text: str) -> Any:
 
 def is_json(text: str) -> bool:
     try:
-        # Numbers stay text: only the spelling is asked for, and Python limits long integers.
+        # Numbers stay text: only their spelling matters, and Python limits long integers.
         json.loads(_bounded(text), parse_constant=_refuse_constant, parse_int=str, parse_float=str)
     except ValueError:
         return False

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 
 class MarkerLexer:
-    """Cuts a text into plain pieces and markers, holding back only what may become a marker.
+    """Splits a text into plain pieces and markers, buffering only what may become a marker.
 
-    `push` yields (text, is_marker). Linear: each character is looked at a bounded number of
-    times, because markers are short and a held piece is never longer than one of them.
+    `push` yields (text, is_marker). Linear: each character is examined a bounded number of times,
+    because markers are short and the buffer is never longer than one of them.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -34,12 +34,12 @@ class MarkerLexer:
                 yield piece, is_marker
 
     def finish(self) -> str:
-        """The held piece, which can no longer become a marker."""
+        """The buffered piece, which can no longer become a marker."""
         held, self._held = self._held, ""
         return held
 
     def _hold_at(self, text: str) -> int:
-        """Where at the end of the text a marker may have begun."""
+        """Where at the end of the text a marker may have started."""
         for place in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[place] in self._firsts and any(
                 len(marker) > len(text) - place and marker.startswith(text[place:])
@@ -50,8 +50,8 @@ class MarkerLexer:
 
 
 def split_markers(text: str, markers: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Cut a whole text into (piece, is_marker). No marker is part of another."""
-    # Each marker's next place is remembered, so no part of the text is searched twice for it.
+    """Split a whole text into (piece, is_marker). No marker is part of another."""
+    # Each marker's next position is cached, so no part of the text is searched twice for it.
     next_at = {marker: text.find(marker) for marker in markers}
     next_at = {marker: place for marker, place in next_at.items() if place >= 0}
     start = 0

@@ -1,4 +1,4 @@
-"""Messages and tools, checked: what the encoder may rely on."""
+"""Validated messages and tools, which the encoder relies on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _IMAGE_PARTS = ("image_url", "image", "input_image")
 
 
 class Image(Enum):
-    """Stands for an image inside content; its pixels travel outside the prompt."""
+    """Placeholder for an image in content; its pixels are passed outside the prompt."""
 
     PLACEHOLDER = 0
 
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Tool:
-    """`schema` is what the prompt shows; `properties` is what the parser needs of it."""
+    """`schema` is shown in the prompt; `properties` is the part that the parser needs."""
 
     name: str
     schema: Mapping[str, Any]
@@ -77,12 +77,12 @@ class Message:
 
     @property
     def is_blank(self) -> bool:
-        """A system message that says nothing."""
+        """Whether a system message is empty."""
         return not (any(self.content) or self.tools or self.response_format is not None)
 
 
 def read_name(value: object, path: str) -> str:
-    """A tool's name. It stands between quotes in a tag, without escapes, so some cannot work."""
+    """A tool's name. Tags quote it without escapes, so some characters are not allowed."""
     name = read_text(value, path)
     if not name:
         fail(path, "an empty name", "the tool's name")
@@ -281,7 +281,7 @@ def _read_task(fields: Mapping[str, Any], path: str) -> str | None:
 
 
 def _refuse_misplaced(fields: Mapping[str, Any], role: str, path: str) -> None:
-    """Fields that another role would use: dropping them silently would change the meaning."""
+    """Refuse fields of another role: dropping them silently would change the meaning."""
     owners = {
         "tool_calls": ("assistant",),
         "prefix": ("assistant",),

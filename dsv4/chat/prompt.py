@@ -12,7 +12,7 @@ from dsv4.chat.messages import Call, Tool
 from dsv4.chat.output.parse import OutputParser
 from dsv4.chat.tokenizer import Tokenizer
 
-# Markers that stand inside our own fixed texts, where they are control and not prose.
+# Markers inside our own fixed texts, where they are control tokens and not prose.
 _FIXED_TEXT_MARKERS = (texts.DSML, texts.THINK_OPEN, texts.THINK_CLOSE)
 
 
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the first generated token belongs to; `continued` if the client wrote its beginning."""
+    """What the first generated token belongs to; `continued` if the client wrote its start."""
 
     state: Literal["reasoning", "answer", "block"]
     continued: bool = False
@@ -40,7 +40,7 @@ class Prompt:
         return "".join(segment.text for segment in self.segments)
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids. Plain segments never produce a marker's id, whatever they spell."""
+        """Token ids. Plain segments never produce a marker's id, even if they spell it."""
         ids: list[int] = []
         for text, is_special in self.segments:
             if not is_special:
@@ -58,7 +58,7 @@ class Prompt:
         stop: Sequence[str] = (),
         keeps_newlines: bool = False,
     ) -> OutputParser:
-        """A parser for what the model writes after this prompt. Text input needs no tokenizer."""
+        """A parser for the output after this prompt. Text input needs no tokenizer."""
         return OutputParser(
             self.dialect,
             tokenizer=tokenizer,
@@ -87,11 +87,11 @@ class PromptWriter:
             self._num_chars += len(text)
 
     def assistant_text(self, text: str) -> None:
-        """Text of the model, in which places in an image are marked by special tokens."""
+        """Model text, in which special tokens mark places in an image."""
         self._mixed(text, texts.GROUNDING)
 
     def fixed(self, text: str) -> None:
-        """Our own instruction text, whose markers are control."""
+        """Our own instruction text, whose markers are control tokens."""
         self._mixed(text, _FIXED_TEXT_MARKERS)
 
     def finish(self, start: Start, tools: tuple[Tool, ...]) -> Prompt:
@@ -112,14 +112,14 @@ class PromptWriter:
                 self.plain(piece)
 
     def _close_plain(self) -> None:
-        # Neighbouring texts become one segment: the tokenizer must see them in one piece.
+        # Adjacent texts become one segment: the tokenizer must see them in one piece.
         if self._plain:
             self._segments.append(Segment("".join(self._plain), False))
             self._plain = []
 
 
 def write_tools(out: PromptWriter, tools: Sequence[Tool], *, added: bool) -> None:
-    """The tools block, or for tools that join a running conversation their short list."""
+    """The tools block, or the short list of tools that join a running conversation."""
     schemas = "\n".join(jsontext.dump(tool.schema) for tool in tools)
     if added:
         out.plain(texts.ADDED_TOOLS_V41.replace("{schemas}", schemas))
@@ -135,7 +135,7 @@ def write_tools(out: PromptWriter, tools: Sequence[Tool], *, added: bool) -> Non
 
 
 def write_calls(out: PromptWriter, calls: Iterable[Call]) -> None:
-    """Calls of an earlier turn, in the markup the model itself would have written."""
+    """Calls of an earlier turn, in the markup that the model itself writes."""
     dialect = out.dialect
     out.plain("\n\n")
     _open_tag(out, dialect.block_tag)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, without ever letting text become a control token."""
+"""Text to token ids and back; text never becomes a control token."""
 
 import codecs
 import json
@@ -18,10 +18,10 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Token ids by role, as this tokenizer numbers them. None: the tokenizer has no such marker.
+    """This tokenizer's ids by role. None: the tokenizer has no such marker.
 
-    Without the roles that are always set no conversation can be written, so a tokenizer that
-    lacks one of them is refused.
+    No conversation can be encoded without the roles that are always set, so a tokenizer that lacks
+    one of them is refused.
     """
 
     bos: int
@@ -73,7 +73,7 @@ class Tokenizer:
     @classmethod
     def from_str(cls, text: str, name: str = "tokenizer.json") -> "Tokenizer":
         content = _read_json(text, name)
-        # A file may ask for truncation or padding; a prompt must never be cut or filled.
+        # A file may request truncation or padding; a prompt must never be cut or padded.
         content["truncation"] = content["padding"] = None
         backend = _build(content, name)
         plain = _build({**content, "added_tokens": []}, name)
@@ -91,7 +91,7 @@ class Tokenizer:
         return _encode(self._backend, text)
 
     def least_tokens(self, num_characters: int) -> int:
-        """So many tokens, at least, has every text of this length."""
+        """A lower bound on the tokens of any text of this length."""
         return -(-num_characters // self._most_bytes)
 
     def marker_id(self, marker: str) -> int:
@@ -116,7 +116,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; possibly a part of a character. U+FFFD for unknown ids."""
+        """A token's bytes, possibly a part of a character. U+FFFD for unknown ids."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._make_bytes(token_id)
@@ -168,13 +168,13 @@ class Tokenizer:
 def _encode(backend: _Backend, text: str) -> list[int]:
     if len(text) < 4096:
         return list(backend.encode(text, add_special_tokens=False).ids)
-    # as a batch it is encoded without the interpreter's lock, which `encode` holds for seconds
+    # a batch is encoded without the GIL, which `encode` would hold for seconds
     [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
 
 
 class Detokenizer:
-    """Ids one at a time to text; a character leaves when its last byte has arrived."""
+    """Ids to text, one at a time; a character is emitted when its last byte has arrived."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -262,9 +262,9 @@ def _resolve_special(added: Mapping[str, int]) -> SpecialIds:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters with which byte-level vocabularies write the 256 bytes.
+    """The characters that byte-level vocabularies use for the 256 bytes.
 
-    Printable Latin-1 bytes stand for themselves; the others follow in order from U+0100.
+    Printable Latin-1 bytes map to themselves; the others follow in order from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,7 +1,7 @@
-"""From messages to turns: the rules that decide what stands where in a prompt.
+"""From messages to turns: the rules for the order of a prompt.
 
-A turn is what one marker opens. Several messages may share a turn (a run of user messages and
-tool results), and some move (V4 knows only one system message, at the start).
+A turn is what one marker opens. Several messages may share a turn (a run of user messages and tool
+results), and some move (V4 has only one system message, at the start).
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,9 +59,9 @@ def build_turns(
 
 
 def check_results(messages: Iterable[Message]) -> None:
-    """Every call is answered once, before the assistant speaks again; nothing else is answered.
+    """Every call must be answered once, before the next assistant turn; nothing else may be.
 
-    A prompt that breaks this was never seen in training. Results may be mixed with user text.
+    A prompt that breaks this never occurred in training. Results may be mixed with user text.
     """
     open_calls: dict[str | None, Message] = {}
     answered: set[str | None] = set()
@@ -169,7 +169,7 @@ def _add_to_user_turn(turns: list[Turn], message: Message) -> None:
 
 
 def _sort_results(turns: list[Turn]) -> None:
-    """Results follow the order of the calls they answer; text blocks keep their places."""
+    """Sort results in the order of their calls; text blocks keep their places."""
     calls: tuple[Call, ...] = ()
     for turn in turns:
         if turn.message.calls:

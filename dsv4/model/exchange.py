@@ -8,8 +8,8 @@ else is whole on each. Two forms of a layer, with the same bits:
     Rows     many rows: streams, mHC, sums and the shared expert exist for a rank's own rows only;
              the collapsed row is gathered, finished rows and parts go to the owner of their row
 
-Parts are added in one order whoever made them: ranges of K ascending; experts ascending, the
-shared one last. `Whole` is one rank alone, with all that runs fused.
+Partial sums are added in one order, independent of the rank that computed them: ranges of K
+ascending; experts ascending, the shared one last. `Whole` is a single rank, with all fusions.
 """
 
 from collections.abc import Sequence

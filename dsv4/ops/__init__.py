@@ -1,4 +1,4 @@
-"""The operations of the model. `OPS` lists them; tests, benchmarks and `doctor` walk it."""
+"""The operations of the model. `OPS` lists them; tests, benchmarks and `doctor` iterate over it."""
 
 from dsv4.ops.attention.attention import OP as ATTENTION
 from dsv4.ops.attention.index import SCORES as INDEX_SCORES

@@ -1,4 +1,4 @@
-"""Looking into an op's arguments: they are tensors, or dataclasses and lists of tensors."""
+"""Traverses an op's arguments: tensors, or dataclasses and lists of tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside a value, with where it was found."""
+    """Every tensor inside a value, with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif is_dataclass(value):
@@ -24,7 +24,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(value: Any, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-    """The same value with every tensor replaced by `change` of it."""
+    """A copy of the value with `change` applied to every tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value):

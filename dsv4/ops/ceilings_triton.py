@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Reading a large buffer and nothing else: the bandwidth that floors are worked out with."""
+"""Reads a large buffer and nothing else: measures the bandwidth behind the floors."""
 
 import torch
 import triton

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Kernels compiled in other processes: Triton's front end is Python, so threads would take turns.
+"""Compiles kernels in other processes: Triton's front end is Python, so threads would serialise.
 
-A process gets a line of JSON for each kernel (`describe`), compiles it into Triton's cache on disk
-and answers with a line: empty, or what went wrong. It needs no GPU and ends when its input does.
+A process reads one JSON line per kernel (`describe`), compiles it into Triton's disk cache and
+answers with a line: empty, or the error. It needs no GPU and ends when its input does.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 
 class CompileProcesses(ThreadPoolExecutor):
-    """Threads that compile with `compile`: what is not on disk yet, in a process of each thread."""
+    """Threads that compile with `compile`; what is not on disk yet, in a process per thread."""
 
     def __init__(self, num: int) -> None:
         super().__init__(num)
@@ -34,9 +34,9 @@ class CompileProcesses(ThreadPoolExecutor):
         self._processes: list[subprocess.Popen[str]] = []
 
     def compile(self, source, target=None, options=None, **kwargs):
-        """As `triton.compile`, from the disk once a process has compiled it there."""
+        """Like `triton.compile`, from the disk cache once a process has compiled it there."""
         if not _is_on_disk(source, target, options):
-            # what cannot be told or done there is compiled here, which also raises its errors
+            # what cannot be described or compiled there is compiled here, which raises errors
             with contextlib.suppress(TypeError, OSError):
                 self._ask(json.dumps(describe(source, target, options)))
         return compile_here(source, target=target, options=options, **kwargs)
@@ -67,7 +67,7 @@ class CompileProcesses(ThreadPoolExecutor):
 
 
 def describe(source, target, options) -> dict:
-    """What another process needs to make the same kernel."""
+    """What another process needs to compile the same kernel."""
     function = source.fn
     if getattr(import_module(function.module), function.__name__, None) is not function:
         raise TypeError(f"{function.__name__} is not a name of its module")
@@ -104,7 +104,7 @@ def _is_on_disk(source, target, options) -> bool:
 
 
 def _told(value):
-    """JSON of the values that decide a kernel; a tuple is not a list."""
+    """JSON of the values that determine a kernel; distinguishes tuples from lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if type(value) is tuple:
@@ -140,14 +140,14 @@ def _heard(value):
 
 
 def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its starter decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # compiler output must not mix with answers
     for line in sys.stdin:
         try:
             compile_described(json.loads(line))
             answer = ""
-        except Exception as error:  # the starter compiles it again and meets the same error
+        except Exception as error:  # the parent compiles it again and gets the same error
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
         answers.write(answer + "\n")
         answers.flush()

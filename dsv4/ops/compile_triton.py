@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""When kernels are compiled: all ahead of time, side by side, and noticed when not."""
+"""Ahead-of-time kernel compilation in parallel, and detection of later compilations."""
 
 from contextlib import contextmanager
 
@@ -15,11 +15,11 @@ _compiling: list[bool] = []
 
 @contextmanager
 def compile_only(workers: int):
-    """Launches inside compile their kernel, several side by side, and run nothing. At the end the
-    kernels are loaded, so that a launch may be captured.
+    """Launches inside the block only compile their kernels, in parallel, and run nothing. At the
+    end the kernels are loaded, so that launches can be captured.
 
-    What such a launch would have written holds anything: only kernels may read it. A kernel that
-    does not compile is left to the real launch, which says so.
+    The outputs of such launches are undefined: only kernels may read them. A kernel that does not
+    compile is left to the real launch, which reports the error.
     """
     run, launched = JITFunction.run, {}
     executor = CompileProcesses(workers)
@@ -52,6 +52,6 @@ def compiling() -> bool:
 
 
 def watch_compiles(seen) -> None:
-    """Call `seen(name)` before a kernel is compiled or loaded anew; None ends that."""
+    """Call `seen(name)` before a kernel is compiled or loaded; None stops that."""
     hook = None if seen is None else (lambda **facts: seen(facts["fn"].name))
     triton.knobs.runtime.jit_cache_hook = hook

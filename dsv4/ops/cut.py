@@ -1,5 +1,5 @@
-"""How K of a matrix is cut into ranges. Each is summed on its own, then they are added in ascending
-order: the cut fixes the order of summation, so every kernel that reads the matrix must use it.
+"""Splits K of a matrix into ranges. Each is summed separately, then they are added in ascending
+order: the split fixes the order of summation, so every kernel that reads the matrix must use it.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from dsv4.formats.quantized import Weight
 
 STEP = 128  # columns of K that one tile of a weight covers
-WIDE_PROGRAMS = 512  # ranges are made until a matrix gives about this many programs
+WIDE_PROGRAMS = 512  # K is split until a matrix gives about this many programs
 
 Ranges = Callable[[int, int], tuple[int, int]]
 

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""What the kernels share: device code for reading weights, and launch-side helpers.
+"""Shared by the kernels: device code for reading weights, and launch-side helpers.
 
-K is walked in an order that belongs to the weight: in *ranges* (`dsv4/ops/cut.py`), each summed on
-its own and added in ascending order. Every form of a kernel (few rows or many) keeps that order, so
-a row has the same bits in all of them.
+The summation order over K belongs to the weight: K is split into *ranges* (`dsv4/ops/cut.py`), each
+summed separately, and ranges are added in ascending order. Every variant of a kernel (few rows or
+many) keeps that order, so a row's bits are always the same.
 """
 
 import os
@@ -17,7 +17,7 @@ from dsv4.ops.kv.entry_triton import append
 from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they share here
 
 MIN_CAPABILITY = (9, 0)
-ROW_WARPS = 4  # of a program that sums along a row: the same alone and in a fused kernel
+ROW_WARPS = 4  # of a program that sums along a row; the same alone and in a fused kernel
 
 # Each lane of a 32-bit register is one int16 word; the result's lanes are bf16.
 _SLOT0 = tl.constexpr("and.b32 $0, $1, 0x81C081C0;")
@@ -27,7 +27,7 @@ _SLOT3 = tl.constexpr(
     "{ .reg .b32 u; shr.u32 u, $1, 7; and.b32 u, u, 0x00D800D8; "
     "mul.lo.u32 u, u, 0x821; and.b32 $0, u, 0x81C081C0; }"
 )
-# four codes of a register, of 8 bits each: the first and third, or the others, as two bf16
+# of four 8-bit codes in a register, the first and third, or the others, as two bf16
 _LOW_CODES = tl.constexpr(
     "{ .reg .b32 u; shl.b32 u, $1, 4; lop3.b32 $0, u, 0x0FF00FF0, 0x70007000, 0xEA; }"
 )
@@ -38,7 +38,7 @@ _HIGH_CODES = tl.constexpr(
 
 @triton.jit
 def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
-    """One weight of each int16 word as bf16, times 2^-126 (the layout is in gemm/packed.py)."""
+    """One weight of each int16 word as bf16, times 2^-126 (layout: gemm/packed.py)."""
     if ASM:
         CODE: tl.constexpr = (
             _SLOT0 if SLOT == 0 else (_SLOT1 if SLOT == 1 else (_SLOT2 if SLOT == 2 else _SLOT3))
@@ -59,8 +59,8 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scale_pairs(codes, ASM: tl.constexpr):
-    """The eight codes of each row, int64 -> four int32: two scales as bf16, of slots 0 and 1, then
-    2 and 3, of the first half, then of the second."""
+    """The eight scale codes of each row (int64) as four int32, two bf16 scales each: slots 0 and 1,
+    then 2 and 3, of the first half, then of the second."""
     first = codes.to(tl.int32)
     second = (codes >> 32).to(tl.int32)
     if ASM:
@@ -83,7 +83,7 @@ def scale_pairs(codes, ASM: tl.constexpr):
 
 @triton.jit
 def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """bf16 `[..., 16]`: the weights of one of eight groups from the words of its half."""
+    """bf16 `[..., 16]`: the weights of one of eight groups, from the words of its half."""
     both = pairs[GROUP // 2]
     scale = (both if GROUP % 2 == 0 else both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return unpack_slot(words, GROUP % 4, ASM) * tl.expand_dims(scale, -1)
@@ -109,7 +109,7 @@ def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def tile_pieces(height):
-    """(first row, rows) of pieces of powers of two, the longest last: fastest (docs/LOG.md)."""
+    """(first row, rows) of power-of-two pieces, longest last, which is fastest (docs/LOG.md)."""
     longest = 1 << (height.bit_length() - 1)
     sizes = [1 << i for i in range(8, -1, -1) if height - longest >> i & 1] + [longest]
     return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
@@ -117,7 +117,7 @@ def tile_pieces(height):
 
 @triton.jit
 def tile_rows(start, end, BM: tl.constexpr):
-    """Rows of a tile from `start` on, by piece, and which of them lie before `end`."""
+    """Rows of a tile from `start` on, by piece, and a mask of those before `end`."""
     rows = ()
     live = ()
     for i in tl.static_range(len(tile_pieces(BM))):
@@ -147,9 +147,9 @@ def dot_nvfp4(
     """fp32 `[BN, rows]` over steps `first` to `last` of K, without the factor 128 * global.
 
     `words` and `codes` point at the first of BN/64 row tiles; input row i starts at `x +
-    x_rows[i]`. Rows, masks and results are by piece, see `tile_rows`. Forms of the same sum, 16
-    columns after 16 columns: 0, eight small products a step (few rows, one piece); 1, one product
-    for each piece.
+    x_rows[i]`. Rows, masks and results are by piece, see `tile_rows`. Variants of the same sum,
+    16 columns at a time: 0, eight small products per step (few rows, one piece); 1, one product
+    per piece.
     """
     rn = tl.arange(0, BN)
     tile = (rn // 64) * total_steps + first
@@ -199,7 +199,7 @@ def dot_expanded(
     weight, x, x_rows, x_mask, first, last, total_steps, num_columns,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """`dot_nvfp4` on weights that were written out: `weight` points at BN rows of bf16."""
+    """`dot_nvfp4` on dequantised weights: `weight` points at BN rows of bf16."""
     rn = tl.arange(0, BN)
     rk = tl.arange(0, 64)
     w_ptrs = weight + (rn * (total_steps * 128) + first * 128)[:, None] + rk[None, :]
@@ -273,7 +273,7 @@ def dot_fp8(
     EVEN_K: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """As `dot_bf16` for E4M3 tiles; a product over BK columns is scaled in fp32, then added.
+    """Like `dot_bf16`, for E4M3 tiles; a product over BK columns is scaled in fp32, then added.
 
     `scale_rows` `[BN]`: offset of each weight row's scales.
     """
@@ -308,19 +308,18 @@ def dot_fp8(
 def finish_ranges(
     acc, live, partials, counters, slot, split, num_splits, BN: tl.constexpr, BM: tl.constexpr
 ):
-    """Store this range of the live rows; the last of a tile's programs gets the sum and True.
-
-    The ranges are added in ascending order, so it does not matter which program is the last.
+    """Store this range's partial sums of the live rows; the last program of a tile gets the total
+    and True. Ranges are added in ascending order, so it does not matter which program is last.
     """
     offsets = tl.arange(0, BN)[:, None] + (tl.arange(0, BM) * BN)[None, :]
     rows = live[None, :] & (offsets >= 0)
     base = partials + slot.to(tl.int64) * (BN * BM)
     tl.store(base + split * (BN * BM) + offsets, acc, mask=rows)
-    tl.debug_barrier()  # every thread's part is written before the count goes up
+    tl.debug_barrier()  # all threads have stored before the counter is incremented
     arrived = tl.atomic_add(counters + slot, 1, sem="acq_rel")
     is_last = arrived == num_splits - 1
     total = tl.zeros((BN, BM), dtype=tl.float32)
-    # several loads in flight; adding +0 for the missing ones changes nothing, as total is never -0
+    # several loads in flight; adding +0 for missing ones changes nothing, since total is never -0
     UNROLL: tl.constexpr = 8 if BM <= 16 else 2
     if is_last:
         for group in tl.range(0, num_splits, UNROLL):
@@ -334,7 +333,7 @@ def finish_ranges(
 
 @triton.jit
 def times_rounded(x, factor, ASM: tl.constexpr):
-    """fp32 `x * factor`, rounded even where an addition follows that it could be fused with."""
+    """fp32 `x * factor`, rounded; never contracted into an FMA with a following addition."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
@@ -344,7 +343,7 @@ def times_rounded(x, factor, ASM: tl.constexpr):
 
 @triton.jit
 def select_matrix(values, firsts, pid, NUM: tl.constexpr):
-    """The value of the matrix whose programs start at the last of `firsts` up to `pid`."""
+    """The value of program `pid`'s matrix; `firsts`: the first program of each matrix."""
     chosen = values[0]
     for i in tl.static_range(1, NUM):
         chosen = tl.where(pid >= firsts[i], values[i], chosen)

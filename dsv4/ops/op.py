@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs for one op, drawn afresh from a seed, and how far a kernel may be off.
+    """Inputs for one op, generated from a seed, and the tolerance of a kernel.
 
     A kernel passes when |kernel - reference| <= atol + rtol * |reference| everywhere.
     """
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Triton form of an op, imported only when a GPU (or the interpreter) first asks for it.
+    """A Triton kernel of an op, imported on its first use on a GPU or in the interpreter.
 
     `module` defines `supports(**arguments) -> str | None` (None means yes, a text says why not)
     and `run(**arguments)`; `variant(**arguments)` names what it chooses by size, if it does.
@@ -80,13 +80,13 @@ class Op:
     _warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, device: torch.device, **arguments: Any) -> Any:
-        """The public function has checked the arguments; `observe` may look on."""
+        """The public function has checked the arguments; an observer may wrap the call."""
         if _policy.observer is None:
             return self.run(device, arguments)
         return _policy.observer(self, arguments, lambda: self.run(device, arguments))
 
     def run(self, device: torch.device, arguments: Arguments) -> Any:
-        """Run on `device` what the policy says."""
+        """Run the kernel or reference that the policy selects on `device`."""
         on_cpu = device.type == "cpu" and not _policy.kernels_on_cpu
         if on_cpu or _policy.forces_reference(self.name):
             return self._run_reference(arguments)
@@ -113,14 +113,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Several ops in one launch where a kernel can do that; else they run one by one.
+    """Several ops in one launch where a kernel supports that; otherwise they run one by one.
 
-    Same results, bit for bit. Not used where an op is watched or forced to its reference.
+    The results are equal bit for bit. Not used where an op is observed or forced to its reference.
     """
 
     parts: tuple[str, ...]  # names of ops
     kernel: Kernel
-    reader: str = ""  # an op that takes the result as only its kernel can
+    reader: str = ""  # an op whose kernel alone can consume the result
 
     def __call__(
         self, device: torch.device, arguments: Arguments, one_by_one: Callable[[], Result]
@@ -143,9 +143,9 @@ class Fusion:
         return self.kernel.run(arguments)
 
 
-# called in place of an op with its arguments; it calls the third one and returns what that gave
+# called instead of an op with its arguments; it calls its third argument and returns that result
 Observer = Callable[[Op, Arguments, Callable[[], Any]], Any]
-Recorder = Callable[[str, str], None]  # an op, and what serves it: a kernel, fusion or reference
+Recorder = Callable[[str, str], None]  # an op, and the kernel, fusion or reference that serves it
 
 
 class _Policy:
@@ -190,7 +190,7 @@ def choose_ops(choice: str, known: Iterable[str]) -> None:
 
 
 def warn_unless_strict(message: str) -> None:
-    """Something runs otherwise than it could or was asked to: a warning; strict mode raises."""
+    """Warn that something runs differently than requested or possible; strict mode raises."""
     if _policy.strict:
         raise KernelError(f"{message}; strict mode forbids that")
     log.warning(message)
@@ -198,7 +198,7 @@ def warn_unless_strict(message: str) -> None:
 
 @contextmanager
 def _changed(**values: Any) -> Iterator[None]:
-    """The policy with other values inside the block."""
+    """Change the policy inside the block."""
     before = {name: getattr(_policy, name) for name in values}
     vars(_policy).update(values)
     try:
@@ -213,12 +213,12 @@ def observe(observer: Observer) -> AbstractContextManager[None]:
 
 
 def record(recorder: Recorder) -> AbstractContextManager[None]:
-    """Tell `recorder` what serves each op inside the block; fusions stay on."""
+    """Report to `recorder` what serves each op inside the block; fusions stay enabled."""
     return _changed(recorder=recorder)
 
 
 def kernels_only() -> AbstractContextManager[None]:
-    """On a GPU an op without a kernel for its arguments raises inside the block."""
+    """Strict mode: inside the block an op without a kernel for its arguments raises on a GPU."""
     return _changed(strict=True)
 
 
@@ -230,7 +230,7 @@ def kernels_on_cpu() -> AbstractContextManager[None]:
 def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
     """Argument check of an op: found and expected, before anything runs.
 
-    A message with numbers in it is a function: it is made only if it is needed.
+    A message with numbers in it is a function, called only if the check fails.
     """
     if not condition:
         raise KernelError(f"{op}: {message if isinstance(message, str) else message()}")

@@ -1,5 +1,5 @@
-"""A row that is still a sum of parts. Few programs can make a row quickly only if each makes a
-part of it; whoever reads the row next adds them, instead of a program that waits for the others.
+"""Split-K partial sums of a row. The consumer reduces them, which saves a launch or a program that
+waits for the others.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Parts:
-    """`values` fp32 `[groups, ranges, tokens, size]`: ranges are added first, then groups, each in
+    """`values` fp32 `[groups, ranges, tokens, size]`: ranges are summed first, then groups, each in
     ascending order. Channel c is then multiplied by `factor[c * len(factor) // size]` and rounded
     to `dtype`."""
 

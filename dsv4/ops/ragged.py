@@ -1,4 +1,4 @@
-"""The ragged batch as ops see it: several sequences, each with its new tokens in a row."""
+"""The ragged batch: several sequences, each with consecutive rows of new tokens."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from torch import Tensor
 class Ragged:
     """Index tensors (int64) of one step over `tokens` new tokens of `sequences` sequences.
 
-    The new tokens of a sequence are consecutive rows with consecutive positions. Behind the last
-    sequence may come padding rows with token id and position -1, which leave no trace in the
-    state and visit no expert; their results hold anything. A padding sequence has no tokens:
+    The new tokens of a sequence are consecutive rows with consecutive positions. Padding rows may
+    follow the last sequence, with token id and position -1; they do not change the state and visit
+    no expert, and their results are undefined. A padding sequence has no tokens:
     `starts == ends == 0`.
     """
 
@@ -21,9 +21,9 @@ class Ragged:
     first_rows: Tensor  # [sequences] row of the sequence's first new token
     starts: Tensor  # [sequences] position of that token
     ends: Tensor  # [sequences] position after its last new token
-    slots: Tensor  # [sequences] where the sequence's fixed-size state lies
+    slots: Tensor  # [sequences] slot of the sequence's fixed-size state
     keep: "Kept | None" = None
-    is_padded: bool = False  # padding may be there, so rows and sequences need not match
+    is_padded: bool = False  # may contain padding, so rows and sequences need not match
 
     @property
     def device(self) -> torch.device:
@@ -41,16 +41,16 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Kept:
-    """States to keep of boundaries inside the new tokens, one for each sequence at most."""
+    """Boundaries inside the new tokens whose state is saved, at most one per sequence."""
 
     ends: Tensor  # [sequences] length at the boundary, at least 4 beyond the start; 0: none
-    rows: Tensor  # [sequences] where what the compressors carry over it goes
+    rows: Tensor  # [sequences] destination of the compressor rows carried over it
 
 
 def make_ragged(
     starts: list[int], num_new: list[int], slots: list[int], device: torch.device
 ) -> Ragged:
-    """The batch in which sequence `i` contributes `num_new[i]` tokens from `starts[i]` on."""
+    """A batch in which sequence `i` contributes `num_new[i]` tokens from `starts[i]` on."""
     long = torch.int64
     counts = torch.tensor(num_new, dtype=long)
     begin = torch.tensor(starts, dtype=long)

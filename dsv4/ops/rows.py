@@ -1,13 +1,12 @@
-"""How the references give a row the same bits in any batch.
+"""Batch invariance of the references: a row has the same bits in any batch.
 
-A CPU matrix library changes its order of summation with the number of rows. The references
-therefore multiply exactly ROW_TILE rows at a time, the last tile padded with zeros; many tiles
-are one batched product of equal parts. With very few columns the order also changes with a row's
-place in its tile, so there are at least MIN_COLUMNS of them. A row's result then depends on that
-row alone.
+A BLAS changes its order of summation with the number of rows. The references therefore multiply
+exactly ROW_TILE rows at a time, the last tile padded with zeros; many tiles are one batched product
+of equal parts. With very few columns the order also depends on a row's place in its tile, so there
+are at least MIN_COLUMNS of them. A row's result then depends only on that row.
 
-torch's sigmoid, silu, softplus and softmax round differently in the last few elements of a
-tensor than in the others; exp and log1p do not. So the former are built from the latter here.
+torch's sigmoid, silu, softplus and softmax round the last few elements of a tensor differently from
+the others; exp and log1p do not. So the former are built from the latter here.
 """
 
 import torch
@@ -26,7 +25,7 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, row by row independent."""
+    """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, independent for each row."""
     num_rows, num_columns = x.shape[0], weight.shape[0]
     weight = weight.float()
     if num_columns < MIN_COLUMNS:

@@ -1,4 +1,4 @@
-"""Buffers that kernels keep between launches; one stream per device uses them."""
+"""Buffers that kernels keep between launches, used by one stream per device."""
 
 import logging
 
@@ -8,14 +8,14 @@ log = logging.getLogger(__name__)
 
 _workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
 _frozen: set[torch.device] = set()
-_retired: list[torch.Tensor] = []  # too small by now, but captured graphs hold their addresses
+_retired: list[torch.Tensor] = []  # outgrown, but captured graphs hold their addresses
 
 
 def workspace(device: torch.device, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer of at least `size`, zero when new, kept and grown.
+    """A persistent buffer of at least `size`, zero when new, grown on demand.
 
-    After a warm-up with the largest batch nothing is allocated any more. Where one has to grow
-    all the same, graphs go on with the old one.
+    After a warm-up with the largest batch nothing more is allocated. If a buffer has to grow
+    anyway, captured graphs keep using the old one.
     """
     found = _workspaces.get((device, name))
     if found is None or found.numel() < size:
@@ -34,5 +34,5 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def freeze_workspaces(device: torch.device, frozen: bool = True) -> None:
-    """From now on (or no longer) graphs hold the addresses of workspaces."""
+    """Mark that graphs hold the addresses of workspaces from now on (or no longer)."""
     (_frozen.add if frozen else _frozen.discard)(device)

@@ -1,7 +1,7 @@
 """How ranks hand tensors to each other. Nothing here adds: no sum ever crosses ranks.
 
-A rank sends finished rows or unsummed parts; whoever reads them adds in a fixed order. So results
-do not depend on how a library would have reduced them, nor on the number of ranks.
+A rank sends finished rows or partial sums; the receiver adds them in a fixed order. So results do
+not depend on how a library would have reduced them, nor on the number of ranks.
 
 `gather` and `exchange` are calls of a whole tensor group, in the same order on each of its ranks;
 `send` and `receive` are between two ranks of the world. Tensors travel as bytes.
@@ -33,7 +33,7 @@ class Comm(Protocol):
 
 
 class Alone:
-    """A world of one rank: nobody to hand anything to."""
+    """A world of one rank: there is no peer."""
 
     def gather(self, out: Tensor, x: Tensor) -> None:
         out[0].copy_(x)

@@ -73,7 +73,7 @@ class ThreadComm:
     def gather(self, out: Tensor, x: Tensor) -> None:
         for place, laid in enumerate(self._lay_down(x, ())):
             out[place].copy_(laid)
-        self._meet()  # nobody changes what others still read
+        self._meet()  # no rank overwrites what others still read
 
     def exchange(
         self, out: Tensor, x: Tensor, sent: Sequence[int], received: Sequence[int]

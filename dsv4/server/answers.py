@@ -1,6 +1,6 @@
-"""Answers in progress: what the engine brings becomes reasoning, text and calls, piece by piece.
+"""Answers in progress: engine outputs become reasoning, text and calls, piece by piece.
 
-The three protocols that speak in messages share this; they differ only in how they write it.
+Shared by the three message protocols, which differ only in how they serialise it.
 """
 
 import logging
@@ -46,7 +46,7 @@ class Choice:
         self._call_ids: list[str] = []
         self.index = index
         self.num_output = 0
-        self.total_logprob = 0.0  # of its tokens, where log-probabilities were asked for
+        self.total_logprob = 0.0  # of its tokens, if log-probabilities were requested
         self.num_reasoning = 0
         self.num_cached = 0
         self.is_finished = False
@@ -78,7 +78,7 @@ class Choice:
         return self._call_ids[place]
 
     def request(self) -> Request:
-        """What the engine is to do for the current phase."""
+        """The engine request for the current phase."""
         order, phase = self._order, self._current
         params = order.params
         left = params.max_tokens - self.num_output
@@ -108,7 +108,7 @@ class Choice:
         return tuple(sorted(self._tokenizer.stop_ids(self._order.prompt.dialect)))
 
     def take(self, output: Output) -> Step:
-        """Parse new tokens. Afterwards the choice is finished, or in its next phase, or goes on."""
+        """Parse new tokens. The choice then continues, enters its next phase, or is finished."""
         step = Step(self.index, self._forced_deltas)
         self._forced_deltas = []
         if output.num_cached is not None and self._phase == 0:
@@ -127,7 +127,7 @@ class Choice:
         return step
 
     def _drops_end(self, output: Output) -> bool:
-        """An end marker that ends a phase only, because something must still follow."""
+        """Whether an end marker ends only the phase, because something must still follow."""
         if output.finish_reason != "stop":
             return False
         return self._is_promised_next and output.stop_reason != self._current.until
@@ -150,7 +150,7 @@ class Choice:
             step.logprobs.append(logprobs)
 
     def _must_end(self, step: Step) -> bool:
-        """A stop string came, or a second call where one was asked for."""
+        """Whether a stop string or a second call after a single forced one was generated."""
         if not self._order.parallel_calls:
             kept = [delta for delta in step.deltas if delta.call_index == 0]
             if len(kept) < len(step.deltas):
@@ -159,7 +159,7 @@ class Choice:
         return self._parser.ended and self._parser.stop_sequence is not None
 
     def _end_phase(self, output: Output, step: Step) -> None:
-        """The engine is done with a phase: on to the next one, or the answer is over."""
+        """The engine finished a phase: start the next one, or end the answer."""
         if output.finish_reason in ("error", "abort"):
             raise failure(output, self._record.id)
         has_next = self._phase + 1 < len(self._order.phases)
@@ -177,9 +177,9 @@ class Choice:
 
     @property
     def _is_promised_next(self) -> bool:
-        """Whether a call or a guided answer must follow, also where the model would end."""
+        """Whether a call or a guided answer must follow even if the model ends."""
         following = self._order.phases[self._phase + 1 : self._phase + 2]
-        if not following or self._parser.part == "done":  # calls have come already
+        if not following or self._parser.part == "done":  # calls were already generated
             return False
         guide = following[0].guide
         return bool(following[0].forced) or (guide is not None and guide.must_come)
@@ -196,7 +196,7 @@ class Choice:
 
 
 class Answers:
-    """All choices of one request. Close it, or run `steps` to the end, and nothing runs on."""
+    """All choices of one request. Closing it, or exhausting `steps`, stops all its work."""
 
     def __init__(self, service: Service, order: Order, record: Record) -> None:
         self._service = service
@@ -210,7 +210,7 @@ class Answers:
         record.num_prompt = len(order.prompt_ids)
 
     async def start(self) -> None:
-        """Hand everything to the engine; raises if it refuses."""
+        """Submit all choices to the engine; raises if it refuses."""
         try:
             for choice in self.choices:
                 await self._box.add(choice.request())
@@ -220,7 +220,7 @@ class Answers:
             raise
 
     async def steps(self) -> AsyncGenerator[list[Step], None]:
-        """What is new, choice by choice; an empty list when nothing came for a while."""
+        """New output by choice; an empty list if nothing arrives for a while."""
         try:
             while not all(choice.is_finished for choice in self.choices):
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
@@ -242,7 +242,7 @@ class Answers:
                 found.reasoning_logprobs += step.reasoning_logprobs
 
     def best(self, count: int) -> list[Choice]:
-        """The choices with the highest mean log-probability of a token, numbered anew."""
+        """The choices with the highest mean token log-probability, renumbered."""
         if count < len(self.choices):
             places = sorted(
                 range(len(self.choices)),
@@ -258,11 +258,11 @@ class Answers:
         _, index, _ = output.request_id.rsplit("-", 2)
         choice = self.choices[int(index)]
         if choice.is_finished:
-            return None  # it ran on for a step before it was aborted
+            return None  # it ran one more step before it was aborted
         self._service.metrics.count_tokens(self.record, len(output.token_ids))
         step = choice.take(output)
         if step.is_last:
-            self._box.abort(output.request_id)  # without effect if the engine ended it
+            self._box.abort(output.request_id)  # no effect if the engine ended it
         elif output.finished:
             await self._box.add(choice.request())
         return step
@@ -300,7 +300,7 @@ class Answers:
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:
-    """Texts of the same kind that follow each other, as one."""
+    """Merge consecutive texts of the same kind."""
     found: list[Delta] = []
     for delta in deltas:
         follows = found and found[-1]._replace(text="") == delta._replace(text="")
@@ -317,7 +317,7 @@ def later_seed(seed: int | None, place: int) -> int | None:
 
 
 def failure(output: Output, name: str) -> ApiError:
-    """What the client of a failed request hears; the rest is for the log."""
+    """The error that a failed request's client sees; the rest goes to the log."""
     if output.refused:
         return ApiError(400, str(output.error))
     log.error("%s: the engine ended it (%s): %s", name, output.finish_reason, output.error)

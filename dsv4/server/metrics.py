@@ -1,4 +1,4 @@
-"""Prometheus figures, named as the field's dashboards know them, with our own prefix."""
+"""Prometheus metrics, named like those of other servers, with our own prefix."""
 
 import asyncio
 import functools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsv4.requests")
 
-LAG_SECONDS = 0.05  # between two looks at the event loop
+LAG_SECONDS = 0.05  # between two samples of the event loop
 _KEYS = itertools.count()
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _SHORT = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.3, 1, 3, 10)
@@ -33,7 +33,7 @@ _TOKENS = tuple(4**power for power in range(11))
 
 @dataclass
 class Record:
-    """One request as the log and the metrics see it; times in seconds of a monotonic clock."""
+    """One request for the log and the metrics; times in seconds of a monotonic clock."""
 
     id: str  # as the client may have chosen it
     path: str
@@ -52,7 +52,7 @@ class Record:
 
 
 class _EngineFigures:
-    """Figures of the engine itself, read when they are asked for."""
+    """The engine's own metrics, read on request."""
 
     def __init__(self, labels: dict[str, str], link: "EngineLink") -> None:
         self._labels = labels
@@ -105,7 +105,7 @@ class _EngineFigures:
         return metric
 
     def _cache_config(self, num_pages: int) -> Metric:
-        """What the state is kept in, as labels of a figure that is always 1."""
+        """The state's settings, as labels of a metric that is always 1."""
         facts, settings = self._link.facts, self._link.facts.get("settings", {})
         values = {
             **self._labels,
@@ -155,7 +155,7 @@ class Metrics:
         self._prefill.observe(computed_s)
 
     async def watch_loop(self) -> None:
-        """How late the event loop wakes a sleeper: what every connection waits at worst."""
+        """Event loop lag: the delay that every connection sees at worst."""
         while True:
             begin = time.monotonic()
             await asyncio.sleep(LAG_SECONDS)
@@ -179,7 +179,7 @@ class Metrics:
         self._rejected.labels(**self._labels, status=str(status)).inc()
 
     def count_tokens(self, record: Record, count: int) -> None:
-        """Called when tokens of an answer arrive."""
+        """Call when tokens of an answer arrive."""
         now = time.monotonic()
         if record.first is None:
             record.first = now
@@ -193,7 +193,7 @@ class Metrics:
         self._output.inc(count)
 
     def close(self, record: Record) -> None:
-        """The request has ended: one line in the log, and its figures."""
+        """Log one line for the finished request and record its metrics."""
         now = time.monotonic()
         total = now - record.begin
         labels = self._labels

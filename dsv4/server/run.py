@@ -1,4 +1,4 @@
-"""From options to a listening server: the socket, the engine, signals, the end."""
+"""From options to a listening server: the socket, the engine, signals, shutdown."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class StartError(Dsv4Error):
-    """The engine could not be started; its own message and exit code."""
+    """The engine could not be started; carries its message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -41,9 +41,9 @@ def serve(
     *,
     engine: tuple[str, ...] = ENGINE,
 ) -> None:
-    """Serve until a signal comes. `notify` hears of plan, progress and ready.
+    """Serve until a signal arrives. `notify` receives plan, progress and ready messages.
 
-    `engine`: what Python is to run as the engine process.
+    `engine`: the Python arguments of the engine process.
     """
     with _bind(options) as listener:
         failure: list[Message] = []
@@ -60,11 +60,11 @@ def serve(
         if not options.api_keys and not is_loopback(options.host):
             log.warning("no API key is set: everyone who reaches %s may use this", options.host)
         server = _Server(service)
-        # A full collection would stop the event loop for as long as one request has many objects.
+        # A full garbage collection would stop the event loop while a request holds many objects.
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
-        # One answer takes the interpreter's lock several times; a thread that reads a large body
-        # gives it up only after this long.
+        # One answer takes the GIL several times; a thread that parses a large body releases it
+        # only after this long.
         sys.setswitchinterval(0.0005)
         server.run(sockets=[listener])
     if failure:
@@ -77,7 +77,7 @@ def address(listener: socket.socket, options: ServerOptions) -> str:
 
 
 def _bind(options: ServerOptions) -> socket.socket:
-    """Take the port before anything is loaded: a port in use is known at once."""
+    """Bind the port before anything is loaded: a port in use fails at once."""
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.is_draining:
-            os._exit(130 if sig == signal.SIGINT else 143)  # asked twice: at once
+            os._exit(130 if sig == signal.SIGINT else 143)  # second signal: exit now
         self._service.is_draining = True
         log.warning("shutting down; running answers have %g s", self._service.options.drain_seconds)
 
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _drain_and_stop(self) -> None:
-        """New requests are refused by now; running ones finish, or end with an error."""
+        """Let running requests finish, or end them with an error; new ones are already refused."""
         link = self._service.link
         try:
             async with asyncio.timeout(self._service.options.drain_seconds):
@@ -139,7 +139,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Headers must arrive in time, and errors below HTTP look like all others."""
+    """Headers must arrive in time, and protocol errors have the same shape as all others."""
 
     _headers_due: asyncio.TimerHandle | None = None
 

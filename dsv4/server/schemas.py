@@ -1,6 +1,6 @@
-"""The bodies of requests: which fields there are, their types and bounds.
+"""Request bodies: their fields, types and bounds.
 
-Conversations themselves (messages, tools, input items) are read by `dsv4.chat.requests`.
+`dsv4.chat.requests` reads the conversations themselves (messages, tools, input items).
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,8 +24,8 @@ MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
 MAX_IDS = 1 << 20  # token ids in one list
-MAX_ENTRIES = 1024  # of every list or object in a body that is not named here
-MAX_FIELDS = 256  # of a body
+MAX_ENTRIES = 1024  # per list or object that has no limit of its own
+MAX_FIELDS = 256  # per body
 SIZES = {
     "messages": MAX_MESSAGES,
     "input": MAX_MESSAGES,
@@ -47,7 +47,7 @@ Stops = Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)
 Object = dict[str, Any]
 Objects = Annotated[list[Object], Field(fail_fast=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
-# The reader of conversations knows more shapes; these are the ones that the document shows.
+# The conversation reader accepts more shapes; these are the documented ones.
 _MESSAGE = {
     "type": "object",
     "properties": {
@@ -57,7 +57,7 @@ _MESSAGE = {
     "required": ["role", "content"],
 }
 Messages = Annotated[Objects, WithJsonSchema({"type": "array", "items": _MESSAGE})]
-# Ranges of ids are checked by `Service.check_ids`: here a million of them would take too long.
+# `Service.check_ids` checks the range of ids: here a million of them would take too long.
 _Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})]
 Ids = Annotated[list[_Id], Field(fail_fast=True, max_length=MAX_IDS)]
 
@@ -66,7 +66,7 @@ _NO_BEAMS = "answers are sampled; use n"
 
 
 class Body(BaseModel):
-    """Strict types; unknown fields pass, known ones that are not offered are refused."""
+    """Strict types; unknown fields are ignored, known but unsupported ones are refused."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
@@ -78,7 +78,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_sizes(cls, data: Any) -> Any:
-        """Before anything else: what follows costs time for every entry."""
+        """Runs first, because everything after it costs time per entry."""
         if isinstance(data, dict):
             check_size("body", data, MAX_FIELDS)
             for name, value in data.items():
@@ -130,7 +130,7 @@ _Choices = Annotated[list[Stop], Field(fail_fast=True, min_length=1, max_length=
 
 
 class StructuredOutputs(BaseModel):
-    """One of several ways to say what an answer looks like."""
+    """One of several ways to constrain an answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     json_schema: _Schema | None = Field(default=None, alias="json")
@@ -141,7 +141,7 @@ class StructuredOutputs(BaseModel):
 
 
 class Guided(Sampling):
-    """What chat and raw prompts share beside sampling: guides, also under older names."""
+    """Shared by chat and raw prompts beside sampling: guides, also under older names."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None
@@ -157,7 +157,7 @@ class Guided(Sampling):
         return max(self.n or 1, self.best_of or 1)
 
     def check_streaming(self) -> None:
-        """Refuse together what cannot go together."""
+        """Refuse combinations of fields that are not supported."""
         if self.best_of is not None and self.best_of < (self.n or 1):
             text = f"best_of: found {self.best_of} with n {self.n or 1}, expected at least as many"
             raise ApiError(400, text, param="best_of")

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the tokenizer, the model's names, metrics and traces."""
+"""Shared by all endpoints: the engine, the tokenizer, the model's names, metrics and traces."""
 
 import asyncio
 import json
@@ -32,9 +32,9 @@ from dsv4.util.models import model_folder
 log = logging.getLogger(__name__)
 
 FINGERPRINT = f"dsv4-{__version__}"
-MAX_RECALLED = 1024  # calls whose reasoning is remembered
+MAX_RECALLED = 1024  # calls whose reasoning is kept
 MAX_RECALL_CHARACTERS = 100_000
-IDS_A_PIECE = 1 << 16  # looked at in one call, which keeps the interpreter's lock
+IDS_A_PIECE = 1 << 16  # checked per call, which holds the GIL
 T = TypeVar("T")
 
 
@@ -51,7 +51,7 @@ class Service:
         self.recall = Recall()
         self.created = int(time.time())
         self.is_draining = False
-        self._num_logprobs = 0  # that running requests may bring
+        self._num_logprobs = 0  # reserved by running requests
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -68,7 +68,7 @@ class Service:
         return self._tokenizer is not None
 
     def token_name(self, token: int) -> str:
-        """A token as log-probabilities name it."""
+        """A token's name in log-probabilities."""
         if self._tokenizer is None:
             return f"token_id:{token}"
         return token_text(self._tokenizer.token_bytes(token))
@@ -82,7 +82,7 @@ class Service:
         return int(self.link.facts["max_context"])
 
     def accept(self, body: Body, count: int = 1) -> str:
-        """Check what every generating request must pass; the name to answer under."""
+        """Checks for every generating request; returns the model name to answer under."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         self._refuse_unsupported(body)
@@ -123,13 +123,13 @@ class Service:
             log.debug("fields without effect: %s", ", ".join(unknown)[:500])
 
     def salt(self, own: str | None) -> str:
-        """Prefixes are shared within a key; a client may separate its own further."""
+        """Prefixes are shared within a key; a client may partition its own further."""
         name = asker.get().name
         return f"{name}:{own or ''}" if name else own or ""
 
     @contextmanager
     def hold_logprobs(self, count: int) -> Iterator[None]:
-        """Reserve memory for so many, as long as an answer is collected and written."""
+        """Reserve memory for this many while an answer is collected and written."""
         if count > MAX_LOGPROBS:
             raise ApiError(
                 400,
@@ -153,7 +153,7 @@ class Service:
         return prompt.ids(self.tokenizer)
 
     def check_length(self, num_characters: int, path: str = "messages") -> None:
-        """Refuse a text that cannot fit the context before its tokens are counted."""
+        """Refuse a text that cannot fit the context, before tokenising it."""
         least = self.tokenizer.least_tokens(num_characters)
         if least > self.max_context:
             raise ApiError(
@@ -179,7 +179,7 @@ class Service:
     def limit_tokens(
         self, asked: int | None, num_prompt: int, default: int, path: str = "messages"
     ) -> int:
-        """How many tokens may be generated; an ask that the context cannot hold is refused."""
+        """How many tokens may be generated; refuses a limit that the context cannot hold."""
         room = self.max_context - num_prompt
         if room < 1 or (asked or 0) > room:
             raise ApiError(
@@ -195,7 +195,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Asker:
-    """Who sent a request. `name`: a digest of the key, none if there are no keys."""
+    """The sender of a request. `name`: a digest of the key, empty without keys."""
 
     name: str = ""
     may_hurry: bool = False
@@ -203,7 +203,7 @@ class Asker:
 
 NOBODY = Asker()
 asker: ContextVar[Asker] = ContextVar("asker", default=NOBODY)
-is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
+is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # this request's body
 
 
 class Threads:
@@ -225,7 +225,7 @@ class Threads:
 
 
 _QUICK = Threads(4, 4096)
-_LARGE = Threads(2, MAX_LARGE_WAITING)  # of their own, so that short requests need not wait
+_LARGE = Threads(2, MAX_LARGE_WAITING)  # separate, so that short requests need not wait
 
 
 async def in_large_thread(work: Callable[[], T]) -> T:
@@ -233,7 +233,7 @@ async def in_large_thread(work: Callable[[], T]) -> T:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Texts are read and encoded beside the event loop. RequestErrors become answers."""
+    """Parse and tokenise off the event loop. RequestErrors become error responses."""
     try:
         return await (_LARGE if is_large.get() else _QUICK).run(work)
     except RequestError as error:
@@ -243,9 +243,9 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 class Recall:
-    """The reasoning behind tool calls, by call id.
+    """The reasoning before tool calls, by call id.
 
-    Many clients send calls back without it, although the model wants to see it again.
+    Many clients send calls back without it, although the model expects to see it again.
     """
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class Trace:
-    """Exact prompts and raw outputs in a file, if the operator asked for it."""
+    """Writes exact prompts and raw outputs to a file, if the operator enabled it."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -287,7 +287,7 @@ class Trace:
             with open(self._path, "a", encoding="utf-8", opener=_private) as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
             self._is_broken = False
-        except OSError as error:  # a full disk must not stop the serving
+        except OSError as error:  # a full disk must not stop serving
             if not self._is_broken:
                 log.error("the trace cannot be written (%s); serving goes on without it", error)
             self._is_broken = True

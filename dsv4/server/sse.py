@@ -1,4 +1,4 @@
-"""Answers that end when their client does: event streams, and whole answers that may be dropped."""
+"""Responses that end when the client disconnects: event streams and whole answers."""
 
 import asyncio
 import json
@@ -29,10 +29,10 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 async def whole_answer(build: Callable[[], Any], num_entries: int) -> Response:
-    """What `build` makes, as JSON. A large answer is made and written beside the event loop."""
+    """The result of `build` as JSON. A large answer is built and serialised off the event loop."""
     if num_entries <= MAX_QUICK_ENTRIES:
         return JSONResponse(build())
-    # piece by piece: in one call the encoder would keep the interpreter's lock
+    # piece by piece: a single call of the encoder would hold the GIL
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = await in_large_thread(lambda: "".join(encoder.iterencode(build())).encode())
     return Response(data, media_type="application/json")

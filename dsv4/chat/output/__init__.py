@@ -1,1 +1,1 @@
-"""What the model wrote, taken apart: `parse.py` is the door, `block.py` reads tool calls."""
+"""Parsing of model output: `parse.py` is the entry point, `block.py` reads tool calls."""

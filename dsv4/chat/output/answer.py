@@ -1,4 +1,4 @@
-"""An answer's tokens as text for its reader: whole characters, nothing of a stop string."""
+"""Detokenises an answer: whole characters, without its stop string."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from dsv4.chat.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Without a tokenizer the text stays empty and only stop ids end an answer."""
+    """Without a tokenizer the text is empty and only stop ids end an answer."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, stop: Sequence[str], stop_ids: frozenset[int]
@@ -17,7 +17,7 @@ class AnswerText:
         self.stop_ids = stop_ids
 
     def push(self, token_id: int) -> tuple[str, str | int | None]:
-        """New text to show, and the stop id or stop string with which the answer ends."""
+        """New text, and the stop id or stop string that ends the answer."""
         if token_id in self.stop_ids:
             return "", token_id
         if self._detokenizer is None:
@@ -28,7 +28,7 @@ class AnswerText:
         return shown, stop
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The buffered text, at the end of the answer."""
         if self._detokenizer is None:
             return ""
         shown, stop = self._stops.push(self._detokenizer.finish())

@@ -1,4 +1,4 @@
-"""Writing a call's arguments as JSON text while its parameters arrive."""
+"""Writes a call's arguments as JSON text while its parameters arrive."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ _WRAPPERS = ("arguments", "input")
 
 
 class ArgumentsWriter:
-    """String values leave as they come, escaped; other values when they are complete.
+    """String values are streamed, escaped; other values are emitted when complete.
 
     `properties` are the names in the tool's schema, None for an unknown tool.
     """
@@ -55,7 +55,7 @@ class ArgumentsWriter:
             self._emit('"')
 
     def body(self, text: str) -> None:
-        """A JSON object in the place of parameters."""
+        """A JSON object instead of parameters."""
         text = jsontext.strip(text)
         self._is_whole = True
         if jsontext.object_keys(text) is None:
@@ -72,7 +72,7 @@ class ArgumentsWriter:
         self._emit("}" if self._num_written else "{}")
 
     def cut(self) -> None:
-        """Show what is still held, as far as it came; the text stays open."""
+        """Emit what is buffered; the JSON text stays open."""
         self._release_wrapper()
         if self._name is None or not (self._is_json or self._is_wrapper):
             return
@@ -102,7 +102,7 @@ class ArgumentsWriter:
             self._write(name, text, is_json=is_json)
 
     def _unwrap(self) -> bool:
-        """Use the wrapped object itself if the tool knows all of its keys."""
+        """Use the wrapped object itself if the tool's schema has all of its keys."""
         if self._wrapper is None or self._properties is None:
             return False
         _, text, is_json = self._wrapper

@@ -1,8 +1,7 @@
 """Inside a block of tool calls: a state machine over text and tags.
 
-The parser hands over text, openings (`<` + DSML) and closings (`</` + DSML), and is told when
-the block has ended. Text is never looked at twice except for the few characters that may begin
-a tag's name.
+The parser passes text, openings (`<` + DSML) and closings (`</` + DSML), and learns when the block
+has ended. No text is examined twice except the few characters that may start a tag's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,11 +20,11 @@ from dsv4.chat.output.tags import (
     overlap,
 )
 
-_MAX_BARE_CHARS = 512  # longer than this, an unfinished tag is text that lost its way
+_MAX_BARE_CHARS = 512  # an unfinished tag longer than this is plain text
 
 
 class _State(Enum):
-    TAG = auto()  # after an opening, while its name is not decided
+    TAG = auto()  # after an opening, before its name is known
     PROSE = auto()  # between tags
     NAME = auto()  # a call's name, up to the quote
     INVOKE_REST = auto()  # up to >
@@ -37,7 +36,7 @@ class _State(Enum):
 
 
 class CallBlock:
-    """`before` is the text that goes back with the block if it turns out to be no block."""
+    """`before` is the text returned with the block if it turns out not to be one."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class CallBlock:
         self._may_have_body = False  # directly after a call's opening tag
         self._has_body = False
         self._state = _State.PROSE if already_open else _State.TAG
-        # An unwrapped call is held back until it closes; None: the first tag is not decided.
+        # An unwrapped call is buffered until it closes; None: the first tag is not known yet.
         self._provisional: bool | None = False if already_open else None
         self._raw: list[str] | None = [] if already_open else [before, TAG_OPEN]
         self._tag_at = 1  # where in _raw the tag in question begins
@@ -88,7 +87,7 @@ class CallBlock:
 
     @property
     def skipped(self) -> str:
-        """Text inside the block that belongs to no call."""
+        """Text inside the block outside any call."""
         return "".join(self._prose)
 
     def take_deltas(self) -> list[Delta]:
@@ -98,7 +97,7 @@ class CallBlock:
         return deltas
 
     def push(self, text: str) -> str:
-        """Take text; returns the part behind the block's end."""
+        """Consume text; returns the part after the block's end."""
         if self._raw is not None:
             self._raw.append(text)
         while text and self.outcome is Outcome.OPEN:
@@ -108,14 +107,14 @@ class CallBlock:
         return text
 
     def open(self) -> bool:
-        """Take an opening. False: the block ended just before it, and it is still to be taken."""
+        """Consume an opening. False: the block ended just before it, and it was not consumed."""
         return self._take_tag(TAG_OPEN, _State.TAG)
 
     def close(self) -> bool:
         return self._take_tag(TAG_CLOSE, _State.CLOSER)
 
     def retract(self) -> bool:
-        """A thinking marker between tags: without a call so far, the block was only mentioned."""
+        """A thinking marker between tags: without a call so far, the markup was only quoted."""
         is_between_tags = self._state in (_State.TAG, _State.PROSE, _State.CLOSER)
         if not is_between_tags or self.num_calls:
             return False
@@ -148,7 +147,7 @@ class CallBlock:
         elif not cut:
             self._end_state()
 
-    # States: each takes text and returns what it leaves to the next state.
+    # States: each consumes text and returns the rest for the next state.
 
     def _in_tag_name(self, text: str) -> str:
         self._tail = (self._tail + text).lstrip(" ")
@@ -215,13 +214,13 @@ class CallBlock:
         (self._tag_parts if self._in_tag else self._prose).append(text)
 
     def _leave_tag(self) -> None:
-        """The end of a tag that opens no call. A block's name is markup; more than that is not."""
+        """The end of a tag that opens no call. Only a block's bare name is markup."""
         if self._in_tag:
             self._keep_words("".join(self._tag_parts))
         self._in_tag, self._tag_parts = False, []
 
     def _keep_words(self, tag: str) -> None:
-        """Remember what stands in a tag beside its name: nothing that was written gets lost."""
+        """Keep the text in a tag beside its name, so that no output is lost."""
         if len(tag.split(maxsplit=1)) > 1:
             self._prose.append(tag)
 
@@ -298,7 +297,7 @@ class CallBlock:
         self._close_named(name)
         return rest
 
-    # What states share.
+    # Shared by the states.
 
     def _until(self, end: str, text: str) -> tuple[str | None, str]:
         """Collect up to `end`: (all that was collected, rest), or (None, "") to wait."""
@@ -331,7 +330,7 @@ class CallBlock:
         return True
 
     def _end_state(self) -> None:
-        """A tag, or the end of the output, interrupts the present state."""
+        """A tag, or the end of the output, interrupts the current state."""
         if self._state is _State.PROSE:
             self._skip(self._tail)
             self._leave_tag()
@@ -377,7 +376,7 @@ class CallBlock:
         self._prose = []
 
     def _is_bare_markup(self, *, cut: bool) -> bool:
-        """Whether nothing but the beginning of a call has come so far."""
+        """Whether only the beginning of a call has arrived so far."""
         in_unfinished_tag = self._in_tag or self._state is not _State.PROSE
         prose = self.skipped + ("" if in_unfinished_tag else self._tail)
         if prose.strip() or sum(map(len, self._raw or [])) > _MAX_BARE_CHARS:

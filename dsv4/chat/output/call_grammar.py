@@ -1,7 +1,7 @@
 """The markup of tool calls as a grammar: declared names, arguments that keep to their schemas.
 
-A format is a JSON object as the grammar library's structural tags have it. The marker in a tag is
-matched by its token alone: the same characters spelled with other tokens are text to the parser.
+A format is a JSON object in the grammar library's structural tag notation. The marker in a tag is
+matched only by its token: the same characters spelled with other tokens are text to the parser.
 """
 
 import json
@@ -23,7 +23,7 @@ _WHOLE = ("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patt
 
 
 def answer_format(guide: Guide) -> Format:
-    """What a guide asks for, as a part of something larger."""
+    """A guide's constraint, as a part of a larger format."""
     if guide.kind == "choice":
         return _or([_text(choice) for choice in guide.value])
     if guide.kind == "regex":
@@ -41,8 +41,8 @@ def answer_or_calls(guide: Guide, calls: "CallGrammar") -> Format:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """`tools`: those that may be called; with `is_strict` the arguments of all of them are kept to
-    their schemas, otherwise only where a tool asks for it."""
+    """`tools`: those that may be called; with `is_strict` the arguments of all of them follow their
+    schemas, otherwise only those of strict tools."""
 
     tools: Sequence[Tool]
     dialect: Dialect
@@ -100,7 +100,7 @@ class CallGrammar:
         if not (self.is_strict or tool.is_strict) or not isinstance(root, Mapping) or not root:
             return self._any_parameters()
         if not _is_plain(root):
-            return _sequence(_json(root), _text("\n"))  # the parser takes a whole object, too
+            return _sequence(_json(root), _text("\n"))  # the parser also accepts a whole object
         properties, required = root.get("properties", {}), root.get("required", ())
         parts = []
         for name, schema in properties.items():
@@ -176,7 +176,7 @@ def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[tuple[
 
 
 def _target(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """What a reference of the schema stands for; None if it has none that can be followed here."""
+    """The target of a schema's reference; None if it cannot be resolved here."""
     reference = schema.get("$ref")
     parts = reference.split("/") if isinstance(reference, str) else []
     if len(parts) != 3 or parts[:2] not in (["#", "$defs"], ["#", "definitions"]):

@@ -1,8 +1,8 @@
-"""What the model wrote: reasoning, answer and tool calls, whole or as a stream.
+"""Parses model output into reasoning, answer and tool calls, whole or as a stream.
 
-Markers count when they arrive as special tokens; where only text is at hand, by their spelling.
-However the output is cut into pieces, the joined result is the same, and nothing that was sent
-is taken back.
+Markers are recognised as special tokens, or by their spelling where only text is available.
+However the output is split into pieces, the joined result is the same, and nothing that was sent is
+retracted.
 """
 
 import codecs
@@ -27,7 +27,7 @@ _MAX_PIECE_CHARS = 2048
 
 class ParsedCall(NamedTuple):
     name: str
-    arguments: str  # JSON text; cut off only if the length limit fell inside
+    arguments: str  # JSON text; incomplete only if the length limit cut it
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Parsed:
     tool_calls: tuple[ParsedCall, ...]
     finish_reason: str  # stop, length or tool_calls
     stop_sequence: str | None = None
-    # Markup that could not be understood: it was returned as text, or stands in `unparsed`.
+    # Markup that could not be parsed: it was returned as text, or is in `unparsed`.
     malformed: bool = False
-    unparsed: str = ""  # text inside or behind a block of calls that belongs to no call
+    unparsed: str = ""  # text inside or after a block of calls that belongs to no call
 
 
 def new_call_id(position: int) -> str:
-    """An id for a call: its place first, so that ids sort as calls do; the rest unguessable."""
+    """An id for a call: its index first, so that ids sort like calls; the rest is random."""
     return f"call_{position:02d}_{secrets.token_hex(12)}"
 
 
@@ -117,7 +117,7 @@ class OutputParser:
         return self._take_deltas()
 
     def push_text(self, text: str) -> list[Delta]:
-        # States hand over the rest of a piece by copying it, so pieces have to be short.
+        # States pass on the rest of a piece by copying it, so pieces have to be short.
         for at in range(0, len(text), _MAX_PIECE_CHARS):
             for piece, is_marker in self._lexer.push(text[at : at + _MAX_PIECE_CHARS]):
                 if self.ended:
@@ -143,7 +143,7 @@ class OutputParser:
 
     @property
     def part(self) -> str:
-        """What the next text belongs to: reasoning, answer, or something else (calls)."""
+        """What the next text belongs to: reasoning, answer, or calls."""
         return self._mode
 
     @property
@@ -232,7 +232,7 @@ class OutputParser:
         self._return_mode, self._mode = self._mode, "block"
         self._block = CallBlock(self._tools, first_index=len(self._calls), before=before)
 
-    # Where text goes.
+    # Routing of text.
 
     def _route(self, text: str) -> None:
         while text and not self.ended:
@@ -267,7 +267,7 @@ class OutputParser:
             self._end(cut=False)
 
     def _hold_newlines(self, text: str) -> None:
-        """Send text on, but not the newlines at its end: a marker may follow and drop them."""
+        """Emit text except trailing newlines: a marker may follow and drop them."""
         body = text.rstrip("\n")
         if body:
             self._send("\n" * self._num_newlines + body)
@@ -277,7 +277,7 @@ class OutputParser:
             self._release_newlines()
 
     def _release(self) -> None:
-        """Send on all that was held; no marker can claim it any more."""
+        """Emit everything buffered; no marker can claim it any more."""
         if self._mode == "answer":
             self._hold_newlines(self._stops.finish())
         self._release_newlines()
@@ -291,7 +291,7 @@ class OutputParser:
             self._add(Delta("reasoning" if self._mode == "reasoning" else "content", text))
 
     def _after_block(self, rest: str) -> str:
-        """Take what the block has produced; `rest` is text behind its end."""
+        """Collect the block's results; `rest` is the text after its end."""
         block = self._block
         assert block is not None
         for delta in block.take_deltas():
@@ -349,7 +349,7 @@ class OutputParser:
             self._unparsed.append(block.skipped)
 
     def _take_deltas(self) -> list[Delta]:
-        """Hand out what is new, neighbours of one kind joined."""
+        """Return what is new, with adjacent pieces of one kind merged."""
         deltas, self._deltas = self._deltas, []
         if len(deltas) < 2:
             return deltas

@@ -21,10 +21,10 @@ def read_stops(value: object, path: str = "stop") -> tuple[str, ...]:
 
 
 class StopMatcher:
-    """Releases text until a stop string is complete; holds only what may still become one.
+    """Releases text until a stop string is complete; buffers only what may still become one.
 
     The string that is complete first wins; of several that end together, the longest. Matching
-    keeps one Knuth-Morris-Pratt state per string, so no character is looked at twice.
+    keeps one Knuth-Morris-Pratt state per string, so no character is examined twice.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is free to go, and the stop string if one was completed."""
+        """The text that can be released, and the stop string if one was completed."""
         if not self._stops:
             return text, None
         for place, char in enumerate(text):

@@ -1,4 +1,4 @@
-"""The words of the tool markup, and what the parts of the parser say to each other."""
+"""The words of the tool markup, and the types that the parser's parts exchange."""
 
 from enum import Enum, auto
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Delta(NamedTuple):
 class Outcome(Enum):
     OPEN = auto()
     CLOSED = auto()  # its closing tag arrived
-    TEXT = auto()  # it was no call after all: `given_back` returns to where it came from
+    TEXT = auto()  # not a call after all: `given_back` returns to its source
 
 
 def overlap(text: str, word: str) -> int:

@@ -1,4 +1,4 @@
-"""Bodies of the three HTTP request shapes to a `Conversation`. No server needed to use them."""
+"""Convert the three HTTP request shapes to a `Conversation`. Usable without a server."""
 
 from dsv4.chat.requests.chat_completions import read_chat_completions
 from dsv4.chat.requests.messages_api import read_messages_api

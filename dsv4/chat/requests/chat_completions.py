@@ -12,7 +12,7 @@ from dsv4.chat.tool_choice import read_tool_choice
 
 
 def read_chat_completions(body: object, dialect: Dialect) -> Conversation:
-    """Messages, tools and options; sampling fields are the server's."""
+    """Messages, tools and options; the server reads sampling fields."""
     fields = read_object(body, "body")
     arguments = _template_arguments(fields.get("chat_template_kwargs"))
     switch = read_switch(fields.get("thinking"), "thinking")
@@ -32,7 +32,7 @@ def read_chat_completions(body: object, dialect: Dialect) -> Conversation:
 
 
 def _template_arguments(value: object) -> Mapping[str, Any]:
-    """What clients of other engines put into template arguments; there is no template here."""
+    """Template arguments that clients of other engines send; there is no template here."""
     found: dict[str, Any] = {}
     for name, argument in read_object(
         {} if value is None else value, "chat_template_kwargs"

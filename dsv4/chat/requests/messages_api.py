@@ -30,7 +30,7 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
 
 
 def read_messages_api(body: object, dialect: Dialect) -> Conversation:
-    """The dialect matters here: V4 shows a system message among the others as a user's reminder."""
+    """The dialect matters: V4 writes a system message between others as a user reminder."""
     fields = read_object(body, "body")
     entries = read_list(fields.get("messages"), "messages", MAX_MESSAGES)
     if not entries:
@@ -85,7 +85,7 @@ def _message(entry: object, path: str, dialect: Dialect) -> Iterator[Message]:
 
 
 def _user(content: object, path: str) -> Iterator[Message]:
-    """Text and results of one message, each run of text as a message of its own."""
+    """Text and results of one message; each run of text becomes its own message."""
     if not isinstance(content, list):
         yield Message("user", path, read_content(content, path, "user"))
         return

@@ -24,7 +24,7 @@ from dsv4.chat.tool_choice import ToolChoice, read_allowed_tools
 
 _ROLES = ("user", "assistant", "system", "developer")
 # Tools that the publisher's service runs itself. Clients declare them by default, and the model
-# does without them, so they are set aside with a note instead of failing the request.
+# works without them, so they are ignored with a note instead of failing the request.
 _HOSTED_TOOLS = ("web_search", "web_search_preview")
 
 
@@ -161,7 +161,7 @@ class _Items:
 
 
 def _reasoning_texts(item: Mapping[str, Any], path: str) -> list[str]:
-    """The reasoning itself; a summary is not what the model wrote and cannot stand for it."""
+    """The reasoning itself; a summary is not the model's text and cannot replace it."""
     parts = read_list(item.get("content") or [], f"{path}.content", MAX_MESSAGES)
     return [
         read_text(

@@ -29,5 +29,5 @@ def read_effort(value: object, path: str, dialect: Dialect) -> str | int | None:
 
 
 def decide(switch: bool | None, effort: str | int | None) -> dict[str, Any]:
-    """The fields of a Conversation: an explicit switch beats every effort, also `none`."""
+    """The fields of a Conversation: an explicit switch overrides any effort, even `none`."""
     return {"thinking": effort != "none" if switch is None else switch, "effort": effort}

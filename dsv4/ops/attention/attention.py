@@ -1,17 +1,17 @@
 """Attention of new tokens over their window and their compressed entries, with a sink.
 
 Keys are values. Query `p` sees the window keys `p - window < j <= p` and, in compressed layers,
-the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One softmax over both;
-`exp(sink)` joins the denominator only. The result is rotated back at `p`.
+the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One softmax covers both;
+`exp(sink)` is added only to the denominator. The result is rotated back at `p`.
 
-Where the keys' pool asks for `a8`, the channels of a query that are not rotated are rounded to
-MXFP8 before they meet keys, each head on its own (gemm/activation.py); nothing else changes.
+With an `a8` pool, the channels of a query without rotation are rounded to MXFP8 before the product
+with keys, separately for each head (gemm/activation.py); nothing else changes.
 
-The order of summation belongs to the query, not to the batch: the window's keys by position as
-one tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the
-sink. A tile with nothing visible changes nothing. Every query is a product of its own in a batch
-of equal products, of exactly HEAD_TILE heads at a time, the last ones padded: a head's result does
-not depend on how many others there are.
+The order of summation depends on the query, not on the batch: the window's keys by position as one
+tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the sink.
+A tile with nothing visible changes nothing. Every query is its own product in a batch of equal
+products of exactly HEAD_TILE heads, the last ones padded: a head's result does not depend on how
+many others there are.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ QUERIES_AT_ONCE = 32  # bounds the memory of gathered keys
 
 @dataclass(frozen=True)
 class Compressed:
-    """A layer's compressed entries: all visible ones, or those selected for each token."""
+    """A layer's compressed entries: all visible ones, or those selected per token."""
 
     pool: PagedPool
     table: Tensor
@@ -49,7 +49,7 @@ def _pad_to_tiles(entries: Tensor) -> Tensor:
 
 
 def _window_entries(positions: Tensor, window: int) -> Tensor:
-    """Positions of the window keys, oldest first, negative before the beginning."""
+    """Positions of the window keys, oldest first, negative before the sequence's start."""
     offsets = torch.arange(1 - window, 1, device=positions.device)
     return positions.unsqueeze(1) + offsets
 
@@ -64,7 +64,7 @@ def _compressed_entries(compressed: Compressed, positions: Tensor) -> Tensor:
 
 
 def _as_multiplied(q: Tensor, rope_dim: int, width: Activations) -> Tensor:
-    """Queries as they meet keys, fp32: channels that are not rotated rounded to `width`."""
+    """Queries as multiplied with keys, fp32: channels without rotation rounded to `width`."""
     nope_dim = q.shape[-1] - rope_dim
     if width == "a16" or nope_dim == 0:
         return q.float()
@@ -88,7 +88,7 @@ def _attend(
     scale: float,
 ) -> Tensor:
     """Some queries: online softmax over `tiles` (pool, table, entries), in order. `wide_q`: the
-    queries as they meet keys."""
+    queries as multiplied with keys."""
     top = sink.view(1, -1, 1).expand(q.shape[0], -1, 1)
     total = torch.ones_like(top)
     out = torch.zeros_like(q, dtype=torch.float32)

@@ -3,16 +3,16 @@
 
 A query's list of entries is its window, oldest first, then its compressed entries, ascending, cut
 by index into tiles. Each tile has its own softmax; tiles are merged in ascending order, starting
-from the sink. With few queries each tile has a program and a second launch merges, with more a
-launch makes all weights and another walks values (`decode/`), with many a program walks a query's
-tiles (here; on sm_90 entries are unpacked first, `unpacked/`). Same sums, same bits. Sums over
-entries are matrix products (the softmax denominator too), so no result depends on how a tile is
-laid out over threads. Channels are multiplied in ascending order, however many stand in one matrix.
+from the sink. With few queries each tile has a program and a second launch merges; with more, one
+launch computes all softmax weights and another the values (`decode/`); with many, one program loops
+over a query's tiles (here; on sm_90 entries are unpacked first, `unpacked/`). Same sums, same bits.
+Sums over entries are matrix products (the softmax denominator too), so no result depends on a
+tile's thread layout. Channels are multiplied in ascending order, however many a matrix has.
 
-A walking program has two tiles of entries on the way to shared memory, the pages of the tile after
-them and the choice of the next, and loads its next queries before it stores a result. Names that a
-loop hands on twice unchanged (`a = b; b = c`) would switch that off: the compiler then loads
-everything where it is used.
+The loop prefetches two tiles of entries into shared memory, the pages of the tile after them and
+the selection of the next, and loads its next queries before it stores a result. Variables that a
+loop rotates twice (`a = b; b = c`) would disable this: the compiler then loads everything where it
+is used.
 """
 
 import json
@@ -82,7 +82,7 @@ def _attend_kernel(
     BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
     MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Items are (token, block of heads), the last fastest."""
+    """Items are (token, block of heads), heads fastest."""
     blocks = tl.cdiv(num_heads, BH)
     COUNT: tl.constexpr = num_pieces(DIM, ROPE) // JOINED
     found = _queries_of(tl.program_id(0), q, num_heads, BH, DIM, ROPE)
@@ -106,7 +106,7 @@ def _attend_kernel(
             0, position, visible, seq, row, window, selected, num_selected,
             w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
         )  # fmt: skip
-        # pages of the next tile and the choice of the one after are on the way
+        # prefetched: pages of the next tile and the selection of the one after
         older = tile_choice(1, visible, row, selected, num_selected, WT, BT, SELECTED)
         page, inside, next_present = tile_pages(
             1, older, position, seq, window, w_table, w_width, c_table, c_width,
@@ -147,25 +147,25 @@ def _attend_kernel(
                 piece_first(DIM, ROPE, i * JOINED), chunk_width(DIM, ROPE, JOINED, i),
                 BH, DIM, ROPE,
             )  # fmt: skip
-        # handed on by the loop: the compiler keeps only such ones, or loaded as they are,
-        # in shared memory for all tiles, others go through registers at each
+        # loop-carried: the compiler keeps only such ones, or those loaded unchanged,
+        # in shared memory for all tiles; others go through registers for each tile
         queries = widen_queries(found, JOINED, MT)
 
 
 def num_programs(device: torch.device) -> int:
-    """Programs of 8 warps that run at once: one fills a multiprocessor."""
+    """Programs of 8 warps that run at once: one per multiprocessor."""
     return 4 if device.type != "cuda" else num_multiprocessors(device)
 
 
 @dataclass(frozen=True)
 class Config:
-    heads: int  # of a program
+    heads: int  # per program
     split: bool  # a program has one tile
     num_warps: int
     num_stages: int
-    channels: int = 64  # of a product; more only with 64 heads
+    channels: int = 64  # per product; more only with 64 heads
     passes: bool = False  # weights of all tiles, then values
-    ahead: int = 0  # tiles that the launch after one with a tile a program loads together
+    ahead: int = 0  # tiles that the merging launch loads together
     unpacked: bool = False  # entries are unpacked first
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ def capability() -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer's attention in one step."""
+    """Sizes of a layer's attention in one step."""
 
     num_tokens: int
     num_sequences: int
@@ -212,7 +212,7 @@ class Sizes:
 
     @property
     def takes_few_heads(self) -> bool:
-        """64 do not fit: on sm_100 their sums, elsewhere pieces of several widths."""
+        """Whether 64 heads do not fit: on sm_100 their sums, elsewhere pieces of several widths."""
         return capability() >= 100 or len(set(pieces(self.dim, self.rope_dim))) > 1
 
     @property
@@ -253,7 +253,7 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Config
     }
     if fits:
         costs[split] = together("split 16", blocks * tiles, 3)
-    if fits and heads % 64 == 0 and sizes.dim == 512:  # entries are converted once for 64 heads
+    if fits and heads % 64 == 0 and sizes.dim == 512:  # converts entries once for 64 heads
         whole = replace(split, heads=64, num_warps=8, channels=512)
         costs[whole] = together("split 64", rooms, 1)
     if rooms <= passes_triton.MOST_ROOMS and heads % 64 == 0:
@@ -267,7 +267,7 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Config
 
 @lru_cache(maxsize=1)
 def variant_costs() -> dict[str, list[float]]:
-    """Of the architecture that was measured; others run other variants, or choose alike."""
+    """Costs on the measured architecture; others run other variants, or use the same choice."""
     text = resources.files("dsv4.ops.attention").joinpath("variant_costs.json").read_text()
     return json.loads(text)["sm_90"]["microseconds"]
 
@@ -279,7 +279,7 @@ def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> st
 
 
 def form_reason(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
-    """Why shapes, layouts or the device do not fit, or None."""
+    """Why shapes, layouts or the device are not supported, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
     if min(pieces(pool.dim, 2 * frequencies.shape[0]), default=0) < 16:
@@ -324,18 +324,18 @@ def variant(q, pool, table, compressed, window, frequencies, **others) -> str:
 
 
 def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None, eps=None):
-    """With `eps` the queries are as they come from their matrix, and `query_prepare` is part."""
+    """With `eps` the queries are raw projections, and `query_prepare` is fused."""
     sizes = (q, pool, table, compressed, window, 2 * frequencies.shape[0])
     config = config or config_of(*sizes)
     if config.unpacked:
         unpacked = unpack_triton.unpack(pool, table, compressed, batch, window, frequencies)
         walk = import_module("dsv4.ops.attention.unpacked.walk_triton").walk
         given = (*unpacked, compressed, batch, window, frequencies, num_programs(q.device))
-        if compiling():  # as many tokens of more sequences may have too many entries to unpack
+        if compiling():  # the same tokens over more sequences may have too many entries to unpack
             other = config_of(*sizes, unpacked=False)
             ready = query_triton.run(q, batch.positions, frequencies, 0.0)
             run(ready, sink, pool, table, compressed, batch, window, frequencies, other)
-            walk(q, sink, *given, 0.0 if eps is None else None)  # or fewer tokens be prepared
+            walk(q, sink, *given, 0.0 if eps is None else None)  # or fewer tokens prepared here
         return walk(q, sink, *given, eps)
     out = torch.empty_like(q)
     given = {

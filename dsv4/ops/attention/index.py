@@ -1,4 +1,4 @@
-"""The indexer's choice: score every visible compressed entry, keep the best `topk`.
+"""The indexer: score every visible compressed entry, keep the best `topk`.
 
     index_scores   score[t, b] = sum_h weight[t, h] * max(0, q[t, h] . key[b]);  -inf where hidden
     index_select   the `topk` best of a row, ties to the lower index, in ascending order
@@ -6,8 +6,8 @@
 Entry `b` is visible to the token at `p` when `b < (p + 1) // 4`. Rows with at most `topk` visible
 entries keep all of them, so their scores are not computed (they are 0).
 
-Where keys are FP8 or FP4 the query has been through `index_query`, which rounds it the same way;
-a kernel may rely on that and multiply codes.
+With FP8 or FP4 keys the query comes from `index_query`, which rounds it the same way; a kernel may
+rely on that and multiply codes.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.rows import ROW_TILE, pad_rows
 
 RATIO = 4
-KEY_TILE = 256  # entries scored at a time: a fixed tile, so that a score never depends on others
+KEY_TILE = 256  # entries scored at a time; fixed, so that a score never depends on others
 
 
 def num_visible(positions: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def index_scores(
 
 
 def index_select(scores: Tensor, topk: int) -> Tensor:
-    """-> int64 `[tokens, min(topk, entries)]`, ascending; a shorter row ends in -1."""
+    """-> int64 `[tokens, min(topk, entries)]`, ascending; shorter rows are padded with -1."""
     check(scores.dim() == 2, SELECT.name, lambda: f"scores has shape {tuple(scores.shape)}")
     check(topk > 0, SELECT.name, lambda: f"topk is {topk}, expected at least 1")
     if scores.numel() == 0:

@@ -1,12 +1,11 @@
 # mypy: ignore-errors
-"""`index_scores` on a GPU: a program walks tiles of BN entries of a token.
+"""`index_scores` on a GPU: a program loops over tiles of BN entries of a token.
 
-The result has the page table's width, not the reference's, which depends on the data: columns
-beyond what a token can see are -inf in both. Heads are summed in one tile shape, whatever the
-batch.
+The result has the page table's width; the reference's width depends on the data. Columns a token
+cannot see are -inf in both. Heads are summed in one tile shape for every batch.
 
-On sm_100 FP8 and FP4 keys go to the tensor core as they are stored. A query has been rounded as
-keys are, so its codes and power-of-two scales, found again here, are exact.
+On sm_100 FP8 and FP4 keys go to the tensor core as stored. A query is already rounded like keys, so
+its codes and power-of-two scales, recomputed here, are exact.
 """
 
 import torch
@@ -35,9 +34,9 @@ from dsv4.ops.kv.entry_triton import (
 )
 
 RATIO = 4
-BN = 64  # entries of a tile; block-scaled products have 128
+BN = 64  # entries per tile; block-scaled products use 128
 STAGES = 2
-PROGRAMS = 512  # nearly as many as run at once, four on a multiprocessor
+PROGRAMS = 512  # nearly as many as run at once, four per multiprocessor
 
 # one E2M1 code of each of two 16-bit words as two bf16, times 2^-126
 _SLOT0 = tl.constexpr(
@@ -73,7 +72,7 @@ def _e2m1(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _positive(x, ASM: tl.constexpr):
-    """max(x, 0) of x below one: a sum that saturates leaves the units of bit operations free."""
+    """max(x, 0) for x below one, by a saturating add, which leaves the integer units free."""
     if ASM:
         return tl.inline_asm_elementwise(
             "add.sat.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -83,8 +82,8 @@ def _positive(x, ASM: tl.constexpr):
 
 @triton.jit
 def _by_group(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns `[ROWS, WIDTH / 4, 4]` (word, number of the word) in the order in which they are
-    multiplied: a thread then multiplies the 32 numbers of one scale."""
+    """Columns `[ROWS, WIDTH / 4, 4]` (word, number of the word) in product order: a thread then
+    multiplies the 32 numbers of one scale."""
     GROUPS: tl.constexpr = WIDTH // 32
     x = x.reshape(ROWS, GROUPS, 2, 2, 2, 2, 2)
     return x.permute(0, 6, 5, 2, 3, 1, 4).reshape(ROWS, WIDTH)
@@ -92,15 +91,15 @@ def _by_group(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _by_warp(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows as a product spreads them over warps; loads spread them another way."""
+    """Rows in the warp layout of a product; loads use another one."""
     x = x.reshape(ROWS // 64, 2, 4, 8, WIDTH)
     return x.permute(0, 2, 1, 3, 4).reshape(ROWS, WIDTH)
 
 
 @triton.jit
 def _by_thread(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns of each 16 in another order, the same for keys and queries: a thread then multiplies
-    four that lie side by side."""
+    """Permute the columns of each 16, equally for keys and queries: a thread then multiplies four
+    adjacent ones."""
     return x.reshape(ROWS, WIDTH // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, WIDTH)
 
 
@@ -108,7 +107,7 @@ def _by_thread(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def _queries(
     q, q_at, live, DIM: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, MT: tl.constexpr
 ):
-    """Query heads `[H, DIM]`, columns in the order of the keys'."""
+    """Query heads `[H, DIM]`, columns in the keys' order."""
     x = tl.load(q + q_at + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0).to(MT)
     if FORMAT == 4:
         x = _by_group(x, H, DIM)
@@ -143,11 +142,11 @@ def _products(
 
 @triton.jit
 def _fetch_codes(data, scale, slot, DIM: tl.constexpr):
-    """Codes of FP4 keys by four `[BN, DIM / 4]`, their scale bytes `[BN, DIM / 32]`."""
+    """Codes of FP4 keys, four per word `[BN, DIM / 4]`, and their scale bytes `[BN, DIM / 32]`."""
     slot = slot[:, None]
     words = data.to(tl.pointer_type(tl.int16)) + slot * (DIM // 4)
     group = tl.trans(slot * (DIM // 32)) + tl.arange(0, DIM // 32)[:, None]
-    # seen as single bytes, groups first, they are loaded by the threads that need them
+    # viewed as single bytes, groups first, so that the threads that need them load them
     power = tl.trans(tl.load(scale + tl.max_contiguous(group, (1, 1))))
     return tl.load(words + tl.arange(0, DIM // 4)[None, :]), power
 
@@ -157,8 +156,8 @@ def _code_sums(
     queries, words, power, DIM: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
     MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, H]`: FP4 keys, times 2^-63, times query heads. Rows are those of `_by_warp`."""
-    # 2^(e + 63) as bf16: with the codes' 2^-126 a key is held times 2^-63
+    """fp32 `[BN, H]`: FP4 keys, times 2^-63, times query heads. Rows as in `_by_warp`."""
+    # 2^(e + 63) as bf16: with the codes' 2^-126 a key is scaled by 2^-63
     factor = (tl.minimum(power.to(tl.int32) + 63, 254) << 7).to(tl.int16)
     factor = factor.to(tl.bfloat16, bitcast=True)
     factor = factor[:, :, None].broadcast_to(BN, DIM // 32, 8).reshape(BN, DIM // 4)
@@ -188,7 +187,7 @@ def _code_products(
     codes, q_scales, data, scale, slot, DIM: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
     FP4: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, H]` without the factor of the heads, and that of the keys `[BN]`."""
+    """fp32 `[BN, H]` without the heads' factor, and the keys' factor `[BN]`."""
     zero = tl.zeros((BN, H), tl.float32)
     if FP4:
         k = tl.load(data + slot[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
@@ -208,14 +207,14 @@ def _code_products(
 
 @triton.jit
 def _pages(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
-    """The page of each entry of a tile and its place there; behind the last one are keys, too."""
+    """The page of each entry of a tile and its offset there; past the end the last one repeats."""
     seen = tl.minimum(tile * BN + tl.arange(0, BN), last).to(tl.uint32)
     return tl.load(table + seen // PAGE), seen % PAGE
 
 
 @triton.jit
 def _store_scores(out, score, best, tile, visible, width, BN: tl.constexpr):
-    """-> the larger ones of these scores and of `best`."""
+    """Store scores; returns the elementwise maximum of them and `best`."""
     entry = tile * BN + tl.arange(0, BN)
     score = tl.where(entry < visible, score, float("-inf"))
     tl.store(out + entry, score, mask=entry < width)
@@ -228,8 +227,8 @@ def _walk_codes(
     PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """FP4 keys go from memory into the registers that multiply them. The next tile's are on the
-    way meanwhile, as are the pages of the one after."""
+    """FP4 keys go from memory straight into the registers that multiply them. The next tile's keys
+    and the pages of the one after are prefetched."""
     last = tl.minimum(visible, width) - 1
     page, place = _pages(table, first, last, PAGE, BN)
     words, power = _fetch_codes(data, scale, page.to(tl.int64) * PAGE + place, DIM)
@@ -253,8 +252,8 @@ def _scores_kernel(
     PARTS: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
     NATIVE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf. Of these
-    tiles' columns that lie PARTS apart, the highest goes to `peaks`; PARTS 0: no peaks."""
+    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf. `peaks`
+    gets the maximum over these tiles' columns that are PARTS apart; PARTS 0: no peaks."""
     first = tl.program_id(0)
     apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
@@ -332,7 +331,7 @@ def programs_of(tokens, table, pool, native=None) -> tuple[int, int, bool]:
 
 
 def run(q, weights, pool, table, batch, topk, native=None, peaks=None, parts=0):
-    """`peaks`: where the highest scores of `parts` of each program's entries go."""
+    """`peaks`: destination of the highest scores of `parts` of each program's entries."""
     tokens, heads, dim = q.shape
     programs, bn, native = programs_of(tokens, table, pool, native)
     width = table.shape[1] * pool.page_entries

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """`index_select` on a GPU: the exact set by bisection over the bits of the scores.
 
-The k-th largest of the scores that a program holds in registers is found three bits at a time: up
-to 11 sums of seven counts each, until exactly k lie above; no sorting. Ties go to the lower index.
+A program finds the k-th largest of the scores in its registers three bits at a time: up to 11 sums
+of seven counts each, until exactly k lie above; no sorting. Ties go to the lower index.
 
 A long row takes two launches. The first finds the peaks of 2k or more parts of the row (with few
 tokens `index_scores` does): the k-th largest peak is a bound that the best k reach and few others
-do. In the second a program keeps those of its chunk that reach a bound near it, at most k, in
-ascending order of index; the last one to finish a row selects among what was kept.
+do. In the second, each program keeps the candidates of its chunk that reach a bound near it, at
+most k, in ascending index order; the last program to finish a row selects among the candidates.
 """
 
 import torch
@@ -21,15 +21,15 @@ from dsv4.ops.device import (
 )
 from dsv4.ops.gpu import num_multiprocessors
 
-ONE = 4096  # most scores of a row that one program selects from
-CHUNK = 2048  # scores of a program of a long row; twice as many if not all run at once
-CANDIDATES = 4096  # most that the last program holds at a time
-MOST = 8192  # of topk
+ONE = 4096  # longest row that one program handles
+CHUNK = 2048  # scores per program of a long row; twice as many if not all run at once
+CANDIDATES = 4096  # most that the last program holds at once
+MOST = 8192  # largest topk
 
 
 @triton.jit
 def sort_key(score):
-    """uint32 in the order of the scores; 0 for -inf, so that hidden entries never count."""
+    """uint32 ordered like the scores; 0 for -inf, so that hidden entries never count."""
     score = tl.where(score == 0.0, 0.0, score)  # -0 ties with 0
     bits = score.to(tl.uint32, bitcast=True)
     flipped = tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
@@ -38,7 +38,7 @@ def sort_key(score):
 
 @triton.jit
 def _eighth(low, top):
-    """A power of two of which eight lead from `low` beyond `top`, or at least one."""
+    """A power of two such that eight of them reach from `low` past `top`; at least one."""
     exponent = ((top - low) >> 1).to(tl.float32).to(tl.uint32, bitcast=True) >> 23
     place = tl.minimum(tl.maximum(exponent.to(tl.int32) - 128, 0), 29)
     return tl.full((), 1, tl.uint32) << place.to(tl.uint32)
@@ -61,7 +61,7 @@ def _count(key, low, bit):
 
 @triton.jit
 def _raise(counts, low, bit, count, topk):
-    """The highest of these bounds that topk keys reach, and how many do."""
+    """The highest of these bounds that at least topk keys reach, and how many do."""
     start = low
     for pair in tl.static_range(4):
         half = tl.split(tl.split(counts)[pair % 2])[pair // 2]
@@ -74,7 +74,7 @@ def _raise(counts, low, bit, count, topk):
 
 @triton.jit
 def _threshold(key, low, bit, count, topk, most):
-    """The topk-th largest key, or one that topk to `most` reach. `count` keys reach `low`."""
+    """The topk-th largest key, or a bound that topk to `most` keys reach. `count` reach `low`."""
     while (bit > 0) & (count > most):
         low, count, bit = _raise(_count(key, low, bit), low, bit, count, topk)
     return low, count
@@ -82,7 +82,7 @@ def _threshold(key, low, bit, count, topk, most):
 
 @triton.jit
 def _places(key, threshold):
-    """How many keys up to each one lie above the threshold (low 16 bits) or on it (high); all."""
+    """Prefix counts of keys above the threshold (low 16 bits) and equal to it (high); totals."""
     above = key > threshold
     equal = (key == threshold) & (key > 0)
     both = above.to(tl.int32) + (equal.to(tl.int32) << 16)  # two counts in one sum
@@ -91,14 +91,14 @@ def _places(key, threshold):
 
 @triton.jit
 def _saturated(counts):
-    """Two counts that have grown by less than 2^15: beyond topk they need no counting."""
+    """Saturate both packed counters at topk to avoid overflow."""
     return tl.minimum(counts & 0xFFFF, 0x4000) | (tl.minimum((counts >> 16) & 0xFFFF, 0x4000) << 16)
 
 
 @triton.jit
 def _keep(above, equal, upto, room, topk):
-    """Which keys are kept, those on the threshold while there is room, and where. More than topk
-    may lie above it if they are NaN: the first are kept."""
+    """Which keys are kept and where; those equal to the threshold while there is room. With NaN
+    more than topk may lie above it: the first are kept."""
     rank = (upto >> 16) & 0xFFFF
     room = tl.maximum(room, 0)
     kept = above | (equal & (rank <= room))
@@ -108,7 +108,7 @@ def _keep(above, equal, upto, room, topk):
 
 @triton.jit
 def _fill(out, kept, width, BLOCK: tl.constexpr):
-    """-1 where a row has fewer entries than are asked for."""
+    """Pad with -1 where a row has fewer entries than requested."""
     lane = tl.arange(0, BLOCK)
     for start in tl.range(kept, width, BLOCK):
         tl.store(out + start + lane, lane.to(tl.int64) * 0 - 1, mask=start + lane < width)
@@ -134,7 +134,7 @@ def _select_kernel(scores, out, width, topk, out_width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _peaks_kernel(scores, peaks, width, PARTS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr):
-    """Largest keys `[rows, PARTS]` of entries PARTS apart, COLS of them in a program."""
+    """Largest keys `[rows, PARTS]` over entries PARTS apart, COLS of them per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     best = tl.full((BR, COLS), float("-inf"), tl.float32)
@@ -147,7 +147,7 @@ def _peaks_kernel(scores, peaks, width, PARTS: tl.constexpr, COLS: tl.constexpr,
 
 @triton.jit
 def _bound(peaks, num_parts, topk, PARTS: tl.constexpr):
-    """A key that topk peaks reach, and few more where there are as many; and the highest."""
+    """A bound that topk peaks reach, and few more; also the highest peak."""
     part = tl.arange(0, PARTS)
     key = tl.load(peaks + part, mask=part < num_parts, other=0).to(tl.uint32, bitcast=True)
     ends = tl.max(tl.join(key, tl.where(key > 0, ~key, 0)), axis=0)
@@ -156,7 +156,7 @@ def _bound(peaks, num_parts, topk, PARTS: tl.constexpr):
     low, count = _threshold(
         key, ~lowest, _eighth(~lowest, top), unknown, topk, topk + (topk >> 4)
     )  # fmt: skip
-    return tl.where(count < unknown, low, 1).to(tl.uint32), top  # 0 is no entry
+    return tl.where(count < unknown, low, 1).to(tl.uint32), top  # 0 means no entry
 
 
 @triton.constexpr_function
@@ -166,14 +166,14 @@ def _halvings(length):
 
 @triton.jit
 def _held(kept, at, live):
-    """Keys and indices of candidates as they were written."""
+    """Keys and indices of candidates, as stored."""
     both = tl.load(kept + at, mask=live, other=0, cache_modifier=".cg")
     return (both >> 32).to(tl.uint32), both & 0xFFFFFFFF
 
 
 @triton.jit
 def _candidates(kept, ends, tile, room, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys and indices of candidates, from the tile's first on; `ends`: those up to each chunk."""
+    """Keys and indices of candidates from the tile's first on; `ends`: cumulative per chunk."""
     place = tile * BLOCK + tl.arange(0, BLOCK)
     chunk = tl.zeros((BLOCK,), tl.int32)
     begin = tl.zeros((BLOCK,), tl.int32)
@@ -190,7 +190,7 @@ def _finish_row(
     kept, counts, out, low, top, num_chunks, is_crowded, room, topk, out_width,
     CHUNKS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select among the candidates: as a rule the FIRST of each chunk are all there are."""
+    """Select among the candidates: usually the FIRST of each chunk are all of them."""
     place = tl.arange(0, BLOCK)
     chunk = place // FIRST
     key, index = _held(kept, chunk.to(tl.int64) * room + place % FIRST, chunk < num_chunks)
@@ -233,14 +233,14 @@ def _cut_kernel(
     PARTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keep what reaches the bound, at most `topk` of a chunk; the row's last program selects."""
+    """Keep keys that reach the bound, at most `topk` per chunk; the row's last program selects."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     score = tl.load(scores + row * width + place, mask=place < width, other=float("-inf"))
     low, top = _bound(peaks + row * num_parts, num_parts, topk, PARTS)
     key = sort_key(score)
-    threshold = low - 1  # as a rule all that reach the bound lie above this and find room
+    threshold = low - 1  # usually all keys that reach the bound are above this and fit
     above, equal, upto, totals = _places(key, threshold)
     if totals & 0xFFFF > topk:
         threshold, _ = _threshold(key, low, _eighth(low, top), totals & 0xFFFF, topk, topk)
@@ -254,8 +254,8 @@ def _cut_kernel(
     tl.store(kept + chunk.to(tl.int64) * room + order, both, mask=live)
     tl.store(kept + chunk.to(tl.int64) * room + first, first.to(tl.int64) * 0, mask=first >= found)
     tl.store(counts + chunk, found)
-    tl.debug_barrier()  # every thread's candidates are written before the count goes up
-    # programs in the low half, in the high one those with more candidates than are looked at first
+    tl.debug_barrier()  # all threads have stored their candidates before the count
+    # low half: programs; high half: those with more candidates than are read first
     own = 1 + ((found > FIRST).to(tl.int32) << 16)
     arrived = tl.atomic_add(counters + row, own, sem="acq_rel") + own
     if arrived & 0xFFFF == num_chunks:
@@ -267,13 +267,13 @@ def _cut_kernel(
 
 
 def choose_config(width: int) -> tuple[int, int]:
-    """Block and warps of a row that fits one program: 16 scores a thread, of few 8."""
+    """Block and warps of a row that fits one program: 16 scores per thread, 8 for short rows."""
     block = max(32, triton.next_power_of_2(width))
     return block, max(1, min(32, block // (512 if block > 1024 else 256)))
 
 
 def choose_chunk(rows: int, width: int, at_once: int) -> tuple[int, int]:
-    """Scores and warps of a program of a long row: 8 scores a thread, in batches 16."""
+    """Scores and warps per program of a long row: 8 scores per thread, 16 in batches."""
     programs = rows * triton.cdiv(width, CHUNK)
     return (CHUNK if programs <= at_once else 2 * CHUNK), 8
 
@@ -299,17 +299,17 @@ def _find_peaks(scores, topk) -> tuple[torch.Tensor, int]:
 
 
 def select_long(scores, topk, peaks, num_parts, out) -> None:
-    """The candidates of each row, by the peaks of its parts, and the selection among them."""
+    """Find each row's candidates from the peaks of its parts, then select among them."""
     rows, width = scores.shape
     device = scores.device
     at_once = num_multiprocessors(device)
     chunk, warps = choose_chunk(rows, width, at_once)
     chunks = triton.cdiv(width, chunk)
     across = triton.next_power_of_2(chunks)
-    first = triton.next_power_of_2(triton.cdiv(3 * topk, chunks))  # twice as many as there may be
+    first = triton.next_power_of_2(triton.cdiv(3 * topk, chunks))  # twice the usual number
     first = max(1, min(first, CANDIDATES // across))
     room = max(first, topk)
-    most = max(rows * chunks, at_once)  # fewer rows may have more chunks
+    most = max(rows * chunks, at_once)  # fewer rows can have more chunks
     _cut_kernel[(rows, chunks)](
         scores, peaks,
         workspace(device, "select_kept", most * room, torch.int64),

@@ -1,7 +1,7 @@
-"""What happens to queries between their projection and their use.
+"""Query preparation between projection and attention.
 
-query_prepare   each head: RMS norm without weight, then rope
-index_query     each index head: rope, then the rotation and rounding the index keys have
+query_prepare   per head: RMS norm without weight, then rope
+index_query     per index head: rope, then the same rotation and rounding as index keys
 """
 
 from collections.abc import Iterable

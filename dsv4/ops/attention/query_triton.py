@@ -23,9 +23,9 @@ from dsv4.ops.kv.entry_triton import (
     widen,
 )
 
-HEADS = 16  # heads of a program; part of the tile a head's norm is summed in, so never varied
-INDEX_HEADS = 32  # a head for each thread of a warp
-REGISTERS = 168  # of such a thread: twelve warps on a multiprocessor
+HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
+INDEX_HEADS = 32  # one per thread of a warp
+REGISTERS = 168  # per such thread: twelve warps per multiprocessor
 
 
 @triton.jit
@@ -38,14 +38,14 @@ def _places(num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.
 
 @triton.jit
 def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
-    """A block of a token's heads as they come from their matrix."""
+    """A block of a token's heads, as projected."""
     at, mask = _places(num_heads, row, block, BH, DIM, PAD)
     return tl.load(q + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def norm_heads(found, eps, DIM: tl.constexpr, ASM: tl.constexpr):
-    """What `load_heads` found, normed without weight."""
+    """The result of `load_heads`, normed without weight."""
     x = found.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
     return narrow(x * inverse[:, None], found.dtype, ASM)
@@ -89,7 +89,7 @@ def index_heads(
     FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4. ALONE: one warp, a row a thread."""
+    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4. ALONE: one warp, row per thread."""
     position = tl.load(positions + row)
     head = block * BH + tl.arange(0, BH)
     channel = tl.arange(0, PAD)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`rope` on a GPU: a program per token and HEADS vectors of it."""
+"""`rope` on a GPU: one program per token and HEADS of its vectors."""
 
 import torch
 import triton

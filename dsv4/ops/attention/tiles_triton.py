@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What `attention` does with a tile: where its entries lie, its softmax, how it joins others."""
+"""Device code for one attention tile: entry addresses, softmax, and merging with other tiles."""
 
 import torch
 import triton
@@ -17,14 +17,14 @@ from dsv4.ops.kv.entry_triton import (
     rope_tile,
 )
 
-BT = 64  # entries of a tile; changing it changes bits
+BT = 64  # entries per tile; changing it changes bits
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.constexpr_function
 def pieces(dim, rope_dim):
-    """Widths into which an entry is cut: powers of two up to 64, the group of one scale;
-    rotated channels apart."""
+    """Widths of an entry's pieces: powers of two up to 64, the group of one scale; rotated
+    channels are separate."""
     widths = []
     for left in (dim - rope_dim, rope_dim):
         while left:
@@ -45,14 +45,14 @@ def piece_width(dim, rope_dim, index):
 
 @triton.constexpr_function
 def piece_first(dim, rope_dim, index):
-    """Where piece `index` of an entry begins."""
+    """First channel of piece `index` of an entry."""
     return sum(pieces(dim, rope_dim)[:index])
 
 
 @triton.jit
 def _times(k, factor, ASM: tl.constexpr):
-    """`k * factor` in fp16. The compiler sees no 8-bit number behind an opaque instruction and
-    takes channels in the order of 16-bit ones, as it does for products of 64 heads."""
+    """`k * factor` in fp16. The opaque instruction hides the 8-bit type from the compiler, which
+    then takes channels in 16-bit order, as it does for products of 64 heads."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [k, factor.broadcast_to(k.shape)],
@@ -63,8 +63,8 @@ def _times(k, factor, ASM: tl.constexpr):
 
 @triton.jit
 def to_half(x, MT: tl.constexpr, ASM: tl.constexpr):
-    """`x` in MT; from bf16 to fp16 once, before shared memory, not in every warp that reads it
-    from there."""
+    """`x` in MT; converted from bf16 to fp16 once before shared memory, not in every warp that
+    reads it."""
     if ASM and x.dtype == tl.bfloat16 and tl.float16 == MT:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xFFFF0000;"
@@ -79,7 +79,7 @@ def _fetch_piece(
     data, tail, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
     NOPE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, as they are stored."""
+    """Channels FIRST to FIRST + WIDTH of the entries at `slot`, as stored."""
     channel = FIRST + tl.arange(0, WIDTH)[None, :]
     if FORMAT != 2:
         x = tl.load(data + slot[:, None] * DIM + channel)
@@ -95,7 +95,7 @@ def widen_piece(
     x, scales, FIRST: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """What `_fetch_piece` found, in MT.
+    """The result of `_fetch_piece`, in MT.
 
     `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
     """
@@ -124,7 +124,7 @@ def load_piece(
 
 @triton.jit
 def load_queries(q, q_at, live, DIM: tl.constexpr, ROPE: tl.constexpr):
-    """Queries by piece, as they are stored."""
+    """Queries by piece, as stored."""
     found = ()
     for i in tl.static_range(num_pieces(DIM, ROPE)):
         channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
@@ -146,7 +146,7 @@ def fetch_tile(
     slot, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """The entries at `slot` as they are stored, by piece, and their scale bytes."""
+    """The entries at `slot` as stored, by piece, and their scale bytes."""
     data = tl.where(in_window, w_data, c_data)
     tail = tl.where(in_window, w_tail, c_tail)
     scales = slot
@@ -167,7 +167,7 @@ def widen_tile(
     stored, scales, JOINED: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr,
     DIM: tl.constexpr, ROPE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """What `fetch_tile` found, in MT, every JOINED pieces as one matrix."""
+    """The result of `fetch_tile` in MT, with JOINED pieces per matrix."""
     keys = ()
     for i in tl.static_range(num_pieces(DIM, ROPE)):
         k = widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
@@ -177,7 +177,7 @@ def widen_tile(
 
 @triton.constexpr_function
 def num_joined(dim, rope_dim, channels):
-    """How many pieces make a matrix of `channels`; one where they do not fill such matrices."""
+    """Pieces per matrix of `channels`; one if they do not fill such matrices."""
     widths = pieces(dim, rope_dim)
     count = channels // widths[0]
     fits = len(set(widths)) == 1 and count & (count - 1) == 0 and len(widths) % max(count, 1) == 0
@@ -186,19 +186,19 @@ def num_joined(dim, rope_dim, channels):
 
 @triton.constexpr_function
 def chunk_width(dim, rope_dim, joined, index):
-    """Of `joined` pieces side by side."""
+    """Width of `joined` concatenated pieces."""
     return joined * piece_width(dim, rope_dim, index * joined)
 
 
 @triton.jit
 def beside(a, b):
-    """`[R, C]` and `[R, C]` -> `[R, 2 C]`; no number leaves its thread."""
+    """`[R, C]` and `[R, C]` -> `[R, 2 C]`, without moving data between threads."""
     return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
 @triton.jit
 def join_pieces(found, JOINED: tl.constexpr):
-    """Every JOINED matrices in a row become one."""
+    """Concatenate each run of JOINED matrices."""
     if JOINED > 1:
         halves = ()
         for i in tl.static_range(0, len(found), 2):
@@ -220,7 +220,7 @@ def tile_choice(
     tile, visible, row, selected, num_selected, WT: tl.constexpr, BT: tl.constexpr,
     SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Which compressed entries a tile has, -1 for none."""
+    """The compressed entries of a tile, -1 for none."""
     j = (tile - WT) * BT + tl.arange(0, BT)
     if SELECTED:
         live = (j >= 0) & (j < num_selected)
@@ -235,10 +235,10 @@ def tile_pages(
     tile, older, position, seq, window, w_table, w_width, c_table, c_width,
     WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Pages of a tile's entries, their places inside, and which are present.
+    """Pages of a tile's entries, their offsets inside, and a mask of those present.
 
-    In place of an absent one stands another that exists, so that nothing but numbers is read: the
-    newest of the window, the first that was compressed.
+    Masked slots read a valid dummy entry, so no NaN is loaded: the newest of the window, or the
+    first compressed one.
     """
     in_window = tile < WT
     i = tile * BT + tl.arange(0, BT)
@@ -250,7 +250,7 @@ def tile_pages(
     inside = tl.where(in_window, entry % W_ENTRIES, entry % C_ENTRIES)
     width = tl.where(in_window, w_width, c_width)
     table = tl.where(in_window, w_table, c_table) + seq * width
-    # the window's table is a ring; one division for all entries, they span less than a turn
+    # the window's table is a ring; one division suffices, since entries span less than one turn
     oldest = tl.where(in_window, tl.maximum(position + 1 - window, 0) // W_ENTRIES, 0)
     place = page - oldest + oldest % width
     place = tl.where(place >= width, place - width, place)
@@ -261,7 +261,7 @@ def tile_pages(
 def slots_of(
     tile, page, inside, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr
 ):
-    """Where entries lie (int64), counted in entries from the pool's start."""
+    """Entry offsets (int64) from the pool's start, in entries."""
     return page.to(tl.int64) * tl.where(tile < WT, W_ENTRIES, C_ENTRIES) + inside
 
 
@@ -272,7 +272,7 @@ def tile_slots(
     WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
     SELECTED: tl.constexpr,
 ):  # fmt: skip
-    """Where the entries of a tile lie and which are present."""
+    """Offsets of a tile's entries, and a mask of those present."""
     older = tile_choice(tile, visible, row, selected, num_selected, WT, BT, SELECTED)
     page, inside, present = tile_pages(
         tile, older, position, seq, window, w_table, w_width, c_table, c_width,
@@ -296,9 +296,9 @@ def tile_weights(
 ):  # fmt: skip
     """Softmax of one tile: weights, their sum `[BH]`, maximum.
 
-    Where pieces are joined, products stand behind conditions that always hold: a compiler that
-    sees that a product's result is multiplied again gives each warpgroup rows of its own, and of
-    64 rows there is one group's, so both groups would compute all scores.
+    With joined pieces, products are inside conditions that always hold: a compiler that sees a
+    product's result multiplied again assigns rows to warpgroups, and 64 rows are one warpgroup's
+    worth, so both would compute all scores.
     """
     scores = tl.zeros((BH, BT), tl.float32)
     weights = tl.zeros((BH, BT), MT)
@@ -317,15 +317,15 @@ def tile_weights(
 
 @triton.jit
 def weights_sum(weights, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr):
-    """By a product, so that the order of summation is that of the values."""
+    """The sum of weights as a product, so that its order is that of the values."""
     ones = tl.full((BT, 16), 1.0, MT)
     return tl.max(dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
 
 
 @triton.jit
 def add_tile(best, total, top, part):
-    """The maximum and the sum of weights with one more tile, and the shares of what was there and
-    of the tile: every form merges by this formula."""
+    """Maximum and sum of weights after one more tile, and the factors of the old sums and of the
+    tile: every variant merges with this formula."""
     new_best = tl.maximum(best, top)
     old_share = tl.exp2(best - new_best)
     new_share = tl.exp2(top - new_best)
@@ -337,7 +337,7 @@ def finish_piece(
     acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Divide by the sum of weights, rotate back where channels are rotated, store."""
+    """Divide by the sum of weights, rotate the rotary channels back, store."""
     x = (acc * scale[:, None]).to(out.dtype.element_ty)
     if FIRST + WIDTH > DIM - ROPE:
         TURNED: tl.constexpr = max(DIM - ROPE - FIRST, 0)
@@ -352,7 +352,7 @@ def is_narrow(q, pool) -> bool:
 
 
 def most_entries(compressed) -> int:
-    """That any query sees of the compressed ones."""
+    """Most compressed entries that any query sees."""
     if compressed is None:
         return 0
     if compressed.selected is not None:
@@ -367,7 +367,7 @@ def entry_parts(pool):
 
 
 def place_arguments(pool, table, compressed, batch) -> tuple:
-    """Where entries are, as kernels take it: from `positions` to `c_width`."""
+    """Entry locations as kernel arguments: from `positions` to `c_width`."""
     other = pool if compressed is None else compressed.pool
     other_table = table if compressed is None else compressed.table
     selected = None if compressed is None else compressed.selected

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""`query_prepare` inside `attention`, where programs of few heads each take one tile: a program
-prepares its own queries while its entries are on the way, in the tile and with the warps of
-`query_triton`: the sum of a head's squares has its order from both. Also where entries are unpacked
-and walked, by programs that have all of a head in one place (`unpacked/`)."""
+"""`query_prepare` fused into `attention`, where programs of few heads each take one tile: a program
+prepares its own queries while its entries are in flight, with the tile and warps of `query_triton`,
+which fix the order of a head's sum of squares. Also for unpacked entries (`unpacked/`), where a
+program holds whole heads."""
 
 from dataclasses import replace
 
@@ -34,6 +34,6 @@ def variant(q, eps, **attention) -> str:
 
 def run(q, eps, **attention):
     config = _config(q, attention)
-    if config.heads == query_triton.HEADS:  # more have 512 channels, summed alike by 8 warps
+    if config.heads == query_triton.HEADS:  # more have 512 channels, summed equally by 8 warps
         config = replace(config, num_warps=ROW_WARPS)
     return attention_triton.run(q, **attention, config=config, eps=eps)

@@ -1,8 +1,8 @@
-"""Parts of a block that may run fused across op families: one typed function for each place.
+"""Parts of a block that may run fused across op families: one typed function per place.
 
-Each asks its fusion and else runs the ops one by one; the bits are the same. With activations of
-few bits a row is quantised where it is made, so the products behind it belong to the fusion. A row
-for `mhc_boundary` may come in parts, which it adds itself.
+Each tries its fusion and otherwise runs the ops one by one; the bits are the same. With
+low-precision activations a row is quantised where it is computed, so the following products belong
+to the fusion. `mhc_boundary` may receive a row as partial sums, which it reduces itself.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, prod
 
 @dataclass(frozen=True)
 class Update:
-    """What a half-block gave, `[tokens, size]`, and how it is to be spread over the streams."""
+    """A half-block's result, `[tokens, size]`, and how to spread it over the streams."""
 
     y: Tensor | Parts
     post: Tensor
@@ -57,7 +57,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Residual:
-    """The streams `[tokens, streams, size]` and the update they lack; at first there is none."""
+    """The streams `[tokens, streams, size]` and their pending update, if any."""
 
     streams: Tensor
     update: Update | None = None
@@ -88,7 +88,7 @@ def collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor,
 def mix_linear(
     residual: Residual, site: MixSite, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
 ) -> Mixed:
-    """The streams collapsed into a row, then the matrices that read it, each in its dtype."""
+    """Collapse the streams into a row, then apply the matrices that read it, each in its dtype."""
 
     def one_by_one() -> Mixed:
         streams, x, post, comb = collapse(residual, site)
@@ -102,7 +102,7 @@ def mix_linear(
 def mix_experts(
     residual: Residual, site: MixSite, token_ids: Tensor, gate: Gate, experts: Experts
 ) -> Residual:
-    """The streams collapsed into a row, then router and experts: a whole half-block."""
+    """Collapse the streams into a row, then run router and experts: a whole half-block."""
     choice, matrices = {**vars(gate), "token_ids": token_ids}, vars(experts)
 
     def route(x: Tensor) -> Tensor | Parts:
@@ -126,7 +126,7 @@ def store_and_query(
     key: WindowKey,
     blocks: Sequence[Compression],
 ) -> list[Tensor]:
-    """Key and blocks are stored; the latent is normalised and multiplied with `weights`."""
+    """Store key and blocks; normalise the latent and multiply it with `weights`."""
     latent_norm = {"x": latent, "weight": norm, "eps": key.eps}
     products = {"weights": weights, "out_dtypes": [latent.dtype] * len(weights)}
     store = {"norm": latent_norm, "key": vars(key), "blocks": [vars(block) for block in blocks]}
@@ -157,8 +157,8 @@ def prepare_queries(
     frequencies: Tensor,
     index_format: str,
 ) -> tuple[Queries, Tensor, Tensor]:
-    """Index queries `[tokens, index heads, dim]` and the weights of their heads (fp32), as
-    projected -> as they are used. Attention's queries may be left as they are."""
+    """Prepare projected index queries `[tokens, index heads, dim]` and their head weights (fp32).
+    Attention's queries may be prepared too, or left unchanged."""
     turned = {"positions": positions, "frequencies": frequencies}
     query = {"q": queries.q, **turned, "eps": queries.eps}
     index = {"q": index_q, **turned, "index_format": index_format}
@@ -173,7 +173,7 @@ def prepare_queries(
 def score_select(
     q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
 ) -> Tensor:
-    """Prepared index queries and weights -> the entries of each token, as `index_select`."""
+    """Prepared index queries and weights -> each token's entries, as from `index_select`."""
     places = {"q": q, "weights": weights, "pool": pool, "table": table, "batch": batch}
 
     def one_by_one() -> Tensor:
@@ -195,5 +195,5 @@ def query_attention(queries: Queries, to: Visible) -> Tensor:
 
 
 def linear_parts(x: Tensor, weight: Weight) -> Tensor | Parts:
-    """As `linear`, for a reader who takes a row in parts."""
+    """Like `linear`, for a consumer that accepts partial sums."""
     return LINEAR_PARTS(x.device, {"x": x, "weight": weight}, lambda: linear(x, weight))

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""`linear` of one row whose ranges of K stay apart: `mhc_boundary`, which reads it next, adds
-them. The program that otherwise waits for the others' sums is spared."""
+"""`linear` of one row that stores split-K partial sums; the consumer, `mhc_boundary`, reduces them,
+so that no program waits for the others."""
 
 import torch
 

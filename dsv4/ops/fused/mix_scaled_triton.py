@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The mHC boundary and the products behind it, with activations of few bits (sm_100).
+"""The mHC boundary and the products after it, with low-precision activations (sm_100).
 
-The kernel that makes the normalised row has it in registers: it also writes it quantised, as the
-first product wants it, so that nobody has to read and quantise it again. What follows is the
-matrices of attention's input, or router and experts. Same bits as the ops one by one.
+The kernel that computes the normalised row has it in registers, so it also stores it quantised for
+the first product, which saves a launch. Then follow the matrices of attention's input, or router
+and experts. Same bits as the ops one by one.
 """
 
 from dsv4.ops.gemm import linear_scaled_triton
@@ -14,7 +14,7 @@ from dsv4.ops.moe import experts_scaled_triton, experts_triton, router_triton
 
 
 def _readers(linear, experts) -> list[ScaledTensor]:
-    """Weights behind the boundary that ask for few bits; the first decides what is written."""
+    """Weights after the boundary with low-precision inputs; the first decides the format."""
     found = (experts["shared_w13"], experts["w13"]) if linear is None else linear["weights"]
     return [weight for weight in found if isinstance(weight, ScaledTensor)]
 

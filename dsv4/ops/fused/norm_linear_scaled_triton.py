@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""The latent's norm and the matrices of queries behind it, with activations of few bits (sm_100):
-the kernel that makes the normalised row also writes it quantised. Same bits as the ops one by one.
+"""The latent's norm and the query matrices after it, with low-precision activations (sm_100): the
+kernel that computes the normalised row also stores it quantised. Same bits as the ops one by one.
 """
 
 from dsv4.ops.fused import norm_store_triton

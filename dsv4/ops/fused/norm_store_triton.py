@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""`rms_norm`, `kv_store` and `compress` in one launch, with one new token for each sequence.
+"""`rms_norm`, `kv_store` and `compress` in one launch, with one new token per sequence.
 
-A program is a token and a job: 0 the latent's norm, 1 the window key, 2 the entry, 3 the index
-key. Each job runs the code of its own op's kernel with the same tile and the same number of
-warps, so the bits are the same.
+A program is a token and a job: 0 the latent's norm, 1 the window key, 2 the entry, 3 the index key.
+Each job runs its op's kernel code with the same tile and number of warps, so the bits are the same.
 """
 
 import torch

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """`query_prepare` and `index_query` in one launch: a program is a token and a block of heads of
-either; those of the index heads also scale the heads' weights."""
+either; index programs also scale the head weights."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def _queries_kernel(
     INDEX_DIM: tl.constexpr, INDEX_PAD: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
     LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """The first BLOCKS programs of a token are attention's heads."""
+    """The first BLOCKS programs of a token handle attention's heads."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if block < BLOCKS:

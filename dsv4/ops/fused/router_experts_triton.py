@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""`router` and `experts` of one token, for `mhc_boundary`: the result comes in parts, whose sum has
-the bits of the two ops."""
+"""`router` and `experts` of one token, for `mhc_boundary`: the result is partial sums, whose total
+has the bits of the two ops."""
 
 from dsv4.ops.moe import experts_triton, router_triton, token_triton
 from dsv4.ops.moe.shared_triton import is_apart

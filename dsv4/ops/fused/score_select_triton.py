@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""`index_scores` and `index_select` of long rows, few of them, in two launches: programs that score
-a row's entries have the peaks of its parts in their registers."""
+"""`index_scores` and `index_select` of few long rows in two launches: programs that score a row's
+entries already hold the peaks of its parts in registers."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from dsv4.ops.device import workspace
 
 
 def _parts(tokens, table, pool, topk) -> tuple[int, int]:
-    """Parts of a row, and of each program: where there may be 2 topk, else its tile's columns."""
+    """Parts of a row and of each program: 2 topk in all, at most a tile's columns per program."""
     programs, columns, _ = index_scores_triton.programs_of(tokens, table, pool)
     wanted = triton.cdiv(2 * triton.next_power_of_2(topk), programs)
     parts = min(columns, triton.next_power_of_2(wanted))

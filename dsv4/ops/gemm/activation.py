@@ -1,18 +1,18 @@
-"""Rows of activations in few bits, as block-scaled tensor cores multiply them.
+"""Activation rows in low precision, as block-scaled tensor cores multiply them.
 
     a4   NVFP4: E2M1 numbers, an E4M3 scale per 16 columns, one float32 scale per row
     a8   MXFP8: E4M3 numbers, a power-of-two scale per 32 columns
-    a16  as they are
+    a16  unrounded
 
-The float32 scale of a4 is the row's own, so a row never depends on its batch:
+The float32 scale of a4 is per row, so a row never depends on its batch:
 
     inverse = 2688 / amax;  row_scale = amax / 2688        (2688 = 6 * 448)
     scale   = E4M3(max(block) * inverse / 6), at least 2^-9
     code    = E2M1(x * (inverse / scale))                  ties to even, saturating at 6
 
 Every step is one float32 rounding, in this order, so that kernels give the same bytes. An amax
-below 2^-100 counts as 2^-100: a zero row has zero codes and a scale nobody fears to divide by. A
-row with Inf or NaN has zero codes and a row scale of NaN: its results are NaN, not plausible.
+below 2^-100 is raised to 2^-100: a zero row has zero codes and a scale that is safe to divide by. A
+row with Inf or NaN has zero codes and a row scale of NaN: its results are NaN, never plausible.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 TOP = E2M1_MAX * E4M3_MAX
 SIXTH = 1.0 / E2M1_MAX
 SMALLEST_AMAX = 2.0**-100
-SMALLEST_SCALE = 2.0**-9  # of E4M3, above zero
+SMALLEST_SCALE = 2.0**-9  # smallest positive E4M3
 MXFP8_GROUP = 32
 
 
@@ -45,7 +45,7 @@ def quantize_rows_reference(x: Tensor) -> Fp4Rows:
     amax = wide.abs().amax(1)
     finite = torch.isfinite(amax)
     amax = amax.clamp(min=SMALLEST_AMAX)
-    top = torch.full_like(amax, TOP)  # torch divides by and into a plain number by a reciprocal
+    top = torch.full_like(amax, TOP)  # with a Python number torch would use a reciprocal
     inverse = torch.where(finite, top / amax, 0.0)
     blocks = wide.view(x.shape[0], -1, NVFP4_GROUP)
     # float(1/6) as float32: the kernel multiplies by the same number
@@ -72,7 +72,7 @@ def cases() -> Iterable[Case]:
     def build(rows: int, k: int, magnitude: float, dtype: torch.dtype = torch.bfloat16) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             x = torch.randn(rows, k, generator=generator) * magnitude
-            if rows > 2:  # a zero row, a zero block, one that is all but zero, an outlier
+            if rows > 2:  # a zero row, a zero block, one that is nearly zero, an outlier
                 x[1] = 0
                 x[2, :NVFP4_GROUP] = 0
                 x[2, NVFP4_GROUP : 2 * NVFP4_GROUP] *= 1e-7
@@ -116,7 +116,7 @@ def quantize_rows(x: Tensor) -> Fp4Rows:
 
 
 def rounded(x: Tensor, width: Activations) -> Tensor:
-    """`[..., K]` as the multiplication sees it: unchanged for a16, else float32."""
+    """`[..., K]` as multiplied: unchanged for a16, otherwise float32."""
     if width == "a16":
         return x
     if width == "a8":

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""`quantize_rows` on a GPU, and its forms in front of a block-scaled product (sm_100).
+"""`quantize_rows` on a GPU, and its variants in front of a block-scaled product (sm_100).
 
-One program holds a row in registers: the largest magnitude first, then scales and codes; nothing
-is read twice and no host waits. What is quantised is the row itself, or SwiGLU of gate and up,
-rounded to bf16 first, as the op that it replaces does. Kernels that hold a row anyway (mHC's mix,
-RMS norm) quantise it with `store_row`; `row_buffers` and `row_constants` are their arguments.
+One program holds a row in registers: first the largest magnitude, then scales and codes; nothing is
+read twice and the host never waits. It quantises the row itself, or SwiGLU of gate and up, rounded
+to bf16 first like the op it replaces. Kernels that already hold a row (mHC's mix, RMS norm)
+quantise it with `store_row`; `row_buffers` and `row_constants` are their arguments.
 
-A product wants rows padded to a multiple of 256 columns, and with many rows the scales in the
-order of gemm/scaled.py; `Rows` says where things are. Row i may be that of a routed pair.
+A product needs rows padded to a multiple of 256 columns, and with many rows the scales in the order
+of gemm/scaled.py; `Rows` describes the buffers. Row i may be that of a routed pair.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def _source_row(
 
 @triton.jit
 def _scale_at(row, fold, group, num_groups, TILED: tl.constexpr):
-    """Where the scale of `group` lies; `fold` rows side by side are one row of the product."""
+    """Offset of the scale of `group`; `fold` adjacent rows form one row of the product."""
     if TILED:
         outer = row // fold
         column = row % fold * num_groups + group
@@ -77,7 +77,7 @@ def _store_fp4(
     GROUPS: tl.constexpr = PAD // 16
     num_groups = columns // 16
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    # as integers: Inf and NaN are the largest, where a float maximum would pass over NaN
+    # as integers Inf and NaN are the largest; a float maximum would skip NaN
     top = tl.max(tl.max(bits, axis=1), axis=0)
     finite = top < 0x7F800000
     amax = tl.maximum(top.to(tl.float32, bitcast=True), _SMALLEST)
@@ -122,7 +122,7 @@ def store_row(
     value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr,
     A8: tl.constexpr,
 ):  # fmt: skip
-    """A row `[PAD]`, fp32, zero beyond its end, in few bits; PAD is at least `columns`."""
+    """Quantise and store a row `[PAD]`, fp32, zero past its end; PAD is at least `columns`."""
     if A8:
         value = value.reshape(PAD // 32, 32)
         _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
@@ -138,8 +138,8 @@ def _quantize_kernel(
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
     PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr
 ):  # fmt: skip
-    """BM > 0: row i is row `i % BM` of routed tile `i // BM`; it comes from its pair's token, or
-    with SwiGLU from its place among the sorted pairs. ROUTED: a weight is that of the pair."""
+    """BM > 0: row i is row `i % BM` of routed tile `i // BM`; its source is its pair's token, or
+    with SwiGLU its place among the sorted pairs. ROUTED: the weight is the pair's."""
     row = tl.program_id(0).to(tl.int64)
     source = row
     own = weight
@@ -165,8 +165,8 @@ def _quantize_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """Quantised rows in buffers that the next launch reads: codes `[rows, bytes]`, row scales
-    `[rows]` (of a4), and block scales in row order, or tiled as gemm/scaled.py says."""
+    """Quantised rows in buffers for the next launch: codes `[rows, bytes]`, row scales `[rows]`
+    (a4), and block scales in row order, or tiled as in gemm/scaled.py."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -174,11 +174,11 @@ class Rows:
     num_rows: int
     columns: int
     tiled: bool = False
-    fold: int = 1  # rows that lie side by side in one row of the product
+    fold: int = 1  # rows concatenated into one row of the product
     a8: bool = False
 
     def is_like(self, other: "Rows | None") -> bool:
-        """Whether the product that reads these could read the other ones."""
+        """Whether the consumer of these rows could also read the other ones."""
         if other is None:
             return False
         names = ("num_rows", "columns", "tiled", "fold", "a8")
@@ -186,8 +186,8 @@ class Rows:
 
 
 def row_fits(size: int) -> bool:
-    """Whether a row that some kernel holds, padded to a power of two, has room for what is added
-    for the product; another padding would change the sums of a norm."""
+    """Whether a row padded to a power of two, as its kernel holds it, covers the product's padding;
+    another padding would change the sums of a norm."""
     return triton.next_power_of_2(size) >= COLUMN_MULTIPLE
 
 
@@ -208,7 +208,7 @@ def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Ro
 
 
 def row_buffers(rows: Rows | None, unused):
-    """Arguments of a kernel that quantises the rows it makes, or not."""
+    """Arguments of a kernel that may quantise the rows it computes."""
     if rows is None:
         return unused, unused, unused, 0
     return rows.codes, rows.scales, rows.row_scale, rows.columns

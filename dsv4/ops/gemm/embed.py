@@ -36,7 +36,7 @@ OP = Op("embed", embed_reference, cases, (Kernel("dsv4.ops.gemm.embed_triton"),)
 
 
 def embed(token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype) -> Tensor:
-    """`[tokens] -> [tokens, streams, size]`; ids must lie inside the table."""
+    """`[tokens] -> [tokens, streams, size]`; ids must be inside the table."""
     check_shape(OP.name, "token_ids", token_ids, "tokens")
     check_shape(OP.name, "table", table, "ids", "size")
     if token_ids.shape[0] == 0:

@@ -26,7 +26,7 @@ def _embed_kernel(token_ids, table, out, size, STREAMS: tl.constexpr, BN: tl.con
 
 
 def choose_config(size: int) -> int:
-    """Columns of one program."""
+    """Columns per program."""
     return min(1024, triton.next_power_of_2(size))
 
 

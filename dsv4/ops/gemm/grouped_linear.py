@@ -1,8 +1,8 @@
 """The first output projection: each group of heads has its own rows of one stored matrix.
 
 `u[t, g] = W[g] . x[t, g]`; rows `g * rank .. (g + 1) * rank` of the stored matrix belong to
-group `g`. fp32 accumulation; the results of all groups come back side by side. A token's part in
-each group is rounded on its own where the weight asks for `a8` or `a4`.
+group `g`. fp32 accumulation; the results of all groups are concatenated. With `a8` or `a4` a
+token's input is rounded separately for each group.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`grouped_linear` on a GPU: kernels of `linear`, with each group's own columns of the input."""
+"""`grouped_linear` on a GPU: the kernels of `linear`; each group reads its own input columns."""
 
 import torch
 

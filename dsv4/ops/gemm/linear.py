@@ -1,8 +1,8 @@
 """Several matrices applied to one input: `y_i = x . W_i^T`, fp32 accumulation.
 
-The matrices of one call may have different formats and result dtypes; a kernel reads `x` once
-for all of them. A row's result does not depend on the other rows. Where a matrix asks for `a8`
-or `a4` activations, its input is rounded first (`dsv4/ops/gemm/activation.py`). Where it asks for
+The matrices of one call may have different formats and result dtypes; a kernel reads `x` once for
+all of them. A row's result does not depend on the other rows. For a matrix with `a8` or `a4`
+activations the input is rounded first (`dsv4/ops/gemm/activation.py`). Where it asks for
 ranges of K (`k_ranges`), each is summed on its own and they are added in ascending order; then
 `linear_ranges` of some ranges on each of several ranks, added so, has the bits of `linear`.
 """
@@ -24,14 +24,14 @@ from dsv4.ops.rows import matmul_rows, pad_rows
 
 
 def dense(weight: Weight) -> Tensor:
-    """A weight as fp32 numbers, whatever its format."""
+    """A weight of any format in fp32."""
     return weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
 def linear_reference(
     x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
-    """Matrices that ask for the same width share one rounding of x."""
+    """Matrices with the same activation width share one rounding of x."""
     num_rows, inputs = x.shape[0], {}
     for width in map(activations_of, weights):
         if width not in inputs:
@@ -90,7 +90,7 @@ def _stored_cases() -> Iterable[Case]:
             values = torch.randn(sizes[0], k, generator=generator)
             tiles, scale = fp8.quantize_tiles(values, block, power_of_two=block == 32)
             weights += [Fp8BlockTensor(tiles, scale, block), values.bfloat16()]
-            if k % 32 == 0:  # one scale for a row, one for 32 of its columns
+            if k % 32 == 0:  # one scale per row, one per 32 of its columns
                 weights += [_row_scaled(values, k), _row_scaled(values, 32)]
             dtypes = [torch.bfloat16, torch.float32] * len(weights)
             return {"x": x, "weights": weights, "out_dtypes": dtypes[: len(weights)]}
@@ -110,7 +110,7 @@ def _row_scaled(values: Tensor, block: int) -> Fp8BlockTensor:
 
 
 def _few_bit_cases() -> Iterable[Case]:
-    """Weights that block-scaled tensor cores read, with the activations that they ask for."""
+    """Weights for block-scaled tensor cores, with their activation widths."""
 
     def build(rows: int, k: int, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> Case:
         def make(generator: torch.Generator) -> Arguments:

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""`linear` with activations of few bits (sm_100): rows are quantised, then multiplied.
+"""`linear` with low-precision activations (sm_100): rows are quantised, then multiplied.
 
-Matrices of one kind share the quantised rows; those that ask for none go to linear_triton.
+Matrices of one kind share the quantised rows; those with a16 go to linear_triton.
 """
 
 import torch
@@ -38,7 +38,7 @@ def rows_reason(x) -> str | None:
 
 
 def run(x, weights, out_dtypes, ready=None):
-    """`ready`: rows of `x` that were quantised where `x` was made, see `ready_rows`."""
+    """`ready`: rows of `x` already quantised by its producer, see `ready_rows`."""
     outs = [
         torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
         for weight, dtype in zip(weights, out_dtypes, strict=True)
@@ -62,14 +62,14 @@ def _kind(weight) -> tuple[int, int] | None:
 
 
 def ready_rows(x, weight):
-    """Buffers for rows of `x` as `weight` reads them, to be filled where `x` is made."""
+    """Buffers for rows of `x` as `weight` reads them, to be filled by the producer of `x`."""
     tiled, a8 = not choose_config(x.shape[0], 1).few, weight.group == 32
     return make_rows(x.device, x.shape[0], x.shape[1], tiled=tiled, name="ready", a8=a8)
 
 
 def launch(x, weights, outs, *, num_groups=1, config=None, limit=None, ready=None) -> None:
     """Quantise `x` `[rows, groups * k]` once and multiply it with matrices of one kind. With a
-    `limit`, `x` is gate and up `[rows, 2 k]` and SwiGLU of them is what is quantised."""
+    `limit`, `x` is gate and up `[rows, 2 k]`, and their SwiGLU is quantised."""
     num_rows, columns = x.shape[0], weights[0].columns
     most_ranges = max(scaled_cut(w)[0] for w in weights)
     config = config or choose_config(num_rows, most_ranges)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`linear` on a GPU: up to eight matrices of one format in a launch, weights in the MMA's M slot.
+"""`linear` on a GPU: up to eight matrices of one format per launch, weights in the MMA's M slot.
 
-A program makes BN outputs for BM rows. With few rows each range of K has its own program and the
-last one to finish adds the ranges; with many rows one program walks all ranges. Same sums, same
-bits.
+A program computes BN outputs for BM rows. With few rows it uses split-K: each range of K has its
+own program, and the last to finish adds the ranges. With many rows one program loops over all
+ranges. Same sums, same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from dsv4.ops.gpu import num_multiprocessors
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
-EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights become bf16 first
+EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights are dequantised to bf16 first
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _range_sum(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The sum over one range of K, whatever the format; `words` and `scales` are addresses."""
+    """The sum over one range of K, for any format; `words` and `scales` are addresses."""
     row = tile.to(tl.int64) * BN
     if FORMAT == 0:
         w = words.to(tl.pointer_type(tl.int16)) + row * total_steps * 32
@@ -87,9 +87,9 @@ def _linear_kernel(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
-    when matrix i has fp32 results. SWIZZLE row tiles run side by side, for the cache's sake.
-    An FP8 tile has ROWS x BLOCK weights. TO_PARTS: ranges are stored one by one, times 128, for
-    `Parts`."""
+    when matrix i has fp32 results. SWIZZLE row tiles run concurrently, for L2 reuse. An FP8 tile
+    has ROWS x BLOCK weights. TO_PARTS: each range's partial sum is stored separately, times 128,
+    for `Parts`."""
     pid = tl.program_id(0)
     m_tile = tl.program_id(1)
     if SWIZZLE > 1:
@@ -115,7 +115,7 @@ def _linear_kernel(
     live_m = rm < num_rows
     group = (tile * BN) // group_rows
     x_rows = rm * x_stride + group * num_columns
-    if FORMAT == 0 or FORMAT == 3:  # long before it is used: the first access to it is slow
+    if FORMAT == 0 or FORMAT == 3:  # early: the first access misses the cache
         factors = select_matrix(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
         part_rows = select_matrix(parts, firsts, pid, NUM)
         factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
@@ -148,7 +148,7 @@ def _linear_kernel(
     elif FORMAT == 0 or FORMAT == 3:
         total = total * factor[:, None]
     out = select_matrix(outs, firsts, pid, NUM)
-    # allocations are aligned; said here because a cast from an integer does not know it
+    # allocations are aligned, but a pointer cast from an integer does not carry that
     out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
     out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
     offsets = out_rows[None, :] * size + rn[:, None]
@@ -184,18 +184,18 @@ def _expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
 
 @dataclass(frozen=True)
 class Config:
-    bm: int  # input rows of a program
-    bn: int  # weight rows of a program
+    bm: int  # input rows per program
+    bn: int  # weight rows per program
     num_warps: int
     num_stages: int
-    form: int = 0  # of the product; see dot_nvfp4
+    form: int = 0  # product variant; see dot_nvfp4
 
 
 def choose_config(num_rows: int, fmt: int) -> Config:
-    """Tile sizes; none of this changes a bit of the result."""
+    """Tile sizes; they change no bit of the result."""
     if fmt == NVFP4:
         table = (
-            # form 1 only where `wgmma` runs it: `mma.sync` takes joined weights in another order
+            # form 1 only with `wgmma`: `mma.sync` takes joined weights in another order
             (8, Config(8, 64, 2, 3)),
             (16, Config(16, 64, 4, 3, 1)),
             (32, Config(32, 64, 4, 3, 1)),
@@ -217,7 +217,7 @@ def choose_config(num_rows: int, fmt: int) -> Config:
 
 
 def weight_format(weight) -> int | str:
-    """The format's number, or why kernels cannot read the weight."""
+    """The format's number, or why the kernels do not support the weight."""
     if isinstance(weight, TiledNvfp4):
         if weight.paired:
             return "weight is tiled in gate and up pairs, which only the experts read"
@@ -284,12 +284,12 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
         fmt, data = EXPANDED, _expand(weights)
     config = config or choose_config(num_rows, fmt)
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
-        config = replace(config, bn=128)  # a program's rows lie in one group
+        config = replace(config, bn=128)  # a program's rows must be in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
     cuts = [cut_of(w) for w in weights]
     if parallel is None:
-        # sums of many rows are more bytes than the weights: there only where processors idle
+        # partial sums of many rows exceed the weights in bytes: split only if multiprocessors idle
         at_once = num_multiprocessors(x.device)
         least = at_once * 3 // 4 + 1 if fmt == EXPANDED else 2 * at_once
         parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in cuts)
@@ -349,7 +349,7 @@ def _expands(num_rows: int, columns: int, config: Config | None) -> bool:
 
 
 def _expand(weights: list[TiledNvfp4]) -> list[torch.Tensor]:
-    """The weights as bf16 in a workspace; a launch with many rows reads each of them often."""
+    """Dequantise the weights to bf16 in a workspace; a launch with many rows rereads them."""
     sizes = [4 * weight.packed.numel() for weight in weights]
     room = workspace(weights[0].device, "expanded", sum(sizes), torch.bfloat16)
     outs = list(room[: sum(sizes)].split(sizes))

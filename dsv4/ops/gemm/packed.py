@@ -1,23 +1,23 @@
-"""NVFP4 weights in the order in which the kernels read them. Made once, at load; no value changes.
+"""NVFP4 weights in the kernels' memory order. Repacked once, at load; no value changes.
 
-A matrix `[N, K]` is cut into tiles of 64 rows by 128 columns, each contiguous in memory:
+A matrix `[N, K]` is split into tiles of 64 rows by 128 columns, each contiguous in memory:
 
     packed  int16  [..., N/64, K/128, 2, 64, 16]   four weights to a word
     scale   int16  [..., N/64, K/128, 64, 4]       the codes of two groups of 16 columns
 
 A row of a tile has 32 words, 16 in each half of its columns. Word i of a half holds columns `i`,
 `16 + i`, `32 + i` and `48 + i` of it (slots 0..3): a slot of 16 words is one group of 16 columns,
-under one scale. A weight is sign and magnitude `eem`; in slots 0 to 2 the magnitude lies at bits
+under one scale. A weight is sign and magnitude `eem`; in slots 0 to 2 the magnitude is at bits
 6..8, 3..5, 0..2 and the sign at 15, 12, 9, so that one shift and one mask give a bf16 whose value
-is the weight times 2^-126. Slot 3 takes what is left: bits 13, 14, 10 (low to high), sign 11.
+is the weight times 2^-126. Slot 3 uses the remaining bits: 13, 14, 10 (low to high), sign 11.
 
 The scale code is bits 4..11 of bf16(scale * 2^119); the bits above are 7 for every scale. A row of
 `scale` holds the code of slot s in element s, that of the first half in the low byte. E4M3
 subnormals come out normalised; a zero scale has no code, so the weights of its group are set to
 zero.
 
-Missing rows and columns of the last tiles are zero. A *paired* matrix (gate rows above up rows)
-has 32 gate rows and the 32 up rows that belong to them in each tile.
+Missing rows and columns of the last tiles are zero. In a *paired* matrix (gate rows above up rows)
+each tile has 32 gate rows and the matching 32 up rows.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -42,16 +42,16 @@ from dsv4.ops.op import warn_unless_strict
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
-ROW_MULTIPLE = 128  # the widest kernels take two tiles of rows at a time
-_SCALE_TOP = 7 << 12  # what bf16(scale * 2^119) has above the code
+ROW_MULTIPLE = 128  # the widest kernels take two row tiles at a time
+_SCALE_TOP = 7 << 12  # the bits of bf16(scale * 2^119) above the code
 _SCALE_POWER = 119
 _PAIRED_NAMES = (".w13",)
-_told: set[str] = set()  # why activations stay wide
+_told: set[str] = set()  # reasons for a16 that were already logged
 
 
 @dataclass(frozen=True)
 class TiledNvfp4(Nvfp4Tensor):
-    """An `Nvfp4Tensor` whose `packed` and `scale` are tiled as this file says."""
+    """An `Nvfp4Tensor` with `packed` and `scale` tiled as described above."""
 
     rows: int
     columns: int
@@ -127,7 +127,7 @@ class TiledNvfp4(Nvfp4Tensor):
 
 
 def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
-    """`weight` (a matrix or a stack) tiled; one matrix of a stack at a time, to save memory."""
+    """Tile `weight` (a matrix or a stack), one matrix of a stack at a time to save memory."""
     rows, columns = weight.shape[-2:]
     if paired and rows % 2:
         raise KernelError(f"gate and up rows together are {rows}, expected an even number")
@@ -156,7 +156,7 @@ def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
 
 
 def repack(name: str, weight: Weight) -> Weight:
-    """The weight of a canonical name as the kernels want it; formats they read as stored stay."""
+    """The weight of a canonical name in kernel order; formats read as stored are unchanged."""
     if isinstance(weight, TiledNvfp4 | RepackedTensor):
         return weight
     weight = _for_few_bits(name, weight)
@@ -168,7 +168,7 @@ def repack(name: str, weight: Weight) -> Weight:
 
 
 def _for_few_bits(name: str, weight: Weight) -> Weight:
-    """What block-scaled products read, where the weight asks for them and they are exact."""
+    """The weight for block-scaled products, where requested and exactly representable."""
     if isinstance(weight, Tensor | UnpackedTensor | RepackedTensor):
         return weight
     if weight.activations == "a16":
@@ -185,8 +185,8 @@ def _for_few_bits(name: str, weight: Weight) -> Weight:
 
 
 def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Every weight of a model repacked. A mutable `table` is emptied on the way, so that the
-    old and the new form of only one weight exist at a time."""
+    """Repack every weight of a model. A mutable `table` is emptied in the process, so that only one
+    weight exists twice at a time."""
     repacked: dict[str, Weight] = {}
     for name in list(table):
         weight = table.pop(name) if isinstance(table, MutableMapping) else table[name]
@@ -196,7 +196,7 @@ def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
-    """The pinned cast (exact where a matrix's block exponents spread by at most 17)."""
+    """The pinned cast, exact if a matrix's block exponents spread by at most 17."""
     if weight.packed.dim() > 2:
         parts = [mxfp4_as_nvfp4(weight[index]) for index in range(weight.shape[0])]
         return Nvfp4Tensor(
@@ -245,7 +245,7 @@ def _tile(value: Tensor, width: int) -> Tensor:
 
 
 def _halve(tiles: Tensor) -> Tensor:
-    """`[..., 64, 32] -> [..., 2, 64, 16]`: the halves of a tile one after the other."""
+    """`[..., 64, 32] -> [..., 2, 64, 16]`: the halves of a tile in sequence."""
     halves = tiles.reshape(*tiles.shape[:-1], 2, tiles.shape[-1] // 2)
     return halves.transpose(-3, -2).contiguous()
 
@@ -273,7 +273,7 @@ def _unpair(value: Tensor) -> Tensor:
 
 
 def _words_of_codes(codes: Tensor) -> Tensor:
-    """`[N, K]` E2M1 codes -> `[N, K/4]` int16, K made a multiple of 128 with zeros."""
+    """`[N, K]` E2M1 codes -> `[N, K/4]` int16, K zero-padded to a multiple of 128."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % TILE_COLUMNS))
     slots = codes.to(torch.int32).reshape(codes.shape[0], -1, 4, 16)  # half, slot, word
     sign, mag = slots >> 3, slots & 7

@@ -1,10 +1,10 @@
-"""Weights in the order in which block-scaled tensor cores (sm_100) take them. Made once, at load.
+"""Weights in the order of block-scaled tensor cores (sm_100). Repacked once, at load.
 
-    data    uint8  [..., Np, bytes]          rows of two E2M1 (low nibble first) or one E4M3 a byte
+    data    uint8  [..., Np, bytes]        two E2M1 (low nibble first) or one E4M3 per byte
     scale   uint8  [..., Np/128, Kp/(4 group), 2, 256]   E4M3 per 16 columns, or E8M0 per 32
 
-Np is N up to a multiple of 128, Kp is K up to a multiple of 256; what is added is zero. The
-scales of 128 rows and 4 groups are 512 bytes in a row, the hardware's own order: `row % 32`,
+Np is N rounded up to a multiple of 128, Kp is K rounded up to a multiple of 256; padding is zero.
+The scales of 128 rows and 4 groups are 512 contiguous bytes in the hardware's order: `row % 32`,
 `row // 32`, `group % 4`, slowest first. No value changes:
 
     NVFP4 x a4   as stored
@@ -35,7 +35,7 @@ COLUMN_MULTIPLE = 256
 
 @dataclass(frozen=True)
 class ScaledTensor(RepackedTensor):
-    """`data` and `scale` as this file says; `global_scale` float32 [..., P], as NVFP4 has it."""
+    """`data` and `scale` as described above; `global_scale` float32 [..., P], as in NVFP4."""
 
     data: Tensor
     scale: Tensor
@@ -100,7 +100,7 @@ def untile_scales(tiles: Tensor) -> Tensor:
 
 
 def scaled_weight(weight: Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor) -> ScaledTensor | str:
-    """`weight` for its own `activations`, or why that cannot be done exactly."""
+    """`weight` for its `activations`, or why that is not exactly possible."""
     rows, columns = weight.shape[-2:]
     width = weight.activations
     if isinstance(weight, Nvfp4Tensor) and width == "a4":
@@ -161,7 +161,7 @@ def _scaled(
     bits = 8 * data.shape[-1] // columns
     all_rows, all_columns = padded(rows, columns)
     data = _pad(data, all_rows, all_columns * bits // 8)
-    # under an added E8M0 scale lie zeros; byte 0 would still be a legal power of two
+    # padding scales cover zeros; byte 0 would still be a legal power of two
     scale = tile_scales(_pad(scale, all_rows, all_columns // group))
     parts = (data.contiguous(), scale.contiguous(), global_.contiguous())
     return ScaledTensor(*parts, rows, columns, group, bits, activations=width)
@@ -173,7 +173,7 @@ def _pad(value: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _power_of_two_pairs(scale: Tensor) -> Tensor | None:
-    """E8M0 bytes per 32 columns of E4M3 scales per 16, if they are that."""
+    """E4M3 scales per 16 columns as E8M0 bytes per 32, if pairs are equal powers of two."""
     if scale.shape[-1] % 2:
         return None
     bits = scale.float().view(torch.int32)

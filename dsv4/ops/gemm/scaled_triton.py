@@ -1,16 +1,16 @@
 # mypy: ignore-errors
-"""Products of few bits on sm_100: block-scaled tensor-core instructions, weights in the M slot.
+"""Low-precision products on sm_100: block-scaled tensor-core instructions, weights in the M slot.
 
-A weight (gemm/scaled.py) meets rows that are quantised first (activation_triton.py): NVFP4 x
-NVFP4, or MXFP4 or FP8 x MXFP8. A program makes 128 outputs for BN rows, in one of two forms:
+A weight (gemm/scaled.py) is multiplied with quantised rows (activation_triton.py): NVFP4 x NVFP4,
+or MXFP4 or FP8 x MXFP8. A program computes 128 outputs for BN rows, in one of two variants:
 
-    few rows    pointers: up to eight matrices in a launch; ranges of K are programs of their own
-    many rows   descriptors, so that the copy engine feeds the tensor core; ranges one by one
+    few rows    pointers: up to eight matrices per launch; split-K, one program per range
+    many rows   descriptors, so that TMA feeds the tensor core; ranges in sequence
 
-Both walk K in the same steps and ranges, which belong to the weight's shape, so a row has the
-same order of summation in either. Row and weight scales are applied in fp32 at the end. The same
-kernels serve routed experts (moe/experts_scaled_triton.py): `route` gives each tile of rows its
-expert, and results go to the rows of the pairs or stay in sorted order.
+Both use the same steps and ranges of K, which depend only on the weight's shape, so a row's order
+of summation is the same. Row and weight scales are applied in fp32 at the end. The same kernels
+serve routed experts (moe/experts_scaled_triton.py): `route` assigns each tile of rows its expert,
+and results go to the rows of the pairs or stay in sorted order.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ from dsv4.ops.device import (
 )
 from dsv4.ops.gemm.scaled import ROWS
 
-FEW_ROWS = 64  # up to here the form with pointers
-RANGE_COLUMNS = 256  # ranges are whole numbers of these
+FEW_ROWS = 64  # up to here the variant with pointers
+RANGE_COLUMNS = 256  # ranges are multiples of this
 LEAST_RANGE = 1024  # columns
-WANTED_PROGRAMS = 296  # two for each processor of a B200
+WANTED_PROGRAMS = 296  # two per multiprocessor of a B200
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _words_as_bytes(words, BN: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _untile(scale, TILES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Scales in the tensor core's order -> `[128 * TILES, 4 * CHUNKS]`; no data moves."""
+    """Scales in tensor-core order -> `[128 * TILES, 4 * CHUNKS]`, without moving data."""
     grid = scale.reshape(TILES, CHUNKS, 32, 4, 4)
     return grid.trans(0, 3, 2, 1, 4).reshape(128 * TILES, 4 * CHUNKS)
 
@@ -101,7 +101,7 @@ def _few_sum(
 
 @triton.jit
 def _tile_of(index, tile_expert, tile_start, tile_end, sorted_pairs, BN: tl.constexpr):
-    """(expert, which of the BN rows are live, their places, their pairs) of a routed tile."""
+    """(expert, mask of the live rows, their sorted places, their pairs) of a routed tile."""
     expert = tl.load(tile_expert + index)
     at = tl.load(tile_start + index) + tl.arange(0, BN)
     live = (at < tl.load(tile_end + index)) & (expert >= 0)
@@ -110,7 +110,7 @@ def _tile_of(index, tile_expert, tile_start, tile_end, sorted_pairs, BN: tl.cons
 
 @triton.jit
 def _store_tile(total, out, out_rows, rn, mask, size, wide):
-    """fp32 results where `wide`, else bf16; `out` is an address."""
+    """fp32 results if `wide`, else bf16; `out` is an address."""
     out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
     out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
     offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
@@ -129,7 +129,7 @@ def _few_rows_kernel(
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
-    when matrix i has fp32 results. A group of weight rows reads its own of `fold` rows; a routed
+    when matrix i has fp32 results. Each group of weight rows reads its own of `fold` rows; a routed
     pair reads its token's row (`chosen` pairs each), or with 0 its own in sorted order."""
     pid = tl.program_id(0)
     count = select_matrix(ranges, firsts, pid, NUM)
@@ -189,7 +189,7 @@ def _many_sum(
     w_desc, s_desc, x_desc, xs_desc, row, scale_row, x_row, x_column, first, last,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_few_sum`, through descriptors; `x_column`: where a group's steps begin."""
+    """Like `_few_sum`, through descriptors; `x_column`: first column of a group's steps."""
     CHUNKS: tl.constexpr = 1 if A8 else 4
     WB: tl.constexpr = 128 if W8 or not A8 else 64
     acc = tl.zeros((128, BN), dtype=tl.float32)
@@ -254,18 +254,18 @@ def _many_rows_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    bn: int  # input rows of a program
+    bn: int  # input rows per program
     num_warps: int
     num_stages: int
-    few: bool  # the form with pointers
+    few: bool  # the variant with pointers
 
 
 def choose_config(num_rows: int, num_ranges: int) -> Config:
-    """Tile sizes; none of this changes the order of summation."""
+    """Tile sizes; they do not change the order of summation."""
     for most in (16, 32, FEW_ROWS):
         if num_rows <= most:
             return Config(most, 4, 4, True)
-    if num_rows <= 512 or num_ranges > 1:  # ranges keep a second tile of sums in registers
+    if num_rows <= 512 or num_ranges > 1:  # ranges need a second accumulator tile
         return Config(128, 8, 3, False)
     return Config(256, 8, 3, False)
 
@@ -276,7 +276,7 @@ def scaled_cut(weight) -> tuple[int, int]:
 
 
 def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
-    """How K is cut: (ranges, multiples of 256 columns in each). A pure function of the shape."""
+    """How K is split: (ranges, multiples of 256 columns in each). A pure function of the shape."""
     steps = triton.cdiv(columns, RANGE_COLUMNS)
     wanted = triton.cdiv(WANTED_PROGRAMS, triton.cdiv(rows, ROWS))
     ranges = max(1, min(wanted, columns // LEAST_RANGE))

@@ -1,9 +1,8 @@
-"""The beginning of a step: what the host sent becomes what the model reads.
+"""The start of a step: turns the host's inputs into the model's.
 
-Page tables lie on the device, a row for each slot. The host sends the pages that are new; they
-are written, then the rows of the step's sequences are copied side by side in the order of the
-step. A token id of NEWEST stands for the token that was sampled last in the sequence's slot, which
-the host may not have seen yet.
+Page tables stay on the device, one row per slot. The host sends only new pages; they are written,
+then the rows of the step's sequences are gathered in step order. A token id of NEWEST stands for
+the token sampled last in the sequence's slot, which the host may not have seen yet.
 """
 
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ NEWEST = -2
 
 @dataclass(frozen=True)
 class SlotTables:
-    """`pages` int64, all tables in one line: table `i` from `firsts[i]` on, `widths[i]` a slot."""
+    """`pages` int64, all tables concatenated: table `i` from `firsts[i]`, `widths[i]` per slot."""
 
     pages: Tensor
     firsts: tuple[int, ...]
@@ -102,8 +101,8 @@ def begin_step(
     token_ids: Tensor,
     rows: tuple[Tensor, ...],
 ) -> None:
-    """The first `num_pages` of `pages` go to `places` in the line of tables; then `token_ids`
-    `[tokens]` and `rows`, a table `[sequences, columns]` of each kind, are written."""
+    """Write the first `num_pages` of `pages` to `places` in the tables; then write `token_ids`
+    `[tokens]` and `rows`, one table `[sequences, columns]` of each kind."""
     for name, tensor, like in (("token_ids", token_ids, sent), ("seq_idx", seq_idx, sent)):
         found, expected = tuple(tensor.shape), tuple(like.shape)
         check(found == expected, OP.name, f"{name} has shape {found}, expected {expected}")

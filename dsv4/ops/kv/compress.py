@@ -1,6 +1,6 @@
 """Compressor: every `ratio` tokens become one entry, written to its page when the block closes.
 
-A token contributes values V and gates Z (`ape` added to the gate only). An entry is, channel by
+A token contributes values V and gates Z (`ape` is added to the gate only). An entry is, per
 channel, the softmax of the gates over its tokens applied to their values; then norm, rope at the
 block's first token, storage format.
 
@@ -9,11 +9,11 @@ ratio 4    eight slots: the second half of the channels of the block's own token
            half of the channels of the previous block's tokens (absent for the first block).
 
 State per sequence: the last 8 (ratio 4) or 128 tokens' V and Z, token `p` in row `p % rows`.
-A block closes exactly at tokens with `(p + 1) % ratio == 0`; there is no host branch on that.
+A block closes exactly at tokens with `(p + 1) % ratio == 0`, without a host branch.
 
-A prefix is kept at multiples of 128, where with ratio 4 the next block still reads the first half
-of the channels of the four tokens before. `batch.keep` asks for these of a boundary that lies
-inside the step's tokens.
+Prefixes are kept at multiples of 128, where with ratio 4 the next block still reads the first half
+of the channels of the four preceding tokens. `batch.keep` requests these for a boundary inside the
+step's tokens.
 """
 
 from collections.abc import Iterable
@@ -33,8 +33,8 @@ from dsv4.ops.rows import softmax
 
 @dataclass(frozen=True)
 class CompressorState:
-    """V and Z (fp32) of the newest tokens, `[slots, rows, width]` each; with ratio 4 also those
-    that kept prefixes carry over their boundary, `[prefixes, 4, width / 2]`."""
+    """V and Z (fp32) of the newest tokens, `[slots, rows, width]` each; with ratio 4 also the rows
+    that cached prefixes carry over their boundary, `[prefixes, 4, width / 2]`."""
 
     values: Tensor
     gates: Tensor
@@ -62,7 +62,7 @@ def reduce_block(values: Tensor, gates: Tensor) -> Tensor:
 
 
 def _gather(new: Tensor, old: Tensor, batch: Ragged, seq: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of the tokens at `tokens` `[blocks, n]`: from this step, or else from the state."""
+    """Rows of the tokens at `tokens` `[blocks, n]`: from this step, otherwise from the state."""
     start = batch.starts[seq].unsqueeze(1)
     rows = batch.first_rows[seq].unsqueeze(1) + tokens - start
     is_new = (tokens >= start).unsqueeze(-1)
@@ -125,7 +125,7 @@ def compress_reference(
         _keep(values, gates, state, batch)
     rows = batch.slots.index_select(0, seq_idx) * state.rows + positions % state.rows
     if batch.num_tokens > state.rows or batch.is_padded:
-        # Only the newest rows stay; an older token of this step would land in the same row.
+        # Only the newest rows are kept; an older token of this step would map to the same row.
         newest = (positions >= batch.ends[seq_idx] - state.rows) & (positions >= 0)
         rows, values, gates = rows[newest], values[newest], gates[newest]
     state.values.view(-1, values.shape[1]).index_copy_(0, rows, values)
@@ -195,8 +195,8 @@ OP = Op(
 
 @dataclass(frozen=True)
 class Compression:
-    """`values`, `gates` `[tokens, width]` fp32, `dtype` the activation dtype an entry is rounded
-    to before its norm; `state` and `pool` are written in place."""
+    """`values`, `gates` `[tokens, width]` fp32; `dtype`: the activation dtype that an entry is
+    rounded to before its norm. `state` and `pool` are written in place."""
 
     values: Tensor
     gates: Tensor
@@ -213,7 +213,7 @@ class Compression:
 
 
 def compress(block: Compression) -> None:
-    """Close the blocks that end in this step, then remember the newest tokens."""
+    """Close the blocks that end in this step, then store the newest tokens in the state."""
     ratio, batch = block.ratio, block.batch
     check(ratio in (4, 128), OP.name, lambda: f"ratio is {ratio}, expected 4 or 128")
     width = block.norm.shape[0] * (2 if overlaps(ratio) else 1)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`compress` on a GPU: a program for a few tokens writes the entries of those that end a block.
+"""`compress` on a GPU: a program takes a few tokens and writes entries for those that end a block.
 
-Rows of the state that a block still needs are overwritten by later tokens of the same step, so
-blocks are closed in one launch and the newest tokens remembered in a second. With one new token
-per sequence no such row exists and the first launch does both.
+State rows that a block still needs are overwritten by later tokens of the same step, so one launch
+closes blocks and a second stores the newest tokens. With one new token per sequence there is no
+such row, and the first launch does both.
 """
 
 import torch
@@ -25,8 +25,8 @@ from dsv4.ops.kv.entry_triton import (
     tl_dtype,
 )
 
-STEP = 8  # slots summed at a time; part of the order of summation, so never varied
-GROUP = 4  # tokens of a program in prompts: mostly one of them ends a block
+STEP = 8  # slots summed at a time; fixes the order of summation, so never varied
+GROUP = 4  # tokens per program in prompts: usually one of them ends a block
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _block_softmax(
     RATIO: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
     OVERLAP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[PAD]`: the block that ends at token `last`, softmax per channel, STEP slots a time."""
+    """fp32 `[PAD]`: the block that ends at `last`, softmax per channel, STEP slots at a time."""
     WIDTH: tl.constexpr = 2 * DIM if OVERLAP else DIM
     channel = tl.arange(0, PAD)
     inside = channel < DIM
@@ -47,7 +47,7 @@ def _block_softmax(
         token = last + 1 - SLOTS + place
         half = (place >= RATIO).to(tl.int32) * DIM if OVERLAP else place * 0
         column = half[:, None] + channel[None, :]
-        is_new = token >= start  # else it lies in the state, if anywhere
+        is_new = token >= start  # otherwise it is in the state, if it exists
         mask = (token >= 0)[:, None] & inside[None, :]
         new_at = ((first_row + token - start) * WIDTH)[:, None] + column
         old_at = ((state_row + token % ROWS) * WIDTH)[:, None] + column
@@ -93,7 +93,7 @@ def close_block(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
-    """One token: if it ends a block, the block's entry; with APPEND the token joins the state."""
+    """One token: store the entry if it ends a block; with APPEND also add it to the state."""
     if (position + 1) % RATIO == 0:
         x = _block_softmax(
             values, gates, ape, state_v, state_z, position, start, first_row, state_row,
@@ -122,7 +122,7 @@ def _close_kernel(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
     DT: tl.constexpr
 ):  # fmt: skip
-    """GROUP 1: the token joins the state, too."""
+    """GROUP 1: the token is also added to the state."""
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     known = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int32)
     is_wanted = (rows < num_rows) & (known >= 0) & ((GROUP == 1) | ((known + 1) % RATIO == 0))
@@ -148,7 +148,7 @@ def _keep_token(
     values, gates, ape, kept_v, kept_z, row, position, kept_row,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr,
 ):  # fmt: skip
-    """The first half of a token's channels to a row of its kept prefix."""
+    """Store the first half of a token's channels in a row of its cached prefix."""
     column = tl.arange(0, WPAD // 2)
     live = column < WIDTH // 2
     v = tl.load(values + row * WIDTH + column, mask=live, other=0.0)
@@ -164,8 +164,8 @@ def _append_kernel(
     keep_ends, keep_rows, kept_v, kept_z,
     RATIO: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WPAD: tl.constexpr
 ):  # fmt: skip
-    """One of a sequence's newest tokens: the newest, the one before it, and so on. Programs behind
-    these: the RATIO tokens before a boundary that is kept."""
+    """One of a sequence's newest tokens, in descending order. The remaining programs store the
+    RATIO tokens before a boundary that is kept."""
     seq = tl.program_id(0)
     start = tl.load(starts + seq).to(tl.int32)
     first_row = tl.load(first_rows + seq).to(tl.int64)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Device code that the state kernels share: rope, Hadamard rotation, rounding, entries of pages.
+"""Device code shared by the state kernels: rope, Hadamard rotation, rounding, page entries.
 
-Every function works on fp32 values that were already rounded to the activation dtype where the
-reference rounds them. Nothing here depends on how many rows a launch has.
+Every function takes fp32 values already rounded to the activation dtype where the reference rounds
+them. Nothing here depends on how many rows a launch has.
 """
 
 import math
@@ -21,8 +21,8 @@ def append(values, value):
 
 @triton.jit
 def narrow(x, DT: tl.constexpr, ASM: tl.constexpr):
-    """fp32 `x` in DT; to bf16 in pairs. Where the compiler sees that numbers become fp32 again it
-    converts one by one, in a slow unit."""
+    """fp32 `x` in DT; to bf16 in pairs. If the compiler sees a later conversion to fp32, it
+    converts one by one in a slow unit."""
     if ASM and tl.bfloat16 == DT:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -33,7 +33,7 @@ def narrow(x, DT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def widen(x, ASM: tl.constexpr):
-    """`x` in fp32; from bf16 an instruction for each."""
+    """`x` in fp32; from bf16 with one instruction each."""
     if ASM and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=f,=f,r", [x],
@@ -45,7 +45,7 @@ def widen(x, ASM: tl.constexpr):
 
 @triton.jit
 def sin_cos(angle):
-    """fp32 angles -> sin, cos. The angle is reduced in fp64: a million radians cost no accuracy."""
+    """fp32 angles -> sin, cos. The angle is reduced in fp64, accurate even at a million radians."""
     wide = angle.to(tl.float64)
     turns = tl.floor(wide * 0.6366197723675814 + 0.5)
     r = (wide - turns * 1.5707963267948966).to(tl.float32)
@@ -69,7 +69,7 @@ def sin_cos(angle):
 def rope_angles(
     pair, position, frequencies, SIGN: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr
 ):
-    """Whether the channels of each pair are among FIRST to DIM, the rotated ones; sin and cos."""
+    """A mask of the rotated pairs, channels FIRST to DIM; their sin and cos."""
     live = (pair >= FIRST // 2) & (pair < DIM // 2)
     frequency = tl.load(frequencies + pair - FIRST // 2, mask=live, other=0.0)
     sine, cosine = sin_cos(position.to(tl.float32) * frequency)
@@ -80,7 +80,7 @@ def rope_angles(
 def rotate(x, live, sine, cosine, R: tl.constexpr, PAD: tl.constexpr):
     """Interleaved pairs of fp32 `[R, PAD]` by the angles of `rope_angles`, where `live`."""
     u, v = tl.split(x.reshape(R, PAD // 2, 2))
-    # spelled out: a compiler that may choose chooses differently from kernel to kernel
+    # explicit FMAs: the compiler's contraction differs from kernel to kernel
     sine = sine[None, :].broadcast_to(R, PAD // 2)
     cosine = cosine[None, :].broadcast_to(R, PAD // 2)
     turned_u = tl.fma(u, cosine, -(v * sine))
@@ -103,9 +103,9 @@ def rope_tile(
 
 @triton.jit
 def hadamard_tile(x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr):
-    """Orthonormal rotation of fp32 `[R, DIM]`, the same sums as the reference.
+    """Orthonormal rotation of fp32 `[R, DIM]`, with the reference's sums.
 
-    Each round splits off the lowest index bit and puts it on top; after LOG rounds all are back.
+    Each round moves the lowest index bit to the top; after LOG rounds the order is restored.
     """
     for _ in tl.static_range(LOG):
         u, v = tl.split(x.reshape(R, DIM // 2, 2))
@@ -118,8 +118,8 @@ def hadamard_rows(
     x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """`hadamard_tile` of `[R, DIM]` in its own dtype, with one warp: where rows come last each
-    thread has one of its own, and only on the way there and back numbers leave registers."""
+    """`hadamard_tile` of `[R, DIM]` in its own dtype, with one warp: in the transposed layout each
+    thread holds one row, and data leaves registers only for the two transpositions."""
     y = widen(tl.trans(x), ASM)
     for _ in tl.static_range(LOG):
         u, v = tl.split(tl.trans(y.reshape(DIM // 2, 2, R), 0, 2, 1))
@@ -157,7 +157,7 @@ def fp8_groups(x, live):
 
 @triton.jit
 def _fp4_scaled(x):
-    """`[groups, channels]` fp32 -> the same up to 6, exponents `[groups]`."""
+    """`[groups, channels]` fp32 -> scaled to at most 6, exponents `[groups]`."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 7.052966104933725e-38)  # 6 * 2^-126
     exponent = ceil_exponent(amax, 0x40C00000)  # 6
     return x * power_of_two(scale_byte(-exponent))[:, None], exponent
@@ -177,10 +177,10 @@ def fp4_groups(x):
 
 @triton.jit
 def fp4_rounded(x):
-    """`[groups, channels]` fp32 as their codes and exponents have them.
+    """`[groups, channels]` fp32 rounded to E2M1 values.
 
-    E2M1 keeps a bit behind the leading one, and steps of a half below 2: what is added and taken
-    away again leaves just these."""
+    E2M1 keeps one bit after the leading one, and steps of a half below 2: adding and subtracting a
+    suitable power of two rounds to these."""
     y, exponent = _fp4_scaled(x)
     bits = y.to(tl.int32, bitcast=True)
     large = tl.maximum(bits & 0x7F800000, 0x3F800000) + 0x0B400000  # 1.5 * 2^22 times its power
@@ -240,7 +240,7 @@ def store_entry(
 
 @triton.jit
 def entry_slot(table, table_width, seq, entry, page_entries):
-    """Where entry `entry` of a sequence lies (int64), counted in entries from the pool's start."""
+    """Offset (int64) of entry `entry` of a sequence from the pool's start, in entries."""
     entry = entry.to(tl.int32)
     column = (entry // page_entries) % table_width
     page = tl.load(table + seq.to(tl.int64) * table_width + column).to(tl.int64)
@@ -253,7 +253,7 @@ def finish_entry(
     NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SCALES: tl.constexpr,
     LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Norm with weight, rope at `position`, storage; `x` fp32 `[1, PAD]`, zero beyond DIM."""
+    """Norm with weight, rope at `position`, storage; `x` fp32 `[1, PAD]`, zero past DIM."""
     channel = tl.arange(0, PAD)
     weight = tl.load(norm + channel, mask=channel < DIM, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
@@ -277,7 +277,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 def pool_reason(pool) -> str | None:
-    """Why kernels cannot read or write a pool, or None."""
+    """Why the kernels do not support a pool, or None."""
     for name, part in pool.parts.items():
         if not part.is_contiguous():
             return f"pool part {name} has strides {part.stride()}, kernels need it contiguous"
@@ -291,7 +291,7 @@ def pool_reason(pool) -> str | None:
 
 
 def pool_tensors(pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """data, tail and scale as kernels take them; FP8 as bytes, a missing part is any tensor."""
+    """data, tail and scale as kernel arguments; FP8 as bytes, a dummy for a missing part."""
     data = pool.data
     if data.dtype == torch.float8_e4m3fn:
         data = data.view(torch.uint8)
@@ -322,7 +322,7 @@ def tl_dtype(dtype: torch.dtype):
 
 
 def index_tensors_reason(**tensors) -> str | None:
-    """Index tensors are int64 and contiguous; the first that is not, by name."""
+    """The first index tensor that is not int64 and contiguous, by name."""
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.int64, torch.int32) or not tensor.is_contiguous():
             return f"{name} is {tensor.dtype} with strides {tensor.stride()}, kernels read integers"

@@ -29,7 +29,7 @@ def store_key(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
-    """The key of one token: norm, rope, rounding, page; none of a padding row."""
+    """Store the key of one token: norm, rope, rounding, page; skips padding rows."""
     position = tl.load(positions + row)
     if position >= 0:
         slot = entry_slot(table, table_width, tl.load(seq_idx + row), position, page_entries)

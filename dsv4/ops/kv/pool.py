@@ -1,7 +1,7 @@
-"""Paged entries of one layer: where an entry lies and how its numbers are stored.
+"""Paged entries of one layer: their locations and storage formats.
 
-A page table row lists a sequence's pages; entry `i` lies in page `table[(i // page) % width]`,
-so a table narrower than the sequence is long works as a ring (the window).
+A page table row lists a sequence's pages; entry `i` is in page `table[(i // page) % width]`, so a
+table narrower than the sequence works as a ring (the window).
 """
 
 import math
@@ -22,7 +22,7 @@ class PagedPool:
     format: str  # fp8, fp4, bf16, fp32
     is_index: bool  # index keys: rotated by a Hadamard matrix when stored in fp8 or fp4
     parts: dict[str, Tensor]
-    activations: Activations = "a16"  # what attention rounds queries to that meet these keys
+    activations: Activations = "a16"  # precision of queries multiplied with these keys
 
     @property
     def data(self) -> Tensor:
@@ -54,7 +54,7 @@ def allocate_pool(
 ) -> PagedPool:
     """A pool of `shape` = (pages, entries), or (layers, pages, entries), filled with NaN or 0xFF.
 
-    Entries that were never written must not look plausible.
+    Unwritten entries must not look plausible.
     """
     tensors = {}
     for part in parts:
@@ -91,12 +91,12 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def rotates(index_format: str) -> bool:
-    """Whether index queries and keys pass the Hadamard rotation; without rounding it is free."""
+    """Whether index queries and keys are Hadamard-rotated; without rounding it has no effect."""
     return index_format in ("fp4", "fp8")
 
 
 def pack(pool: PagedPool, x: Tensor) -> dict[str, Tensor]:
-    """Entries `[m, dim]` as the pool's parts."""
+    """Pack entries `[m, dim]` into the pool's parts."""
     if pool.format in ("bf16", "fp32"):
         return {"data": x.to(pool.data.dtype)}
     if not pool.is_index:
@@ -149,14 +149,14 @@ def load(pool: PagedPool, pages: Tensor, offsets: Tensor) -> Tensor:
 
 
 def round_trip_index(x: Tensor, index_format: str) -> Tensor:
-    """An index query as the stored keys are: rotated and rounded the same way."""
+    """An index query rotated and rounded like the stored keys."""
     if not rotates(index_format):
         return x.to(torch.bfloat16).to(x.dtype) if index_format == "bf16" else x
     return round_index(hadamard(x), index_format)
 
 
 def round_index(x: Tensor, index_format: str) -> Tensor:
-    """A rotated query rounded as keys are; once more changes nothing."""
+    """A rotated query rounded like keys; idempotent."""
     wide = x.float().reshape(-1, x.shape[-1])
     if index_format == "fp4":
         rounded = fp4.dequantize_groups(*fp4.quantize_groups(wide, INDEX_GROUP), INDEX_GROUP)

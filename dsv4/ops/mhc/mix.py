@@ -1,13 +1,13 @@
-"""mHC: several residual streams, mixed by coefficients computed from the streams themselves.
+"""mHC: several residual streams, mixed with coefficients computed from the streams themselves.
 
     mhc_pre        coefficients of one site, collapse of the streams, RMS norm
     mhc_boundary   the update after one half-block, then mhc_pre of the next site
     mhc_head       the update after the last half-block, then the final collapse and norm
 
-The boundary is one op so that a kernel reads and writes the streams once between two
-half-blocks. What a half-block gave, `y`, may come in parts. Streams are `[tokens, streams, size]`
-in the activation dtype; coefficients stay fp32; the collapsed row is rounded to the activation
-dtype before its norm.
+The boundary is one op so that a kernel reads and writes the streams once between two half-blocks.
+A half-block's result `y` may come as partial sums. Streams are `[tokens, streams, size]` in the
+activation dtype; coefficients stay fp32; the collapsed row is rounded to the activation dtype
+before its norm.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from dsv4.ops.rows import matmul_rows, sigmoid, softmax
 
 @dataclass(frozen=True)
 class MixSite:
-    """Parameters (fp32) of one place where streams are collapsed, and the norm after it."""
+    """Parameters (fp32) of one site where streams are collapsed, and the norm after it."""
 
     fn: Tensor  # [(2 + streams) * streams, streams * size]; head: [streams, streams * size]
     base: Tensor  # [rows of fn]
@@ -37,14 +37,14 @@ class MixSite:
 
     @cached_property
     def row_scale(self) -> Tensor:
-        """`scale` for each row of fn: pre, post and the mixing matrix have one each."""
+        """`scale` per row of fn: pre, post and the mixing matrix have one each."""
         n = self.fn.shape[1] // self.norm.shape[0]
         counts = (n, n, n * n)[: len(self.scale)]
         return torch.cat([s.expand(c) for s, c in zip(self.scale, counts, strict=True)])
 
 
 def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
-    """`fn . v / rms(v) * scale + base`, one statistic over all streams, `[tokens, rows]`."""
+    """`fn . v / rms(v) * scale + base`, with one RMS over all streams, `[tokens, rows]`."""
     flat = streams.flatten(1).float()
     mean = flat.square().sum(-1, keepdim=True).div_(flat.shape[1])
     inverse_rms = mean.add_(site.eps).rsqrt_()
@@ -52,8 +52,8 @@ def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
 
 
 def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
-    """Alternately normalised rows and columns; `[..., source, destination]`."""
-    least = matrix.new_tensor(eps)  # a tensor: adding a Python number takes twice as long
+    """Normalise rows and columns alternately; `[..., source, destination]`."""
+    least = matrix.new_tensor(eps)  # adding a Python number takes twice as long
     matrix = softmax(matrix, dim=-1) + least
     matrix /= matrix.sum(-2, keepdim=True).add_(least)
     for _ in range(iters - 1):
@@ -215,7 +215,7 @@ def mhc_update(streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -
 def mhc_boundary(
     streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> updated streams, then as `mhc_pre`."""
+    """-> updated streams, then the results of `mhc_pre`."""
     _check(BOUNDARY, streams, site, head=False)
     _check_update(BOUNDARY, streams, y, post, comb)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = BOUNDARY(
@@ -227,7 +227,7 @@ def mhc_boundary(
 def mhc_head(
     streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
 ) -> Tensor:
-    """-> the normalised row the output head reads, `[tokens, size]`."""
+    """-> the normalised input row of the output head, `[tokens, size]`."""
     _check(HEAD, streams, site, head=True)
     _check_update(HEAD, streams, y, post, comb)
     result: Tensor = HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""mHC on a GPU, two launches: update and projection over channels, then the rest per token.
+"""mHC on a GPU in two launches: update and projection over channels, then the rest per token.
 
-The first (update_triton.py) leaves sums of the projection and of squares, so that the second knows
-its coefficients without a look at the streams. With many tokens a third launch has the Sinkhorn
-turns, a thread for each token.
+The first (update_triton.py) leaves sums of the projection and of squares, so the second computes
+its coefficients without reading the streams. With many tokens a third launch runs the Sinkhorn
+iterations, one thread per token.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from dsv4.ops.mhc.update_triton import (
 )
 from dsv4.ops.parts import Parts
 
-BESIDE = 64  # tokens whose matrices have programs of their own in the second launch
+BESIDE = 64  # up to this many tokens matrices have their own programs in the second launch
 
 
 @triton.jit
 def _pick(x, row, INDEX: tl.constexpr):
-    """Number INDEX of `x`: a sum of integers is one instruction of a warp."""
+    """Element INDEX of `x`, by an integer sum, which is one warp instruction."""
     bits = tl.where(row == INDEX, x.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
 
@@ -45,7 +45,7 @@ def _load_sums(
     partials, token, num_tokens, row, RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the projection, TILE groups side by side: all on their way before any is added."""
+    """Sums of the projection, TILE groups at a time: all loads are issued before any addition."""
     group = tl.arange(0, TILE).to(tl.int64)[:, None]
     found = ()
     for first in tl.static_range(0, G, TILE):
@@ -60,8 +60,8 @@ def _logits(
     found, base, scale, row, eps, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients before their functions, `[RPAD]`: members are added, then groups; the sum is
-    divided by the root of the mean square."""
+    """Coefficient logits `[RPAD]`: members are summed, then groups; the sum is divided by the root
+    mean square."""
     used = row < ROWS
     shift = tl.load(base + row, mask=used, other=0.0)
     which = (row >= N).to(tl.int32) + (row >= 2 * N).to(tl.int32)
@@ -91,11 +91,11 @@ def _mix_kernel(
     ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, BITS: tl.constexpr,
     TILED: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: the
-    row in few bits as well, as gemm/activation_triton.py has it.
+    """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: also
+    store the row quantised, as in gemm/activation_triton.py.
 
-    BESIDE: a second row of programs mixes while the first collapses. Otherwise 4 x 4 matrices are
-    left to `comb_kernel`.
+    BESIDE: a second row of programs runs Sinkhorn while the first collapses. Otherwise 4 x 4
+    matrices are left to `comb_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, RPAD)
@@ -107,7 +107,7 @@ def _mix_kernel(
             at = (token * N + j) * D + channel
             held = append(held, tl.load(streams + at, mask=channel < D, other=0.0))
         weight = tl.load(norm + channel, mask=channel < D, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # or these loads would wait for the sums
+        tl.debug_barrier()  # otherwise these loads would wait for the sums
         z = _logits(found, base, scale, row, eps, N, D, ROWS, RPAD, G, MEMBERS, TILE)
         gate = 1.0 / (1.0 + tl.exp(-z))
         mixed = tl.zeros((PAD,), tl.float32)
@@ -141,19 +141,19 @@ def _mix_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    bm: int  # tokens of a program of the first launch
-    split: bool  # a program per chunk, not per group
+    bm: int  # tokens per program of the first launch
+    split: bool  # one program per chunk, not per group
     num_warps: int
     mix_warps: int
 
     @property
     def groups(self) -> int:
-        """That the second launch adds side by side: a warp has a group's sums, a thread a row's."""
+        """Groups that the second launch sums in parallel: a warp per group, a thread per row."""
         return min(GROUPS, self.mix_warps)
 
 
 def choose_config(num_tokens: int, size: int) -> Config:
-    """Only `mix_warps` sets an order of summation; it depends on the size alone."""
+    """Only `mix_warps` affects the order of summation; it depends only on the size."""
     mix_warps = max(1, min(8, triton.next_power_of_2(size) // 1024))
     if num_tokens <= 64:
         return Config(16, True, 4, mix_warps)
@@ -182,15 +182,15 @@ def supports(streams, site, y=None, post=None, comb=None) -> str | None:
 
 
 def run(streams, site, y=None, post=None, comb=None, rows=None):
-    """`mhc_pre` without `y`; `mhc_head` where the site has one row per stream; or the boundary.
-    `rows` (activation_triton.Rows): where the normalised row goes in few bits as well."""
+    """`mhc_pre` without `y`; `mhc_head` if the site has one row per stream; otherwise the boundary.
+    `rows` (activation_triton.Rows): also store the normalised row quantised there."""
     tokens, n, size = streams.shape
     num_rows = site.fn.shape[0]
     update = y is not None
     config = choose_config(tokens, size)
     members = triton.cdiv(triton.cdiv(size, CHANNELS), GROUPS)
     chunks = GROUPS * members if config.split else GROUPS
-    rpad = max(16, triton.next_power_of_2(num_rows + 1))  # the sum of squares behind them
+    rpad = max(16, triton.next_power_of_2(num_rows + 1))  # plus the sum of squares
     partials = workspace(streams.device, "mhc_partials", chunks * tokens * rpad, torch.float32)
     shape = {"N": n, "D": size, "ROWS": num_rows, "RPAD": rpad}
     shape["DT"] = tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""The mixing matrix of a token from its logits: softmax of rows, then rows and columns in turn.
+"""Sinkhorn: a token's mixing matrix from its logits. Softmax of rows, then rows and columns.
 
-A turn of a 4 x 4 matrix is a chain of dependent instructions, so it is made short. Rows are not
-divided by their sums but multiplied by those of the other rows: the factor that they then have
-in common goes out with the columns. Four reciprocals are one, of the product. Sums of rows and
-columns lie between 1/4 and 4, so nothing overflows, and eps matters in the columns alone, which
-come last. The matrix itself is only multiplied every other turn.
+An iteration on a 4 x 4 matrix is a chain of dependent instructions, so it is kept short. Rows are
+not divided by their sums but multiplied by those of the other rows; the column normalisation
+removes the common factor. Four reciprocals become one, of the product. Row and column sums are
+between 1/4 and 4, so nothing overflows, and eps matters only in the columns, which come last. The
+matrix itself is multiplied only every other iteration.
 """
 
 import triton
@@ -17,7 +17,7 @@ from dsv4.ops.kv.entry_triton import append
 
 @triton.jit
 def _reciprocal(x, ASM: tl.constexpr):
-    """1 / x to the last bit but one; a division would be ten instructions of every warp."""
+    """1 / x, accurate to the last bit but one; a division takes ten instructions per warp."""
     if ASM:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -27,7 +27,7 @@ def _reciprocal(x, ASM: tl.constexpr):
 
 @triton.jit
 def _others(a, b, c, d):
-    """The product of the three others for each of four numbers, and that of all."""
+    """For each of four numbers the product of the other three; and the product of all."""
     ab = a * b
     cd = c * d
     return b * cd, a * cd, d * ab, c * ab, ab * cd
@@ -42,13 +42,13 @@ def _inverses(a, b, c, d, ASM: tl.constexpr):
 
 @triton.jit
 def _dot4(a, b, c, d, p, q, r, s, more):
-    """ap + bq + cr + ds + more, spelled out: fused alike wherever it is compiled."""
+    """ap + bq + cr + ds + more with explicit FMAs, equal wherever it is compiled."""
     return tl.fma(a, p, b * q) + tl.fma(c, r, tl.fma(d, s, more))
 
 
 @triton.jit
 def _columns(m, w0, w1, w2, w3, eps, ASM: tl.constexpr):
-    """Factors of rows, from sums of rows, and of the columns that these leave; in two tuples."""
+    """Row factors from row sums, and the factors of the resulting columns, as two tuples."""
     u0, u1, u2, u3, all_rows = _others(w0, w1, w2, w3)
     least = eps * all_rows
     c0 = _dot4(m[0], m[4], m[8], m[12], u0, u1, u2, u3, least)
@@ -97,7 +97,7 @@ def _softmax4(a, b, c, d, eps, ASM: tl.constexpr):
 
 @triton.jit
 def sinkhorn4(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
-    """4 x 4, an entry a number or a vector over tokens: sums need no exchange of threads."""
+    """4 x 4; an entry is a scalar or a vector over tokens, so sums need no thread exchange."""
     m = ()
     for i in tl.static_range(4):
         row = _softmax4(
@@ -140,9 +140,9 @@ def comb_kernel(
     logits, comb, num_tokens, eps,
     RPAD: tl.constexpr, ITERS: tl.constexpr, BM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The mixing matrices of BM tokens from the logits that `_mix_kernel` left."""
+    """The mixing matrices of BM tokens, from the logits that `_mix_kernel` stored."""
     token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    token = tl.minimum(token, num_tokens - 1)  # the last one again and again, to the same place
+    token = tl.minimum(token, num_tokens - 1)  # excess threads repeat the last token
     entries = ()
     for i in tl.static_range(16):
         entries = append(entries, tl.load(logits + token * RPAD + 8 + i))

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 """The first launch of mHC: the update of the streams and the projection that reads them.
 
-The projection walks chunks of CHANNELS channels, all streams of a chunk in one sum; every
-GROUPS-th chunk is of the same group; chunks of a group are added in ascending order, then (by the
-second launch) the groups. With few tokens each chunk has its own program, with many a program
-walks a group, side by side with those of the chunks next to its own: same sums, same bits. Updated
-streams are bf16, so the product with the fp32 matrix is made of three bf16 products that together
-are exact, each with a sum of its own: 16 neighbouring channels of one stream share a product of the
-matrix unit, and a chunk's products follow each other by stream, then by channel. The sum of squares
-goes the same way.
+The projection is computed in chunks of CHANNELS channels, all streams of a chunk in one sum. Every
+GROUPS-th chunk belongs to the same group; chunks of a group are added in ascending order, then (by
+the second launch) the groups. With few tokens each chunk has its own program; with many a program
+loops over a group, concurrently with those of the adjacent chunks: same sums, same bits. Updated
+streams are bf16, so the product with the fp32 matrix is split into three bf16 products that are
+exact together, each with its own accumulator. 16 adjacent channels of one stream share one
+tensor-core product, and a chunk's products are ordered by stream, then by channel. The sum of
+squares uses the same order.
 """
 
 import triton
@@ -18,13 +18,13 @@ from dsv4.ops.kv.entry_triton import append
 
 CHANNELS = 32
 GROUPS = 8
-STAGES = 3  # of the walk over a group
+STAGES = 3  # of the loop over a group
 
 
 @triton.jit
 def _dot_parts(v, f, sums, DT: tl.constexpr):
-    """`v . f` added to `sums`, for `v` of dtype DT and fp32 `f`. bf16: sums of the high, the middle
-    and the low part of `f`, three chains of products side by side, each exact."""
+    """Add `v . f` to `sums`, for `v` of dtype DT and fp32 `f`. bf16: separate sums for the high,
+    middle and low part of `f`, three independent chains of exact products."""
     if tl.bfloat16 == DT:
         high = f.to(tl.bfloat16)
         rest = f - high.to(tl.float32)
@@ -38,8 +38,8 @@ def _dot_parts(v, f, sums, DT: tl.constexpr):
 
 @triton.jit
 def _add_parts(high, middle, low, BM: tl.constexpr, RPAD: tl.constexpr):
-    """high + (middle + low). A plain sum the compiler would put where a chain of products starts,
-    but only if that chain is one `tl.dot`: then not all forms would have the same bits."""
+    """high + (middle + low). The compiler would fold a plain sum into the start of a chain, but
+    only if that chain is a single `tl.dot`: variants would then differ in bits."""
     one = tl.full((BM, RPAD), 1.0, tl.float32)
     return tl.fma(high, one, tl.fma(middle, one, low))
 
@@ -47,7 +47,7 @@ def _add_parts(high, middle, low, BM: tl.constexpr, RPAD: tl.constexpr):
 @triton.jit
 def _sum_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum of `x` `[ROWS, COLUMNS, 32]` along the last axis, neighbours first: the same order in
-    every layout."""
+    every thread layout."""
     x = x.reshape(ROWS, COLUMNS, 2, 2, 2, 2, 2)
     for level in tl.static_range(5):
         x = tl.sum(x, axis=6 - level)
@@ -56,15 +56,15 @@ def _sum_halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _in_tiles(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns in another order within 16, which no product's bits depend on: four that one thread
-    loads side by side are four that it multiplies."""
+    """Permute columns within each 16, which changes no bit of a product: a thread then multiplies
+    the four adjacent columns that it loads."""
     x = x.reshape(ROWS, COLUMNS // 16, 4, 2, 2).permute(0, 1, 3, 2, 4)
     return x.reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 def _made_once(x):
-    """bf16 `x`, which the compiler would otherwise make once more, as the product wants it."""
+    """bf16 `x`, computed once; the compiler would otherwise redo it in the product's layout."""
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
     )
@@ -90,7 +90,7 @@ def _sum_parts(
 
 @triton.jit
 def _coefficients(post, comb, row64, live, N: tl.constexpr):
-    """Per token, for each new stream: the shares of the old ones, then that of `y`."""
+    """Per token and new stream: the coefficients of the old streams, then that of `y`."""
     found = ()
     for k in tl.static_range(N):
         for j in tl.static_range(N):
@@ -113,7 +113,7 @@ def _new_row(
     y, factor, row64, channel, mask, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
     FACTORS: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """What the half-block gave, of dtype DT in fp32; PARTS > 0: that of one token, in parts."""
+    """The half-block's result, of dtype DT in fp32; PARTS > 0: one token's partial sums."""
     if PARTS == 0:
         at = (row64 * D)[:, None] + channel[None, :]
         return tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
@@ -141,11 +141,11 @@ def few_update_kernel(
     UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
     TM: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
-    """One chunk of TM tokens, 1 or BM, four streams of bf16: what `update_kernel` makes of it.
+    """One chunk of TM tokens (1 or BM), four bf16 streams; same result as `update_kernel`.
 
-    All streams are one product with K = 4 BD. A thread multiplies what it loads of `fn`; nothing
-    but the new streams goes through shared memory, once. The one token has a thread for each
-    stream and channel.
+    All streams form one product with K = 4 BD. A thread multiplies the part of `fn` that it loads;
+    only the new streams go through shared memory, once. A single token has one thread per stream
+    and channel.
     """
     K: tl.constexpr = N * BD
     WIDTH: tl.constexpr = K if TM == 1 else BD
@@ -169,7 +169,7 @@ def few_update_kernel(
         old = v
         new = _new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, WIDTH, DT)
         coefficients = _coefficients(post, comb, row64, live, N)
-        tl.debug_barrier()  # or loads of `fn` would wait for those of the streams
+        tl.debug_barrier()  # otherwise loads of `fn` would wait for the streams
         v = ()
         for k in tl.static_range(N):
             v = append(v, _new_stream(old, new, coefficients, k, N, TM, WIDTH).to(DT))
@@ -196,7 +196,7 @@ def few_update_kernel(
         squares = tl.fma(v[k].to(tl.float32), v[k].to(tl.float32), squares)
     squares = _sum_halves(squares.reshape(TM, WIDTH // BD, BD), TM, WIDTH // BD)
     part64 = chunk.to(tl.int64) * num_tokens
-    first = tl.arange(0, WIDTH // BD)[None, :]  # all are the same
+    first = tl.arange(0, WIDTH // BD)[None, :]  # all equal
     at = partials + (part64 + row64)[:, None] * RPAD + ROWS + first * 0
     tl.store(at, squares, mask=live[:, None] & (first == 0))
     rows = tl.arange(0, RPAD)
@@ -214,8 +214,8 @@ def update_kernel(
     COUNT: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
-    """COUNT chunks from `program`: new streams to `out`; to `partials` the projection and, in the
-    column behind it, the sum of squares."""
+    """COUNT chunks from `program`: new streams to `out`; the projection and, in the next column,
+    the sum of squares to `partials`."""
     part = tl.program_id(0)
     token = tl.program_id(1) * BM + tl.arange(0, BM)
     live = token < num_tokens

@@ -1,12 +1,12 @@
-"""The chosen experts and the shared one: gate and up, clamp, SwiGLU, down, weighted sum.
+"""Routed experts and the shared expert: gate and up, clamp, SwiGLU, down, weighted sum.
 
     g = min(W1 x, limit);  u = clamp(W3 x, -limit, limit);  z = weight * silu(g) * u
     y = sum over chosen experts of W2 round(z)  +  the shared expert (weight 1)
 
 W1 and W3 are stored as one matrix, gate rows first. Products, activation and the sum over experts
 are fp32; the sum runs over a token's experts in the given order, the shared expert last, and is
-rounded once. A padding row has the experts -1, is left out, and its result holds anything. Where a
-matrix asks for `a8` or `a4`, its input (x, or z) is rounded to that first.
+rounded once. A padding row has experts -1 and is skipped; its result is undefined. For a matrix
+with `a8` or `a4` activations, its input (x or z) is rounded first.
 """
 
 from collections.abc import Iterable
@@ -73,7 +73,7 @@ def expert_parts(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts", hel
     has the routed experts of `held` alone. By the reference; there is no kernel yet."""
     chosen = experts.flatten().tolist()
     visited = (place for place, expert in enumerate(chosen) if expert in held)
-    by_expert = sorted(visited, key=chosen.__getitem__)  # places in `chosen`
+    by_expert = sorted(visited, key=chosen.__getitem__)  # indices into `chosen`
     places = torch.tensor(by_expert, dtype=torch.int64, device=x.device)
     tokens = torch.div(places, experts.shape[1], rounding_mode="floor")
     rows, row_weights = x.index_select(0, tokens), weights.flatten().index_select(0, places)
@@ -113,7 +113,7 @@ def cases() -> Iterable[Case]:
     yield build(0, 64, 32, 8, 2, 10.0)
     yield _tiled_case(1, 160, 48, 8, 2, 10.0)
     yield _tiled_case(5, 128, 64, 4, 3, 0.5)
-    for tokens in (1, 2):  # K long enough for two ranges, in either matrix
+    for tokens in (1, 2):  # K long enough for two ranges in either matrix
         yield _tiled_case(tokens, 1040, 1024, 3, 2, 10.0)
     for tokens in (1, 3):
         yield _tiled_case(tokens, 128, 64, 4, 2, 0.5, fp8_shared=True)
@@ -134,7 +134,7 @@ def _tiled_case(
     *,
     fp8_shared: bool = False,
 ) -> Case:
-    """bf16 activations and weights as kernels read them; the shared expert may be FP8."""
+    """bf16 activations and weights in kernel order; the shared expert may be FP8."""
 
     def shared(rows: int, columns: int, generator: torch.Generator, paired: bool) -> Weight:
         if not fp8_shared:
@@ -161,7 +161,7 @@ def _tiled_case(
 
 
 def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
-    """The kinds of the routed experts and of the shared one; see `random_scaled`."""
+    """`kinds` of the routed experts and of the shared one: see `random_scaled`."""
     size, inner, count, chosen = 288, 96, 4, 2
 
     def pair(kind: str, generator: torch.Generator, count: int) -> tuple[Weight, Weight]:
@@ -203,7 +203,7 @@ OP = Op("experts", experts_reference, cases, KERNELS)
 
 @dataclass(frozen=True)
 class Experts:
-    """Of one block; `w13` and `w2` have an expert in front."""
+    """The experts of one block; the first axis of `w13` and `w2` is the expert."""
 
     w13: Weight
     w2: Weight

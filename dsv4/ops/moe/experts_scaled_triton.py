@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""`experts` with activations of few bits (sm_100): the products of gemm/scaled_triton.py.
+"""`experts` with low-precision activations (sm_100): the products of gemm/scaled_triton.py.
 
-Pairs are sorted by expert and cut into tiles. With few tokens a tile gathers the quantised rows
-of its tokens; with many, rows are quantised once for each pair, a tile's side by side, so that
-descriptors can read them. Gate and up come out as fp32 in sorted order, one
-launch makes them clamped, activated, weighted and quantised rows, and the down matrix writes each
-pair's part. Parts are added in the order of a token's experts, the shared one last. Every matrix
-is summed in one range, with few tokens and with many.
+Pairs are sorted by expert and split into tiles. With few tokens a tile gathers the quantised rows
+of its tokens; with many, rows are quantised once per pair, contiguous for each tile, so that
+descriptors can read them. Gate and up are stored as fp32 in sorted order; one launch clamps,
+activates, weights and quantises them, and the down matrix writes each pair's result. Results are
+summed in the order of a token's experts, the shared one last. Every matrix uses a single K range,
+with few tokens and with many.
 """
 
 import torch
@@ -22,7 +22,7 @@ from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_re
 
 
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
-    """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
+    """Chosen by the rows per expert under even routing; tiles of an expert share its weights."""
     rows = num_tokens * chosen / num_experts
     for most, bn in ((10, 16), (24, 32), (80, 64)):
         if rows <= most:
@@ -59,7 +59,7 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 def launch(
     x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, config=None, ready=None
 ):  # fmt: skip
-    """`ready`: rows of `x` that were quantised where it was made."""
+    """`ready`: rows of `x` already quantised by its producer."""
     num_tokens, chosen = experts.shape
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
@@ -93,13 +93,13 @@ def launch(
 
 
 def _rows(x, count, weight, config):
-    """Buffers for `count` quantised rows that `weight` is multiplied with."""
+    """Buffers for `count` quantised input rows of `weight`."""
     a8 = weight.group == 32
     return make_rows(x.device, count, weight.columns, tiled=not config.few, name="scaled", a8=a8)
 
 
 def _shared(x, w13, w2, limit, ready):
-    """fp32 `[tokens, size]`, whatever the shared expert's format."""
+    """fp32 `[tokens, size]`, for any format of the shared expert."""
     if is_apart(w13):
         return shared_part(x, w13, w2, limit, ready)
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)

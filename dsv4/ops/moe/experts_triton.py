@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """`experts` on a GPU. Two passes over tiled NVFP4 weights: gate and up with SwiGLU, then down.
 
-A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens.
-One token has kernels of its own (`token_triton.py`). Parts go to a buffer and are added by a small
-kernel: ranges of K first, then the token's experts in order, the shared one last.
+A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens. A
+single token has its own kernels (`token_triton.py`). Partial sums go to a buffer and a small kernel
+adds them: K ranges first, then the token's experts in order, the shared one last.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ from dsv4.ops.moe.route_triton import route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason, swiglu
 from dsv4.ops.moe.token_triton import expert_weights, num_expert_ranges
 
-TALL = 256  # rows of tiles in prompts, of which as many are multiplied as there are
+TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
 
 @triton.constexpr_function
 def tile_heights(most):
-    """Rows that are multiplied for a tile of up to `most`: the fewest of these that hold its rows.
-    The branch is taken once for a tile; a loop along K knows nothing of it."""
+    """Heights that a tile of up to `most` rows may be multiplied with; the smallest that fits is
+    used. The branch is taken once per tile, outside the loop over K."""
     return (64, 128, 192, 256) if most == 256 else (most,)
 
 
 @triton.jit
 def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
-    """Whether the height at PLACE is the lowest that holds `num_rows`, or the last one."""
+    """Whether the height at PLACE is the smallest that fits `num_rows`, or the last one."""
     found = num_rows > (0 if PLACE == 0 else tile_heights(BM)[PLACE - 1])
     if len(tile_heights(BM)) > PLACE + 1:
         found = found & (num_rows <= tile_heights(BM)[PLACE])
@@ -51,8 +51,8 @@ def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
 def _weights_at(
     expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN: tl.constexpr
 ):
-    """Where the weights of a program's columns begin, of an expert or of the shared one, whose lie
-    `shared_*` elements behind."""
+    """Addresses of a program's weights, of an expert or of the shared one, which is `shared_*`
+    elements further on."""
     is_shared = expert == num_experts
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
     first += tl.program_id(0) * (BN // 64)
@@ -77,7 +77,7 @@ def _range_sums(
     K_RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, rows]` of each piece: all ranges of K, in order, each times `factor`."""
+    """fp32 `[BN, rows]` per piece: all ranges of K in order, each times `factor`."""
     words = tl.multiple_of(words, 64)
     scales = tl.multiple_of(scales, 64)
     per_range = tl.cdiv(total_steps, K_RANGES)
@@ -98,7 +98,7 @@ def _range_sums(
 
 @triton.jit
 def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
-    """`[BN, rows]` -> `[BN / 2, rows]`: of each tile's 64 weight rows the first 32 are gates."""
+    """`[BN, rows]` -> `[BN / 2, rows]`: the first 32 of each tile's 64 weight rows are gates."""
     pairs = acc.reshape(BN // 64, 2, 32, acc.shape[1]).permute(0, 2, 3, 1)
     gate, up = tl.split(pairs)
     gate = gate.reshape(BN // 2, acc.shape[1])
@@ -225,11 +225,11 @@ class Config:
     bn: int
     num_warps: int
     num_stages: int
-    form: int = 0  # of the product; see dot_nvfp4
+    form: int = 0  # product variant; see dot_nvfp4
 
 
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
-    """By the rows an expert gets when routing is even; tiles of one expert share its weights."""
+    """Chosen by the rows per expert under even routing; tiles of an expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if rows <= 4:
         return Config(8, 64, 2, 3)
@@ -281,9 +281,9 @@ def launch(
     x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, parts_only=False, ready=None,
     config=None,
 ):  # fmt: skip
-    """`shared_w13` and `shared_w2` may be None: the routed experts alone. With `parts_only` the
-    result is fp32 `[tokens, places, ranges, size]`, not summed. `ready`: rows of `x` for a shared
-    expert that is apart."""
+    """`shared_w13` and `shared_w2` may be None: only the routed experts. With `parts_only` the
+    result is the partial sums, fp32 `[tokens, places, ranges, size]`. `ready`: quantised rows of
+    `x` for a shared expert in another format."""
     num_tokens, chosen = experts.shape
     extra = None
     if shared_w13 is not None and is_apart(shared_w13):
@@ -303,7 +303,7 @@ def launch(
 
 
 def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
-    """fp32 parts `[tokens, places, 1, size]`."""
+    """fp32 partial sums `[tokens, places, 1, size]`."""
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     shared = shared_w13 is not None

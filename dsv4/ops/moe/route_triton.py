@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Which rows an expert gets, worked out on the GPU: no host waits for it.
+"""Groups rows by expert on the GPU, without a host wait.
 
-A *pair* is (token, place). Pairs are sorted by expert, each expert's in ascending order, and cut
+A *pair* is (token, place). Pairs are sorted by expert, each expert's in ascending order, and split
 into tiles of BM rows; the list of tiles has no gaps. Few pairs: program e finds those of expert e.
-Many: chunks of them are counted, then a program knows from these counts where its chunk's go. No
-atomics, so one result. Pairs of padding rows (expert -1) are left out.
+Many: chunks are counted first, and these counts give the destination of each chunk's pairs. No
+atomics, so the result is deterministic. Pairs of padding rows (expert -1) are skipped.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ import triton.language as tl
 from dsv4.ops.device import launch_options, workspace
 
 SMALL_PAIRS = 1024  # up to here one block holds all pairs
-CHUNK = 256  # pairs of a program where there are more
+CHUNK = 256  # pairs per program above that
 
 
 @triton.jit
 def _extra_tile(tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM: tl.constexpr):
-    """(expert, start, end) behind the `routed` tiles: of the shared expert, or of none."""
+    """(expert, start, end) of a tile after the `routed` ones: the shared expert's, or empty."""
     shared = (tile >= routed) & (tile < routed + num_shared)
     start = num_pairs + (tile - routed) * BM
     return tl.where(shared, num_experts, -1), start, tile * 0 + num_pairs + num_tokens
@@ -33,7 +33,7 @@ def _route_kernel(
     num_pairs, num_tokens, num_shared, num_tiles, num_experts,
     BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """Program e: the pairs and tiles of expert e, the last also all that are not routed."""
+    """Program e: the pairs and tiles of expert e; the last also the tiles that are not routed."""
     e = tl.program_id(0)
     lanes = tl.arange(0, WIDTH)
     few = tl.arange(0, 128)
@@ -80,7 +80,7 @@ def _count_kernel(experts, counts, num_pairs, CHUNK: tl.constexpr, BINS: tl.cons
 
 @triton.jit
 def _add_counts(counts, BINS: tl.constexpr):
-    """Pairs of each expert: of all chunks, and of those before this program's."""
+    """Pairs per expert: in all chunks, and in those before this program's."""
     ROWS: tl.constexpr = 8192 // BINS
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, BINS)
@@ -97,7 +97,7 @@ def _add_counts(counts, BINS: tl.constexpr):
 
 @triton.jit
 def _rank_in_chunk(experts, ids, num_pairs, CHUNK: tl.constexpr):
-    """How many pairs before each in its chunk have its expert."""
+    """For each pair, how many earlier pairs of its chunk have the same expert."""
     own = tl.arange(0, CHUNK)
     few = tl.arange(0, 32)
     rank = tl.zeros((CHUNK,), tl.int32)
@@ -115,7 +115,7 @@ def _place_kernel(
     num_pairs, num_tokens, num_shared, num_tiles, num_experts,
     BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """Program c: where the pairs of chunk c go, and some of the tiles."""
+    """Program c: the destinations of chunk c's pairs, and some of the tiles."""
     chunk = tl.program_id(0)
     total, before = _add_counts(counts, BINS)
     end = tl.cumsum(total, 0)
@@ -148,12 +148,12 @@ def _place_kernel(
 
 @dataclass(frozen=True)
 class Route:
-    """Pairs sorted by expert and their tiles. Behind these may come tiles of the shared expert,
-    whose rows follow the pairs, one for each token; the last tiles are empty, their expert -1."""
+    """Pairs sorted by expert, and their tiles. Tiles of the shared expert may follow; their rows
+    come after the pairs, one per token. The last tiles are empty, with expert -1."""
 
-    sorted_pairs: torch.Tensor  # [pairs] int32; behind the routed ones 0
+    sorted_pairs: torch.Tensor  # [pairs] int32; 0 after the routed ones
     tile_expert: torch.Tensor  # [num_tiles] int32
-    tile_start: torch.Tensor  # [num_tiles] int32: first row, that is sorted pair
+    tile_start: torch.Tensor  # [num_tiles] int32: first row (sorted pair)
     tile_end: torch.Tensor  # [num_tiles] int32: one past the last row of the tile's expert
     num_tiles: int
 
@@ -164,12 +164,12 @@ def num_route_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
 
 
 def choose_config(num_pairs: int) -> int | None:
-    """Pairs that a program looks at where it looks at all of them, else None."""
+    """Block size if one program reads all pairs, otherwise None."""
     return max(triton.next_power_of_2(num_pairs), 128) if num_pairs <= SMALL_PAIRS else None
 
 
 def route(experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = False) -> Route:
-    """`shared`: the list has tiles of the shared expert, as number `num_experts`."""
+    """`shared`: append tiles of the shared expert, as expert `num_experts`."""
     device, num_pairs, num_tokens = experts.device, experts.numel(), experts.shape[0]
     num_shared = triton.cdiv(num_tokens, bm) if shared else 0
     num_tiles = num_route_tiles(num_pairs, num_experts, bm) + num_shared

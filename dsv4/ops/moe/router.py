@@ -2,8 +2,8 @@
 
 scores = sqrt(softplus(gate . x)) in fp32. Scored blocks take the largest `score + bias`, ties to
 the lower expert; hash blocks take a fixed row of a table by token id. Weights are the scores of
-the chosen experts, normalised, times `scaling`. Experts come back in ascending order, so that
-the sum over them has one order. A padding row (token id -1) visits none: its experts are -1.
+the chosen experts, normalised, times `scaling`. Experts are returned in ascending order, which
+fixes the order of the sum over them. A padding row (token id -1) visits none: its experts are -1.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.rows import matmul_rows, softplus
 
-LEAST_TOTAL = 1e-30  # a table may name experts whose scores all vanish: weights 0, not NaN
+LEAST_TOTAL = 1e-30  # scores of a table's experts may all be zero: weights 0, not NaN
 
 
 def router_reference(

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`router` on a GPU: the gate's logits range by range of K, then one program per row selects.
+"""`router` on a GPU: the gate's logits with split-K, then one program per row selects.
 
-With few rows small programs write the ranges side by side and the selecting program adds them; for
-one row that is the last of them to finish, in the same launch. With many rows the gate runs as a
-`linear`, whose ranges are the same. The logits, and so everything after them, have the same bits.
+With few rows small programs write partial sums and the selecting program adds them; for a single
+row that is the last program to finish, in the same launch. With many rows the gate runs as a
+`linear` with the same ranges. The logits, and everything after them, have the same bits.
 """
 
 import torch
@@ -22,12 +22,12 @@ from dsv4.ops.moe.router import LEAST_TOTAL
 
 FEW_ROWS = 64
 LEAST = tl.constexpr(LEAST_TOTAL)
-GATE_TILE = (16, 8)  # experts and rows of one program of the form for few rows
+GATE_TILE = (16, 8)  # experts and rows per program of the variant for few rows
 
 
 @triton.jit
 def _scores(logits):
-    """sqrt(softplus); log1p is built so that small values keep their digits."""
+    """sqrt(softplus); its log1p keeps the precision of small values."""
     power = tl.exp(-tl.abs(logits))
     one_more = 1.0 + power
     difference = one_more - 1.0
@@ -38,7 +38,7 @@ def _scores(logits):
 
 @triton.jit
 def row_scores(partials, row, num_rows, num_experts, RANGES: tl.constexpr, BE: tl.constexpr):
-    """fp32 `[BE]`: the ranges of the gate's logits summed, scored; 0 beyond the experts."""
+    """fp32 `[BE]`: scores of the summed ranges of the gate's logits; 0 past the experts."""
     expert = tl.arange(0, BE)
     real = expert < num_experts
     logits = tl.zeros((BE,), dtype=tl.float32)
@@ -50,15 +50,15 @@ def row_scores(partials, row, num_rows, num_experts, RANGES: tl.constexpr, BE: t
 
 @triton.jit
 def row_bias(bias, num_experts, BE: tl.constexpr):
-    """fp32 `[BE]`; comes from memory, so it is asked for long before it is used."""
+    """fp32 `[BE]`; loaded early, because it comes from memory."""
     expert = tl.arange(0, BE)
     return tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def best_places(scores, offset, num_experts, CHOSEN: tl.constexpr, BE: tl.constexpr):
-    """For each expert its place among the chosen, ascending, or -1; and the sum of their scores.
-    Of equals the first.
+    """Each expert's place among the chosen, ascending, or -1; and the sum of their scores. Ties go
+    to the lower expert.
 
     Only integers are compared and counted, so there is no order of summation, and a warp reduces
     them in one instruction.
@@ -66,7 +66,7 @@ def best_places(scores, offset, num_experts, CHOSEN: tl.constexpr, BE: tl.conste
     expert = tl.arange(0, BE)
     real = expert < num_experts
     ranked = tl.where(real, scores + offset, float("-inf")).to(tl.int32, bitcast=True)
-    ranked = ranked ^ ((ranked >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    ranked = ranked ^ ((ranked >> 31) & 0x7FFFFFFF)  # integers ordered like the floats
     taken = expert < 0
     place = tl.zeros((BE,), dtype=tl.int32)
     for _ in tl.static_range(CHOSEN):
@@ -84,7 +84,7 @@ def best_places(scores, offset, num_experts, CHOSEN: tl.constexpr, BE: tl.conste
 
 @triton.jit
 def score_of(scores, chosen):
-    """The score of the one that is chosen: scores are not negative, so their bits are in order."""
+    """The chosen expert's score: scores are non-negative, so their bits are ordered."""
     bits = tl.where(chosen, scores.to(tl.int32, bitcast=True), 0)
     return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
 
@@ -115,7 +115,7 @@ def select_row(
     partials, offset, table, token_ids, chosen_at, weights_at, row, num_rows, num_experts, scaling,
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the ranges of one row, score, select; results are stored in ascending order."""
+    """Sum the ranges of one row, score, select; stores experts in ascending order."""
     expert = tl.arange(0, BE)
     scores = row_scores(partials, row, num_rows, num_experts, RANGES, BE)
     out = row * CHOSEN
@@ -142,7 +142,7 @@ def gate_program(
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
     HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr
 ):  # fmt: skip
-    """`partials` `[ranges, rows, experts]`. SELECT: the last of all programs selects for the only
+    """`partials` `[ranges, rows, experts]`. SELECT: the last program to finish selects for the only
     row."""
     rn = tile * BN + tl.arange(0, BN)
     rows = row_tile * BM + tl.arange(0, BM)
@@ -158,7 +158,7 @@ def gate_program(
     at = (split * num_rows + rows)[None, :] * num_experts + rn[:, None]
     tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
     if SELECT:
-        tl.debug_barrier()  # every thread's part is written before the count goes up
+        tl.debug_barrier()  # all threads have stored before the counter is incremented
         if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
             tl.store(counters, 0)
             select_row(
@@ -197,7 +197,7 @@ def _choose_kernel(
 
 
 def choose_config(num_rows: int) -> str:
-    """Which form of the gate runs."""
+    """Which variant of the gate runs."""
     return "ranges side by side" if num_rows <= FEW_ROWS else "linear"
 
 
@@ -220,7 +220,7 @@ def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None
 
 
 def prepare(x, gate, bias, table, token_ids, num_chosen, ranges):
-    """Room for the logits and the results, what selects, and constants of the kernels."""
+    """Buffers for logits and results, the selection inputs, and the kernels' constants."""
     rows, num_experts = x.shape[0], gate.shape[0]
     logits = workspace(x.device, "router_logits", ranges * rows * num_experts, torch.float32)
     chosen = torch.empty(rows, num_chosen, dtype=torch.int64, device=x.device)

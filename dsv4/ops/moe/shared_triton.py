@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""What follows the experts: the sum of their parts; and a shared expert in another format, which
-is two linear ops and what is between them."""
+"""The sum of the experts' partial sums; and a shared expert in another format, which runs as two
+linear ops with an activation in between."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def swiglu(gate, up, limit):
 
 @triton.jit
 def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
-    """A shared expert in another format, between its matrices: gate and up side by side."""
+    """SwiGLU of a shared expert in another format: gate and up are concatenated."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     live = column < inner
@@ -39,7 +39,7 @@ def is_apart(shared_w13) -> bool:
 
 
 def shared_reason(w13, w2) -> str | None:
-    """Why a shared expert that is apart cannot run, or None."""
+    """Why a shared expert in another format is not supported, or None."""
     for weight in (w13, w2):
         if isinstance(weight, ScaledTensor):
             reason = native_reason(weight.device)
@@ -59,8 +59,8 @@ def _multiply(x, weight, out, ready) -> None:
 
 
 def shared_part(x, w13, w2, limit, ready=None):
-    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or for activations of few bits.
-    `ready`: rows of `x` that were quantised where it was made."""
+    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or with low-precision activations.
+    `ready`: rows of `x` already quantised by its producer."""
     tokens, inner = x.shape[0], w2.shape[1]
     h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
     part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
@@ -80,7 +80,7 @@ def _combine_kernel(
     parts_at, extra, y, size, PLACES: tl.constexpr, RANGES: tl.constexpr, EXTRA: tl.constexpr,
     BN: tl.constexpr
 ):  # fmt: skip
-    """EXTRA: the shared expert's part lies apart and comes last."""
+    """EXTRA: the shared expert's result is in its own buffer and is added last."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BN,), dtype=tl.float32)
@@ -96,7 +96,7 @@ def _combine_kernel(
 
 
 def combine(parts, extra, y, places, ranges=1) -> None:
-    """`parts` `[tokens, places, ranges, size]` fp32, and the part that lies apart, into `y`."""
+    """Sum `parts` `[tokens, places, ranges, size]` fp32, and the separate result, into `y`."""
     tokens, size = y.shape
     _combine_kernel[(triton.cdiv(size, 1024), tokens)](
         parts, parts if extra is None else extra, y, size,

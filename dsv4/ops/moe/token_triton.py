@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Experts of one token on a GPU: nothing is sorted, each of its experts is a matrix with one row.
+"""Experts of a single token on a GPU: no sorting; each of its experts is a product with one row.
 
-Long K has two ranges. In the first matrix each has a warp of its own of one program, which adds
-them: as programs they would wait for each other. The choice of experts keeps few programs busy and
-the memory idle, so the shared expert's first matrix shares its launch.
+Long K has two ranges. In the up-projection each range has its own warp of one program, which adds
+them; as separate programs they would wait for each other. Top-k leaves memory bandwidth unused, so
+the shared expert's up-projection overlaps it in the same launch.
 """
 
 import math
@@ -24,9 +24,9 @@ from dsv4.ops.device import (
 from dsv4.ops.moe.router_triton import gate_program, prepare
 from dsv4.ops.moe.shared_triton import swiglu
 
-LONG_STEPS = 8  # of 128 columns: from here on K has two ranges
+LONG_STEPS = 8  # steps of 128 columns from which K has two ranges
 STAGES = 3
-UP_ROWS, GATE_ROWS = 32, 32  # of a program with two warps
+UP_ROWS, GATE_ROWS = 32, 32  # per program with two warps
 
 
 @triton.jit
@@ -34,9 +34,9 @@ def _dot_two_ranges(
     words, codes, rows, x, total_steps, num_columns,
     BN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, 8]`, the first column in use: two ranges of K, each by form 0 of `dot_nvfp4` and a
-    warp of its own, added. `rows` `[BN]` are rows of the tile at `words`. EVEN: the ranges are
-    whole and alike; else the second may be shorter."""
+    """fp32 `[BN, 8]` of which the first column is used: two ranges of K, each by form 0 of
+    `dot_nvfp4` in its own warp, added. `rows` `[BN]` are rows of the tile at `words`. EVEN: both
+    ranges have equal length; otherwise the second may be shorter."""
     per_range = tl.cdiv(total_steps, 2)
     codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
     first = tl.arange(0, 2) * per_range
@@ -73,7 +73,7 @@ def _dot_two_ranges(
 
 @triton.jit
 def _store(row, columns, size, values):
-    """The first of eight columns of `values`."""
+    """Store the first of eight columns of `values`."""
     first = tl.arange(0, 8)[None, :]
     tl.store(row + columns[:, None] + first, values, mask=(columns < size)[:, None] & (first < 1))
 
@@ -84,8 +84,8 @@ def _up_program(
     total_steps, expert_tiles, RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """BN/2 numbers between the matrices, from as many gate rows and up rows of a tile. With one
-    range of K BN is 64."""
+    """BN/2 activations, from as many gate rows and up rows of a tile. With one range of K, BN is
+    64."""
     gate_factor = tl.load(factors + expert * num_factors) * 128.0
     up_factor = tl.load(factors + expert * num_factors + num_factors - 1) * 128.0
     HALF: tl.constexpr = BN // 2
@@ -116,7 +116,7 @@ def _up_kernel(
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*`: how far behind the others the shared expert's lie, which has the last place."""
+    """`shared_*`: offsets of the shared expert's weights; it has the last place."""
     place = tl.program_id(1)
     routed = place < chosen
     expert = tl.load(experts + place, mask=routed, other=0)
@@ -139,7 +139,7 @@ def _gate_kernel(
     GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The gate, whose last program chooses experts; and gate and up of the shared expert."""
+    """The gate, whose last program selects experts; and the shared expert's up-projection."""
     pid = tl.program_id(0)
     programs = gate_tiles * GATE_RANGES
     if pid < programs:
@@ -162,7 +162,7 @@ def _down_kernel(
     chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Ranges stay apart: whoever reads the row next adds them."""
+    """Stores split-K partial sums; the consumer reduces them."""
     part = tl.program_id(0)
     place = tl.program_id(1)
     split = tl.program_id(2)
@@ -184,8 +184,8 @@ def _down_kernel(
 
 
 def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
-    """fp32 `[places, ranges, size]`: a part for each expert and range, the shared expert (which may
-    be None) last."""
+    """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert (which
+    may be None) last."""
     chosen, shared = experts.shape[1], shared_w13 is not None
     z = _between(x, chosen, w2)
     programs, constants = _up_constants(w13, UP_ROWS)
@@ -200,7 +200,7 @@ def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 def launch_routed(
     x, gate, bias, table, token_ids, num_chosen, scaling, w13, w2, shared_w13, shared_w2, limit
 ):
-    """`router` and `launch`: the shared expert's first matrix beside the gate."""
+    """`router` and `launch`, with the shared expert's up-projection overlapping the gate."""
     num_experts, size = gate.shape
     ranges, per_range = num_ranges(num_experts, size)
     logits, places, constants = prepare(x, gate, bias, table, token_ids, num_chosen, ranges)
@@ -242,13 +242,13 @@ def _down(z, experts, w2, shared_w2):
 
 
 def num_expert_ranges(weight) -> int:
-    """Of K; a pure function of the shape, because it fixes the order of summation."""
+    """Ranges of K; a pure function of the shape, because it fixes the order of summation."""
     return 2 if weight.num_steps >= LONG_STEPS else 1
 
 
 def choose_shared(w13) -> tuple[int, int]:
-    """Weight rows of a program and stages of its loads beside the gate, as timed for V4-Flash and
-    V4-Pro (docs/LOG.md)."""
+    """Weight rows per program and pipeline stages beside the gate, as timed for V4-Flash and V4-Pro
+    (docs/LOG.md)."""
     return (16, 4) if w13.num_steps <= 32 else (32, 8)
 
 
@@ -262,8 +262,8 @@ def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
 
 
 def expert_weights(weight, shared):
-    """Tensors of the routed experts and how far behind them the shared expert's lie: kernels take
-    that as 64 bits, or each layer's distances would decide which variants are compiled."""
+    """Tensors of the routed experts and the offsets of the shared expert's: kernels take these as
+    64 bits, otherwise each layer's offsets would decide which variants are compiled."""
     parts = (weight.packed, weight.scale, weight.global_scale)
     if shared is None:
         return (*parts, 0, 0, 0)

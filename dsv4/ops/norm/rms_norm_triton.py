@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`rms_norm` on a GPU: one program per row; the tile depends on the row's length alone."""
+"""`rms_norm` on a GPU: one program per row; the tile depends only on the row's length."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ def norm_row(
     x, weight, out, row, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the row and gives it back as stored, fp32 `[PAD]`, zero beyond its end."""
+    """Store the row; returns it as stored, fp32 `[PAD]`, zero past its end."""
     channel = tl.arange(0, PAD)
     live = channel < SIZE
     wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def _rms_norm_kernel(
     x, weight, out, x_stride, eps, codes, scales, row_scale, columns, SIZE: tl.constexpr,
     PAD: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr
 ):  # fmt: skip
-    """BITS 4 or 8: the row in few bits as well (gemm/activation_triton.py)."""
+    """BITS 4 or 8: also store the row quantised (gemm/activation_triton.py)."""
     row = tl.program_id(0).to(tl.int64)
     value = norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
     if BITS > 0:
@@ -51,7 +51,7 @@ def supports(x, weight, eps) -> str | None:
 
 
 def run(x, weight, eps, quantized=None):
-    """`quantized` (activation_triton.Rows): where the rows go in few bits as well."""
+    """`quantized` (activation_triton.Rows): also store the rows quantised there."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = x.shape[-1]
     rows = x if x.dim() == 2 else x.view(-1, size)

@@ -1,8 +1,8 @@
-"""A sampled token becomes its sequence's next input, where the model will read it.
+"""Stores a sampled token as its sequence's next input.
 
-Per row: the token is its slot's newest, its log-probability is kept for whoever asks, and where
-penalties count tokens it is counted. All in place, so that the next step can begin without a word
-from the host. A padding row (slot -1) leaves nothing behind.
+Per row: the token becomes its slot's newest, its log-probability is stored, and it is counted if
+penalties need counts. All in place, so that the next step can start without the host. A padding row
+(slot -1) writes nothing.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class Sampled:
     newest: Tensor  # [slots] int64, each sequence's newest token
     tokens: Tensor  # [rows] int64
     chosen: Tensor  # [rows] fp32, log-probability of the token
-    norms: Tensor  # [rows] fp32, what to take from logits for log-probabilities
+    norms: Tensor  # [rows] fp32, subtracted from logits for log-probabilities
     seen: Tensor | None  # [slots, vocabulary] int32, as `sample` reads it
 
 
@@ -77,8 +77,8 @@ OP = Op(
 def accept(
     tokens: Tensor, logits: Tensor, norms: Tensor, slots: Tensor, flags: Tensor, target: Sampled
 ) -> None:
-    """`tokens` and `norms` `[rows]` as `sample` returns them for `logits` `[rows, vocabulary]`,
-    with its `slots` and `flags`; `target` is written in place."""
+    """`tokens` and `norms` `[rows]` as returned by `sample` for `logits` `[rows, vocabulary]`, with
+    its `slots` and `flags`; `target` is written in place."""
     rows = tokens.shape[0]
     check_shape(OP.name, "logits", logits, rows, "vocabulary")
     check_shape(OP.name, "norms", norms, rows)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `sample`: logits as they are drawn from, and the last token that filters pass."""
+"""Device code of `sample`: adjusted logits, and the last token that passes the filters."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def order_key(x):
-    """uint32 in the order of `x`; -0 ties with 0."""
+    """uint32 ordered like `x`; -0 ties with 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
 
@@ -21,7 +21,7 @@ def key_value(key):
 
 @triton.jit
 def exp2_fast(x, ASM: tl.constexpr):
-    """2^x to the last bit but one, 0 where that would be denormal; a third of the instructions."""
+    """2^x, accurate to the last bit but one, 0 if denormal; a third of the instructions."""
     if ASM:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -44,8 +44,8 @@ def adjusted(
     raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags, seen,
     bias, mask, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Logits after mask, bias, penalties and temperature; -inf stays, so that no logit is none
-    after. A row without options reads nothing but its flags."""
+    """Logits after mask, bias, penalties and temperature; -inf stays -inf, never NaN. A row without
+    options reads only its flags."""
     x = raw
     if WIDE:
         options = tl.load(flags + row)
@@ -71,14 +71,14 @@ def adjusted(
 
 @triton.jit
 def passes(count, mass, keep, share):
-    """Whether a token with `count` tokens of `mass` before it passes; the first always does."""
+    """Whether a token preceded by `count` tokens of `mass` passes; the first always does."""
     share = tl.where(share < 1.0, share, float("inf"))
     return ((count < keep) & (mass < share)) | (count == 0)
 
 
 @triton.jit
 def tie_room(threshold, count, above, best, mass, keep, share):
-    """How many of the tokens whose key is the threshold pass."""
+    """How many of the tokens with the threshold key pass."""
     weight = tl.exp(key_value(threshold) - best) / mass
     room = tl.where(share < 1.0, tl.ceil((share - above) / weight), 2147483520.0)
     room = tl.minimum(tl.minimum(room, 2147483520.0).to(tl.int32), keep - count)
@@ -94,8 +94,8 @@ def _first_bit(low, high):
 
 @triton.jit
 def _units(x, best, mass):
-    """A token's share of the mass in units of 2^-31. Sums of integers have no order, that of a
-    whole row fits 32 bits, and along a warp it is one instruction."""
+    """A token's share of the mass in units of 2^-31. Integer sums have no rounding order, a whole
+    row's sum fits 32 bits, and a warp reduces them in one instruction."""
     return (tl.exp(x - best) * (2147483648.0 / mass) + 0.5).to(tl.uint32)
 
 
@@ -106,14 +106,14 @@ def _total(units):
 
 @triton.jit
 def _sums(units, over):
-    """How many tokens are `over` and their share of the mass; along the first axis."""
+    """How many tokens are `over`, and their share of the mass, along the first axis."""
     share = _total(tl.where(over, units, tl.zeros_like(units)))
     return tl.sum(over.to(tl.int32), axis=0), share
 
 
 @triton.jit
 def _top_share(threshold, count, above, ties, best, mass, keep):
-    """The mass of the tokens that pass top-k, of which `count` lie above the threshold."""
+    """The mass of the tokens that pass top-k; `count` of them are above the threshold."""
     passed = tl.minimum(tie_room(threshold, count, above, best, mass, keep, 1.0), ties)
     return above + passed.to(tl.float32) * (tl.exp(key_value(threshold) - best) / mass)
 
@@ -123,7 +123,7 @@ def _row_keys(
     logits, row, start, size, temperature, repetition, presence, frequency, slots, flags, seen,
     bias, mask, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """TILE logits of a row as drawn from, their keys, and which of them there are."""
+    """TILE adjusted logits of a row, their keys, and a mask of those present."""
     place = start + tl.arange(0, TILE)
     live = place < size
     raw = tl.load(logits + row * size + place, mask=live, other=float("-inf"))
@@ -139,7 +139,7 @@ def filter_row(
     logits, row, best, mass, keep, share, temperature, repetition, presence, frequency, slots,
     flags, seen, bias, mask, size, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Threshold and last id by looking at the whole row again and again."""
+    """Threshold and last id, by repeated passes over the whole row."""
     lane = tl.arange(0, TILE)
     threshold = tl.zeros((), tl.uint32)
     count = tl.zeros((), tl.int32)
@@ -194,7 +194,7 @@ def _threshold(units, key, keep, share, DIGIT: tl.constexpr):
     """The key of the last candidate that passes."""
     threshold = tl.zeros((), tl.uint32)
     if DIGIT == 1:
-        # all keys agree above some bit; if even all tokens leave room, nothing is filtered
+        # all keys agree above some bit; if even all tokens pass, nothing is filtered
         top = tl.max(key, axis=0)
         first = _first_bit(tl.min(tl.where(key > 0, key, top), axis=0), top)
         count, above = _sums(units, key > 0)
@@ -222,8 +222,8 @@ def _threshold(units, key, keep, share, DIGIT: tl.constexpr):
 
 @triton.jit
 def _closed_up(held, PLACES: tl.constexpr):
-    """Owner and number at the owner of each place, where the first `held[0]` belong to 0 and so
-    on; a place beyond them all belongs to nobody that exists."""
+    """Chunk and index in that chunk of each place: the first `held[0]` belong to chunk 0, and so
+    on; places past the end belong to no chunk."""
     place = tl.arange(0, PLACES)
     over = place[:, None] >= tl.cumsum(held, axis=0)[None, :]
     start = tl.sum(tl.where(over, held[None, :], 0), axis=1)
@@ -236,7 +236,7 @@ def filter_candidates(
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, USED: tl.constexpr, PLACES: tl.constexpr,
     DIGIT: tl.constexpr,
 ):  # fmt: skip
-    """Threshold and last id among PLACES candidates, USED of a chunk; DIGIT bits a round."""
+    """Threshold and last id among PLACES candidates, USED per chunk; DIGIT bits per round."""
     mine = counts + row * num_chunks
     if PLACES < CHUNKS * USED:
         chunk = tl.arange(0, CHUNKS)

@@ -1,15 +1,15 @@
-"""From logits to a token: mask, bias, penalties, temperature, filters, a draw; log-probabilities.
+"""From logits to a token: mask, bias, penalties, temperature, filters, draw; log-probabilities.
 
 Order: the guide's mask; logit bias; repetition penalty on every token seen in prompt or output
 (positive logits divided, negative multiplied); presence and frequency penalties on output tokens;
-temperature; top-k; top-p on the distribution that top-k leaves, normalised again; min-p, relative
-to the best token; then the Gumbel-max draw with numbers that depend on the request's seed and the
-position alone. Temperature 0 takes the largest logit. Ties go to the lower id everywhere.
+temperature; top-k; top-p on the renormalised distribution after top-k; min-p, relative to the best
+token; then the Gumbel-max draw, with random numbers that depend only on the request's seed and the
+position. Temperature 0 takes the largest logit. Ties go to the lower id everywhere.
 
-What is as wide as the vocabulary belongs to a sequence's slot and is read only by rows whose flags
-ask for it, so that a request's options cost the others nothing.
+Vocabulary-sized inputs belong to a sequence's slot and are read only by rows whose flags require
+them, so that a request's options cost the others nothing.
 
-Log-probabilities are the model's own: of the logits as they came.
+Log-probabilities are the model's own, from the unmodified logits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,13 +22,13 @@ from dsv4.ops.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.sample.random import uniform_rows
 
 PENALTIES, BIAS, MASK = 1, 2, 4  # flags
-IN_PROMPT = 1 << 30  # in `seen`, beside the number of times a token was sampled
+IN_PROMPT = 1 << 30  # bit in `seen`, beside the count of times a token was sampled
 WORD_BITS = 32  # of a mask
 
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """Per-row settings, `[rows]` each, then what slots hold; without it all flags are 0."""
+    """Per-row settings, `[rows]` each, then the slots' state; without it all flags are 0."""
 
     temperature: Tensor
     top_k: Tensor  # 0: off
@@ -43,7 +43,7 @@ class SampleInputs:
     flags: Tensor  # int64
     seen: Tensor | None  # int32 [slots, vocabulary]: times sampled, and IN_PROMPT
     bias: Tensor | None  # fp32 [slots, vocabulary]
-    mask: Tensor | None  # int32 [slots, words]: bits of the tokens that may come
+    mask: Tensor | None  # int32 [slots, words]: bits of the allowed tokens
 
 
 WIDE = ("seen", "bias", "mask")
@@ -85,7 +85,7 @@ def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tens
     noise: Iterator[Tensor] = iter(())
     if drawn.any():
         uniform = uniform_rows(inputs.seeds[drawn], inputs.positions[drawn], logits.shape[1])
-        noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel, a row for each that draws
+        noise = iter(-torch.log(-torch.log(uniform)))  # Gumbel noise, one row per random draw
     for i, raw in enumerate(logits.float()):
         norms[i] = torch.logsumexp(raw, dim=0)
         row = _adjusted(raw, inputs, i)
@@ -138,8 +138,8 @@ OP = Op("sample", sample_reference, cases, kernels=(Kernel("dsv4.ops.sample.samp
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
-    """fp32 `[rows, vocabulary]` -> token ids `[rows]` and what to take from the logits of a row for
-    log-probabilities, `[rows]`: the logarithm of the sum of their exponentials."""
+    """fp32 `[rows, vocabulary]` -> token ids `[rows]`, and the log-sum-exp of each row `[rows]`,
+    which turns logits into log-probabilities."""
     check(
         logits.dtype == torch.float32 and logits.dim() == 2,
         OP.name,

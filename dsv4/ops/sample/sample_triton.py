@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """`sample` on a GPU, five launches: statistics, candidates, filters, draw, best of a row.
 
-What passes top-k and top-p is the beginning of the row in descending order. So it is described by
-the order-preserving key of the last token that passes and, for ties, the last id: found bit by
-bit, without sorting, among candidates that a bound on either filter leaves; or in the whole row
-where these are too many. Rows without filters skip both. All sums have a fixed order.
+The tokens that pass top-k and top-p are a prefix of the row in descending order. They are described
+by the order-preserving key of the last one and, for ties, the last id. Both are found bit by bit,
+without sorting, among the candidates that a bound on either filter leaves, or in the whole row if
+these are too many. Rows without filters skip both. All sums have a fixed order.
 """
 
 import torch
@@ -27,14 +27,14 @@ from dsv4.ops.sample.filter_triton import (
     order_key,
 )
 
-CHUNK = 2048  # logits of a program
-WARPS = 4  # sets an order of summation, as CHUNK does
-TILE = 4096  # logits a filter looks at at a time
-PARTS = 16  # parts of a chunk whose largest logits and masses bound filters
-CANDIDATES = 256  # most of a chunk
-SOME_CANDIDATES = 64  # of a chunk: a row then has some thousands
-FEW_CANDIDATES = 256  # as many as a row mostly has
-PROGRAMS = 528  # that look for candidates
+CHUNK = 2048  # logits per program
+WARPS = 4  # fixes the order of summation, like CHUNK
+TILE = 4096  # logits that a filter reads at a time
+PARTS = 16  # parts of a chunk whose largest logits and masses bound the filters
+CANDIDATES = 256  # most per chunk
+SOME_CANDIDATES = 64  # per chunk: a row then has a few thousand
+FEW_CANDIDATES = 256  # as many as a row usually has
+PROGRAMS = 528  # that search for candidates
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def _stats_kernel(
     mask, size, num_chunks, CHUNK: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
-    """Largest logit and sum of exponentials of a chunk, as they came and adjusted; the latter
-    for each of its parts as well."""
+    """Largest logit and sum of exponentials of a chunk, unmodified and adjusted; the latter also
+    for each of its parts."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -97,7 +97,7 @@ def _row_stat(stats, row, num_chunks, offset, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _limits(temperature, top_k, top_p, row, size):
-    """How many tokens and what share may pass, and whether that filters anything."""
+    """How many tokens and what share may pass, and whether this filters anything."""
     keep = tl.load(top_k + row).to(tl.int32)
     keep = tl.where((keep > 0) & (keep < size), keep, size)
     share = tl.load(top_p + row).to(tl.float32)
@@ -110,11 +110,11 @@ def _bound(
     parts, stats, row, num_chunks, size, best, mass, keep, share, CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A logit below which no token passes, as its key; half of the bits say enough.
+    """The key of a logit below which no token passes; half of its bits are precise enough.
 
-    That holds if `keep` parts reach it with their largest tokens, and if all tokens below it
-    weigh no more than 1 - share. Of a part that reaches it these are at most all but the largest,
-    and at most as many as there are, each below the bound.
+    A bound is valid if `keep` parts reach it with their largest token, and if all tokens below it
+    have at most 1 - share of the mass. In a part that reaches it, these are at most all tokens but
+    the largest, each below the bound.
     """
     part = tl.arange(0, CHUNKS * PARTS)
     used = part < num_chunks * PARTS
@@ -125,7 +125,7 @@ def _bound(
     own = tl.where(used, own * tl.exp(chunk_top - best), 0.0)
     others = tl.maximum(own - tl.exp(top - best), 0.0) + own * 1e-5
     top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
-    # top-p is a share of what top-k leaves, so with both only the number says what is needed
+    # top-p is a share of what top-k leaves, so with both only the count gives a bound
     alone = (share < 1.0) & (keep >= size)
     spare = tl.where(alone, (1.0 - share) * mass * 0.999, -1.0)
     least = tl.zeros((), tl.uint32)
@@ -151,7 +151,7 @@ def _candidates_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
     WIDE: tl.constexpr
 ):  # fmt: skip
-    """Of some chunks the tokens that may pass, in order of id; `counts`: how many there are."""
+    """The candidates of some chunks, in id order; `counts`: how many there are."""
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
@@ -160,7 +160,7 @@ def _candidates_kernel(
             parts, stats, row, num_chunks, size, best, mass, keep, share, CHUNKS, PARTS, CHUNK
         )
         bound = key_value(least)
-        # what cannot be drawn needs no place; keys below that of -inf stand for no number
+        # tokens that cannot be drawn are skipped; keys below that of -inf mean no number
         bound = tl.where(bound > -3.4e38, bound, -3.4e38)
         for chunk in tl.range(tl.program_id(1), num_chunks, tl.num_programs(1)):
             total = tl.zeros((), tl.int32)
@@ -189,7 +189,7 @@ def _filter_kernel(
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, SOME: tl.constexpr, FEW: tl.constexpr,
     TILE: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """`limits` (int64, 2 a row): the key of the last token that passes; its largest id."""
+    """`limits` (int64, 2 per row): the key of the last token that passes; its largest id."""
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     threshold = tl.zeros((), tl.uint32)
@@ -225,7 +225,7 @@ def _filter_kernel(
 
 @triton.jit
 def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexpr):
-    """`x - log(-log2(u))`: Gumbel noise but for a constant that decides nothing.
+    """`x - log(-log2(u))`: Gumbel noise up to a constant that does not affect the result.
 
     u is number i of the row's stream: word i % 4 of counter (i // 4, position, 0, 0), 23 bits
     and a half.
@@ -236,7 +236,7 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
     key0 = seed.to(tl.uint32)
     key1 = (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
-        # tl.philox multiplies twice where one product of 64 bits has both halves
+        # tl.philox multiplies twice; one 64-bit product gives both halves
         a = w0.to(tl.uint64) * 0xD2511F53
         b = w2.to(tl.uint64) * 0xCD9E8D57
         w0 = (b >> 32).to(tl.uint32) ^ w1 ^ key0
@@ -247,7 +247,7 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(CHUNK)
     u = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355225
     d = 1.0 - u  # exact, as u is
-    # -log2(u), near 1 by a polynomial (to 4e-8) where a logarithm would lose bits
+    # -log2(u); near 1 by a polynomial (to 4e-8), where a logarithm would lose bits
     series = tl.fma(d, 0.49044735401873113, 0.20748625485680564)
     series = tl.fma(d, series, 0.37195638106245643)
     series = tl.fma(d, series, 0.48020793694298664)
@@ -264,7 +264,7 @@ def _draw_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     ASM: tl.constexpr
 ):  # fmt: skip
-    """The best token of a chunk; last chunks first, as caches have them."""
+    """The best token of a chunk; last chunks first, since they are still in the cache."""
     row = tl.program_id(0).to(tl.int64)
     chunk = num_chunks - 1 - tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -1,4 +1,4 @@
-"""The web process's end: starts the engine process, hands out its outputs, restarts it."""
+"""The web process's end: starts and restarts the engine process, and distributes its outputs."""
 
 import asyncio
 import itertools
@@ -29,13 +29,13 @@ from dsv4.server.worker.wire import (
 log = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 8  # read before streams may write; late ones then write several tokens at once
-MAX_TOKENS = 1 << 24  # of prompts that run or wait, beyond which no more are taken
+MAX_TOKENS = 1 << 24  # of running and waiting prompts; beyond this requests are refused
 BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
-SILENT_SECONDS = 300.0  # an engine that loads may give no sign of life for so long
-END_SECONDS = 0.5  # for an engine process to end by itself
-FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at the end
+SILENT_SECONDS = 300.0  # without a heartbeat from a loading engine
+END_SECONDS = 0.5  # for an engine process to end on its own
+FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at shutdown
 MAX_STARTS = 3  # that may fail before the first success
-BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # before restarts, when one after the other answers nothing
+BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # before restarts, while none answers anything
 
 ENGINE = ("-m", "dsv4.server.worker.main")
 
@@ -71,7 +71,7 @@ class EngineLink:
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._heard_at = self._turned_at = time.monotonic()
-        self._has_answered = False  # this process, a request
+        self._has_answered = False  # this process has answered a request
         self._step_timeout: float = choices.get("step_timeout", EngineConfig.step_timeout)
         self.state = "starting"
         self.facts: Message = {}
@@ -88,7 +88,7 @@ class EngineLink:
 
     @property
     def is_healthy(self) -> bool:
-        """The engine is loaded and its loop turns."""
+        """The engine is loaded and its loop is running."""
         return self.state == "ready" and self.is_responsive
 
     @property
@@ -104,12 +104,12 @@ class EngineLink:
             )
 
     def check_loaded(self) -> None:
-        """What needs the model's facts only is answered also while the engine restarts."""
+        """Requests that need only the model's facts are served even while the engine restarts."""
         if not self.facts:
             self.check_ready()
 
     def check_room(self, count: int) -> None:
-        """Refuse what would wait behind too many others, or beside too many tokens."""
+        """Refuse a request if too many requests or prompt tokens are waiting."""
         self.check_ready()
         num_tokens = sum({box: box.num_tokens for box in self._live.values()}.values())
         most = self.facts["max_sequences"] + self._max_waiting
@@ -135,7 +135,7 @@ class EngineLink:
             raise
 
     async def score(self, name: str, ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-        """Log-probabilities of all tokens of a prompt but the first."""
+        """Log-probabilities of all tokens of a prompt except the first."""
         data = await pack_prompt(
             ids, lambda: {"kind": "score", "id": name, "ids": ids_to_wire(ids), "top": top}
         )
@@ -196,12 +196,12 @@ class EngineLink:
             await self._end_process(FLUSH_SECONDS if flushes else END_SECONDS)
 
     async def _run_and_recover(self, failures: int) -> int:
-        """One life of an engine process; -> how many in a row were of no use."""
+        """Run one engine process until it ends; returns how many in a row were useless."""
         begin = time.monotonic()
         self._has_answered = False
         try:
             await self._run_once()
-        except Exception:  # a message that makes no sense: start again as if it had died
+        except Exception:  # an invalid message: restart as if the process had died
             log.exception("the engine process cannot be understood")
         if self.state == "failed":
             return failures
@@ -211,7 +211,7 @@ class EngineLink:
             error = f"the engine process ended {failures} times before it was ready"
             self._take({"kind": "failed", "error": error, "exit_code": 1})
             return failures
-        # Requests need not wait until the process is gone.
+        # Requests need not wait until the process has ended.
         self.state = "restarting" if self.facts else "starting"
         self.num_restarts += bool(self.facts)
         self.stats = {}
@@ -224,7 +224,7 @@ class EngineLink:
         return failures
 
     async def _run_once(self) -> None:
-        """Start a process and listen to it until it is gone."""
+        """Start a process and read from it until it ends."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -242,14 +242,14 @@ class EngineLink:
                 size = message_size(await reader.readexactly(LENGTH_BYTES))
                 self._take(json.loads(await reader.readexactly(size)))
                 if count % MESSAGES_A_TURN == 0:
-                    await asyncio.sleep(0)  # what has come in already is read without waiting
+                    await asyncio.sleep(0)  # what has already arrived is read without waiting
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
             watch.cancel()
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """End an engine that makes no progress: a stuck kernel, a stopped process."""
+        """Kill an engine that makes no progress: a stuck kernel, a stopped process."""
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
@@ -257,13 +257,13 @@ class EngineLink:
             if is_stuck or now - self._heard_at > max(self._step_timeout, SILENT_SECONDS):
                 age = now - (self._turned_at if is_stuck else self._heard_at)
                 log.error("the engine made no progress for %.0f s; it is ended", age)
-                process.kill()  # the reader sees the end
+                process.kill()  # the reader sees EOF
                 return
 
     async def _end_process(self, seconds: float) -> None:
-        """Until the process is gone; one that takes longer than `seconds` is killed."""
+        """Wait until the process ends; kill it after `seconds`."""
         if self._writer is not None:
-            self._writer.close()  # the engine notices between two steps
+            self._writer.close()  # the engine notices between steps
             self._writer = None
         until = time.monotonic() + seconds
         while self._process is not None and self._process.poll() is None:
@@ -291,7 +291,7 @@ class EngineLink:
             if kind == "ready":
                 self.facts, self.state = message["facts"], "ready"
             elif kind == "failed":
-                # Before the first success this is the user's mistake; later files may come back.
+                # Before the first success this is a user error; later, files may reappear.
                 self.state = "restarting" if self.facts else "failed"
             self._notify(message)
 

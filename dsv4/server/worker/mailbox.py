@@ -1,4 +1,4 @@
-"""What one client waits for: outputs of its requests, and log-probabilities of its prompts."""
+"""One client's pending results: outputs of its requests, and log-probabilities of its prompts."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -14,19 +14,19 @@ MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its requ
 
 
 class Mailbox:
-    """Outputs of some requests in the order they come. Closing it aborts what still runs."""
+    """Outputs of some requests in arrival order. Closing it aborts those still running."""
 
     def __init__(self, link: "EngineLink") -> None:
         self._link = link
         self._running: set[str] = set()
-        self._outputs: dict[str, list[Output]] = {}  # of each request, what was not taken yet
+        self._outputs: dict[str, list[Output]] = {}  # by request, not yet read
         self._num_unread = 0
         self._wake = asyncio.Event()
         self._error: ApiError | None = None
         self.num_tokens = 0  # of all prompts added
 
     async def add(self, request: Request) -> None:
-        """Hand a request to the engine; returns when it is accepted, raises if it is refused."""
+        """Submit a request to the engine; returns when it is accepted, raises if it is refused."""
         self._running.add(request.id)
         self.num_tokens += len(request.prompt_ids)
         data = await pack_prompt(
@@ -36,8 +36,8 @@ class Mailbox:
         await self._link.send(request.id, data, self)
 
     async def next(self, timeout: float) -> list[Output]:
-        """What has come in, one output for each request: a reader that is late gets several
-        steps' tokens at once. An empty list when nothing comes within `timeout`."""
+        """New outputs, one per request: a late reader gets several steps' tokens at once. An empty
+        list if nothing arrives within `timeout`."""
         if not self._outputs and self._error is None:
             try:
                 async with asyncio.timeout(timeout):
@@ -51,7 +51,7 @@ class Mailbox:
         return [Output.joined(parts) for parts in outputs.values()]
 
     def abort(self, request_id: str) -> None:
-        """End one request; nothing more comes of it."""
+        """Abort one request; its later outputs are dropped."""
         if request_id in self._running:
             self._running.discard(request_id)
             self._link.forget(request_id)
@@ -62,7 +62,7 @@ class Mailbox:
             self.abort(request_id)
 
     def take(self, output: Output) -> bool:
-        """Called by the link. False: the client does not read; the request is to be aborted."""
+        """Called by the link. False: the client does not read, so abort the request."""
         if output.finished:
             self._running.discard(output.request_id)
         self._outputs.setdefault(output.request_id, []).append(output)
@@ -79,7 +79,7 @@ class Mailbox:
 
 
 class Scores:
-    """Log-probabilities of a prompt on their way, piece by piece."""
+    """Log-probabilities of a prompt, received in pieces."""
 
     def __init__(self) -> None:
         self.found: list[TokenLogprobs] = []
@@ -87,7 +87,7 @@ class Scores:
 
     def take(self, message: Message) -> None:
         if message["kind"] == "scores":
-            del self.found[message["first"] :]  # the engine may have begun again
+            del self.found[message["first"] :]  # the engine may have restarted the job
             self.found += logprobs_from_wire(message["scores"])
             if not message["is_last"]:
                 return

@@ -66,7 +66,7 @@ def _run(channel: Channel) -> int:
     except Dsv4Error as error:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
-    with contextlib.suppress(ConnectionError):  # the web process went in the middle of a step
+    with contextlib.suppress(ConnectionError):  # the web process ended during a step
         Worker(engine, channel, heart).run()
     engine.close()
     return 0
@@ -117,11 +117,11 @@ def _stats(engine: Engine) -> Message:
 
 
 class Heart:
-    """A thread that says that the process lives, and since when its loop has not turned."""
+    """A thread that sends heartbeats with the time since the loop's last iteration."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.turned_at: float | None = None  # None: it loads
+        self.turned_at: float | None = None  # None: loading
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
@@ -131,9 +131,9 @@ class Heart:
             try:
                 self._channel.send({"kind": "beat", "age": age})
             except MemoryError:
-                pass  # the next one may find some
+                pass  # the next heartbeat may succeed
             except OSError:
-                return  # the web process is gone; the loop notices by itself
+                return  # the web process is gone; the loop notices on its own
             time.sleep(BEAT_SECONDS)
 
 
@@ -293,7 +293,7 @@ class Worker:
             answer: Message = {"kind": "broken", "error": str(error)}
         except RequestError as error:
             answer = {"kind": "refused", "error": str(error)}
-        except Exception as error:  # of this request alone
+        except Exception as error:  # fails only this request
             answer = {"kind": "broken", "error": str(error)}
         else:
             if chunk is not None:

@@ -19,7 +19,7 @@ from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
 
 LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28  # a prompt of ten million tokens
-QUICK_IDS = 1 << 16  # of a prompt that is written on the event loop
+QUICK_IDS = 1 << 16  # a prompt up to this size is packed on the event loop
 
 Message = dict[str, Any]
 
@@ -31,7 +31,7 @@ def pack(message: Message) -> bytes:
 
 
 async def pack_prompt(ids: Sequence[int], make: Callable[[], Message]) -> bytes:
-    """As `pack`, of a message with these ids; many are written beside the event loop."""
+    """Like `pack`, for a message with these ids; many are packed off the event loop."""
     if len(ids) <= QUICK_IDS:
         return pack(make())
     return await asyncio.to_thread(lambda: pack(make()))

@@ -1,1 +1,1 @@
-"""Which operation is wrong, on this machine or in this checkpoint. Start at `examine.py`."""
+"""Finds the wrong operation, on this machine or in this checkpoint. Start at `examine.py`."""

@@ -1,9 +1,9 @@
-"""A wrong op call in a folder: safetensors and JSON, nothing executable, replayed anywhere.
+"""A wrong op call saved in a folder: safetensors and JSON, nothing executable, replayable anywhere.
 
-    tensors.safetensors   the arguments' tensors, what the op gave, what was found and expected
-    capsule.json          where it happened, versions, and how the tensors make up the arguments
+    tensors.safetensors   the arguments' tensors, the op's results, found and expected values
+    capsule.json          where it happened, versions, and how the tensors form the arguments
 
-Pages, slots, experts and vocabulary rows that the call does not touch are left out.
+Pages, slots, experts and vocabulary rows that the call does not use are omitted.
 """
 
 import json
@@ -36,7 +36,7 @@ from dsv4.tools.doctor.compare import difference
 
 VERSION = 1
 _FACTS, _TENSORS = "capsule.json", "tensors.safetensors"
-# the only things a capsule may contain besides tensors, numbers, texts and lists
+# the only types a capsule may contain besides tensors, numbers, texts and lists
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -48,7 +48,7 @@ _TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Replay:
-    """A capsule run again here. Errors are relative to a row's length."""
+    """A capsule replayed on this machine. Errors are relative to a row's norm."""
 
     op: str
     station: str
@@ -57,8 +57,8 @@ class Replay:
     cause: str
     versions: dict[str, str]
     limit: float
-    found_error: float  # of what ran then, against the plain model
-    reference_error: float  # of what ran then, against the reference run here
+    found_error: float  # of the original run, against the plain model
+    reference_error: float  # of the original run, against the reference run here
     kernel_error: float | None  # of a kernel run here, against the reference; None on a CPU
 
     @property
@@ -71,7 +71,7 @@ class Replay:
 
     @property
     def is_fixed(self) -> bool:
-        """Only a kernel can be seen to be right: wrong arguments stay wrong."""
+        """Only a kernel fault can turn out fixed: wrong arguments stay wrong."""
         ran_here = self.kernel_error is not None and self.kernel_error <= self.limit
         return self.is_kernel and ran_here
 
@@ -177,7 +177,7 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative error; numbers that are NaN on both sides (unwritten) agree."""
+    """The largest relative error; values that are NaN on both sides (unwritten) agree."""
     worst = 0.0
     for name, value in expected.items():
         other = found[name]
@@ -190,7 +190,7 @@ def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def outputs(op: Op, result: Any, arguments: Arguments) -> dict[str, Tensor]:
-    """What a call returned and wrote, as numbers: pages are unpacked."""
+    """A call's results and in-place writes as numbers; pages are unpacked."""
     written = {}
     for name in op.mutates:
         value = arguments[name]
@@ -199,7 +199,7 @@ def outputs(op: Op, result: Any, arguments: Arguments) -> dict[str, Tensor]:
     return dict(leaves({"result": result, **written}))
 
 
-# --- leaving out what a call does not touch -------------------------------------------------------
+# --- omitting what a call does not use ------------------------------------------------------------
 
 
 def reduced(arguments: Arguments) -> Arguments:

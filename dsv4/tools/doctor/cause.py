@@ -12,7 +12,7 @@ from dsv4.tools.doctor.compare import difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 from dsv4.tools.doctor.plain.stations import Call, Matrix, pick, read_entries, results
 
-SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more
+SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more bits
 LIKE_WEIGHT = 0.25  # the same weight in a coarser format
 
 
@@ -65,7 +65,7 @@ def _wrong_argument(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
 
 
 def _wrong_weight(path: str, value: Any, matrix: Matrix, layer: PlainLayer) -> Cause | None:
-    """A weight that is not what the file holds, and which wrong reading of the file it is."""
+    """A weight that differs from the file, and the misreading of the file that explains it."""
     if value is None:
         return Cause("argument", f"its argument {path} is missing", path)
     held = dense(value).to(layer.device)
@@ -91,7 +91,7 @@ def dense(weight: Weight) -> Tensor:
 
 
 def _wrong_input(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
-    """An argument that should be an earlier op's result and is not."""
+    """An argument that should equal an earlier op's result but does not."""
     for path, tap in call.station.inputs.items():
         value = pick(call.before, path)
         if value is None or tap not in taps.new or tap in ("scores", "selected"):
@@ -120,7 +120,7 @@ def _wrong_kernel(
 
 
 def _wrong_state(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
-    """Keys or rows that are no longer what was written."""
+    """Keys or rows that differ from what was written."""
     a = call.before
     if call.station.name == "attention":
         first = max(taps.start - layer.config.sliding_window + 1, 0)

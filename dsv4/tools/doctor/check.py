@@ -1,4 +1,4 @@
-"""Every op call of a run against the plain layer, on the engine's own inputs and end to end."""
+"""Compares every op call of a run with the plain layer, on the engine's inputs and end to end."""
 
 import logging
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from dsv4.tools.doctor.plain.stations import Call, layer_stations, pick, results
 
 log = logging.getLogger(__name__)
 
-_BESIDE = ("attn_streams", "final_streams")  # taps that not every op of their station gives
+_BESIDE = ("attn_streams", "final_streams")  # taps that not every op of their station returns
 LayerMaker = Callable[[int], PlainLayer]
 
 
 @dataclass
 class Cell:
-    """A square of the picture: one station of one layer, over the whole run."""
+    """One cell of the picture: one station of one layer, over the whole run."""
 
     layer: int
     station: str
     op: str
     status: str = "not run"  # ok, wrong, not run, not compared
-    tap: str = ""  # where the error is worst in relation to its limit
+    tap: str = ""  # where the error is largest relative to its limit
     error: Error = field(default_factory=Error)
     limit: Limits = field(default_factory=lambda: Limits(0.0, 0.0))
     position: int = 0
@@ -53,14 +53,14 @@ class Evidence:
 
 
 class Checker:
-    """Takes the calls of a run of one sequence; see `Tracer`."""
+    """Consumes the calls of a run of one sequence; see `Tracer`."""
 
     def __init__(self, num_layers: int, make_layer: LayerMaker, *, end_to_end: bool = True) -> None:
         self._make_layer = make_layer
         self._runs_own = end_to_end
         self._layer: PlainLayer | None = None
         self.taps = [Taps() for _ in range(num_layers)]
-        self.own = [Taps() for _ in range(num_layers)]  # of the plain model left to itself
+        self.own = [Taps() for _ in range(num_layers)]  # of the plain model on its own results
         self.cells: dict[tuple[int, str], Cell] = {}
         self.first: Evidence | None = None
         self.end_to_end: dict[int, Error] = {}  # streams after a layer; the last one: logits
@@ -84,7 +84,7 @@ class Checker:
         layer, taps = self.layer(call.layer), self.taps[call.layer]
         station = call.station
         cell = self.cells.get((call.layer, station.name))
-        if cell is None:  # an op this kind of layer has no use for
+        if cell is None:  # an op that this kind of layer does not use
             cell = self.cells[call.layer, station.name] = Cell(call.layer, station.name, station.op)
         if station.name == "mix_attention" and call.layer > 0:
             hand_on(self.taps[call.layer - 1], taps)
@@ -94,7 +94,7 @@ class Checker:
         taps.choices = {"experts": found["experts"]} if "experts" in found else {}
         try:
             expected = station.run(layer, taps)
-        except KeyError:  # something it needs was not seen; that is reported where it is missing
+        except KeyError:  # an input was not observed; that is reported elsewhere
             cell.status = "not compared"
             taps.new.update(found)
             return
@@ -129,11 +129,11 @@ class Checker:
         if (wrong or odd) and cell.status != "wrong":
             cell.status = "wrong"
             cell.cause = odd or _cause(call, layer, taps, found)
-            if self.first is None:  # the cell may get worse later; this is what the call showed
+            if self.first is None:  # the cell may get worse later; this is the call's own result
                 self.first = Evidence(replace(cell), call, found, expected)
 
     def _run_own(self, number: int, *, head: bool) -> None:
-        """The plain model goes on from its own results, not from the engine's."""
+        """Continue the plain model from its own results, not from the engine's."""
         layer, own, taps = self.layer(number), self.own[number], self.taps[number]
         if number > 0 and not head:
             hand_on(self.own[number - 1], own)
@@ -150,7 +150,7 @@ class Checker:
 
 
 def hand_on(before: Taps, after: Taps) -> None:
-    """What a layer leaves is what the next one begins with."""
+    """Pass a layer's streams to the next one."""
     for name in ("streams", "y", "post", "comb"):
         if f"ffn_{name}" in before.new:
             after.new[f"before_{name}"] = before.new[f"ffn_{name}"]
@@ -166,8 +166,7 @@ def _position(tap: str, row: int, layer: PlainLayer, taps: Taps) -> int:
 
 
 def _cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
-    """`find_cause`; that a call is wrong must not be lost because the search for the cause fails
-    on what it left behind."""
+    """`find_cause`, but an error in the search must not hide that the call is wrong."""
     try:
         return find_cause(call, layer, taps, found)
     except Exception as error:
@@ -178,7 +177,7 @@ def _cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) 
 def _odd_numbers(
     call: Call, layer: PlainLayer, taps: Taps, skipped: tuple[str, ...]
 ) -> Cause | None:
-    """Settings of an op that differ from the config, even where the numbers do not show it."""
+    """Settings of an op that differ from the config, even if the numbers do not show it."""
     for path, expected in call.station.arguments(layer, taps).items():
         if path in skipped:
             continue

@@ -1,4 +1,4 @@
-"""How far two results are apart, and how far they may be."""
+"""Error measures and their limits."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,15 @@ class Limits:
     mean: float
 
 
-# Relative to a row's length. A single row may be further off than the average: one number that
-# falls on the other side of a rounding border moves a whole group of its row.
+# Relative to a row's norm. A single row may be further off than the average: one number that
+# rounds the other way moves a whole group of its row.
 _FP32 = Limits(3e-4, 1e-4)
 _BF16 = Limits(4e-2, 8e-3)
 _WIDE_OF_BF16 = Limits(1e-2, 4e-3)  # fp32 results of bf16 inputs and weights
 _STORED = {"fp32": _FP32, "bf16": Limits(2e-2, 5e-3), "fp8": Limits(8e-2, 1e-2)}
 _INDEX = {**_STORED, "fp4": Limits(3e-1, 3e-2)}
 _EXACT = Limits(0.0, 0.0)
-_ROUNDED = _STORED["fp8"]  # an expert's activation may fall on the other side of a border
+_ROUNDED = _STORED["fp8"]  # an expert's activation may round the other way
 _PRODUCTS = ("latent_raw", "kv_raw", "q_raw", "low", "attn_y", "ffn_y")
 _LOSSY = Limits(6e-1, 3e-1)  # weights in another format; a misread one is off by more than itself
 _ALWAYS_FP32 = (
@@ -52,7 +52,7 @@ def limits(tap: str, formats: Formats) -> Limits:
 
 @dataclass(frozen=True)
 class Error:
-    """Of one tap: the worst row's and the average relative error, the cosine over all of it."""
+    """Of one tap: the worst row's and the mean relative error, and the overall cosine."""
 
     worst: float = 0.0
     mean: float = 0.0
@@ -63,7 +63,7 @@ class Error:
         return self.worst <= limit.worst and self.mean <= limit.mean
 
     def ratio(self, limit: Limits) -> float:
-        """1 is the border; exact taps jump from 0 to beyond every border."""
+        """Error over limit: 1 is the limit; exact taps go from 0 straight past it."""
         if limit.worst == 0:
             return 0.0 if self.worst == 0 else float("inf")
         return max(self.worst / limit.worst, self.mean / limit.mean)
@@ -80,7 +80,7 @@ def difference(found: Tensor, expected: Tensor) -> Error:
     found, expected = found.double().flatten(1), expected.double().flatten(1)
     size = (expected * expected).sum(1).sqrt()
     length = float((size * size).sum().sqrt())
-    # a row that nearly cancels out must not be held to its own tiny length
+    # a row that nearly cancels out must not be judged by its own tiny norm
     floor = 0.1 * length / size.shape[0] ** 0.5 + 1e-30
     off = found - expected
     rows = (off * off).sum(1).sqrt() / size.clamp(min=floor)

@@ -1,7 +1,7 @@
-"""The same tokens by different ways must give the same bits; the first op that does not.
+"""The same tokens computed in different ways must give the same bits; finds the first difference.
 
 A record keeps every tap of one sequence, row by row. Two records are compared in the order of
-computation, so the first difference is where the ways part.
+computation, so the first difference is where they diverge.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _ORDER = {name: place for place, name in enumerate(STATIONS)}
 
 
 class Watcher(Protocol):
-    """A consumer of calls that is told which tokens a step brings."""
+    """A consumer of calls that is told each step's tokens."""
 
     def begin_step(self, start: int, token_ids: Tensor) -> None: ...
     def __call__(self, call: Call) -> None: ...
@@ -74,7 +74,7 @@ class Record:
         found = results(call, layer, self.taps, self.place, self.first_row)
         for tap, value in found.items():
             if tap.endswith("_tail"):
-                continue  # how a step ends is not what a token got
+                continue  # bookkeeping at a step's end, not a token's result
             if tap == "scores":
                 missing = self.num_entries - value.shape[1]
                 value = torch.nn.functional.pad(value, (0, missing))
@@ -88,7 +88,7 @@ class Record:
 
 
 def _digests(value: Tensor) -> Tensor:
-    """A number for each row that changes with any bit of it: large taps are not kept whole."""
+    """One digest per row that changes with any bit: large taps are not kept whole."""
     bits = value.flatten(1).contiguous()
     bits = bits.view(torch.int64) if bits.is_floating_point() else bits.long()
     generator = torch.Generator().manual_seed(0)
@@ -97,9 +97,9 @@ def _digests(value: Tensor) -> Tensor:
 
 
 def schedule(count: int, *, streamed: bool = False) -> list[int]:
-    """A prompt cut at an odd place, two single tokens, the rest; a streamed model is read twice.
+    """A prompt split at an odd position, two single tokens, the rest; a streamed model reads twice.
 
-    With the length `num_tokens` gives, the first single token closes a block of 128.
+    With the length from `num_tokens`, the first single token closes a block of 128.
     """
     if streamed:
         return [count - 1, 1]
@@ -115,9 +115,9 @@ def run_alone(
     consumers: Sequence[Watcher],
     pages: SequencePages | None = None,
 ) -> Tracer:
-    """One sequence through the engine, watched; `pages`: where it begins with a prefix."""
+    """Run one sequence through the engine, observed; `pages`: if it starts from a prefix."""
     pages = pages or runner.pages.open()
-    # only causes need the state as it was before a call
+    # only the search for causes needs the state before a call
     tracer = Tracer(_tee(consumers), keep_state=any(not isinstance(c, Record) for c in consumers))
     for count in steps:
         part = token_ids[pages.length : pages.length + count]
@@ -140,7 +140,7 @@ def _tee(consumers: Sequence[Watcher]) -> Consumer:
 
 
 def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], record: Record) -> None:
-    """The same sequence between two strangers of other lengths, in another slot."""
+    """The same sequence batched between two others of different lengths, in another slot."""
     rng = Random(1)
     most = max(token_ids) + 1
     strangers = [[rng.randrange(most) for _ in token_ids] for _ in range(2)]
@@ -164,7 +164,7 @@ def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], recor
 
 
 def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
-    """Another sequence leaves a prefix behind and goes elsewhere; ours begins with it."""
+    """Another sequence leaves a cached prefix and diverges; ours starts from it."""
     ids = subject.token_ids
     boundary = (len(ids) - 1) // SHARED_TOKENS * SHARED_TOKENS
     keys = block_keys(ids[:boundary], "doctor")
@@ -174,7 +174,7 @@ def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
     cache.keep(other, keys[-1])
     runner.step([Chunk(other, ids[: len(ids) - boundary], 1)])
     runner.pages.close(other)
-    stranger = runner.pages.open()  # overwrites what the slot remembers
+    stranger = runner.pages.open()  # overwrites the slot's state
     runner.step([Chunk(stranger, ids[:16][::-1], 1)])
     runner.pages.close(stranger)
     snapshot = cache.find(keys)
@@ -186,9 +186,9 @@ def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
 
 
 class ServedRunner(Runner):
-    """Steps as they are served: fixed buffers, on a GPU a replayed graph.
+    """Steps as in serving: fixed buffers, on a GPU a replayed graph.
 
-    What an op gave is held, so that after a replay it has the replay's numbers.
+    Op results are kept alive, so that after a replay they hold the replay's numbers.
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
@@ -208,7 +208,7 @@ class ServedRunner(Runner):
 
 
 def run_decoder(subject: Subject, record: Record) -> StepPlan:
-    """-> what the warm-up found to serve its graphs."""
+    """-> the plan that the warm-up recorded for its graphs."""
     settings = replace(subject.settings, cuda_graphs=subject.graphs)
     runner, ids = ServedRunner(subject.model, settings), subject.token_ids
     pages = runner.pages.open()
@@ -221,7 +221,7 @@ def run_decoder(subject: Subject, record: Record) -> StepPlan:
 
 
 def served_logits(subject: Subject, plan: StepPlan) -> Tensor:
-    """Logits without recording, where ops may run fused; `plan` keeps what served them."""
+    """Logits without observation, where ops may run fused; `plan` records what served them."""
     runner, ids, parts = subject.runner(), subject.token_ids, []
     pages = runner.pages.open()
     for count in schedule(len(ids)):
@@ -269,8 +269,8 @@ def first_difference(name: str, right: Record, other: Record) -> Crossing:
 def cross_checks(
     subject: Subject, make_layer: LayerMaker, alone: Record, plan: StepPlan
 ) -> Iterator[Crossing]:
-    """`alone`: the record of the run in pieces that `schedule` asks for. `plan` is filled: of the
-    engine's graphs, or where there are none of the steps that run here."""
+    """`alone`: the record of the run in the pieces of `schedule`. `plan` is filled from the
+    engine's graphs, or without graphs from the steps that run here."""
     count = len(subject.token_ids)
 
     def record() -> Record:

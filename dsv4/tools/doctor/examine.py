@@ -1,10 +1,10 @@
 """The whole examination: machine, ops, model, cross-checks. READ FIRST here.
 
 subject     what is examined: a runner with its model; weights read without the loader
-trace       every op call of a step gets its layer and its station
-layer       what each station should have given (`plain` has the formulas)
-check       compares, call by call; `cause` says why a call is wrong
-cross       the same tokens by different ways
+trace       assigns every op call of a step its layer and station
+layer       the expected result of each station (`plain` has the formulas)
+check       compares call by call; `cause` explains why a call is wrong
+cross       the same tokens computed in different ways
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from dsv4.tools.doctor.subject import Subject
 
 Progress = Callable[[int, int], None]  # layer, number of layers
 
-# End to end, rounding may be amplified; exact mode has none to speak of.
+# End to end, rounding may be amplified; exact mode has hardly any.
 END_TO_END_LIMIT = 2e-2
 
 
@@ -39,11 +39,11 @@ class ModelReport:
     unplaced: list[str]
     first: Evidence | None
     crossings: list[Crossing] = field(default_factory=list)
-    plan: list[str] = field(default_factory=list)  # what serves which ops, by shapes of steps
+    plan: list[str] = field(default_factory=list)  # what serves which ops, by step shape
 
     @property
     def wrong(self) -> list[Cell]:
-        """Wrong cells, first of the first layer first."""
+        """Wrong cells, in order of layer and station."""
         return [cell for cell in self.cells if cell.status != "ok"]
 
     @property
@@ -61,9 +61,9 @@ class ModelReport:
 def examine_model(
     subject: Subject, *, only_calls: bool = False, progress: Progress | None = None
 ) -> ModelReport:
-    """Call by call on the engine's inputs; then (unless `only_calls`) end to end and crosswise.
+    """Compare call by call on the engine's inputs; then, unless `only_calls`, end to end and cross.
 
-    `progress` is told which layer the engine has reached.
+    `progress` receives the layer that the engine has reached.
     """
     with torch.inference_mode():
         make_layer = layers_of(subject, progress)
@@ -96,7 +96,7 @@ def examine_model(
 
 
 def layers_of(subject: Subject, progress: Progress | None = None) -> LayerMaker:
-    """Plain layers on demand; their weights are kept where all of them fit into memory."""
+    """Plain layers on demand; their weights are kept if all of them fit into memory."""
     kept: dict[int, PlainLayer] = {}
 
     def make(number: int) -> PlainLayer:

@@ -1,4 +1,4 @@
-"""Layers across, ops down, colour by how far from the limit: in the terminal and as SVG."""
+"""A grid of layers and ops, coloured by error over limit, for the terminal and as SVG."""
 
 import math
 from html import escape

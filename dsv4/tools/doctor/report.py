@@ -1,4 +1,4 @@
-"""Everything found, as one object that can be printed or written as JSON."""
+"""All findings as one object that can be printed or written as JSON."""
 
 import json
 import math
@@ -22,7 +22,7 @@ class Report:
     machine: Machine
     ops: list[OpResult] = field(default_factory=list)
     model: ModelReport | None = None
-    failures: list[str] = field(default_factory=list)  # parts of the examination that broke off
+    failures: list[str] = field(default_factory=list)  # parts of the examination that failed
 
     @property
     def ok(self) -> bool:
@@ -30,7 +30,7 @@ class Report:
         return ops_ok and not self.failures and (self.model is None or self.model.ok)
 
     def conclusions(self) -> list[str]:
-        """What is wrong, in words, the likeliest cause first."""
+        """What is wrong, in words, with the likeliest cause first."""
         lines = []
         for row in summarize(item for item in self.ops if item.status == "wrong"):
             lines.append(

@@ -1,7 +1,7 @@
-"""What is examined: an engine's runner with its model, and the same weights read plainly.
+"""The subject of an examination: an engine's runner with its model, and independently read weights.
 
-A model that does not fit into memory is *streamed*: its blocks are read from disk when the model
-reaches them, one at a time, and dropped again. The engine's code is the same.
+A model that does not fit into memory is *streamed*: its blocks are read from disk one at a time, as
+the model reaches them, and dropped again. The engine's code is the same.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from dsv4.tools.doctor.plain.weights import PlainWeights
 from dsv4.util.models import model_folder
 
 NUM_DECODED = 5  # last tokens of a run: the end of a block of 128, then a block of 4
-NUM_SEQUENCES = 3  # side by side in the cross-checks
+NUM_SEQUENCES = 3  # batched in the cross-checks
 PROMPT = (
     "Two trains leave a station at nine. One runs north at 90 km/h, the other east at 120. "
     "Where are they at noon, and how far apart? Explain each step, then check the answer. "
@@ -47,12 +47,12 @@ class Subject:
     config: ModelConfig
     settings: Settings
     model: Transformer
-    weights: PlainWeights  # that count as right
+    weights: PlainWeights  # that count as correct
     token_ids: list[int]
     layout: str = "in memory"
     streamed: bool = False
-    examined: PlainWeights | None = None  # the engine's own file, where another counts as right
-    widths: dict[str, str] = field(default_factory=dict)  # of weights that round their input
+    examined: PlainWeights | None = None  # the engine's own file, if another counts as correct
+    widths: dict[str, str] = field(default_factory=dict)  # of weights with rounded inputs
     graphs: bool = False  # whether the engine would serve decode steps as CUDA graphs
 
     @property
@@ -63,7 +63,7 @@ class Subject:
 
     @property
     def summary(self) -> str:
-        """The settings that decide about numbers; nothing of the machine."""
+        """The settings that affect numbers; nothing about the machine."""
         names = ("device", "dtype", "kv_format", "index_format", "ops")
         values = [f"{name}={getattr(self.settings, name)}" for name in names]
         return ", ".join([*values, f"activations={self.settings.activations_text}"])
@@ -74,7 +74,7 @@ class Subject:
 
 
 def num_tokens(config: ModelConfig, wanted: int | None) -> int:
-    """Enough that windows move on, two blocks of 128 close and the indexer has to choose."""
+    """Enough to move windows, close two blocks of 128 and make the indexer select."""
     least = max(256, config.sliding_window + 64, 4 * (config.index_topk + 8))
     count = wanted or -(-least // 128) * 128 + 4
     if not NUM_DECODED + 2 <= count <= config.max_positions:
@@ -85,7 +85,7 @@ def num_tokens(config: ModelConfig, wanted: int | None) -> int:
 
 
 def make_settings(config: ModelConfig, choices: EngineConfig, count: int) -> Settings:
-    """As the user chose, with the state of a few sequences of `count` tokens."""
+    """The user's settings, with the state of a few sequences of `count` tokens."""
     fixed = {
         "max_context": count,
         "max_sequences": NUM_SEQUENCES,
@@ -111,8 +111,8 @@ def open_subject(
     stream: bool | None = None,
     against: str | None = None,
 ) -> Subject:
-    """`stream` None: where the weights would not fit. `against`: a second checkpoint of the same
-    model whose weights count as right."""
+    """`stream` None: if the weights do not fit. `against`: a second checkpoint of the same model
+    whose weights count as correct."""
     folder = model_folder(name)
     config = ModelConfig.from_folder(folder)
     checkpoint = open_checkpoint(folder, config)
@@ -156,7 +156,7 @@ def open_subject(
 def prompt_ids(
     config: ModelConfig, tokenizer: Tokenizer | None, prompt: str | None, tokens: int | None
 ) -> list[int]:
-    """The prompt, repeated to the length that is needed; without a tokenizer a fixed mixture."""
+    """The prompt, repeated to the required length; without a tokenizer a fixed mixture."""
     if prompt is not None and tokenizer is None:
         raise OptionError("this checkpoint has no tokenizer.json; leave the prompt out")
     count = num_tokens(config, tokens)
@@ -191,7 +191,7 @@ def _free_bytes(settings: Settings) -> int:
 
 
 class StreamedBlocks(Sequence[Block]):
-    """The blocks of a checkpoint, read when they are asked for; only the last one is held."""
+    """The blocks of a checkpoint, read on demand; only the last one is held."""
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
         self._checkpoint, self._settings = checkpoint, settings
@@ -210,7 +210,7 @@ class StreamedBlocks(Sequence[Block]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         if self._held is None or self._held[0] != index:
-            self._held = None  # let go of one before the next comes
+            self._held = None  # free one before loading the next
             prefix = f"layers.{index}."
             select = Selection(layers=range(index, index + 1))
             table = read_weights(self._checkpoint, self._settings, select)

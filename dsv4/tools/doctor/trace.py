@@ -1,4 +1,4 @@
-"""Watching a step: every op call gets its layer and its station."""
+"""Observes a step: assigns every op call its layer and station."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +31,12 @@ Consumer = Callable[[Call], None]
 
 
 class Tracer:
-    """An observer of ops (`dsv4.ops.op.observe`) that hands each call to `consumer`."""
+    """An observer of ops (`dsv4.ops.op.observe`) that passes each call to `consumer`."""
 
     def __init__(self, consumer: Consumer, *, keep_state: bool = True) -> None:
         self._consumer = consumer
         self._keep_state = keep_state
-        self.unplaced: set[str] = set()  # ops called where the layer has no station for them
+        self.unplaced: set[str] = set()  # ops called where the layer has no such station
         self.begin_step()
 
     def begin_step(self) -> None:

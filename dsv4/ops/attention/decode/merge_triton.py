@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""How tiles that ran in parallel become one result: in ascending order from the sink on, a program
-for some channels of a head. The first tiles are asked for before it is known how many there are;
-of long lists many are on the way, and a group that is merged makes room for the next."""
+"""Merges tiles that ran in parallel: in ascending order from the sink, one program per block of
+channels of a head. The first tiles are prefetched before their number is known; for long lists
+many loads are in flight, and each merged group makes room for the next."""
 
 import torch
 import triton
@@ -12,16 +12,16 @@ from dsv4.ops.device import launch_options
 from dsv4.ops.kv.entry_triton import append, rope_angles, rotate
 
 SHORT = (4, 12, 24)  # tiles of short lists, loaded and merged without a loop
-AHEAD = 32  # tiles of longer ones that are on the way: all heads' sums of each are 131 KB
-GROUP = tl.constexpr(8)  # of these that are merged and then asked for together
+AHEAD = 32  # tiles of longer lists in flight: all heads' sums of each are 131 KB
+GROUP = tl.constexpr(8)  # tiles merged, then prefetched, together
 WIDTHS = {False: (256, 128), True: (128, 64)}  # channels of a program and a warp; of long lists
 NOTHING = tl.constexpr(0xFF800000)  # -inf and a sum of 0
 
 
 @triton.jit
 def _load_tiles(sums, stats, first, last, apart, live, COUNT: tl.constexpr, DIM: tl.constexpr):
-    """Sums and statistics of tiles `first` to `first + COUNT`, the last one again in place of those
-    after it. `apart`: from a tile to the next, in heads."""
+    """Sums and statistics of tiles `first` to `first + COUNT`; tiles past the last duplicate it.
+    `apart`: stride between tiles, in heads."""
     found = ()
     pairs = ()
     for i in tl.static_range(COUNT):
@@ -33,7 +33,7 @@ def _load_tiles(sums, stats, first, last, apart, live, COUNT: tl.constexpr, DIM:
 
 @triton.jit
 def _without(tiles, left):
-    """Of these `left` tiles are there, in place of others may stand anything."""
+    """Mask tiles: only the first `left` exist, the others are undefined."""
     found = ()
     pairs = ()
     for i in tl.static_range(len(tiles[0])):
@@ -44,7 +44,7 @@ def _without(tiles, left):
 
 @triton.jit
 def _add_tiles(best, total, acc, tiles, left, LONG: tl.constexpr):
-    """LONG: `left` of these tiles are there, others change nothing."""
+    """LONG: only `left` of these tiles exist; the others change nothing."""
     for i in tl.static_range(len(tiles[0])):
         top = tiles[1][i].to(tl.int32).to(tl.float32, bitcast=True)
         if LONG:
@@ -62,8 +62,8 @@ def _merge_kernel(
     BT: tl.constexpr, WT: tl.constexpr, AHEAD: tl.constexpr,
     LONG: tl.constexpr
 ):  # fmt: skip
-    """`stats`: of each tile and head, the maximum (low half) and the sum of weights. LONG: there
-    may be more than AHEAD tiles."""
+    """`stats`: per tile and head, the maximum (low half) and the sum of weights. LONG: there may be
+    more than AHEAD tiles."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -88,13 +88,13 @@ def _merge_kernel(
         waiting = append(waiting, _without(groups[i], num_tiles - i * COUNT))
     total = best * 0.0 + 1.0
     acc = tl.zeros((WIDTH,), tl.float32)
-    # a loop even for a short list, of one turn: what it does not load is loaded before, together
+    # one iteration even for a short list: everything else is loaded before it, together
     for first in tl.range(0, num_tiles if LONG else tl.maximum(last, 1), AHEAD):
         following = ()
         for i in tl.static_range(len(groups)):
             group = waiting[i]
             at = first + i * COUNT
-            if at < num_tiles:  # also so that these loads leave before the next group is merged
+            if at < num_tiles:  # also issues these loads before the next group is merged
                 best, total, acc = _add_tiles(best, total, acc, group, num_tiles - at, LONG)
                 if LONG:
                     group = _load_tiles(
@@ -112,7 +112,7 @@ def _merge_kernel(
 
 
 def tiles_ahead(num_tiles: int) -> int:
-    """So many tiles are loaded together; a kernel of its own for each."""
+    """How many tiles are loaded together; each count compiles its own kernel."""
     return next((most for most in SHORT if num_tiles <= most), AHEAD)
 
 

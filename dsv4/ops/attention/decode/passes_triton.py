@@ -1,10 +1,11 @@
 # mypy: ignore-errors
-"""`attention` of a batch of queries in two launches: weights of all tiles, then values.
+"""`attention` of a batch of queries in two launches: softmax weights of all tiles, then values.
 
-One program has a tile of one query and all of 64 heads: scores and their softmax, which it writes
-down as they meet values (8 KB). Then one program has some channels of one query's result and walks
-its tiles: a product, merged at once. No entry is converted for more than 64 heads twice, no sums
-of tiles go through memory, and both launches have many small programs.
+In the first launch a program computes one tile of one query for 64 heads: scores and their softmax,
+stored in the precision that multiplies values (8 KB). In the second a program computes some
+channels of one query's result and loops over its tiles, merging each product at once. Each launch
+converts an entry once per 64 heads, no partial sums go through memory, and programs are many and
+small.
 """
 
 from math import gcd
@@ -33,16 +34,16 @@ from dsv4.ops.attention.tiles_triton import (
 from dsv4.ops.device import launch_options, workspace
 from dsv4.ops.kv.entry_triton import append, rope_tile
 
-GROUP = 2  # pieces of queries and keys in shared memory together
-REGISTERS = 168  # of a thread that makes weights: three programs of four warps run at once
-MOST_ROOMS = 4096  # of one tile and 64 heads: their weights take 33 MB
+GROUP = 2  # pieces of queries and keys in shared memory at a time
+REGISTERS = 168  # per thread of the weights kernel: three programs of four warps fit
+MOST_ROOMS = 4096  # (tile, 64 heads) pairs: their weights take 33 MB
 
 
 @triton.jit
 def _load_group(
     q, q_at, group: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
 ):
-    """GROUP pieces of queries, as they are stored."""
+    """GROUP pieces of queries, as stored."""
     found = ()
     for i in tl.static_range(GROUP):
         first = piece_first(DIM, ROPE, group * GROUP + i)
@@ -85,7 +86,7 @@ def _weights_kernel(
         w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
     )  # fmt: skip
     if SELECTED:
-        slot = tl.where((visible > 0) | (tile < WT), slot, 0)  # nothing compressed, no page
+        slot = tl.where((visible > 0) | (tile < WT), slot, 0)  # no compressed entries, no page
     stored, scales = fetch_tile(
         slot, tile < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale, FORMAT, NOPE, DIM, ROPE
     )
@@ -94,7 +95,7 @@ def _weights_kernel(
         tl.store(slots_out + room * BT + tl.arange(0, BT), slot.to(tl.int32))
     q_at = (row * num_heads + head)[:, None] * DIM
     found = _load_group(q, q_at, 0, GROUP, DIM, ROPE)
-    tl.debug_barrier()  # all loads leave before the first is awaited
+    tl.debug_barrier()  # issues all loads before the first wait
     scores = tl.zeros((BH, BT), tl.float32)
     for group in tl.static_range(num_pieces(DIM, ROPE) // GROUP):
         queries = ()
@@ -123,14 +124,14 @@ def _walk_values(
     TAIL: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of channels `first` to `first + WIDTH`, divided by the sum of weights. TAIL: they are
-    stored apart."""
+    """Sums of channels `first` to `first + WIDTH`, divided by the sum of weights. TAIL: the
+    channels are stored separately."""
     best = tl.load(sink + head).to(tl.float32) * LOG2E
     total = tl.full((BH,), 1.0, tl.float32)
     sums = tl.zeros((BH, WIDTH), tl.float32)
     channel = first + tl.arange(0, WIDTH)[None, :]
     entry = tl.arange(0, BT)
-    # where the next tile's entries lie and what its weights sum up to are on the way
+    # prefetched: the addresses of the next tile's entries and the sum of its weights
     slot = tl.load(slots + row * BT + entry).to(tl.int64)
     last = tiles - 1
     later = tl.load(slots + (tl.minimum(1, last) * num_tokens + row) * BT + entry)
@@ -167,8 +168,8 @@ def _values_kernel(
     RATIO: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
     ROPE: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, WT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """A piece of channels, a block of heads and a token. `stats`: of each tile and head, the
-    maximum (low half) and the sum of weights."""
+    """A piece of channels, a block of heads and a token. `stats`: per tile and head, the maximum
+    (low half) and the sum of weights."""
     WIDTH: tl.constexpr = piece_width(DIM, ROPE, 0)
     first = tl.program_id(0) * WIDTH
     head = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -199,7 +200,7 @@ def run(q, sink, out, window, frequencies, config, places, constants) -> None:
     tokens, heads, dim = q.shape
     positions, most = places[0], places[3]
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
-    rooms = max(MOST_ROOMS * 64, num_tiles * tokens * heads)  # at once: growing is an allocation
+    rooms = max(MOST_ROOMS * 64, num_tiles * tokens * heads)  # full size: growing would allocate
     weights = workspace(q.device, "attention_sums", rooms * BT // 2, torch.float32)
     weights = weights.view(torch.float16 if constants["MT"] == tl.float16 else torch.bfloat16)
     stats = workspace(q.device, "attention_stats", 2 * rooms, torch.float32)

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""`attention` of few queries: a program for each tile of entries and block of heads, whose sums a
-second launch merges.
+"""`attention` of few queries: one program per tile of entries and block of heads; a second launch
+merges their sums.
 
-Such a program is one chain of waits: for the position, a page's number, entries, and the products
-of 512 channels one after another. So nothing waits that need not: queries and the choice of
-entries are asked for before the position is known, queries become fp16 behind an opaque
-instruction before they go to shared memory (the compiler would else put each piece's trip through
-shared memory beside its load, one wait after another, and convert in every warp), and all sums are
-turned over to the threads that store them at once.
+Such a program is a chain of dependent waits: for the position, page numbers, entries, and the
+products over 512 channels. Everything else is overlapped: queries and the selected entries are
+loaded before the position is known; queries are converted to fp16 behind an opaque instruction
+before they go to shared memory (otherwise the compiler places each piece's round trip through
+shared memory next to its load, with one wait after another, and converts in every warp); and all
+sums are transposed together for the threads that store them.
 """
 
 from math import gcd
@@ -42,8 +42,8 @@ from dsv4.ops.attention.tiles_triton import (
 from dsv4.ops.device import launch_options, workspace
 from dsv4.ops.kv.entry_triton import append
 
-GROUP = 4  # pieces of keys that are converted together; more take the room of a third program
-MOST_ROOMS = 600  # of one tile and 64 heads: their sums take 78 MB
+GROUP = 4  # pieces of keys converted together; more would displace a third program
+MOST_ROOMS = 600  # (tile, 64 heads) pairs: their sums take 78 MB
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _keys_and_scores(
     DIM: tl.constexpr, ROPE: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Keys in MT by piece, and scores. GROUP pieces are multiplied while the next are converted."""
+    """Keys in MT by piece, and scores. GROUP pieces are multiplied while the next convert."""
     keys = ()
     scores = tl.zeros((BH, BT), tl.float32)
     for i in tl.static_range(len(stored)):
@@ -74,8 +74,8 @@ def _tile_kernel(
     BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
     GROUP: tl.constexpr, WHOLE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """A block of heads, a token and a tile. PREPARE: queries are made of `raw` first; programs of
-    the same heads all write the same. WHOLE: all channels are multiplied as one matrix."""
+    """A block of heads, a token and a tile. PREPARE: queries are prepared from `raw` first; all
+    programs of the same heads write equal values. WHOLE: all channels form one product."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
@@ -89,7 +89,7 @@ def _tile_kernel(
     else:
         found = load_queries(q, q_at, live, DIM, ROPE)
     visible = tl.minimum((position + 1) // RATIO, num_selected)
-    # where entries are chosen all tiles are there but at the very beginning: no wait to find out
+    # with selected entries all tiles exist except at the very start: no wait to find out
     if not SELECTED:  # noqa: SIM102 - settled by the compiler
         if tile >= WT + tl.cdiv(visible, BT):
             return
@@ -98,7 +98,7 @@ def _tile_kernel(
         tile, older, position, seq, window, w_table, w_width, c_table, c_width,
         WT, BT, W_ENTRIES, C_ENTRIES,
     )  # fmt: skip
-    if PREPARE:  # while the pages' numbers are on the way, the rest while entries are
+    if PREPARE:  # while page numbers are in flight; the rest while entries are
         turned = norm_heads(turned, eps, DIM, ASM)
     slot = slots_of(tile, page, inside, WT, W_ENTRIES, C_ENTRIES)
     if SELECTED:
@@ -110,7 +110,7 @@ def _tile_kernel(
         turned = turn_heads(turned, position, frequencies, BH, DIM, DIM, ROPE, ASM)
         if not WHOLE:
             store_heads(turned, q, num_heads, row, block, BH, DIM, DIM)
-    # all loads leave before the first is awaited; what other threads wrote is read below
+    # issues all loads before the first wait; other threads' stores are read below
     tl.debug_barrier()
     JOINED: tl.constexpr = num_joined(DIM, ROPE, DIM)
     if WHOLE:
@@ -144,11 +144,11 @@ def _tile_kernel(
 
 
 def run(q, sink, out, window, frequencies, config, eps, places, constants) -> None:
-    """With `eps` the queries are as they come from their matrix."""
+    """With `eps` the queries are raw projections."""
     tokens, heads, dim = q.shape
     most = places[3]
     num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
-    # as many as any number of tokens could need: room that grows later is an allocation
+    # sized for any number of tokens: growing would allocate later
     most_tokens = MOST_ROOMS // (triton.cdiv(heads, 64) * num_tiles)
     room = num_tiles * max(tokens, most_tokens) * heads
     sums = workspace(q.device, "attention_sums", room * dim, torch.float32)

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""`attention` with FP8 scores (sm_100): cached keys go to the tensor core as they are stored.
+"""`attention` with FP8 scores (sm_100): cached keys go to the tensor core as stored.
 
 A program rounds its queries once, in registers, to MXFP8; the keys' codes and their scales per 64
 channels, each used for two groups of 32, are the other operand of a block-scaled product. Rotary
-channels are multiplied in 16 bits on top. As values, entries are converted in registers: their
-scale varies along the entries, over which is summed, so no product can apply it.
+channels are multiplied in 16 bits and added. As values, entries are converted in registers: their
+scale varies along the entries, the reduction axis, so no product can apply it.
 
-Keys have the tensor core's M slot, so scores and sums lie as `[entries, heads]` and `[channels,
-heads]`. Tiles have BT entries; else a query's list, its tiles and their merging are as in
-attention_triton.py: with few queries each tile has a program, with many a program walks them.
+Keys use the tensor core's M slot, so scores and sums are `[entries, heads]` and `[channels,
+heads]`. Tiles have BT entries; otherwise a query's list, its tiles and their merging are as in
+attention_triton.py: with few queries each tile has a program, with many a program loops over them.
 """
 
 import torch
@@ -37,10 +37,10 @@ from dsv4.ops.device import (
 )
 from dsv4.ops.kv.entry_triton import FP8, append, fp8_groups, pool_format, scale_byte
 
-BT = 128  # entries of a tile, the rows of the tensor core's M slot; changing it changes bits
-HEADS = 16  # of a program; sums of 32 do not stay in registers
-FEW, TYPICAL = 600, 16  # programs up to which each takes a tile; tiles that count for that
-CHUNK = tl.constexpr(128)  # channels of one block-scaled product: two scales of a key
+BT = 128  # entries per tile, the rows of the tensor core's M slot; changing it changes bits
+HEADS = 16  # per program; sums of 32 heads spill
+FEW, TYPICAL = 600, 16  # up to FEW programs each takes a tile; TYPICAL: tiles assumed per query
+CHUNK = tl.constexpr(128)  # channels per block-scaled product: two scales of a key
 MT = tl.float16  # of rotary channels, weights and values
 
 
@@ -78,7 +78,7 @@ def _tile_weights(
     c_scale, qk_scale, NOPE: tl.constexpr, DIM: tl.constexpr, CHUNKS: tl.constexpr,
     BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile: where its entries are (data, tail, scales), weights `[BT, BH]`, their
+    """Softmax of one tile: addresses of its entries (data, tail, scales), weights `[BT, BH]`, their
     sum `[BH]`, maximum."""
     data = tl.where(in_window, w_data, c_data)
     tail = tl.where(in_window, w_tail, c_tail)
@@ -188,7 +188,7 @@ def _attend_scaled_kernel(
 
 
 def choose_config(num_tokens: int, num_heads: int, num_tiles: int) -> Config:
-    """Whether tiles run in parallel changes no bit of the result; heads never follow the batch."""
+    """Running tiles in parallel changes no bit; the head count never depends on the batch."""
     split = num_tokens * triton.cdiv(num_heads, HEADS) * min(num_tiles, TYPICAL) <= FEW
     return Config(HEADS, split, 8, 2)
 

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""`attention` of many queries: entries are unpacked once, not again by every query that sees them.
+"""`attention` of many queries: entries are unpacked once, not again for every query.
 
-A first launch writes what the step's sequences can see as numbers of 16 bits, a row an entry: for
-each sequence the positions from its oldest window on, then its compressed entries. The second one
-(`walk_triton`) has only rows to copy.
+The first launch writes all entries visible to the step's sequences as rows of 16-bit numbers: for
+each sequence the positions from its oldest window on, then its compressed entries. The second
+launch (`walk_triton`) only copies rows.
 """
 
 import torch
@@ -20,12 +20,12 @@ from dsv4.ops.attention.tiles_triton import (
 from dsv4.ops.device import launch_options, workspace
 from dsv4.ops.kv.entry_triton import FP8, pool_constants, pool_format
 
-MOST_ROWS = 65536  # unpacked at once: 67 MB of entries of 512
-ROWS = 16  # that a program unpacks
+MOST_ROWS = 65536  # unpacked at once: 67 MB for entries of 512 channels
+ROWS = 16  # unpacked per program
 
 
 def num_rows(num_tokens: int, num_sequences: int, window: int, num_entries: int) -> int:
-    """That are unpacked for a step."""
+    """Rows that are unpacked for a step."""
     return num_tokens + num_sequences * (window - 1 + num_entries)
 
 
@@ -34,8 +34,8 @@ def _unpack_rows(
     out, to, entry, there, seq, table, width, data, tail, scale, FORMAT: tl.constexpr,
     NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Entries of sequences, in their tables' rings, to rows of `out`; the first stands in for one
-    that is not there, and is not written."""
+    """Unpack entries, addressed through their tables' rings, to rows of `out`. Masked slots read
+    the first entry and are not written."""
     entry = tl.where(there, entry, 0)
     page = tl.load(table + seq * width + (entry // ENTRIES) % width, mask=there, other=0)
     slot = page.to(tl.int64) * ENTRIES + entry % ENTRIES
@@ -59,7 +59,7 @@ def _unpack_kernel(
     FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
     W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs of the new tokens, then of the windows before them, then of compressed entries."""
+    """Programs for the new tokens, then the windows before them, then compressed entries."""
     before = window - 1
     recent = num_tokens + num_sequences * before
     recent_programs = tl.cdiv(recent, ROWS)
@@ -92,7 +92,7 @@ def _unpack_kernel(
 
 
 def unpack(pool, table, compressed, batch, window, frequencies):
-    """Rows of all entries, and where the compressed ones begin."""
+    """Rows of all entries, and the first compressed row."""
     tokens, sequences = batch.num_tokens, table.shape[0]
     other = pool if compressed is None else compressed.pool
     other_table = table if compressed is None else compressed.table

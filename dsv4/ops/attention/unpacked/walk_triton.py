@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""`attention` over unpacked entries on sm_90: a program walks a query's tiles.
+"""`attention` over unpacked entries on sm_90: a program loops over a query's tiles.
 
-Written in Gluon, where copies and products are begun and awaited by name: while the scores of a
-tile are multiplied the next tile is copied, sums are added while the next channels are multiplied,
-the next query arrives during the last tile and its first tile while the result is stored. Triton's
-own compiler, given the same rows, awaits each of nine products of a tile where it stands: 2,630 us
-for 8,192 queries instead of 2,080. No thread loads anything in the loop, which the fence before
-products might await: choices of entries come as copies too. The interpreter does not know Gluon; a
-GPU test compares this form, to the last bit, with those of `attention_triton`, which are tested
-everywhere. Sums and their order are theirs.
+Written in Gluon, where copies and products are started and awaited explicitly. The next tile is
+copied while a tile's scores are multiplied, sums are added while the next channels are multiplied,
+the next query arrives during the last tile, and its first tile while the result is stored. Triton's
+compiler, given the same rows, waits for each of a tile's nine products in place: 2,630 us for 8,192
+queries instead of 2,080. The loop has no plain loads, which the fence before products might wait
+for: selected entries are copied asynchronously too. The interpreter does not support Gluon; a GPU
+test compares this variant, to the last bit, with those of `attention_triton`, which are tested
+everywhere. Sums and their order are the same.
 
 Shared memory holds a block of queries, two tiles of 64 entries, and little else: 220 KB.
 """
@@ -30,10 +30,10 @@ from dsv4.ops.kv.entry_triton import narrow, sin_cos, widen
 DIM, ROPE, HEADS, WARPS = 512, 64, 64, 8
 BT = gl.constexpr(64)
 WIDTH = gl.constexpr(DIM)
-CHANNELS = gl.constexpr(128)  # of a product of weights and values
-TURNED = gl.constexpr(ROPE // 2)  # pairs of channels, at the end
+CHANNELS = gl.constexpr(128)  # per product of weights and values
+TURNED = gl.constexpr(ROPE // 2)  # rotated pairs of channels, at the end
 HALF = gl.constexpr(DIM // 4)  # pairs of channels of half a head
-AT_ONCE = gl.constexpr(64)  # heads that are prepared together
+AT_ONCE = gl.constexpr(64)  # heads prepared together
 
 commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
 if hasattr(async_copy, "async_load"):
@@ -45,7 +45,7 @@ turn, to_dtype, to_fp32 = gluon.jit(sin_cos.fn), gluon.jit(narrow.fn), gluon.jit
 
 @gluon.jit
 def _copy_choice(choice, step, row, selected, num_selected, WT: gl.constexpr):
-    """Which compressed entries a tile has, where they are chosen."""
+    """Copy the indices of a tile's selected compressed entries."""
     j = (step - WT) * BT + gl.arange(0, BT, layout=gl.BlockedLayout([1], [32], [8], [0]))
     live = (j >= 0) & (j < num_selected)
     begin_copy(choice, selected + row * num_selected + j, mask=live)
@@ -56,8 +56,8 @@ def _copy_tile(
     tile, bounds, entries, step, older, most, position, window, oldest, older_first,
     SELECTED: gl.constexpr, WT: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """In place of an absent entry another one that exists: nothing but numbers is read. Its
-    bound, -inf, is added to its scores."""
+    """Masked slots read a valid dummy entry, so no NaN is loaded; their bound, -inf, is added to
+    their scores."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, COPY)
     recency = step * BT + gl.arange(0, BT, layout=LAYOUT)
     held = (recency < window) & (position + 1 - window + recency >= 0)
@@ -80,7 +80,7 @@ def _copy_first(
     tile, bounds, choice, entries, item, position, seq, window, num_heads, selected, num_selected,
     SELECTED: gl.constexpr, WT: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """A query's first tile, which is of its window, and the choice of the second."""
+    """A query's first tile, from its window, and the selection of the second."""
     row = item // gl.cdiv(num_heads, BT)
     none = gl.full([BT], -1, gl.int32, gl.SliceLayout(1, COPY))
     oldest = row + seq * (window - 1)
@@ -94,7 +94,7 @@ def _copy_first(
 
 @gluon.jit
 def _copy_queries(raw, q, item, num_heads, COPY: gl.constexpr):
-    """A block of queries as it is stored."""
+    """A block of queries, as stored."""
     blocks = gl.cdiv(num_heads, BT)
     row = (item // blocks).to(gl.int64)
     head = (item % blocks) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, COPY))
@@ -106,7 +106,7 @@ def _copy_queries(raw, q, item, num_heads, COPY: gl.constexpr):
 
 @gluon.jit
 def _turn(x, sines, cosines, SIGN: gl.constexpr, ROWS: gl.constexpr, PAIRS: gl.constexpr):
-    """The rotated channels, the last of fp32 `[ROWS, 2 * PAIRS]`; as `rotate` does it."""
+    """Rotate the last channels of fp32 `[ROWS, 2 * PAIRS]`, as `rotate` does."""
     u, v = gl.split(gl.reshape(x, [ROWS, PAIRS, 2]))
     LAYOUT: gl.constexpr = gl.SliceLayout(0, u.type.layout)
     live = gl.expand_dims(gl.arange(0, PAIRS, layout=LAYOUT) >= PAIRS - TURNED, 0)
@@ -119,8 +119,8 @@ def _turn(x, sines, cosines, SIGN: gl.constexpr, ROWS: gl.constexpr, PAIRS: gl.c
 
 @gluon.jit
 def _prepare(raw, queries, sines, cosines, eps, OT: gl.constexpr, PREPARE: gl.constexpr):
-    """Queries as they are multiplied; with PREPARE `query_prepare` is part. There a warp sums the
-    squares of half a head, here it has all of it: the halves are summed apart, then added."""
+    """Queries as multiplied; with PREPARE `query_prepare` is fused. There a warp sums the squares
+    of half a head, here of a whole one: the halves are summed separately, then added."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     MT: gl.constexpr = queries.dtype
     for i in gl.static_range(BT // AT_ONCE):
@@ -144,7 +144,7 @@ def _prepare(raw, queries, sines, cosines, eps, OT: gl.constexpr, PREPARE: gl.co
 
 @gluon.jit
 def _row_maximum(scores, room, LAYOUT: gl.constexpr):
-    """Both groups of warps have half of the entries: they meet in shared memory, once."""
+    """Each warpgroup has half of the entries: they exchange maxima once through shared memory."""
     halves = gl.max(gl.reshape(scores, [BT, 2, BT // 2]), axis=2)
     room.store(gl.reshape(gl.permute(halves, [1, 0]), [2 * BT]))
     first = room.slice(0, BT).load(gl.SliceLayout(1, LAYOUT))
@@ -163,8 +163,8 @@ def _walk_kernel(
     num_items, recent, older_width, window, ratio, qk_scale, eps,
     SELECTED: gl.constexpr, WT: gl.constexpr, PREPARE: gl.constexpr,
 ):  # fmt: skip
-    """Items are (token, block of heads), the last fastest. `q` and `entries`: 16 bits; `q` is
-    what `out` is, under the name of `entries`' type. `recent`: rows before the compressed ones."""
+    """Items are (token, block of heads), heads fastest. `q` and `entries`: 16 bits; `q` has the
+    type of `out`, reinterpreted as that of `entries`. `recent`: rows before compressed ones."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
@@ -193,7 +193,7 @@ def _walk_kernel(
     item = gl.program_id(0)
     position = gl.load(positions + item // blocks).to(gl.int32)
     seq = gl.load(seq_idx + item // blocks).to(gl.int32)
-    now = 0  # which of the two tiles is multiplied
+    now = 0  # which of the two buffers is multiplied
     _copy_queries(tiles.index(1), q, item, num_heads, COPY)
     commit_group()
     _copy_first(
@@ -270,7 +270,7 @@ def _walk_kernel(
             o3 = warpgroup_mma_wait(0, deps=(o3,))
             s3 = gl.fma(o3, new, s3 * old)
             now = 1 - now
-        now = 1 - now  # the other one has the next queries
+        now = 1 - now  # the other buffer has the next query's tile
         _copy_first(
             tiles.index(now), bounds.index(now), choices.index(1 - now), entries, following,
             next_position, next_seq, window, num_heads, selected, num_selected,
@@ -295,7 +295,7 @@ def _walk_kernel(
 
 
 def walk(q, sink, entries, recent, compressed, batch, window, frequencies, num_programs, eps):
-    """`entries` and `recent` as `unpack` gives them; with `eps` queries are prepared here."""
+    """`entries` and `recent` as returned by `unpack`; with `eps` queries are prepared here."""
     tokens, heads, dim = q.shape
     selected = None if compressed is None else compressed.selected
     held = 0

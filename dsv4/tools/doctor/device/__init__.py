@@ -1,1 +1,1 @@
-"""What is examined without a model: the machine, its kernels, its sampling."""
+"""Checks without a model: the machine, its kernels, its sampling."""

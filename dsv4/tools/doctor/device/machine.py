@@ -1,4 +1,4 @@
-"""What runs here: versions, the GPU, which kernel serves which op, and the memory's speed."""
+"""Facts about this machine: versions, the GPU, which kernel serves which op, memory bandwidth."""
 
 import platform
 import time
@@ -21,13 +21,13 @@ from dsv4.runner.activations import choose
 from dsv4.runner.load import driver_version, find_gpu
 from dsv4.tools.bench_ops import measure_ceilings
 
-# GB/s the makers publish, by a part of the device's name
+# published GB/s, by a part of the device's name
 PUBLISHED_GBS = {
     "GB300": 8000, "B300": 8000, "GB200": 8000, "B200": 8000, "H200": 4800, "H100 PCIe": 2000,
     "H100 NVL": 3900, "H100": 3350, "GH200": 4000, "A100-SXM4-40GB": 1555, "A100": 2039,
     "L40": 864, "RTX PRO 6000": 1792, "RTX 5090": 1792, "RTX 4090": 1008,
 }  # fmt: skip
-LEAST_SHARE = 0.75  # of the published figure; less means that something else uses the memory
+LEAST_SHARE = 0.75  # of the published figure; less means that something else uses the bandwidth
 _COPY_BYTES = 1 << 28
 
 
@@ -44,7 +44,7 @@ class Machine:
     memory_gb: float
     bandwidth_gbs: float
     published_gbs: float
-    activations: dict[str, str]  # what `activations=auto` gives each module group here
+    activations: dict[str, str]  # what `activations=auto` means for each module group here
     activations_why: str
     kernels: list[dict[str, str]]  # op, format, runs, why
 
@@ -97,7 +97,7 @@ def _version(package: str) -> str:
 
 
 def _copy_gbs() -> float:
-    """Bytes read and written by a copy that no cache holds."""
+    """Copy bandwidth of a buffer larger than any cache."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source).copy_(source)
     begin = time.perf_counter()
@@ -106,8 +106,8 @@ def _copy_gbs() -> float:
 
 
 def kernel_table(device: str) -> Iterator[dict[str, str]]:
-    """What serves each op and number format on this device, and why: the registry, asked with
-    the first case of each format."""
+    """What serves each op and number format on this device, and why: the registry, queried with the
+    first case of each format."""
     for op in OPS.values():
         if device == "cpu":
             why = "a CPU runs references"
@@ -125,7 +125,7 @@ def kernel_table(device: str) -> Iterator[dict[str, str]]:
 
 
 def choice_for(op: Op, arguments: Arguments) -> tuple[str, str]:
-    """The first kernel that takes the arguments, or the reference with what each one lacks."""
+    """The first kernel that supports the arguments, or the reference with each kernel's reason."""
     reasons: list[str] = []
     for kernel in op.kernels:
         name = kernel.module.rpartition(".")[2]

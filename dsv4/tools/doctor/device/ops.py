@@ -1,4 +1,4 @@
-"""Every kernel against its reference on this machine: the op's own cases and harder ones."""
+"""Compares every kernel with its reference on this machine: the op's own cases and harder ones."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ from dsv4.ops.op import Arguments, Case, Kernel, Op
 
 log = logging.getLogger(__name__)
 
-# the argument that carries activations: it is made harder
+# the argument with the activations, which is made harder
 _ACTIVATION = {
     "rms_norm": "x", "mhc_pre": "streams", "mhc_boundary": "streams", "mhc_head": "streams",
     "quantize_rows": "x", "linear": "x", "grouped_linear": "x", "rope": "x", "query_prepare": "q",
@@ -26,7 +26,7 @@ _ACTIVATION = {
 }  # fmt: skip
 HARDER = ("outliers", "large", "zero row", "ties")
 _CODES = (torch.uint8, torch.float8_e4m3fn, torch.int16)
-_NEIGHBOURS = 1e-3  # share of rounded codes that may be the next one
+_NEIGHBOURS = 1e-3  # share of rounded codes that may be off by one
 _REPEATS = 7
 
 
@@ -36,7 +36,7 @@ class OpResult:
     case: str
     ran: str  # the kernel's module, or "reference"
     status: str  # ok, wrong, unsupported
-    error: float = 0.0  # largest, in units of what is allowed: above 1 is wrong
+    error: float = 0.0  # largest, in units of the tolerance: above 1 is wrong
     where: str = ""  # of the largest error
     atol: float = 0.0
     rtol: float = 0.0
@@ -52,7 +52,7 @@ def harder(case: Case, op: str, kinds: Sequence[str] = HARDER) -> Iterator[Case]
         return
     for kind in kinds:
         if kind in ("outliers", "large") and op in ("index_select", "sample"):
-            continue  # they only compare and exponentiate
+            continue  # these only compare and exponentiate
 
         def build(generator: torch.Generator, kind: str = kind) -> Arguments:
             arguments = case.build(generator)
@@ -84,7 +84,7 @@ def check_ops(
     only: str = "",
     kernels: bool | None = None,
 ) -> Iterator[OpResult]:
-    """`kernels` None: those of a GPU; a CPU runs references, which must repeat and be finite."""
+    """`kernels` None: a GPU's; a CPU runs references, which must be deterministic and finite."""
     use_kernels = device != "cpu" if kernels is None else kernels
     for op in (OPS if ops is None else ops).values():
         if only and op.name not in only.split(","):
@@ -98,7 +98,7 @@ def check_ops(
 def _try_case(
     op: Op, case: Case, device: str, use_kernels: bool, *, scaled: bool
 ) -> Iterator[OpResult]:
-    """A case that fails is a finding like any other."""
+    """A case that raises is recorded as a finding."""
     try:
         yield from _check_case(op, case, device, use_kernels, scaled=scaled)
     except Exception as error:
@@ -131,14 +131,14 @@ def _short(kernel: Kernel) -> str:
 
 
 def _outputs(op: Op, run: Callable[[Arguments], Any], arguments: Arguments) -> dict[str, Tensor]:
-    """What a run returns and what it writes, by name."""
+    """A run's results and in-place writes, by name."""
     mine = copied(arguments)
     result = run(mine)
     return dict(leaves({"result": result, **{name: mine[name] for name in op.mutates}}))
 
 
 def _check_reference(op: Op, case: Case, arguments: Arguments) -> OpResult:
-    """Two runs must give the same bits, and results no NaN (fresh pages are full of them)."""
+    """Two runs must give the same bits, and results must not be NaN (fresh pages are)."""
     first = _outputs(op, lambda a: op.reference(**a), arguments)
     again = _outputs(op, lambda a: op.reference(**a), arguments)
     for path, value in first.items():
@@ -181,8 +181,8 @@ def _check_kernel(
 def _compare(
     op: str, wanted: Tensor, found: Tensor, case: Case, scaled: bool
 ) -> tuple[float, list[int]]:
-    """The largest error in units of the allowed one, and its index."""
-    if op == "index_scores":  # columns beyond what is visible may be missing
+    """The largest error in units of the tolerance, and its index."""
+    if op == "index_scores":  # columns past the visible ones may be missing
         width = min(wanted.shape[1], found.shape[1])
         wanted, found = wanted[:, :width], found[:, :width]
     if wanted.shape != found.shape or wanted.dtype != found.dtype:
@@ -194,7 +194,7 @@ def _compare(
     a, b = wanted.double(), found.double()
     same = (a == b) | (a.isnan() & b.isnan())
     size = a.abs().nan_to_num(0.0, 0.0, 0.0)
-    if scaled and size.dim() > 1:  # sums of large numbers: to the row's largest result
+    if scaled and size.dim() > 1:  # sums of large numbers: relative to the row's largest
         size = size.amax(-1, keepdim=True).expand_as(a)
     allowed = case.atol + case.rtol * size + 1e-30
     error = torch.where(same, 0.0, (a - b).abs() / allowed).nan_to_num(nan=float("inf"))
@@ -217,7 +217,7 @@ def _time_us(call: Callable[[], object], arguments: Arguments) -> float:
 
 
 def summarize(results: Iterable[OpResult]) -> list[dict[str, Any]]:
-    """One row per op and what ran: cases, the worst of them, the longest time."""
+    """One row per op and implementation: number of cases, the worst one, the longest time."""
     groups: dict[tuple[str, str], list[OpResult]] = {}
     for item in results:
         groups.setdefault((item.op, item.ran), []).append(item)

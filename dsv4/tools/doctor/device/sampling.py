@@ -1,9 +1,8 @@
-"""Does the engine draw tokens as its settings say? Each setting against the plain formulas.
+"""Checks that the engine samples as its settings say: each setting against the plain formulas.
 
-The sampler runs as the engine runs it, on this device. With temperature 0 the token itself is
-compared; else many draws of one distribution: none outside of what the filters leave, none of
-the likely ones missing, frequencies as they should be. Seeds are fixed, so the answer is the same
-every time.
+The sampler runs as in the engine, on this device. With temperature 0 the token itself is compared;
+otherwise many draws of one distribution: none outside the filters, no likely token missing, and
+frequencies as expected. Seeds are fixed, so the result is reproducible.
 """
 
 from collections import Counter
@@ -28,8 +27,8 @@ VOCABULARY = 24
 NUM_DRAWS = 400
 NUM_GREEDY = 20
 PROMPT, OUTPUT = (3, 4, 5, 4), (5, 6, 6, 7)
-_FEWEST = 5.0  # draws expected of a token that counts on its own
-_SURE = 20.0  # draws expected of a token that must not be missing
+_FEWEST = 5.0  # expected draws of a token with its own bin
+_SURE = 20.0  # expected draws of a token that must occur
 _LOGPROB = 1e-4
 
 
@@ -77,7 +76,7 @@ def _row(seed: int) -> list[float]:
 def _sample(
     rows: Sequence[Sequence[float]], params: SamplingParams, device: str
 ) -> list[TokenLogprobs]:
-    """A step's second half as the runner has it: settings and slots sent, drawn, read back."""
+    """A step's second half as in the runner: send settings and slots, sample, read back."""
     count, config = len(rows), replace(ModelConfig(), vocab_size=VOCABULARY)
     geometry = Geometry(config, "fp32", "fp32", chunk_tokens=16)
     buffers = StepBuffers(geometry, count, 16, torch.device(device))
@@ -129,7 +128,7 @@ def _drawn(params: SamplingParams, device: str) -> str | None:
 
 
 def _frequencies(counts: Counter[int], expected: dict[int, float]) -> str | None:
-    """A chi-square test; the limit is some eight deviations off, and seeds are fixed."""
+    """A chi-square test with fixed seeds; the limit is about eight deviations."""
     own = [token for token, mean in expected.items() if mean >= _FEWEST]
     pairs = [(counts[token], expected[token]) for token in own]
     rest = sum(expected.values()) - sum(expected[token] for token in own)

@@ -1,1 +1,1 @@
-"""The model without the engine: formulas, weights from the files, and what each op should give."""
+"""The model without the engine: formulas, weights from the files, expected result of each op."""

@@ -1,7 +1,7 @@
-"""The formulas of DeepSeek-V4 written out: one whole sequence, no pages, no batch, float64.
+"""The formulas of DeepSeek-V4, plainly: one whole sequence, no pages, no batch, float64.
 
-Deliberately shares nothing with `dsv4.ops` and `dsv4.model`: a mistake there cannot hide here.
-Rows are token positions from 0. `docs/glossary.md` explains the words.
+Deliberately shares nothing with `dsv4.ops` and `dsv4.model`, so that their mistakes cannot hide.
+Rows are token positions from 0. `docs/glossary.md` explains the terms.
 """
 
 import math
@@ -26,7 +26,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def frequencies(config: ModelConfig, ratio: int) -> Tensor:
-    """One fp32 table for all a layer turns; YaRN where the layer compresses, and only there."""
+    """The fp32 rotation frequencies of a layer; YaRN only for layers that compress."""
     dim, pairs = config.rope_head_dim, torch.arange(config.rope_head_dim // 2).double()
     theta = config.compress_rope_theta if ratio else config.rope_theta
     plain = theta ** (-2 * pairs / dim)
@@ -84,7 +84,7 @@ def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return torch.einsum("tk,td->tkd", post, y) + torch.einsum("tjk,tjd->tkd", comb, streams)
 
 
-# --- storage formats: what a number becomes when it is kept --------------------------------------
+# --- storage formats: rounding of stored numbers -------------------------------------------------
 
 
 def _power_of_two(amax: Tensor, limit: float) -> Tensor:
@@ -115,8 +115,8 @@ def through_fp4(x: Tensor, group: int) -> Tensor:
 
 
 def through_nvfp4(x: Tensor) -> Tensor:
-    """E2M1 with an E4M3 scale per 16 channels and one scale for the whole row, all found in fp32
-    step by step, because a scale on the other side of a border moves its whole group."""
+    """E2M1 with an E4M3 scale per 16 channels and one scale per row, computed in fp32 step by step,
+    because a scale that rounds the other way moves its whole group."""
     wide, top = x.float(), 6.0 * 448.0
     amax = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
     cut, inverse = _groups(wide, 16), (top / amax)[..., None]
@@ -129,19 +129,19 @@ def through_nvfp4(x: Tensor) -> Tensor:
 
 
 def as_multiplied(x: Tensor, width: str) -> Tensor:
-    """Activations as a product sees them: a16, a8 or a4."""
+    """Activations as multiplied: a16, a8 or a4."""
     if width == "a16":
         return x
     return through_nvfp4(x) if width == "a4" else through_fp8(x, 32)
 
 
 def met_by_keys(q: Tensor, width: str, rope_dim: int) -> Tensor:
-    """Queries as keys meet them: rotary channels are never rounded."""
+    """Queries as multiplied with keys: rotary channels are never rounded."""
     return torch.cat((as_multiplied(q[..., :-rope_dim], width), q[..., -rope_dim:]), dim=-1)
 
 
 def stored_key(key: Tensor, kv_format: str, rope_dim: int) -> Tensor:
-    """A window key or an entry after it was kept: rotary channels are never in FP8."""
+    """A window key or an entry after storage: rotary channels are never in FP8."""
     if kv_format == "fp32":
         return key
     if kv_format == "bf16":
@@ -151,7 +151,7 @@ def stored_key(key: Tensor, kv_format: str, rope_dim: int) -> Tensor:
 
 
 def stored_index(x: Tensor, index_format: str, dtype: torch.dtype) -> Tensor:
-    """An index key or query after it was kept; narrow formats rotate it first."""
+    """An index key or query after storage; narrow formats rotate it first."""
     if index_format == "fp32":
         return x
     if index_format == "bf16":
@@ -170,7 +170,7 @@ def compress(values: Tensor, gates: Tensor, ape: Tensor, ratio: int, block: int)
     """Entry `block` before its norm, from the values and gates of the whole sequence."""
     own = torch.arange(block * ratio, (block + 1) * ratio)
     v, z = values[own], gates[own] + ape
-    if ratio == 4:  # half the channels look at the block before
+    if ratio == 4:  # half the channels read the previous block
         dim = v.shape[1] // 2
         v, z = v[:, dim:], z[:, dim:]
         if block > 0:
@@ -185,7 +185,7 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, seen: Tensor, sink: Tensor) -> Tensor:
-    """One softmax over the keys that a row has `seen`; the sink adds to the sum alone."""
+    """One softmax over the keys that a row has `seen`; the sink is added only to the sum."""
     scores = torch.einsum("thd,kd->thk", q, keys) / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
     top = torch.maximum(scores.amax(-1), sink)
@@ -198,7 +198,7 @@ def attend(q: Tensor, keys: Tensor, seen: Tensor, sink: Tensor) -> Tensor:
 
 
 def router_scores(x: Tensor, gate: Tensor) -> Tensor:
-    """In fp32 as the model has it, where scores far below zero lose their last digits."""
+    """In fp32 as in the model, where scores far below zero lose precision."""
     return torch.sqrt(softplus(x @ gate.T).float().double())
 
 

@@ -1,8 +1,8 @@
-"""One layer, plainly: what each op of the engine should give, from what the ops before it gave.
+"""One layer, plainly: the expected result of each engine op, from the results of earlier ops.
 
 A *station* is a place in the layer where the engine calls an op; a *tap* is a named result there.
-Each method below computes a station's taps from other taps. Fed with the engine's own taps, an
-error stays where it arose; fed with its own, the plain model runs end to end.
+Each method below computes a station's taps from other taps. With the engine's taps as input, an
+error stays where it arose; with its own, the plain model runs end to end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ from dsv4.config import ModelConfig
 from dsv4.tools.doctor.plain import formulas
 from dsv4.tools.doctor.plain.weights import PlainWeights
 
-NEAR_TIE = 1e-5  # two right implementations may choose either
+NEAR_TIE = 1e-5  # two correct implementations may choose either
 # taps of earlier tokens that later tokens need
 _KEPT = ("values", "gates", "index_values", "index_gates", "key", "entries", "index_keys")
-# of attention, of the vocabulary at a time, and numbers of an expert that is kept: to bound memory
+# rows of attention and of the vocabulary at a time, and elements of a cached expert: bound memory
 _ROWS, _VOCABULARY, _SMALL_EXPERT = 128, 16384, 1 << 20
 
 
@@ -29,28 +29,28 @@ class Formats:
     dtype: torch.dtype
     kv: str
     index: str
-    lossy: bool = False  # the right weights come from another checkpoint of the model
-    widths: Mapping[str, str] = field(default_factory=dict)  # of weights that round their input
-    queries: str = "a16"  # what they are rounded to before they meet keys
+    lossy: bool = False  # the correct weights come from another checkpoint of the model
+    widths: Mapping[str, str] = field(default_factory=dict)  # of weights with rounded inputs
+    queries: str = "a16"  # precision in products with keys
 
     @property
     def is_exact(self) -> bool:
-        """Whether small differences stay small, so that the logits can be judged end to end."""
+        """Whether small differences stay small, so that the logits can be compared end to end."""
         rounds = self.lossy or bool(self.widths) or self.queries != "a16"
         return self.dtype == torch.float32 and not rounds
 
 
 @dataclass
 class Taps:
-    """What one layer did with one sequence: values by name, a row per token (or per entry)."""
+    """One layer's values for one sequence, by name; one row per token (or per entry)."""
 
     start: int = 0
     stop: int = 0
     token_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     new: dict[str, Tensor] = field(default_factory=dict)
     old: dict[str, Tensor] = field(default_factory=dict)
-    given: dict[str, Tensor] = field(default_factory=dict)  # by the very op that is compared
-    choices: dict[str, Tensor] = field(default_factory=dict)  # taken where as good as our own
+    given: dict[str, Tensor] = field(default_factory=dict)  # by the op under comparison
+    choices: dict[str, Tensor] = field(default_factory=dict)  # used where as good as our own
 
     def begin(self, start: int, token_ids: Tensor) -> None:
         """A step with the tokens from position `start` on."""
@@ -59,7 +59,7 @@ class Taps:
         self.token_ids, self.new, self.given, self.choices = token_ids, {}, {}, {}
 
     def forget(self) -> None:
-        """Keep only what later tokens need: the next layer has taken the rest."""
+        """Keep only what later tokens need; the next layer has consumed the rest."""
         self.new = {name: value for name, value in self.new.items() if name in _KEPT}
 
     def all(self, name: str) -> Tensor:
@@ -83,7 +83,7 @@ class PlainLayer:
         device: str,
         examined: PlainWeights | None = None,
     ) -> None:
-        """`examined`: the file that the engine read, where it is not the one that counts."""
+        """`examined`: the file that the engine read, if another one counts as correct."""
         self.config, self.layer, self.formats, self.device = config, layer, formats, device
         self.ratio = config.compress_ratios[layer]
         self.table = formulas.frequencies(config, self.ratio).to(device)
@@ -109,7 +109,7 @@ class PlainLayer:
         return formulas.as_multiplied(x, self.width(name)) @ self.weight(name).T
 
     def misreadings(self, name: str, expert: int | None) -> Iterator[tuple[str, Tensor]]:
-        """Wrong readings of one of the layer's weights, and the right ones of its neighbours."""
+        """Misreadings of one of the layer's weights, and correct readings of its neighbours."""
         full = self.full_name(name)
         yield from self._examined.misreadings(full, expert, self.config.rope_head_dim)
         for other in (self.layer - 1, self.layer + 1):
@@ -168,7 +168,7 @@ class PlainLayer:
 
     @property
     def input_matrices(self) -> dict[str, str]:
-        """Taps of the input projection and the matrices that give them, in the op's order."""
+        """Taps of the input projection and their matrices, in the op's order."""
         names = {"latent_raw": "attn.wq_a", "kv_raw": "attn.wkv"}
         if self.ratio:
             names |= {"values": "attn.compressor.wkv", "gates": "attn.compressor.wgate"}
@@ -219,7 +219,7 @@ class PlainLayer:
         return self.round(formulas.rope(rows, first, self.table))
 
     def tail(self, t: Taps) -> Tensor:
-        """Positions of the newest tokens, which a compressor must remember for the next step."""
+        """Positions of the newest tokens, which a compressor stores for the next step."""
         rows = 8 if self.ratio == 4 else 128
         return torch.arange(max(t.stop - rows, 0), t.stop, device=t.token_ids.device)
 
@@ -250,7 +250,7 @@ class PlainLayer:
         return float((self.config.index_head_dim * self.config.index_num_heads) ** -0.5)
 
     def scored(self, t: Taps) -> Tensor:
-        """Which scores mean something: of visible entries, in rows that must choose."""
+        """Which scores are meaningful: visible entries in rows that must select."""
         visible = (t.positions + 1) // 4
         numbers = torch.arange(t.stop // 4, device=visible.device)
         return (numbers < visible[:, None]) & (visible > self.config.index_topk)[:, None]
@@ -350,7 +350,7 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 def _as_good(ours: Tensor, other: Tensor | None, scores: Tensor) -> Tensor:
-    """Rows of `other` where its choice is as good as ours up to rounding, else ours."""
+    """Rows of `other` where its choice is as good as ours up to rounding, otherwise ours."""
     if other is None or other.shape != ours.shape or scores.shape[1] == 0:
         return ours
     inside = other.clamp(0, scores.shape[1] - 1)

@@ -1,7 +1,7 @@
-"""Which token may come with which probability: the sampling settings written out for one row.
+"""The distribution of the next token: the sampling settings, plainly, for one row.
 
-In float64 and in Python's own numbers; it shares no code with the sampler. Log-probabilities are
-those of the logits as they came.
+In float64 and Python numbers; it shares no code with the sampler. Log-probabilities are those of
+the unmodified logits.
 """
 
 import math

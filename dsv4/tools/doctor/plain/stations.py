@@ -1,7 +1,7 @@
 """The places where the engine calls an op, in the order of a layer: the rows of the picture.
 
-For each: which op, which of its arguments are results of earlier ops, and what the others must
-be. That is how `doctor` tells a wrong kernel from a right kernel that was asked the wrong thing.
+For each: which op, which of its arguments are results of earlier ops, and what the others must be.
+This distinguishes a wrong kernel from a correct kernel with wrong arguments.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Call:
-    """One op call: the arguments as they were before it, and what it gave."""
+    """One op call: the arguments before it, and its result."""
 
     layer: int
     station: "Station"
     op: Op
     before: Arguments
-    after: Arguments  # the same objects the op got; what it wrote shows here
+    after: Arguments  # the op's own argument objects, including its in-place writes
     result: Any
 
 
@@ -45,10 +45,10 @@ class Station:
     op: str
     run: Callable[[PlainLayer, Taps], dict[str, Tensor]]
     taps: tuple[str, ...]  # the op's results, in order; empty: they are read from the state
-    inputs: dict[str, str] = field(default_factory=dict)  # argument -> tap it must be
+    inputs: dict[str, str] = field(default_factory=dict)  # argument -> the tap it must equal
     arguments: Callable[[PlainLayer, Taps], Expected] = lambda layer, t: {}
     kinds: tuple[int, ...] = (0, 4, 128)  # ratios of the layers that have it
-    judged_later: tuple[str, ...] = ()  # numbers that matter to a later station more than here
+    judged_later: tuple[str, ...] = ()  # numbers that matter more at a later station
 
 
 def _mix(half: str) -> Callable[[PlainLayer, Taps], Expected]:
@@ -143,7 +143,7 @@ STATIONS: dict[str, Station] = {
         Station("index_scores", "index_scores", _L.index_scores, ("scores",), {"q": "index_q"},
             lambda layer, t: {"batch.positions": t.positions, "topk": layer.config.index_topk,
                 "weights": t.new["head_weights"] * layer.index_scale}, (4,),
-            judged_later=("topk",)),  # too small a one only makes it score more rows
+            judged_later=("topk",)),  # a smaller one only scores more rows
         Station("index_select", "index_select", _L.index_select, ("selected",),
             {"scores": "scores"}, lambda layer, t: {"topk": layer.config.index_topk}, (4,)),
         Station("query_prepare", "query_prepare", _L.query_prepare, ("q",), {"q": "q_raw"},
@@ -176,7 +176,7 @@ STATIONS: dict[str, Station] = {
 
 
 def layer_stations(layer: PlainLayer) -> list[Station]:
-    """The stations of one layer, in order; the first brings `embed`, the last the head."""
+    """The stations of one layer, in order; the first layer adds `embed`, the last the head."""
     last = layer.config.num_layers - 1
     found = [station for station in STATIONS.values() if layer.ratio in station.kinds]
     if layer.layer == 0:
@@ -185,7 +185,7 @@ def layer_stations(layer: PlainLayer) -> list[Station]:
 
 
 def pick(arguments: Any, path: str) -> Any:
-    """`compressed.ratio` or `weights.0` of an op's arguments; None where the path ends early."""
+    """`compressed.ratio` or `weights.0` of an op's arguments; None if the path ends early."""
     value = arguments
     for part in path.split("."):
         if value is None:
@@ -203,7 +203,7 @@ def pick(arguments: Any, path: str) -> Any:
 def results(
     call: Call, layer: PlainLayer, taps: Taps, place: int = 0, first_row: int = 0
 ) -> dict[str, Tensor]:
-    """The engine's taps of sequence `place` of the step, whose rows begin at `first_row`."""
+    """The engine's taps of sequence `place` of the step, whose rows start at `first_row`."""
     station, arguments = call.station, call.after
     if station.op == "kv_store":
         return {"key": read_entries(arguments["pool"], arguments["table"], place, taps.positions)}
@@ -235,7 +235,7 @@ def _wide(value: Tensor) -> Tensor:
 def _compressor_results(
     station: Station, arguments: Arguments, layer: PlainLayer, taps: Taps, place: int
 ) -> dict[str, Tensor]:
-    """Entries closed in this step as they will be read, and the tail that was remembered."""
+    """Entries closed in this step as later reads see them, and the stored tail."""
     blocks = torch.arange(taps.start // layer.ratio, taps.stop // layer.ratio)
     state, last = arguments["state"], layer.tail(taps)
     slot, rows = int(arguments["batch"].slots[place]), last % state.rows
@@ -246,7 +246,7 @@ def _compressor_results(
 
 
 def read_entries(pool: PagedPool, table: Tensor, place: int, numbers: Tensor) -> Tensor:
-    """What the state holds for a sequence, as it will be read later."""
+    """A sequence's state as later reads see it."""
     numbers = numbers.to(table.device)
     if numbers.numel() == 0:
         return torch.zeros(0, pool.dim, dtype=torch.float64, device=table.device)

@@ -1,8 +1,8 @@
 """Weights as plain numbers, read from the files without the engine's loader.
 
-The same few lines also read a weight *wrongly* in each known way (a scale dropped, nibbles in
-the other order, ...). When an op is wrong because of its weight, the reading that gives what the
-engine holds is the cause.
+The same code also *misreads* a weight in each known way (a dropped scale, swapped nibbles, ...).
+When an op is wrong because of its weight, the misreading that matches the engine's values is the
+cause.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +50,7 @@ class Raw:
 
 
 def decode(raw: Raw, misread: str = "") -> Tensor:
-    """The numbers (float64), or what they become when misread."""
+    """The values (float64), read correctly or misread."""
     if raw.format == "plain":
         return raw.data.double()
     assert raw.scale is not None
@@ -93,7 +93,7 @@ class PlainWeights:
     """Canonical names to numbers. `expert` picks one of a stack of experts."""
 
     def __init__(self, names: Mapping[str, Callable[[int | None], list[Raw]]]) -> None:
-        self._raw = names  # each gives the matrices that lie above one another
+        self._raw = names  # each returns the stacked matrices
 
     @classmethod
     def from_tensors(cls, table: Mapping[str, Tensor]) -> "PlainWeights":
@@ -124,7 +124,7 @@ class PlainWeights:
         return raw.data[numbers].double()
 
     def misreadings(self, name: str, expert: int | None, rope: int) -> Iterator[tuple[str, Tensor]]:
-        """Every wrong reading of a matrix, with its name; `rope` is the number of rotary rows."""
+        """Every misreading of a matrix, with its name; `rope` is the number of rotary rows."""
         parts = self._raw[name](expert)
         for label in MISREADINGS[parts[0].format]:
             yield label, torch.cat([decode(raw, label) for raw in parts])
