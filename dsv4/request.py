@@ -19,7 +19,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 MAX_GUIDE_CHARACTERS = 65536
 MAX_GUIDE_DEPTH = 64
-MAX_FORMAT_DEPTH = 32  # around the schemas in a structure
+MAX_FORMAT_DEPTH = 32  # of the structure around the schemas
 MAX_REGEX_CHARACTERS = 8192
 MAX_REGEX_PARTS = 256  # character classes, and repetitions
 MAX_REGEX_REPEAT = 4096
@@ -28,20 +28,20 @@ MAX_CHOICES = 4096
 MAX_PRIORITY = 100
 MAX_SALT_CHARACTERS = 1024
 
-MAX_STRUCTURE_CHARACTERS = 4 * MAX_GUIDE_CHARACTERS  # schemas of many tools
+MAX_STRUCTURE_CHARACTERS = 4 * MAX_GUIDE_CHARACTERS  # holds the schemas of many tools
 
 GUIDE_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "structure")
 
 
 @dataclass(frozen=True)
 class Guide:
-    """What an answer must look like.
+    """A constraint on the answer's form.
 
-    `value`: a JSON schema (as an object or its text), nothing for `json_object`, a regular
-    expression, a sequence of strings to choose from, a grammar in EBNF, or a structure: a format of
-    the grammar library's structural tags, which can name tokens. With `after_id` the answer is free
-    until that token has come (the end of the reasoning). If the guide `must_come`, an end marker
-    before it becomes that token, so it is kept whatever the model would rather do.
+    `value`: a JSON schema (an object or its text), nothing for `json_object`, a regular expression,
+    a sequence of strings to choose from, an EBNF grammar, or a structure: a format of the grammar
+    library's structural tags, which can name tokens. With `after_id` the answer is unconstrained
+    until that token (the end of the reasoning). With `must_come`, an end marker sampled before
+    `after_id` is replaced by it, so that the guide always applies.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structure"]
@@ -64,7 +64,7 @@ class Guide:
 
     @functools.cached_property
     def text(self) -> str:
-        """The value in one canonical spelling, checked as far as that is quick."""
+        """The value in canonical form, with the checks that are cheap."""
         if self.kind == "json_object":
             _need_guide(self.value is None, self, "no value")
             return ""
@@ -94,7 +94,7 @@ _REGEX_PARTS = re.compile(
 
 
 def _regex(pattern: str) -> str:
-    """Looked over in one pass: what a client wrote is never compiled where others would wait."""
+    """Checked in one linear pass: client regexes are never compiled on the serving thread."""
 
     def need(condition: bool, found: str) -> None:
         if not condition:
@@ -145,7 +145,7 @@ class SamplingParams:
     """How tokens are chosen and when a request ends."""
 
     max_tokens: int = 256
-    min_tokens: int = 0  # before so many, no end marker of the model; a guide may end earlier
+    min_tokens: int = 0  # no end marker before this many; a guide may end earlier
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -154,10 +154,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: drawn afresh for each request
+    seed: int | None = None  # None: random for each request
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] | None = None  # None: the model's own end markers
-    logprobs: int | None = None  # None: none; n: the chosen token's and the n best ones'
+    logprobs: int | None = None  # None: off; n: the sampled token's and the n best
     guide: Guide | None = None  # None: any text
 
     def __post_init__(self) -> None:
@@ -229,12 +229,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, how to continue it, and a name to speak of it."""
+    """A prompt as token ids, its sampling parameters, and an id."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0  # higher runs earlier; later arrivals of a lower one still get their turn
+    priority: int = 0  # higher runs earlier; lower ones are delayed, never starved
     deadline: float | None = None  # seconds after `add`; then the request is aborted
     cache_salt: str = ""  # prefixes are shared only among requests with the same salt
 
@@ -253,8 +253,8 @@ class Request:
 
 
 def check_request(request: Request, vocab_size: int, max_context: int) -> None:
-    """What only a model's sizes can tell."""
-    # one place of the context is for the first token of the answer
+    """Checks that depend on the model's sizes."""
+    # one position of the context is for the answer's first token
     check_prompt(request.prompt_ids, vocab_size, max_context - 1, max_context)
     params = request.params
     named: dict[str, Iterable[int]] = {
@@ -286,7 +286,7 @@ def check_prompt(ids: tuple[int, ...], vocab_size: int, limit: int, max_context:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The model's log-probability of a chosen token, and of the best alternatives."""
+    """Log-probabilities of the sampled token and of the best alternatives."""
 
     token_id: int
     logprob: float
@@ -295,7 +295,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step brought for one request: new tokens, new text, and whether it ended."""
+    """One step's result for one request: new tokens, new text, and whether it ended."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -304,8 +304,8 @@ class Output:
     stop_reason: str | int | None = None  # the stop string or id that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None  # why it was aborted or failed
-    refused: bool = False  # the error lies in the request, not in the engine
-    num_cached: int | None = None  # prompt tokens taken from the prefix cache: first output and end
+    refused: bool = False  # the request is at fault, not the engine
+    num_cached: int | None = None  # prompt tokens from the prefix cache; first and last output
 
     @property
     def finished(self) -> bool:
@@ -328,7 +328,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer: the sum of a request's outputs."""
+    """A whole answer: a request's outputs joined."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -343,24 +343,24 @@ class Completion:
 
 @dataclass(frozen=True)
 class Stats:
-    """The engine at this moment, and its counts since it started."""
+    """Current state of the engine, and its counters since start."""
 
     num_waiting: int
     num_running: int
     pages_total: dict[str, int]  # by pool: window, csa, hca
     pages_used: dict[str, int]  # held by running sequences
-    pages_cached: dict[str, int]  # held by the prefix cache alone; given up when needed
+    pages_cached: dict[str, int]  # held only by the prefix cache; evicted when needed
     num_prefix_asked: int  # prompt tokens looked up in the prefix cache
     num_prefix_hit: int  # and found there
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    num_surprises: int  # steps after ready that compiled, or took more memory
+    num_surprises: int  # steps after ready that compiled a kernel or allocated memory
     num_steps: int
     last_step_s: float
     num_finished: dict[str, int]  # by finish reason
-    num_audited: int = 0  # requests that ran again, cold
-    num_differences: int = 0  # and gave another answer
+    num_audited: int = 0  # requests rerun without the prefix cache
+    num_differences: int = 0  # of those, requests with a different answer
 
 
 def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:
