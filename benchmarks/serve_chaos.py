@@ -299,7 +299,9 @@ class Chaos:
             self.problems.append("the server did not end")
             self.server.kill()
             self.server.wait()
-        time.sleep(1)  # children notice that their line is closed
+        end = time.monotonic() + READY_SECONDS
+        while self.left_processes() and time.monotonic() < end:
+            time.sleep(0.2)  # children notice that their line is closed
         self.problems += [f"left running: {command}" for command in self.left_processes()]
         self.reader.join(10)
         if self.problems:
