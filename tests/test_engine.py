@@ -224,7 +224,7 @@ def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
             assert len(flight.sampled) == len(draws)
             places = [len(draw.token_ids) - draw.num_prompt for draw in draws]
             drawn = [TokenLogprobs(tokens[place], 0.0) for place in places]
-            flight.reading = Mock(results=lambda: drawn)
+            flight.reading = Mock(results=lambda: drawn, failures={})
 
         monkeypatch.setattr(engine._runner, "draw", draw)
 
