@@ -313,7 +313,7 @@ class Output:
 
     @staticmethod
     def joined(outputs: "Sequence[Output]") -> "Output":
-        """Outputs of one request, one after the other, as one."""
+        """Consecutive outputs of one request merged into one."""
         if len(outputs) == 1:
             return outputs[0]
         cached = [output.num_cached for output in outputs if output.num_cached is not None]

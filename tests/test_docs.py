@@ -5,8 +5,10 @@ import io
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,27 @@ def test_the_readmes_commands_run(
             main()
         assert end.value.code in (0, None), command
     assert "The capital of France is" in capsys.readouterr().out
+
+
+def test_make_runs_what_the_readme_says() -> None:
+    recipe = make_dry_run("demo")
+    assert recipe.splitlines()[-1] == ".venv/bin/python scripts/demo.py"  # tests/tools/test_tiny.py
+    assert make_dry_run("serve", "PORT=8123").splitlines()[-1] == (
+        ".venv/bin/dsv4 serve --port 8123"  # run in tests/server
+    )
+
+
+def make_dry_run(*arguments: str) -> str:
+    done = subprocess.run(
+        ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+def test_the_readmes_extras_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [named] = re.findall(r"pip install '\.\[([\w,]+)\]'", (ROOT / "README.md").read_text())
+    assert set(named.split(",")) <= set(project["optional-dependencies"])
 
 
 def anchors(path: Path) -> set[str]:

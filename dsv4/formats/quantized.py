@@ -287,7 +287,7 @@ def activations_of(weight: Weight) -> Activations:
 
 
 def k_ranges_of(weight: Weight) -> int:
-    """Equal ranges of K that are summed on their own; 1 where the weight asks for none."""
+    """Number of equal K ranges that are summed separately; 1 unless the weight sets it."""
     return 1 if isinstance(weight, torch.Tensor) else max(1, weight.k_ranges)
 
 

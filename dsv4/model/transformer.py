@@ -80,7 +80,7 @@ class Transformer:
             for layer in layout.layers(config)
         ]
         if weights.left:
-            raise CheckpointError(f"weights nobody asked for: {sorted(weights.left)[:5]}")
+            raise CheckpointError(f"unused weights: {sorted(weights.left)[:5]}")
 
     def distinct(self) -> tuple["Transformer", list[int]]:
         """A model with one block of each kind, and their indices: enough to compile every kernel

@@ -15,7 +15,7 @@ Ranges = Callable[[int, int], tuple[int, int]]
 
 
 def num_ranges(rows: int, columns: int) -> tuple[int, int]:
-    """Of a whole matrix: (ranges, steps of 128 columns in each), a pure function of its shape."""
+    """(ranges, steps of 128 columns in each) of a whole matrix, a pure function of its shape."""
     steps = -(-columns // STEP)
     wanted = -(-WIDE_PROGRAMS // -(-rows // 64))
     ranges = max(1, min(wanted, columns // 512))
@@ -24,8 +24,8 @@ def num_ranges(rows: int, columns: int) -> tuple[int, int]:
 
 
 def cut_of(weight: Weight, step: int = STEP, ranges_of: Ranges = num_ranges) -> tuple[int, int]:
-    """Of a weight that may be a rank's rows of a matrix: (ranges, steps in each) of the whole one.
-    Ranges that the weight asks for are kept where they end on steps."""
+    """(ranges, steps in each) for a weight that may be a rank's rows of a larger matrix. The
+    weight's own `k_ranges` are used if they end on steps."""
     rows, columns = weight.shape
     if isinstance(weight, torch.Tensor):
         return ranges_of(rows, columns)

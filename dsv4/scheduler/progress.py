@@ -24,7 +24,7 @@ class Progress:
     def preempted(self, sequences: list[Sequence]) -> None:
         self._num_preempted += 1
         if self._num_preempted > 2 * len(sequences) + 2:
-            raise StallError(f"one step preempts for ever: {_who_waits(sequences)}")
+            raise StallError(f"one step preempts without end: {_who_waits(sequences)}")
 
     def check(self, running: Some[Sequence], waiting: Some[Sequence], has_work: bool) -> None:
         """Call after planning a step; raises StallError after too many steps without progress."""

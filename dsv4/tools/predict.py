@@ -163,9 +163,9 @@ def _decode_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
     yield "sample", Size(tokens * shape.vocabulary * 8.0)
 
 
-# Kernels that a call starts with a4 activations, from so many tokens on; counted for Flash by
-# tests/tools/test_predict.py, which fails when they change. Rows behind mHC's boundary and behind
-# the latent's norm are quantised there.
+# Kernel launches per call with a4 activations, from this many tokens on; counted for Flash by
+# tests/tools/test_predict.py, which fails when they change. Rows after mHC's boundary and after the
+# latent's norm are quantised there.
 LAUNCHES: dict[str, dict[int, int]] = {
     "csa inputs": {1: 2, 128: 3, 1024: 7},
     "wq_b": {1: 1},

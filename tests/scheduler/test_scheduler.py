@@ -115,7 +115,7 @@ def test_preempting_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Scheduler, "_has_room", lambda self, *args: not self._running)
     rank = property(lambda self: (0, 0) if self.pages is None else (1, 1))
     monkeypatch.setattr(Sequence, "rank", rank, raising=False)
-    with pytest.raises(StallError, match=r"preempts for ever: .*'[abc]' .* preempted \d+ times"):
+    with pytest.raises(StallError, match=r"preempts without end: .*'[abc]' .* preempted \d+ times"):
         sim.step()
 
 

@@ -1,5 +1,7 @@
 """The embedded model answers: a few held-out prompts of every skill; all of them: bench quality."""
 
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from dsv4.tools.quality.measure import ask, perplexity, read_items, retrieval_it
 from dsv4.tools.quality.variants import broken
 from dsv4.util.models import model_folder
 
+ROOT = Path(__file__).parents[2]
 SKILLS = ("facts", "arithmetic", "instructions", "tools", "multi", "identity")
 
 
@@ -39,3 +42,17 @@ def test_stories_are_fluent(tiny: Engine) -> None:
 def test_the_model_is_small() -> None:
     sizes = [path.stat().st_size for path in Path(model_folder("tiny")).iterdir()]
     assert sum(sizes) <= 16_000_000
+
+
+def test_make_demo_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `make demo` runs; the commands that it suggests exist."""
+    main = runpy.run_path(str(ROOT / "scripts" / "demo.py"))["main"]
+    main.__globals__["QUESTIONS"] = main.__globals__["QUESTIONS"][::2]  # without the long one
+    main()
+    out = capsys.readouterr().out
+    for word in ("The capital of France is Paris.", "calls get_weather", "tokens, "):
+        assert word in out
+    suggested = re.findall(r"^  \.venv/bin/dsv4 ((?:bench )?[a-z]+)", out, re.M)
+    documented = (ROOT / "docs" / "commands.md").read_text()
+    assert len(suggested) >= 5
+    assert all(f"dsv4 {name}" in documented for name in suggested)

@@ -172,7 +172,7 @@ class CallBlock:
             self._provisional = is_invoke
         elif self._provisional:
             # The unwrapped call before this tag was not closed. With clean parameters it is a
-            # call; with prose in it, somebody was explaining the markup.
+            # call; with prose in it, the markup was only quoted.
             if self._call_name in self._tools and not self.skipped.strip():
                 self._end_call()
             else:

@@ -39,7 +39,7 @@ def _state_kernel(
     ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
     """`c_*` are the entries' compressor and pool, `i_*` the index keys'; both use one table. BITS 4
-    or 8: the latent in few bits as well (gemm/activation_triton.py)."""
+    or 8: also store the latent quantised (gemm/activation_triton.py)."""
     row = tl.program_id(0)
     job = tl.program_id(1)
     if job == 0:
@@ -107,7 +107,7 @@ def _differ(a, b) -> bool:
 
 
 def run(norm, key, blocks, rows=None):
-    """`rows` (activation_triton.Rows): where the latent goes in few bits as well."""
+    """`rows` (activation_triton.Rows): also store the latent quantised there."""
     x, kv, batch, window = norm["x"], key["kv"], key["batch"], key["pool"]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = dict.fromkeys(("RATIO", "ROWS", "WIDTH", "WPAD", "SLOTS", "STEP", "OVERLAP"), 1)

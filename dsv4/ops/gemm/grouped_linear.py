@@ -23,7 +23,7 @@ def grouped_linear_reference(x: Tensor, weight: Weight) -> Tensor:
     num_tokens, num_groups, dtype = x.shape[0], x.shape[1], x.dtype
     rows = dense(weight).view(num_groups, -1, x.shape[2])
     padded = pad_rows(rounded(x, activations_of(weight)).float())
-    inputs = padded.transpose(0, 1).contiguous()  # alike whatever other groups there are
+    inputs = padded.transpose(0, 1).contiguous()  # the same layout for any number of groups
     outputs = [matmul_rows(x, matrix) for x, matrix in zip(inputs, rows, strict=True)]
     return torch.cat(outputs, dim=1)[:num_tokens].to(dtype)
 

@@ -2,9 +2,9 @@
 
 The matrices of one call may have different formats and result dtypes; a kernel reads `x` once for
 all of them. A row's result does not depend on the other rows. For a matrix with `a8` or `a4`
-activations the input is rounded first (`dsv4/ops/gemm/activation.py`). Where it asks for
-ranges of K (`k_ranges`), each is summed on its own and they are added in ascending order; then
-`linear_ranges` of some ranges on each of several ranks, added so, has the bits of `linear`.
+activations the input is rounded first (`dsv4/ops/gemm/activation.py`). If a matrix sets ranges of K
+(`k_ranges`), each range is summed separately and ranges are added in ascending order; the
+`linear_ranges` of several ranks, added in that order, then have the bits of `linear`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -373,7 +373,7 @@ def _scale(weight):
 
 
 def _values(weight):
-    """A matrix that is plain but for its order of summation."""
+    """The plain tensor of a matrix that differs only in its order of summation."""
     plain = isinstance(weight, UnpackedTensor) and weight.activations == "a16"
     return weight.values if plain else weight
 
