@@ -254,6 +254,8 @@ class EngineConfig:
     audit_folder: str = field(
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
+    tp: int = field(default=1, metadata={"help": "ranks that share each layer: 1, 2, 4 or 8"})
+    pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
     step_timeout: float = field(
@@ -270,6 +272,10 @@ class EngineConfig:
         for name in ("max_context", "max_sequences", "state_tokens", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
+                raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
+        for name in ("tp", "pp"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
         for name in ("prefix_cache", "cuda_graphs"):
             if type(getattr(self, name)) is not bool:

@@ -52,7 +52,8 @@ from dsv4.request import (
     check_request,
     join_outputs,
 )
-from dsv4.runner.load import Loaded, Model, Progress, load_model
+from dsv4.runner.load import Loaded, Model, Progress
+from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Compiling, Draw, Guides, LateEnds, Matcher
 from dsv4.scheduler import Audit, Finding, Scheduler, Work
@@ -93,11 +94,13 @@ class Engine:
         self.tokenizer = tokenizer
         self.dialect = dialect
         self.listeners: list[Listener] = []  # receive every event; see `dsv4/util/events.py`
-        self._runner = Runner(loaded.model, loaded.settings, warm_up_progress)
+        self._runner = Runner(loaded.model, loaded.settings, warm_up_progress, loaded.team)
         pages, state = self._runner.pages, self._runner.state
         self._prefix = None
         if loaded.settings.prefix_cache:
-            self._prefix = PrefixCache(pages, state, state.num_snapshots, _store(loaded, state))
+            self._prefix = PrefixCache(
+                pages, self._runner.copies, state.num_snapshots, _store(loaded, state)
+            )
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of, self._budget()
         )
@@ -128,7 +131,7 @@ class Engine:
     ) -> "Engine":
         """`model`: a folder or an embedded model; `choices`: fields of EngineConfig. `progress`
         receives (bytes read, total), `warm_up_progress` (steps done, total)."""
-        loaded = load_model(model, EngineConfig.make(**choices), progress)
+        loaded = load_ranks(model, EngineConfig.make(**choices), progress)
         has_tokenizer = (loaded.folder / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(loaded.folder) if has_tokenizer else None
         has_system = tokenizer is not None and tokenizer.special.system is not None
@@ -302,6 +305,13 @@ class Engine:
             self._prefix.flush()
         if "_guides" in self.__dict__:  # created on first use
             self._guides.close()
+        if self._runner.team is not None:
+            self._runner.team.close()
+
+    @property
+    def failure(self) -> Dsv4Error | None:
+        """Why no step can run any more: a rank has failed. Load the engine again."""
+        return None if self._runner.team is None else self._runner.team.failure
 
     def check_integrity(self) -> None:
         """Raise if a page or slot is leaked or miscounted. For tests, and when idle."""

@@ -7,7 +7,8 @@
     ├── CapacityError     not enough pages, slots or memory; back-pressure, never corruption
     ├── RequestError      a single request that cannot be served (exit code 2)
     ├── StallError        requests that would wait indefinitely; a scheduler bug
-    └── KernelError       an op got unsupported arguments, or no kernel fits this device
+    ├── KernelError       an op got unsupported arguments, or no kernel fits this device
+    └── RankError         one of several ranks failed, so all of them end (exit code 70)
 
 A message says what was found, what was expected and what to do. `assert` is only for internal
 invariants.
@@ -46,3 +47,7 @@ class StallError(Dsv4Error):
 
 class KernelError(Dsv4Error):
     pass
+
+
+class RankError(Dsv4Error):
+    exit_code = 70

@@ -41,6 +41,8 @@ WITHOUT_TORCH = (
     "dsv4.formats.spec",
     "dsv4.formats.entry",
     "dsv4.parallel.layout",
+    "dsv4.parallel.orders",
+    "dsv4.parallel.team",
     "dsv4.chat",
     "dsv4.scheduler",
     "dsv4.cache.geometry",
@@ -61,7 +63,7 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
-    "engine.py": 580,
+    "engine.py": 600,
     "pipeline.py": 200,
     "config.py": 340,
     "request.py": 420,
@@ -79,7 +81,7 @@ LINE_BUDGET = {
     "sampling": 700,
     "model": 1500,
     "scheduler": 800,
-    "runner": 2000,
+    "runner": 2300,  # 300 for ranks: starting them, following orders
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     "tools": 8000,

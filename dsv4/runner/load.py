@@ -21,6 +21,7 @@ from dsv4.ops import OPS, choose_ops
 from dsv4.ops.gemm.packed import repack
 from dsv4.ops.op import warn_unless_strict
 from dsv4.parallel.layout import Layout
+from dsv4.parallel.team import Team
 from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
@@ -41,6 +42,7 @@ class Loaded:
     model: Transformer
     settings: Settings
     folder: Path
+    team: Team | None = None  # the other ranks, where there are any
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,25 @@ token, and pages that were reassigned are overwritten later by their new owners.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsv4.cache.geometry import POOLS
 from dsv4.cache.pages import Growth, SequencePages, StatePages
+from dsv4.cache.prefix import Copies
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin import NEWEST
 from dsv4.ops.ragged import make_ragged
+from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import Shape, StepBuffers, step_line
 from dsv4.runner.cost import StepCosts
@@ -30,6 +34,7 @@ from dsv4.runner.drawing import Drawing, Reading
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
 from dsv4.runner.plan import StepPlan
+from dsv4.runner.ranks.copies import TeamCopies
 from dsv4.runner.settings import Settings
 from dsv4.runner.steps import draw, forward
 from dsv4.runner.warmup import Progress, warm_up
@@ -71,10 +76,16 @@ class Flight:
 
 class Runner:
     def __init__(
-        self, model: Transformer, settings: Settings, progress: Progress | None = None
+        self,
+        model: Transformer,
+        settings: Settings,
+        progress: Progress | None = None,
+        team: Team | None = None,
     ) -> None:
-        """With `cuda_graphs` the warm-up runs here and reports to `progress`."""
-        config = model.config
+        """With `cuda_graphs` the warm-up runs here and reports to `progress`. A `team` of other
+        ranks runs every step, too; on these a runner is told by `follow_step` and the like."""
+        config, layers = model.config, model.exchange.layout.layers(model.config)
+        self.team = team
         self.model = model
         self.device = _numbered(settings.device)
         geometry = settings.geometry(config)
@@ -82,7 +93,9 @@ class Runner:
             settings.max_context, settings.max_sequences, settings.state_tokens
         )
         self.pages = StatePages(geometry, settings.max_sequences, num_pages)
-        self.state = StateTensors(geometry, settings.max_sequences, num_pages, settings.device)
+        self.state = StateTensors(
+            geometry, settings.max_sequences, num_pages, settings.device, layers
+        )
         self.buffers = StepBuffers(
             geometry, settings.max_sequences, settings.max_context, self.device
         )
@@ -124,7 +137,8 @@ class Runner:
             one_each = max(counts) == 1
             shape = self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
             self._send(shape, chunks, counts, self._new_pages(chunks, growth))
-            self._run(shape)
+            with self._together():
+                self._run(shape)
             if started is not None:
                 started()
         except BaseException:
@@ -158,8 +172,11 @@ class Runner:
         counts = [len(chunk.token_ids) for chunk in chunks]
         growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
         try:
-            with self.guard.watch(strict=False):
-                logits = self.model(self._inputs(chunks), self.state.layers)
+            numbers, line = self._score_line(chunks)
+            if self.team is not None:
+                self.team.order("score", numbers, line.tobytes())
+            with self._together():
+                logits = self._score(numbers, line)
         except BaseException:
             self.pages.cancel(growth)
             raise
@@ -167,6 +184,29 @@ class Runner:
         for chunk in chunks:  # the slots' tables were not written
             self._written[chunk.pages.slot] = None
         return logits
+
+    @property
+    def copies(self) -> Copies:
+        """Copies of state that the prefix cache asks for, on all ranks."""
+        return self.state if self.team is None else TeamCopies(self.team, self.state)
+
+    # --- told by rank 0 -----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def follow_step(self, shape: Shape, line: Any) -> None:
+        """`line`: that of the step, then (table offset, page) of pages it has no room for."""
+        length = step_line(shape).length
+        self.buffers.step.array()[:length] = line[:length]
+        self._write_pages(line[length:].reshape(-1, 2))
+        self.buffers.step.send(length)
+        self._run(shape)
+
+    @torch.inference_mode()
+    def follow_score(self, numbers: Sequence[int], line: Any) -> None:
+        self._score(numbers, line)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.team is None else self.team.together()
 
     def _run(self, key: Shape | int) -> None:
         """Run a part of a step: the model for a shape, or a draw of this many rows."""
@@ -210,13 +250,12 @@ class Runner:
         new_pages: list[tuple[int, int]],
     ) -> None:
         """Fill a step's line and start its copy to the device."""
-        line = step_line(shape)
-        at: dict[str, Any] = line.views(self.buffers.step.array())
+        line, beyond = step_line(shape), np.empty((0, 2), dtype=np.int64)
+        array = self.buffers.step.array()
+        at: dict[str, Any] = line.views(array)
         if len(new_pages) > len(at["places"]):  # a sequence starts from a long prefix
-            pairs = torch.tensor(new_pages, dtype=torch.int64)
-            if self.device.type == "cuda":
-                pairs = pairs.pin_memory().to(self.device, non_blocking=True)
-            self.buffers.slot_tables.pages[pairs[:, 0]] = pairs[:, 1]
+            beyond = np.array(new_pages, dtype=np.int64)
+            self._write_pages(beyond)
             new_pages = []
         at["num_pages"][0] = len(new_pages)
         if new_pages:
@@ -240,6 +279,17 @@ class Runner:
         else:
             self._send_rows(at, shape, chunks, counts)
         self.buffers.step.send(line.length)
+        if self.team is not None:
+            numbers = (shape.tokens, shape.sequences, shape.context, int(shape.one_each))
+            self.team.order("step", numbers, array[: line.length].tobytes() + beyond.tobytes())
+
+    def _write_pages(self, pairs: Any) -> None:
+        """Pages that a step's line has no room for: (table offset, page)."""
+        if len(pairs):
+            values = torch.from_numpy(np.array(pairs))
+            if self.device.type == "cuda":
+                values = values.pin_memory().to(self.device, non_blocking=True)
+            self.buffers.slot_tables.pages[values[:, 0]] = values[:, 1]
 
     def _send_rows(
         self, at: dict[str, Any], shape: Shape, chunks: Sequence[Chunk], counts: list[int]
@@ -264,34 +314,46 @@ class Runner:
         at["positions"][end:] = -1
         at["seq_idx"][end:] = shape.sequences - 1
 
-    def _inputs(self, chunks: Sequence[Chunk]) -> StepInputs:
-        """For `step`: tables as wide as the longest sequence needs, rounded to fixed widths."""
-        num_new = [len(chunk.token_ids) for chunk in chunks]
+    def _score_line(self, chunks: Sequence[Chunk]) -> tuple[list[int], Any]:
+        """For `step`: (sequences and widths of tables, then starts, counts, slots and logits of
+        each sequence) and a line of token ids and page tables. Tables are as wide as the longest
+        sequence needs, rounded to fixed widths."""
+        counts = [len(chunk.token_ids) for chunk in chunks]
         starts = [chunk.pages.length for chunk in chunks]
-        batch = make_ragged(starts, num_new, [c.pages.slot for c in chunks], self.device)
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        shape = self.buffers.shape(len(chunks), len(chunks), longest, one_each=True)
+        widths = [table.shape[1] for table in self.buffers.tables(shape)]
+        line = [token for chunk in chunks for token in chunk.token_ids]
+        for pool, width in zip(POOLS, widths, strict=True):
+            for chunk in chunks:
+                line += self.pages.table_row(chunk.pages, pool, width)
+        slots, logits = [c.pages.slot for c in chunks], [c.num_logits for c in chunks]
+        numbers = [len(chunks), *widths, *starts, *counts, *slots, *logits]
+        return numbers, np.array(line, dtype=np.int64)
+
+    def _score(self, numbers: Sequence[int], line: Any) -> Tensor:
+        n, widths = numbers[0], numbers[1:4]
+        starts, counts, slots, logits = (
+            list(numbers[4 + n * i : 4 + n * (i + 1)]) for i in range(4)
+        )
         rows: list[int] = []
         end = 0
-        for chunk, count in zip(chunks, num_new, strict=True):
+        for count, wanted in zip(counts, logits, strict=True):
             end += count
-            rows += range(end - chunk.num_logits, end)
-        longest = max(start + count for start, count in zip(starts, num_new, strict=True))
-        shape = self.buffers.shape(len(chunks), len(chunks), longest, one_each=True)
-        tables = [
-            [self.pages.table_row(chunk.pages, pool, table.shape[1]) for chunk in chunks]
-            for pool, table in zip(POOLS, self.buffers.tables(shape), strict=True)
-        ]
-        window, csa, hca = map(self._ints, tables)
-        return StepInputs(
-            token_ids=self._ints([token for chunk in chunks for token in chunk.token_ids]),
-            batch=batch,
+            rows += range(end - wanted, end)
+        values = torch.from_numpy(np.array(line)).to(self.device)
+        token_ids, *tables = torch.split(values, [end, *(n * width for width in widths)])
+        window, csa, hca = (table.view(n, -1) for table in tables)
+        inputs = StepInputs(
+            token_ids=token_ids,
+            batch=make_ragged(starts, counts, slots, self.device),
             window_table=window,
             csa_table=csa,
             hca_table=hca,
-            logits_rows=self._ints(rows),
+            logits_rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
         )
-
-    def _ints(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        with self.guard.watch(strict=False):
+            return self.model(inputs, self.state.layers)
 
     # --- before the first step ----------------------------------------------------------------
 

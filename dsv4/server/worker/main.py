@@ -69,6 +69,9 @@ def _run(channel: Channel) -> int:
     with contextlib.suppress(ConnectionError):  # the web process ended during a step
         Worker(engine, channel, heart).run()
     engine.close()
+    if engine.failure is not None:  # the web process starts all ranks again
+        logging.error("%s", engine.failure)
+        return engine.failure.exit_code
     return 0
 
 
@@ -199,7 +202,7 @@ class Worker:
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
-        while self._take_messages():
+        while self._engine.failure is None and self._take_messages():
             self._heart.turned_at = time.monotonic()
             outputs = self._engine.step()
             if outputs:

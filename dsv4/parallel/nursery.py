@@ -1,0 +1,168 @@
+"""Starts ranks: a process that has imported torch once and forks a rank for each one asked for.
+
+    python -m dsv4.parallel.nursery FD MODULE
+
+A fresh interpreter needs seconds to import torch; a fork has it. MODULE defines `main(socket) ->
+int`. When the socket FD closes, the asking process is gone: all ranks are killed and this process
+ends, so nothing is left behind. No torch here: MODULE imports it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from dsv4.errors import RankError
+
+_MESSAGE = 1 << 16
+_POLL_SECONDS = 0.05
+
+
+class Nursery:
+    """The asking side. One for each module and process, kept for the next engine."""
+
+    _known: ClassVar[dict[tuple[int, str], "Nursery"]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, module: str) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "dsv4.parallel.nursery", str(theirs.fileno()), module]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        self._changed = threading.Condition()
+        self._started: list[list[int]] = []
+        self._ended: dict[int, int] = {}  # pid -> status, negative for a signal
+        self._gone = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @classmethod
+    def of(cls, module: str) -> "Nursery":
+        with cls._lock:
+            key = (os.getpid(), module)
+            found = cls._known.get(key)
+            if found is None or found._gone:
+                found = cls._known[key] = cls(module)
+            return found
+
+    def start(self, count: int, timeout: float) -> tuple[list[int], list[socket.socket]]:
+        """So many ranks: their process ids and our ends of their sockets."""
+        pairs = [socket.socketpair() for _ in range(count)]
+        with Nursery._lock:  # answers come in the order of questions
+            before = len(self._started)
+            try:
+                data = json.dumps({"start": count}).encode()
+                socket.send_fds(self._control, [data], [theirs.fileno() for _, theirs in pairs])
+            except OSError as error:
+                raise RankError(f"the process that starts ranks is gone ({error})") from error
+            finally:
+                for _, theirs in pairs:
+                    theirs.close()
+            with self._changed:
+                self._changed.wait_for(lambda: self._gone or len(self._started) > before, timeout)
+                if len(self._started) <= before:
+                    why = "ended" if self._gone else f"gave no answer within {timeout:g} s"
+                    raise RankError(f"the process that starts ranks {why}; is torch installed?")
+                return self._started[before], [ours for ours, _ in pairs]
+
+    def status(self, pid: int, timeout: float) -> int | None:
+        """How a rank ended: its exit code, or minus its signal; None if it has not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._gone or pid in self._ended, timeout)
+            return self._ended.get(pid)
+
+    def kill(self, pids: list[int]) -> None:
+        with contextlib.suppress(OSError):  # gone: then so are they
+            self._control.send(json.dumps({"kill": pids}).encode())
+
+    def _listen(self) -> None:
+        try:
+            while data := self._control.recv(_MESSAGE):
+                message = json.loads(data)
+                with self._changed:
+                    if "pids" in message:
+                        self._started.append(message["pids"])
+                    else:
+                        self._ended[message["ended"]] = message["status"]
+                    self._changed.notify_all()
+        except OSError:
+            return
+        finally:
+            with self._changed:
+                self._gone = True
+                self._changed.notify_all()
+
+
+def serve(control: socket.socket, module: str) -> None:
+    """The loop of the nursery itself; returns when the asking process is gone."""
+    follow = importlib.import_module(module).main
+    children: set[int] = set()
+    while True:
+        readable, _, _ = select.select([control], [], [], _POLL_SECONDS)
+        if readable:
+            data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 64)
+            if not data:
+                break
+            message = json.loads(data)
+            if "start" in message:
+                ranks = [socket.socket(fileno=fd) for fd in fds]
+                pids = [_fork(follow, control, ranks, place) for place in range(len(ranks))]
+                for rank in ranks:
+                    rank.close()
+                children |= set(pids)
+                control.send(json.dumps({"pids": pids}).encode())
+            for pid in message.get("kill", ()):
+                if pid in children:
+                    os.kill(pid, signal.SIGKILL)
+        for pid in list(children):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                children.remove(pid)
+                code = os.waitstatus_to_exitcode(status)
+                control.send(json.dumps({"ended": pid, "status": code}).encode())
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _fork(
+    follow: Callable[[socket.socket], int],
+    control: socket.socket,
+    ranks: Sequence[socket.socket],
+    place: int,
+) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        control.close()
+        for other, rank in enumerate(ranks):
+            if other != place:
+                rank.close()
+        code = follow(ranks[place])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides when to end
+    with socket.socket(fileno=int(arguments[1])) as control, contextlib.suppress(BrokenPipeError):
+        serve(control, arguments[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,127 @@
+"""What rank 0 tells the other ranks, and what they answer: JSON behind its length, then bytes.
+
+Rank 0 alone schedules, allocates pages and samples. An *order* is complete: a step is the line of
+integers that describes it to the device, so a rank that follows decides nothing. Orders are
+numbered; one that is missing or repeated is refused. No torch, no pickle.
+
+    to a rank     load, connect, then orders, ping between them
+    from a rank   progress, loaded, ready, done N, failed N, pong N (N: the last order finished)
+"""
+
+import json
+import select
+import socket
+import threading
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.errors import RankError
+
+LENGTH_BYTES = 4
+MAX_HEADER, MAX_LINE = 1 << 24, 1 << 30
+# order -> how many numbers it has; None: as many as the line needs
+ORDERS: dict[str, int | None] = {
+    "step": 4,  # tokens, sequences, context, one_each; line: step line, then (place, page) pairs
+    "score": None,
+    "copy_page": 3,  # pool, source, target
+    "save_rows": 2,  # slot, row
+    "restore_rows": 2,  # row, slot
+    "end": 0,
+}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    number: int
+    kind: str
+    numbers: tuple[int, ...] = ()
+    line: bytes = b""
+
+    def to_message(self) -> tuple[Message, bytes]:
+        check = zlib.crc32(self.line)
+        order = {"kind": self.kind, "n": self.number, "numbers": self.numbers, "check": check}
+        return order, self.line
+
+    @classmethod
+    def from_message(cls, message: Message, line: bytes, expected: int) -> "Order":
+        """Refuses what no rank 0 of this version sends; `expected` is the next number."""
+        kind, number, numbers = message.get("kind"), message.get("n"), message.get("numbers")
+        if kind not in ORDERS:
+            raise RankError(f"found the order {kind!r}, expected one of {', '.join(ORDERS)}")
+        if number != expected:
+            raise RankError(f"found order {number!r}, expected {expected}: one is lost or repeated")
+        count = ORDERS[kind]
+        if not isinstance(numbers, list) or any(type(value) is not int for value in numbers):
+            raise RankError(f"order {number} ({kind}) has {numbers!r}, expected whole numbers")
+        if count is not None and len(numbers) != count:
+            raise RankError(f"order {number} ({kind}) has {len(numbers)} numbers, expected {count}")
+        if message.get("check") != zlib.crc32(line):
+            raise RankError(f"order {number} ({kind}) arrived damaged")
+        return cls(expected, kind, tuple(numbers), line)
+
+
+class Link:
+    """One end of a socket pair. Any thread may send; one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Message, line: bytes = b"") -> None:
+        header = json.dumps({**message, "size": len(line)}, separators=(",", ":")).encode()
+        with self._lock:  # two messages must not mix
+            self._connection.sendall(len(header).to_bytes(LENGTH_BYTES, "big") + header + line)
+
+    def try_send(self, message: Message) -> None:
+        """Unless that would have to wait: a rank that hangs must not hold up its watch."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            _, writable, _ = select.select([], [self._connection], [], 0)
+            header = json.dumps({**message, "size": 0}, separators=(",", ":")).encode()
+            if writable:
+                self._connection.sendall(len(header).to_bytes(LENGTH_BYTES, "big") + header)
+        finally:
+            self._lock.release()
+
+    def receive(self) -> tuple[Message, bytes] | None:
+        """The next message; None when the other end is gone."""
+        head = self._read(LENGTH_BYTES)
+        if head is None:
+            return None
+        size = int.from_bytes(head, "big")
+        if size > MAX_HEADER:
+            raise RankError(f"found a header of {size} bytes; the link is out of step")
+        header = self._read(size)
+        if header is None:
+            return None
+        try:
+            message = json.loads(header)
+            length = message["size"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RankError(f"found a message that is no order ({error})") from error
+        if type(length) is not int or not 0 <= length <= MAX_LINE:
+            raise RankError(f"found a line of {length!r} bytes; the link is out of step")
+        line = self._read(length)
+        return None if line is None else (message, line)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _read(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                part = self._connection.recv(min(size - len(data), 1 << 20))
+            except ConnectionError:
+                return None
+            if not part:
+                return None
+            data += part
+        return bytes(data)

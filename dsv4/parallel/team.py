@@ -1,0 +1,246 @@
+"""Rank 0's side of the other ranks: orders out, signs of life in, and the end of all if one fails.
+
+A thread watches. A rank that ends, that gives no sign of life for `timeout` seconds, that fails
+alone, or an order that is not finished in that time: the first cause is kept, all ranks are killed,
+and every call from then on raises it as a `RankError`. Killing them also ends whatever rank 0 is
+waiting for, because their connections close.
+"""
+
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dsv4.errors import RankError
+from dsv4.parallel.nursery import Nursery
+from dsv4.parallel.orders import Link, Message, Order
+
+GRACE_SECONDS = 2.0  # in which ranks that fail alike have all said so
+END_SECONDS = 5.0
+START_SECONDS = 120.0  # to import torch on a busy machine
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int
+    link: Link
+    heard: float = field(default_factory=time.monotonic)  # when it last said anything
+    finished: int = 0  # the last order it has finished
+    said: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
+    failed: tuple[int, str, float] | None = None  # order, error, when
+
+
+class Team:
+    def __init__(self, count: int, module: str, timeout: float) -> None:
+        """Start `count` ranks beside this one; each runs `main` of `module`."""
+        self.timeout = timeout
+        self._nursery = Nursery.of(module)
+        pids, sockets = self._nursery.start(count, START_SECONDS)
+        pairs = zip(pids, sockets, strict=True)
+        self._ranks = [_Rank(i + 1, pid, Link(end)) for i, (pid, end) in enumerate(pairs)]
+        self._sent = 0
+        self._sent_at = time.monotonic()
+        self._changed = threading.Condition()
+        self._failure: RankError | None = None
+        self._is_ready = self._is_closed = False
+        self._own_failure: int | None = None  # the order in which rank 0 itself failed
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self._ranks]
+
+    @property
+    def failure(self) -> RankError | None:
+        return self._failure
+
+    # --- what rank 0 says ---------------------------------------------------------------------
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        """One message for each rank, before there are orders."""
+        self.check()
+        for rank, message in zip(self._ranks, messages, strict=True):
+            self._send(rank, message)
+
+    def order(self, kind: str, numbers: Sequence[int] = (), line: bytes = b"") -> None:
+        """The same order to all, numbered."""
+        self.check()
+        self._sent += 1
+        self._sent_at = time.monotonic()
+        message = Order(self._sent, kind, tuple(numbers), line).to_message()
+        for rank in self._ranks:
+            self._send(rank, *message)
+
+    def wait_for(self, kind: str, progress: Callable[[], None] | None = None) -> list[Message]:
+        """Until each rank has said `kind`. There is no limit while any of them says something."""
+        with self._changed:
+            while not all(kind in rank.said for rank in self._ranks):
+                self.check()
+                self._changed.wait(0.2)
+                if progress is not None:
+                    progress()
+            self.check()
+            return [rank.said[kind] for rank in self._ranks]
+
+    def ready(self) -> None:
+        """From here on ranks answer pings."""
+        for rank in self._ranks:
+            rank.heard = time.monotonic()
+        self._is_ready = True
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Rank 0's own part of the newest order. If it fails, either all ranks failed alike and
+        go on, or none can."""
+        try:
+            yield
+        except Exception as error:
+            text = describe(error)
+            with self._changed:
+                self._own_failure = self._sent
+                self._changed.wait_for(lambda: self._failure or self._all_failed(), GRACE_SECONDS)
+                alike = self._all_failed() and {r.failed[1] for r in self._ranks if r.failed} == {
+                    text
+                }
+                if self._failure is None and not alike:
+                    self._fail(f"rank 0 failed alone in order {self._sent}: {text}")
+                if self._failure is not None:
+                    raise self._failure from error
+                for rank in self._ranks:
+                    rank.failed = None
+            raise
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End all ranks; those that do not are killed."""
+        if self._is_closed:
+            return
+        with self._changed:
+            self._is_closed = True
+        if self._failure is None:
+            for rank in self._ranks:
+                self._send(rank, *Order(self._sent + 1, "end").to_message())
+        limit = time.monotonic() + END_SECONDS
+        for rank in self._ranks:
+            self._nursery.status(rank.pid, max(0.0, limit - time.monotonic()))
+        self._nursery.kill(self.pids)
+        for rank in self._ranks:
+            self._nursery.status(rank.pid, END_SECONDS)
+            rank.link.close()
+
+    def _send(self, rank: _Rank, message: Message, line: bytes = b"") -> None:
+        try:
+            rank.link.send(message, line)
+        except OSError:
+            # the watch finds out why; until then no other rank is told anything
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, GRACE_SECONDS)
+            self.check()
+
+    # --- the watch ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Reads what ranks say, pings them, and notices what they do not say."""
+        turn, pinged = max(0.05, min(1.0, self.timeout / 8)), 0.0
+        last = time.monotonic()
+        while not self._is_closed and self._failure is None:
+            try:
+                readable, _, _ = select.select([r.link for r in self._ranks], [], [], turn)
+            except (OSError, ValueError):
+                return  # closed meanwhile
+            with self._changed:
+                for rank in self._ranks:
+                    if rank.link in readable and not self._is_closed:
+                        self._take(rank)
+                self._changed.notify_all()
+                now = time.monotonic()
+                if now - last > self.timeout / 2 + turn:  # this process itself stood still
+                    for rank in self._ranks:
+                        rank.heard = now
+                    self._sent_at = now
+                last = now
+                if self._failure is None and not self._is_closed:
+                    self._look_at_clocks(now)
+            if self._is_ready and now - pinged > self.timeout / 4 and self._failure is None:
+                pinged = now
+                self._ping()
+
+    def _ping(self) -> None:
+        for rank in self._ranks:
+            try:
+                rank.link.try_send({"kind": "ping"})
+            except OSError:
+                continue  # its end is read above
+
+    def _take(self, rank: _Rank) -> None:
+        try:
+            found = rank.link.receive()
+        except RankError as error:
+            self._fail(f"rank {rank.number}: {error}")
+            return
+        if found is None:
+            self._fail(self._how_it_ended(rank))
+            return
+        message = found[0]
+        rank.heard = time.monotonic()
+        kind = message.get("kind", "")
+        rank.said[kind] = message
+        if kind in ("done", "pong"):
+            rank.finished = max(rank.finished, message["n"])
+        elif kind == "failed":
+            rank.failed = (message["n"], message["error"], rank.heard)
+            if message["n"] == 0:
+                self._fail(f"rank {rank.number} cannot start: {message['error']}")
+
+    def _look_at_clocks(self, now: float) -> None:
+        silent = [r for r in self._ranks if self._is_ready and now - r.heard > self.timeout]
+        if silent:
+            names = ", ".join(f"rank {r.number} (process {r.pid})" for r in silent)
+            late = max(now - r.heard for r in silent)
+            behind = f"last finished order {min(r.finished for r in silent)} of {self._sent}"
+            self._fail(f"{names} gave no sign of life for {late:.1f} s; {behind}")
+            return
+        broken = [r for r in self._ranks if r.failed and now - r.failed[2] > GRACE_SECONDS]
+        if broken and self._own_failure != self._sent:
+            rank = broken[0]
+            assert rank.failed is not None
+            self._fail(f"rank {rank.number} failed in order {rank.failed[0]}: {rank.failed[1]}")
+            return
+        waiting = [r for r in self._ranks if self._is_ready and r.finished < self._sent]
+        if waiting and now - self._sent_at > 2 * self.timeout:
+            least = min(r.finished for r in waiting)
+            names = ", ".join(f"rank {r.number}" for r in waiting if r.finished == least)
+            self._fail(
+                f"{names} did not finish order {least + 1} within {2 * self.timeout:g} s; raise "
+                "step_timeout if steps may take that long"
+            )
+
+    def _all_failed(self) -> bool:
+        return all(rank.failed and rank.failed[0] == self._sent for rank in self._ranks)
+
+    def _how_it_ended(self, rank: _Rank) -> str:
+        status = self._nursery.status(rank.pid, GRACE_SECONDS)
+        if status is None:
+            how = "closed its connection"
+        elif status < 0:
+            how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
+        else:
+            how = f"ended with exit code {status}"
+        return f"rank {rank.number} (process {rank.pid}) {how}"
+
+    def _fail(self, message: str) -> None:
+        if self._failure is None:
+            self._failure = RankError(f"{message}; all ranks end")
+            self._nursery.kill(self.pids)
+        self._changed.notify_all()
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,110 @@
+"""A rank that follows: loads its slices, then runs what rank 0 orders. Decides nothing.
+
+The main thread runs orders; another one reads the socket and answers pings meanwhile, so that rank
+0 can tell a rank that waits for others from one that hangs. When rank 0 is gone, this process ends.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+
+import numpy as np
+
+from dsv4.cache.geometry import POOLS
+from dsv4.errors import RankError
+from dsv4.parallel.layout import Layout
+from dsv4.parallel.orders import Link, Message, Order
+from dsv4.parallel.team import describe
+from dsv4.runner.buffers import Shape
+from dsv4.runner.ranks.start import connect, digest, load_rank
+from dsv4.runner.runner import Runner
+from dsv4.runner.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+def main(connection: socket.socket) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return Follower(Link(connection)).run()
+
+
+class Follower:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._inbox: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
+        self._finished = 0
+
+    def run(self) -> int:
+        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            runner = self._start(self._inbox.get()[0])
+        except Exception as error:
+            log.debug("a rank cannot start", exc_info=True)
+            self._link.send({"kind": "failed", "n": 0, "error": describe(error)})
+            return 1
+        while True:
+            order = Order.from_message(*self._inbox.get(), self._finished + 1)
+            if order.kind == "end":
+                return 0
+            answer: Message = {"kind": "done", "n": order.number}
+            try:
+                self.execute(runner, order)
+            except Exception as error:
+                log.debug("order %d failed", order.number, exc_info=True)
+                answer = {"kind": "failed", "n": order.number, "error": describe(error)}
+            self._finished = order.number
+            self._link.send(answer)
+
+    def _start(self, told: Message) -> Runner:
+        logging.basicConfig(level=told["log_level"], format=f"rank {told['rank']}: %(message)s")
+        stages = tuple(range(*pair) for pair in told["stages"])
+        layout = Layout(told["tp"], told["pp"], told["rank"], stages)
+        settings = Settings(**told["settings"])
+        found = digest(told["folder"])
+        if found != told["digest"]:
+            raise RankError(
+                f"found another checkpoint or version here ({found[:12]}), expected rank 0's "
+                f"({told['digest'][:12]}); use the same files, dsv4 and torch on all ranks"
+            )
+
+        def progress(done: int, total: int) -> None:
+            self._link.send({"kind": "progress", "done": done, "total": total})
+
+        weights, config = load_rank(told["folder"], settings, layout, progress)
+        self._link.send({"kind": "loaded"})
+        message, _ = self._inbox.get()
+        assert message["kind"] == "connect", message
+        model = connect(layout, config, weights, settings, told["store"], told["timeout"])
+        runner = Runner(model, settings)
+        self._link.send({"kind": "ready"})
+        return runner
+
+    def execute(self, runner: Runner, order: Order) -> None:
+        numbers = order.numbers
+        if order.kind == "step":
+            tokens, sequences, context, one_each = numbers
+            shape = Shape(tokens, sequences, context, bool(one_each))
+            runner.follow_step(shape, np.frombuffer(order.line, dtype=np.int64))
+        elif order.kind == "score":
+            runner.follow_score(numbers, np.frombuffer(order.line, dtype=np.int64))
+        elif order.kind == "copy_page":
+            runner.state.copy_page(POOLS[numbers[0]], numbers[1], numbers[2])
+        elif order.kind == "save_rows":
+            runner.state.save_rows(*numbers)
+        elif order.kind == "restore_rows":
+            runner.state.restore_rows(*numbers)
+
+    def _listen(self) -> None:
+        """Ends the process when rank 0 is gone: the main thread may be waiting for other ranks."""
+        with contextlib.suppress(OSError, RankError):
+            while (found := self._link.receive()) is not None:
+                if found[0].get("kind") == "ping":
+                    self._link.send({"kind": "pong", "n": self._finished})
+                else:
+                    self._inbox.put(found)
+        os._exit(1)

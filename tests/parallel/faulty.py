@@ -1,0 +1,39 @@
+"""A rank with a fault, which `audit_folder` names: that setting reaches every rank unchanged."""
+
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+from dsv4.errors import KernelError
+from dsv4.parallel.orders import Order
+from dsv4.runner.ranks import follower
+from dsv4.runner.runner import Runner
+
+
+class Faulty(follower.Follower):
+    fault = ""
+    rank = 0
+
+    def _start(self, told: dict[str, Any]) -> Runner:
+        self.fault, self.rank = told["settings"]["audit_folder"], told["rank"]
+        if self.fault == "slow":
+            time.sleep(3.0)
+        if self.fault == "digest":
+            told = {**told, "digest": "0" * 32}
+        if self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._start(told)
+
+    def execute(self, runner: Runner, order: Order) -> None:
+        if order.number == 3 and self.fault == "raises":
+            raise ValueError("a wrong number")
+        if order.number == 3 and self.fault == "alike":
+            raise KernelError("the same everywhere")
+        super().execute(runner, order)
+
+
+def main(connection: socket.socket) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return Faulty(follower.Link(connection)).run()

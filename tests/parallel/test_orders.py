@@ -1,0 +1,116 @@
+"""Orders survive the wire; lost, repeated, damaged and senseless ones are refused."""
+
+import json
+import random
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dsv4.errors import RankError
+from dsv4.parallel.orders import ORDERS, Link, Order
+from dsv4.runner.buffers import Shape, step_line
+
+Ends = tuple[Link, Link, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ours, theirs = socket.socketpair()
+    yield Link(ours), Link(theirs), ours
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_orders_come_back_as_they_were(ends: Ends, seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver, _ = ends
+    orders = []
+    for number in range(1, 30):
+        kind = rng.choice(list(ORDERS))
+        count = ORDERS[kind]
+        numbers = [
+            rng.randrange(-5, 2**40) for _ in range(rng.randrange(9) if count is None else count)
+        ]
+        orders.append(Order(number, kind, tuple(numbers), rng.randbytes(rng.randrange(3000))))
+    writing = threading.Thread(target=lambda: [sender.send(*o.to_message()) for o in orders])
+    writing.start()
+    for number, order in enumerate(orders, start=1):
+        found = receiver.receive()
+        assert found is not None
+        assert Order.from_message(*found, number) == order
+    writing.join()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": 7}, "found order 7, expected 5: one is lost or repeated"),
+        ({"kind": "dance"}, "found the order 'dance', expected one of step"),
+        ({"numbers": [1]}, "order 5 (copy_page) has 1 numbers, expected 3"),
+        ({"numbers": [1, 2, "3"]}, "expected whole numbers"),
+        ({"numbers": None}, "expected whole numbers"),
+        ({"check": 1}, "order 5 (copy_page) arrived damaged"),
+    ],
+)
+def test_orders_that_are_refused(change: dict[str, object], words: str) -> None:
+    message, line = Order(5, "copy_page", (1, 2, 3), b"abc").to_message()
+    message = json.loads(json.dumps(message))
+    assert Order.from_message(message, line, 5).numbers == (1, 2, 3)
+    with pytest.raises(RankError) as error:
+        Order.from_message({**message, **change}, line, 5)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_noise_is_refused_or_ends(ends: Ends, seed: int) -> None:
+    """Nothing but a RankError, and no wait for bytes that never come."""
+    rng = random.Random(seed)
+    _, receiver, raw = ends
+    header = json.dumps({"kind": "step", "size": 4}).encode()
+    good = bytearray(len(header).to_bytes(4, "big") + header + b"line")
+    for _ in range(1 + seed % 3):
+        good[rng.randrange(len(good))] = rng.randrange(256)
+    raw.sendall(good)
+    raw.shutdown(socket.SHUT_WR)
+    try:
+        while receiver.receive() is not None:
+            continue
+    except RankError:
+        return
+
+
+def test_the_end_of_a_link_is_seen(ends: Ends) -> None:
+    _, receiver, raw = ends
+    raw.sendall(b"\0\0\0\x20{")
+    raw.close()
+    assert receiver.receive() is None
+
+
+def test_a_ping_does_not_wait_for_a_rank_that_reads_nothing(ends: Ends) -> None:
+    sender, receiver, raw = ends
+    stuck = threading.Thread(target=lambda: sender.send({"kind": "step"}, bytes(1 << 24)))
+    stuck.start()
+    while raw not in _unwritable(raw):
+        pass
+    for _ in range(10):
+        sender.try_send({"kind": "ping"})
+    found = receiver.receive()
+    assert found is not None
+    assert len(found[1]) == 1 << 24
+    stuck.join()
+
+
+def _unwritable(raw: socket.socket) -> list[socket.socket]:
+    return [] if select.select([], [raw], [], 0.01)[1] else [raw]
+
+
+def test_a_decode_order_is_small() -> None:
+    """The line of a step of one sequence; it goes to every rank before each token."""
+    message, line = Order(
+        10**6, "step", (1, 1, 4096, 1), bytes(8 * step_line(Shape(1, 1, 4096, True)).length)
+    ).to_message()
+    assert len(json.dumps(message)) + len(line) < 2048

@@ -1,0 +1,199 @@
+"""Ranks as processes over Gloo: the answers of one process, and failures that name the rank.
+
+The processes come from one nursery, so torch is imported once for all tests of this file.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.engine import Engine
+from dsv4.errors import KernelError, OptionError, RankError
+from dsv4.parallel import team as team_module
+from dsv4.request import Request, SamplingParams
+from dsv4.runner.ranks import start
+from dsv4.testing import random_weights, small_config, write_checkpoint
+from tests.models import BYTE_TOKENIZER
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=5, logprobs=3)
+PROMPTS = ([7, 8, 9], list(range(1, 140)), [3], list(range(1, 133)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight groups, so that eight ranks can share a layer."""
+    config = small_config(
+        vocab_size=271, num_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128), num_heads=8,
+        o_groups=8, o_lora_rank=16, num_experts=8, hc_sinkhorn_iters=3, bos_id=256, eos_ids=(257,),
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, config, random_weights(config, 1))
+    (path / "tokenizer.json").write_bytes(BYTE_TOKENIZER.read_bytes())
+    return path
+
+
+def answers(engine: Engine) -> Any:
+    """Sampled tokens and log-probabilities in one batch, a cached prefix, and every logit."""
+    found = engine.generate(list(PROMPTS), PARAMS)
+    again = engine.generate([PROMPTS[1]], PARAMS)  # begins with a snapshot
+    logits = torch.cat(list(engine.score(PROMPTS[1])))
+    engine.check_integrity()
+    return [(c.token_ids, c.logprobs) for c in [*found, *again]], logits
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    return answers(Engine.load(folder, device="cpu"))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2), (8, 1)])
+def test_ranks_answer_like_one_process(folder: Path, alone: Any, tp: int, pp: int) -> None:
+    engine = Engine.load(folder, device="cpu", tp=tp, pp=pp)
+    try:
+        tokens, logits = answers(engine)
+        assert tokens == alone[0]
+        assert torch.equal(logits, alone[1])
+    finally:
+        engine.close()
+
+
+def test_no_process_is_left_behind(folder: Path) -> None:
+    engine = Engine.load(folder, device="cpu", tp=2, pp=2)
+    pids = ranks_of(engine)
+    assert len(pids) == 3
+    assert all(map(is_running, pids))
+    engine.close()
+    assert not any(map(is_running, pids))
+    engine.close()  # twice does no harm
+
+
+def ranks_of(engine: Engine) -> list[int]:
+    assert engine._runner.team is not None
+    return engine._runner.team.pids
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "FOLLOWER", "tests.parallel.faulty")
+    monkeypatch.setattr(team_module, "GRACE_SECONDS", 0.5)
+
+
+@pytest.fixture
+def loaded() -> Iterator[list[Engine]]:
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def load(folder: Path, loaded: list[Engine], fault: str = "", **choices: Any) -> Engine:
+    engine = Engine.load(folder, device="cpu", tp=2, audit_folder=fault, **choices)
+    loaded.append(engine)
+    return engine
+
+
+def check_broken(engine: Engine, pids: list[int], words: str) -> None:
+    """Requests end with the reason, later ones too, and nothing runs any more."""
+    for name in ("a", "b"):
+        engine.add(Request(name, (5, 6, 7), SamplingParams(max_tokens=4000, stop_ids=())))
+    errors: dict[str, str] = {}
+    while engine.num_unfinished:
+        for output in engine.step():
+            if output.finish_reason == "error":
+                errors[output.request_id] = output.error or ""
+    assert errors.keys() == {"a", "b"}
+    for error in errors.values():
+        assert words in error
+    assert isinstance(engine.failure, RankError)
+    assert engine.failure.exit_code == 70
+    engine.close()
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped(
+    folder: Path, faulty: None, loaded: list[Engine], sent: signal.Signals
+) -> None:
+    engine = load(folder, loaded, step_timeout=60.0 if sent == signal.SIGKILL else 4.0)
+    pids = ranks_of(engine)
+    timer = threading.Timer(0.3, os.kill, (pids[0], sent))
+    timer.start()
+    begin = time.monotonic()
+    how = "was ended by signal 9 (SIGKILL)" if sent == signal.SIGKILL else "gave no sign of life"
+    check_broken(engine, pids, f"rank 1 (process {pids[0]}) ")
+    assert how in str(engine.failure)
+    assert time.monotonic() - begin < 50  # no rank waits for the one that is gone
+    timer.join()
+
+
+def test_a_rank_that_fails_alone(folder: Path, faulty: None, loaded: list[Engine]) -> None:
+    engine = load(folder, loaded, "raises")
+    check_broken(
+        engine, ranks_of(engine), "rank 1 failed in order 3: ValueError: a wrong number; all ranks"
+    )
+
+
+def test_an_error_of_all_ranks_ends_its_requests_only(
+    folder: Path, faulty: None, loaded: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder, loaded, "alike")
+    run, turns = engine._runner._run, iter(range(100))
+
+    def failing(key: Any) -> None:
+        if not isinstance(key, int) and next(turns) == 2:
+            raise KernelError("the same everywhere")
+        run(key)
+
+    monkeypatch.setattr(engine._runner, "_run", failing)
+    [failed] = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0))
+    assert (failed.finish_reason, failed.error) == ("error", "the same everywhere")
+    assert engine.failure is None
+    assert len(engine.generate([[5, 6]], SamplingParams(max_tokens=3, temperature=0))) == 1
+
+
+def test_starts_that_fail(folder: Path, faulty: None, loaded: list[Engine]) -> None:
+    with pytest.raises(RankError, match="rank 1 cannot start: RankError: found another checkpoint"):
+        load(folder, loaded, "digest")
+    with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was ended by signal 9"):
+        load(folder, loaded, "dies")
+    engine = load(folder, loaded, "slow", step_timeout=2.0)  # slower than a step may be
+    assert engine.generate([[5]], SamplingParams(max_tokens=2))[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"tp": 3}, "tp is 3, expected a divisor of 8"),
+        ({"pp": 4}, "pp is 4, expected 1 to 3, the model's layers"),
+        ({"tp": 0}, "tp is 0, expected a whole number above 0"),
+        ({"tp": "2"}, "tp is '2', expected a whole number"),
+        ({"tp": 2, "prefix_disk": "prefixes"}, "prefix_disk is not possible"),
+        ({"tp": 2, "activations": "a4"}, "activations=a4 is not possible"),
+    ],
+)
+def test_layouts_that_cannot_be(
+    folder: Path, choices: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    if "prefix_disk" in choices:
+        choices = {**choices, "prefix_disk": str(tmp_path)}
+    with pytest.raises(OptionError) as error:
+        Engine.load(folder, device="cpu", **choices)
+    assert words in str(error.value)

@@ -1,0 +1,48 @@
+"""A server whose model is shared by two ranks: the answers of one, and a restart of both."""
+
+import os
+import signal
+from pathlib import Path
+
+from tests.server.support import ASK, Server, in_background, wait_for
+
+CHAT = "/v1/chat/completions"
+
+
+def ranks(engine: int) -> list[int]:
+    """The engine's nursery and its ranks."""
+    found, waiting = [], [engine]
+    while waiting:
+        pid = waiting.pop()
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            waiting += [int(child) for child in (task / "children").read_text().split()]
+        found.append(pid)
+    return found[1:]
+
+
+def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
+    body = {"messages": ASK, "max_tokens": 12, "seed": 3, "logprobs": True}
+    wanted = tiny.post(CHAT, body).json()["choices"]
+    server = Server("--device", "cpu", "--tp", "2", fake=False).wait()
+    try:
+        assert server.post(CHAT, body).json()["choices"] == wanted
+        nursery, rank = ranks(server.engine_pid)
+        running = in_background(lambda: server.post(CHAT, {**body, "max_tokens": 4000}))
+        wait_for(lambda: server.stats()["num_running"] == 1)
+        os.kill(rank, signal.SIGKILL)
+        answer = running.result(60)
+        assert answer.status_code in (500, 503)
+        wait_for(lambda: server.stats()["restarts"] == 1)
+        wait_for(lambda: _is_ready(server))
+        assert server.post(CHAT, body).json()["choices"] == wanted
+        left = [nursery, rank]
+    finally:
+        last = ranks(server.engine_pid)
+        assert server.stop() == 0
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (*left, *last)))
+    assert f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)" in server.final_log
+
+
+def _is_ready(server: Server) -> bool:
+    with server.client() as client:
+        return client.get("/ready").status_code == 200
