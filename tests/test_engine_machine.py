@@ -35,7 +35,7 @@ def folder() -> Path:
 def request_of(kind: int) -> Request:
     """Three beginnings of one to three blocks, tails of their own, all ways to sample."""
     rng = random.Random(kind)
-    head = [random.Random(kind % 3).randrange(256) for _ in range(128 * (1 + kind % 3))]
+    head = random.Random(kind % 3).choices(range(256), k=128 * (1 + kind % 3))
     tail = [rng.randrange(256) for _ in range(rng.choice((1, 5, 60, 127)))]
     params = SamplingParams(
         max_tokens=rng.choice((1, 3, 6)),

@@ -115,7 +115,7 @@ def test_every_token_alone() -> None:
     """From the first token past two blocks of 128, one token a step."""
     config = small_config(index_num_heads=16, num_layers=3, compress_ratios=(0, 4, 128))
     weights = random_weights(config, 7)
-    ids = [random.Random(1).randrange(config.vocab_size) for _ in range(270)]
+    ids = random.Random(1).choices(range(config.vocab_size), k=270)
     reference = Reference(config, weights, [ids])
     compare(reference, exact_runner(config, weights), token_by_token(len(ids), 0))
 
@@ -127,7 +127,7 @@ def test_nasty_weights() -> None:
     """
     config = small_config(index_num_heads=16, compress_ratios=(0, 128, 4, 128, 4, 0, 128))
     weights = random_weights(config, 3, nasty=True)
-    ids = [random.Random(2).randrange(config.vocab_size) for _ in range(300)]
+    ids = random.Random(2).choices(range(config.vocab_size), k=300)
     reference = Reference(config, weights, [ids])
     ties, expected = reference.ties, reference.logits[0]
     ours = run_schedule(exact_runner(config, weights), [ids], [[(0, len(ids))]], ties.step)[0]

@@ -56,7 +56,7 @@ def test_ties_are_decided_as_the_other_side_decides(make_ties: object) -> None:
     """Other roundings of the same model; without the detector they would be far off."""
     weights = random_weights(CONFIG, 21)
     make_ties(weights)  # type: ignore[operator]
-    ids = [random.Random(1).randrange(CONFIG.vocab_size) for _ in range(LENGTH)]
+    ids = random.Random(1).choices(range(CONFIG.vocab_size), k=LENGTH)
     reference = Reference(CONFIG, weights, [ids])
     furthest = 0.0
     for used in (weights, *(nudged(weights, seed) for seed in range(101, 104))):

@@ -36,7 +36,7 @@ VISIBLE = 0.02  # a hundred times the tolerance
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    ids = [random.Random(5).randrange(CONFIG.vocab_size) for _ in range(LENGTH)]
+    ids = random.Random(5).choices(range(CONFIG.vocab_size), k=LENGTH)
     return Reference(CONFIG, random_weights(CONFIG, 11), [ids])
 
 

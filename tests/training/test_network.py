@@ -25,7 +25,7 @@ PADDED = 512
 def test_logits_equal_the_engine(seed: int, most_scores: int) -> None:
     config = small_config(index_num_heads=16)
     weights = random_weights(config, seed)
-    ids = [random.Random(seed).randrange(config.vocab_size) for _ in range(LENGTH)]
+    ids = random.Random(seed).choices(range(config.vocab_size), k=LENGTH)
     padded = torch.tensor([ids + [0] * (PADDED - LENGTH)])
     options = Options(most_scores=most_scores)
     with torch.no_grad(), recorded_choices() as choices:
