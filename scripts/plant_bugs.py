@@ -5,9 +5,10 @@
     python scripts/plant_bugs.py -o benchmarks/records/DATE_cpu_planted_bugs.jsonl
 
 A bug is one changed piece of text in a copy of the tree; the tests beside it are the smallest part
-of the suite that ought to notice. Before that they run once on the unchanged copy, where they have
-to pass. A test that hangs counts as noticing: every test has a time limit. The exit code is 1 if a
-bug survives, or if its text is no longer found exactly once (then it needs a new home).
+of the suite that ought to notice. They run once on the unchanged copy, where they have to pass, and
+then with the bug until the first failure. A test that hangs counts as noticing: every test has a
+time limit. The record is written anew after every bug. The exit code is 1 if a bug survives, or if
+its text is no longer found exactly once (then it needs a new home).
 """
 
 import argparse
@@ -37,7 +38,6 @@ class Bug:
 SCHEDULER = ("tests/scheduler",)
 PREFIX = ("tests/oracle/test_prefix.py",)
 PAGES = ("tests/cache/test_pages.py",)
-DISK = ("tests/cache/test_disk.py",)
 SAMPLE = ("tests/ops/test_sample.py",)
 FORMULAS = ("tests/ops/test_formulas.py",)
 ENGINE = ("tests/test_engine.py",)
@@ -81,16 +81,17 @@ BUGS = (
         'if partial in snapshot.columns["hca"]:', "if False:", PREFIX),
     Bug("an unused older prefix stays", "dsv4/cache/prefix.py",
         "if older is not None and older.num_hits == 0:", "if False:",
-        ("tests/scheduler", "tests/cache", "tests/oracle/test_prefix.py")),
+        PREFIX),
     Bug("the salt is not in the key", "dsv4/cache/prefix.py",
         "salt.encode()", 'b""', PREFIX),
-    Bug("a fingerprint without the header", "dsv4/cache/disk.py",
-        "digest.update(file.read(2**16))", "file.read(2**16)", DISK),
+    Bug("a fingerprint without config.json", "dsv4/cache/fingerprint.py",
+        'parts.append(("config.json", _digest(folder / "config.json")))', "pass",
+        ("tests/cache/test_fingerprint.py",)),
     # --- numbers
     Bug("a tie of E2M1 rounds up", "dsv4/formats/e2m1.py",
         "code += magnitude > 2.5", "code += magnitude >= 2.5", FORMATS),
     Bug("the floor of FP8 groups", "dsv4/formats/fp8.py",
-        "AMAX_FLOOR = 1e-4", "AMAX_FLOOR = 1e-6", (*FORMATS, *FORMULAS)),
+        "AMAX_FLOOR = 1e-4", "AMAX_FLOOR = 1e-6", FORMATS),
     Bug("sinkhorn one round short", "dsv4/ops/mhc/mix.py",
         "for _ in range(iters - 1):", "for _ in range(iters - 2):", FORMULAS),
     Bug("yarn rounds the wrong way", "dsv4/ops/attention/rope.py",
@@ -139,8 +140,8 @@ BUGS = (
         "if len(shape) > MAX_RANK:", "if False:", ("tests/checkpoint/test_bad_input.py",)),
     # --- server
     Bug("any key opens", "dsv4/server/gate.py",
-        "if not sum(hmac.compare_digest(one, key) for one in given for key in self._keys):",
-        "if not given:", LIMITS),
+        "for one in given for key in self._keys if hmac.compare_digest(one, key)]",
+        "for one in given for key in self._keys]", LIMITS),
     Bug("a body one byte too large", "dsv4/server/gate.py",
         "if len(body) > MAX_BODY_BYTES:", "if len(body) > 2 * MAX_BODY_BYTES:", LIMITS),
     Bug("other names than localhost", "dsv4/server/gate.py",
@@ -193,16 +194,25 @@ def plant(tree: Path, bug: Bug) -> dict[str, object]:
     return {"outcome": outcome, "by": "" if survived else line, "seconds": seconds}
 
 
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def facts() -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     return {
         "what": "bugs planted one by one: does a test notice?",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "commit": commit,
-        "command": "python scripts/plant_bugs.py",
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "uncommitted changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "command": " ".join(["python", "scripts/plant_bugs.py", *sys.argv[1:]]),
     }
+
+
+def write_record(path: Path, about: dict[str, object], rows: list[dict[str, object]]) -> None:
+    num_noticed = sum(row["outcome"] == "noticed" for row in rows)
+    lines = [{**about, "planted": len(rows), "noticed": num_noticed}, *rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
@@ -211,7 +221,8 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, help="where to write a record (JSON lines)")
     options = parser.parse_args()
     chosen = [bug for bug in BUGS if any(part in bug.name for part in options.only)]
-    rows, left = [], 0
+    about, left = facts(), 0
+    rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
@@ -226,10 +237,8 @@ def main() -> None:
             left += result["outcome"] != "noticed"
             rows.append({**asdict(bug), **result})
             print(f"{result['outcome']:13}{bug.name}: {result.get('by', '')}", flush=True)  # noqa: T201
-    if options.out is not None:
-        noticed = {"planted": len(rows), "noticed": len(rows) - left}
-        lines = [{**facts(), **noticed}, *rows]
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            if options.out is not None:
+                write_record(options.out, about, rows)
     print(f"{len(rows) - left} of {len(rows)} noticed")  # noqa: T201
     sys.exit(1 if left else 0)
 

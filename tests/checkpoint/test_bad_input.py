@@ -118,6 +118,15 @@ def test_a_header_of_200_mb_is_not_even_read(tmp_path) -> None:
         read_header(path)
 
 
+@pytest.mark.parametrize("missing", [1, 8, 9])
+def test_a_header_ends_inside_its_file(missing: int, tmp_path) -> None:
+    """Also where the bytes that are there would do: the header says that there were more."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((2 + missing).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=f"header needs {10 + missing} bytes, .* has 10;"):
+        read_header(path)
+
+
 def test_good_headers_are_accepted(tmp_path) -> None:
     header = {"__metadata__": {"format": "pt"}, "a": entry(0, 8), "e": entry(8, 8, [0, 3])}
     found = read_header(header_file(tmp_path / "x.safetensors", header, b"12345678"))
