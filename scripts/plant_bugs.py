@@ -1,6 +1,7 @@
 """Plant known bugs one by one and see that the tests notice each.
 
     python scripts/plant_bugs.py                         all of them
+    python scripts/plant_bugs.py --mends                 take back mends instead
     python scripts/plant_bugs.py --only top-p prefix     those whose names contain one of these
     python scripts/plant_bugs.py -o benchmarks/records/DATE_cpu_planted_bugs.jsonl
 
@@ -46,6 +47,20 @@ LIMITS = ("tests/server/test_limits.py",)
 FORMATS = ("tests/formats",)
 GUIDED = ("tests/test_guided.py",)
 STOPS = ("tests/chat/test_parser.py", "tests/test_engine.py", "-k", "stop")
+FINGERPRINT = ("tests/cache/test_fingerprint.py",)
+GUIDED_END = ("tests/test_guided.py", "-k", "end_inside_the_reasoning")
+OPENAI = ("tests/server/test_openai.py", "-k", "calls_are or ignored or best or prompt or guides")
+ANTHROPIC = ("tests/server/test_anthropic.py", "-k", "continued or threads or own_shape")
+RESPONSES = ("tests/server/test_responses.py", "-k", "responses_refuse or echo or offsets")
+DOORS = ("tests/server/test_limits.py", "-k", "head or abort or metrics or doors")
+TINY = ("tests/server/test_tiny.py", "-k", "forced_call or its_plan")
+MADE = ("tests/checkpoint/test_made.py", "-k", "were_quantised or nothing_is_wrong")
+CONFIG = ("tests/test_config.py", "-k", "several_ids or hash_layer or nested_yarn")
+BAD_INPUT = ("tests/checkpoint/test_bad_input.py", "-k", "header or left_alone or foreign")
+CHECK = ("tests/tools/test_check.py", "tests/tools/test_commands.py",
+         "-k", "embedded or never_read or cut_file or test_plan")  # fmt: skip
+DOCTOR = ("tests/tools/doctor", "-k", "located and topk or located and sink or alone or crash")
+OUTPUTS = ("tests/cli/test_cli.py", "-k", "outputs or full_disk or be_read or folders_of")
 
 BUGS = (
     # --- found to survive before they had tests
@@ -85,8 +100,7 @@ BUGS = (
     Bug("the salt is not in the key", "dsv4/cache/prefix.py",
         "salt.encode()", 'b""', PREFIX),
     Bug("a fingerprint without config.json", "dsv4/cache/fingerprint.py",
-        'parts.append(("config.json", _digest(folder / "config.json")))', "pass",
-        ("tests/cache/test_fingerprint.py",)),
+        'parts.append(("config.json", _digest(folder / "config.json")))', "pass", FINGERPRINT),
     # --- numbers
     Bug("a tie of E2M1 rounds up", "dsv4/formats/e2m1.py",
         "code += magnitude > 2.5", "code += magnitude >= 2.5", FORMATS),
@@ -135,9 +149,9 @@ BUGS = (
         "if first == second:", "if len(first) == len(second):", SERVING),
     # --- checkpoint
     Bug("a header may be longer than its file", "dsv4/checkpoint/files/header.py",
-        "if 8 + length > size:", "if length > size + 8:", ("tests/checkpoint/test_bad_input.py",)),
+        "if 8 + length > size:", "if length > size + 8:", BAD_INPUT),
     Bug("axes without limit", "dsv4/checkpoint/files/header.py",
-        "if len(shape) > MAX_RANK:", "if False:", ("tests/checkpoint/test_bad_input.py",)),
+        "if len(shape) > MAX_RANK:", "if False:", BAD_INPUT),
     # --- server
     Bug("any key opens", "dsv4/server/gate.py",
         "for one in given for key in self._keys if hmac.compare_digest(one, key)]",
@@ -150,6 +164,116 @@ BUGS = (
         'if encoding not in ("", "identity"):', "if False:", LIMITS),
     Bug("the client's request id is taken as it comes", "dsv4/server/gate.py",
         "given if _REQUEST_ID.fullmatch(given) else", "given if given else", LIMITS),
+)  # fmt: skip
+# what was mended after users had found it, mended no longer
+MENDS = (
+    # --- answers
+    Bug("an end inside the reasoning ends the answer", "dsv4/sampling/guided.py",
+        "if self._is_active or not self._must_come or token_id not in ends:", "if True:",
+        GUIDED_END),
+    Bug("strict tools have no grammar", "dsv4/server/orders.py",
+        " or any(tool.is_strict for tool in calls.tools)", "", OPENAI),
+    Bug("a format of the answer forbids calls", "dsv4/server/orders.py",
+        'guide if calls is None else Guide("structure", answer_or_calls(guide, calls))', "guide",
+        OPENAI),
+    Bug("any tool is allowed", "dsv4/chat/tool_choice.py",
+        " and (self.allowed is None or name in self.allowed)", "", OPENAI),
+    Bug("a forced call has no grammar", "dsv4/server/orders.py",
+        'return Phase(forced, Guide("structure", calls.after_name(tool)))', "return Phase(forced)",
+        TINY),
+    Bug("top-p of everything", "dsv4/ops/sample/sample.py",
+        "probabilities = torch.softmax(ordered, dim=0)",
+        "probabilities = torch.softmax(row.double().sort(descending=True)[0], dim=0)", SAMPLE),
+    Bug("images are ignored", "dsv4/server/orders.py",
+        'if message.role != "tool" and Image.PLACEHOLDER in message.content:', "if False:",
+        RESPONSES),
+    Bug("a last assistant turn is answered", "dsv4/chat/requests/messages_api.py",
+        'continue_final=messages[-1].role == "assistant" and not messages[-1].calls,', "",
+        ANTHROPIC),
+    Bug("threads are ignored", "dsv4/server/routes/messages.py",
+        '.get("thread") not in (None, False)', '.get("no such field")', ANTHROPIC),
+    Bug("a reference is an unknown item", "dsv4/chat/requests/responses.py",
+        'elif kind == "item_reference":', 'elif kind == "no such kind":', RESPONSES),
+    # --- checkpoints
+    Bug("scales of stacked experts", "dsv4/checkpoint/names.py",
+        "(?:_(scale_inv|activation_scale))?", "(?:_(activation_scale))?", MADE),
+    Bug("MXFP4 under NVFP4's names", "dsv4/checkpoint/linears.py",
+        "return exponents and len(found) == 2 and global_name not in found", "return False", MADE),
+    Bug("a scale for each row", "dsv4/checkpoint/linears.py",
+        "(1, cols), (1, MXFP4_GROUP)", "(1, MXFP4_GROUP)", MADE),
+    Bug("scales with four axes", "dsv4/checkpoint/linears.py",
+        "if len(shape) == 4 and shape[1] == shape[3] == 1:", "if False:", MADE),
+    Bug("llmcompressor's names of experts", "dsv4/checkpoint/names.py",
+        '"wgate": "w1", "gate_proj"', '"gate_proj"', MADE),
+    Bug("one end of an answer only", "dsv4/util/config_json.py",
+        "if not isinstance(listed, list):\n            return (self",
+        "if True:\n            return (self", CONFIG),
+    Bug("a hash layer anywhere", "dsv4/util/config_json.py",
+        'if "moe" in types[:num_hash]:', "if False:", CONFIG),
+    Bug("no warning about attention_factor", "dsv4/util/config_json.py",
+        'if "compress" in nested and yarn.get("attention_factor") is None:', "if False:", CONFIG),
+    Bug("another file blocks loading", "dsv4/checkpoint/files/index.py",
+        "return not any(is_ours(tensor) for tensor in read_header(scan.folder / name))",
+        "return False", BAD_INPUT),
+    Bug("experts only, called everything", "dsv4/checkpoint/layouts/modelopt_full.py",
+        'return multiplies and "nvfp4" in facts.attention', "return multiplies", MADE),
+    Bug("compressed-tensors in FP8 has no name", "dsv4/checkpoint/layouts/compressed_tensors.py",
+        'facts.global_divides or (facts.method == "compressed-tensors" and quantised)',
+        "facts.global_divides", MADE),
+    # --- tools
+    Bug("trained weights are implausible", "dsv4/tools/check_values.py",
+        "factor = ABSOLUTE_FACTOR if trusted else LONE_FACTOR", "factor = 2", CHECK),
+    Bug("what was not read passes", "dsv4/tools/check.py",
+        'undecided = partly if name not in ("files", "header") else ""', 'undecided = ""', CHECK),
+    Bug("inspect of a broken file succeeds", "dsv4/cli/inspect.py",
+        "if summary.num_errors:", "if False:", CHECK),
+    Bug("no entry has been written yet", "dsv4/tools/doctor/cause.py",
+        "if numbers.numel() == 0:", "if False:", DOCTOR),
+    Bug("too small a topk is a wrong score", "dsv4/tools/doctor/plain/stations.py",
+        'judged_later=("topk",)', "", DOCTOR),
+    Bug("doctor draws no tokens", "dsv4/cli/doctor.py",
+        "found.ops += check_sampling(device)", "pass", DOCTOR),
+    Bug("a crash ends doctor", "dsv4/cli/doctor.py",
+        "as status, _surviving(found, what):", "as status:", DOCTOR),
+    Bug("advice that does not help", "dsv4/tools/plan.py",
+        "if _settings(choices, config, _free(smaller, gpu_bytes)) is not None:", "if True:",
+        ("tests/tools/test_plan.py", "-k", "advice")),
+    Bug("plan forgets the context of users", "dsv4/cli/plan.py",
+        "max_context=context[0] if users is not None and context else None,", "", CHECK),
+    Bug("a fingerprint of the first bytes", "dsv4/cache/fingerprint.py",
+        'hashlib.file_digest(file, "blake2b").hexdigest()',
+        "hashlib.blake2b(file.read(4096)).hexdigest()", FINGERPRINT),
+    Bug("the worker's plan is not shown", "dsv4/server/worker/main.py",
+        'channel.send({"kind": "plan", "text": str(prepared)})', "pass", TINY),
+    # --- protocol and errors
+    Bug("ends are not ignored", "dsv4/server/orders.py",
+        "ignores_end=bool(sampling.ignore_eos),", "", OPENAI),
+    Bug("no least length", "dsv4/server/orders.py",
+        '"min_tokens": body.min_tokens,', "", OPENAI),
+    Bug("the first of several", "dsv4/server/schemas.py",
+        "return max(self.n or 1, self.best_of or 1)", "return self.n or 1", OPENAI),
+    Bug("no log-probabilities of the prompt", "dsv4/server/routes/chat.py",
+        '**({} if scored is None else {"prompt_logprobs": scored}),', "", OPENAI),
+    Bug("an older name of a guide", "dsv4/server/orders.py",
+        '("regex", body.guided_regex),', "", OPENAI),
+    Bug("no HEAD", "dsv4/server/json_route.py",
+        'is_head = scope.get("method") == "HEAD" and "GET" in (self.methods or ())',
+        "is_head = False", DOORS),
+    Bug("the begin marker is echoed", "dsv4/server/routes/completions.py",
+        "_Prompt((bos, *ids), 1)", "_Prompt((bos, *ids), 0)", RESPONSES),
+    Bug("offsets count tokens", "dsv4/server/routes/completions.py",
+        "answer.num_characters += len(answer.detokenizer.push(token))",
+        "answer.num_characters += len(answer.detokenizer.push(token)) > 0", RESPONSES),
+    Bug("who leaves is an error", "dsv4/server/routes/completions.py",
+        'finish = "abort"', 'finish = "error"', DOORS),
+    Bug("one shape of models", "dsv4/server/routes/models.py",
+        'if "anthropic-version" not in request.headers:', "if True:", ANTHROPIC),
+    Bug("the queue's time has another name", "dsv4/server/metrics.py",
+        '"request_queue_time_seconds"', '"request_wait_time_seconds"', DOORS),
+    Bug("outputs are not tried before work begins", "dsv4/util/output.py",
+        "_refusing(path, _try_file)", "pass", OUTPUTS),
+    Bug("a folder that may not be read is a crash", "dsv4/cli/__init__.py",
+        "except OSError as error:", "except ZeroDivisionError as error:", OUTPUTS),
 )  # fmt: skip
 
 
@@ -217,10 +341,15 @@ def write_record(path: Path, about: dict[str, object], rows: list[dict[str, obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mends", action="store_true", help="take back mends")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     parser.add_argument("-o", "--out", type=Path, help="where to write a record (JSON lines)")
     options = parser.parse_args()
-    chosen = [bug for bug in BUGS if any(part in bug.name for part in options.only)]
+    chosen = [
+        bug
+        for bug in (MENDS if options.mends else BUGS)
+        if any(part in bug.name for part in options.only)
+    ]
     about, left = facts(), 0
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
