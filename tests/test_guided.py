@@ -405,7 +405,7 @@ def test_guides_nobody_waits_for_leave_nothing_behind(
     [good] = ends_of(troubled, Guide("choice", ["behind them"]))
     assert good.finish_reason == "stop"
     assert children_of(process._process.pid) == []
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads  # those of others may end meanwhile
     troubled.check_integrity()
 
 

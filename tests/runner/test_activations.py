@@ -299,14 +299,14 @@ def test_references_round_their_input(width: str) -> None:
     few, plain = _weight(g, 40, 96, width=width), torch.randn(24, 96, generator=g)
     one, two = linear_multi(x, [few, plain])
     wanted = as_multiplied(x.double(), width) @ few.values.double().T
-    assert _furthest(one, wanted) < 1e-6
+    assert _furthest(one, wanted) < 1e-5
     assert torch.equal(two, linear_multi(x, [plain])[0])  # its neighbour's width is not its own
 
     grouped, heads = _weight(g, 16, 48, width=width), x.view(5, 2, 48)
     parts = as_multiplied(heads.double(), width)
     matrices = grouped.values.double().view(2, 8, 48)
     wanted = torch.einsum("tgk,grk->tgr", parts, matrices).flatten(1)
-    assert _furthest(grouped_linear(heads, grouped), wanted) < 1e-6
+    assert _furthest(grouped_linear(heads, grouped), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("group", ["routed", "shared"])

@@ -8,9 +8,6 @@ import torch
 
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, pretend_cpu_is_a_gpu
 
-# in loops with matrix products where there are any, else anywhere; triton 3.6 and 3.9 differ
-ALLOWED_RELOADS = {"_attend_kernel": 240, "_filter_kernel": 40, "_mix_kernel": 4}
-
 
 @pytest.mark.compile
 def test_steps_compile() -> None:
@@ -20,9 +17,6 @@ def test_steps_compile() -> None:
     assert kernels >= {"_state_kernel", "_queries_kernel", "_up_kernel", "_accept_kernel"}
     for row in rows:
         check_limits(row, 10)
-        most = ALLOWED_RELOADS.get(row["kernel"], 0)
-        found = row["hot_reloads" if row["products"] else "reloads"]
-        assert found <= most, f"{row['case']} {row['kernel']}: {found} reloads"
 
 
 def launches(capability: int) -> Iterator[Launch]:

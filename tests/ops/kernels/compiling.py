@@ -4,6 +4,7 @@ A stub driver lets Triton specialise exactly as a launch would. The compiler's s
 a process, so tests start this file as a program, with what to compile and for which GPU.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -26,11 +27,13 @@ PRODUCT = r"(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*"  # of PTX
 Launch = tuple[str, Callable[[], object]]  # a case's name and what to launch
 
 
-def compiled_facts(module: str, capability: int) -> list[dict[str, Any]]:
-    """One row per kernel that `module.launches()` compiles, in a process of its own."""
+def compiled_facts(module: str, capability: int, *options: str) -> list[dict[str, Any]]:
+    """One row per kernel that `module.launches(capability, *options)` compiles, in a process of
+    its own."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     command = [sys.executable, "-m", "tests.ops.kernels.compiling", module, str(capability)]
+    command += options
     found = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -59,35 +62,53 @@ def counts_are_known() -> bool:
 
 
 def check_limits(row: dict[str, Any], least: int) -> None:
+    """What holds with any compiler. Each allocates registers in its own way, and counts of reloads
+    are its own; a kernel that reloads with every tenth instruction has lost its registers."""
     label = f"{row['case']} {row['kernel']}"
     assert row["shared"] <= MAX_SHARED, label
     assert row["tensor_columns"] <= MAX_TENSOR_COLUMNS, label
     assert row["instructions"] > least, f"{label}: nothing but a trap"
+    assert 10 * row["reloads"] < row["instructions"], f"{label}: {row['reloads']} reloads"
 
 
 def facts(compiled: Any, tools: Path) -> dict[str, Any]:
+    return {
+        **disassembled(compiled.asm["cubin"], tools),
+        "shared": compiled.metadata.shared,
+        "tensor_columns": getattr(compiled.metadata, "tmem_size", 0) or 0,
+        "products": sorted(set(re.findall(PRODUCT, compiled.asm["ptx"]))),
+    }
+
+
+def disassembled(cubin: bytes, tools: Path) -> dict[str, Any]:
+    """What the machine code says; kept, since the tool needs longer to start than to read."""
+    digest = hashlib.sha256(cubin + Path(__file__).read_bytes()).hexdigest()
+    kept = ROOT / "build" / "disassembled" / f"{digest}.json"
+    if kept.exists():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        return found
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        commands = (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        started = [
-            subprocess.Popen([str(tools / tool), flag, file.name], stdout=PIPE, text=True)
-            for tool, flag in commands
-        ]
-        usage, code = (process.communicate()[0] for process in started)
+        usage, code = (
+            subprocess.run([str(tools / tool), flag, file.name], stdout=PIPE, text=True).stdout
+            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
     names, loops = instructions(code)
     registers = re.search(r"REG:(\d+)", usage)
-    return {
+    found = {
         "registers": int(registers[1]) if registers else -1,
         "reloads": names.count("LDL"),
         "hot_reloads": hot_reloads(names, loops),
         "spills": names.count("STL"),
-        "shared": compiled.metadata.shared,
-        "tensor_columns": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "instructions": len(names),
         "mix": sorted(set(names)),
-        "products": sorted(set(re.findall(PRODUCT, compiled.asm["ptx"]))),
     }
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as new:
+        json.dump(found, new)
+    os.replace(new.name, kept)  # whole or not at all: tests run side by side
+    return found
 
 
 def instructions(code: str) -> tuple[list[str], list[tuple[int, int]]]:
@@ -162,7 +183,7 @@ def compile_all(launches: Iterator[Launch], report: Callable[[str, str, Any], No
         launch()
 
 
-def main(module: str, capability: int) -> None:
+def main(module: str, capability: int, *options: str) -> None:
     import triton
 
     install_driver(capability)
@@ -173,9 +194,9 @@ def main(module: str, capability: int) -> None:
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
 
-    compile_all(import_module(module).launches(capability), report)
+    compile_all(import_module(module).launches(capability, *options), report)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

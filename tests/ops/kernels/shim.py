@@ -1,12 +1,15 @@
 """Repairs of Triton's interpreter, without which bf16 and FP8 are silently wrong.
 
 bf16 products, casts and arithmetic go through torch: round to nearest even, FP8 saturating.
-Block-scaled products read E4M3 scales as what they are.
+Block-scaled products read E4M3 scales as what they are. Then what the interpreter computes anew
+for every instruction although it never changes: types, shapes, a check whose result it drops.
 Import it after setting TRITON_INTERPRET=1 and before any module with kernels.
 """
 
+import functools
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ if _EARLY:
     raise RuntimeError(f"{_EARLY[0]} was imported before the interpreter shim")
 
 Handle, Builder = interp.TensorHandle, interp.InterpreterBuilder
+Semantic = type(interp.interpreter_semantic)
 TORCH = {
     tl.float32: torch.float32,
     tl.float16: torch.float16,
@@ -66,7 +70,7 @@ def convert(x, source, target, mode):
 
 def cast(self, source, target):
     old, new = source.dtype.scalar, target.scalar
-    if tl.bfloat16 not in (old, new) or old == new:
+    if "bf16" not in (old.name, new.name) or old == new:
         return _cast(self, source, target)
     x = _f32(source) if old in TORCH else source.data.astype(np.float32)
     return Handle(_down(x, new) if new in TORCH else x.astype(interp._get_np_dtype(target)), new)
@@ -166,19 +170,82 @@ def _bool_mask(name, position):
 
 
 _patched = set()
+_seen_functions = set()
 
 
 def patch_once(function):
     """The language is patched at its first use and stays so: the interpreter does it anew at
     every call of a device function, which took a third of the time."""
-    values = function.__globals__.values()
-    languages = {id(module) for module in (tl, tl.core) if any(v is module for v in values)}
-    if not languages <= _patched:
-        _patch_language(function)
-        _patched.update(languages)
+    if function not in _seen_functions:
+        _seen_functions.add(function)
+        values = function.__globals__.values()
+        languages = {id(module) for module in (tl, tl.core) if any(v is module for v in values)}
+        if not languages <= _patched:
+            _patch_language(function)
+            _patched.update(languages)
     return interp._LangPatchScope()
 
 
+_tensor_init, _block_init = tl.tensor.__init__, tl.block_type.__init__
+_equal, _broadcast = tl.dtype.__eq__, Semantic.broadcast_impl_value
+_np_dtype = functools.cache(interp._get_np_dtype)
+
+
+def _facts_of_tensors(kind):
+    tensor = object.__new__(tl.tensor)
+    _tensor_init(tensor, None, kind)
+    return {k: v for k, v in vars(tensor).items() if k not in ("handle", "type", "dtype")}
+
+
+_SCALAR = _facts_of_tensors(tl.int32)
+
+
+@functools.cache
+def _facts_of_shape(shape):
+    """What a type of blocks and its tensors know, but for the type of an element."""
+    kind = object.__new__(tl.block_type)
+    _block_init(kind, tl.int32, list(shape))
+    facts = {k: v for k, v in vars(kind).items() if k not in ("element_ty", "name")}
+    return {**facts, "facts_of_tensors": _facts_of_tensors(kind)}
+
+
+def block_init(self, element_ty, shape):
+    sizes = tuple(s.value if isinstance(s, tl.constexpr) else s for s in shape)
+    self.__dict__.update(_facts_of_shape(sizes))
+    self.element_ty = element_ty
+
+
+def block_name(self, name):
+    if name == "name":  # for messages only, and costly
+        return f"<{self.shape}, {self.element_ty}>"
+    raise AttributeError(name)
+
+
+def tensor_init(self, handle, type):
+    self.__dict__.update(type.facts_of_tensors if type.is_block() else _SCALAR)
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+
+
+def broadcast(self, left, right):
+    a, b = left.type, right.type
+    if a.is_block() and b.is_block():
+        same = a.shape.values == b.shape.values
+    else:
+        same = not a.is_block() and not b.is_block()
+    return (left, right) if same else _broadcast(self, left, right)
+
+
+tl.block_type.__init__, tl.block_type.__getattr__ = block_init, block_name
+tl.tensor.__init__ = tensor_init
+tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
+Semantic.broadcast_impl_value = broadcast
+interp._get_np_dtype = lambda kind: (
+    np.dtype(np.uint64) if kind.scalar.is_ptr() else _np_dtype(kind.scalar)
+)
+# every sum of integers was computed twice more; the interpreter checks nothing unless it debugs
+interp.interpreter_builder.options = replace(
+    interp.interpreter_builder.options, sanitize_overflow=False
+)
 _patch_language = interp._patch_lang
 interp._patch_lang = patch_once
 _bool_mask("create_masked_load", 1)
@@ -186,4 +253,4 @@ _bool_mask("create_masked_store", 2)
 interp._convert_float, Builder.cast_impl = convert, cast
 Builder.binary_op, Builder.unary_op = binary, unary
 Builder.create_dot, Builder.get_bf16 = dot, bf16_constant
-type(interp.interpreter_semantic).dot_scaled = dot_scaled
+Semantic.dot_scaled = dot_scaled
