@@ -175,7 +175,7 @@ class FakeEngine:
         if "DIE" in job.directives and job.num_sent == 1:
             os._exit(9)
         job.due = time.monotonic() + float(job.directives.get("MS") or 0) / 1000
-        token = job.tokens[job.num_sent]
+        token = job.tokens[min(job.num_sent, len(job.tokens) - 1)]  # who ignores ends goes on
         job.num_sent += 1
         self.num_tokens += 1
         output: dict[str, Any] = {"id": name, "tokens": [token]}
