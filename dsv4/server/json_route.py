@@ -32,8 +32,8 @@ _MEMBERS = re.compile(rb"(?:" + _MEMBER + rb",){1,512}+")
 _ENTRIES = re.compile(rb"(?:\s*+" + _FLAT + rb"\s*+,){1,64}+")
 # Whole characters in JSON notation; a surrogate pair is one.
 _CHARACTERS = re.compile(
-    rb'(?:[^"\\]{1,512}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u])'
-    rb"{1,4096}+"
+    rb'(?:[^"\\]{1,64}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u])'
+    rb"{1,1024}+"
 )
 
 

@@ -114,7 +114,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
+async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     service: Service = request.app.state.service
     service.model_name(body.model)
 
@@ -122,4 +122,5 @@ async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, str]:
         service.check_ids(body.tokens, "tokens", last=2**31 - 1)  # unknown ids decode to U+FFFD
         return service.tokenizer.decode(body.tokens)
 
-    return {"prompt": await in_thread(decode)}
+    text = await in_thread(decode)
+    return await whole_answer(lambda: {"prompt": text}, len(body.tokens))
