@@ -6,6 +6,7 @@ from dsv4.checkpoint.names import Parameter
 from dsv4.checkpoint.sources import Cell
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
+from dsv4.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,19 @@ class Selection:
     heads: range | None = None
     vocab: range | None = None
     whole_wo_b: bool = False
+
+
+def selection(layout: Layout, config: ModelConfig) -> Selection:
+    """What a rank reads. `wo_b` is whole on each: a rank owns rows of prompts."""
+    if layout.world == 1:
+        return Selection()
+    return Selection(
+        layers=layout.layers(config),
+        experts=layout.experts(config),
+        heads=layout.heads(config),
+        vocab=layout.vocab(config),
+        whole_wo_b=True,
+    )
 
 
 @dataclass(frozen=True)

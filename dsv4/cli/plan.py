@@ -105,6 +105,9 @@ def _print(result: Plan, console: Console) -> None:
         count = f"[{color}]{fit.sequences:,}[/]"
         fits.add_row(f"{fit.context:,}", size_text(fit.sequence_bytes), count)
     console.print(fits)
+    if result.rank_bytes:
+        shares = ", ".join(f"{size_text(n)} at tp {tp}" for tp, n in result.rank_bytes.items())
+        console.print(f"weights of one of several ranks (no GPUs yet): {shares}", highlight=False)
     s = result.settings
     if s is not None:
         console.print(

@@ -1,7 +1,4 @@
-"""How the ranks of a tensor group share a layer. The only place in the model that knows of ranks.
-
-A rank has its heads, their rows of `wo_a`, its experts and its part of the vocabulary; everything
-else is whole on each. Two forms of a layer, with the same bits:
+"""How the ranks of a tensor group share a layer, in two forms with the same bits:
 
     Copies   few rows: every rank has all rows and streams; `wo_b` by ranges of K and experts are
              computed apart, and every rank gets all parts
@@ -11,9 +8,6 @@ else is whole on each. Two forms of a layer, with the same bits:
 Partial sums are added in one order, independent of the rank that computed them: ranges of K
 ascending; experts ascending, the shared one last. `Whole` is a single rank, with all fusions.
 """
-
-from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +25,8 @@ from dsv4.ops.parts import Parts
 from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import Layout, k_ranges
 
+Moe = tuple[Gate, Experts]
+Matrices = tuple[list[Weight], list[torch.dtype]]  # and the dtypes of their results
 ROWS_FROM = 64  # rows of a step from which ranks own rows; the bits are the same on both sides
 
 
@@ -41,20 +37,16 @@ class Whole:
         """This rank's rows of something that is whole on every rank."""
         return rows
 
-    def mix_linear(
-        self, residual: Residual, site: MixSite, by: Sequence[Weight], dtypes: Sequence[torch.dtype]
-    ) -> Mixed:
+    def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
         """Streams collapsed at `site`, and the products of all rows with `by`."""
-        return block.mix_linear(residual, site, by, dtypes)
+        return block.mix_linear(residual, site, *by)
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | Parts:
         """The groups of this rank's heads -> attention's result, of the rows that it owns."""
         return block.linear_parts(grouped, wo_b)
 
-    def experts(
-        self, residual: Residual, site: MixSite, token_ids: Tensor, gate: Gate, experts: Experts
-    ) -> Residual:
-        return block.mix_experts(residual, site, token_ids, gate, experts)
+    def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
+        return block.mix_experts(residual, site, token_ids, *by)
 
     def hidden(self, residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
         """What the head reads: `rows` of all, or all."""
@@ -68,19 +60,16 @@ class Copies(Whole):
         self.ranges = range(layout.tp_rank * share, (layout.tp_rank + 1) * share)
         self.held = layout.experts(config)
 
-    def mix_linear(
-        self, residual: Residual, site: MixSite, by: Sequence[Weight], dtypes: Sequence[torch.dtype]
-    ) -> Mixed:
+    def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
         streams, x, post, comb = collapse(residual, site)
-        return streams, post, comb, linear_multi(self.all_rows(x), by, dtypes)
+        return streams, post, comb, linear_multi(self.all_rows(x), *by)
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | Parts:
         parts = linear_ranges(grouped, wo_b, self.ranges)
         return Parts(self.gather(parts).flatten(0, 1)[None], None, grouped.dtype)
 
-    def experts(
-        self, residual: Residual, site: MixSite, token_ids: Tensor, gate: Gate, experts: Experts
-    ) -> Residual:
+    def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
+        gate, experts = by
         streams, x, post, comb = collapse(residual, site)
         chosen, weights = router(x, self.own(token_ids), gate)
         parts = self.pair_parts(x, chosen, weights, experts)
@@ -109,7 +98,7 @@ class Rows(Copies):
     def __init__(self, layout: Layout, comm: Comm, config: ModelConfig, num_rows: int) -> None:
         super().__init__(layout, comm, config)
         self.num_rows, self.rows = num_rows, layout.rows(num_rows)
-        self.owned = [len(replace(layout, rank=rank).rows(num_rows)) for rank in layout.group]
+        self.owned = layout.owned(num_rows)
 
     def own(self, rows: Tensor) -> Tensor:
         return rows[self.rows.start : self.rows.stop]
@@ -151,7 +140,8 @@ class Exchange:
     def __init__(
         self, layout: Layout, comm: Comm, config: ModelConfig, rows_from: int = ROWS_FROM
     ) -> None:
-        self.layout, self.comm, self.config, self.rows_from = layout, comm, config, rows_from
+        self.layout, self.comm, self.config = layout, comm, config
+        self.rows_from = rows_from
 
     def form(self, num_rows: int) -> Whole:
         if self.layout.tp == 1:

@@ -33,4 +33,4 @@ class MoE:
         self, residual: Residual, site: MixSite, token_ids: Tensor, form: Whole
     ) -> Residual:
         """Collapse the streams at `site`, then run router and experts."""
-        return form.experts(residual, site, token_ids, self.gate, self.experts)
+        return form.experts(residual, site, token_ids, (self.gate, self.experts))

@@ -46,10 +46,8 @@ class Block:
         self, residual: Residual, step: StepInputs, state: LayerState, form: Whole
     ) -> Residual:
         """The first half: collapse the streams, project the row, attend."""
-        weights, dtypes = self.attention.inputs(residual.streams.dtype)
-        streams, post, comb, projected = form.mix_linear(
-            residual, self.attention_site, weights, dtypes
-        )
+        matrices = self.attention.inputs(residual.streams.dtype)
+        streams, post, comb, projected = form.mix_linear(residual, self.attention_site, matrices)
         y = self.attention(projected, step, state, form)
         return Residual(streams, Update(y, post, comb))
 

@@ -6,7 +6,7 @@ experts and a range of the vocabulary; the rest, and the state, is replicated.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from dsv4.config import ModelConfig
@@ -94,6 +94,10 @@ class Layout:
         share = -(-num_rows // self.tp)
         stop = min((self.tp_rank + 1) * share, num_rows)
         return range(min(self.tp_rank * share, stop), stop)
+
+    def owned(self, num_rows: int) -> list[int]:
+        """How many rows each rank of the tensor group owns."""
+        return [len(replace(self, rank=rank).rows(num_rows)) for rank in self.group]
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that cannot be laid out so."""

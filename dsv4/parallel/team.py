@@ -99,20 +99,26 @@ class Team:
         try:
             yield
         except Exception as error:
-            text = describe(error)
-            with self._changed:
-                self._own_failure = self._sent
-                self._changed.wait_for(lambda: self._failure or self._all_failed(), GRACE_SECONDS)
-                alike = self._all_failed() and {r.failed[1] for r in self._ranks if r.failed} == {
-                    text
-                }
-                if self._failure is None and not alike:
-                    self._fail(f"rank 0 failed alone in order {self._sent}: {text}")
-                if self._failure is not None:
-                    raise self._failure from error
-                for rank in self._ranks:
-                    rank.failed = None
+            self._settle(error)
             raise
+        except BaseException:  # interrupted: the other ranks are in the middle of the order
+            with self._changed:
+                self._fail(f"rank 0 was interrupted in order {self._sent}")
+            raise
+
+    def _settle(self, error: Exception) -> None:
+        """Rank 0 has failed: returns if the others did alike, else raises why all ranks end."""
+        text = describe(error)
+        with self._changed:
+            self._own_failure = self._sent
+            self._changed.wait_for(lambda: self._failure or self._all_failed(), GRACE_SECONDS)
+            texts = {rank.failed[1] for rank in self._ranks if rank.failed}
+            if self._failure is None and not (self._all_failed() and texts == {text}):
+                self._fail(f"rank 0 failed alone in order {self._sent}: {text}")
+            if self._failure is not None:
+                raise self._failure from error
+            for rank in self._ranks:
+                rank.failed = None
 
     def check(self) -> None:
         if self._failure is not None:

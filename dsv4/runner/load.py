@@ -20,7 +20,6 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
 from dsv4.ops.gemm.packed import repack
 from dsv4.ops.op import warn_unless_strict
-from dsv4.parallel.layout import Layout
 from dsv4.parallel.team import Team
 from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
@@ -59,9 +58,11 @@ class Prepared:
     def __str__(self) -> str:
         s = self.settings
         state = s.geometry(self.config).state_bytes(s.max_context, s.max_sequences, s.state_tokens)
+        tp, pp = self.choices.tp, self.choices.pp
+        where = s.device if tp * pp == 1 else f"{tp * pp} ranks (tp {tp}, pp {pp}) on {s.device}"
         weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
         return (
-            f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {s.device}; "
+            f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {where}; "
             f"{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
             f"{size_text(state)} of state (kv {s.kv_format}, index {s.index_format}); "
             f"activations {s.activations_text}: {choose(self.choices.activations, self.gpu).why}"
@@ -200,19 +201,6 @@ def read_weights(
             weight = replace(weight, activations=width)
         weights[name] = _expand(name, weight) if on_cpu else repack(name, weight)
     return weights
-
-
-def selection(layout: Layout, config: ModelConfig) -> Selection:
-    """What a rank reads. `wo_b` is whole on each: a rank owns rows of prompts."""
-    if layout.world == 1:
-        return Selection()
-    return Selection(
-        layers=layout.layers(config),
-        experts=layout.experts(config),
-        heads=layout.heads(config),
-        vocab=layout.vocab(config),
-        whole_wo_b=True,
-    )
 
 
 def _expand(name: str, weight: Weight) -> Weight:

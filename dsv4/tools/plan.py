@@ -4,7 +4,7 @@ Pure functions without torch, shared with the engine: settings and step memory f
 `runner/settings`, state sizes from `cache/geometry`. This version runs a model on one GPU.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from dsv4.checkpoint.findings import raise_errors
 from dsv4.checkpoint.manifest import build_manifest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
+from dsv4.parallel.layout import Layout, k_ranges
 from dsv4.runner.settings import Settings, resolve, step_bytes
-from dsv4.tools.plan_weights import Scheme, scheme_named, weight_bytes
+from dsv4.tools.plan_weights import Scheme, rank_bytes, scheme_named, weight_bytes
 from dsv4.util.sizes import size_text
 
 CONTEXTS = (4096, 32768, 131072, 262144, 524288, 1048576)
@@ -47,6 +48,7 @@ class Plan:
     fixed_bytes: dict[str, int]  # per sequence, at any length
     fits: list[Fit]
     advice: list[str]
+    rank_bytes: dict[int, int]  # weights of one of several ranks, by tp
 
     @property
     def possible(self) -> bool:
@@ -65,6 +67,7 @@ class Subject:
     weights: str
     groups: dict[str, int]
     checkpoint_bytes: int
+    ranks: dict[int, int] = field(default_factory=dict)  # tp -> bytes of a rank's weights
 
 
 def subject_of(model: str, weights: str | None, folder: Path | None = None) -> Subject:
@@ -127,6 +130,7 @@ def make_plan(
         },
         fits=fits,
         advice=[] if settings else _advice(subject, gpu_bytes, choices, roomy),
+        rank_bytes=subject.ranks,
     )
 
 
@@ -194,4 +198,6 @@ def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
     # the loader casts MXFP4 to NVFP4
     loaded = replace(scheme, experts="nvfp4") if scheme.experts == "mxfp4" else scheme
-    return Subject(name, config, scheme.name, weight_bytes(config, loaded), on_disk)
+    most = k_ranges(config)
+    ranks = {tp: rank_bytes(config, loaded, Layout(tp)) for tp in (2, 4, 8) if most % tp == 0}
+    return Subject(name, config, scheme.name, weight_bytes(config, loaded), on_disk, ranks)

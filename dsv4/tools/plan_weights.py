@@ -3,10 +3,12 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
+from dsv4.checkpoint.cuts import cut_for, is_wanted, selection
 from dsv4.checkpoint.names import Parameter, draft_parameters, parameters
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.spec import FORMATS
+from dsv4.parallel.layout import Layout
 
 _DENSE = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w13", "w2", "e_proj", "h_proj", "main_proj")
 _TENSORS = {"fp8": 2, "fp8_f32": 2, "mxfp4": 2, "nvfp4": 4}  # weight with its scales
@@ -87,6 +89,18 @@ def weight_bytes(
     for name, parameter in chosen.items():
         groups[parameter.group] += _measure(name, parameter, scheme)[0]
     return dict(groups)
+
+
+def rank_bytes(config: ModelConfig, scheme: Scheme, layout: Layout) -> int:
+    """Bytes of the weights that a rank holds."""
+    select, total = selection(layout, config), 0
+    for name, parameter in parameters(config).items():
+        if not is_wanted(name, select, config):
+            continue
+        nbytes, cut = _measure(name, parameter, scheme)[0], cut_for(name, parameter, select, config)
+        taken = cut.experts or cut.rows
+        total += nbytes * len(taken) // parameter.shape[0] if taken else nbytes
+    return total
 
 
 def num_tensors(config: ModelConfig, scheme: Scheme, *, draft: bool = True) -> int:

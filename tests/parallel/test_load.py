@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.checkpoint.cuts import Cut, Selection, cut_for, is_wanted
+from dsv4.checkpoint.cuts import Cut, Selection, cut_for, is_wanted, selection
 from dsv4.checkpoint.names import parameters
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.quantized import Weight
 from dsv4.parallel.layout import Layout, balance
-from dsv4.runner.load import selection
+from dsv4.tools.plan_weights import rank_bytes, scheme_named
 from tests.checkpoint import tiny, writers
 
 MODELS = {name: ModelConfig.builtin(name) for name in ("flash", "pro")}
@@ -52,6 +52,22 @@ def test_cuts_cover_every_element(name: str, tp: int, pp: int) -> None:
         ranges, size = (experts, shape[0]) if ".experts." in parameter else (rows, shape[0])
         every = range(size)  # one rank alone cuts nothing
         assert [i for part in ranges for i in part or every] == list(every), parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "gigabytes"),
+    [("flash", 2, 1, 80.5), ("flash", 4, 1, 42.7), ("flash", 8, 1, 23.8), ("pro", 8, 1, 120.9),
+     ("pro", 8, 2, 60.6)],
+)  # fmt: skip
+def test_bytes_of_the_fullest_rank(name: str, tp: int, pp: int, gigabytes: float) -> None:
+    """As computed by hand for the official files, `wo_b` whole on each rank."""
+    config = MODELS[name]
+    sizes = [
+        rank_bytes(config, scheme_named("official"), layout)
+        for layout in layouts(config, tp, pp)
+        if layout.tp_rank == 0
+    ]
+    assert max(sizes) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,24 @@ def test_an_error_of_all_ranks_ends_its_requests_only(
     assert len(engine.generate([[5, 6]], SamplingParams(max_tokens=3, temperature=0))) == 1
 
 
+def test_an_interrupted_step_ends_the_ranks(
+    folder: Path, loaded: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the middle of it: what they send next would be taken for something else."""
+    engine = load(folder, loaded)
+
+    def interrupted(key: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    assert "rank 0 was interrupted in order 1" in str(engine.failure)
+    [failed] = engine.generate([[5, 6]], SamplingParams(max_tokens=3))
+    assert "interrupted" in (failed.error or "")
+
+
 def test_starts_that_fail(folder: Path, faulty: None, loaded: list[Engine]) -> None:
     with pytest.raises(RankError, match="rank 1 cannot start: RankError: found another checkpoint"):
         load(folder, loaded, "digest")

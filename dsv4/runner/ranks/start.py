@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from dsv4 import __version__
+from dsv4.checkpoint.cuts import selection
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
@@ -32,7 +33,6 @@ from dsv4.runner.load import (
     load_model,
     prepare,
     read_weights,
-    selection,
     set_threads,
 )
 from dsv4.runner.settings import Settings

@@ -8,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,31 @@ def check_two_ranges() -> None:
     assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
 
 
+def check_slices() -> None:
+    """A rank's rows keep the ranges of K of the whole matrix: here two, four by their own shape."""
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
+    from dsv4.ops.gemm.linear import linear
+    from dsv4.ops.gemm.packed import random_tiled
+    from dsv4.ops.op import kernels_on_cpu
+
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(64, 2048, generator=generator)
+    x = torch.randn(3, 2048, generator=generator).bfloat16()
+    for weight in (
+        random_tiled(64, 2048, generator),
+        Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128),
+        UnpackedTensor(values.bfloat16()),
+    ):
+        with kernels_on_cpu():
+            alone = linear(x, weight, torch.float32)
+            part = linear(x, replace(weight, whole_rows=16384), torch.float32)
+            ranges = linear(x, replace(weight, k_ranges=2), torch.float32)
+        assert torch.equal(part, ranges), type(weight)
+        assert not torch.equal(part, alone), type(weight)
+        compare("slices", alone, part, 1e-3, 1e-3)
+
+
 def check_heights() -> None:
     """Tall tiles with as many rows as a height has and one more; then all in one expert."""
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
@@ -221,6 +247,7 @@ def main(group: str) -> None:
     if group == "linear":
         check_cases("linear")
         check_linear_forms()
+        check_slices()
         check_cases("grouped_linear")
     elif group == "experts":
         check_experts()
