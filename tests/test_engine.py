@@ -447,6 +447,32 @@ def test_a_step_ahead_that_fails_keeps_the_tokens_before_it(
         assert answer.token_ids == tokens[:3]
 
 
+def test_a_step_ahead_that_fails_leaves_answers_alone_that_were_complete(
+    ahead: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that ends an answer arrives together with the failure of the step behind it."""
+    params = with_(GREEDY, temperature=1.0, seed=5)
+    [plain] = ahead.generate([PROMPT], params)
+    submit, num_steps = ahead._runner.submit, 0
+
+    def fails_later(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 4:
+            raise RuntimeError("the device fell off")
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(ahead._runner, "submit", fails_later)
+    last = plain.token_ids[2]
+    assert last not in plain.token_ids[:2]
+    ahead.add(Request("complete", tuple(PROMPT), with_(params, stop_ids=(last,))))
+    ahead.add(Request("cut", tuple(PROMPT), params))
+    answers = {name: outputs[-1] for name, outputs in run(ahead).items()}
+    assert (answers["complete"].finish_reason, answers["complete"].error) == ("stop", None)
+    assert answers["cut"].error == "internal error: the device fell off"
+    ahead.check_integrity()
+
+
 def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Dsv4Error("found this, expected that")

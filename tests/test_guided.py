@@ -113,6 +113,21 @@ def test_an_end_inside_the_reasoning_begins_the_answer(engine: Engine, guide: Gu
         assert text in guide.value
 
 
+def test_nothing_is_computed_from_a_token_that_was_replaced(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the step behind it was submitted before the token was known."""
+    assert engine.tokenizer is not None
+    marker, end = engine.tokenizer.special.think_close, engine.tokenizer.special.eos
+    guide = Guide("json_schema", SCHEMA, after_id=marker)
+    options: dict[str, Any] = {"logit_bias": {end: 100.0}, "logprobs": 1}
+    expected = answer(engine, guide, **options)
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
+    found = answer(engine, guide, **options)
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs == expected.logprobs
+
+
 def test_a_guide_that_need_not_come(engine: Engine) -> None:
     """What a tool call looks like if there is one: an answer without one may end."""
     assert engine.tokenizer is not None

@@ -244,6 +244,19 @@ def test_a_preempted_sequence_waits_for_its_token_in_flight() -> None:
     sim.run()
 
 
+def test_a_growing_sequence_keeps_its_newest_prefix_and_those_that_were_used() -> None:
+    sim = Simulator()
+    first = sim.add("first", [1] * 100, max_tokens=300)
+    while first.num_computed < 2 * 128 + 1:
+        sim.step()
+    sim.add("second", first.token_ids[:257], max_tokens=2)  # begins with the first 256
+    sim.run()
+    assert sim.prefix is not None
+    keys = first.keys()
+    kept = [key in sim.prefix for key in keys]
+    assert kept == [False, True, True]  # 128 nobody wanted, 256 was used, 384 is the newest
+
+
 def test_the_same_arrivals_give_the_same_steps() -> None:
     def history() -> list[dict[str, int]]:
         rng, steps = random.Random(5), []
