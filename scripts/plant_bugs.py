@@ -4,12 +4,13 @@
     python scripts/plant_bugs.py --mends                 take back mends instead
     python scripts/plant_bugs.py --only top-p prefix     those whose names contain one of these
     python scripts/plant_bugs.py -o benchmarks/records/DATE_cpu_planted_bugs.jsonl
+    python scripts/plant_bugs.py -o RECORD --left        what that record does not show as noticed
 
 A bug is one changed piece of text in a copy of the tree; the tests beside it are the smallest part
 of the suite that ought to notice. They run once on the unchanged copy, where they have to pass, and
 then with the bug until the first failure. A test that hangs counts as noticing: every test has a
-time limit. The record is written anew after every bug. The exit code is 1 if a bug survives, or if
-its text is no longer found exactly once (then it needs a new home).
+time limit. The record is written anew after every bug; each row says at which commit. The exit code
+is 1 if a bug survives, or if its text is no longer found exactly once (then it needs a new home).
 """
 
 import argparse
@@ -45,7 +46,6 @@ ENGINE = ("tests/test_engine.py",)
 SERVING = ("tests/test_serving.py",)
 LIMITS = ("tests/server/test_limits.py",)
 FORMATS = ("tests/formats",)
-GUIDED = ("tests/test_guided.py",)
 STOPS = ("tests/chat/test_parser.py", "tests/test_engine.py", "-k", "stop")
 FINGERPRINT = ("tests/cache/test_fingerprint.py",)
 GUIDED_END = ("tests/test_guided.py", "-k", "end_inside_the_reasoning")
@@ -136,12 +136,13 @@ BUGS = (
         "if len(sequence.token_ids) >= sequence.max_len:",
         "if len(sequence.token_ids) > sequence.max_len:", ENGINE),
     Bug("a token that a guide replaced is computed with", "dsv4/engine.py",
-        "if token != result.token_id:", "if False:", GUIDED),
+        "if token != result.token_id:", "if False:", ("tests/test_guided.py", "-k", "replaced")),
     Bug("a slot keeps the settings of who had it before", "dsv4/runner/drawing.py",
         "if self._owners[pages.slot] is not pages:", "if self._owners[pages.slot] is None:",
         ENGINE),
     Bug("a failed step ends requests before their tokens", "dsv4/engine.py",
-        "live = filter(self._is_live, sequences)", "live = iter(sequences)", ENGINE),
+        "live = filter(self._is_live, sequences)", "live = iter(sequences)",
+        ("tests/test_engine.py", "-k", "ahead")),
     Bug("a deadline passes unnoticed", "dsv4/engine.py",
         "live.expires <= now", "live.expires <= now - 60", SERVING),
     Bug("the audit compares nothing", "dsv4/scheduler/audit.py",
@@ -326,9 +327,23 @@ def facts() -> dict[str, object]:
     return {
         "what": "bugs planted one by one: does a test notice?",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "uncommitted changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit(),
         "command": " ".join(["python", "scripts/plant_bugs.py", *sys.argv[1:]]),
+    }
+
+
+def commit() -> str:
+    changed = git("status", "--porcelain", "--untracked-files=no", "dsv4", "tests")
+    return git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
+
+
+def noticed_before(path: Path) -> dict[str, dict[str, object]]:
+    """Rows of a record by name; one that was noticed need not be planted again."""
+    about, *rows = (json.loads(line) for line in path.read_text().splitlines())
+    return {
+        row["name"]: {"commit": about["commit"], **row}
+        for row in rows
+        if row["outcome"] == "noticed"
     }
 
 
@@ -342,20 +357,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mends", action="store_true", help="take back mends")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
+    parser.add_argument("--left", action="store_true", help="what the record does not show yet")
     parser.add_argument("-o", "--out", type=Path, help="where to write a record (JSON lines)")
     options = parser.parse_args()
+    if options.left and options.out is None:
+        parser.error("--left needs the record: -o RECORD")
     chosen = [
         bug
         for bug in (MENDS if options.mends else BUGS)
         if any(part in bug.name for part in options.only)
     ]
     about, left = facts(), 0
+    known = noticed_before(options.out) if options.left else {}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
         passing: set[tuple[str, ...]] = set()  # without any bug
         for bug in chosen:
+            row = known.get(bug.name, {})
+            if (row.get("old"), row.get("new")) == (bug.old, bug.new):
+                rows.append(row)
+                continue
             if bug.tests not in passing:
                 passed, line = tests_pass(tree, bug.tests)
                 if not passed:
@@ -363,10 +386,12 @@ def main() -> None:
                 passing.add(bug.tests)
             result = plant(tree, bug)
             left += result["outcome"] != "noticed"
-            rows.append({**asdict(bug), **result})
+            rows.append({**asdict(bug), **result, "commit": about["commit"]})
             print(f"{result['outcome']:13}{bug.name}: {result.get('by', '')}", flush=True)  # noqa: T201
             if options.out is not None:
                 write_record(options.out, about, rows)
+    if options.out is not None:
+        write_record(options.out, about, rows)
     print(f"{len(rows) - left} of {len(rows)} noticed")  # noqa: T201
     sys.exit(1 if left else 0)
 
