@@ -41,7 +41,7 @@ def generate(
     stats: bool = typer.Option(False, "--stats", help="Print tokens/s and time to first token."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Answer one prompt; the text is printed as it comes.
+    """Answer one prompt; the text is streamed to standard output.
 
     Example: dsv4 generate -p "What is the capital of France?" --max-tokens 64 --temperature 0
     """

@@ -47,7 +47,7 @@ def serve(
     served_model_name: list[str] = typer.Option(
         [], "--served-model-name", "--alias", help="The model's name; may be given several times."
     ),
-    any_model: bool = typer.Option(False, "--any-model", help="Answer whatever model is asked."),
+    any_model: bool = typer.Option(False, "--any-model", help="Answer under any model name."),
     cors_origin: list[str] = typer.Option([], help="A web page's origin that may call; or '*'."),
     max_waiting: int = typer.Option(256, min=0, help="Requests that may wait; others get 429."),
     drain_seconds: float = typer.Option(30.0, min=0, help="Time for running answers at the end."),

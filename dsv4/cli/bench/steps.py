@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dsv4.tools.speed.steps import StepResult
 
 SHAPE = typer.Option("flash", help="flash, pro, or trial: four small layers for any machine.")
-LAYERS = typer.Option(0, min=0, help="The first so many layers; 0: flash 36, pro 9, trial all.")
+LAYERS = typer.Option(0, min=0, help="Use only the first N layers; 0: flash 36, pro 9, trial all.")
 DEVICE = typer.Option("cuda", help="cuda, or cpu for a trial through the references.")
 RECORD = typer.Option(None, help="Write a JSONL record to this file.")
 PLOT = typer.Option(None, help="Write a picture (SVG) of the first result to this file.")
