@@ -60,7 +60,7 @@ BAD_INPUT = ("tests/checkpoint/test_bad_input.py", "-k", "header or left_alone o
 CHECK = ("tests/tools/test_check.py", "tests/tools/test_commands.py",
          "-k", "embedded or never_read or cut_file or test_plan")  # fmt: skip
 DOCTOR = ("tests/tools/doctor", "-k", "located and topk or located and sink or alone or crash")
-OUTPUTS = ("tests/cli/test_cli.py", "-k", "outputs or full_disk or be_read or folders_of")
+OUTPUTS = ("tests/cli/test_cli.py", "-k", "outputs or full_disk or system or folders_of")
 
 BUGS = (
     # --- found to survive before they had tests

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import dsv4.ops.fused.block
 from dsv4.cli import main
 from dsv4.config import EngineConfig
+from dsv4.engine import Engine
 from dsv4.testing import random_weights
 from tests.models import fast_config, write_fast_model
 from tests.oracle.reference import Reference, transformers_model
@@ -476,6 +477,21 @@ def test_a_folder_that_may_not_be_read(
     assert "Traceback" not in result.err
     assert "Permission denied" in result.message
     assert str(model) in result.message.replace(" ", "")
+
+
+def test_an_error_of_the_system_is_one_line(
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes from: here a file that was readable when the command began."""
+
+    def refuse(*given: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "model.safetensors")
+
+    monkeypatch.setattr(Engine, "load", refuse)
+    result = cli("generate", model, "-p", "x", *SMALL)
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert "model.safetensors: Permission denied" in result.message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
