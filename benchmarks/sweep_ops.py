@@ -73,7 +73,7 @@ def linear_calls(name, tokens, config, sets):
         _cache.clear()
         torch.cuda.empty_cache()
         _cache[key] = [
-            (bench._rows(tokens, columns), [bench.random_nvfp4(n, columns) for n in sizes])
+            (bench._rows(tokens, columns), [bench.random_fp4(n, columns) for n in sizes])
             for _ in range(sets)
         ]
     calls = []

@@ -62,15 +62,16 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         select: Selection | None = None,
         layers: range | None = None,
-        mxfp4_as_nvfp4: bool = False,
+        mxfp4_as_nvfp4: bool | Callable[[str], bool] = False,
         progress: Progress | None = None,
         report: LoadReport | None = None,
     ) -> dict[str, Weight]:
         """Every selected parameter by canonical name.
 
         Unquantised matrices keep their dtype unless `dtype` is given; norms and mixing parameters
-        are float32; quantised ones keep their format. `mxfp4_as_nvfp4` casts while loading: exact
-        for exponent spreads up to 17, and `report` says where it was not.
+        are float32; quantised ones keep their format. `mxfp4_as_nvfp4` casts while loading, all or
+        those whose name it says yes to: exact for exponent spreads up to 17, and `report` says
+        where it was not.
         """
         if layers is not None:
             if select is not None:
@@ -83,7 +84,7 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         select: Selection | None = None,
-        mxfp4_as_nvfp4: bool = False,
+        mxfp4_as_nvfp4: bool | Callable[[str], bool] = False,
         progress: Progress | None = None,
         report: LoadReport | None = None,
     ) -> Iterator[tuple[str, Weight]]:
@@ -94,6 +95,7 @@ class Checkpoint:
         chosen.sort(key=lambda s: (str(s.stored.data.file), s.stored.data.start))
         done, total = 0, sum(self._nbytes(source, cuts[source.name]) for source in chosen)
         files = MappedFiles()
+        casts = mxfp4_as_nvfp4 if callable(mxfp4_as_nvfp4) else lambda name: bool(mxfp4_as_nvfp4)
 
         def advance(nbytes: int) -> None:
             nonlocal done
@@ -105,7 +107,7 @@ class Checkpoint:
             weight = assemble(source, files, cuts[source.name], advance)
             if isinstance(weight, torch.Tensor):
                 weight = _convert(weight, source, dtype)
-            elif mxfp4_as_nvfp4 and isinstance(weight, Mxfp4Tensor):
+            elif isinstance(weight, Mxfp4Tensor) and casts(source.name):
                 weight, cast = cast_stack(weight, source)
                 if report is not None:
                     report.casts[source.name] = cast

@@ -1,19 +1,36 @@
 # mypy: ignore-errors
-"""Ahead-of-time kernel compilation in parallel, and detection of later compilations."""
+"""When kernels are compiled: all ahead of time, by other processes, and noticed when not.
 
-from contextlib import contextmanager
+Triton's front end is Python, so threads would take turns. A process gets a line of JSON for each
+kernel (`describe`), compiles it into Triton's cache on disk and answers with a line: empty, or what
+went wrong. It needs no GPU and ends when its input does.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from importlib import import_module
 
 import torch
 import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile as compile_here
+from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
-
-from dsv4.ops.compile_process_triton import CompileProcesses
 
 _compiling: list[bool] = []
 
 
-@contextmanager
+@contextlib.contextmanager
 def compile_only(workers: int):
     """Launches inside the block only compile their kernels, in parallel, and run nothing. At the
     end the kernels are loaded, so that launches can be captured.
@@ -55,3 +72,135 @@ def watch_compiles(seen) -> None:
     """Call `seen(name)` before a kernel is compiled or loaded; None stops that."""
     hook = None if seen is None else (lambda **facts: seen(facts["fn"].name))
     triton.knobs.runtime.jit_cache_hook = hook
+
+
+class CompileProcesses(ThreadPoolExecutor):
+    """Threads that compile with `compile`: what is not on disk yet, in a process of each thread."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self._mine = threading.local()
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def compile(self, source, target=None, options=None, **kwargs):
+        """As `triton.compile`, from the disk once a process has compiled it there."""
+        if not _is_on_disk(source, target, options):
+            # what cannot be told or done there is compiled here, which also raises its errors
+            with contextlib.suppress(TypeError, OSError):
+                self._ask(json.dumps(describe(source, target, options)))
+        return compile_here(source, target=target, options=options, **kwargs)
+
+    def _ask(self, line: str) -> None:
+        process = getattr(self._mine, "process", None)
+        if process is None:
+            process = self._mine.process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            self._processes.append(process)
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        process.stdout.readline()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        for process in self._processes:
+            process.stdout.close()
+            process.wait()
+
+
+def describe(source, target, options) -> dict:
+    """What another process needs to make the same kernel."""
+    function = source.fn
+    if getattr(import_module(function.module), function.__name__, None) is not function:
+        raise TypeError(f"{function.__name__} is not a name of its module")
+    return {
+        "module": function.module,
+        "name": function.__name__,
+        "signature": _told(source.signature),
+        "constants": _told(source.constants),
+        "attributes": _told(source.attrs),
+        "options": _told(options),
+        "target": [target.backend, target.arch, target.warp_size],
+    }
+
+
+def compile_described(facts: dict) -> None:
+    function = getattr(import_module(facts["module"]), facts["name"])
+    is_gluon = function.is_gluon()
+    room = "triton.experimental.gluon._runtime" if is_gluon else "triton.compiler"
+    kind = getattr(import_module(room), "GluonASTSource" if is_gluon else "ASTSource")
+    signature, constants, attributes, options = (
+        _heard(facts[name]) for name in ("signature", "constants", "attributes", "options")
+    )
+    source = kind(function, signature, constants, attributes)
+    triton.compile(source, target=GPUTarget(*facts["target"]), options=options)
+
+
+def _is_on_disk(source, target, options) -> bool:
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars())
+    entry = get_cache_manager(sha256(key.encode()).hexdigest())
+    name = f"{source.name[:150]}.json"
+    return name in (entry.get_group(name) or {})
+
+
+def _told(value):
+    """JSON of the values that decide a kernel; a tuple is not a list."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) is tuple:
+        return {"tuple": [_told(item) for item in value]}
+    if type(value) is list:
+        return [_told(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[_told(key), _told(item)] for key, item in value.items()]}
+    if isinstance(value, tl.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, tl.constexpr):
+        return {"constexpr": _told(value.value)}
+    if isinstance(value, JITFunction):
+        return {"function": [value.module, value.__name__]}
+    raise TypeError(f"{type(value).__name__} in the description of a kernel")
+
+
+def _heard(value):
+    if isinstance(value, list):
+        return [_heard(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tuple":
+        return tuple(_heard(item) for item in inner)
+    if kind == "dict":
+        return {_heard(key): _heard(item) for key, item in inner}
+    if kind == "dtype":
+        return tl.dtype(inner)
+    if kind == "constexpr":
+        return tl.constexpr(_heard(inner))
+    return getattr(import_module(inner[0]), inner[1])
+
+
+def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its starter decides when it ends
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    for line in sys.stdin:
+        try:
+            compile_described(json.loads(line))
+            answer = ""
+        except Exception as error:  # the starter compiles it again and meets the same error
+            answer = f"{type(error).__name__}: {error}".splitlines()[0]
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

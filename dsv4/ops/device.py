@@ -58,9 +58,16 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def scale_pairs(codes, ASM: tl.constexpr):
-    """The eight scale codes of each row (int64) as four int32, two bf16 scales each: slots 0 and 1,
-    then 2 and 3, of the first half, then of the second."""
+def scale_pairs(codes, ASM: tl.constexpr, MX: tl.constexpr = False):
+    """The codes of each row, int64 or int32 -> four int32: two scales as bf16, of slots 0 and 1,
+    then 2 and 3, of the first half, then of the second. MXFP4 has one for both of a pair."""
+    if MX:
+        return (
+            (codes & 0xFF) * 0x800080,
+            (codes >> 8 & 0xFF) * 0x800080,
+            (codes >> 16 & 0xFF) * 0x800080,
+            (codes >> 24 & 0xFF) * 0x800080,
+        )
     first = codes.to(tl.int32)
     second = (codes >> 32).to(tl.int32)
     if ASM:
@@ -90,9 +97,9 @@ def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr):
+def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr = False):
     """A tile's weights `[BN, 128]`."""
-    pairs = scale_pairs(codes, ASM)
+    pairs = scale_pairs(codes, ASM, MX)
     a0 = unpack_group(low, pairs, 0, ASM)
     a1 = unpack_group(low, pairs, 1, ASM)
     a2 = unpack_group(low, pairs, 2, ASM)
@@ -143,6 +150,7 @@ def dot_nvfp4(
     FORM: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
+    MX: tl.constexpr = False,
 ):
     """fp32 `[BN, rows]` over steps `first` to `last` of K, without the factor 128 * global.
 
@@ -154,7 +162,7 @@ def dot_nvfp4(
     rn = tl.arange(0, BN)
     tile = (rn // 64) * total_steps + first
     w_ptrs = words + (tile * 2048 + (rn % 64) * 16)[:, None] + tl.arange(0, 16)[None, :]
-    codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
+    codes = codes.to(tl.pointer_type(tl.int32 if MX else tl.int64), bitcast=True)
     s_ptrs = codes + (tile * 64 + rn % 64)
     rk = tl.arange(0, 16 if FORM == 0 else 128)
     offsets = ()
@@ -169,7 +177,7 @@ def dot_nvfp4(
         code = tl.load(s_ptrs)
         added = ()
         if FORM == 0:
-            pairs = scale_pairs(code, ASM)
+            pairs = scale_pairs(code, ASM, MX)
             acc = sums[0]
             for group in tl.static_range(8):
                 mask = x_mask[0][None, :]
@@ -180,7 +188,7 @@ def dot_nvfp4(
                 acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
             added = append(added, acc)
         else:
-            weights = whole_tile(low, high, code, BN, ASM)
+            weights = whole_tile(low, high, code, BN, ASM, MX)
             for i in tl.static_range(len(offsets)):
                 mask = x_mask[i][None, :]
                 if not EVEN_K:

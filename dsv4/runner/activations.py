@@ -26,7 +26,7 @@ NATIVE_AUTO: dict[str, Activations] = {
     SCORES: "a16",
 }
 
-# Activation widths that each stored format supports; MXFP4 is cast to NVFP4 at load.
+# Activation widths that each stored format supports; MXFP4 outside experts is cast to NVFP4.
 SERVED: dict[StoredFormat, tuple[Activations, ...]] = {
     "nvfp4": WIDTHS,
     "mxfp4": WIDTHS,

@@ -18,8 +18,8 @@ from dsv4.errors import CapacityError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
-from dsv4.ops.gemm.packed import repack
 from dsv4.ops.op import warn_unless_strict
+from dsv4.ops.repack import repack, stays_mxfp4
 from dsv4.parallel.team import Team
 from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
 from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
@@ -191,7 +191,7 @@ def read_weights(
         dtype=None if on_cpu else getattr(torch, settings.dtype),
         device=settings.device,
         select=select,
-        mxfp4_as_nvfp4=not on_cpu,
+        mxfp4_as_nvfp4=lambda name: not (on_cpu or stays_mxfp4(name)),
         progress=progress,
     )
     weights: dict[str, Weight] = {}

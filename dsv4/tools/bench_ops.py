@@ -26,11 +26,12 @@ from dsv4.errors import OptionError
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
-from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.packed import TiledMxfp4, TiledNvfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.tools.predict import (
     BF16_BYTES,
+    MXFP4_BYTES,
     NVFP4_BYTES,
     SHAPES,
     Shape,
@@ -81,21 +82,24 @@ class Result:
     ratio: float
 
 
-def random_nvfp4(
+def random_fp4(
     rows: int,
     columns: int,
     count: int | None = None,
     paired: bool = False,
     device: torch.device | str = "cuda",
+    *,
+    mx: bool = False,
 ) -> Any:
-    """Random bits are valid weights; scales near one keep results finite."""
+    """Random bits are valid weights; scales near one keep results finite. `mx`: MXFP4 instead."""
     lead = () if count is None else (count,)
     grid = (*lead, ceil(rows / 128) * 2, ceil(columns / 128))
     words = torch.randint(-(2**15), 2**15, (*grid, 2, 64, 16), dtype=torch.int16, device=device)
-    bytes_ = torch.randint(168, 184, (*grid, 64, 8), dtype=torch.uint8, device=device)
-    codes = bytes_.view(torch.int16)
-    factor = torch.full((*lead, 1), 0.02, device=device)
-    return TiledNvfp4(words, codes, factor, rows, columns, paired)
+    codes, most = ((240, 243), 4) if mx else ((168, 184), 8)
+    bytes_ = torch.randint(*codes, (*grid, 64, most), dtype=torch.uint8, device=device)
+    factor = torch.full((*lead, 1), 2.0**-6 if mx else 0.02, device=device)
+    kind = TiledMxfp4 if mx else TiledNvfp4
+    return kind(words, bytes_.view(torch.int16), factor, rows, columns, paired)
 
 
 def _rotate(num_bytes: float) -> int:
@@ -116,7 +120,7 @@ def linear_work(
         if dense:
             weights = [torch.randn(n, columns, device="cuda").bfloat16() for n in sizes]
         else:
-            weights = [random_nvfp4(n, columns) for n in sizes]
+            weights = [random_fp4(n, columns) for n in sizes]
         calls.append(lambda x=x, weights=weights: linear_multi(x, weights))  # type: ignore[misc]
     return Work(name, shape, tokens, calls, size.num_bytes, size.flops)
 
@@ -127,7 +131,7 @@ def grouped_work(shape: Shape, tokens: int) -> Work:
     calls: list[Call] = []
     for _ in range(_rotate(size.num_bytes)):
         x = _rows(tokens, shape.groups * columns).view(tokens, shape.groups, columns)
-        weight = random_nvfp4(rows, columns)
+        weight = random_fp4(rows, columns)
         calls.append(lambda x=x, weight=weight: grouped_linear(x, weight))  # type: ignore[misc]
     return Work("wo_a", shape.name, tokens, calls, size.num_bytes, size.flops)
 
@@ -145,13 +149,14 @@ class ExpertWeights:
     shared: list[tuple[Any, Any]]
 
 
-def expert_weights(shape: Shape) -> ExpertWeights:
+def expert_weights(shape: Shape, *, mx: bool = False) -> ExpertWeights:
     size, inner, count = shape.hidden, shape.inner, shape.num_experts
     shared = [
-        (random_nvfp4(2 * inner, size, paired=True), random_nvfp4(size, inner)) for _ in range(6)
+        (random_fp4(2 * inner, size, paired=True, mx=mx), random_fp4(size, inner, mx=mx))
+        for _ in range(6)
     ]
-    w13 = random_nvfp4(2 * inner, size, count, paired=True)
-    return ExpertWeights(w13, random_nvfp4(size, inner, count), shared)
+    w13 = random_fp4(2 * inner, size, count, paired=True, mx=mx)
+    return ExpertWeights(w13, random_fp4(size, inner, count, mx=mx), shared)
 
 
 def experts_work(
@@ -181,8 +186,15 @@ def experts_work(
             return kernel.launch(x, e, r, weights.w13, weights.w2, one, two, 10.0, **configs or {})
 
         calls.append(call)
-    size = experts_size(shape, tokens, statistics.mean(distinct), shared=shared)
-    name = "experts+shared" if shared else "experts"
+    is_mx = isinstance(weights.w2, TiledMxfp4)
+    size = experts_size(
+        shape,
+        tokens,
+        statistics.mean(distinct),
+        shared=shared,
+        weight_bytes=MXFP4_BYTES if is_mx else NVFP4_BYTES,
+    )
+    name = ("experts+shared" if shared else "experts") + (" mxfp4" if is_mx else "")
     return Work(name, shape.name, tokens, calls, size.num_bytes, size.flops)
 
 
@@ -243,10 +255,12 @@ def all_work(shape: Shape, tokens: Sequence[int], only: str = "") -> list[Callab
         for count in tokens
         if name != "head" or count <= 128
     ]
-    if only in "experts":
-        weights = cache(lambda: expert_weights(shape))
+    for name, mx in (("experts", False), ("experts mxfp4", True)):
+        if only not in name:
+            continue
+        weights = cache(partial(expert_weights, shape, mx=mx))
 
-        def make_experts(count: int, shared: bool) -> Work:
+        def make_experts(count: int, shared: bool, weights: Any = weights) -> Work:
             return experts_work(shape, count, weights(), shared=shared)
 
         for count in tokens:

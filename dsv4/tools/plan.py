@@ -196,8 +196,6 @@ def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Sett
 
 def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
-    # the loader casts MXFP4 to NVFP4
-    loaded = replace(scheme, experts="nvfp4") if scheme.experts == "mxfp4" else scheme
     most = k_ranges(config)
-    ranks = {tp: rank_bytes(config, loaded, Layout(tp)) for tp in (2, 4, 8) if most % tp == 0}
-    return Subject(name, config, scheme.name, weight_bytes(config, loaded), on_disk, ranks)
+    ranks = {tp: rank_bytes(config, scheme, Layout(tp)) for tp in (2, 4, 8) if most % tp == 0}
+    return Subject(name, config, scheme.name, weight_bytes(config, scheme), on_disk, ranks)

@@ -16,6 +16,7 @@ from dsv4.formats.spec import WIDTHS, Activations
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 NVFP4_BYTES = 0.5625  # per weight, including its scale
+MXFP4_BYTES = 17 / 32
 BF16_BYTES = 2.0
 KEY_BYTES, INDEX_BYTES, INDEX_WIDTH, WINDOW = 584, 68, 64 * 128, 128  # FP8 keys, FP4 index keys
 ROPE_DIM = 64  # of a key's channels
@@ -104,11 +105,13 @@ def grouped_size(shape: Shape, tokens: int) -> Size:
     return Size(num_bytes, 2.0 * tokens * rows * columns)
 
 
-def experts_size(shape: Shape, tokens: int, visited: float, *, shared: bool) -> Size:
+def experts_size(
+    shape: Shape, tokens: int, visited: float, *, shared: bool, weight_bytes: float = NVFP4_BYTES
+) -> Size:
     """`visited`: the number of distinct experts that the tokens chose."""
     extra = 1 if shared else 0
     one = 3 * shape.hidden * shape.inner
-    num_bytes = (visited + extra) * one * NVFP4_BYTES + 4.0 * tokens * shape.hidden
+    num_bytes = (visited + extra) * one * weight_bytes + 4.0 * tokens * shape.hidden
     return Size(num_bytes, 2.0 * tokens * (shape.chosen + extra) * one)
 
 

@@ -19,9 +19,10 @@ from dsv4.formats.quantized import Nvfp4Tensor, UnpackedTensor, activations_of
 from dsv4.model.transformer import Transformer
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
-from dsv4.ops.gemm.packed import TiledNvfp4, repack
+from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.op import kernels_only
+from dsv4.ops.repack import repack
 from dsv4.request import SamplingParams
 from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES, Gpu, choose, describe
 from dsv4.runner.load import prepare, tell_activations

@@ -34,29 +34,28 @@ def _run(folder: Path, story: str) -> list[str]:
 
 
 def main(story: str) -> None:
-    from dsv4.ops import compile_process_triton as compile_process
     from dsv4.ops import compile_triton
     from dsv4.ops.gemm import embed_triton, linear_triton
     from tests.ops.kernels.compiling import install_driver
 
     install_driver(90)
-    compile_here, program = compile_process.compile_here, compile_process.__name__
+    compile_here, program = compile_triton.compile_here, compile_triton.__name__
 
     def noted(source, target, options, **kwargs):  # type: ignore[no-untyped-def]
-        is_there = compile_process._is_on_disk(source, target, options)
+        is_there = compile_triton._is_on_disk(source, target, options)
         sys.stdout.write(f"{source.name} {is_there}\n")
         return compile_here(source, target=target, options=options, **kwargs)
 
-    compile_process.compile_here = noted
+    compile_triton.compile_here = noted
     if story == "dies":
-        compile_process.__name__ = "this.module.is.not.there"
+        compile_triton.__name__ = "this.module.is.not.there"
     weight = torch.zeros(256, 512, dtype=torch.bfloat16)
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
     with compile_triton.compile_only(2):
         embed_triton.run(torch.zeros(3, dtype=torch.int64), weight, 4, torch.bfloat16)
         if story == "whole":
             linear_triton.run(x, [weight, weight], [torch.float32] * 2)
-    compile_process.__name__ = program
+    compile_triton.__name__ = program
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import KernelError
 from dsv4.model.transformer import Transformer
-from dsv4.ops.gemm.packed import repack
+from dsv4.ops.repack import repack
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import resolve
 from dsv4.tools.speed.model import random_table, shape_config

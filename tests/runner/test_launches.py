@@ -95,8 +95,8 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.checkpoint.reader import open_checkpoint
     from dsv4.config import EngineConfig, ModelConfig
     from dsv4.model.transformer import Transformer
-    from dsv4.ops.gemm.packed import repack
     from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.repack import repack
     from dsv4.runner.activations import choose, width_of
     from dsv4.runner.buffers import Shape
     from dsv4.runner.plan import StepPlan

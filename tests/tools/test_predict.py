@@ -143,7 +143,7 @@ def main() -> None:
     from dsv4.ops.moe import experts_scaled_triton
     from dsv4.ops.moe.router import Gate, router
     from dsv4.ops.op import Arguments, kernels_on_cpu
-    from dsv4.tools.bench_ops import random_nvfp4
+    from dsv4.tools.bench_ops import random_fp4
 
     names: list[str] = []
 
@@ -168,7 +168,7 @@ def main() -> None:
 
     width, low = s.heads * s.head_dim, s.groups * s.o_rank
     inputs = [native(rows, s.hidden) for rows in s.csa_inputs[:2]]
-    inputs += [random_nvfp4(rows, s.hidden, device="cpu") for rows in s.csa_inputs[2:]]
+    inputs += [random_fp4(rows, s.hidden, device="cpu") for rows in s.csa_inputs[2:]]
     wq_b, wo_a = native(width, s.q_rank), native(low, width // s.groups)
     wo_b, up = native(s.hidden, low), native(2 * s.inner, s.hidden)
     routed = [native(2 * s.inner, s.hidden, few), native(s.hidden, s.inner, few)]

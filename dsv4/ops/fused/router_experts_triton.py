@@ -10,7 +10,7 @@ from dsv4.ops.parts import Parts
 def supports(router, experts) -> str | None:
     if router["x"].shape[0] != 1:
         return "more than one token"
-    if is_apart(experts["shared_w13"]):
+    if is_apart(experts["shared_w13"], experts["w13"]):
         return "a shared expert in another format"
     return router_triton.supports(**router) or experts_triton.weights_reason(
         router["x"], experts["w13"], experts["w2"], experts["shared_w13"], experts["shared_w2"]

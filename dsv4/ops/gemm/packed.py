@@ -1,4 +1,4 @@
-"""NVFP4 weights in the kernels' memory order. Repacked once, at load; no value changes.
+"""FP4 weights in the kernels' memory order. Repacked once, at load; no value changes.
 
 A matrix `[N, K]` is split into tiles of 64 rows by 128 columns, each contiguous in memory:
 
@@ -16,13 +16,20 @@ The scale code is bits 4..11 of bf16(scale * 2^119); the bits above are 7 for ev
 subnormals come out normalised; a zero scale has no code, so the weights of its group are set to
 zero.
 
-Missing rows and columns of the last tiles are zero. In a *paired* matrix (gate rows above up rows)
-each tile has 32 gate rows and the matching 32 up rows.
+MXFP4 (experts only) differs in its scales: a byte for 32 columns, so two slots share one.
+
+    scale   int16  [..., N/64, K/128, 64, 2]       the codes of four groups of 32 columns
+
+The code is the exponent of bf16(scale * 2^119): E8M0 plus 119. Where that would leave the byte, all
+of a matrix are lowered and the global scale, a power of two, makes up for it.
+
+Missing rows and columns of the last tiles are zero. A *paired* matrix (gate rows above up rows)
+has 32 gate rows and the 32 up rows that belong to them in each tile.
 """
 
-from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,32 +39,28 @@ from dsv4.formats import e2m1, mxfp4, nvfp4
 from dsv4.formats.quantized import (
     Mxfp4Tensor,
     Nvfp4Tensor,
-    RepackedTensor,
-    UnpackedTensor,
-    Weight,
 )
-from dsv4.formats.spec import NVFP4_GROUP
-from dsv4.ops.gemm.scaled import scaled_weight
-from dsv4.ops.op import warn_unless_strict
+from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
 ROW_MULTIPLE = 128  # the widest kernels take two row tiles at a time
 _SCALE_TOP = 7 << 12  # the bits of bf16(scale * 2^119) above the code
 _SCALE_POWER = 119
-_PAIRED_NAMES = (".w13",)
-_told: set[str] = set()  # reasons for a16 that were already logged
+_MOST_EXPONENT = 254  # of a finite bf16
 
 
-@dataclass(frozen=True)
-class TiledNvfp4(Nvfp4Tensor):
-    """An `Nvfp4Tensor` with `packed` and `scale` tiled as described above."""
+class _Tiled:
+    """What both formats share; `packed` and `scale` are tiled as this file says."""
 
+    packed: Tensor
+    scale: Tensor
+    global_scale: Tensor
     rows: int
     columns: int
-    paired: bool = False
+    paired: bool
 
-    def __post_init__(self) -> None:
+    def _check(self, codes: int) -> None:
         p, s, g = self.packed, self.scale, self.global_scale
         padded = ceil(self.rows / ROW_MULTIPLE) * ROW_MULTIPLE
         if self.paired:
@@ -67,13 +70,14 @@ class TiledNvfp4(Nvfp4Tensor):
             p.dtype != torch.int16
             or s.dtype != torch.int16
             or p.shape[-5:] != (*grid, 2, TILE_ROWS, TILE_COLUMNS // 8)
-            or s.shape != (*p.shape[:-5], *grid, TILE_ROWS, TILE_COLUMNS // NVFP4_GROUP // 2)
+            or s.shape != (*p.shape[:-5], *grid, TILE_ROWS, codes // 2)
             or g.shape[:-1] != p.shape[:-5]
             or self.rows % g.shape[-1]
         ):
             raise KernelError(
-                f"tiled NVFP4 parts {p.dtype} {tuple(p.shape)}, {s.dtype} {tuple(s.shape)}, "
-                f"global {tuple(g.shape)} do not fit {self.rows} x {self.columns}"
+                f"{type(self).__name__} of {p.dtype} {tuple(p.shape)}, {s.dtype} "
+                f"{tuple(s.shape)}, global {tuple(g.shape)}, "
+                f"which do not fit {self.rows} x {self.columns}"
             )
 
     @property
@@ -85,18 +89,12 @@ class TiledNvfp4(Nvfp4Tensor):
         """Tiles along K."""
         return self.packed.shape[-4]
 
-    def __getitem__(self, index: int | slice) -> "TiledNvfp4":
-        if self.packed.dim() < 6:
-            raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
-        return self.map(lambda value: value[index])
-
-    def plain(self) -> Nvfp4Tensor:
-        """The weight as a checkpoint stores it."""
+    def _plain_parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """E2M1 bytes and codes `[..., rows, columns of codes]` of a weight that is not tiled;
+        `codes` as in a tile, a byte each."""
         lead = self.packed.shape[:-5]
         rows = self.packed.shape[-5] * TILE_ROWS
         words = self.packed.movedim(-2, -4).reshape(*lead, rows, -1)
-        both = self.scale.to(torch.int32) & 0xFFFF
-        codes = torch.cat((both & 0xFF, both >> 8), dim=-1)
         codes = codes.transpose(-3, -2).reshape(*lead, rows, -1)
         if self.paired:
             words, codes = _unpair(words), _unpair(codes)
@@ -108,12 +106,28 @@ class TiledNvfp4(Nvfp4Tensor):
                 value = torch.cat((gate[..., :half, :], up[..., :half, :]), dim=-2)
             parts.append(value[..., : self.rows, :])
         packed = e2m1.pack(_codes_of_words(parts[0])[..., : self.columns])
-        scale = _scale_of_codes(parts[1])[..., : self.columns // NVFP4_GROUP]
+        return packed.contiguous(), parts[1]
+
+
+@dataclass(frozen=True)
+class TiledNvfp4(_Tiled, Nvfp4Tensor):
+    rows: int
+    columns: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(TILE_COLUMNS // NVFP4_GROUP)
+
+    def __getitem__(self, index: int | slice) -> "TiledNvfp4":
+        return _of_stack(self, index)
+
+    def plain(self) -> Nvfp4Tensor:
+        """The weight as a checkpoint stores it."""
+        both = self.scale.to(torch.int32) & 0xFFFF
+        packed, codes = self._plain_parts(torch.cat((both & 0xFF, both >> 8), dim=-1))
+        scale = _scale_of_codes(codes)[..., : self.columns // NVFP4_GROUP]
         return Nvfp4Tensor(
-            packed.contiguous(),
-            scale.contiguous(),
-            self.global_scale,
-            activations=self.activations,
+            packed, scale.contiguous(), self.global_scale, activations=self.activations
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -124,6 +138,46 @@ class TiledNvfp4(Nvfp4Tensor):
 
     def column_range(self, start: int, stop: int) -> Nvfp4Tensor:
         raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
+
+
+@dataclass(frozen=True)
+class TiledMxfp4(_Tiled, Mxfp4Tensor):
+    global_scale: Tensor  # [..., 1] fp32, a power of two
+    rows: int
+    columns: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(TILE_COLUMNS // MXFP4_GROUP)
+
+    def __getitem__(self, index: int | slice) -> "TiledMxfp4":
+        return _of_stack(self, index)
+
+    def plain(self) -> Mxfp4Tensor:
+        """The weight as a checkpoint stores it."""
+        packed, codes = self._plain_parts(self.scale.contiguous().view(torch.uint8))
+        lowered = self.global_scale.log2().to(torch.int32).unsqueeze(-1)
+        scale = codes[..., : self.columns // MXFP4_GROUP].to(torch.int32) + lowered - _SCALE_POWER
+        return Mxfp4Tensor(packed, scale.to(torch.uint8), activations=self.activations)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.plain().dequantize(dtype)
+
+    def row_range(self, start: int, stop: int) -> Mxfp4Tensor:
+        raise KernelError(f"rows {start}:{stop} of a tiled weight: cut weights before tiling them")
+
+    def column_range(self, start: int, stop: int) -> Mxfp4Tensor:
+        raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
+
+
+TiledFp4 = TiledNvfp4 | TiledMxfp4
+T = TypeVar("T", TiledNvfp4, TiledMxfp4)
+
+
+def _of_stack(weight: T, index: int | slice) -> T:
+    if weight.packed.dim() < 6:
+        raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
+    return weight.map(lambda value: value[index])
 
 
 def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
@@ -155,58 +209,40 @@ def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
     )
 
 
-def repack(name: str, weight: Weight) -> Weight:
-    """The weight of a canonical name in kernel order; formats read as stored are unchanged."""
-    if isinstance(weight, TiledNvfp4 | RepackedTensor):
-        return weight
-    weight = _for_few_bits(name, weight)
-    if isinstance(weight, Mxfp4Tensor):
-        weight = mxfp4_as_nvfp4(weight)
-    if isinstance(weight, Nvfp4Tensor):
-        return tile_nvfp4(weight, paired=name.endswith(_PAIRED_NAMES))
-    return weight
-
-
-def _for_few_bits(name: str, weight: Weight) -> Weight:
-    """The weight for block-scaled products, where requested and exactly representable."""
-    if isinstance(weight, Tensor | UnpackedTensor | RepackedTensor):
-        return weight
-    if weight.activations == "a16":
-        return weight
-    if isinstance(weight, Mxfp4Tensor) and weight.activations == "a4":
-        weight = mxfp4_as_nvfp4(weight)
-    found = scaled_weight(weight)
-    if not isinstance(found, str):
-        return found
-    if found not in _told:  # a model has hundreds of weights, but few reasons
-        warn_unless_strict(f"{name} and others like it: activations stay a16: {found}")
-        _told.add(found)
-    return replace(weight, activations="a16")
-
-
-def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Repack every weight of a model. A mutable `table` is emptied in the process, so that only one
-    weight exists twice at a time."""
-    repacked: dict[str, Weight] = {}
-    for name in list(table):
-        weight = table.pop(name) if isinstance(table, MutableMapping) else table[name]
-        repacked[name] = repack(name, weight)
-        del weight
-    return repacked
-
-
-def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
-    """The pinned cast, exact if a matrix's block exponents spread by at most 17."""
+def tile_mxfp4(weight: Mxfp4Tensor, *, paired: bool = False) -> TiledMxfp4:
+    """As `tile_nvfp4`."""
+    rows, columns = weight.shape[-2:]
+    if paired and rows % 2:
+        raise KernelError(f"gate and up rows together are {rows}, expected an even number")
     if weight.packed.dim() > 2:
-        parts = [mxfp4_as_nvfp4(weight[index]) for index in range(weight.shape[0])]
-        return Nvfp4Tensor(
-            torch.stack([part.packed for part in parts]),
-            torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
-            torch.stack([part.global_scale for part in parts]),
-            activations=weight.activations,
+        tiles = [tile_mxfp4(weight[index], paired=paired) for index in range(weight.shape[0])]
+        if not tiles:
+            raise KernelError("a stack of no matrices cannot be tiled")
+        packed, scale, factor = (
+            torch.stack([getattr(tile, name) for tile in tiles])
+            for name in ("packed", "scale", "global_scale")
         )
-    packed, scale, global_, _ = mxfp4.to_nvfp4(weight.packed, weight.scale)
-    return Nvfp4Tensor(packed, scale, global_.reshape(1), activations=weight.activations)
+        return replace(tiles[0], packed=packed, scale=scale, global_scale=factor)
+    words = _words_of_codes(e2m1.unpack(weight.packed))
+    least, most = int(weight.scale.min()), int(weight.scale.max())
+    lowered = max(most + _SCALE_POWER - _MOST_EXPONENT, 0)
+    if most > _MOST_EXPONENT or least + _SCALE_POWER <= lowered:
+        raise KernelError(
+            f"MXFP4 exponents of one matrix are {least} to {most}, expected none above "
+            f"{_MOST_EXPONENT}, and less far apart; look at the file with `dsv4 check --values`"
+        )
+    codes = (weight.scale.to(torch.int32) + _SCALE_POWER - lowered).to(torch.uint8)
+    if paired:
+        words, codes = _pair(words), _pair(codes)
+    return TiledMxfp4(
+        _halve(_tile(words, TILE_COLUMNS // 4)),
+        _tile(codes, TILE_COLUMNS // MXFP4_GROUP).view(torch.int16),
+        torch.tensor([2.0**lowered], device=words.device),
+        rows,
+        columns,
+        paired,
+        activations=weight.activations,
+    )
 
 
 def random_tiled(
@@ -234,6 +270,17 @@ def random_tiled(
         factor.reshape(*lead, num_parts),
     )
     return tile_nvfp4(weight, paired=paired)
+
+
+def random_mxfp4(
+    rows: int, columns: int, generator: torch.Generator, *, count: int | None = None
+) -> Mxfp4Tensor:
+    """A random matrix, or `count` of them stacked, whose groups differ in size."""
+    lead = () if count is None else (count,)
+    power = torch.randint(-4, 5, (*lead, rows, columns // MXFP4_GROUP), generator=generator)
+    size = torch.exp2(power.float()).repeat_interleave(MXFP4_GROUP, dim=-1)
+    values = torch.randn(*lead, rows, columns, generator=generator) * size * 0.1
+    return Mxfp4Tensor(*mxfp4.quantize(values))
 
 
 def _tile(value: Tensor, width: int) -> Tensor:

@@ -20,7 +20,7 @@ from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
 from dsv4.ops.gemm.activation import rounded
 from dsv4.ops.gemm.linear import dense
-from dsv4.ops.gemm.packed import random_tiled
+from dsv4.ops.gemm.packed import random_mxfp4, random_tiled, tile_mxfp4
 from dsv4.ops.gemm.scaled import random_scaled
 from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.rows import matmul_rows, silu
@@ -117,6 +117,9 @@ def cases() -> Iterable[Case]:
         yield _tiled_case(tokens, 1040, 1024, 3, 2, 10.0)
     for tokens in (1, 3):
         yield _tiled_case(tokens, 128, 64, 4, 2, 0.5, fp8_shared=True)
+        yield _tiled_case(tokens, 160, 64, 4, 2, 3.0, fp8_shared=True, mx=True)
+    yield _tiled_case(1, 1056, 1024, 3, 2, 10.0, mx=True)
+    yield _tiled_case(70, 128, 32, 2, 2, 10.0, mx=True)
     yield _few_bit_case(3, ("nvfp4", "nvfp4"))
     yield _few_bit_case(1, ("mxfp4", "fp8"))
     yield _few_bit_case(1, ("nvfp4", "a16"))
@@ -133,12 +136,24 @@ def _tiled_case(
     limit: float,
     *,
     fp8_shared: bool = False,
+    mx: bool = False,
 ) -> Case:
     """bf16 activations and weights in kernel order; the shared expert may be FP8."""
 
+    def tiled(
+        rows: int,
+        columns: int,
+        generator: torch.Generator,
+        paired: bool = False,
+        count: int | None = None,
+    ) -> Weight:
+        if mx:
+            return tile_mxfp4(random_mxfp4(rows, columns, generator, count=count), paired=paired)
+        return random_tiled(rows, columns, generator, count=count, paired=paired)
+
     def shared(rows: int, columns: int, generator: torch.Generator, paired: bool) -> Weight:
         if not fp8_shared:
-            return random_tiled(rows, columns, generator, paired=paired)
+            return tiled(rows, columns, generator, paired)
         values = torch.randn(rows, columns, generator=generator) * 0.2
         return Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)
 
@@ -148,14 +163,15 @@ def _tiled_case(
             "x": torch.randn(tokens, size, generator=generator).bfloat16(),
             "experts": torch.stack(picks).sort(1).values,
             "weights": torch.rand(tokens, chosen, generator=generator),
-            "w13": random_tiled(2 * inner, size, generator, count=count, paired=True),
-            "w2": random_tiled(size, inner, generator, count=count),
+            "w13": tiled(2 * inner, size, generator, True, count),
+            "w2": tiled(size, inner, generator, count=count),
             "shared_w13": shared(2 * inner, size, generator, True),
             "shared_w2": shared(size, inner, generator, False),
             "limit": limit,
         }
 
-    name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit} NVFP4"
+    name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit} "
+    name += "MXFP4" if mx else "NVFP4"
     name += ", FP8 shared" if fp8_shared else ""
     return Case(name, make, 5e-2, 2e-2, small=inner < 1000)
 

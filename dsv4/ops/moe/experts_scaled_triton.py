@@ -13,12 +13,11 @@ import torch
 
 from dsv4.ops.device import native_reason, workspace
 from dsv4.ops.gemm.activation_triton import SWIGLU, fill_rows, make_rows
-from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.gemm.scaled import ScaledTensor
 from dsv4.ops.gemm.scaled_triton import Config, launch_few, launch_many
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.route_triton import route
-from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason
+from dsv4.ops.moe.shared_triton import combine
 
 
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
@@ -43,13 +42,7 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
         return "the experts do not ask for activations of few bits"
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    if is_apart(shared_w13):
-        reason = shared_reason(shared_w13, shared_w2)
-        if reason is not None:
-            return reason
-    elif not (isinstance(shared_w2, TiledNvfp4) and shared_w13.paired):
-        return "the shared expert's matrices are stored in two ways"
-    return native_reason(x.device)
+    return experts_triton.apart_reason(shared_w13, shared_w2) or native_reason(x.device)
 
 
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
@@ -63,7 +56,7 @@ def launch(
     num_tokens, chosen = experts.shape
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
-    extra = _shared(x, shared_w13, shared_w2, limit, ready)
+    extra = experts_triton.apart_part(x, shared_w13, shared_w2, limit, ready)
     table = route(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
@@ -96,14 +89,3 @@ def _rows(x, count, weight, config):
     """Buffers for `count` quantised input rows of `weight`."""
     a8 = weight.group == 32
     return make_rows(x.device, count, weight.columns, tiled=not config.few, name="scaled", a8=a8)
-
-
-def _shared(x, w13, w2, limit, ready):
-    """fp32 `[tokens, size]`, for any format of the shared expert."""
-    if is_apart(w13):
-        return shared_part(x, w13, w2, limit, ready)
-    only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
-    stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
-    ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    parts = experts_triton.launch(x, only, ones, *stack, None, None, limit, parts_only=True)
-    return parts.sum(2).view(x.shape[0], -1)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`experts` on a GPU. Two passes over tiled NVFP4 weights: gate and up with SwiGLU, then down.
+"""`experts` on a GPU. Two passes over tiled FP4 weights: gate and up with SwiGLU, then down.
 
 A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens. A
 single token has its own kernels (`token_triton.py`). Partial sums go to a buffer and a small kernel
@@ -22,11 +22,11 @@ from dsv4.ops.device import (
     times_rounded,
     workspace,
 )
-from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.packed import TiledFp4
 from dsv4.ops.moe import token_triton
 from dsv4.ops.moe.route_triton import route
 from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason, swiglu
-from dsv4.ops.moe.token_triton import expert_weights, num_expert_ranges
+from dsv4.ops.moe.token_triton import expert_weights, is_mx, num_expert_ranges
 
 TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
@@ -49,15 +49,16 @@ def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _weights_at(
-    expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN: tl.constexpr
-):
-    """Addresses of a program's weights, of an expert or of the shared one, which is `shared_*`
-    elements further on."""
+    expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles,
+    BN: tl.constexpr, MX: tl.constexpr,
+):  # fmt: skip
+    """Where the weights of a program's columns begin, of an expert or of the shared one, whose lie
+    `shared_*` elements behind."""
     is_shared = expert == num_experts
     first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
     first += tl.program_id(0) * (BN // 64)
     word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * 256
+    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * (128 if MX else 256)
     return word_at, scale_at
 
 
@@ -75,7 +76,7 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen):
 def _range_sums(
     words, scales, x, x_rows, live, total_steps, num_columns, factor,
     K_RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BN, rows]` per piece: all ranges of K in order, each times `factor`."""
     words = tl.multiple_of(words, 64)
@@ -86,7 +87,7 @@ def _range_sums(
         first = index * per_range
         parts = dot_nvfp4(
             words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
-            total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM,
+            total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM, MX,
         )  # fmt: skip
         added = ()
         for i in tl.static_range(len(parts)):
@@ -111,7 +112,7 @@ def _up_rows(
     x, x_stride, z, weights, sorted_pairs, words, scales, gate_factor, up_factor,
     start, end, num_pairs, chosen, is_shared, size, inner, limit, total_steps,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
@@ -121,7 +122,7 @@ def _up_rows(
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
     sums = _range_sums(
         words, scales, x, x_rows, live, total_steps, size, 1.0,
-        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM,
+        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM, MX,
     )  # fmt: skip
     column = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
     for i in tl.static_range(len(sums)):
@@ -142,7 +143,7 @@ def _up_kernel(
     num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tile_expert + tl.program_id(1))
     start = tl.load(tile_start + tl.program_id(1))
@@ -155,7 +156,7 @@ def _up_kernel(
     gate_factor = tl.load(factors + at) * 128.0
     up_factor = tl.load(factors + at + parts - 1) * 128.0
     word_at, scale_at = _weights_at(
-        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN
+        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN, MX
     )
     for i in tl.static_range(len(tile_heights(BM))):
         if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
@@ -163,7 +164,7 @@ def _up_kernel(
                 x, x_stride, z, weights, sorted_pairs, words + word_at, scales + scale_at,
                 gate_factor, up_factor, start, end, num_pairs, chosen, is_shared,
                 size, inner, limit, total_steps,
-                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM,
+                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM, MX,
             )  # fmt: skip
 
 
@@ -172,7 +173,7 @@ def _down_rows(
     z, parts_at, sorted_pairs, words, scales, factor, start, end, num_pairs, chosen, places,
     size, inner, total_steps,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
@@ -181,7 +182,7 @@ def _down_rows(
         z_rows = append(z_rows, rows[i] * inner)
     sums = _range_sums(
         words, scales, z, z_rows, live, total_steps, inner, factor,
-        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM,
+        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM, MX,
     )  # fmt: skip
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     for i in tl.static_range(len(sums)):
@@ -198,7 +199,7 @@ def _down_kernel(
     shared_factors: tl.int64,
     num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tile_expert + tl.program_id(1))
     start = tl.load(tile_start + tl.program_id(1))
@@ -208,14 +209,14 @@ def _down_kernel(
     is_shared = expert == num_experts
     factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
     word_at, scale_at = _weights_at(
-        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN
+        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN, MX
     )
     for i in tl.static_range(len(tile_heights(BM))):
         if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
             _down_rows(
                 z, parts_at, sorted_pairs, words + word_at, scales + scale_at, factor,
                 start, end, num_pairs, chosen, places, size, inner, total_steps,
-                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM,
+                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM, MX,
             )  # fmt: skip
 
 
@@ -257,20 +258,42 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
     named = {"w13": w13, "w2": w2}
-    if is_apart(shared_w13):
-        reason = shared_reason(shared_w13, shared_w2)
+    if is_apart(shared_w13, w13):
+        reason = apart_reason(shared_w13, shared_w2)
         if reason is not None:
             return reason
     else:
         named |= {"shared_w13": shared_w13, "shared_w2": shared_w2}
     for name, weight in named.items():
-        if not isinstance(weight, TiledNvfp4):
-            return f"{name} is {type(weight).__name__}; kernels read NVFP4 after repack_weights"
+        if not isinstance(weight, TiledFp4):
+            return f"{name} is {type(weight).__name__}; kernels read FP4 after repack_weights"
+        if type(weight) is not type(w2):
+            return f"{name} is {type(weight).__name__}, w2 {type(w2).__name__}; expected one format"
         if weight.paired != name.endswith("w13"):
             return f"{name} is tiled for another use"
-    if not is_apart(shared_w13) and shared_w2.columns != w2.columns:
+    if not is_apart(shared_w13, w13) and shared_w2.columns != w2.columns:
         return f"the shared expert is {shared_w2.columns} wide, the others {w2.columns}"
     return None
+
+
+def apart_reason(w13, w2) -> str | None:
+    """Why a shared expert in another format cannot run, or None."""
+    if not isinstance(w13, TiledFp4):
+        return shared_reason(w13, w2)
+    if type(w2) is not type(w13) or w2.paired or not w13.paired:
+        return "the shared expert's matrices are stored in two ways"
+    return None
+
+
+def apart_part(x, w13, w2, limit, ready=None):
+    """fp32 `[tokens, size]` of a shared expert in another format, whatever it is."""
+    if not isinstance(w13, TiledFp4):
+        return shared_part(x, w13, w2, limit, ready)
+    only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
+    stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
+    ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    parts = launch(x, only, ones, *stack, None, None, limit, parts_only=True)
+    return parts.sum(2).view(x.shape[0], -1)
 
 
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
@@ -286,8 +309,8 @@ def launch(
     `x` for a shared expert in another format."""
     num_tokens, chosen = experts.shape
     extra = None
-    if shared_w13 is not None and is_apart(shared_w13):
-        extra = shared_part(x, shared_w13, shared_w2, limit, ready)
+    if shared_w13 is not None and is_apart(shared_w13, w13):
+        extra = apart_part(x, shared_w13, shared_w2, limit, ready)
         shared_w13 = shared_w2 = None
     arguments = (x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
     if num_tokens == 1:
@@ -313,7 +336,7 @@ def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, co
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
     parts = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
     common = {"BM": config.bm, "BN": config.bn, "STAGES": config.num_stages, "FORM": config.form}
-    common |= {"ASM": not interpreting(), **launch_options(config.num_warps)}
+    common |= {"ASM": not interpreting(), "MX": is_mx(w2), **launch_options(config.num_warps)}
     _up_kernel[(triton.cdiv(2 * inner, config.bn), table.num_tiles)](
         x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13),
         num_pairs, chosen, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],

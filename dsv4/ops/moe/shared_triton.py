@@ -11,7 +11,7 @@ from dsv4.ops.device import (
     native_reason,
 )
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
-from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.packed import TiledFp4
 from dsv4.ops.gemm.scaled import ScaledTensor
 
 
@@ -33,9 +33,9 @@ def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     tl.store(z + row * inner + column, swiglu(gate, up, limit).to(tl.bfloat16), mask=live)
 
 
-def is_apart(shared_w13) -> bool:
+def is_apart(shared_w13, w13) -> bool:
     """Whether the shared expert has another format and runs as two linear ops."""
-    return not isinstance(shared_w13, TiledNvfp4)
+    return not isinstance(shared_w13, TiledFp4) or type(shared_w13) is not type(w13)
 
 
 def shared_reason(w13, w2) -> str | None:

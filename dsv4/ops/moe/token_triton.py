@@ -21,6 +21,7 @@ from dsv4.ops.device import (
     unpack_group,
     workspace,
 )
+from dsv4.ops.gemm.packed import TiledMxfp4
 from dsv4.ops.moe.router_triton import gate_program, prepare
 from dsv4.ops.moe.shared_triton import swiglu
 
@@ -33,12 +34,13 @@ UP_ROWS, GATE_ROWS = 32, 32  # per program with two warps
 def _dot_two_ranges(
     words, codes, rows, x, total_steps, num_columns,
     BN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    MX: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BN, 8]` of which the first column is used: two ranges of K, each by form 0 of
     `dot_nvfp4` in its own warp, added. `rows` `[BN]` are rows of the tile at `words`. EVEN: both
     ranges have equal length; otherwise the second may be shorter."""
     per_range = tl.cdiv(total_steps, 2)
-    codes = codes.to(tl.pointer_type(tl.int64), bitcast=True)
+    codes = codes.to(tl.pointer_type(tl.int32 if MX else tl.int64), bitcast=True)
     first = tl.arange(0, 2) * per_range
     rk = tl.arange(0, 16)
     w_ptrs = words + (first[:, None] * 2048 + rows[None, :] * 16)[:, :, None] + rk[None, None, :]
@@ -55,7 +57,7 @@ def _dot_two_ranges(
             low = tl.load(w_ptrs, mask=inside[:, :, None], other=0)
             high = tl.load(w_ptrs + 1024, mask=inside[:, :, None], other=0)
             code = tl.load(s_ptrs, mask=inside, other=0)
-        pairs = scale_pairs(code, ASM)
+        pairs = scale_pairs(code, ASM, MX)
         for group in tl.static_range(8):
             mask = (tl.arange(0, 8) < 1)[None, None, :]
             if not EVEN:
@@ -82,7 +84,7 @@ def _store(row, columns, size, values):
 def _up_program(
     part, place, expert, weight, num_factors, x, z, words, scales, factors, size, inner, limit,
     total_steps, expert_tiles, RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """BN/2 activations, from as many gate rows and up rows of a tile. With one range of K, BN is
     64."""
@@ -93,15 +95,15 @@ def _up_program(
     index = tl.arange(0, BN)
     rows = index // HALF * 32 + part % (64 // BN) * HALF + index % HALF
     words = tl.multiple_of(words + tile * total_steps * 2048, 64)
-    scales = tl.multiple_of(scales + tile * total_steps * 256, 64)
+    scales = tl.multiple_of(scales + tile * total_steps * (128 if MX else 256), 64)
     only = tl.arange(0, 8)
     if RANGES == 1:
         acc = 0.0 + dot_nvfp4(
             words, scales, x, (only * 0,), (only < 1,), 0, total_steps, total_steps, size, BN,
-            STAGES, 0, EVEN, ASM,
+            STAGES, 0, EVEN, ASM, MX,
         )[0]  # fmt: skip
     else:
-        acc = _dot_two_ranges(words, scales, rows, x, total_steps, size, BN, STAGES, EVEN, ASM)
+        acc = _dot_two_ranges(words, scales, rows, x, total_steps, size, BN, STAGES, EVEN, ASM, MX)
     gate, up = tl.split(acc.reshape(2, HALF, 8).permute(1, 2, 0))
     result = swiglu(gate * gate_factor, up * up_factor, limit) * weight
     column = part * HALF + tl.arange(0, HALF)
@@ -114,7 +116,7 @@ def _up_kernel(
     shared_scales: tl.int64, shared_factors: tl.int64,
     chosen, size, inner, limit, total_steps, expert_tiles,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """`shared_*`: offsets of the shared expert's weights; it has the last place."""
     place = tl.program_id(1)
@@ -127,7 +129,7 @@ def _up_kernel(
     _up_program(
         tl.program_id(0), place, expert, weight, tl.where(routed, PARTS, SHARED_PARTS),
         x, z, words, scales, factors, size, inner, limit, total_steps, expert_tiles,
-        RANGES, BN, STAGES, EVEN, ASM,
+        RANGES, BN, STAGES, EVEN, ASM, MX,
     )  # fmt: skip
 
 
@@ -138,6 +140,7 @@ def _gate_kernel(
     CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, GATE_RANGES: tl.constexpr,
     GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    MX: tl.constexpr,
 ):  # fmt: skip
     """The gate, whose last program selects experts; and the shared expert's up-projection."""
     pid = tl.program_id(0)
@@ -151,7 +154,7 @@ def _gate_kernel(
     else:
         _up_program(
             pid - programs, CHOSEN, tl.zeros((), tl.int64), 1.0, PARTS, x, z, words, scales,
-            factors, size, inner, limit, total_steps, 0, RANGES, BN, STAGES, EVEN, ASM,
+            factors, size, inner, limit, total_steps, 0, RANGES, BN, STAGES, EVEN, ASM, MX,
         )  # fmt: skip
 
 
@@ -160,7 +163,7 @@ def _down_kernel(
     z, parts_at, experts, words, scales, factors, shared_words: tl.int64,
     shared_scales: tl.int64, shared_factors: tl.int64,
     chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """Stores split-K partial sums; the consumer reduces them."""
     part = tl.program_id(0)
@@ -171,13 +174,13 @@ def _down_kernel(
     factor = tl.load(factors + tl.where(routed, expert, shared_factors)) * 128.0
     tile = expert * expert_tiles + part
     words += tl.where(routed, 0, shared_words) + tile * total_steps * 2048
-    scales += tl.where(routed, 0, shared_scales) + tile * total_steps * 256
+    scales += tl.where(routed, 0, shared_scales) + tile * total_steps * (128 if MX else 256)
     only = tl.arange(0, 8)
     per_range = tl.cdiv(total_steps, RANGES)
     acc = dot_nvfp4(
         tl.multiple_of(words, 64), tl.multiple_of(scales, 64), z + place * inner, (only * 0,),
         (only < 1,), split * per_range, tl.minimum((split + 1) * per_range, total_steps),
-        total_steps, inner, 64, STAGES, 0, EVEN_K, ASM,
+        total_steps, inner, 64, STAGES, 0, EVEN_K, ASM, MX,
     )[0]  # fmt: skip
     column = part * 64 + tl.arange(0, 64)
     _store(parts_at + (place * RANGES + split) * size, column, size, acc * factor)
@@ -236,9 +239,13 @@ def _down(z, experts, w2, shared_w2):
     _down_kernel[(triton.cdiv(w2.rows, 64), shape[0], ranges)](
         z, parts, experts, *expert_weights(w2, shared_w2), chosen, w2.rows, w2.columns,
         w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
-        EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), **launch_options(2),
+        EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), MX=is_mx(w2), **launch_options(2),
     )  # fmt: skip
     return parts[: math.prod(shape)].view(shape)
+
+
+def is_mx(weight) -> bool:
+    return isinstance(weight, TiledMxfp4)
 
 
 def num_expert_ranges(weight) -> int:
@@ -258,6 +265,7 @@ def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
     rows = rows if ranges > 1 else 64
     constants = {"RANGES": ranges, "BN": rows, "STAGES": stages, "ASM": not interpreting()}
     constants["EVEN"] = w13.columns % (128 * ranges) == 0
+    constants["MX"] = is_mx(w13)
     return triton.cdiv(w13.rows, rows), constants | launch_options(2)
 
 

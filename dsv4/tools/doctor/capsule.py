@@ -24,7 +24,7 @@ from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Unp
 from dsv4.ops import OPS
 from dsv4.ops.arguments import copied, leaves
 from dsv4.ops.attention.attention import Compressed
-from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.packed import TiledMxfp4, TiledNvfp4
 from dsv4.ops.gemm.scaled import ScaledTensor
 from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.pool import PagedPool, unpack
@@ -41,7 +41,8 @@ _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         Ragged, PagedPool, CompressorState, Compressed, MixSite,
-        Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, UnpackedTensor, TiledNvfp4, ScaledTensor,
+        Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, UnpackedTensor, TiledNvfp4, TiledMxfp4,
+        ScaledTensor,
     )
 }  # fmt: skip
 

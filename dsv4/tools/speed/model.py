@@ -21,7 +21,7 @@ from dsv4.ops.kv.begin import NEWEST
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.runner.buffers import Shape, StepBuffers, step_line
 from dsv4.runner.steps import draw, forward
-from dsv4.tools.bench_ops import random_nvfp4
+from dsv4.tools.bench_ops import random_fp4
 
 POOL_BYTES = 3 * 10**8  # per layer: many times the L2 cache; sequences share pages
 
@@ -80,7 +80,7 @@ def _random_weight(
         return plain
     *lead, rows, columns = shape
     count = lead[0] if lead else None
-    weight: Weight = random_nvfp4(rows, columns, count, name.endswith(".w13"), device)
+    weight: Weight = random_fp4(rows, columns, count, name.endswith(".w13"), device)
     return weight
 
 

@@ -11,7 +11,7 @@ from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops import OPS, Op
 from dsv4.ops.arguments import copied
 from dsv4.ops.op import Arguments
-from dsv4.tools.bench_ops import SHAPES, random_nvfp4, random_routing
+from dsv4.tools.bench_ops import SHAPES, random_fp4, random_routing
 
 BATCHES = (1, 2, 8, 9, 16, 32, 33, 64, 65, 128, 300, 1024)
 
@@ -47,7 +47,7 @@ def gpu_cases() -> Iterator[tuple[str, Arguments, Op, float]]:
 def linear_arguments(rows: int, k: int) -> Arguments:
     torch.manual_seed(5)
     values = torch.randn(320, k, device="cuda")
-    weights: list[Any] = [random_nvfp4(1024, k), random_nvfp4(200, k), values.bfloat16()]
+    weights: list[Any] = [random_fp4(1024, k), random_fp4(200, k), values.bfloat16()]
     weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)]
     weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 128, power_of_two=False), 128)]
     x = torch.randn(rows, k, device="cuda").bfloat16()
@@ -65,10 +65,10 @@ def experts_arguments(rows: int, skewed: bool = False) -> Arguments:
         "x": torch.randn(rows, size, device="cuda").bfloat16(),
         "experts": experts.sort(1).values.contiguous(),
         "weights": torch.rand(rows, chosen, device="cuda"),
-        "w13": random_nvfp4(2 * inner, size, count, paired=True),
-        "w2": random_nvfp4(size, inner, count),
-        "shared_w13": random_nvfp4(2 * inner, size, paired=True),
-        "shared_w2": random_nvfp4(size, inner),
+        "w13": random_fp4(2 * inner, size, count, paired=True),
+        "w2": random_fp4(size, inner, count),
+        "shared_w13": random_fp4(2 * inner, size, paired=True),
+        "shared_w2": random_fp4(size, inner),
         "limit": 10.0,
     }
 
@@ -117,3 +117,29 @@ def row_invariance(most: int = 8192) -> Iterator[tuple[str, bool]]:
 
 def results(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def mx_and_nvfp4_experts(
+    tokens: int, size: int, inner: int, count: int, chosen: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """The same experts kept as MXFP4, and as the NVFP4 that says the same exactly."""
+    from dsv4.ops.gemm.packed import random_mxfp4, tile_mxfp4, tile_nvfp4
+    from dsv4.ops.repack import mxfp4_as_nvfp4
+
+    generator = torch.Generator().manual_seed(tokens)
+    stacks = {
+        "w13": random_mxfp4(2 * inner, size, generator, count=count),
+        "w2": random_mxfp4(size, inner, generator, count=count),
+        "shared_w13": random_mxfp4(2 * inner, size, generator),
+        "shared_w2": random_mxfp4(size, inner, generator),
+    }
+    picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
+    given = {
+        "x": torch.randn(tokens, size, generator=generator).bfloat16().to(device),
+        "experts": torch.stack(picks).sort(1).values.to(device),
+        "weights": torch.rand(tokens, chosen, generator=generator).to(device),
+        "limit": 10.0,
+    }
+    for tiled in (tile_mxfp4, lambda w, paired: tile_nvfp4(mxfp4_as_nvfp4(w), paired=paired)):
+        made = {name: tiled(w, paired="w13" in name).to(device) for name, w in stacks.items()}
+        yield {**given, **made}

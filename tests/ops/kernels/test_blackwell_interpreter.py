@@ -14,8 +14,9 @@ import torch
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
 from dsv4.ops.gemm import activation, packed
-from dsv4.ops.gemm.packed import TiledNvfp4, mxfp4_as_nvfp4, repack
+from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
+from dsv4.ops.repack import mxfp4_as_nvfp4, repack
 from tests.ops.kernels.compiling import interpreted
 
 GROUPS = ("rows and index", "linear", "experts", "attention")

@@ -48,6 +48,18 @@ def test_rows_do_not_depend_on_the_height_of_their_tile() -> None:
     assert torch.equal(tall, kernel.launch(**arguments, config=kernel.Config(64, 128, 4, 3, 1)))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 40, 300, 3000])
+def test_mxfp4_has_the_bits_of_nvfp4(tokens: int) -> None:
+    from importlib import import_module
+
+    from tests.ops.kernels import inputs
+
+    kernel = import_module("dsv4.ops.moe.experts_triton")
+    made = inputs.mx_and_nvfp4_experts(tokens, 1152, 1024, 8, 3, "cuda")
+    found, wanted = (kernel.run(**arguments) for arguments in made)
+    assert torch.equal(found, wanted)
+
+
 def test_repeats_bit_for_bit() -> None:
     from tests.ops.kernels import inputs
 

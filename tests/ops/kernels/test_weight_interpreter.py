@@ -207,8 +207,20 @@ def check_route(experts: torch.Tensor, num_experts: int, bm: int, shared: bool) 
     assert set(found.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
 
 
+def check_mx_bits() -> None:
+    """MXFP4 kept as it is has the bits of the NVFP4 that it was cast to before."""
+    from dsv4.ops.moe import experts_triton
+    from tests.ops.kernels.inputs import mx_and_nvfp4_experts
+
+    for tokens, size, inner in ((1, 160, 64), (1, 1056, 32), (3, 160, 64), (90, 128, 32)):
+        made = mx_and_nvfp4_experts(tokens, size, inner, 3, 2, "cpu")
+        found, wanted = (experts_triton.run(**arguments) for arguments in made)
+        assert torch.equal(found, wanted), f"{tokens} tokens"
+
+
 def check_experts() -> None:
     check_cases("experts")
+    check_mx_bits()
     check_two_ranges()
     check_heights()
     generator = torch.Generator().manual_seed(3)

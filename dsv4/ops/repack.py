@@ -1,0 +1,84 @@
+"""From a checkpoint's weights to those the kernels read, once, at load."""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsv4.formats import mxfp4
+from dsv4.formats.quantized import (
+    Mxfp4Tensor,
+    Nvfp4Tensor,
+    RepackedTensor,
+    UnpackedTensor,
+    Weight,
+)
+from dsv4.ops.gemm.packed import TiledFp4, tile_mxfp4, tile_nvfp4
+from dsv4.ops.gemm.scaled import scaled_weight
+from dsv4.ops.op import warn_unless_strict
+
+_PAIRED_NAMES = (".w13",)
+_told: set[str] = set()  # why activations stay wide
+
+
+def stays_mxfp4(name: str) -> bool:
+    """Whether kernels read MXFP4 there: experts, routed or shared; linear ops read NVFP4."""
+    return "experts." in name
+
+
+def repack(name: str, weight: Weight) -> Weight:
+    """The weight of a canonical name as the kernels want it; formats they read as stored stay."""
+    if isinstance(weight, TiledFp4 | RepackedTensor):
+        return weight
+    weight = _for_few_bits(name, weight)
+    paired = name.endswith(_PAIRED_NAMES)
+    if isinstance(weight, Mxfp4Tensor) and stays_mxfp4(name):
+        return tile_mxfp4(weight, paired=paired)
+    if isinstance(weight, Mxfp4Tensor):
+        weight = mxfp4_as_nvfp4(weight)
+    if isinstance(weight, Nvfp4Tensor):
+        return tile_nvfp4(weight, paired=paired)
+    return weight
+
+
+def _for_few_bits(name: str, weight: Weight) -> Weight:
+    """What block-scaled products read, where the weight asks for them and they are exact."""
+    if isinstance(weight, Tensor | UnpackedTensor | RepackedTensor):
+        return weight
+    if weight.activations == "a16":
+        return weight
+    if isinstance(weight, Mxfp4Tensor) and weight.activations == "a4":
+        weight = mxfp4_as_nvfp4(weight)
+    found = scaled_weight(weight)
+    if not isinstance(found, str):
+        return found
+    if found not in _told:  # a model has hundreds of weights, but few reasons
+        warn_unless_strict(f"{name} and others like it: activations stay a16: {found}")
+        _told.add(found)
+    return replace(weight, activations="a16")
+
+
+def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Every weight of a model repacked. A mutable `table` is emptied on the way, so that the
+    old and the new form of only one weight exist at a time."""
+    repacked: dict[str, Weight] = {}
+    for name in list(table):
+        weight = table.pop(name) if isinstance(table, MutableMapping) else table[name]
+        repacked[name] = repack(name, weight)
+        del weight
+    return repacked
+
+
+def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
+    """The pinned cast (exact where a matrix's block exponents spread by at most 17)."""
+    if weight.packed.dim() > 2:
+        parts = [mxfp4_as_nvfp4(weight[index]) for index in range(weight.shape[0])]
+        return Nvfp4Tensor(
+            torch.stack([part.packed for part in parts]),
+            torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
+            torch.stack([part.global_scale for part in parts]),
+            activations=weight.activations,
+        )
+    packed, scale, global_, _ = mxfp4.to_nvfp4(weight.packed, weight.scale)
+    return Nvfp4Tensor(packed, scale, global_.reshape(1), activations=weight.activations)
