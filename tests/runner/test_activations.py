@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import dsv4.ops.gemm.packed as packed_module
+import dsv4.ops.repack as repack_module
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
@@ -220,7 +220,7 @@ def test_strict_mode_raises(folders: dict[str, Path]) -> None:
 def test_weights_that_would_change_stay_wide_with_one_warning(caplog: Any) -> None:
     packed, scale, factor = nvfp4.quantize(torch.randn(128, 256))
     weight = Nvfp4Tensor(packed, scale, factor.reshape(1), activations="a8")
-    with patch.object(packed_module, "_told", set()), caplog.at_level(logging.WARNING, "dsv4"):
+    with patch.object(repack_module, "_told", set()), caplog.at_level(logging.WARNING, "dsv4"):
         with kernels_only(), pytest.raises(KernelError, match="powers of two"):
             repack("layers.0.attn.wq_a.weight", weight)
         found = [repack(f"layers.{layer}.attn.wq_a.weight", weight) for layer in range(3)]
