@@ -1,8 +1,14 @@
 """Guided output: every answer keeps to its guide, whatever the model would rather say."""
 
+import base64
 import importlib.util
 import json
 import re
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +24,7 @@ from dsv4.errors import CapacityError, RequestError
 from dsv4.request import Completion, Guide, Output, Request, TokenLogprobs
 from dsv4.sampling import Draw, compiler
 from tests.models import write_quick_model
+from tests.server.support import wait_for
 
 PROMPT = [3, 14, 15, 92]
 SCHEMA = {
@@ -446,6 +453,35 @@ def test_a_compiler_that_dies_is_started_again(troubled: Engine) -> None:
     assert not end.refused
     [good] = ends_of(troubled, Guide("choice", ["again"]))
     assert good.finish_reason == "stop"
+
+
+def test_a_compiler_whose_engine_was_killed_ends_with_its_children() -> None:
+    """Its engine left an answer unread, so that the line is not closed but reset."""
+    ours, theirs = socket.socketpair()
+    program = Path(__file__).with_name("slow_compiler.py")
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    try:
+        words = [base64.b64encode(word).decode() for word in (b"a", b"b", b"")]
+        begin = {"do": "begin", "vocabulary": words, "stop_ids": [2], "seconds": 1000}
+        quick = {"do": "compile", "number": 1, "kind": "regex", "text": "ab"}
+        slow = {"do": "compile", "number": 2, "kind": "choice", "text": '["slow"]'}
+        for message in (begin, quick, slow):
+            ours.sendall(json.dumps(message).encode() + b"\n")
+        assert select.select([ours], [], [], 200)[0], "no answer came"
+        wait_for(lambda: len(children_of(process.pid)) == 1)
+        [child] = children_of(process.pid)
+        ours.close()
+        assert process.wait(200) == -signal.SIGKILL
+        wait_for(lambda: not Path(f"/proc/{child}").exists())
+    finally:
+        ours.close()
+        process.kill()
+        process.wait()
 
 
 def iter_until_done(engine: Engine) -> Iterator[Output]:

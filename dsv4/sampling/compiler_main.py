@@ -8,6 +8,7 @@ process ends with its children.
 """
 
 import base64
+import contextlib
 import json
 import os
 import resource
@@ -168,7 +169,8 @@ def _data_bytes() -> int:
 def main(arguments: list[str]) -> int:
     # The engine decides when this process ends; ignore signals sent to the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=int(arguments[1])) as line:
+    # A killed engine resets the line if it left answers unread.
+    with socket.socket(fileno=int(arguments[1])) as line, contextlib.suppress(ConnectionError):
         Host(line).run()
     os.killpg(0, signal.SIGKILL)  # with the children; the session is this process's own
     return 0
