@@ -403,7 +403,7 @@ class Engine:
         )
         pages = self._runner.pages.open()
         try:
-            size = self.settings.chunk_tokens
+            size = min(self.settings.chunk_tokens, self._runner.scored_tokens)
             for start in range(0, len(token_ids), size):
                 part = list(token_ids[start : start + size])
                 yield self._runner.step([Chunk(pages, part, len(part))])

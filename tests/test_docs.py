@@ -133,8 +133,9 @@ def test_make_runs_what_the_readme_says() -> None:
 
 def make_dry_run(*arguments: str) -> str:
     done = subprocess.run(
-        ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
+        ["make", "-n", "--no-print-directory", *arguments],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
     return done.stdout
 
 

@@ -7,6 +7,7 @@ follow from the shape. Page tables and the sampling state stay on the device, on
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
 
 ALIGNED = 16  # integers: Triton specialises on addresses divisible by 16 bytes
 STAGES = 4  # host buffers used in rotation: the previous copy may still be in flight
+SCORED = 256  # tokens of a step that scores a prompt's own
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,14 @@ class Shape:
     sequences: int
     context: int
     one_each: bool
+    scored: bool = False  # logits of all rows, not of one per sequence
 
     def __str__(self) -> str:
-        kind = "decode" if self.one_each else "prompt"
-        return f"{kind} {self.tokens}x{self.sequences} context {self.context}"
+        return f"{self.kind} {self.tokens}x{self.sequences} context {self.context}"
+
+    @property
+    def kind(self) -> str:
+        return "decode" if self.one_each else "score" if self.scored else "prompt"
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -147,6 +153,7 @@ class StepBuffers:
         self.max_sequences = count
         self.batches = batch_sizes(count)
         self.tokens = token_sizes(max(geometry.chunk_tokens + count - 1, 16))
+        self.scored = next((size for size in self.tokens if size >= SCORED), self.tokens[-1])
         self.contexts = context_sizes(max_context)
 
         def ints(*shape: int) -> Tensor:
@@ -172,6 +179,11 @@ class StepBuffers:
         self.bias = torch.zeros(count, vocab_size, device=device)
         words = -(-vocab_size // WORD_BITS)
         self.mask = torch.zeros(count, words, dtype=torch.int32, device=device)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Logits of a step that scores; there only where steps have few shapes."""
+        return torch.zeros(self.scored, self.vocab_size, device=self.device)
 
     @staticmethod
     def _widths(geometry: Geometry, context: int) -> tuple[int, ...]:
@@ -200,11 +212,17 @@ class StepBuffers:
             for tokens in reversed(self.tokens)
             for context in reversed(self.contexts)
         ]
+        prompts += [self.scored_shape(context) for context in reversed(self.contexts)]
         return prompts + [
             Shape(batch, batch, context, True)
             for context in reversed(self.contexts)
             for batch in reversed(self.batches)
         ]
+
+    def scored_shape(self, length: int) -> Shape:
+        """For a chunk of a prompt whose own tokens are scored, up to `length` tokens."""
+        context = next(size for size in self.contexts if size >= length)
+        return Shape(self.scored, self.max_sequences, context, False, scored=True)
 
     def tables(self, shape: Shape) -> tuple[Tensor, ...]:
         """One row per sequence of the step."""
@@ -237,7 +255,7 @@ class StepBuffers:
             window_table=window,
             csa_table=csa,
             hca_table=hca,
-            logits_rows=None if shape.one_each else at["logits_rows"],
+            logits_rows=None if shape.one_each or shape.scored else at["logits_rows"],
         )
 
     def sampling(self, rows: int) -> SampleInputs:

@@ -11,7 +11,7 @@ from dsv4.ops.op import record
 from dsv4.runner.buffers import Shape
 
 Key = Shape | int  # a model step of this shape, or a draw of this many rows
-_KINDS = ("decode", "prompt", "draw")
+_KINDS = ("decode", "prompt", "score", "draw")
 
 
 class StepPlan:
@@ -61,7 +61,7 @@ class StepPlan:
 def _kind(key: Key) -> str:
     if isinstance(key, int):
         return "draw"
-    return "decode" if key.one_each else "prompt"
+    return key.kind
 
 
 def _size(key: Key) -> tuple[int, int]:

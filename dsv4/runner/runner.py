@@ -7,8 +7,8 @@ token, and pages that were reassigned are overwritten later by their new owners.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +22,8 @@ from dsv4.cache.pages import Growth, SequencePages, StatePages
 from dsv4.cache.prefix import Copies
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
-from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin import NEWEST
-from dsv4.ops.ragged import make_ragged
 from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import Shape, StepBuffers, step_line
@@ -36,7 +34,7 @@ from dsv4.runner.guard import Guard
 from dsv4.runner.plan import StepPlan
 from dsv4.runner.ranks.copies import TeamCopies
 from dsv4.runner.settings import Settings
-from dsv4.runner.steps import draw, forward
+from dsv4.runner.steps import draw, forward, score
 from dsv4.runner.warmup import Progress, warm_up
 from dsv4.sampling import Draw
 
@@ -132,21 +130,9 @@ class Runner:
             raise CapacityError(
                 f"a sequence has {longest} tokens, the context ends at {self.buffers.contexts[-1]}"
             )
-        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
-        try:
-            one_each = max(counts) == 1
-            shape = self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
-            self._send(shape, chunks, counts, self._new_pages(chunks, growth))
-            with self._together():
-                self._run(shape)
-            if started is not None:
-                started()
-        except BaseException:
-            self.pages.cancel(growth)
-            raise
-        for chunk in chunks:
-            self._written[chunk.pages.slot] = chunk.pages
-        self.pages.apply(growth)
+        one_each = max(counts) == 1
+        shape = self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
+        self._queue(shape, chunks, counts, started)
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
         return Flight(sampled, [pages.length for pages in sampled])
 
@@ -167,23 +153,57 @@ class Runner:
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 logits of the requested tokens, `[rows, vocabulary]`, in the order of `chunks`.
 
-        Like `submit`, but without graphs and for any number of logits per chunk.
+        Like `submit`, but without graphs and for any number of logits per chunk; all of one chunk
+        of up to `scored_tokens` come from a graph.
         """
+        if self._graphs is not None and len(chunks) == 1:
+            chunk = chunks[0]
+            count = chunk.num_logits
+            if count == len(chunk.token_ids) <= self.scored_tokens:
+                shape = self.buffers.scored_shape(chunk.pages.length + count)
+                self._queue(shape, chunks, [count])
+                return self.buffers.scores[:count].clone()
         counts = [len(chunk.token_ids) for chunk in chunks]
-        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
-        try:
+        with self._grown(chunks, counts), self._together():
             numbers, line = self._score_line(chunks)
             if self.team is not None:
                 self.team.order("score", numbers, line.tobytes())
+            logits = self._score(numbers, line)
+        for chunk in chunks:  # the slots' tables were not written
+            self._written[chunk.pages.slot] = None
+        return logits
+
+    @property
+    def scored_tokens(self) -> int:
+        """The most tokens of a chunk that `step` scores best."""
+        return self.buffers.scored if self._graphs is not None else self.buffers.tokens[-1]
+
+    def _queue(
+        self,
+        shape: Shape,
+        chunks: Sequence[Chunk],
+        counts: list[int],
+        started: Callable[[], None] | None = None,
+    ) -> None:
+        with self._grown(chunks, counts) as growth:
+            self._send(shape, chunks, counts, self._new_pages(chunks, growth))
             with self._together():
-                logits = self._score(numbers, line)
+                self._run(shape)
+            if started is not None:
+                started()
+            for chunk in chunks:
+                self._written[chunk.pages.slot] = chunk.pages
+
+    @contextmanager
+    def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[Growth]:
+        """Pages for a step; given back if it fails."""
+        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
+        try:
+            yield growth
         except BaseException:
             self.pages.cancel(growth)
             raise
         self.pages.apply(growth)
-        for chunk in chunks:  # the slots' tables were not written
-            self._written[chunk.pages.slot] = None
-        return logits
 
     @property
     def copies(self) -> Copies:
@@ -332,28 +352,8 @@ class Runner:
         return numbers, np.array(line, dtype=np.int64)
 
     def _score(self, numbers: Sequence[int], line: Any) -> Tensor:
-        n, widths = numbers[0], numbers[1:4]
-        starts, counts, slots, logits = (
-            list(numbers[4 + n * i : 4 + n * (i + 1)]) for i in range(4)
-        )
-        rows: list[int] = []
-        end = 0
-        for count, wanted in zip(counts, logits, strict=True):
-            end += count
-            rows += range(end - wanted, end)
-        values = torch.from_numpy(np.array(line)).to(self.device)
-        token_ids, *tables = torch.split(values, [end, *(n * width for width in widths)])
-        window, csa, hca = (table.view(n, -1) for table in tables)
-        inputs = StepInputs(
-            token_ids=token_ids,
-            batch=make_ragged(starts, counts, slots, self.device),
-            window_table=window,
-            csa_table=csa,
-            hca_table=hca,
-            logits_rows=torch.tensor(rows, dtype=torch.int64, device=self.device),
-        )
         with self.guard.watch(strict=False):
-            return self.model(inputs, self.state.layers)
+            return score(self.model, self.state.layers, numbers, line, self.device)
 
     # --- before the first step ----------------------------------------------------------------
 
@@ -385,6 +385,7 @@ class Runner:
         self.costs = StepCosts.measure(buffers, self._run)
         self.state.load_copies()
         torch.topk(buffers.logits[0], 1)  # torch also loads its kernels on first use
+        buffers.scores.clone()  # what `step` hands out has its place
         self.buffers.step.line.zero_()
         self.guard.arm()
 

@@ -7,10 +7,17 @@ previous token.
 """
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from dsv4.cache.kinds import LayerState
+from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin import begin_step
+from dsv4.ops.ragged import make_ragged
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
 from dsv4.runner.buffers import Shape, StepBuffers, step_line
@@ -35,7 +42,8 @@ def forward(
         rows=buffers.tables(shape),
     )
     logits = model(inputs, state)
-    buffers.logits[: logits.shape[0]].copy_(logits)
+    out = buffers.scores if shape.scored else buffers.logits
+    out[: logits.shape[0]].copy_(logits)
 
 
 def draw(buffers: StepBuffers, rows: int) -> None:
@@ -43,3 +51,33 @@ def draw(buffers: StepBuffers, rows: int) -> None:
     logits, inputs = buffers.logits[:rows], buffers.sampling(rows)
     tokens, norms = sample(logits, inputs)
     accept(tokens, logits, norms, inputs.slots, inputs.flags, buffers.results(rows))
+
+
+def score(
+    model: Transformer,
+    state: Sequence[LayerState],
+    numbers: Sequence[int],
+    line: Any,
+    device: torch.device,
+) -> Tensor:
+    """Logits of any rows of any chunks, one launch after the other, from what
+    `Runner._score_line` writes."""
+    n, widths = numbers[0], numbers[1:4]
+    starts, counts, slots, logits = (list(numbers[4 + n * i : 4 + n * (i + 1)]) for i in range(4))
+    rows: list[int] = []
+    end = 0
+    for count, wanted in zip(counts, logits, strict=True):
+        end += count
+        rows += range(end - wanted, end)
+    values = torch.from_numpy(np.array(line)).to(device)
+    token_ids, *tables = torch.split(values, [end, *(n * width for width in widths)])
+    window, csa, hca = (table.view(n, -1) for table in tables)
+    inputs = StepInputs(
+        token_ids=token_ids,
+        batch=make_ragged(starts, counts, slots, device),
+        window_table=window,
+        csa_table=csa,
+        hca_table=hca,
+        logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+    )
+    return model(inputs, state)

@@ -215,8 +215,8 @@ def test_the_number_of_timed_ops_is_known_beforehand() -> None:
     tokens = [1, 8, 8192]
     names = ("csa inputs", "wq_b", "wo_a", "wo_b", "shared gate/up", "router", "embed")
     assert num_results(["flash"], tokens, "head") == 2  # of at most 128 tokens
-    assert num_results(["flash"], tokens, "experts") == 2 * len(tokens)  # with and without shared
-    assert num_results(["flash", "pro"], tokens) == 2 * (len(names) * 3 + 2 + 2 * 3)
+    assert num_results(["flash"], tokens, "experts mx") == 2 * len(tokens)  # with, without shared
+    assert num_results(["flash", "pro"], tokens) == 2 * (len(names) * 3 + 2 + 2 * 2 * 3)
 
 
 def test_warm_up_shows_time_left_in_serve(

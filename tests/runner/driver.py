@@ -7,6 +7,7 @@ steps, and its tokens are drawn from those logits: tokens and log-probabilities 
 
 import random
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -153,10 +154,11 @@ def _finish(runner: Runner, under: _Under, live: list[Story]) -> None:
 
 
 def ordinary_logits(runner: Runner, ids: list[int], size: int) -> Tensor:
-    """Of every token, by steps that nobody shares."""
+    """Of every token, by steps of its own, without graphs."""
     pages = runner.pages.open()
     parts = [ids[start : start + size] for start in range(0, len(ids), size)]
-    logits = [runner.step([Chunk(pages, part, len(part))]).clone() for part in parts]
+    with patch.object(runner, "_graphs", None):
+        logits = [runner.step([Chunk(pages, part, len(part))]).clone() for part in parts]
     runner.pages.close(pages)
     return torch.cat(logits)
 

@@ -86,6 +86,25 @@ def test_graph_logits_are_eager_logits(runner: Runner) -> None:
         runner.pages.close(pages)
 
 
+def test_scores_are_replayed(runner: Runner) -> None:
+    """Logits of all tokens of a prompt: those of steps without graphs, and nothing is compiled."""
+    rng = random.Random(4)
+    ids = rng.choices(range(runner.buffers.vocab_size), k=250)
+    wanted = ordinary_logits(runner, ids, 100)
+    compiled: list[str] = []
+    compile_triton = import_module("dsv4.ops.compile_triton")
+    compile_triton.watch_compiles(compiled.append)
+    pages, found = runner.pages.open(), []
+    try:
+        for part in (ids[:40], ids[40:41], ids[41:169], ids[169:]):
+            found.append(runner.step([Chunk(pages, part, len(part))]))
+    finally:
+        compile_triton.watch_compiles(None)
+        runner.pages.close(pages)
+    assert not compiled
+    assert torch.equal(torch.cat(found), wanted)
+
+
 def test_the_cpu_agrees(runner: Runner, config: ModelConfig) -> None:
     """The same weights through the references: logits within bf16's reach."""
     rng = random.Random(3)

@@ -18,7 +18,7 @@ from dsv4.runner.cost import StepCosts
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
 from dsv4.runner.plan import StepPlan
-from dsv4.runner.runner import Runner
+from dsv4.runner.runner import Chunk, Runner
 from dsv4.testing import random_weights, small_config
 from tests.runner.driver import check_alone, make_stories, tell
 from tests.runner.test_steps import make_runner
@@ -98,6 +98,22 @@ def test_a_plan_names_ranges_of_shapes() -> None:
         "decode of 1, 4-8 rows at context 4096 and of 1-16 rows at context 16384: experts by few",
         "decode of 2, 16 rows at context 4096: experts by many",
     ]
+
+
+def test_scores_come_from_graphs(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
+    """Logits of all tokens of a chunk, padded or not, have the bits of a step without graphs."""
+    runner, plain = warm[0], make_runner(sequences=2, context=256, pads=False)
+    rng = random.Random(5)
+    pages, others = runner.pages.open(), plain.pages.open()
+    for replays, count in enumerate((3, 64, 1, 40)):
+        ids = rng.choices(range(plain.model.config.vocab_size), k=count)
+        assert count <= runner.scored_tokens
+        found = runner.step([Chunk(pages, ids, count)])
+        wanted = plain.step([Chunk(others, ids, count)])
+        assert torch.equal(found, wanted)
+        assert runner._graphs.replays == replays + 1
+    runner.pages.close(pages)
+    runner.pages.check_integrity()
 
 
 def test_every_step_has_its_graph(warm: tuple[Runner, list[tuple[int, int]]]) -> None:

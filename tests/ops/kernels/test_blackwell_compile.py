@@ -66,7 +66,7 @@ def test_attention_multiplies_keys_as_they_are_stored(rows: list[dict[str, Any]]
 def launches(capability: int) -> Iterator[Launch]:
     from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.gemm.scaled import random_scaled
-    from dsv4.ops.moe import experts_scaled_triton
+    from dsv4.ops.moe import experts_scaled_triton, experts_triton
 
     yield from row_launches()
     for module in (linear_scaled_triton, experts_scaled_triton):
@@ -89,7 +89,7 @@ def launches(capability: int) -> Iterator[Launch]:
     yield from attention_launches()
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
-    experts_scaled_triton._shared = lambda *_: None  # two products of `linear`
+    experts_triton.apart_part = lambda *_: None  # two products of `linear`
     experts_scaled_triton.route = lambda *_: some_route()  # test_weight_compile compiles these two
     experts_scaled_triton.combine = lambda *_: None
     for count in (8, 256):

@@ -13,7 +13,7 @@ import torch
 
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
-from dsv4.ops.gemm import activation, packed
+from dsv4.ops.gemm import activation
 from dsv4.ops.gemm.packed import TiledNvfp4
 from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
 from dsv4.ops.repack import mxfp4_as_nvfp4, repack
@@ -63,7 +63,7 @@ def test_scales_lie_in_the_tensor_cores_order() -> None:
 def test_what_is_not_exact_is_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "_told", set())
+    monkeypatch.setattr("dsv4.ops.repack._told", set())
     generator = torch.Generator().manual_seed(3)
     weights = stored_weights(128, 256, generator)
     odd = replace(weights["NVFP4 a4"], activations="a8")
