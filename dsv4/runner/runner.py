@@ -164,11 +164,12 @@ class Runner:
                 self._queue(shape, chunks, [count])
                 return self.buffers.scores[:count].clone()
         counts = [len(chunk.token_ids) for chunk in chunks]
-        with self._grown(chunks, counts), self._together():
+        with self._grown(chunks, counts):
             numbers, line = self._score_line(chunks)
             if self.team is not None:
                 self.team.order("score", numbers, line.tobytes())
-            logits = self._score(numbers, line)
+            with self._together():
+                logits = self._score(numbers, line)
         for chunk in chunks:  # the slots' tables were not written
             self._written[chunk.pages.slot] = None
         return logits

@@ -42,10 +42,6 @@ class Profile:
     num_kernels: int
     share_us: dict[str, float]  # by family; kernels overlap, so the sum may exceed the step
 
-    @property
-    def total_us(self) -> float:
-        return sum(self.share_us.values())
-
 
 def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
     if device.type == "cpu":
