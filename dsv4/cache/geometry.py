@@ -15,7 +15,7 @@ from typing import Literal
 
 from dsv4.config import ModelConfig
 from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
-from dsv4.formats.spec import Activations
+from dsv4.formats.spec import CSA_ROWS, Activations
 
 Pool = Literal["window", "csa", "hca"]
 POOLS: tuple[Pool, ...] = ("window", "csa", "hca")
@@ -146,7 +146,7 @@ class Geometry:
     def slot_bytes(self) -> int:
         """Compressor rows of one sequence: values and gates in fp32."""
         c = self.config
-        csa = 8 * 2 * (c.head_dim + c.index_head_dim) * 2 * 4
+        csa = CSA_ROWS * 2 * (c.head_dim + c.index_head_dim) * 2 * 4
         hca = 128 * c.head_dim * 2 * 4
         return c.num_layers_of("csa") * csa + c.num_layers_of("hca") * hca
 

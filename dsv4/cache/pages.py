@@ -126,10 +126,12 @@ class SequencePages:
 
 @dataclass
 class Growth:
-    """A prepared step: sequence `i` grows by `num_new[i]` tokens once it is applied."""
+    """A prepared step: sequence `i` grows by `num_new[i]` tokens once it is applied, of which
+    at least `least[i]` stay."""
 
     sequences: list[SequencePages]
     num_new: list[int]
+    least: list[int]
     taken: list[tuple[SequencePages, Pool, int]]
 
 
@@ -183,8 +185,14 @@ class StatePages:
             return list(range(len(held), len(needed)))
         return [column for column in needed if column not in held]
 
-    def prepare(self, sequences: Sequence[SequencePages], num_new: Sequence[int]) -> Growth:
-        growth = Growth(list(sequences), list(num_new), [])
+    def prepare(
+        self,
+        sequences: Sequence[SequencePages],
+        num_new: Sequence[int],
+        least: Sequence[int] | None = None,
+    ) -> Growth:
+        """`least`: tokens that are not drafts; default: all. See `retract`."""
+        growth = Growth(list(sequences), list(num_new), list(least or num_new), [])
         try:
             for sequence, count in zip(sequences, num_new, strict=True):
                 assert 0 < count <= self.geometry.chunk_tokens
@@ -215,15 +223,23 @@ class StatePages:
         growth.taken.clear()
 
     def apply(self, growth: Growth) -> None:
-        for sequence, count in zip(growth.sequences, growth.num_new, strict=True):
+        for sequence, count, least in zip(
+            growth.sequences, growth.num_new, growth.least, strict=True
+        ):
+            shortest = sequence.length + least
             sequence.length += count
-            if sequence.length >= sequence.leaves_at:
+            if shortest >= sequence.leaves_at:
                 held = sequence.columns["window"]
-                oldest = self.geometry.oldest_column(sequence.length)
+                oldest = self.geometry.oldest_column(shortest)
                 left = [column for column in held if column < oldest]
                 self.allocators["window"].release([held.pop(column) for column in left])
                 sequence.leaves_at = self.geometry.last_use(next(iter(held))) + 1
         growth.taken.clear()
+
+    def retract(self, sequence: SequencePages, count: int) -> None:
+        """The last `count` tokens were drafts and are rejected. The state needs no undo: what they
+        wrote is written again before it is read (docs/drafting.md). Their pages are kept."""
+        sequence.length -= count
 
     def table_row(self, sequence: SequencePages, pool: Pool, width: int) -> list[int]:
         """The sequence's row of the page table; the window's columns form a ring."""

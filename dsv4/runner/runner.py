@@ -52,6 +52,7 @@ class Chunk:
     num_logits: int
     keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
     keep_row: int = 0
+    num_drafts: int = 0  # of the last tokens, which may be rejected: `StatePages.retract`
 
 
 @dataclass
@@ -198,7 +199,8 @@ class Runner:
     @contextmanager
     def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[Growth]:
         """Pages for a step; given back if it fails."""
-        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts)
+        least = [n - chunk.num_drafts for n, chunk in zip(counts, chunks, strict=True)]
+        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts, least)
         try:
             yield growth
         except BaseException:

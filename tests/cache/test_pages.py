@@ -264,9 +264,9 @@ def test_growth_per_token() -> None:
 
 
 def test_fixed_state() -> None:
-    # compressors in the reference layout: 12.2 MB and 18.7 MB
-    assert Geometry(FLASH, "fp8", "fp4", 256).slot_bytes() == 21 * (65536 + 16384) + 20 * 524288
-    assert Geometry(PRO, "fp8", "fp4", 256).slot_bytes() == 30 * (65536 + 16384) + 31 * 524288
+    # compressors in the reference layout (12.2 MB and 18.7 MB), with twice the rows for ratio 4
+    assert Geometry(FLASH, "fp8", "fp4", 256).slot_bytes() == 42 * (65536 + 16384) + 20 * 524288
+    assert Geometry(PRO, "fp8", "fp4", 256).slot_bytes() == 60 * (65536 + 16384) + 31 * 524288
     # 128 window keys of all layers: 3.21 MB and 4.56 MB
     for config, layers in ((FLASH, 43), (PRO, 61)):
         page = Geometry(config, "fp8", "fp4", 256).page_bytes("window")

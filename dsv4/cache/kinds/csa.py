@@ -40,11 +40,11 @@ class CsaState:
         return [("window", self.window), ("csa", self.entries), ("csa", self.index)]
 
     def carried(self) -> list[Tensor]:
-        """The block before the boundary is the second half of the rows; the next block reads the
+        """The block before the boundary is in the last rows; the next block reads the
         first half of its channels."""
         states = (self.compressor, self.index_compressor)
         tensors = [t for state in states for t in (state.values, state.gates)]
-        return [t[:, CARRIED_ROWS:, : t.shape[2] // 2] for t in tensors]
+        return [t[:, -CARRIED_ROWS:, : t.shape[2] // 2] for t in tensors]
 
     def kept(self) -> list[Tensor]:
         states = (self.compressor, self.index_compressor)

@@ -8,7 +8,8 @@ ratio 128  the block's own 128 tokens.
 ratio 4    eight slots: the second half of the channels of the block's own tokens, and the first
            half of the channels of the previous block's tokens (absent for the first block).
 
-State per sequence: the last 8 (ratio 4) or 128 tokens' V and Z, token `p` in row `p % rows`.
+State per sequence: the last 16 (ratio 4) or 128 tokens' V and Z, token `p` in row `p % rows`. An
+entry of ratio 4 reads 8 of them; with 16, rejected drafts overwrite none that is still read.
 A block closes exactly at tokens with `(p + 1) % ratio == 0`, without a host branch.
 
 Prefixes are kept at multiples of 128, where with ratio 4 the next block still reads the first half
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry, kv_entry
+from dsv4.formats.spec import CSA_ROWS
 from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -52,7 +54,7 @@ def overlaps(ratio: int) -> bool:
 
 
 def state_rows(ratio: int) -> int:
-    return 2 * ratio if overlaps(ratio) else ratio
+    return CSA_ROWS if overlaps(ratio) else ratio
 
 
 def reduce_block(values: Tensor, gates: Tensor) -> Tensor:
