@@ -1,12 +1,12 @@
 """The journey of a token. READ FIRST. Long because it covers the whole journey.
 
-    text  --chat.Tokenizer-->  token ids  --Engine.add-->  a waiting Sequence
+    text  --chat.Tokenizer-->  token ids  --Engine.add-->  a waiting SequenceState
     Engine.step:
-        Pipeline.take          one step; on a GPU the next one is already in flight:
+        Pipeline.take          one step; on a GPU the next one is already in submitted:
             scheduler.next_step    which sequences run, with how many new tokens
                                    (pages, cached prefixes, priorities, preemption)
             runner.submit          allocate pages; model and ops turn tokens into logits
-            runner.draw            sample one token per sequence
+            runner.sample            sample one token per sequence
             runner.read            copy the tokens back to the host
         Engine._accept         append the token, detokenise, check stop conditions
 
@@ -52,12 +52,11 @@ from dsv4.request import (
     check_request,
     join_outputs,
 )
-from dsv4.runner.load import Loaded, Model, Progress
+from dsv4.runner.load import LoadedModel, Model, Progress
 from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
-from dsv4.sampling import NO_TEXT, Compiling, Draw, Guides, LateEnds, Matcher
-from dsv4.scheduler import Audit, Finding, Scheduler, Work
-from dsv4.scheduler import Sequence as Running
+from dsv4.sampling import NO_TEXT, Compiling, Guides, LateEnds, Matcher, SamplingRow
+from dsv4.scheduler import Audit, AuditedAnswer, ScheduledTokens, Scheduler, SequenceState
 from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener
 
@@ -68,23 +67,23 @@ MAX_ANSWERS = 128  # per prompt
 
 
 @dataclass
-class _Live:
+class _LiveRequest:
     """A request in the engine."""
 
-    sequence: Running
+    sequence: SequenceState
     text: AnswerText
-    draw: Draw  # sampling parameters, without the guide's mask
+    sampling_row: SamplingRow  # sampling parameters, without the guide's mask
     expires: float  # on the monotonic clock
     compiling: Compiling | None = None  # the guide; the request is not scheduled before it is ready
     matcher: Matcher | LateEnds | None = None
     failure: Exception | None = None  # raised while preparing its next token
-    audits: Finding | None = None  # the answer this request recomputes; its outputs are dropped
+    audits: AuditedAnswer | None = None  # the answer it recomputes; its outputs are dropped
 
 
 class Engine:
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         tokenizer: Tokenizer | None,
         dialect: Dialect,
         warm_up_progress: Progress | None = None,
@@ -99,21 +98,21 @@ class Engine:
         self._prefix = None
         if loaded.settings.prefix_cache:
             self._prefix = PrefixCache(
-                pages, self._runner.copies, state.num_snapshots, _store(loaded, state)
+                pages, self._runner.state_copier, state.num_snapshots, _store(loaded, state)
             )
         self._scheduler = Scheduler(
-            pages, loaded.settings.chunk_tokens, self._prefix, self._tell_of, self._budget()
+            pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget()
         )
         self._pipeline = Pipeline(
-            self._scheduler, self._runner, self._is_live, self._draw, self._is_guided
+            self._scheduler, self._runner, self._is_live, self._sampling_row, self._is_guided
         )
         self._audit: Audit | None = None
         if loaded.settings.audit_share:
             choices = asdict(loaded.settings)
             self._audit = Audit(choices["audit_share"], choices["audit_folder"], choices)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._next_expiry = math.inf  # on the monotonic clock
-        self._held: list[Output] = []  # outputs of requests the last caller did not ask for
+        self._buffered: list[Output] = []  # outputs of requests the last caller did not ask for
         self._streams: AsyncStreams[Output] | None = None
         self._num_named = 0
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
@@ -144,56 +143,56 @@ class Engine:
         """Queue a request; a RequestError leaves everything else untouched."""
         self._check(request)
         seed = request.params.seed
-        self._enter(request, seed if seed is not None else random.getrandbits(62))
+        self._start(request, seed if seed is not None else random.getrandbits(62))
         self._num_prompt_tokens += len(request.prompt_ids)
 
-    def _enter(self, request: Request, seed: int, audits: Finding | None = None) -> None:
+    def _start(self, request: Request, seed: int, audits: AuditedAnswer | None = None) -> None:
         params = request.params
-        sequence = Running(request, seed, shares=audits is None)
+        sequence = SequenceState(request, seed, uses_prefix_cache=audits is None)
         known = len(request.prompt_ids) + params.max_tokens
         sequence.max_len = min(known, self.settings.max_context)
         ends = self.stop_ids if params.stop_ids is None else frozenset(params.stop_ids)
         text = AnswerText(self.tokenizer, params.stop, ends)
         deadline = math.inf if request.deadline is None else request.deadline
-        draw = Draw(params, seed, sequence.token_ids, len(request.prompt_ids))
-        live = _Live(sequence, text, draw, time.monotonic() + deadline, audits=audits)
+        row = SamplingRow(params, seed, sequence.token_ids, len(request.prompt_ids))
+        live = _LiveRequest(sequence, text, row, time.monotonic() + deadline, audits=audits)
         if params.guide is not None:
             live.compiling = self._guides.compile(params.guide)
         elif params.min_tokens:
             live.matcher = self._late_ends(None, params)
         self._live[request.id] = live
         self._next_expiry = min(self._next_expiry, live.expires)
-        self._tell("added", request.id, num_prompt=len(request.prompt_ids))
+        self._emit("added", request.id, num_prompt=len(request.prompt_ids))
         self._scheduler.rank(sequence)
         if live.compiling is None:
             self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
         """Run one step of everything that can run; returns the new outputs by request."""
-        held, self._held = self._held, []
-        unheard = set()
+        buffered, self._buffered = self._buffered, []
+        audit_ids = set()
         if self._audit is not None:
-            unheard = {name for name, live in self._live.items() if live.audits is not None}
+            audit_ids = {name for name, live in self._live.items() if live.audits is not None}
         outputs = self._expire() + self._begin_guided() + self._run_step()
-        return held + [output for output in outputs if output.request_id not in unheard]
+        return buffered + [output for output in outputs if output.request_id not in audit_ids]
 
     def _run_step(self) -> list[Output]:
-        taken = self._pipeline.take()
-        outputs = [self._take_token(*pair) for pair in taken.results]
-        outputs += self._fail_all(taken.failures)
-        outputs += self._fail_all(self._pipeline.draw_ahead())
-        if taken.work is not None:
-            self._count_step(taken.work, [*taken.clock, time.perf_counter()])
+        outcome = self._pipeline.take()
+        outputs = [self._take_token(*pair) for pair in outcome.results]
+        outputs += self._fail_all(outcome.failures)
+        outputs += self._fail_all(self._pipeline.sample_ahead())
+        if outcome.scheduled is not None:
+            self._count_step(outcome.scheduled, [*outcome.clock, time.perf_counter()])
         return outputs
 
     def _fail_all(self, failures: list[Failure]) -> list[Output]:
         return [output for failure in failures for output in self._fail(*failure)]
 
-    def _is_live(self, sequence: Running) -> bool:
+    def _is_live(self, sequence: SequenceState) -> bool:
         live = self._live.get(sequence.request.id)
         return live is not None and live.sequence is sequence
 
-    def _is_guided(self, sequence: Running) -> bool:
+    def _is_guided(self, sequence: SequenceState) -> bool:
         return self._live[sequence.request.id].matcher is not None
 
     def _budget(self) -> Callable[[int], int] | None:
@@ -266,7 +265,7 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Requests with outputs still to come from `step`."""
-        return len(self._live.keys() | {output.request_id for output in self._held})
+        return len(self._live.keys() | {output.request_id for output in self._buffered})
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -371,26 +370,26 @@ class Engine:
         """Step until these requests end, buffering other outputs. Closing early aborts them."""
         try:
             while any(name in self._live for name in ids) or any(
-                output.request_id in ids for output in self._held
+                output.request_id in ids for output in self._buffered
             ):
                 outputs = self._step_for(ids)
                 if not outputs and self._scheduler.num_waiting and not self._scheduler.num_running:
-                    outputs = self._give_up(ids)
+                    outputs = self._fail_starved(ids)
                 yield from outputs
         finally:
             for name in ids:
                 if name in self._live:
                     self.abort(name)
-            self._held = [output for output in self._held if output.request_id not in ids]
+            self._buffered = [output for output in self._buffered if output.request_id not in ids]
 
-    def _give_up(self, ids: Collection[str]) -> list[Output]:
+    def _fail_starved(self, ids: Collection[str]) -> list[Output]:
         """Nothing can run: the caller's own `score` iterator holds every slot."""
         error = CapacityError("no slot is free and none will be: `score` holds them all")
         return self._fail([self._live[name].sequence for name in ids if name in self._live], error)
 
     def _step_for(self, ids: Collection[str]) -> list[Output]:
         outputs = self.step()
-        self._held = [output for output in outputs if output.request_id not in ids]
+        self._buffered = [output for output in outputs if output.request_id not in ids]
         return [output for output in outputs if output.request_id in ids]
 
     def score(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -438,19 +437,19 @@ class Engine:
             raise RequestError("this checkpoint has no tokenizer.json, so no guide can be followed")
         check_request(request, self.config.vocab_size, self.settings.max_context)
 
-    def _draw(self, sequence: Running) -> Draw:
+    def _sampling_row(self, sequence: SequenceState) -> SamplingRow:
         live = self._live.get(sequence.request.id)
         if live is None or live.sequence is not sequence:  # ended: the token is dropped
-            return Draw(sequence.request.params, sequence.seed, sequence.token_ids, 0)
+            return SamplingRow(sequence.request.params, sequence.seed, sequence.token_ids, 0)
         if live.matcher is None:
-            return live.draw
+            return live.sampling_row
         try:
-            return replace(live.draw, mask=live.matcher.mask())
+            return replace(live.sampling_row, mask=live.matcher.mask())
         except Exception as error:  # fails this request only, at its next token
             live.failure = error
-            return live.draw
+            return live.sampling_row
 
-    def _take_token(self, sequence: Running, result: TokenLogprobs) -> Output:
+    def _take_token(self, sequence: SequenceState, result: TokenLogprobs) -> Output:
         """An error in one request's token ends only that request."""
         failure = self._live[sequence.request.id].failure
         try:
@@ -462,13 +461,13 @@ class Engine:
                 raise
             return self._fail([sequence], error)[0]
 
-    def _accept(self, sequence: Running, result: TokenLogprobs) -> Output:
+    def _accept(self, sequence: SequenceState, result: TokenLogprobs) -> Output:
         """Append a sampled token to its sequence; returns what is new."""
         live, params = self._live[sequence.request.id], sequence.request.params
         if live.matcher is not None:
             token = live.matcher.replacement(result.token_id, live.text.stop_ids)
             if token != result.token_id:
-                self._pipeline.take_back(sequence)
+                self._pipeline.discard_pending(sequence)
             result = replace(result, token_id=token)
         sequence.token_ids.append(result.token_id)
         if live.audits is None:
@@ -494,7 +493,7 @@ class Engine:
 
     def _finish(
         self,
-        sequence: Running,
+        sequence: SequenceState,
         reason: FinishReason,
         stop_reason: str | int | None = None,
         shown: str = "",
@@ -509,8 +508,8 @@ class Engine:
         shown += live.text.finish()
         self._num_finished[reason] += live.audits is None
         if self._audit is not None and reason in ("stop", "length"):
-            self._check_again(self._audit, sequence, live)
-        self._tell("finished", sequence.request.id, reason=reason, num_output=sequence.num_output)
+            self._audit_answer(self._audit, sequence, live)
+        self._emit("finished", sequence.request.id, reason=reason, num_output=sequence.num_output)
         return _output(
             sequence,
             shown,
@@ -521,16 +520,16 @@ class Engine:
             num_cached=sequence.num_cached or 0,
         )
 
-    def _check_again(self, audit: Audit, sequence: Running, live: _Live) -> None:
+    def _audit_answer(self, audit: Audit, sequence: SequenceState, live: _LiveRequest) -> None:
         """Audit: rerun a finished request, or compare one that was rerun."""
         if live.audits is not None:
             audit.compare(live.audits, sequence)
         elif audit.wants(sequence.request.id):
             request, finding = audit.again(sequence)
             if request.id not in self._live:
-                self._enter(request, sequence.seed, finding)
+                self._start(request, sequence.seed, finding)
 
-    def _fail(self, sequences: Sequence[Running], error: Exception) -> list[Output]:
+    def _fail(self, sequences: Sequence[SequenceState], error: Exception) -> list[Output]:
         log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         reason = str(error) if isinstance(error, Dsv4Error) else f"internal error: {error}"
         live = filter(self._is_live, sequences)  # some may have ended in the step before
@@ -538,14 +537,14 @@ class Engine:
 
     # --- events -------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, request_id: str | None = None, **values: Any) -> None:
+    def _emit(self, kind: str, request_id: str | None = None, **values: Any) -> None:
         for listener in self.listeners:
             listener(Event(kind, time.perf_counter(), request_id, values))
 
-    def _tell_of(self, kind: str, sequence: Running) -> None:
-        self._tell(kind, sequence.request.id, num_computed=sequence.num_computed)
+    def _emit_sequence(self, kind: str, sequence: SequenceState) -> None:
+        self._emit(kind, sequence.request.id, num_computed=sequence.num_computed)
 
-    def _count_step(self, work: list[Work], clock: list[float]) -> None:
+    def _count_step(self, scheduled: list[ScheduledTokens], clock: list[float]) -> None:
         self._num_steps += 1
         self._last_step_s = clock[-1] - clock[0]
         if not self.listeners:
@@ -556,8 +555,8 @@ class Engine:
             "phases_s": dict(
                 zip(phases, [b - a for a, b in itertools.pairwise(clock)], strict=True)
             ),
-            "num_tokens": sum(item.num_new for item in work),
-            "num_sampled": sum(item.samples for item in work),
+            "num_tokens": sum(item.num_new for item in scheduled),
+            "num_sampled": sum(item.samples for item in scheduled),
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "pages_used": stats.pages_used,
@@ -567,7 +566,7 @@ class Engine:
             listener(event)
 
 
-def _store(loaded: Loaded, state: StateTensors) -> DiskStore | None:
+def _store(loaded: LoadedModel, state: StateTensors) -> DiskStore | None:
     """Disk store for cold prefixes, separate for each model, format, device and build."""
     settings = loaded.settings
     if settings.prefix_disk is None:
@@ -582,7 +581,7 @@ def _store(loaded: Loaded, state: StateTensors) -> DiskStore | None:
 
 
 def _output(
-    sequence: Running, shown: str, results: tuple[TokenLogprobs, ...], **end: Any
+    sequence: SequenceState, shown: str, results: tuple[TokenLogprobs, ...], **end: Any
 ) -> Output:
     request = sequence.request
     tokens = tuple(result.token_id for result in results)

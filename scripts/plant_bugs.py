@@ -137,7 +137,7 @@ BUGS = (
         "if len(sequence.token_ids) > sequence.max_len:", ENGINE),
     Bug("a token that a guide replaced is computed with", "dsv4/engine.py",
         "if token != result.token_id:", "if False:", ("tests/test_guided.py", "-k", "replaced")),
-    Bug("a slot keeps the settings of who had it before", "dsv4/runner/drawing.py",
+    Bug("a slot keeps the settings of who had it before", "dsv4/runner/sampling_rows.py",
         "if self._owners[pages.slot] is not pages:", "if self._owners[pages.slot] is None:",
         ENGINE),
     Bug("a failed step ends requests before their tokens", "dsv4/engine.py",

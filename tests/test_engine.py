@@ -16,8 +16,8 @@ import dsv4.ops.fused.block
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, RequestError
 from dsv4.request import Output, Request, TokenLogprobs
-from dsv4.runner.runner import Flight
-from dsv4.sampling import Draw
+from dsv4.runner.runner import SubmittedStep
+from dsv4.sampling import SamplingRow
 from dsv4.scheduler import Scheduler
 from tests.models import write_fast_model, write_quick_model
 
@@ -220,13 +220,13 @@ def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert engine.tokenizer is not None
         tokens = engine.tokenizer.encode(text)
 
-        def draw(flight: Flight, draws: list[Draw]) -> None:
-            assert len(flight.sampled) == len(draws)
-            places = [len(draw.token_ids) - draw.num_prompt for draw in draws]
+        def sample(submitted: SubmittedStep, rows: list[SamplingRow]) -> None:
+            assert len(submitted.sampled) == len(rows)
+            places = [len(row.token_ids) - row.num_prompt for row in rows]
             drawn = [TokenLogprobs(tokens[place], 0.0) for place in places]
-            flight.reading = Mock(results=lambda: drawn, failures={})
+            submitted.results = Mock(wait=lambda: drawn, failures={})
 
-        monkeypatch.setattr(engine._runner, "draw", draw)
+        monkeypatch.setattr(engine._runner, "sample", sample)
 
     return script
 

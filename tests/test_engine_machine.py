@@ -20,7 +20,7 @@ from dsv4.cache.pages import PageAllocator
 from dsv4.config import EngineConfig
 from dsv4.errors import CapacityError
 from dsv4.request import Completion, Output, Request, join_outputs
-from dsv4.runner.load import Loaded, load_model
+from dsv4.runner.load import LoadedModel, load_model
 from tests.models import write_quick_model
 
 NUM_KINDS = 12
@@ -50,7 +50,7 @@ def request_of(kind: int) -> Request:
 
 
 @functools.cache
-def loaded(**choices: object) -> Loaded:
+def loaded(**choices: object) -> LoadedModel:
     return load_model(str(folder()), EngineConfig.make(device="cpu", **choices))
 
 
@@ -227,7 +227,7 @@ class Faults:
 
 @pytest.mark.parametrize(
     "where",
-    ["take", "submit", "draw", "read", "copy_page", "save_rows", "restore_rows", "experts_ffn"],
+    ["take", "submit", "sample", "read", "copy_page", "save_rows", "restore_rows", "experts_ffn"],
 )
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_failure_at_any_point(where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_failure_at_any_point(where: str, ahead: bool, monkeypatch: pytest.Mon
     )
     owners = {
         "take": PageAllocator,
-        **dict.fromkeys(("submit", "draw", "read"), engine._runner),
+        **dict.fromkeys(("submit", "sample", "read"), engine._runner),
         "experts_ffn": dsv4.ops.fused.block,
     }
     for kind in (2, 5, 8):

@@ -22,7 +22,7 @@ import dsv4.sampling.guided
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CapacityError, RequestError
 from dsv4.request import Completion, Guide, Output, Request, TokenLogprobs
-from dsv4.sampling import Draw, compiler
+from dsv4.sampling import SamplingRow, compiler
 from tests.models import write_quick_model
 from tests.server.support import wait_for
 
@@ -250,8 +250,8 @@ def test_a_draw_that_cannot_be_prepared_ends_its_request_alone(
                 torch, "topk", lambda x, *a, **o: (topk if x.dim() > 1 else fail)(x, *a, **o)
             )
         else:
-            own = getattr(Draw, what)
-            broken.setattr(Draw, what, lambda d, *a: (fail if d.seed == 7 else own)(d, *a))
+            own = getattr(SamplingRow, what)
+            broken.setattr(SamplingRow, what, lambda d, *a: (fail if d.seed == 7 else own)(d, *a))
         for name, params in (("good", plain), ("bad", odd), ("also good", plain)):
             engine.add(Request(name, tuple(PROMPT), params))
         outputs: list[Output] = []

@@ -241,8 +241,8 @@ def test_the_audit_sees_a_difference(
     )
     real = engine._runner.read
 
-    def wrong(flight: Any) -> list[TokenLogprobs]:
-        results = real(flight)
+    def wrong(submitted: Any) -> list[TokenLogprobs]:
+        results = real(submitted)
         off = 0.0 if any(live.audits for live in engine._live.values()) else 1e-6
         return [replace(r, logprob=r.logprob + off) for r in results]
 

@@ -41,7 +41,7 @@ WITHOUT_TORCH = (
     "dsv4.formats.spec",
     "dsv4.formats.entry",
     "dsv4.parallel.layout",
-    "dsv4.parallel.orders",
+    "dsv4.parallel.commands",
     "dsv4.parallel.team",
     "dsv4.chat",
     "dsv4.scheduler",

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_SEEN = 65536  # prompt prefixes remembered by key, to find where prompts diverge
 
 
-class Copies(Protocol):
+class StateCopier(Protocol):
     """The tensor copies that the cache needs (`StateTensors`)."""
 
     def copy_page(self, pool: Pool, source: int, target: int) -> None: ...
@@ -74,10 +74,14 @@ class Snapshot:
 
 class PrefixCache:
     def __init__(
-        self, pages: StatePages, tensors: Copies, num_snapshots: int, store: Store | None = None
+        self,
+        pages: StatePages,
+        copier: StateCopier,
+        num_snapshots: int,
+        store: Store | None = None,
     ) -> None:
         self._pages = pages
-        self._tensors = tensors
+        self._copier = copier
         self._store = store
         self._free_rows = list(range(num_snapshots - 1, -1, -1))
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
@@ -117,20 +121,20 @@ class PrefixCache:
         partial = _partial_column(snapshot)
         for pool in POOLS:
             self._pages.share(sequence, pool, snapshot.columns[pool])
-        self._tensors.restore_rows(snapshot.row, sequence.slot)
+        self._copier.restore_rows(snapshot.row, sequence.slot)
         if partial in snapshot.columns["hca"]:
             # may evict the snapshot itself; its pages and row are ours by now
             [copy] = self._pages.take("hca", 1)
             source = sequence.columns["hca"][partial]
             sequence.columns["hca"][partial] = copy
             try:
-                self._tensors.copy_page("hca", source, copy)
+                self._copier.copy_page("hca", source, copy)
             finally:
                 self._pages.allocators["hca"].release([source])
         sequence.length = snapshot.length
         snapshot.num_hits += 1
 
-    def parting(self, keys: Sequence[bytes]) -> int:
+    def seen_prefix_len(self, keys: Sequence[bytes]) -> int:
         """Tokens this prompt shares with an earlier one; also remembers this prompt."""
         common = 0
         while common < len(keys) and keys[common] in self._seen:
@@ -168,7 +172,7 @@ class PrefixCache:
             return False
         row = self._take_row()
         try:
-            self._tensors.save_rows(sequence.slot, row)
+            self._copier.save_rows(sequence.slot, row)
         except BaseException:
             self._free_rows.append(row)
             raise
@@ -253,7 +257,7 @@ class PrefixCache:
         if snapshot.key in self._store:
             return
         pages = {pool: list(columns.values()) for pool, columns in snapshot.columns.items()}
-        self._store.save(snapshot.key, snapshot.length, self._tensors.read(pages, snapshot.row))
+        self._store.save(snapshot.key, snapshot.length, self._copier.read(pages, snapshot.row))
 
     def _load(self, key: bytes, length: int) -> Snapshot | None:
         assert self._store is not None
@@ -271,7 +275,7 @@ class PrefixCache:
                 taken[pool] = self._pages.take(pool, counts[pool])
             row = self._take_row()
             try:
-                self._tensors.write(tensors, taken, row)
+                self._copier.write(tensors, taken, row)
             except BaseException:
                 self._free_rows.append(row)
                 raise

@@ -51,7 +51,7 @@ class StateTensors:
     def restore_rows(self, row: int, slot: int) -> None:
         _copy([t[slot] for t in self._slots], [t[row] for t in self._saved])
 
-    def load_copies(self) -> None:
+    def warm_up_copies(self) -> None:
         """Run every copy once on unused state, so that its kernel is loaded."""
         if self.num_snapshots:
             self.save_rows(0, 0)

@@ -10,10 +10,10 @@ from math import gcd
 
 import torch
 
-from dsv4.checkpoint.cuts import Cut
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.files.mapped import MappedFiles, empty
 from dsv4.checkpoint.linears import Stored
+from dsv4.checkpoint.rank_slices import WeightSlice
 from dsv4.checkpoint.sources import Source
 from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 Advance = Callable[[int], None]
 
 
-def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
+def assemble(
+    source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance
+) -> StoredWeight:
     """The parameter in its stored format, in its own memory."""
     if source.parameter.kind == "table":
         return _table(source, files, advance)
@@ -33,10 +35,10 @@ def assemble(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> 
     return _stack(source, files, cut, advance)
 
 
-def read_matrix(stored: Stored, files: MappedFiles, cut: Cut | None = None) -> StoredWeight:
+def read_matrix(stored: Stored, files: MappedFiles, cut: WeightSlice | None = None) -> StoredWeight:
     """One matrix, or a cut of it, as views on the file, its scales checked; plain tensors are not
     checked here. Other ranks' parts are not read."""
-    data, cut = files.tensor(stored.data), cut or Cut()
+    data, cut = files.tensor(stored.data), cut or WeightSlice()
     if stored.format == "plain":
         return _cut(data, cut)
     assert stored.scale is not None
@@ -59,7 +61,7 @@ def read_matrix(stored: Stored, files: MappedFiles, cut: Cut | None = None) -> S
     return weight
 
 
-def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
+def _single(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
     stored, nbytes = source.stored, cut.nbytes(source.cells[0])
     weight = read_matrix(stored, files, cut)
     if isinstance(weight, torch.Tensor):
@@ -74,7 +76,7 @@ def _single(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> S
     return whole
 
 
-def _stack(source: Source, files: MappedFiles, cut: Cut, advance: Advance) -> StoredWeight:
+def _stack(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
     """Stack experts, w1 above w3; cells are read in disk order."""
     num_parts = source.num_parts
     first_expert = cut.experts.start if cut.experts is not None else 0
@@ -150,7 +152,7 @@ def _join(
     return Nvfp4Tensor(buffers[0], buffers[1], table if has_experts else table[0])
 
 
-def _cut(weight: StoredWeight, cut: Cut) -> StoredWeight:
+def _cut(weight: StoredWeight, cut: WeightSlice) -> StoredWeight:
     if cut.rows is not None:
         start, stop = cut.rows.start, cut.rows.stop
         plain = isinstance(weight, torch.Tensor)

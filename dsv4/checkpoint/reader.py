@@ -10,10 +10,16 @@ import torch
 from dsv4.checkpoint import LAYOUTS
 from dsv4.checkpoint.assemble import assemble
 from dsv4.checkpoint.cast import cast_stack
-from dsv4.checkpoint.cuts import Cut, Selection, check_selection, cut_for, is_wanted
 from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.checkpoint.findings import Finding, raise_errors
 from dsv4.checkpoint.manifest import Manifest, build_manifest
+from dsv4.checkpoint.rank_slices import (
+    Selection,
+    WeightSlice,
+    check_selection,
+    is_wanted,
+    slice_for,
+)
 from dsv4.checkpoint.sources import Source
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
@@ -90,10 +96,10 @@ class Checkpoint:
     ) -> Iterator[tuple[str, Weight]]:
         """Like `load`, one parameter at a time: host memory never holds the whole model."""
         select = select or Selection()
-        cuts = self.cuts(select)
-        chosen = [self.sources[name] for name in cuts]
+        slices = self.slices(select)
+        chosen = [self.sources[name] for name in slices]
         chosen.sort(key=lambda s: (str(s.stored.data.file), s.stored.data.start))
-        done, total = 0, sum(self._nbytes(source, cuts[source.name]) for source in chosen)
+        done, total = 0, sum(self._nbytes(source, slices[source.name]) for source in chosen)
         files = MappedFiles()
         casts = mxfp4_as_nvfp4 if callable(mxfp4_as_nvfp4) else lambda name: bool(mxfp4_as_nvfp4)
 
@@ -104,7 +110,7 @@ class Checkpoint:
                 progress(done, total)
 
         for source in chosen:
-            weight = assemble(source, files, cuts[source.name], advance)
+            weight = assemble(source, files, slices[source.name], advance)
             if isinstance(weight, torch.Tensor):
                 weight = _convert(weight, source, dtype)
             elif isinstance(weight, Mxfp4Tensor) and casts(source.name):
@@ -124,22 +130,22 @@ class Checkpoint:
             yield source.name, weight.to(device)
         assert done == total, f"{done} bytes of {total} were read"
 
-    def cuts(self, select: Selection) -> dict[str, Cut]:
+    def slices(self, select: Selection) -> dict[str, WeightSlice]:
         """What a selection takes of which parameter, without reading any."""
         check_selection(select, self.config)
         return {
-            name: cut_for(name, source.parameter, select, self.config)
+            name: slice_for(name, source.parameter, select, self.config)
             for name, source in self.sources.items()
             if is_wanted(name, select, self.config)
         }
 
     def selected_bytes(self, select: Selection) -> int:
         """On disk, of what a selection takes."""
-        cuts = self.cuts(select)
-        return sum(self._nbytes(self.sources[name], cut) for name, cut in cuts.items())
+        slices = self.slices(select)
+        return sum(self._nbytes(self.sources[name], cut) for name, cut in slices.items())
 
     @staticmethod
-    def _nbytes(source: Source, cut: Cut) -> int:
+    def _nbytes(source: Source, cut: WeightSlice) -> int:
         return sum(cut.nbytes(cell) for cell in source.cells if cut.wants(cell))
 
 

@@ -13,7 +13,7 @@ from dsv4.cache.kinds import CsaState, HcaState, LayerState
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight, part_of_whole
 from dsv4.model.compressor import Compressor
-from dsv4.model.exchange import Whole
+from dsv4.model.exchange import SingleRank
 from dsv4.model.indexer import Indexer
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
@@ -24,7 +24,7 @@ from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.kv.compress import Compression
 from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.parts import Parts
-from dsv4.parallel.layout import Layout, k_ranges
+from dsv4.parallel.layout import RankLayout, k_ranges
 
 
 def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
@@ -42,7 +42,9 @@ def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, layout: Layout) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, layout: RankLayout
+    ) -> None:
         ratio = config.compress_ratios[layer]
         self.num_heads = len(layout.heads(config))
         self.num_groups = len(layout.groups(config))
@@ -81,7 +83,7 @@ class Attention:
         return matrices, [dtype, dtype, *wide]
 
     def __call__(
-        self, projected: list[Tensor], step: StepInputs, state: LayerState, form: Whole
+        self, projected: list[Tensor], step: StepInputs, state: LayerState, sharing: SingleRank
     ) -> Tensor | Parts:
         """The results of `inputs` -> `[tokens, hidden]`; updates the layer's state."""
         latent, kv, *rest = projected
@@ -107,7 +109,7 @@ class Attention:
         )  # fmt: skip
         out = query_attention(queries, to)
         grouped = grouped_linear(out.view(kv.shape[0], self.num_groups, -1), self.wo_a)
-        return form.project(grouped, self.wo_b)
+        return sharing.project(grouped, self.wo_b)
 
     def _compressions(
         self,

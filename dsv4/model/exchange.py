@@ -1,12 +1,14 @@
-"""How the ranks of a tensor group share a layer, in two forms with the same bits:
+"""How the ranks of a tensor group share a layer, in two ways with the same bits:
 
-    Copies   few rows: every rank has all rows and streams; `wo_b` by ranges of K and experts are
-             computed apart, and every rank gets all parts
-    Rows     many rows: streams, mHC, sums and the shared expert exist for a rank's own rows only;
-             the collapsed row is gathered, finished rows and parts go to the owner of their row
+    ReplicatedRows   few rows: every rank has all rows and streams; `wo_b` by ranges of K and
+                     experts are computed apart, and every rank gets all parts
+    ShardedRows      many rows: streams, mHC, sums and the shared expert exist for a rank's own rows
+                     only; the collapsed row is gathered, finished rows and parts go to the owner of
+                     their row
 
 Partial sums are added in one order, independent of the rank that computed them: ranges of K
-ascending; experts ascending, the shared one last. `Whole` is a single rank, with all fusions.
+ascending; experts ascending, the shared one last. `SingleRank` exchanges
+nothing and uses all fusions.
 """
 
 import torch
@@ -23,14 +25,14 @@ from dsv4.ops.moe.experts import Experts, expert_parts, shared_part, sum_pairs
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.parts import Parts
 from dsv4.parallel.comm import Comm
-from dsv4.parallel.layout import Layout, k_ranges
+from dsv4.parallel.layout import RankLayout, k_ranges
 
 Moe = tuple[Gate, Experts]
 Matrices = tuple[list[Weight], list[torch.dtype]]  # and the dtypes of their results
 ROWS_FROM = 64  # rows of a step from which ranks own rows; the bits are the same on both sides
 
 
-class Whole:
+class SingleRank:
     """One rank: nothing to exchange."""
 
     def own(self, rows: Tensor) -> Tensor:
@@ -53,8 +55,8 @@ class Whole:
         return collapse_head(residual, site, rows)
 
 
-class Copies(Whole):
-    def __init__(self, layout: Layout, comm: Comm, config: ModelConfig) -> None:
+class ReplicatedRows(SingleRank):
+    def __init__(self, layout: RankLayout, comm: Comm, config: ModelConfig) -> None:
         share = k_ranges(config) // layout.tp
         self.layout, self.comm = layout, comm
         self.ranges = range(layout.tp_rank * share, (layout.tp_rank + 1) * share)
@@ -94,8 +96,8 @@ class Copies(Whole):
         return out
 
 
-class Rows(Copies):
-    def __init__(self, layout: Layout, comm: Comm, config: ModelConfig, num_rows: int) -> None:
+class ShardedRows(ReplicatedRows):
+    def __init__(self, layout: RankLayout, comm: Comm, config: ModelConfig, num_rows: int) -> None:
         super().__init__(layout, comm, config)
         self.num_rows, self.rows = num_rows, layout.rows(num_rows)
         self.owned = layout.owned(num_rows)
@@ -135,20 +137,20 @@ class Rows(Copies):
 
 
 class Exchange:
-    """A rank's ways to the others: the form of a step, and what lies between stages."""
+    """A rank's exchange with others: how a step shares its layers, what lies between stages."""
 
     def __init__(
-        self, layout: Layout, comm: Comm, config: ModelConfig, rows_from: int = ROWS_FROM
+        self, layout: RankLayout, comm: Comm, config: ModelConfig, rows_from: int = ROWS_FROM
     ) -> None:
         self.layout, self.comm, self.config = layout, comm, config
         self.rows_from = rows_from
 
-    def form(self, num_rows: int) -> Whole:
+    def sharing(self, num_rows: int) -> SingleRank:
         if self.layout.tp == 1:
-            return Whole()
+            return SingleRank()
         if num_rows < self.rows_from:
-            return Copies(self.layout, self.comm, self.config)
-        return Rows(self.layout, self.comm, self.config, num_rows)
+            return ReplicatedRows(self.layout, self.comm, self.config)
+        return ShardedRows(self.layout, self.comm, self.config, num_rows)
 
     def logits(self, hidden: Tensor, head: Weight) -> Tensor:
         """fp32 `[rows, vocabulary]`, each rank's part of it beside the others'."""
@@ -157,8 +159,8 @@ class Exchange:
             return part
         vocab_size = self.config.vocab_size
         missing = -(-vocab_size // self.layout.tp) - part.shape[1]
-        form = Copies(self.layout, self.comm, self.config)
-        parts = form.gather(_padded(part.T, missing)).flatten(0, 1)
+        replicated = ReplicatedRows(self.layout, self.comm, self.config)
+        parts = replicated.gather(_padded(part.T, missing)).flatten(0, 1)
         return parts[:vocab_size].T.contiguous()
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.model.exchange import Whole
+from dsv4.model.exchange import SingleRank
 from dsv4.model.weights import Weights
 from dsv4.ops.fused.block import Residual
 from dsv4.ops.mhc.mix import MixSite
@@ -30,7 +30,7 @@ class MoE:
         )
 
     def __call__(
-        self, residual: Residual, site: MixSite, token_ids: Tensor, form: Whole
+        self, residual: Residual, site: MixSite, token_ids: Tensor, sharing: SingleRank
     ) -> Residual:
         """Collapse the streams at `site`, then run router and experts."""
-        return form.experts(residual, site, token_ids, (self.gate, self.experts))
+        return sharing.experts(residual, site, token_ids, (self.gate, self.experts))

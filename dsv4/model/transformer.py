@@ -18,37 +18,39 @@ from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Weight, part_of_whole
 from dsv4.model.attention import Attention
-from dsv4.model.exchange import Exchange, Whole
+from dsv4.model.exchange import Exchange, SingleRank
 from dsv4.model.inputs import StepInputs
 from dsv4.model.mhc import finish, mix_site
 from dsv4.model.moe import MoE
 from dsv4.model.weights import Weights
 from dsv4.ops.fused.block import Residual, Update
 from dsv4.ops.gemm.embed import embed
-from dsv4.parallel.comm import Alone
-from dsv4.parallel.layout import Layout
+from dsv4.parallel.comm import SingleRankComm
+from dsv4.parallel.layout import RankLayout
 
 
 class Block:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights, layout: Layout) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, layout: RankLayout
+    ) -> None:
         self.attention_site = mix_site(config, weights, "hc_attn", "attn_norm")
         self.attention = Attention(config, layer, weights.under("attn."), layout)
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
         self.ffn = MoE(config, layer, weights.under("ffn."))
 
     def __call__(
-        self, residual: Residual, step: StepInputs, state: LayerState, form: Whole
+        self, residual: Residual, step: StepInputs, state: LayerState, sharing: SingleRank
     ) -> Residual:
-        residual = self.attend(residual, step, state, form)
-        return self.ffn(residual, self.ffn_site, step.token_ids, form)
+        residual = self.attend(residual, step, state, sharing)
+        return self.ffn(residual, self.ffn_site, step.token_ids, sharing)
 
     def attend(
-        self, residual: Residual, step: StepInputs, state: LayerState, form: Whole
+        self, residual: Residual, step: StepInputs, state: LayerState, sharing: SingleRank
     ) -> Residual:
         """The first half: collapse the streams, project the row, attend."""
         matrices = self.attention.inputs(residual.streams.dtype)
-        streams, post, comb, projected = form.mix_linear(residual, self.attention_site, matrices)
-        y = self.attention(projected, step, state, form)
+        streams, post, comb, projected = sharing.mix_linear(residual, self.attention_site, matrices)
+        y = self.attention(projected, step, state, sharing)
         return Residual(streams, Update(y, post, comb))
 
 
@@ -62,7 +64,7 @@ class Transformer:
     ) -> None:
         """`table`: every parameter of this rank under its canonical name; `dtype`: of the
         activations."""
-        self.exchange = exchange or Exchange(Layout(), Alone(), config)
+        self.exchange = exchange or Exchange(RankLayout(), SingleRankComm(), config)
         layout = self.exchange.layout
         layout.check(config)
         weights = Weights(table)
@@ -93,22 +95,22 @@ class Transformer:
     def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
         """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens. Of several
         ranks the first has them, and those of the last stage; the others have no rows."""
-        layout, form = self.exchange.layout, self.exchange.form(step.token_ids.shape[0])
-        residual = Residual(self._streams(step, form))
+        layout, sharing = self.exchange.layout, self.exchange.sharing(step.token_ids.shape[0])
+        residual = Residual(self._streams(step, sharing))
         for layer, block in enumerate(self.blocks):
-            residual = block(residual, step, state[layer], form)
+            residual = block(residual, step, state[layer], sharing)
         if not layout.is_last:
             self.exchange.comm.send(finish(residual), layout.rank + layout.tp)
             return self._received_logits(step)
-        hidden = form.hidden(residual, self.head_site, step.logits_rows)
+        hidden = sharing.hidden(residual, self.head_site, step.logits_rows)
         logits = self.exchange.logits(hidden, self.head)
         if layout.pp > 1 and layout.rank == layout.logits_rank:
             self.exchange.comm.send(logits, 0)
         return logits
 
-    def _streams(self, step: StepInputs, form: Whole) -> Tensor:
+    def _streams(self, step: StepInputs, sharing: SingleRank) -> Tensor:
         """Of the rows that this rank owns: embedded, or as the stage before left them."""
-        token_ids, layout = form.own(step.token_ids), self.exchange.layout
+        token_ids, layout = sharing.own(step.token_ids), self.exchange.layout
         count, c = token_ids.shape[0], self.config
         if layout.is_first:
             return embed(token_ids, self.embedding, c.hc_mult, self.dtype)

@@ -32,7 +32,7 @@ class Comm(Protocol):
     def receive(self, out: Tensor, source: int) -> None: ...
 
 
-class Alone:
+class SingleRankComm:
     """A world of one rank: there is no peer."""
 
     def gather(self, out: Tensor, x: Tensor) -> None:

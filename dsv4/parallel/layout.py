@@ -16,7 +16,7 @@ MOST_TP = 8  # ranks of a tensor group: more would span nodes and cut the shared
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """`stages`: the layers of each stage, by `balance`; with one stage none are needed."""
 
     tp: int = 1

@@ -1,9 +1,9 @@
-"""Rank 0's side of the other ranks: orders out, signs of life in, and the end of all if one fails.
+"""Rank 0's side of the other ranks: commands out, signs of life in, the end of all if one fails.
 
 A thread watches. A rank that ends, that gives no sign of life for `timeout` seconds, that fails
-alone, or an order that is not finished in that time: the first cause is kept, all ranks are killed,
-and every call from then on raises it as a `RankError`. Killing them also ends whatever rank 0 is
-waiting for, because their connections close.
+alone, or a command that is not finished in that time: the first cause is kept, all ranks are
+killed, and every call from then on raises it as a `RankError`. Killing them also ends whatever rank
+0 is waiting for, because their connections close.
 """
 
 import select
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dsv4.errors import RankError
-from dsv4.parallel.nursery import Nursery
-from dsv4.parallel.orders import Link, Message, Order
+from dsv4.parallel.commands import Command, Link, Message
+from dsv4.parallel.fork_server import ForkServer
 
 GRACE_SECONDS = 2.0  # in which ranks that fail alike have all said so
 END_SECONDS = 5.0
@@ -29,17 +29,17 @@ class _Rank:
     pid: int
     link: Link
     heard: float = field(default_factory=time.monotonic)  # when it last said anything
-    finished: int = 0  # the last order it has finished
+    finished: int = 0  # the last command it has finished
     said: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
-    failed: tuple[int, str, float] | None = None  # order, error, when
+    failed: tuple[int, str, float] | None = None  # command, error, when
 
 
 class Team:
     def __init__(self, count: int, module: str, timeout: float) -> None:
         """Start `count` ranks beside this one; each runs `main` of `module`."""
         self.timeout = timeout
-        self._nursery = Nursery.of(module)
-        pids, sockets = self._nursery.start(count, START_SECONDS)
+        self._fork_server = ForkServer.of(module)
+        pids, sockets = self._fork_server.start(count, START_SECONDS)
         pairs = zip(pids, sockets, strict=True)
         self._ranks = [_Rank(i + 1, pid, Link(end)) for i, (pid, end) in enumerate(pairs)]
         self._sent = 0
@@ -47,7 +47,7 @@ class Team:
         self._changed = threading.Condition()
         self._failure: RankError | None = None
         self._is_ready = self._is_closed = False
-        self._own_failure: int | None = None  # the order in which rank 0 itself failed
+        self._own_failure: int | None = None  # the command in which rank 0 itself failed
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
@@ -61,17 +61,17 @@ class Team:
     # --- what rank 0 says ---------------------------------------------------------------------
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """One message for each rank, before there are orders."""
+        """One message for each rank, before there are commands."""
         self.check()
         for rank, message in zip(self._ranks, messages, strict=True):
             self._send(rank, message)
 
-    def order(self, kind: str, numbers: Sequence[int] = (), line: bytes = b"") -> None:
+    def command(self, kind: str, numbers: Sequence[int] = (), line: bytes = b"") -> None:
         """The same order to all, numbered."""
         self.check()
         self._sent += 1
         self._sent_at = time.monotonic()
-        message = Order(self._sent, kind, tuple(numbers), line).to_message()
+        message = Command(self._sent, kind, tuple(numbers), line).to_message()
         for rank in self._ranks:
             self._send(rank, *message)
 
@@ -94,16 +94,16 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Rank 0's own part of the newest order. If it fails, either all ranks failed alike and
+        """Rank 0's own part of the newest command. If it fails, either all ranks failed alike and
         go on, or none can."""
         try:
             yield
         except Exception as error:
             self._settle(error)
             raise
-        except BaseException:  # interrupted: the other ranks are in the middle of the order
+        except BaseException:  # interrupted: the other ranks are in the middle of the command
             with self._changed:
-                self._fail(f"rank 0 was interrupted in order {self._sent}")
+                self._fail(f"rank 0 was interrupted in command {self._sent}")
             raise
 
     def _settle(self, error: Exception) -> None:
@@ -114,7 +114,7 @@ class Team:
             self._changed.wait_for(lambda: self._failure or self._all_failed(), GRACE_SECONDS)
             texts = {rank.failed[1] for rank in self._ranks if rank.failed}
             if self._failure is None and not (self._all_failed() and texts == {text}):
-                self._fail(f"rank 0 failed alone in order {self._sent}: {text}")
+                self._fail(f"rank 0 failed alone in command {self._sent}: {text}")
             if self._failure is not None:
                 raise self._failure from error
             for rank in self._ranks:
@@ -132,13 +132,13 @@ class Team:
             self._is_closed = True
         if self._failure is None:
             for rank in self._ranks:
-                self._send(rank, *Order(self._sent + 1, "end").to_message())
+                self._send(rank, *Command(self._sent + 1, "end").to_message())
         limit = time.monotonic() + END_SECONDS
         for rank in self._ranks:
-            self._nursery.status(rank.pid, max(0.0, limit - time.monotonic()))
-        self._nursery.kill(self.pids)
+            self._fork_server.status(rank.pid, max(0.0, limit - time.monotonic()))
+        self._fork_server.kill(self.pids)
         for rank in self._ranks:
-            self._nursery.status(rank.pid, END_SECONDS)
+            self._fork_server.status(rank.pid, END_SECONDS)
             rank.link.close()
 
     def _send(self, rank: _Rank, message: Message, line: bytes = b"") -> None:
@@ -210,21 +210,21 @@ class Team:
         if silent:
             names = ", ".join(f"rank {r.number} (process {r.pid})" for r in silent)
             late = max(now - r.heard for r in silent)
-            behind = f"last finished order {min(r.finished for r in silent)} of {self._sent}"
+            behind = f"last finished command {min(r.finished for r in silent)} of {self._sent}"
             self._fail(f"{names} gave no sign of life for {late:.1f} s; {behind}")
             return
         broken = [r for r in self._ranks if r.failed and now - r.failed[2] > GRACE_SECONDS]
         if broken and self._own_failure != self._sent:
             rank = broken[0]
             assert rank.failed is not None
-            self._fail(f"rank {rank.number} failed in order {rank.failed[0]}: {rank.failed[1]}")
+            self._fail(f"rank {rank.number} failed in command {rank.failed[0]}: {rank.failed[1]}")
             return
         waiting = [r for r in self._ranks if self._is_ready and r.finished < self._sent]
         if waiting and now - self._sent_at > 2 * self.timeout:
             least = min(r.finished for r in waiting)
             names = ", ".join(f"rank {r.number}" for r in waiting if r.finished == least)
             self._fail(
-                f"{names} did not finish order {least + 1} within {2 * self.timeout:g} s; raise "
+                f"{names} did not finish command {least + 1} within {2 * self.timeout:g} s; raise "
                 "step_timeout if steps may take that long"
             )
 
@@ -232,7 +232,7 @@ class Team:
         return all(rank.failed and rank.failed[0] == self._sent for rank in self._ranks)
 
     def _how_it_ended(self, rank: _Rank) -> str:
-        status = self._nursery.status(rank.pid, GRACE_SECONDS)
+        status = self._fork_server.status(rank.pid, GRACE_SECONDS)
         if status is None:
             how = "closed its connection"
         elif status < 0:
@@ -244,7 +244,7 @@ class Team:
     def _fail(self, message: str) -> None:
         if self._failure is None:
             self._failure = RankError(f"{message}; all ranks end")
-            self._nursery.kill(self.pids)
+            self._fork_server.kill(self.pids)
         self._changed.notify_all()
 
 

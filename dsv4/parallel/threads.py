@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from dsv4.parallel.layout import Layout
+from dsv4.parallel.layout import RankLayout
 
 Result = TypeVar("Result")
 
@@ -21,7 +21,7 @@ class _Meeting:
         self.barrier = threading.Barrier(size)
 
 
-class Threads:
+class ThreadWorld:
     """The world; `rank` gives a rank's `Comm`."""
 
     def __init__(self, tp: int, pp: int, timeout: float = 60.0) -> None:
@@ -32,7 +32,7 @@ class Threads:
             (a, b): Queue() for a in world for b in world
         }
 
-    def rank(self, layout: Layout) -> "ThreadComm":
+    def rank(self, layout: RankLayout) -> "ThreadComm":
         return ThreadComm(layout, self._meetings[layout.stage], self._mail, self._timeout)
 
     def run(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -63,7 +63,7 @@ class Threads:
 class ThreadComm:
     def __init__(
         self,
-        layout: Layout,
+        layout: RankLayout,
         meeting: _Meeting,
         mail: dict[tuple[int, int], "Queue[Tensor]"],
         timeout: float,

@@ -8,17 +8,17 @@ import torch.distributed
 from torch import Tensor
 
 from dsv4.parallel.comm import as_bytes
-from dsv4.parallel.layout import Layout
+from dsv4.parallel.layout import RankLayout
 
 
 class TorchComm:
     """Over torch's process groups: `world` of all ranks, `group` of this one's stage."""
 
-    def __init__(self, layout: Layout, world: Any, group: Any) -> None:
+    def __init__(self, layout: RankLayout, world: Any, group: Any) -> None:
         self._layout, self._world, self._group = layout, world, group
 
     @classmethod
-    def gloo(cls, layout: Layout, store: Any, timeout: float) -> "TorchComm":
+    def gloo(cls, layout: RankLayout, store: Any, timeout: float) -> "TorchComm":
         """On CPUs of one machine. The groups belong to this object alone: a program's own use of
         torch.distributed is untouched. Connections are made here, over the loopback address."""
 

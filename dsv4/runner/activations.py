@@ -36,7 +36,7 @@ SERVED: dict[StoredFormat, tuple[Activations, ...]] = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """The facts that decide whether low-precision products are native."""
 
     capability: tuple[int, int]
@@ -59,26 +59,28 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ActivationChoice:
     widths: dict[str, Activations]  # by module group
     why: str
     refused: str | None = None  # what was requested but is not available
 
 
-def choose(asked: str, gpu: Gpu | None) -> Choice:
+def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
     """`asked`: EngineConfig.activations; `gpu` None: a CPU, where references round exactly."""
     missing = gpu.missing if gpu else None
     if asked == "auto":
         if gpu is None:
-            return Choice(dict.fromkeys(GROUPS, "a16"), "a CPU multiplies activations as they are")
+            return ActivationChoice(
+                dict.fromkeys(GROUPS, "a16"), "a CPU multiplies activations as they are"
+            )
         if missing is None:
-            return Choice(NATIVE_AUTO, "the accuracy table in docs/numerics.md")
-        return Choice(dict.fromkeys(GROUPS, "a16"), missing)
+            return ActivationChoice(NATIVE_AUTO, "the accuracy table in docs/numerics.md")
+        return ActivationChoice(dict.fromkeys(GROUPS, "a16"), missing)
     if missing is None or asked == "a16":
         how = "chosen" if gpu or asked == "a16" else "chosen; references round, nothing is faster"
-        return Choice(dict.fromkeys(GROUPS, _width(asked)), how)
+        return ActivationChoice(dict.fromkeys(GROUPS, _width(asked)), how)
     refused = f"activations={asked} cannot be had, a16 is used: {missing}"
-    return Choice(dict.fromkeys(GROUPS, "a16"), missing, refused)
+    return ActivationChoice(dict.fromkeys(GROUPS, "a16"), missing, refused)
 
 
 def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
@@ -117,7 +119,7 @@ def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list
     ]
 
 
-def describe(sources: Iterable[Source], choice: Choice) -> list[str]:
+def describe(sources: Iterable[Source], choice: ActivationChoice) -> list[str]:
     """One line per group: formats, widths and the reason."""
     groups: dict[str, dict[str, str]] = {}
     for source in sources:

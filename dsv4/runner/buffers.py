@@ -27,7 +27,7 @@ SCORED = 256  # tokens of a step that scores a prompt's own
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """The shape of a step. With one token per sequence rows are sequences and padding rows
     duplicate row 0; otherwise padding rows come last and belong to no sequence."""
 
@@ -69,14 +69,14 @@ def context_sizes(most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineLayout:
     """Offsets and lengths of the parts of a line of integers."""
 
     parts: dict[str, tuple[int, int]]
     length: int
 
     @classmethod
-    def of(cls, **lengths: int) -> "Line":
+    def of(cls, **lengths: int) -> "LineLayout":
         parts, end = {}, 0
         for name, length in lengths.items():
             parts[name] = (end, length)
@@ -88,14 +88,14 @@ class Line:
         return {name: line[first : first + n] for name, (first, n) in self.parts.items()}
 
 
-def step_line(shape: Shape) -> Line:
+def step_line(shape: StepShape) -> LineLayout:
     """`places` and `pages` hold as many pages as a step of this shape can allocate."""
     tokens, sequences = shape.tokens, shape.sequences
     new = len(POOLS) * sequences + sum(
         tokens // (PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]) + 1 for pool in POOLS
     )
     each = ("slots", "starts", "ends", "first_rows", "keep_ends", "keep_rows", "logits_rows")
-    return Line.of(
+    return LineLayout.of(
         **dict.fromkeys(each, sequences),
         **dict.fromkeys(("token_ids", "positions", "seq_idx"), tokens),
         num_pages=1,
@@ -108,12 +108,12 @@ _WHOLE = ("seeds", "positions", "slots", "flags", "top_k")
 _REAL = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
-def draw_line(rows: int) -> Line:
+def sampling_line(rows: int) -> LineLayout:
     """Floats are stored in the first halves of their integers."""
-    return Line.of(**dict.fromkeys((*_WHOLE, *_REAL), rows))
+    return LineLayout.of(**dict.fromkeys((*_WHOLE, *_REAL), rows))
 
 
-class Stage:
+class StagedLine:
     """One line on the device and its rotating host buffers."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -166,9 +166,9 @@ class StepBuffers:
             context: tuple(ints(count * w) for w in self._widths(geometry, context))
             for context in self.contexts
         }
-        largest = Shape(self.tokens[-1], count, self.contexts[-1], False)
-        self.step = Stage(step_line(largest).length, device)
-        self.draw = Stage(draw_line(count).length, device)
+        largest = StepShape(self.tokens[-1], count, self.contexts[-1], False)
+        self.step = StagedLine(step_line(largest).length, device)
+        self.sampling_stage = StagedLine(sampling_line(count).length, device)
         self.token_ids = ints(self.tokens[-1])
         self.rows = torch.arange(count, device=device)
         self.newest = ints(count)
@@ -190,41 +190,41 @@ class StepBuffers:
         growing = (len(geometry.pages_needed(pool, 0, context)) for pool in POOLS[1:])
         return (geometry.window_columns, *(max(1, width) for width in growing))
 
-    def shape(self, tokens: int, sequences: int, length: int, *, one_each: bool) -> Shape:
+    def shape(self, tokens: int, sequences: int, length: int, *, one_each: bool) -> StepShape:
         """The smallest shape for a step whose longest sequence reaches `length` tokens."""
         context = next(size for size in self.contexts if size >= length)
         if not self.pads:
-            return Shape(tokens, sequences, context, one_each)
+            return StepShape(tokens, sequences, context, one_each)
         if one_each:
             batch = self.batch(sequences)
-            return Shape(batch, batch, context, True)
+            return StepShape(batch, batch, context, True)
         rows = next(size for size in self.tokens if size >= tokens)
-        return Shape(rows, self.max_sequences, context, False)
+        return StepShape(rows, self.max_sequences, context, False)
 
     def batch(self, rows: int) -> int:
         """The smallest batch size, of rows to sample or sequences to decode, that fits `count`."""
         return next(size for size in self.batches if size >= rows) if self.pads else rows
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[StepShape]:
         """Every shape that can occur, largest first, so that memory is allocated once."""
         prompts = [
-            Shape(tokens, self.max_sequences, context, False)
+            StepShape(tokens, self.max_sequences, context, False)
             for tokens in reversed(self.tokens)
             for context in reversed(self.contexts)
         ]
         prompts += [self.scored_shape(context) for context in reversed(self.contexts)]
         return prompts + [
-            Shape(batch, batch, context, True)
+            StepShape(batch, batch, context, True)
             for context in reversed(self.contexts)
             for batch in reversed(self.batches)
         ]
 
-    def scored_shape(self, length: int) -> Shape:
+    def scored_shape(self, length: int) -> StepShape:
         """For a chunk of a prompt whose own tokens are scored, up to `length` tokens."""
         context = next(size for size in self.contexts if size >= length)
-        return Shape(self.scored, self.max_sequences, context, False, scored=True)
+        return StepShape(self.scored, self.max_sequences, context, False, scored=True)
 
-    def tables(self, shape: Shape) -> tuple[Tensor, ...]:
+    def tables(self, shape: StepShape) -> tuple[Tensor, ...]:
         """One row per sequence of the step."""
         count = shape.sequences
         return tuple(
@@ -232,7 +232,7 @@ class StepBuffers:
             for table in self._tables[shape.context]
         )
 
-    def inputs(self, shape: Shape) -> StepInputs:
+    def inputs(self, shape: StepShape) -> StepInputs:
         at = step_line(shape).views(self.step.line)
         if shape.one_each:
             rows, positions = self.rows[: shape.tokens], at["starts"]
@@ -259,7 +259,7 @@ class StepBuffers:
         )
 
     def sampling(self, rows: int) -> SampleInputs:
-        at = draw_line(rows).views(self.draw.line)
+        at = sampling_line(rows).views(self.sampling_stage.line)
         real = {name: at[name].view(torch.float32)[:rows] for name in _REAL}
         whole = {name: at[name] for name in _WHOLE}
         return SampleInputs(**real, **whole, seen=self.seen, bias=self.bias, mask=self.mask)
@@ -276,7 +276,7 @@ class StepBuffers:
         return self.slot_tables.firsts[index] + slot * width + column % width
 
 
-def draw_arrays(array: Any, rows: int) -> Iterator[tuple[str, Any]]:
-    """The parts of a draw line as the host writes them."""
-    for name, part in draw_line(rows).views(array).items():
+def sampling_arrays(array: Any, rows: int) -> Iterator[tuple[str, Any]]:
+    """The parts of a sampling line as the host writes them."""
+    for name, part in sampling_line(rows).views(array).items():
         yield name, part.view(np.float32)[:rows] if name in _REAL else part

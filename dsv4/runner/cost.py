@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dsv4.cache.geometry import SHARED_TOKENS
-from dsv4.runner.buffers import Shape, StepBuffers, step_line
+from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 
 SAMPLES = 5  # token counts to time
 
@@ -22,7 +22,7 @@ class StepCosts:
     ms: list[float]
 
     @classmethod
-    def measure(cls, buffers: StepBuffers, run: Callable[[Shape], None]) -> "StepCosts":
+    def measure(cls, buffers: StepBuffers, run: Callable[[StepShape], None]) -> "StepCosts":
         """Time steps of one sequence with random tokens, in unused pages."""
         sizes = sorted({buffers.tokens[i * (len(buffers.tokens) - 1) // (SAMPLES - 1)]
                         for i in range(SAMPLES)})  # fmt: skip
@@ -59,7 +59,7 @@ class StepCosts:
         return tokens
 
 
-def _one_sequence(buffers: StepBuffers, shape: Shape) -> None:
+def _one_sequence(buffers: StepBuffers, shape: StepShape) -> None:
     at = step_line(shape).views(buffers.step.array())
     for part in at.values():
         part[:] = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.checkpoint.cuts import Selection
+from dsv4.checkpoint.rank_slices import Selection
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, KernelError
@@ -21,7 +21,14 @@ from dsv4.ops import OPS, choose_ops
 from dsv4.ops.op import warn_unless_strict
 from dsv4.ops.repack import repack, stays_mxfp4
 from dsv4.parallel.team import Team
-from dsv4.runner.activations import SCORES, Gpu, choose, describe, fallbacks, width_of
+from dsv4.runner.activations import (
+    SCORES,
+    GpuFacts,
+    choose_activations,
+    describe,
+    fallbacks,
+    width_of,
+)
 from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
 from dsv4.util.output import check_output
@@ -37,7 +44,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     model: Transformer
     settings: Settings
     folder: Path
@@ -45,7 +52,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """What to load and how to run it, decided before the first weight is read."""
 
     folder: Path
@@ -53,23 +60,24 @@ class Prepared:
     checkpoint: Checkpoint
     choices: EngineConfig
     settings: Settings
-    gpu: Gpu | None
+    gpu: GpuFacts | None
 
     def __str__(self) -> str:
         s = self.settings
         state = s.geometry(self.config).state_bytes(s.max_context, s.max_sequences, s.state_tokens)
         tp, pp = self.choices.tp, self.choices.pp
+        why = choose_activations(self.choices.activations, self.gpu).why
         where = s.device if tp * pp == 1 else f"{tp * pp} ranks (tp {tp}, pp {pp}) on {s.device}"
         weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
         return (
             f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {where}; "
             f"{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
             f"{size_text(state)} of state (kv {s.kv_format}, index {s.index_format}); "
-            f"activations {s.activations_text}: {choose(self.choices.activations, self.gpu).why}"
+            f"activations {s.activations_text}: {why}"
         )
 
 
-def prepare(name: str, choices: EngineConfig) -> Prepared:
+def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     """Read headers, measure memory and resolve settings; the only place that decides them."""
     disk, audit = choices.prefix_disk, choices.audit_folder if choices.audit_share else None
     check_output(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
@@ -82,16 +90,18 @@ def prepare(name: str, choices: EngineConfig) -> Prepared:
     memory = state_memory(choices.device, checkpoint.gpu_bytes, has_gpu=has_gpu)
     gpu = find_gpu(choices.device)
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
-    return Prepared(folder, config, checkpoint, choices, settings, gpu)
+    return PreparedModel(folder, config, checkpoint, choices, settings, gpu)
 
 
-Model = str | Path | Prepared
+Model = str | Path | PreparedModel
 
 
-def load_model(model: Model, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """A `Prepared` model brings its own `choices`; the argument is then ignored."""
+def load_model(
+    model: Model, choices: EngineConfig, progress: Progress | None = None
+) -> LoadedModel:
+    """A `PreparedModel` brings its own `choices`; the argument is then ignored."""
     begin = time.perf_counter()
-    prepared = model if isinstance(model, Prepared) else prepare(str(model), choices)
+    prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
     settings = prepared.settings
     choose_ops(settings.ops, OPS)
@@ -109,7 +119,7 @@ def load_model(model: Model, choices: EngineConfig, progress: Progress | None = 
         len(checkpoint.ignored),
     )
     transformer = Transformer(config, weights, getattr(torch, settings.dtype))
-    return Loaded(transformer, settings, folder)
+    return LoadedModel(transformer, settings, folder)
 
 
 def set_threads(settings: Settings, config: ModelConfig) -> None:
@@ -120,12 +130,12 @@ def set_threads(settings: Settings, config: ModelConfig) -> None:
         torch.set_num_threads(1)
 
 
-def find_gpu(device: str) -> Gpu | None:
+def find_gpu(device: str) -> GpuFacts | None:
     """The GPU facts that decide about low-precision products; None for a CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     numbers = metadata.version("triton").split(".")
-    return Gpu(
+    return GpuFacts(
         torch.cuda.get_device_capability("cuda" if device == "auto" else device),
         (int(numbers[0]), int(numbers[1])),
         driver_version(),
@@ -142,11 +152,11 @@ def driver_version() -> tuple[int, int]:
 
 
 def tell_activations(
-    checkpoint: Checkpoint, asked: str, gpu: Gpu | None, settings: Settings
+    checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, settings: Settings
 ) -> None:
     """Log the activation precision of each weight group and of keys, with the reason; warn where a
     requested precision is not available."""
-    choice, sources = choose(asked, gpu), checkpoint.sources.values()
+    choice, sources = choose_activations(asked, gpu), checkpoint.sources.values()
     keys, width = f"{settings.kv_format} keys", settings.query_width
     for line in (*describe(sources, choice), f"{SCORES}: {keys} x {width} ({choice.why})"):
         log.info("%s", line)

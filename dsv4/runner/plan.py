@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dsv4.ops.op import record
-from dsv4.runner.buffers import Shape
+from dsv4.runner.buffers import StepShape
 
-Key = Shape | int  # a model step of this shape, or a draw of this many rows
-_KINDS = ("decode", "prompt", "score", "draw")
+Key = StepShape | int  # a model step of this shape, or the sampling of this many rows
+_KINDS = ("decode", "prompt", "score", "sampling")
 
 
 class StepPlan:
@@ -21,7 +21,7 @@ class StepPlan:
 
     @contextmanager
     def recording(self, key: Key) -> Iterator[None]:
-        """Attribute everything inside the block to a step or draw of this shape."""
+        """Attribute everything inside the block to a step or sampling of this shape."""
         found: dict[str, dict[str, None]] = {}
         with record(lambda op, server: found.setdefault(op, {}).setdefault(server)):
             yield
@@ -44,7 +44,7 @@ class StepPlan:
         return lines
 
     def _text(self, keys: frozenset[Key]) -> str:
-        steps = {key for key in self.served if isinstance(key, Shape)}
+        steps = {key for key in self.served if isinstance(key, StepShape)}
         if steps and keys == steps:
             return "every step"
         texts = []
@@ -60,7 +60,7 @@ class StepPlan:
 
 def _kind(key: Key) -> str:
     if isinstance(key, int):
-        return "draw"
+        return "sampling"
     return key.kind
 
 

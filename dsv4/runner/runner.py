@@ -1,6 +1,6 @@
 """A step: scheduled work in, tokens out. Holds the model and its state; knows no requests.
 
-`submit` queues the model's part of a step, `draw` its sampling, `read` waits for the tokens. The
+`submit` queues the model's part of a step, `sample` its sampling, `read` waits for the tokens. The
 host need not wait in between: a step may be submitted before the previous tokens are known, since
 they are already on the device. A sequence that ended in the meantime writes only behind its last
 token, and pages that were reassigned are overwritten later by their new owners.
@@ -19,24 +19,24 @@ from torch import Tensor
 
 from dsv4.cache.geometry import POOLS
 from dsv4.cache.pages import Growth, SequencePages, StatePages
-from dsv4.cache.prefix import Copies
+from dsv4.cache.prefix import StateCopier
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin import NEWEST
 from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import Shape, StepBuffers, step_line
+from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.cost import StepCosts
-from dsv4.runner.drawing import Drawing, Reading
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
 from dsv4.runner.plan import StepPlan
-from dsv4.runner.ranks.copies import TeamCopies
+from dsv4.runner.ranks.state_copier import TeamStateCopier
+from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings
-from dsv4.runner.steps import draw, forward, score
+from dsv4.runner.steps import forward, sample_tokens, score
 from dsv4.runner.warmup import Progress, warm_up
-from dsv4.sampling import Draw
+from dsv4.sampling import SamplingRow
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +56,21 @@ class Chunk:
 
 
 @dataclass
-class Flight:
+class SubmittedStep:
     """A step in flight: the sequences it samples for, and the results being copied back."""
 
     sampled: list[SequencePages]
     positions: list[int]  # of these tokens
-    reading: Reading | None = None
+    results: PendingResults | None = None
 
     @property
-    def is_drawn(self) -> bool:
-        return self.reading is not None
+    def is_sampled(self) -> bool:
+        return self.results is not None
 
     @property
     def failures(self) -> dict[int, Exception]:
         """Of `sampled`, by their place: why a token does not count."""
-        return {} if self.reading is None else self.reading.failures
+        return {} if self.results is None else self.results.failures
 
 
 class Runner:
@@ -101,7 +101,7 @@ class Runner:
         self.guard = Guard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
-        self._drawing = Drawing(self.buffers)
+        self._sampling = SamplingRows(self.buffers)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
@@ -113,7 +113,9 @@ class Runner:
     # --- steps --------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def submit(self, chunks: Sequence[Chunk], started: Callable[[], None] | None = None) -> Flight:
+    def submit(
+        self, chunks: Sequence[Chunk], started: Callable[[], None] | None = None
+    ) -> SubmittedStep:
         """Queue the model's part of a step; at most the last token of each chunk is sampled.
 
         Pages are allocated first; if they do not suffice, nothing changes. `started` is called
@@ -135,20 +137,20 @@ class Runner:
         shape = self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
         self._queue(shape, chunks, counts, started)
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
-        return Flight(sampled, [pages.length for pages in sampled])
+        return SubmittedStep(sampled, [pages.length for pages in sampled])
 
     @torch.inference_mode()
-    def draw(self, flight: Flight, draws: Sequence[Draw]) -> None:
-        """Queue the sampling of a step: one token per sequence in `flight.sampled`."""
-        if draws:
-            rows = self._drawing.prepare(draws, flight.sampled, flight.positions)
-            self._run(rows)
-        flight.reading = self._drawing.read_back(draws)
+    def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
+        """Queue the sampling of a step: one token per sequence in `submitted.sampled`."""
+        if rows:
+            num_rows = self._sampling.prepare(rows, submitted.sampled, submitted.positions)
+            self._run(num_rows)
+        submitted.results = self._sampling.read_back(rows)
 
-    def read(self, flight: Flight) -> list[TokenLogprobs]:
-        """Wait for a step and return its tokens, one per sequence in `flight.sampled`."""
-        assert flight.reading is not None
-        return flight.reading.results()
+    def read(self, submitted: SubmittedStep) -> list[TokenLogprobs]:
+        """Wait for a step and return its tokens, one per sequence in `submitted.sampled`."""
+        assert submitted.results is not None
+        return submitted.results.wait()
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -168,7 +170,7 @@ class Runner:
         with self._grown(chunks, counts):
             numbers, line = self._score_line(chunks)
             if self.team is not None:
-                self.team.order("score", numbers, line.tobytes())
+                self.team.command("score", numbers, line.tobytes())
             with self._together():
                 logits = self._score(numbers, line)
         for chunk in chunks:  # the slots' tables were not written
@@ -182,7 +184,7 @@ class Runner:
 
     def _queue(
         self,
-        shape: Shape,
+        shape: StepShape,
         chunks: Sequence[Chunk],
         counts: list[int],
         started: Callable[[], None] | None = None,
@@ -209,14 +211,14 @@ class Runner:
         self.pages.apply(growth)
 
     @property
-    def copies(self) -> Copies:
-        """Copies of state that the prefix cache asks for, on all ranks."""
-        return self.state if self.team is None else TeamCopies(self.team, self.state)
+    def state_copier(self) -> StateCopier:
+        """StateCopier of state that the prefix cache asks for, on all ranks."""
+        return self.state if self.team is None else TeamStateCopier(self.team, self.state)
 
     # --- told by rank 0 -----------------------------------------------------------------------
 
     @torch.inference_mode()
-    def follow_step(self, shape: Shape, line: Any) -> None:
+    def follow_step(self, shape: StepShape, line: Any) -> None:
         """`line`: that of the step, then (table offset, page) of pages it has no room for."""
         length = step_line(shape).length
         self.buffers.step.array()[:length] = line[:length]
@@ -231,19 +233,19 @@ class Runner:
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.team is None else self.team.together()
 
-    def _run(self, key: Shape | int) -> None:
-        """Run a part of a step: the model for a shape, or a draw of this many rows."""
+    def _run(self, key: StepShape | int) -> None:
+        """Run a part of a step: the model for a shape, or the sampling of this many rows."""
         if self._graphs is not None and key in self._graphs:
             self._graphs.run(key)  # a replay cannot compile, allocate or wait
             return
         with self.guard.watch(strict=False):
             self._run_once(key)
 
-    def _run_once(self, key: Shape | int) -> None:
-        if isinstance(key, Shape):
+    def _run_once(self, key: StepShape | int) -> None:
+        if isinstance(key, StepShape):
             forward(self.model, self.state.layers, self.buffers, key)
         else:
-            draw(self.buffers, key)
+            sample_tokens(self.buffers, key)
 
     # --- host inputs of a step ----------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class Runner:
 
     def _send(
         self,
-        shape: Shape,
+        shape: StepShape,
         chunks: Sequence[Chunk],
         counts: list[int],
         new_pages: list[tuple[int, int]],
@@ -304,7 +306,7 @@ class Runner:
         self.buffers.step.send(line.length)
         if self.team is not None:
             numbers = (shape.tokens, shape.sequences, shape.context, int(shape.one_each))
-            self.team.order("step", numbers, array[: line.length].tobytes() + beyond.tobytes())
+            self.team.command("step", numbers, array[: line.length].tobytes() + beyond.tobytes())
 
     def _write_pages(self, pairs: Any) -> None:
         """Pages that a step's line has no room for: (table offset, page)."""
@@ -315,7 +317,7 @@ class Runner:
             self.buffers.slot_tables.pages[values[:, 0]] = values[:, 1]
 
     def _send_rows(
-        self, at: dict[str, Any], shape: Shape, chunks: Sequence[Chunk], counts: list[int]
+        self, at: dict[str, Any], shape: StepShape, chunks: Sequence[Chunk], counts: list[int]
     ) -> None:
         """Per-row values where sequences have several rows; padding is -1."""
         n, end = len(chunks), 0
@@ -364,16 +366,16 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()
-        keys: list[Shape | int] = [*buffers.shapes(), *reversed(buffers.batches)]
+        keys: list[StepShape | int] = [*buffers.shapes(), *reversed(buffers.batches)]
         few, some = self.model.distinct()
         layers = [self.state.layers[i] for i in some]
 
-        def compiled(key: Shape | int) -> None:
+        def compiled(key: StepShape | int) -> None:
             with self.plan.recording(key):
-                if isinstance(key, Shape):
+                if isinstance(key, StepShape):
                     forward(few, layers, buffers, key)
                 else:
-                    draw(buffers, key)
+                    sample_tokens(buffers, key)
 
         warm_up(
             self.device,
@@ -386,7 +388,7 @@ class Runner:
             log.info("%s", line)
         self._graphs = graphs
         self.costs = StepCosts.measure(buffers, self._run)
-        self.state.load_copies()
+        self.state.warm_up_copies()
         torch.topk(buffers.logits[0], 1)  # torch also loads its kernels on first use
         buffers.scores.clone()  # what `step` hands out has its place
         self.buffers.step.line.zero_()

@@ -8,7 +8,7 @@ from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.formats.spec import Activations
-from dsv4.runner.activations import Gpu, choose, query_width
+from dsv4.runner.activations import GpuFacts, choose_activations, query_width
 from dsv4.util.sizes import size_text
 
 DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
@@ -85,7 +85,7 @@ def resolve(
     *,
     has_gpu: bool,
     memory_bytes: int,
-    gpu: Gpu | None = None,
+    gpu: GpuFacts | None = None,
 ) -> Settings:
     """`memory_bytes`: the limit for the state; only defaults are lowered to fit it, explicit
     choices are not. `gpu`: decides about activation precision."""
@@ -111,7 +111,7 @@ def resolve(
         dtype=_pick(choices.dtype, "bfloat16" if on_gpu else "float32"),
         kv_format=_pick(choices.kv_format, "fp8" if on_gpu else "fp32"),
         index_format=_pick(choices.index_format, "fp8" if on_gpu else "fp32"),
-        activations=choose(choices.activations, gpu if on_gpu else None).widths,
+        activations=choose_activations(choices.activations, gpu if on_gpu else None).widths,
         max_context=context,
         max_sequences=choices.max_sequences or (GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES),
         chunk_tokens=min(choices.chunk_tokens or (GPU_CHUNK if on_gpu else DEFAULT_CHUNK), context),

@@ -20,11 +20,11 @@ from dsv4.ops.kv.begin import begin_step
 from dsv4.ops.ragged import make_ragged
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
-from dsv4.runner.buffers import Shape, StepBuffers, step_line
+from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 
 
 def forward(
-    model: Transformer, state: Sequence[LayerState], buffers: StepBuffers, shape: Shape
+    model: Transformer, state: Sequence[LayerState], buffers: StepBuffers, shape: StepShape
 ) -> None:
     """No data-dependent branch, no wait, no allocation that outlives the step."""
     at = step_line(shape).views(buffers.step.line)
@@ -46,7 +46,7 @@ def forward(
     out[: logits.shape[0]].copy_(logits)
 
 
-def draw(buffers: StepBuffers, rows: int) -> None:
+def sample_tokens(buffers: StepBuffers, rows: int) -> None:
     """Sample one token for each of the first rows of logits."""
     logits, inputs = buffers.logits[:rows], buffers.sampling(rows)
     tokens, norms = sample(logits, inputs)

@@ -3,6 +3,6 @@
 from dsv4.sampling.compiler import Compiling
 from dsv4.sampling.guided import NO_TEXT, Guides, Matcher
 from dsv4.sampling.late_ends import LateEnds
-from dsv4.sampling.sampler import Draw
+from dsv4.sampling.row import SamplingRow
 
-__all__ = ["NO_TEXT", "Compiling", "Draw", "Guides", "LateEnds", "Matcher"]
+__all__ = ["NO_TEXT", "Compiling", "Guides", "LateEnds", "Matcher", "SamplingRow"]

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.request import MAX_PRIORITY, Request, TokenLogprobs
-from dsv4.scheduler.sequence import Sequence
+from dsv4.scheduler.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditedAnswer:
     """The answer of the first run."""
 
     request: Request
@@ -41,13 +41,13 @@ class Audit:
         digest = hashlib.blake2b(request_id.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") < self._share * 2**32
 
-    def again(self, sequence: Sequence) -> tuple[Request, Finding]:
+    def again(self, sequence: SequenceState) -> tuple[Request, AuditedAnswer]:
         """The rerun: as long as the first answer, no stop conditions, lowest priority."""
         request = sequence.request
         params = replace(
             request.params, max_tokens=len(sequence.results), stop=(), stop_ids=(), logprobs=None
         )
-        finding = Finding(
+        answer = AuditedAnswer(
             request,
             sequence.seed,
             tuple(sequence.results),
@@ -55,11 +55,11 @@ class Audit:
             sequence.num_preemptions,
         )
         name = f"audit of {request.id}"
-        return Request(name, request.prompt_ids, params, priority=-MAX_PRIORITY), finding
+        return Request(name, request.prompt_ids, params, priority=-MAX_PRIORITY), answer
 
-    def compare(self, finding: Finding, again: Sequence) -> None:
+    def compare(self, answer: AuditedAnswer, again: SequenceState) -> None:
         self.num_audited += 1
-        first = [(item.token_id, item.logprob) for item in finding.results]
+        first = [(item.token_id, item.logprob) for item in answer.results]
         second = [(item.token_id, item.logprob) for item in again.results]
         if first == second:
             return
@@ -67,17 +67,17 @@ class Audit:
         place = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), -1)
         log.error(
             "request %r gave another answer when it ran again alone: token %d; see %s",
-            finding.request.id,
+            answer.request.id,
             place,
-            self._write(finding, place, first, second),
+            self._write(answer, place, first, second),
         )
 
-    def _write(self, finding: Finding, place: int, first: Any, second: Any) -> str:
+    def _write(self, answer: AuditedAnswer, place: int, first: Any, second: Any) -> str:
         replay = {
-            "request": asdict(finding.request),
-            "seed": finding.seed,
-            "num_cached": finding.num_cached,
-            "num_preemptions": finding.num_preemptions,
+            "request": asdict(answer.request),
+            "seed": answer.seed,
+            "num_cached": answer.num_cached,
+            "num_preemptions": answer.num_preemptions,
             "settings": self._settings,
             "first_difference": place,
             "answer": first,

@@ -28,8 +28,8 @@ from dsv4.cache.geometry import (
 )
 from dsv4.cache.pages import StatePages
 from dsv4.cache.prefix import PrefixCache, Snapshot
-from dsv4.scheduler.progress import Progress
-from dsv4.scheduler.sequence import Sequence
+from dsv4.scheduler.sequence import SequenceState
+from dsv4.scheduler.stalls import StallDetector
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ WORTH_WAITING = 2 * SHARED_TOKENS  # of a shared prefix that another request is 
 
 
 @dataclass(slots=True)
-class Work:
+class ScheduledTokens:
     """One sequence's share of a step."""
 
-    sequence: Sequence
+    sequence: SequenceState
     num_new: int
     samples: bool  # the step computes the sequence's last known token
     keep_len: int = 0  # a boundary inside the new tokens to snapshot
@@ -54,7 +54,7 @@ class Scheduler:
         pages: StatePages,
         chunk_tokens: int,
         prefix: PrefixCache | None = None,
-        tell: Callable[[str, Sequence], None] = lambda kind, sequence: None,
+        emit: Callable[[str, SequenceState], None] = lambda kind, sequence: None,
         budget: Callable[[int], int] | None = None,
     ) -> None:
         """`budget`: prompt tokens allowed in a step, by its number of decoding sequences."""
@@ -62,13 +62,13 @@ class Scheduler:
         self._budget = budget
         self._chunk_tokens = chunk_tokens
         self._prefix = prefix
-        self._tell = tell
-        self._waiting: list[Sequence] = []  # both lists are sorted by rank
-        self._running: list[Sequence] = []
+        self._emit = emit
+        self._waiting: list[SequenceState] = []  # both lists are sorted by rank
+        self._running: list[SequenceState] = []
         self._num_added = self._num_steps = 0
-        self._progress = Progress(pages, chunk_tokens)
+        self._stalls = StallDetector(pages, chunk_tokens)
         self.num_preemptions = 0
-        self.beginning: Sequence | None = None  # being admitted; stays set if that fails
+        self.admitting: SequenceState | None = None  # being admitted; stays set if that fails
 
     @property
     def num_unfinished(self) -> int:
@@ -82,49 +82,49 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return [*self._running, *self._waiting]
 
-    def rank(self, sequence: Sequence) -> None:
+    def rank(self, sequence: SequenceState) -> None:
         """Assign a sequence its rank; it may be added later."""
         self._num_added += 1
         virtual = self._num_steps - PRIORITY_STEPS * sequence.request.priority
         sequence.rank = (virtual, self._num_added)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         if sequence.rank == (0, 0):
             self.rank(sequence)
         _insert(self._waiting, sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Finished or aborted: free its pages and slot."""
-        self._progress.ended()
+        self._stalls.ended()
         if sequence.pages is None:
             self._waiting.remove(sequence)
             return
         self._running.remove(sequence)
         self._close(sequence)
 
-    def next_step(self) -> list[Work]:
+    def next_step(self) -> list[ScheduledTokens]:
         self._num_steps += 1
         self._admit()
         while True:
-            work = self._plan()
-            if self._fits(work) or len(self._running) < 2:
-                self._progress.check(self._running, self._waiting, bool(work))
-                return [self._reserve(item) for item in work]
+            scheduled = self._plan()
+            if self._fits(scheduled) or len(self._running) < 2:
+                self._stalls.check(self._running, self._waiting, bool(scheduled))
+                return [self._reserve(item) for item in scheduled]
             self._preempt(self._running[-1])
 
-    def _reserve(self, item: Work) -> Work:
+    def _reserve(self, item: ScheduledTokens) -> ScheduledTokens:
         """Reserve a row for the prefix that ends inside the step's tokens, unless it is cached."""
         if self._prefix is None or not item.keep_len:
             return item
         row = self._prefix.reserve(item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1])
         return replace(item, keep_len=0) if row is None else replace(item, keep_row=row)
 
-    def started(self, work: list[Work]) -> None:
+    def started(self, scheduled: list[ScheduledTokens]) -> None:
         """The step is in flight and its pages are still held: keep prefixes that end inside it."""
-        for item in work:
+        for item in scheduled:
             item.sequence.last_served = self._num_steps
             if self._prefix is not None and item.keep_len:
                 assert item.sequence.pages is not None
@@ -132,24 +132,24 @@ class Scheduler:
                 self._prefix.keep_inside(item.sequence.pages, key, item.keep_len, item.keep_row)
                 item.keep_len = 0  # the prefix owns the row now
 
-    def failed(self, work: list[Work]) -> None:
+    def failed(self, scheduled: list[ScheduledTokens]) -> None:
         """The step failed to start."""
-        for item in work:
+        for item in scheduled:
             if self._prefix is not None and item.keep_len:
                 self._prefix.give_back(item.keep_row)
 
-    def done(self, work: list[Work]) -> None:
+    def done(self, scheduled: list[ScheduledTokens]) -> None:
         """Keep the prefixes that end with this step; no later step may be in flight."""
-        for item in work:
+        for item in scheduled:
             if item.sequence.pages is None:
                 continue  # ended or preempted meanwhile
-            if self._prefix is not None and item.sequence.shares:
+            if self._prefix is not None and item.sequence.uses_prefix_cache:
                 try:
                     self._keep(self._prefix, item.sequence)
                 except Exception as error:  # the answer continues; only its prefix is not cached
                     log.error("a prefix could not be kept: %s", error)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Free its state and queue it for recomputation."""
         if sequence.pages is not None:
             self._preempt(sequence)
@@ -159,12 +159,12 @@ class Scheduler:
     def _admit(self) -> None:
         place = 0
         while place < len(self._waiting):
-            first = self.beginning = self._waiting[place]
+            first = self.admitting = self._waiting[place]
             found = self._find(first)
             if first.num_pending:  # preempted while its token was sampled, which is read next
                 first.waits_for = "its token in flight"
                 place += 1
-            elif self._is_coming(first, found):
+            elif self._prefix_in_flight(first, found):
                 place += 1  # others may overtake; the wait ends with the other's prompt
             elif self._has_room(first, found):
                 self._waiting.pop(place)
@@ -174,38 +174,38 @@ class Scheduler:
             else:
                 first.waits_for = "pages" if self._pages.num_free_slots else "a slot"
                 break  # no overtaking, or the first could starve
-        self.beginning = None
+        self.admitting = None
 
-    def _is_coming(self, sequence: Sequence, found: Snapshot | None) -> bool:
+    def _prefix_in_flight(self, sequence: SequenceState, found: Snapshot | None) -> bool:
         """Whether a running prompt is computing a long prefix of this one.
 
         That prompt is then told to snapshot it, and this one waits to reuse the snapshot.
         """
-        if self._prefix is None or not sequence.shares:
+        if self._prefix is None or not sequence.uses_prefix_cache:
             return False
         keys = self._usable_keys(sequence)
         known = found.length if found is not None else 0
         for other in self._running:
-            if not other.shares or other.num_left <= 1:
+            if not other.uses_prefix_cache or other.num_left <= 1:
                 continue
             common = SHARED_TOKENS * _num_common(keys, self._usable_keys(other))
             if common >= known + WORTH_WAITING and other.num_computed < common:
-                other.cuts |= {common}
+                other.snapshot_lens |= {common}
                 sequence.waits_for = f"the beginning that {other.request.id!r} computes"
                 return True
         return False
 
-    def _usable_keys(self, sequence: Sequence) -> list[bytes]:
+    def _usable_keys(self, sequence: SequenceState) -> list[bytes]:
         """Keys of the blocks before the last known token, which is always recomputed for its
         logits."""
         return sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS]
 
-    def _find(self, sequence: Sequence) -> Snapshot | None:
-        if self._prefix is None or not sequence.shares or not self._pages.num_free_slots:
+    def _find(self, sequence: SequenceState) -> Snapshot | None:
+        if self._prefix is None or not sequence.uses_prefix_cache or not self._pages.num_free_slots:
             return None
         return self._prefix.find(self._usable_keys(sequence))
 
-    def _has_room(self, sequence: Sequence, found: Snapshot | None) -> bool:
+    def _has_room(self, sequence: SequenceState, found: Snapshot | None) -> bool:
         """Whether pages suffice for all known tokens of this and the running sequences, plus one
         page to grow, unless it ends before.
 
@@ -229,10 +229,10 @@ class Scheduler:
                 return False
         return True
 
-    def _open(self, sequence: Sequence, found: Snapshot | None) -> None:
+    def _open(self, sequence: SequenceState, found: Snapshot | None) -> None:
         sequence.pages = self._pages.open()
         try:
-            if self._prefix is not None and sequence.shares:
+            if self._prefix is not None and sequence.uses_prefix_cache:
                 self._begin(self._prefix, sequence, found)
         except BaseException:
             self._close(sequence)
@@ -242,9 +242,9 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
         sequence.waits_for = "its turn"
         _insert(self._running, sequence)
-        self._tell("began", sequence)
+        self._emit("began", sequence)
 
-    def _begin(self, prefix: PrefixCache, sequence: Sequence, found: Snapshot | None) -> None:
+    def _begin(self, prefix: PrefixCache, sequence: SequenceState, found: Snapshot | None) -> None:
         assert sequence.pages is not None
         keys = self._usable_keys(sequence)
         if found is not None:
@@ -253,48 +253,52 @@ class Scheduler:
             prefix.num_asked += len(sequence.token_ids)
             prefix.num_hit += sequence.num_computed
         # worth a snapshot: the prompt's end, and where it diverges from earlier ones
-        sequence.cuts = frozenset((len(keys) * SHARED_TOKENS, prefix.parting(keys)))
+        sequence.snapshot_lens = frozenset(
+            (len(keys) * SHARED_TOKENS, prefix.seen_prefix_len(keys))
+        )
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._progress.preempted(self.sequences())
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._stalls.preempted(self.sequences())
         self._running.remove(sequence)
         self._close(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         _insert(self._waiting, sequence)
-        self._tell("preempted", sequence)
+        self._emit("preempted", sequence)
 
-    def _close(self, sequence: Sequence) -> None:
+    def _close(self, sequence: SequenceState) -> None:
         assert sequence.pages is not None
         self._pages.close(sequence.pages)
         sequence.pages = None
 
     # --- token budget -------------------------------------------------------------------------
 
-    def _plan(self) -> list[Work]:
-        work, prompts = [], []
+    def _plan(self) -> list[ScheduledTokens]:
+        scheduled, prompts = [], []
         for sequence in self._running:
             if sequence.num_left > 1:
                 prompts.append(sequence)
             elif not sequence.num_pending or not sequence.is_last_pending:
-                work.append(Work(sequence, 1, samples=True))
+                scheduled.append(ScheduledTokens(sequence, 1, samples=True))
         if not prompts:
-            return work
+            return scheduled
         prompts.sort(key=lambda s: (s.last_served, s.rank))
         budget = self._chunk_tokens
         if self._budget is not None:
-            budget = min(budget, self._budget(len(work)))
+            budget = min(budget, self._budget(len(scheduled)))
         counts = _share_out(prompts, budget)
         for sequence in prompts:
             count = counts[sequence]
             if count:
                 samples, inside = count == sequence.num_left, _inside(sequence, count)
-                work.append(Work(sequence, count, samples, inside[0] if inside else 0))
-        return work
+                scheduled.append(
+                    ScheduledTokens(sequence, count, samples, inside[0] if inside else 0)
+                )
+        return scheduled
 
-    def _fits(self, work: list[Work]) -> bool:
+    def _fits(self, scheduled: list[ScheduledTokens]) -> bool:
         growing = []
-        for item in work:
+        for item in scheduled:
             pages = item.sequence.pages
             assert pages is not None
             if pages.length + item.num_new > pages.full_at:
@@ -307,13 +311,13 @@ class Scheduler:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def _keep(self, prefix: PrefixCache, sequence: Sequence) -> None:
+    def _keep(self, prefix: PrefixCache, sequence: SequenceState) -> None:
         length = sequence.num_computed
         if length == 0 or length % SHARED_TOKENS:
             return
         assert sequence.pages is not None
         key = sequence.keys()[length // SHARED_TOKENS - 1]
-        if length in sequence.cuts:
+        if length in sequence.snapshot_lens:
             prefix.keep(sequence.pages, key)
         elif length < len(sequence.token_ids):
             prefix.keep(sequence.pages, key, only_if_free=True)
@@ -321,7 +325,7 @@ class Scheduler:
             sequence.kept_key = key
 
 
-def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
+def _insert(sequences: list[SequenceState], sequence: SequenceState) -> None:
     bisect.insort(sequences, sequence, key=lambda s: s.rank)
 
 
@@ -334,7 +338,7 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
     return low
 
 
-def _share_out(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
+def _share_out(prompts: list[SequenceState], budget: int) -> dict[SequenceState, int]:
     """Step tokens per prompt: equal shares first, then the remainder."""
     counts = dict.fromkeys(prompts, 0)
     share = max(budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS, SHARED_TOKENS)
@@ -346,15 +350,15 @@ def _share_out(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
     return counts
 
 
-def _inside(sequence: Sequence, count: int) -> list[int]:
-    """Cuts strictly inside the next `count` tokens."""
+def _inside(sequence: SequenceState, count: int) -> list[int]:
+    """Snapshot lengths strictly inside the next `count` tokens."""
     start = sequence.num_computed
-    return sorted(cut for cut in sequence.cuts if start < cut < start + count)
+    return sorted(n for n in sequence.snapshot_lens if start < n < start + count)
 
 
-def _chunk_len(sequence: Sequence, room: int) -> int:
-    """How many of `room` tokens to compute next: up to a cut, or whole blocks. One cut may lie
-    inside if the step also computes the rows that its prefix carries."""
+def _chunk_len(sequence: SequenceState, room: int) -> int:
+    """How many of `room` tokens to compute next: up to a snapshot length, or whole blocks.
+    One snapshot may lie inside if the step also computes the rows that its prefix carries."""
     start = sequence.num_computed
     count = min(sequence.num_left, room)
     inside = _inside(sequence, count)
@@ -363,7 +367,7 @@ def _chunk_len(sequence: Sequence, room: int) -> int:
     if len(inside) > 1:
         return inside[1] - start
     end = start + count
-    if count < sequence.num_left and end not in sequence.cuts:
+    if count < sequence.num_left and end not in sequence.snapshot_lens:
         whole = end // SHARED_TOKENS * SHARED_TOKENS
         if whole > start:
             return whole - start

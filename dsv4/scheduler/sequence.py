@@ -9,10 +9,10 @@ from dsv4.request import Request, TokenLogprobs
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     request: Request
     seed: int
-    shares: bool = True  # may use cached prefixes and add its own
+    uses_prefix_cache: bool = True  # may use cached prefixes and add its own
     rank: tuple[int, int] = (0, 0)  # lower runs first; given by the scheduler, never changes
     token_ids: list[int] = field(default_factory=list)  # prompt, then output
     results: list[TokenLogprobs] = field(default_factory=list)  # of the output, if audited
@@ -22,9 +22,9 @@ class Sequence:
     num_cached: int | None = None  # prompt tokens from the cache; None before its first step
     num_preemptions: int = 0
     last_served: int = -1  # step
-    furthest: int = 0  # the most tokens its state ever held
+    max_computed: int = 0  # the most tokens its state ever held
     waits_for: str = "its turn"
-    cuts: frozenset[int] = frozenset()  # lengths at which a chunk must end for a snapshot
+    snapshot_lens: frozenset[int] = frozenset()  # lengths at which a chunk must end for a snapshot
     kept_key: bytes | None = None  # the newest prefix kept while decoding
     _keys: list[bytes] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from dsv4.checkpoint.findings import raise_errors
 from dsv4.checkpoint.manifest import build_manifest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
-from dsv4.parallel.layout import Layout, k_ranges
+from dsv4.parallel.layout import RankLayout, k_ranges
 from dsv4.runner.settings import Settings, resolve, step_bytes
 from dsv4.tools.plan_weights import Scheme, rank_bytes, scheme_named, weight_bytes
 from dsv4.util.sizes import size_text
@@ -197,5 +197,5 @@ def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Sett
 def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
     most = k_ranges(config)
-    ranks = {tp: rank_bytes(config, scheme, Layout(tp)) for tp in (2, 4, 8) if most % tp == 0}
+    ranks = {tp: rank_bytes(config, scheme, RankLayout(tp)) for tp in (2, 4, 8) if most % tp == 0}
     return Subject(name, config, scheme.name, weight_bytes(config, scheme), on_disk, ranks)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.checkpoint.cuts import Selection
+from dsv4.checkpoint.rank_slices import Selection
 from dsv4.checkpoint.reader import Checkpoint, LoadReport, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError

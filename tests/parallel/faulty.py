@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from dsv4.errors import KernelError
-from dsv4.parallel.orders import Order
+from dsv4.parallel.commands import Command
 from dsv4.runner.ranks import follower
 from dsv4.runner.runner import Runner
 
@@ -26,12 +26,12 @@ class Faulty(follower.Follower):
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._start(told)
 
-    def execute(self, runner: Runner, order: Order) -> None:
-        if order.number == 3 and self.fault == "raises":
+    def execute(self, runner: Runner, command: Command) -> None:
+        if command.number == 3 and self.fault == "raises":
             raise ValueError("a wrong number")
-        if order.number == 3 and self.fault == "alike":
+        if command.number == 3 and self.fault == "alike":
             raise KernelError("the same everywhere")
-        super().execute(runner, order)
+        super().execute(runner, command)
 
 
 def main(connection: socket.socket) -> int:

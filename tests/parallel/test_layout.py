@@ -7,7 +7,7 @@ import pytest
 
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
-from dsv4.parallel.layout import Layout, balance, k_ranges
+from dsv4.parallel.layout import RankLayout, balance, k_ranges
 from dsv4.testing import small_config
 
 MODELS = {
@@ -17,9 +17,9 @@ MODELS = {
 }
 
 
-def layouts(config: ModelConfig, tp: int, pp: int) -> list[Layout]:
+def layouts(config: ModelConfig, tp: int, pp: int) -> list[RankLayout]:
     stages = balance([1] * config.num_layers, pp)
-    return [Layout(tp, pp, rank, stages) for rank in range(tp * pp)]
+    return [RankLayout(tp, pp, rank, stages) for rank in range(tp * pp)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,7 +54,7 @@ def test_ranks_together_hold_everything_once(name: str, pp: int) -> None:
 
 def test_heads_are_those_of_the_groups() -> None:
     config = MODELS["pro"]  # 8 heads in a group
-    layout = Layout(8, 1, 3)
+    layout = RankLayout(8, 1, 3)
     assert layout.groups(config) == range(6, 8)
     assert layout.heads(config) == range(48, 64)
 
@@ -91,20 +91,20 @@ def test_stages_are_as_even_as_they_can_be(seed: int) -> None:
 )
 def test_a_tp_that_does_not_divide(config: str, tp: int, says: str) -> None:
     with pytest.raises(OptionError) as error:
-        Layout(tp).check(MODELS[config])
+        RankLayout(tp).check(MODELS[config])
     assert says in str(error.value)
 
 
 def test_bad_sizes() -> None:
     with pytest.raises(OptionError, match="tp is 0, expected a whole number above 0"):
-        Layout(0)
+        RankLayout(0)
     with pytest.raises(OptionError, match="pp is True"):
-        Layout(1, True)
+        RankLayout(1, True)
     with pytest.raises(OptionError, match=r"rank is 4, expected 0 to 3 \(tp 2 x pp 2\)"):
-        Layout(2, 2, 4, balance([1, 1], 2))
+        RankLayout(2, 2, 4, balance([1, 1], 2))
     with pytest.raises(OptionError, match="layers of 0 stages are given, expected 2"):
-        Layout(1, 2)
+        RankLayout(1, 2)
     with pytest.raises(OptionError, match="pp is 9, expected 1 to 7"):
         balance([1] * 7, 9)
     with pytest.raises(OptionError, match=r"layers \[0, 1\], expected 0 to 6"):
-        Layout(1, 2, 0, (range(1), range(1, 2))).check(MODELS["small"])
+        RankLayout(1, 2, 0, (range(1), range(1, 2))).check(MODELS["small"])

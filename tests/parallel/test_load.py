@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.checkpoint.cuts import Cut, Selection, cut_for, is_wanted, selection
 from dsv4.checkpoint.names import parameters
+from dsv4.checkpoint.rank_slices import Selection, WeightSlice, is_wanted, selection, slice_for
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.quantized import Weight
-from dsv4.parallel.layout import Layout, balance
+from dsv4.parallel.layout import RankLayout, balance
 from dsv4.tools.plan_weights import rank_bytes, scheme_named
 from tests.checkpoint import tiny, writers
 
 MODELS = {name: ModelConfig.builtin(name) for name in ("flash", "pro")}
 
 
-def layouts(config: ModelConfig, tp: int, pp: int) -> Iterator[Layout]:
+def layouts(config: ModelConfig, tp: int, pp: int) -> Iterator[RankLayout]:
     stages = balance([1] * config.num_layers, pp)
-    return (Layout(tp, pp, rank, stages) for rank in range(tp * pp))
+    return (RankLayout(tp, pp, rank, stages) for rank in range(tp * pp))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -31,22 +31,22 @@ def test_cuts_cover_every_element(name: str, tp: int, pp: int) -> None:
     """Once where a parameter is sharded, once on each rank of the stage where it is not."""
     config = MODELS[name]
     table = parameters(config)
-    covered: dict[str, list[Cut]] = {}
+    covered: dict[str, list[WeightSlice]] = {}
     for layout in layouts(config, tp, pp):
         select = selection(layout, config)
         for parameter, shape in table.items():
             if is_wanted(parameter, select, config):
-                cut = cut_for(parameter, shape, select, config)
+                cut = slice_for(parameter, shape, select, config)
                 covered.setdefault(parameter, []).append(cut)
     assert covered.keys() == table.keys()
     sharded = {"wq_b", "attn_sink", "wo_a", "w13", "w2", "head"}
-    for parameter, cuts in covered.items():
-        assert len(cuts) == tp, parameter
-        experts, rows = ([getattr(cut, axis) for cut in cuts] for axis in ("experts", "rows"))
+    for parameter, slices in covered.items():
+        assert len(slices) == tp, parameter
+        experts, rows = ([getattr(cut, axis) for cut in slices] for axis in ("experts", "rows"))
         leaf = parameter.removesuffix(".weight").rpartition(".")[2]
         is_index = "indexer" in parameter or "shared" in parameter
         if leaf not in sharded or is_index:
-            assert set(cuts) == {Cut()}, parameter
+            assert set(slices) == {WeightSlice()}, parameter
             continue
         shape = table[parameter].shape
         ranges, size = (experts, shape[0]) if ".experts." in parameter else (rows, shape[0])
@@ -109,7 +109,7 @@ def test_ranks_together_have_the_whole(stored: str, model: tiny.Model, tmp_path:
             assert all(torch.equal(part, whole[name]) for part in parts), name
         else:
             assert torch.equal(torch.cat(parts), whole[name]), name
-            saved += checkpoint._nbytes(checkpoint.sources[name], Cut())
+            saved += checkpoint._nbytes(checkpoint.sources[name], WeightSlice())
     # sharded parameters are read once, the others by both ranks of their stage
     assert abs(sum(sums) + saved - 2 * checkpoint.nbytes) <= 16 * len(whole)
     assert max(sums) < 0.45 * checkpoint.nbytes
@@ -133,9 +133,11 @@ def test_what_belongs_to_others_is_not_read(model: tiny.Model, tmp_path: Path) -
     writers.save(written, tmp_path)
     checkpoint = open_checkpoint(tmp_path, ModelConfig.from_folder(tmp_path))
     config = checkpoint.config
-    checkpoint.load(select=selection(Layout(2, 1, 0), config))
+    checkpoint.load(select=selection(RankLayout(2, 1, 0), config))
     for name in ("layers.1.attn.wq_b.weight", "layers.1.ffn.experts.w2", "head.weight"):
-        share = replace(selection(Layout(2, 1, 1), config), layers=None, names=frozenset([name]))
+        share = replace(
+            selection(RankLayout(2, 1, 1), config), layers=None, names=frozenset([name])
+        )
         with pytest.raises(CheckpointError, match="found"):
             checkpoint.load(select=share)
 
@@ -157,6 +159,6 @@ def test_experts_cut_along_their_inner_size(
         assert torch.equal(numbers(loaded[w13]), whole[w13][1:3, rows])
         assert torch.equal(numbers(loaded[w2]), whole[w2][1:3][:, :, inner.start : inner.stop])
     with pytest.raises(OptionError, match="inner range"):
-        checkpoint.cuts(Selection(inner=range(size + 1)))
+        checkpoint.slices(Selection(inner=range(size + 1)))
     with pytest.raises(OptionError, match="vocab range"):
-        checkpoint.cuts(Selection(vocab=range(2**30)))
+        checkpoint.slices(Selection(vocab=range(2**30)))

@@ -1,6 +1,6 @@
 """Ranks as processes over Gloo: the answers of one process, and failures that name the rank.
 
-The processes come from one nursery, so torch is imported once for all tests of this file.
+The processes come from one fork server, so torch is imported once for all tests of this file.
 """
 
 import os
@@ -144,7 +144,9 @@ def test_a_rank_that_is_killed_or_stopped(
 def test_a_rank_that_fails_alone(folder: Path, faulty: None, loaded: list[Engine]) -> None:
     engine = load(folder, loaded, "raises")
     check_broken(
-        engine, ranks_of(engine), "rank 1 failed in order 3: ValueError: a wrong number; all ranks"
+        engine,
+        ranks_of(engine),
+        "rank 1 failed in command 3: ValueError: a wrong number; all",
     )
 
 
@@ -179,7 +181,7 @@ def test_an_interrupted_step_ends_the_ranks(
         patch.setattr(engine._runner, "_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
-    assert "rank 0 was interrupted in order 1" in str(engine.failure)
+    assert "rank 0 was interrupted in command 1" in str(engine.failure)
     [failed] = engine.generate([[5, 6]], SamplingParams(max_tokens=3))
     assert "interrupted" in (failed.error or "")
 

@@ -14,7 +14,7 @@ from dsv4.ops.cut import cut_of, num_ranges
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_ranges
 from dsv4.ops.parts import Parts
-from dsv4.parallel.layout import Layout, k_ranges
+from dsv4.parallel.layout import RankLayout, k_ranges
 
 
 def sliced(weight: torch.Tensor, tp: int, whole: int) -> list[UnpackedTensor]:
@@ -52,7 +52,7 @@ def test_ranges_of_wo_b_end_between_ranks(name: str, cut: tuple[int, int]) -> No
     )
     assert cut_of(weight) == cut
     for tp in (1, 2, 4, 8):
-        groups = Layout(tp, rank=tp - 1).groups(c)
+        groups = RankLayout(tp, rank=tp - 1).groups(c)
         assert groups.start * c.o_lora_rank % (cut[1] * 128) == 0
 
 

@@ -21,13 +21,13 @@ from dsv4.model import attention as attention_module
 from dsv4.model import exchange as exchange_module
 from dsv4.model import transformer as transformer_module
 from dsv4.model.attention import Attention
-from dsv4.model.exchange import Copies, Exchange
+from dsv4.model.exchange import Exchange, ReplicatedRows
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.ragged import make_ragged
-from dsv4.parallel.comm import Alone, Comm
-from dsv4.parallel.layout import Layout, balance
-from dsv4.parallel.threads import ThreadComm, Threads
+from dsv4.parallel.comm import Comm, SingleRankComm
+from dsv4.parallel.layout import RankLayout, balance
+from dsv4.parallel.threads import ThreadComm, ThreadWorld
 from dsv4.testing import as_dtype, random_weights, small_config
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Formats:
     dtype: torch.dtype = torch.float32
 
 
-def weights_of(config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+def weights_of(config: ModelConfig, layout: RankLayout) -> dict[str, Tensor]:
     """A rank's slices, by plain indexing."""
     groups, heads, experts = layout.groups(config), layout.heads(config), layout.experts(config)
     vocab = layout.vocab(config)
@@ -84,7 +84,7 @@ class Rank:
     """One rank with its model and state, fed with the same orders as all others."""
 
     def __init__(
-        self, layout: Layout, comm: Comm, rows_from: int, formats: Formats, config: ModelConfig
+        self, layout: RankLayout, comm: Comm, rows_from: int, formats: Formats, config: ModelConfig
     ) -> None:
         self.layout = layout
         table = as_dtype(weights_of(config, layout), formats.dtype)
@@ -146,9 +146,9 @@ def results(
     config: ModelConfig = CONFIG,
 ) -> Results:
     stages = balance([1] * config.num_layers, pp)
-    world = Threads(tp, pp)
-    layouts = [Layout(tp, pp, rank, stages) for rank in range(tp * pp)]
-    comms = [Alone() if tp * pp == 1 else world.rank(layout) for layout in layouts]
+    world = ThreadWorld(tp, pp)
+    layouts = [RankLayout(tp, pp, rank, stages) for rank in range(tp * pp)]
+    comms = [SingleRankComm() if tp * pp == 1 else world.rank(layout) for layout in layouts]
     ranks = [
         Rank(layout, wrap(comm), rows_from, formats, config)
         for layout, comm in zip(layouts, comms, strict=True)
@@ -224,12 +224,12 @@ def ranges_of_the_shard(patch: pytest.MonkeyPatch) -> None:
 
 
 def sum_as_they_arrive(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.gather
+    right = ReplicatedRows.gather
 
-    def gather(self: Copies, x: Tensor) -> Tensor:
+    def gather(self: ReplicatedRows, x: Tensor) -> Tensor:
         return right(self, x).roll(1, 0) if x.dim() == 3 and x.shape[0] == 4 else right(self, x)
 
-    patch.setattr(Copies, "gather", gather)
+    patch.setattr(ReplicatedRows, "gather", gather)
 
 
 def shared_expert_on_every_rank(patch: pytest.MonkeyPatch) -> None:

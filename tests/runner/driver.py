@@ -15,8 +15,8 @@ from torch import Tensor
 from dsv4.cache.pages import SequencePages
 from dsv4.ops.sample.sample import MASK, SampleInputs, sample
 from dsv4.request import SamplingParams, TokenLogprobs
-from dsv4.runner.runner import PENDING, Chunk, Flight, Runner
-from dsv4.sampling import Draw
+from dsv4.runner.runner import PENDING, Chunk, Runner, SubmittedStep
+from dsv4.sampling import SamplingRow
 
 OPTIONS = (
     SamplingParams(temperature=0.0),
@@ -51,11 +51,11 @@ class Story:
     def is_done(self) -> bool:
         return len(self.results) + self.num_pending >= self.most
 
-    def draw(self, count: int, num_pending: int, vocab_size: int) -> Draw:
+    def row(self, count: int, num_pending: int, vocab_size: int) -> SamplingRow:
         """Of the token after the first `count` sampled ones and those under way."""
         ids = self.prompt + [result.token_id for result in self.results[:count]]
         mask = thirds(vocab_size, len(ids) + num_pending) if self.guided else None
-        return Draw(self.params, self.seed, ids, len(self.prompt), mask)
+        return SamplingRow(self.params, self.seed, ids, len(self.prompt), mask)
 
 
 def thirds(vocab_size: int, step: int) -> Tensor:
@@ -82,7 +82,7 @@ def make_stories(rng: random.Random, count: int, vocab_size: int, longest: int) 
 
 @dataclass
 class _Under:
-    flight: Flight
+    submitted: SubmittedStep
     sampled: list[Story]
 
 
@@ -118,10 +118,10 @@ def tell(runner: Runner, stories: list[Story], rng: random.Random, *, ahead: boo
         steps += started is not None
         if under is not None:
             _finish(runner, under, live)
-        if started is not None and not started.flight.is_drawn:
+        if started is not None and not started.submitted.is_sampled:
             vocab = runner.buffers.vocab_size
-            draws = [s.draw(len(s.results), s.num_pending - 1, vocab) for s in started.sampled]
-            runner.draw(started.flight, draws)
+            rows = [s.row(len(s.results), s.num_pending - 1, vocab) for s in started.sampled]
+            runner.sample(started.submitted, rows)
         under = started
     runner.pages.check_integrity()
     return steps
@@ -131,20 +131,20 @@ def _start(runner: Runner, live: list[Story], rng: random.Random) -> _Under | No
     planned = _plan(runner, live, rng)
     if not planned:
         return None
-    flight = runner.submit([chunk for _, chunk in planned])
+    submitted = runner.submit([chunk for _, chunk in planned])
     sampled = [story for story, chunk in planned if chunk.num_logits]
     waits = any(story.guided and story.num_pending for story in sampled)
     vocab = runner.buffers.vocab_size
-    draws = [story.draw(len(story.results), story.num_pending, vocab) for story in sampled]
+    rows = [story.row(len(story.results), story.num_pending, vocab) for story in sampled]
     for story in sampled:
         story.num_pending += 1
     if not waits:
-        runner.draw(flight, draws)
-    return _Under(flight, sampled)
+        runner.sample(submitted, rows)
+    return _Under(submitted, sampled)
 
 
 def _finish(runner: Runner, under: _Under, live: list[Story]) -> None:
-    for story, result in zip(under.sampled, runner.read(under.flight), strict=True):
+    for story, result in zip(under.sampled, runner.read(under.submitted), strict=True):
         story.results.append(result)
         story.num_pending -= 1
         if len(story.results) == story.most:
@@ -163,30 +163,30 @@ def ordinary_logits(runner: Runner, ids: list[int], size: int) -> Tensor:
     return torch.cat(logits)
 
 
-def draw_alone(logits: Tensor, draws: list[Draw]) -> list[TokenLogprobs]:
+def sample_alone(logits: Tensor, rows: list[SamplingRow]) -> list[TokenLogprobs]:
     """One row after the other, each with tensors of its own."""
     found = []
-    for row, draw in zip(logits, draws, strict=True):
-        row = row.unsqueeze(0).contiguous()
+    for logit_row, settings in zip(logits, rows, strict=True):
+        row = logit_row.unsqueeze(0).contiguous()
         size = row.shape[1]
         words = -(-size // 32)
-        mask = torch.zeros(words, dtype=torch.int32) if draw.mask is None else draw.mask
-        flags = draw.flags | (0 if draw.mask is None else MASK)
-        whole = {"seeds": draw.seed, "top_k": draw.params.top_k, "slots": 0, "flags": flags}
-        whole["positions"] = len(draw.token_ids)
-        real = {k: v for k, v in draw.settings().items() if k not in whole}
+        mask = torch.zeros(words, dtype=torch.int32) if settings.mask is None else settings.mask
+        flags = settings.flags | (0 if settings.mask is None else MASK)
+        whole = {"seeds": settings.seed, "top_k": settings.params.top_k, "slots": 0, "flags": flags}
+        whole["positions"] = len(settings.token_ids)
+        real = {k: v for k, v in settings.settings().items() if k not in whole}
         inputs = SampleInputs(
             **{k: torch.tensor([v], device=row.device) for k, v in whole.items()},
             **{k: torch.tensor([float(v)], device=row.device) for k, v in real.items()},
-            seen=draw.seen(size).unsqueeze(0).to(row.device),
-            bias=draw.bias(size).unsqueeze(0).to(row.device),
+            seen=settings.seen(size).unsqueeze(0).to(row.device),
+            bias=settings.bias(size).unsqueeze(0).to(row.device),
             mask=mask.unsqueeze(0).to(row.device),
         )
         tokens, norms = sample(row, inputs)
         token, norm = int(tokens), norms[0]
         top: tuple[tuple[int, float], ...] = ()
-        if draw.params.logprobs:
-            best, ids = torch.topk(row[0], draw.params.logprobs)
+        if settings.params.logprobs:
+            best, ids = torch.topk(row[0], settings.params.logprobs)
             top = tuple(zip(ids.tolist(), (best - norm).tolist(), strict=True))
         found.append(TokenLogprobs(token, float(row[0, token] - norm), top))
     return found
@@ -196,6 +196,6 @@ def check_alone(story: Story, runner: Runner, size: int) -> None:
     ids, count = story.token_ids, len(story.results)
     with torch.inference_mode():
         logits = ordinary_logits(runner, ids[:-1], size)[len(story.prompt) - 1 :]
-        draws = [story.draw(n, 0, runner.buffers.vocab_size) for n in range(count)]
-        again = draw_alone(logits, draws)
+        rows = [story.row(n, 0, runner.buffers.vocab_size) for n in range(count)]
+        again = sample_alone(logits, rows)
     assert again == story.results, f"{story.params} after {len(story.prompt)} tokens"

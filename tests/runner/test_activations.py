@@ -24,7 +24,14 @@ from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.op import kernels_only
 from dsv4.ops.repack import repack
 from dsv4.request import SamplingParams
-from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES, Gpu, choose, describe
+from dsv4.runner.activations import (
+    GROUPS,
+    NATIVE_AUTO,
+    SCORES,
+    GpuFacts,
+    choose_activations,
+    describe,
+)
 from dsv4.runner.load import prepare, tell_activations
 from dsv4.runner.settings import resolve
 from dsv4.tools.doctor.examine import examine_model
@@ -32,8 +39,8 @@ from dsv4.tools.doctor.plain.formulas import as_multiplied, expert
 from dsv4.tools.doctor.subject import open_subject
 from tests.checkpoint.writers import made, save
 
-HOPPER = Gpu((9, 0), (3, 6), (13, 0))
-BLACKWELL = Gpu((10, 0), (3, 6), (13, 0))
+HOPPER = GpuFacts((9, 0), (3, 6), (13, 0))
+BLACKWELL = GpuFacts((10, 0), (3, 6), (13, 0))
 STATIONS = {"project", "output", "experts"}  # of products with few bits
 FIXED = ("compressor", "indexer", "router", "embedding and head")
 
@@ -60,19 +67,19 @@ def opened(folder: Path) -> Checkpoint:
         ("auto", HOPPER, "a16", "sm_90 has no tensor cores"),
         ("a16", BLACKWELL, "a16", "chosen"),
         ("a8", BLACKWELL, "a8", "chosen"),
-        ("auto", Gpu((12, 0), (3, 9), (13, 0)), "a16", "sm_120"),
+        ("auto", GpuFacts((12, 0), (3, 9), (13, 0)), "a16", "sm_120"),
     ],
 )
-def test_the_choice_and_its_reason(asked: str, gpu: Gpu | None, width: str, why: str) -> None:
-    choice = choose(asked, gpu)
+def test_the_choice_and_its_reason(asked: str, gpu: GpuFacts | None, width: str, why: str) -> None:
+    choice = choose_activations(asked, gpu)
     assert choice.widths == dict.fromkeys(GROUPS, width)
     assert why in choice.why
     assert choice.refused is None
 
 
 def test_auto_follows_the_table_where_products_are_native() -> None:
-    assert choose("auto", BLACKWELL).widths == NATIVE_AUTO
-    assert "docs/numerics.md" in choose("auto", BLACKWELL).why
+    assert choose_activations("auto", BLACKWELL).widths == NATIVE_AUTO
+    assert "docs/numerics.md" in choose_activations("auto", BLACKWELL).why
 
 
 @pytest.mark.parametrize(
@@ -83,8 +90,8 @@ def test_auto_follows_the_table_where_products_are_native() -> None:
         (replace(BLACKWELL, driver=(12, 6)), "driver for CUDA is 12.6, expected 12.8"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_reason(gpu: Gpu, reason: str) -> None:
-    choice = choose("a4", gpu)
+def test_what_cannot_be_had_is_refused_with_the_reason(gpu: GpuFacts, reason: str) -> None:
+    choice = choose_activations("a4", gpu)
     assert set(choice.widths.values()) == {"a16"}
     assert choice.refused is not None
     assert "activations=a4" in choice.refused
@@ -112,7 +119,7 @@ def test_an_unknown_width_is_refused() -> None:
 
 
 def test_one_line_for_each_group(folders: dict[str, Path]) -> None:
-    lines = describe(opened(folders["official"]).sources.values(), choose("a4", None))
+    lines = describe(opened(folders["official"]).sources.values(), choose_activations("a4", None))
     by_group = dict(line.split(": ", 1) for line in lines)
     assert "mxfp4 weights x a4" in by_group["routed experts"]
     assert "fp8 weights x a8" in by_group["attention"]  # the next best
@@ -131,7 +138,7 @@ def test_what_is_prepared_says_what_and_why_and_is_what_runs(folders: dict[str, 
     assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in on_hopper
 
 
-def tell(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, **formats: str) -> None:
+def tell(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, **formats: str) -> None:
     """As `load_model` does, for a machine with this GPU or none."""
     choices = EngineConfig(device="cpu" if gpu is None else "cuda", activations=asked, **formats)
     facts: dict[str, Any] = {"has_gpu": gpu is not None, "memory_bytes": 2**40, "gpu": gpu}
@@ -139,7 +146,7 @@ def tell(checkpoint: Checkpoint, asked: str, gpu: Gpu | None, **formats: str) ->
 
 
 def told(
-    checkpoint: Checkpoint, asked: str, gpu: Gpu | None, caplog: Any, **formats: str
+    checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, caplog: Any, **formats: str
 ) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dsv4"):

@@ -62,13 +62,13 @@ def test_the_embedded_model_runs_on_block_scaled_products_alone(
 def test_the_plan_says_what_serves_what(launches: dict[str, list[str]]) -> None:
     """Fusions stay on while it is recorded, and each op has the kernel that launched."""
     plan = dict(line.split(": ", 1) for line in launches["tiny plan"])
-    assert plan.keys() == {"every step", "every decode", "every prompt", "every draw"}
+    assert plan.keys() == {"every step", "every decode", "every prompt", "every sampling"}
     assert "embed by embed_triton" in plan["every step"].split("; ")
     state = "rms_norm, kv_store, compress by norm_store_triton"
     assert state in plan["every decode"].split("; ")
     assert "_state_kernel" in launches["tiny decode"]
     assert "kv_store by kv_store_triton" in plan["every prompt"].split("; ")
-    assert plan["every draw"] == "sample by sample_triton; accept by accept_triton"
+    assert plan["every sampling"] == "sample by sample_triton; accept by accept_triton"
     assert not any("reference" in line for line in launches["tiny plan"])
     assert any("router, experts by mix_scaled_triton" in line for line in launches["tiny a4 plan"])
 
@@ -98,7 +98,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.ops.op import kernels_on_cpu
     from dsv4.ops.repack import repack
     from dsv4.runner.activations import choose, width_of
-    from dsv4.runner.buffers import Shape
+    from dsv4.runner.buffers import StepShape
     from dsv4.runner.plan import StepPlan
     from dsv4.runner.runner import Runner
     from dsv4.runner.settings import resolve
@@ -121,7 +121,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     found, label = {}, "tiny" if width == "a16" else f"tiny {width}"
     plan = StepPlan()
 
-    def run(*keys: Shape | int) -> list[str]:
+    def run(*keys: StepShape | int) -> list[str]:
         names.clear()
         for key in keys:
             with plan.recording(key):
@@ -129,8 +129,8 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
         return list(names)
 
     with kernels_on_cpu():
-        found[f"{label} prompt"] = run(Shape(40, 2, 512, False))
-        found[f"{label} decode"] = run(Shape(2, 2, 512, True), 2)
+        found[f"{label} prompt"] = run(StepShape(40, 2, 512, False))
+        found[f"{label} decode"] = run(StepShape(2, 2, 512, True), 2)
     found[f"{label} plan"] = plan.summary()
     return found
 

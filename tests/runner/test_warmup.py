@@ -13,7 +13,7 @@ from dsv4.errors import KernelError
 from dsv4.model.transformer import Transformer
 from dsv4.ops.workspace import freeze_workspaces, workspace
 from dsv4.runner import runner as runner_module
-from dsv4.runner.buffers import Shape
+from dsv4.runner.buffers import StepShape
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard
@@ -74,12 +74,12 @@ def test_every_piece_is_counted(warm: tuple[Runner, list[tuple[int, int]]]) -> N
 
 
 def test_the_warm_up_plans_every_shape(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
-    """On a CPU references serve them all; draws sample, steps do the rest."""
+    """On a CPU references serve them all; sampling samples, steps do the rest."""
     runner = warm[0]
     assert runner.plan.served.keys() == {*runner.buffers.shapes(), *runner.buffers.batches}
     assert runner.plan.served[2] == {"sample": ("reference",), "accept": ("reference",)}
-    steps, draws = runner.plan.summary()
-    assert draws == "every draw: sample, accept by reference"
+    steps, sampling = runner.plan.summary()
+    assert sampling == "every sampling: sample, accept by reference"
     assert steps.startswith("every step: begin_step, embed, mhc_pre, linear, kv_store")
     assert steps.endswith(" by reference")
 
@@ -90,8 +90,8 @@ def test_a_plan_names_ranges_of_shapes() -> None:
         for rows in (1, 2, 4, 8, 16):
             server = "few" if rows in (1, 4, 8) or context > 4096 else "many"
             ops = {"embed": ("embed_triton",), "experts": (server, "other")}
-            plan.served[Shape(rows, rows, context, True)] = ops
-        plan.served[Shape(64, 4, context, False)] = {"embed": ("embed_triton",)}
+            plan.served[StepShape(rows, rows, context, True)] = ops
+        plan.served[StepShape(64, 4, context, False)] = {"embed": ("embed_triton",)}
     assert plan.summary() == [
         "every step: embed by embed_triton",
         "every decode: experts by other",
@@ -121,8 +121,8 @@ def test_every_step_has_its_graph(warm: tuple[Runner, list[tuple[int, int]]]) ->
     runner, rng = warm[0], random.Random(3)
     stories = make_stories(rng, 6, 61, 70)
     steps = tell(runner, stories, rng, ahead=True)
-    drawn = runner._graphs.replays - steps
-    assert 0 < drawn <= steps
+    sampled = runner._graphs.replays - steps
+    assert 0 < sampled <= steps
     for story in stories:
         check_alone(story, runner, 64)
 

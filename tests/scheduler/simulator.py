@@ -6,7 +6,7 @@ from dsv4.cache.geometry import Geometry, Pool
 from dsv4.cache.pages import StatePages
 from dsv4.cache.prefix import PrefixCache
 from dsv4.request import Request, SamplingParams
-from dsv4.scheduler import Scheduler, Sequence, Work
+from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
 from tests.models import quick_config
 
 CONTEXT = 1024
@@ -48,14 +48,16 @@ class Simulator:
         )
         self.finished: list[str] = []
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Sequence:
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int = 4, **fields: Any
+    ) -> SequenceState:
         params = SamplingParams(max_tokens=max_tokens)
-        sequence = Sequence(Request(name, tuple(prompt), params, **fields), seed=0)
+        sequence = SequenceState(Request(name, tuple(prompt), params, **fields), seed=0)
         sequence.max_len = min(len(prompt) + max_tokens, CONTEXT)
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[ScheduledTokens]:
         work = self.scheduler.next_step()
         if not work:
             return work
@@ -70,7 +72,7 @@ class Simulator:
                 self._accept(item.sequence)
         return work
 
-    def _accept(self, sequence: Sequence) -> None:
+    def _accept(self, sequence: SequenceState) -> None:
         sequence.token_ids.append(sequence.num_output % 256)  # the same whatever happened before
         full = len(sequence.token_ids) >= CONTEXT
         if full or sequence.num_output >= sequence.request.params.max_tokens:

@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dsv4.cache.pages import StatePages
 from dsv4.errors import StallError
-from dsv4.scheduler import Scheduler, Sequence, Work
+from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
 from dsv4.scheduler.scheduler import PRIORITY_STEPS
 from tests.scheduler.simulator import CONTEXT, Simulator
 
 
-def shares(work: list[Work]) -> dict[str, int]:
+def shares(work: list[ScheduledTokens]) -> dict[str, int]:
     return {item.sequence.request.id: item.num_new for item in work}
 
 
@@ -92,7 +92,10 @@ def test_every_slot_is_used(prefix: bool) -> None:
         (("_usable_keys", lambda self, sequence: sequence.keys()), "'b' .* .256 of 256 tokens"),
         (("_has_room", lambda *args: False), "'a' waits for pages .0 of 256 tokens"),
         (("_plan", lambda self: []), "'a' waits for its turn .*; 'b' waits for a slot"),
-        (("_is_coming", lambda *args: True), "wait although nothing is in their way: 'a' waits"),
+        (
+            ("_prefix_in_flight", lambda *args: True),
+            "although nothing is in their way: 'a' waits",
+        ),
     ],
 )
 def test_requests_that_can_never_run_are_named(
@@ -114,7 +117,7 @@ def test_preempting_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     sim.step()
     monkeypatch.setattr(Scheduler, "_has_room", lambda self, *args: not self._running)
     rank = property(lambda self: (0, 0) if self.pages is None else (1, 1))
-    monkeypatch.setattr(Sequence, "rank", rank, raising=False)
+    monkeypatch.setattr(SequenceState, "rank", rank, raising=False)
     with pytest.raises(StallError, match=r"preempts without end: .*'[abc]' .* preempted \d+ times"):
         sim.step()
 

@@ -1,7 +1,8 @@
-"""A rank that follows: loads its slices, then runs what rank 0 orders. Decides nothing.
+"""A rank that follows: loads its slices, then runs rank 0's commands. Decides nothing.
 
-The main thread runs orders; another one reads the socket and answers pings meanwhile, so that rank
-0 can tell a rank that waits for others from one that hangs. When rank 0 is gone, this process ends.
+The main thread runs commands; another one reads the socket and answers pings meanwhile, so that
+rank 0 can tell a rank that waits for others from one that hangs. When rank 0 is gone, this process
+ends.
 """
 
 import contextlib
@@ -16,10 +17,10 @@ import numpy as np
 
 from dsv4.cache.geometry import POOLS
 from dsv4.errors import RankError
-from dsv4.parallel.layout import Layout
-from dsv4.parallel.orders import Link, Message, Order
+from dsv4.parallel.commands import Command, Link, Message
+from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import describe
-from dsv4.runner.buffers import Shape
+from dsv4.runner.buffers import StepShape
 from dsv4.runner.ranks.start import connect, digest, load_rank
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings
@@ -48,22 +49,22 @@ class Follower:
             self._link.send({"kind": "failed", "n": 0, "error": describe(error)})
             return 1
         while True:
-            order = Order.from_message(*self._inbox.get(), self._finished + 1)
-            if order.kind == "end":
+            command = Command.from_message(*self._inbox.get(), self._finished + 1)
+            if command.kind == "end":
                 return 0
-            answer: Message = {"kind": "done", "n": order.number}
+            answer: Message = {"kind": "done", "n": command.number}
             try:
-                self.execute(runner, order)
+                self.execute(runner, command)
             except Exception as error:
-                log.debug("order %d failed", order.number, exc_info=True)
-                answer = {"kind": "failed", "n": order.number, "error": describe(error)}
-            self._finished = order.number
+                log.debug("command %d failed", command.number, exc_info=True)
+                answer = {"kind": "failed", "n": command.number, "error": describe(error)}
+            self._finished = command.number
             self._link.send(answer)
 
     def _start(self, told: Message) -> Runner:
         logging.basicConfig(level=told["log_level"], format=f"rank {told['rank']}: %(message)s")
         stages = tuple(range(*pair) for pair in told["stages"])
-        layout = Layout(told["tp"], told["pp"], told["rank"], stages)
+        layout = RankLayout(told["tp"], told["pp"], told["rank"], stages)
         settings = Settings(**told["settings"])
         found = digest(told["folder"])
         if found != told["digest"]:
@@ -84,19 +85,19 @@ class Follower:
         self._link.send({"kind": "ready"})
         return runner
 
-    def execute(self, runner: Runner, order: Order) -> None:
-        numbers = order.numbers
-        if order.kind == "step":
+    def execute(self, runner: Runner, command: Command) -> None:
+        numbers = command.numbers
+        if command.kind == "step":
             tokens, sequences, context, one_each = numbers
-            shape = Shape(tokens, sequences, context, bool(one_each))
-            runner.follow_step(shape, np.frombuffer(order.line, dtype=np.int64))
-        elif order.kind == "score":
-            runner.follow_score(numbers, np.frombuffer(order.line, dtype=np.int64))
-        elif order.kind == "copy_page":
+            shape = StepShape(tokens, sequences, context, bool(one_each))
+            runner.follow_step(shape, np.frombuffer(command.line, dtype=np.int64))
+        elif command.kind == "score":
+            runner.follow_score(numbers, np.frombuffer(command.line, dtype=np.int64))
+        elif command.kind == "copy_page":
             runner.state.copy_page(POOLS[numbers[0]], numbers[1], numbers[2])
-        elif order.kind == "save_rows":
+        elif command.kind == "save_rows":
             runner.state.save_rows(*numbers)
-        elif order.kind == "restore_rows":
+        elif command.kind == "restore_rows":
             runner.state.restore_rows(*numbers)
 
     def _listen(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from dsv4 import __version__
-from dsv4.checkpoint.cuts import selection
+from dsv4.checkpoint.rank_slices import selection
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
@@ -23,13 +23,13 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.exchange import Exchange
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
-from dsv4.parallel.layout import Layout, balance
+from dsv4.parallel.layout import RankLayout, balance
 from dsv4.parallel.team import Team
 from dsv4.parallel.torch_comm import TorchComm
 from dsv4.runner.load import (
-    Loaded,
+    LoadedModel,
     Model,
-    Prepared,
+    PreparedModel,
     load_model,
     prepare,
     read_weights,
@@ -44,15 +44,17 @@ FOLLOWER = "dsv4.runner.ranks.follower"
 Progress = Callable[[int, int], None]
 
 
-def load_ranks(model: Model, choices: EngineConfig, progress: Progress | None = None) -> Loaded:
+def load_ranks(
+    model: Model, choices: EngineConfig, progress: Progress | None = None
+) -> LoadedModel:
     """`load_model`, on as many ranks as chosen."""
-    prepared = model if isinstance(model, Prepared) else prepare(str(model), choices)
+    prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     if prepared.choices.tp * prepared.choices.pp == 1:
         return load_model(prepared, choices, progress)
     return start_ranks(prepared, progress)
 
 
-def start_ranks(prepared: Prepared, progress: Progress | None = None) -> Loaded:
+def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
     """Start the other ranks and load this one; all read at the same time."""
     begin = time.perf_counter()
     choices, settings, config = prepared.choices, prepared.settings, prepared.config
@@ -88,10 +90,10 @@ def start_ranks(prepared: Prepared, progress: Progress | None = None) -> Loaded:
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
     log.info("%d ranks in %.1f s", layout.world, time.perf_counter() - begin)
-    return Loaded(model, settings, prepared.folder, team)
+    return LoadedModel(model, settings, prepared.folder, team)
 
 
-def plan_layout(prepared: Prepared) -> Layout:
+def plan_layout(prepared: PreparedModel) -> RankLayout:
     """Rank 0's place; stages are balanced by the bytes of their layers."""
     choices, config, settings = prepared.choices, prepared.config, prepared.settings
     if settings.device != "cpu":
@@ -111,13 +113,13 @@ def plan_layout(prepared: Prepared) -> Layout:
             first += source.nbytes
         else:
             last += source.nbytes
-    layout = Layout(choices.tp, choices.pp, 0, balance(costs, choices.pp, first, last))
+    layout = RankLayout(choices.tp, choices.pp, 0, balance(costs, choices.pp, first, last))
     layout.check(config)
     return layout
 
 
 def load_rank(
-    folder: str, settings: Settings, layout: Layout, progress: Progress | None
+    folder: str, settings: Settings, layout: RankLayout, progress: Progress | None
 ) -> tuple[dict[str, Weight], ModelConfig]:
     config = ModelConfig.from_folder(Path(folder))
     choose_ops(settings.ops, OPS)
@@ -127,7 +129,7 @@ def load_rank(
 
 
 def connect(
-    layout: Layout,
+    layout: RankLayout,
     config: ModelConfig,
     weights: dict[str, Weight],
     settings: Settings,

@@ -55,7 +55,7 @@ class EngineLink:
         engine: tuple[str, ...] = ENGINE,
     ) -> None:
         level = logging.getLogger().getEffectiveLevel()
-        self._order: dict[str, Any] = {
+        self._start_message: dict[str, Any] = {
             "kind": "load",
             "model": model,
             "choices": choices,
@@ -192,7 +192,7 @@ class EngineLink:
             while self.state != "failed":
                 failures = await self._run_and_recover(failures)
         finally:  # the server stops
-            flushes = self._order["choices"].get("prefix_disk") and self.is_responsive
+            flushes = self._start_message["choices"].get("prefix_disk") and self.is_responsive
             await self._end_process(FLUSH_SECONDS if flushes else END_SECONDS)
 
     async def _run_and_recover(self, failures: int) -> int:
@@ -235,7 +235,7 @@ class EngineLink:
             )
         self._heard_at = self._turned_at = time.monotonic()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(pack(self._order))
+        self._writer.write(pack(self._start_message))
         watch = asyncio.create_task(self._watch(self._process))
         try:
             for count in itertools.count(1):

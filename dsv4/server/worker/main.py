@@ -54,15 +54,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(channel: Channel) -> int:
-    order = channel.receive()
-    if order is None:
+    start = channel.receive()
+    if start is None:
         return 1
-    logging.basicConfig(level=order["log_level"], format="engine: %(message)s")
+    logging.basicConfig(level=start["log_level"], format="engine: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(escape_arguments)
     heart = Heart(channel)
     try:
-        engine = _load(order, channel)
+        engine = _load(start, channel)
     except Dsv4Error as error:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
@@ -75,8 +75,8 @@ def _run(channel: Channel) -> int:
     return 0
 
 
-def _load(order: Message, channel: Channel) -> Engine:
-    prepared = prepare(order["model"], EngineConfig.make(**order["choices"]))
+def _load(start: Message, channel: Channel) -> Engine:
+    prepared = prepare(start["model"], EngineConfig.make(**start["choices"]))
     channel.send({"kind": "plan", "text": str(prepared)})
     load, warm = _tell(channel, "load"), _tell(channel, "warm-up")
     engine = Engine.load(prepared, progress=load, warm_up_progress=warm)

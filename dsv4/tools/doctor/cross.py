@@ -17,7 +17,7 @@ from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
 from dsv4.ops.op import observe
-from dsv4.runner.buffers import Shape
+from dsv4.runner.buffers import StepShape
 from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
@@ -192,10 +192,10 @@ class ServedRunner(Runner):
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
-        self._calls: dict[Shape | int, list[Call]] = {}
+        self._calls: dict[StepShape | int, list[Call]] = {}
         super().__init__(model, settings)
 
-    def _run_once(self, key: Shape | int) -> None:
+    def _run_once(self, key: StepShape | int) -> None:
         calls: list[Call] = []
         with observe(Tracer(calls.append, keep_state=False)):
             super()._run_once(key)
@@ -226,7 +226,7 @@ def served_logits(subject: Subject, plan: StepPlan) -> Tensor:
     pages = runner.pages.open()
     for count in schedule(len(ids)):
         part = ids[pages.length : pages.length + count]
-        with plan.recording(Shape(count, 1, len(ids), count == 1)):
+        with plan.recording(StepShape(count, 1, len(ids), count == 1)):
             parts.append(runner.step([Chunk(pages, part, count)]).clone())
     return torch.cat(parts)
 

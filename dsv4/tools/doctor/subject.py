@@ -13,7 +13,7 @@ from typing import overload
 import torch
 
 from dsv4.chat.tokenizer import Tokenizer
-from dsv4.checkpoint.cuts import Selection
+from dsv4.checkpoint.rank_slices import Selection
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
@@ -23,8 +23,8 @@ from dsv4.model.mhc import mix_site
 from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
 from dsv4.ops import OPS, choose_ops
-from dsv4.parallel.comm import Alone
-from dsv4.parallel.layout import Layout
+from dsv4.parallel.comm import SingleRankComm
+from dsv4.parallel.layout import RankLayout
 from dsv4.runner.activations import width_of
 from dsv4.runner.load import find_gpu, read_weights, set_threads, tell_activations
 from dsv4.runner.runner import Runner
@@ -216,7 +216,7 @@ class StreamedBlocks(Sequence[Block]):
             table = read_weights(self._checkpoint, self._settings, select)
             own: dict[str, Weight] = {n: w for n, w in table.items() if n.startswith(prefix)}
             weights = Weights(own).under(prefix)
-            self._held = (index, Block(self._checkpoint.config, index, weights, Layout()))
+            self._held = (index, Block(self._checkpoint.config, index, weights, RankLayout()))
         return self._held[1]
 
 
@@ -228,7 +228,7 @@ class StreamedTransformer(Transformer):
         self.config = config
         self.dtype = getattr(torch, settings.dtype)
         self.embedding = weights.tensor("embed.weight")
-        self.exchange = Exchange(Layout(), Alone(), config)
+        self.exchange = Exchange(RankLayout(), SingleRankComm(), config)
         self.head = weights.tensor("head.weight")
         self.head_site = mix_site(config, weights, "hc_head", "norm")
         self.blocks = StreamedBlocks(checkpoint, settings)  # type: ignore[assignment]

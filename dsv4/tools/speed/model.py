@@ -19,8 +19,8 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin import NEWEST
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.runner.buffers import Shape, StepBuffers, step_line
-from dsv4.runner.steps import draw, forward
+from dsv4.runner.buffers import StepBuffers, StepShape, step_line
+from dsv4.runner.steps import forward, sample_tokens
 from dsv4.tools.bench_ops import random_fp4
 
 POOL_BYTES = 3 * 10**8  # per layer: many times the L2 cache; sequences share pages
@@ -101,10 +101,10 @@ class FilledState:
     geometry: Geometry
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> StepShape:
         """Of a decode step of all sequences."""
         batch = self.buffers.max_sequences
-        return Shape(batch, batch, self.buffers.contexts[-1], True)
+        return StepShape(batch, batch, self.buffers.contexts[-1], True)
 
     def tables(self) -> tuple[Tensor, ...]:
         """`[sequences, columns]`, of window, csa and hca."""
@@ -178,7 +178,7 @@ def start_at(state: FilledState, position: int) -> None:
 def decode_step(model: Transformer, layers: Sequence[LayerState], state: FilledState) -> None:
     """Decode one token per sequence; positions advance by one."""
     forward(model, layers, state.buffers, state.shape)
-    draw(state.buffers, state.shape.tokens)
+    sample_tokens(state.buffers, state.shape.tokens)
     line = step_line(state.shape)
     first, (last, count) = line.parts["starts"][0], line.parts["ends"]
     state.buffers.step.line[first : last + count] += 1

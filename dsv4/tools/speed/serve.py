@@ -15,7 +15,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, OptionError
 from dsv4.ops import OPS, choose_ops
-from dsv4.runner.load import Loaded, Progress, find_gpu, set_threads, state_memory
+from dsv4.runner.load import LoadedModel, Progress, find_gpu, set_threads, state_memory
 from dsv4.runner.settings import resolve
 from dsv4.tools.speed.model import random_model
 from dsv4.tools.speed.traffic import (
@@ -127,7 +127,7 @@ def random_engine(
     set_threads(settings, config)
     nowhere = Path()  # no checkpoint
     dialect = choose_dialect(has_system_marker=False, folder=nowhere)
-    engine = Engine(Loaded(model, settings, nowhere), None, dialect, progress)
+    engine = Engine(LoadedModel(model, settings, nowhere), None, dialect, progress)
     ready_s = time.perf_counter() - begin
     name = f"{shape}, {config.num_layers} random layers"
     return engine, Ready(name, str(settings), round(ready_s, 2), round(weights_s, 2))

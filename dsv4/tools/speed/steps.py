@@ -28,7 +28,7 @@ from dsv4.ops.gemm.linear import linear
 from dsv4.ops.mhc.mix import mhc_head
 from dsv4.ops.op import Arguments, Op, observe
 from dsv4.ops.ragged import make_ragged
-from dsv4.runner.steps import draw
+from dsv4.runner.steps import sample_tokens
 from dsv4.tools.bench_ops import Ceilings, elapsed_us, measure_ceilings
 from dsv4.tools.speed.model import (
     FilledState,
@@ -232,7 +232,7 @@ class Bench:
             h = mhc_head(streams, y, post, comb, model.head_site)
             logits = linear(h, model.head, torch.float32)
             buffers.logits[:batch].copy_(logits)
-            draw(buffers, batch)
+            sample_tokens(buffers, batch)
 
         step = captured(rest, self.device)
         step()

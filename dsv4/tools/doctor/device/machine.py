@@ -17,7 +17,7 @@ from dsv4.ops.arguments import copied, leaves
 from dsv4.ops.gemm.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.op import Arguments, Op
-from dsv4.runner.activations import choose
+from dsv4.runner.activations import choose_activations
 from dsv4.runner.load import driver_version, find_gpu
 from dsv4.tools.bench_ops import measure_ceilings
 
@@ -69,7 +69,7 @@ def examine_machine(device: str) -> Machine:
         facts = torch.cuda.get_device_properties(device)
         capability, memory = f"sm_{facts.major}{facts.minor}", facts.total_memory / 1e9
         driver = "CUDA {}.{}".format(*driver_version())
-    choice = choose("auto", find_gpu(device))
+    choice = choose_activations("auto", find_gpu(device))
     published = next((g for part, g in PUBLISHED_GBS.items() if part in name), 0) if on_gpu else 0
     return Machine(
         python=platform.python_version(),

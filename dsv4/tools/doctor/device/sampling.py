@@ -17,9 +17,9 @@ from dsv4.cache.pages import SequencePages
 from dsv4.config import ModelConfig
 from dsv4.request import SamplingParams, TokenLogprobs
 from dsv4.runner.buffers import StepBuffers
-from dsv4.runner.drawing import Drawing
-from dsv4.runner.steps import draw
-from dsv4.sampling import Draw
+from dsv4.runner.sampling_rows import SamplingRows
+from dsv4.runner.steps import sample_tokens
+from dsv4.sampling import SamplingRow
 from dsv4.tools.doctor.device.ops import OpResult
 from dsv4.tools.doctor.plain.sampling import distribution, log_probability
 
@@ -81,14 +81,14 @@ def _sample(
     geometry = Geometry(config, "fp32", "fp32", chunk_tokens=16)
     buffers = StepBuffers(geometry, count, 16, torch.device(device))
     buffers.logits.copy_(torch.tensor(rows, dtype=torch.float32))
-    drawing, tokens = Drawing(buffers), [*PROMPT, *OUTPUT]
-    draws = [Draw(params, seed, tokens, len(PROMPT)) for seed in range(count)]
+    sampling, tokens = SamplingRows(buffers), [*PROMPT, *OUTPUT]
+    settings = [SamplingRow(params, seed, tokens, len(PROMPT)) for seed in range(count)]
     owners = [SequencePages(slot) for slot in range(count)]
-    draw(buffers, drawing.prepare(draws, owners, [len(tokens)] * count))
-    reading = drawing.read_back(draws)
-    for error in reading.failures.values():
+    sample_tokens(buffers, sampling.prepare(settings, owners, [len(tokens)] * count))
+    pending = sampling.read_back(settings)
+    for error in pending.failures.values():
         raise error
-    return reading.results()
+    return pending.wait()
 
 
 def _greedy(params: SamplingParams, device: str) -> str | None:

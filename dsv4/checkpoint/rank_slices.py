@@ -6,7 +6,7 @@ from dsv4.checkpoint.names import Parameter
 from dsv4.checkpoint.sources import Cell
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
-from dsv4.parallel.layout import Layout
+from dsv4.parallel.layout import RankLayout
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Selection:
     whole_wo_b: bool = False
 
 
-def selection(layout: Layout, config: ModelConfig) -> Selection:
+def selection(layout: RankLayout, config: ModelConfig) -> Selection:
     """What a rank reads. `wo_b` is whole on each: a rank owns rows of prompts."""
     if layout.world == 1:
         return Selection()
@@ -39,7 +39,7 @@ def selection(layout: Layout, config: ModelConfig) -> Selection:
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightSlice:
     """The part of a parameter that is wanted: whole experts, and a range of rows or columns of
     each of its matrices (of w1 and w3 alike, so the halves of a joined w13 are cut alike)."""
 
@@ -98,17 +98,19 @@ def is_wanted(name: str, select: Selection, config: ModelConfig) -> bool:
     return config.num_layers - 1 in select.layers
 
 
-def cut_for(name: str, parameter: Parameter, select: Selection, config: ModelConfig) -> Cut:
+def slice_for(
+    name: str, parameter: Parameter, select: Selection, config: ModelConfig
+) -> WeightSlice:
     """What the selection takes of a parameter that it wants."""
     c = config
     if parameter.group == "routed experts":
         if name.endswith("w13"):
-            return Cut(experts=select.experts, rows=select.inner)
-        return Cut(experts=select.experts, columns=select.inner)
+            return WeightSlice(experts=select.experts, rows=select.inner)
+        return WeightSlice(experts=select.experts, columns=select.inner)
     if name == "head.weight":
-        return Cut(rows=select.vocab)
+        return WeightSlice(rows=select.vocab)
     if select.heads is None or not name.startswith("layers."):
-        return Cut()
+        return WeightSlice()
     low = c.o_groups * c.o_lora_rank // c.num_heads  # rows of wo_a for one head
 
     def scaled(factor: int) -> range:
@@ -117,11 +119,11 @@ def cut_for(name: str, parameter: Parameter, select: Selection, config: ModelCon
 
     place = name.split(".", 2)[2]
     if place == "attn.wq_b.weight":
-        return Cut(rows=scaled(c.head_dim))
+        return WeightSlice(rows=scaled(c.head_dim))
     if place == "attn.attn_sink":
-        return Cut(rows=scaled(1))
+        return WeightSlice(rows=scaled(1))
     if place == "attn.wo_a.weight":
-        return Cut(rows=scaled(low))
+        return WeightSlice(rows=scaled(low))
     if place == "attn.wo_b.weight" and not select.whole_wo_b:
-        return Cut(columns=scaled(low))
-    return Cut()
+        return WeightSlice(columns=scaled(low))
+    return WeightSlice()

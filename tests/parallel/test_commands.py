@@ -1,4 +1,4 @@
-"""Orders survive the wire; lost, repeated, damaged and senseless ones are refused."""
+"""Commands survive the wire; lost, repeated, damaged and senseless ones are refused."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from dsv4.errors import RankError
-from dsv4.parallel.orders import ORDERS, Link, Order
-from dsv4.runner.buffers import Shape, step_line
+from dsv4.parallel.commands import COMMANDS, Command, Link
+from dsv4.runner.buffers import StepShape, step_line
 
 Ends = tuple[Link, Link, socket.socket]
 
@@ -25,43 +25,43 @@ def ends() -> Iterator[Ends]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_orders_come_back_as_they_were(ends: Ends, seed: int) -> None:
+def test_commands_come_back_as_they_were(ends: Ends, seed: int) -> None:
     rng = random.Random(seed)
     sender, receiver, _ = ends
-    orders = []
+    commands = []
     for number in range(1, 30):
-        kind = rng.choice(list(ORDERS))
-        count = ORDERS[kind]
+        kind = rng.choice(list(COMMANDS))
+        count = COMMANDS[kind]
         numbers = [
             rng.randrange(-5, 2**40) for _ in range(rng.randrange(9) if count is None else count)
         ]
-        orders.append(Order(number, kind, tuple(numbers), rng.randbytes(rng.randrange(3000))))
-    writing = threading.Thread(target=lambda: [sender.send(*o.to_message()) for o in orders])
+        commands.append(Command(number, kind, tuple(numbers), rng.randbytes(rng.randrange(3000))))
+    writing = threading.Thread(target=lambda: [sender.send(*o.to_message()) for o in commands])
     writing.start()
-    for number, order in enumerate(orders, start=1):
+    for number, command in enumerate(commands, start=1):
         found = receiver.receive()
         assert found is not None
-        assert Order.from_message(*found, number) == order
+        assert Command.from_message(*found, number) == command
     writing.join()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n": 7}, "found order 7, expected 5: one is lost or repeated"),
-        ({"kind": "dance"}, "found the order 'dance', expected one of step"),
-        ({"numbers": [1]}, "order 5 (copy_page) has 1 numbers, expected 3"),
+        ({"n": 7}, "found command 7, expected 5: one is lost or repeated"),
+        ({"kind": "dance"}, "found the command 'dance', expected one of step"),
+        ({"numbers": [1]}, "command 5 (copy_page) has 1 numbers, expected 3"),
         ({"numbers": [1, 2, "3"]}, "expected whole numbers"),
         ({"numbers": None}, "expected whole numbers"),
-        ({"check": 1}, "order 5 (copy_page) arrived damaged"),
+        ({"check": 1}, "command 5 (copy_page) arrived damaged"),
     ],
 )
-def test_orders_that_are_refused(change: dict[str, object], words: str) -> None:
-    message, line = Order(5, "copy_page", (1, 2, 3), b"abc").to_message()
+def test_commands_that_are_refused(change: dict[str, object], words: str) -> None:
+    message, line = Command(5, "copy_page", (1, 2, 3), b"abc").to_message()
     message = json.loads(json.dumps(message))
-    assert Order.from_message(message, line, 5).numbers == (1, 2, 3)
+    assert Command.from_message(message, line, 5).numbers == (1, 2, 3)
     with pytest.raises(RankError) as error:
-        Order.from_message({**message, **change}, line, 5)
+        Command.from_message({**message, **change}, line, 5)
     assert words in str(error.value)
 
 
@@ -108,9 +108,9 @@ def _unwritable(raw: socket.socket) -> list[socket.socket]:
     return [] if select.select([], [raw], [], 0.01)[1] else [raw]
 
 
-def test_a_decode_order_is_small() -> None:
+def test_a_decode_command_is_small() -> None:
     """The line of a step of one sequence; it goes to every rank before each token."""
-    message, line = Order(
-        10**6, "step", (1, 1, 4096, 1), bytes(8 * step_line(Shape(1, 1, 4096, True)).length)
+    message, line = Command(
+        10**6, "step", (1, 1, 4096, 1), bytes(8 * step_line(StepShape(1, 1, 4096, True)).length)
     ).to_message()
     assert len(json.dumps(message)) + len(line) < 2048

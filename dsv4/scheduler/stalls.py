@@ -1,16 +1,14 @@
 """Stall detection: requests that would wait indefinitely are a bug, and are reported by name."""
 
-from collections.abc import Sequence as Some
-
 from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.cache.pages import StatePages
 from dsv4.errors import StallError
-from dsv4.scheduler.sequence import Sequence
+from dsv4.scheduler.sequence import SequenceState
 
 MOST_NAMED = 4
 
 
-class Progress:
+class StallDetector:
     def __init__(self, pages: StatePages, chunk_tokens: int) -> None:
         self._pages = pages
         self._block = min(chunk_tokens, SHARED_TOKENS)
@@ -21,18 +19,20 @@ class Progress:
         """A sequence has ended."""
         self._num_idle_steps = 0
 
-    def preempted(self, sequences: list[Sequence]) -> None:
+    def preempted(self, sequences: list[SequenceState]) -> None:
         self._num_preempted += 1
         if self._num_preempted > 2 * len(sequences) + 2:
             raise StallError(f"one step preempts without end: {_who_waits(sequences)}")
 
-    def check(self, running: Some[Sequence], waiting: Some[Sequence], has_work: bool) -> None:
+    def check(
+        self, running: list[SequenceState], waiting: list[SequenceState], has_work: bool
+    ) -> None:
         """Call after planning a step; raises StallError after too many steps without progress."""
         self._num_preempted = 0
         self._num_idle_steps += has_work
         for sequence in running:
-            if sequence.num_computed > sequence.furthest:
-                sequence.furthest = sequence.num_computed
+            if sequence.num_computed > sequence.max_computed:
+                sequence.max_computed = sequence.num_computed
                 self._num_idle_steps = 0
         everyone = [*running, *waiting]
         # without work, `score` may hold every slot or last tokens are in flight; both end
@@ -46,12 +46,12 @@ class Progress:
             what = f"{self._num_idle_steps} steps brought no request further"
             raise StallError(f"{what}: {_who_waits(everyone)}")
 
-    def _most_idle_steps(self, sequences: list[Sequence]) -> int:
+    def _most_idle_steps(self, sequences: list[SequenceState]) -> int:
         """Enough to compute every request twice: each step computes at least one block of one."""
         return 2 * sum(len(s.token_ids) // self._block + 2 for s in sequences)
 
 
-def _who_waits(sequences: list[Sequence]) -> str:
+def _who_waits(sequences: list[SequenceState]) -> str:
     parts = [
         f"{s.request.id!r} waits for {s.waits_for} ({s.num_computed} of {len(s.token_ids)} tokens "
         f"computed, preempted {s.num_preemptions} times)"

@@ -1,11 +1,11 @@
 """What rank 0 tells the other ranks, and what they answer: JSON behind its length, then bytes.
 
-Rank 0 alone schedules, allocates pages and samples. An *order* is complete: a step is the line of
-integers that describes it to the device, so a rank that follows decides nothing. Orders are
+Rank 0 alone schedules, allocates pages and samples. A *command* is complete: a step is the line of
+integers that describes it to the device, so a rank that follows decides nothing. Commands are
 numbered; one that is missing or repeated is refused. No torch, no pickle.
 
-    to a rank     load, connect, then orders, ping between them
-    from a rank   progress, loaded, ready, done N, failed N, pong N (N: the last order finished)
+    to a rank     load, connect, then commands, ping between them
+    from a rank   progress, loaded, ready, done N, failed N, pong N (N: the last command finished)
 """
 
 import json
@@ -20,8 +20,8 @@ from dsv4.errors import RankError
 
 LENGTH_BYTES = 4
 MAX_HEADER, MAX_LINE = 1 << 24, 1 << 30
-# order -> how many numbers it has; None: as many as the line needs
-ORDERS: dict[str, int | None] = {
+# command -> how many numbers it has; None: as many as the line needs
+COMMANDS: dict[str, int | None] = {
     "step": 4,  # tokens, sequences, context, one_each; line: step line, then (place, page) pairs
     "score": None,
     "copy_page": 3,  # pool, source, target
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Order:
+class Command:
     number: int
     kind: str
     numbers: tuple[int, ...] = ()
@@ -42,24 +42,28 @@ class Order:
 
     def to_message(self) -> tuple[Message, bytes]:
         check = zlib.crc32(self.line)
-        order = {"kind": self.kind, "n": self.number, "numbers": self.numbers, "check": check}
-        return order, self.line
+        command = {"kind": self.kind, "n": self.number, "numbers": self.numbers, "check": check}
+        return command, self.line
 
     @classmethod
-    def from_message(cls, message: Message, line: bytes, expected: int) -> "Order":
+    def from_message(cls, message: Message, line: bytes, expected: int) -> "Command":
         """Refuses what no rank 0 of this version sends; `expected` is the next number."""
         kind, number, numbers = message.get("kind"), message.get("n"), message.get("numbers")
-        if kind not in ORDERS:
-            raise RankError(f"found the order {kind!r}, expected one of {', '.join(ORDERS)}")
+        if kind not in COMMANDS:
+            raise RankError(f"found the command {kind!r}, expected one of {', '.join(COMMANDS)}")
         if number != expected:
-            raise RankError(f"found order {number!r}, expected {expected}: one is lost or repeated")
-        count = ORDERS[kind]
+            raise RankError(
+                f"found command {number!r}, expected {expected}: one is lost or repeated"
+            )
+        count = COMMANDS[kind]
         if not isinstance(numbers, list) or any(type(value) is not int for value in numbers):
-            raise RankError(f"order {number} ({kind}) has {numbers!r}, expected whole numbers")
+            raise RankError(f"command {number} ({kind}) has {numbers!r}, expected whole numbers")
         if count is not None and len(numbers) != count:
-            raise RankError(f"order {number} ({kind}) has {len(numbers)} numbers, expected {count}")
+            raise RankError(
+                f"command {number} ({kind}) has {len(numbers)} numbers, expected {count}"
+            )
         if message.get("check") != zlib.crc32(line):
-            raise RankError(f"order {number} ({kind}) arrived damaged")
+            raise RankError(f"command {number} ({kind}) arrived damaged")
         return cls(expected, kind, tuple(numbers), line)
 
 
@@ -105,7 +109,7 @@ class Link:
             message = json.loads(header)
             length = message["size"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RankError(f"found a message that is no order ({error})") from error
+            raise RankError(f"found a message that is no command ({error})") from error
         if type(length) is not int or not 0 <= length <= MAX_LINE:
             raise RankError(f"found a line of {length!r} bytes; the link is out of step")
         line = self._read(length)

@@ -12,7 +12,7 @@ from dsv4.request import SamplingParams
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingRow:
     """Sampling settings of a sequence; one object serves all its steps, except for the mask."""
 
     params: SamplingParams

@@ -1,7 +1,7 @@
 """The host side of sampling: per-row settings, and the state that slots need first.
 
 A slot's token counts and biases are written when its sequence samples for the first time; from then
-on the device counts tokens itself. A guide's mask is sent with every draw. If one row cannot be
+on the device counts tokens itself. A guide's mask is sent with every step. If one row cannot be
 prepared, only its request fails: the row is sampled with the others and its result is dropped.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from dsv4.cache.pages import SequencePages
 from dsv4.ops.sample.sample import BIAS, MASK, PENALTIES
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import StepBuffers, draw_arrays, draw_line
-from dsv4.sampling import Draw
+from dsv4.runner.buffers import StepBuffers, sampling_arrays, sampling_line
+from dsv4.sampling import SamplingRow
 
 
 @dataclass
-class Reading:
+class PendingResults:
     """Results of one step, being copied to the host."""
 
     num_rows: int
@@ -31,8 +31,8 @@ class Reading:
     tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
     failures: dict[int, Exception] = field(default_factory=dict)  # rows whose result is dropped
 
-    def results(self) -> list[TokenLogprobs]:
-        """Waits for the step."""
+    def wait(self) -> list[TokenLogprobs]:
+        """Wait for the step."""
         if self.event is not None:
             self.event.synchronize()
         if self.tokens is None or self.chosen is None:
@@ -45,37 +45,37 @@ class Reading:
         return found
 
 
-class Drawing:
+class SamplingRows:
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
         count = buffers.max_sequences
         self._owners: list[SequencePages | None] = [None] * count
-        self._failures: dict[int, Exception] = {}  # of the rows to draw next
+        self._failures: dict[int, Exception] = {}  # of the rows to sample next
         self._settings = {
             name: np.zeros(count, dtype=part.dtype)
-            for name, part in draw_arrays(buffers.draw.array(), 1)
+            for name, part in sampling_arrays(buffers.sampling_stage.array(), 1)
             if name not in ("positions", "slots")
         }
 
     def prepare(
-        self, draws: Sequence[Draw], owners: Sequence[SequencePages], positions: Sequence[int]
+        self, rows: Sequence[SamplingRow], owners: Sequence[SequencePages], positions: Sequence[int]
     ) -> int:
-        """Send the inputs of the next draw; returns the number of rows, padding included."""
-        buffers, count = self._buffers, len(draws)
-        rows = buffers.batch(count)
+        """Send the inputs of the next sampling; returns the number of rows, padding included."""
+        buffers, count = self._buffers, len(rows)
+        num_rows = buffers.batch(count)
         masked, self._failures = [], {}
-        for row, (draw, pages) in enumerate(zip(draws, owners, strict=True)):
+        for index, (row, pages) in enumerate(zip(rows, owners, strict=True)):
             try:
                 if self._owners[pages.slot] is not pages:
-                    self._enter(draw, pages)
-                if draw.mask is not None:
-                    self._send(draw.mask, buffers.mask[pages.slot])
-                    masked.append(row)
+                    self._enter(row, pages)
+                if row.mask is not None:
+                    self._send(row.mask, buffers.mask[pages.slot])
+                    masked.append(index)
             except Exception as error:
-                self._failures[row] = error
+                self._failures[index] = error
                 self._settings["flags"][pages.slot] = 0  # its tables may be incomplete
         slots = np.fromiter((pages.slot for pages in owners), np.int64, count)
-        at = dict(draw_arrays(buffers.draw.array(), rows))
+        at = dict(sampling_arrays(buffers.sampling_stage.array(), num_rows))
         for name, values in self._settings.items():
             at[name][:count] = values[slots]
             at[name][count:] = 0
@@ -85,18 +85,18 @@ class Drawing:
         at["slots"][:count] = slots
         at["positions"][count:] = 0
         at["slots"][count:] = -1
-        buffers.draw.send(draw_line(rows).length)
-        return rows
+        buffers.sampling_stage.send(sampling_line(num_rows).length)
+        return num_rows
 
-    def _enter(self, draw: Draw, pages: SequencePages) -> None:
-        """The first draw of a sequence in its slot."""
-        buffers, slot, flags = self._buffers, pages.slot, draw.flags
-        for name, value in {**draw.settings(), "flags": flags}.items():
+    def _enter(self, row: SamplingRow, pages: SequencePages) -> None:
+        """The first sampling of a sequence in its slot."""
+        buffers, slot, flags = self._buffers, pages.slot, row.flags
+        for name, value in {**row.settings(), "flags": flags}.items():
             self._settings[name][slot] = value
         if flags & PENALTIES:
-            self._send(draw.seen(buffers.vocab_size), buffers.seen[slot])
+            self._send(row.seen(buffers.vocab_size), buffers.seen[slot])
         if flags & BIAS:
-            self._send(draw.bias(buffers.vocab_size), buffers.bias[slot])
+            self._send(row.bias(buffers.vocab_size), buffers.bias[slot])
         self._owners[slot] = pages
 
     def _send(self, values: Tensor, target: Tensor) -> None:
@@ -104,26 +104,26 @@ class Drawing:
             values = values.pin_memory()  # torch keeps it alive until the copy is done
         target.copy_(values, non_blocking=True)
 
-    def read_back(self, draws: Sequence[Draw]) -> Reading:
+    def read_back(self, rows: Sequence[SamplingRow]) -> PendingResults:
         """Start copying the results to the host, without waiting."""
-        buffers, count = self._buffers, len(draws)
-        reading = Reading(count, None, failures=self._failures)
+        buffers, count = self._buffers, len(rows)
+        pending = PendingResults(count, None, failures=self._failures)
         if count:
-            reading.tokens = _to_host(buffers.sampled[:count])
-            reading.chosen = _to_host(buffers.chosen[:count])
-        for row, draw in enumerate(draws):
-            if not draw.params.logprobs:
+            pending.tokens = _to_host(buffers.sampled[:count])
+            pending.chosen = _to_host(buffers.chosen[:count])
+        for index, row in enumerate(rows):
+            if not row.params.logprobs:
                 continue
             try:
-                most = min(draw.params.logprobs, buffers.vocab_size)
-                best, ids = torch.topk(buffers.logits[row], most)
-                reading.tops[row] = (_to_host(ids), _to_host(best - buffers.norms[row]))
+                most = min(row.params.logprobs, buffers.vocab_size)
+                best, ids = torch.topk(buffers.logits[index], most)
+                pending.tops[index] = (_to_host(ids), _to_host(best - buffers.norms[index]))
             except Exception as error:
-                reading.failures[row] = error
+                pending.failures[index] = error
         if buffers.device.type == "cuda":
-            reading.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            reading.event.record()
-        return reading
+            pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pending.event.record()
+        return pending
 
 
 def _to_host(values: Tensor) -> Tensor:

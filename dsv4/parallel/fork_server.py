@@ -1,6 +1,6 @@
 """Starts ranks: a process that has imported torch once and forks a rank for each one asked for.
 
-    python -m dsv4.parallel.nursery FD MODULE
+    python -m dsv4.parallel.fork_server FD MODULE
 
 A fresh interpreter needs seconds to import torch; a fork has it. MODULE defines `main(socket) ->
 int`. When the socket FD closes, the asking process is gone: all ranks are killed and this process
@@ -26,16 +26,22 @@ _MESSAGE = 1 << 16
 _POLL_SECONDS = 0.05
 
 
-class Nursery:
+class ForkServer:
     """The asking side. One for each module and process, kept for the next engine."""
 
-    _known: ClassVar[dict[tuple[int, str], "Nursery"]] = {}
+    _known: ClassVar[dict[tuple[int, str], "ForkServer"]] = {}
     _lock = threading.Lock()
 
     def __init__(self, module: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "dsv4.parallel.nursery", str(theirs.fileno()), module]
+            command = [
+                sys.executable,
+                "-m",
+                "dsv4.parallel.fork_server",
+                str(theirs.fileno()),
+                module,
+            ]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -46,7 +52,7 @@ class Nursery:
         threading.Thread(target=self._listen, daemon=True).start()
 
     @classmethod
-    def of(cls, module: str) -> "Nursery":
+    def of(cls, module: str) -> "ForkServer":
         with cls._lock:
             key = (os.getpid(), module)
             found = cls._known.get(key)
@@ -57,7 +63,7 @@ class Nursery:
     def start(self, count: int, timeout: float) -> tuple[list[int], list[socket.socket]]:
         """So many ranks: their process ids and our ends of their sockets."""
         pairs = [socket.socketpair() for _ in range(count)]
-        with Nursery._lock:  # answers come in the order of questions
+        with ForkServer._lock:  # answers come in the order of questions
             before = len(self._started)
             try:
                 data = json.dumps({"start": count}).encode()
@@ -103,7 +109,7 @@ class Nursery:
 
 
 def serve(control: socket.socket, module: str) -> None:
-    """The loop of the nursery itself; returns when the asking process is gone."""
+    """The loop of the fork server itself; returns when the asking process is gone."""
     follow = importlib.import_module(module).main
     children: set[int] = set()
     while True:
