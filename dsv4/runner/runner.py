@@ -40,6 +40,7 @@ from dsv4.sampling import SamplingRow
 
 log = logging.getLogger(__name__)
 
+Started = Callable[[], None]
 PENDING = [NEWEST]  # a chunk whose only token is still on the device
 
 
@@ -113,9 +114,7 @@ class Runner:
     # --- steps --------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def submit(
-        self, chunks: Sequence[Chunk], started: Callable[[], None] | None = None
-    ) -> SubmittedStep:
+    def submit(self, chunks: Sequence[Chunk], started: Started | None = None) -> SubmittedStep:
         """Queue the model's part of a step; at most the last token of each chunk is sampled.
 
         Pages are allocated first; if they do not suffice, nothing changes. `started` is called
@@ -187,7 +186,7 @@ class Runner:
         shape: StepShape,
         chunks: Sequence[Chunk],
         counts: list[int],
-        started: Callable[[], None] | None = None,
+        started: Started | None = None,
     ) -> None:
         with self._grown(chunks, counts) as growth:
             self._send(shape, chunks, counts, self._new_pages(chunks, growth))
