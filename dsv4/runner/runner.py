@@ -142,8 +142,7 @@ class Runner:
     def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a step: one token per sequence in `submitted.sampled`."""
         if rows:
-            num_rows = self._sampling.prepare(rows, submitted.sampled, submitted.positions)
-            self._run(num_rows)
+            self._run(self._sampling.prepare(rows, submitted.sampled, submitted.positions))
         submitted.results = self._sampling.read_back(rows)
 
     def read(self, submitted: SubmittedStep) -> list[TokenLogprobs]:
@@ -211,7 +210,7 @@ class Runner:
 
     @property
     def state_copier(self) -> StateCopier:
-        """StateCopier of state that the prefix cache asks for, on all ranks."""
+        """Copies state for the prefix cache, on all ranks."""
         return self.state if self.team is None else TeamStateCopier(self.team, self.state)
 
     # --- told by rank 0 -----------------------------------------------------------------------
