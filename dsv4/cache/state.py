@@ -1,5 +1,6 @@
 """All state tensors, at fixed addresses, and the copies that the prefix cache needs."""
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -50,6 +51,16 @@ class StateTensors:
     @torch.inference_mode()
     def restore_rows(self, row: int, slot: int) -> None:
         _copy([t[slot] for t in self._slots], [t[row] for t in self._saved])
+
+    @torch.inference_mode()
+    def checksum(self, page: int) -> int:
+        """Of a window page in all layers. The newest keys come from all that their tokens attended
+        to, so ranks that should be alike and are not soon differ here."""
+        total = 0
+        for pool, part in self._pools.values():
+            if pool == "window":
+                total = zlib.crc32(part[page].contiguous().cpu().numpy().tobytes(), total)
+        return total
 
     def warm_up_copies(self) -> None:
         """Run every copy once on unused state, so that its kernel is loaded."""

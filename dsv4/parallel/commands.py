@@ -5,7 +5,8 @@ integers that describes it to the device, so a rank that follows decides nothing
 numbered; one that is missing or repeated is refused. No torch, no pickle.
 
     to a rank     load, connect, then commands, ping between them
-    from a rank   progress, loaded, ready, done N, failed N, pong N (N: the last command finished)
+    from a rank   progress, loaded, ready, done N, failed N, pong N (N: the last command finished);
+                  done of a check has a sum
 """
 
 import json
@@ -27,6 +28,7 @@ COMMANDS: dict[str, int | None] = {
     "copy_page": 3,  # pool, source, target
     "save_rows": 2,  # slot, row
     "restore_rows": 2,  # row, slot
+    "check": 1,  # window page; the answer has its checksum
     "end": 0,
 }
 

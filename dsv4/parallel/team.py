@@ -10,6 +10,7 @@ import select
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,9 +36,10 @@ class _Rank:
 
 
 class Team:
-    def __init__(self, count: int, module: str, timeout: float) -> None:
-        """Start `count` ranks beside this one; each runs `main` of `module`."""
-        self.timeout = timeout
+    def __init__(self, count: int, module: str, timeout: float, tp: int = 1) -> None:
+        """Start `count` ranks beside this one; each runs `main` of `module`. The state of `tp`
+        adjacent ranks has the same bytes."""
+        self.timeout, self._tp = timeout, tp
         self._fork_server = ForkServer.of(module)
         pids, sockets = self._fork_server.start(count, START_SECONDS)
         pairs = zip(pids, sockets, strict=True)
@@ -48,11 +50,16 @@ class Team:
         self._failure: RankError | None = None
         self._is_ready = self._is_closed = False
         self._own_failure: int | None = None  # the command in which rank 0 itself failed
+        self._sums: dict[int, dict[int, int]] = {}  # command -> rank -> checksum
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks]
+
+    @property
+    def num_commands(self) -> int:
+        return self._sent
 
     @property
     def failure(self) -> RankError | None:
@@ -67,7 +74,7 @@ class Team:
             self._send(rank, message)
 
     def command(self, kind: str, numbers: Sequence[int] = (), line: bytes = b"") -> None:
-        """The same order to all, numbered."""
+        """The same command to all, numbered."""
         self.check()
         self._sent += 1
         self._sent_at = time.monotonic()
@@ -91,6 +98,11 @@ class Team:
         for rank in self._ranks:
             rank.heard = time.monotonic()
         self._is_ready = True
+
+    def compare(self, checksum: int) -> None:
+        """Rank 0's own answer to the newest command, a `check`."""
+        with self._changed:
+            self._take_sum(self._sent, 0, checksum)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -200,10 +212,33 @@ class Team:
         rank.said[kind] = message
         if kind in ("done", "pong"):
             rank.finished = max(rank.finished, message["n"])
+            if "sum" in message:
+                self._take_sum(message["n"], rank.number, message["sum"])
         elif kind == "failed":
             rank.failed = (message["n"], message["error"], rank.heard)
             if message["n"] == 0:
                 self._fail(f"rank {rank.number} cannot start: {message['error']}")
+
+    def _take_sum(self, command: int, rank: int, checksum: int) -> None:
+        """When all have answered, each tensor group must agree; else who differs is named."""
+        sums = self._sums.setdefault(command, {})
+        sums[rank] = checksum
+        if len(sums) <= len(self._ranks):
+            return
+        del self._sums[command]
+        for first in range(0, len(sums), self._tp):
+            group = range(first, first + self._tp)
+            common = Counter(sums[rank] for rank in group).most_common(1)[0][0]
+            wrong = [rank for rank in group if sums[rank] != common]
+            if wrong:
+                names = ", ".join(f"rank {rank}" for rank in wrong)
+                right = next(rank for rank in group if sums[rank] == common)
+                self._fail(
+                    f"{names} diverged: after command {command} its state has checksum "
+                    f"{sums[wrong[0]]:08x}, expected that of rank {right}, {common:08x}; a device "
+                    "or its memory may be faulty, see dsv4 doctor --ops"
+                )
+                return
 
     def _look_at_clocks(self, now: float) -> None:
         silent = [r for r in self._ranks if self._is_ready and now - r.heard > self.timeout]

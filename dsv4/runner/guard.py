@@ -86,3 +86,10 @@ class Guard:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+def numbered(name: str) -> torch.device:
+    """The device with its index, as tensors report it: `cuda` is the current one."""
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)

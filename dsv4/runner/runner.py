@@ -29,9 +29,9 @@ from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.graphs import Graphs
-from dsv4.runner.guard import Guard
+from dsv4.runner.guard import Guard, numbered
 from dsv4.runner.plan import StepPlan
-from dsv4.runner.ranks.state_copier import TeamStateCopier
+from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings
 from dsv4.runner.steps import forward, sample_tokens, score
@@ -87,7 +87,7 @@ class Runner:
         config, layers = model.config, model.exchange.layout.layers(model.config)
         self.team = team
         self.model = model
-        self.device = _numbered(settings.device)
+        self.device = numbered(settings.device)
         geometry = settings.geometry(config)
         num_pages = geometry.num_pages(
             settings.max_context, settings.max_sequences, settings.state_tokens
@@ -191,6 +191,7 @@ class Runner:
             self._send(shape, chunks, counts, self._new_pages(chunks, growth))
             with self._together():
                 self._run(shape)
+            check_state(self.team, self.state, chunks[0].pages)
             if started is not None:
                 started()
             for chunk in chunks:
@@ -391,10 +392,3 @@ class Runner:
         buffers.scores.clone()  # what `step` hands out has its place
         self.buffers.step.line.zero_()
         self.guard.arm()
-
-
-def _numbered(name: str) -> torch.device:
-    """The device with its index, as tensors report it: `cuda` is the current one."""
-    if name == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(name)

@@ -6,6 +6,8 @@ import socket
 import time
 from typing import Any
 
+import torch
+
 from dsv4.errors import KernelError
 from dsv4.parallel.commands import Command
 from dsv4.runner.ranks import follower
@@ -26,12 +28,16 @@ class Faulty(follower.Follower):
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._start(told)
 
-    def execute(self, runner: Runner, command: Command) -> None:
+    def execute(self, runner: Runner, command: Command) -> int | None:
+        if self.fault == f"rank {self.rank} diverges" and command.number == 5:
+            for pool, part in runner.state._pools.values():
+                assert pool == "window" or part.numel()
+                part.view(torch.float32).mul_(1.0001)  # NaN, where nothing is, stays
         if command.number == 3 and self.fault == "raises":
             raise ValueError("a wrong number")
         if command.number == 3 and self.fault == "alike":
             raise KernelError("the same everywhere")
-        super().execute(runner, command)
+        return super().execute(runner, command)
 
 
 def main(connection: socket.socket) -> int:

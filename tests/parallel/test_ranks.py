@@ -17,7 +17,7 @@ from dsv4.engine import Engine
 from dsv4.errors import KernelError, OptionError, RankError
 from dsv4.parallel import team as team_module
 from dsv4.request import Request, SamplingParams
-from dsv4.runner.ranks import start
+from dsv4.runner.ranks import start, state_copier
 from dsv4.testing import random_weights, small_config, write_checkpoint
 from tests.models import BYTE_TOKENIZER
 
@@ -61,6 +61,24 @@ def test_ranks_answer_like_one_process(folder: Path, alone: Any, tp: int, pp: in
         assert torch.equal(logits, alone[1])
     finally:
         engine.close()
+
+
+def test_preempted_sequences_go_on_alike(folder: Path) -> None:
+    """Sequences outgrow the pages: one is preempted and its tokens are computed again."""
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, stop_ids=())
+    prompts, found = [list(range(first, 120)) for first in (1, 2, 3)], []
+    for layout in ({}, {"tp": 2, "pp": 2}):
+        engine = Engine.load(
+            folder, device="cpu", max_context=256, state_tokens=256, max_sequences=3, **layout
+        )
+        try:
+            answers = engine.generate(prompts, params)
+            assert engine.stats().num_preemptions > 0
+            found.append([answer.token_ids for answer in answers])
+            engine.check_integrity()
+        finally:
+            engine.close()
+    assert found[0] == found[1]
 
 
 def test_no_process_is_left_behind(folder: Path) -> None:
@@ -148,6 +166,26 @@ def test_a_rank_that_fails_alone(folder: Path, faulty: None, loaded: list[Engine
         ranks_of(engine),
         "rank 1 failed in command 3: ValueError: a wrong number; all",
     )
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_rank_that_diverged_is_named(
+    folder: Path, faulty: None, loaded: list[Engine], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Of two ranks nobody knows which is right: the lower one is taken for it."""
+    monkeypatch.setattr(state_copier, "CHECK_COMMANDS", 8)
+    engine = load(folder, loaded, f"rank {rank} diverges", pp=2)
+    check_broken(engine, ranks_of(engine), "rank 3 diverged: after command ")
+    assert "expected that of rank 2" in str(engine.failure)
+
+
+def test_ranks_that_agree_go_on(
+    folder: Path, loaded: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_copier, "CHECK_COMMANDS", 4)
+    engine = load(folder, loaded, pp=2)
+    [answer] = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=20, stop_ids=()))
+    assert (len(answer.token_ids), engine.failure) == (20, None)
 
 
 def test_an_error_of_all_ranks_ends_its_requests_only(

@@ -21,7 +21,7 @@ from dsv4.model import attention as attention_module
 from dsv4.model import exchange as exchange_module
 from dsv4.model import transformer as transformer_module
 from dsv4.model.attention import Attention
-from dsv4.model.exchange import Exchange, ReplicatedRows
+from dsv4.model.exchange import Exchange, ReplicatedRows, ShardedRows
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.ragged import make_ragged
@@ -275,6 +275,16 @@ def update_left_out_between_stages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transformer_module, "finish", lambda residual: residual.streams)
 
 
+def head_collapse_at_each_boundary(patch: pytest.MonkeyPatch) -> None:
+    right = transformer_module.finish
+
+    def finish(residual: Any) -> Tensor:
+        streams: Tensor = right(residual)
+        return streams.mean(1, keepdim=True).expand_as(streams).contiguous()
+
+    patch.setattr(transformer_module, "finish", finish)
+
+
 def tokens_missing_on_later_stages(patch: pytest.MonkeyPatch) -> None:
     right = Transformer.__call__
 
@@ -306,6 +316,16 @@ def vocabulary_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Exchange, "logits", lambda self, x, head: right(self, x, head).roll(1, 1))
 
 
+def rows_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """Token ids of other rows than the owned ones: they are embedded, hash layers route by them."""
+    right = ShardedRows.own
+
+    def own(self: ShardedRows, rows: Tensor) -> Tensor:
+        return right(self, rows.roll(1, 0) if rows.dim() == 1 else rows)
+
+    patch.setattr(ShardedRows, "own", own)
+
+
 MISTAKES: dict[Patch, tuple[int, int, int]] = {
     ranges_of_the_shard: (2, 1, COPIES),
     sum_as_they_arrive: (2, 1, COPIES),
@@ -314,7 +334,9 @@ MISTAKES: dict[Patch, tuple[int, int, int]] = {
     groups_cut_by_heads: (2, 1, ROWS),
     streams_expanded_again: (1, 2, COPIES),
     update_left_out_between_stages: (1, 2, COPIES),
+    head_collapse_at_each_boundary: (1, 2, COPIES),
     tokens_missing_on_later_stages: (1, 3, COPIES),
+    rows_of_a_neighbour: (2, 1, ROWS),
     a_stale_round: (2, 1, COPIES),
     vocabulary_in_the_wrong_order: (2, 1, COPIES),
 }

@@ -1,8 +1,10 @@
-"""A server whose model is shared by two ranks: the answers of one, and a restart of both."""
+"""A server over several ranks: the answers of one process, and a restart of all."""
 
 import os
 import signal
 from pathlib import Path
+
+import pytest
 
 from tests.server.support import ASK, Server, in_background, wait_for
 
@@ -41,6 +43,22 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
         assert server.stop() == 0
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (*left, *last)))
     assert f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)" in server.final_log
+
+
+@pytest.mark.parametrize("layout", ["--pp 3", "--tp 2 --pp 2"])
+def test_stages_answer_like_one_process(tiny: Server, layout: str) -> None:
+    body = {"messages": ASK, "max_tokens": 12, "seed": 3, "logprobs": True, "top_logprobs": 3}
+    long = {**body, "messages": [{"role": "user", "content": "hello world, " * 60}]}
+    server = Server("--device", "cpu", *layout.split(), fake=False).wait()
+    try:
+        for asked in (body, long):
+            found, wanted = (each.post(CHAT, asked).json() for each in (server, tiny))
+            assert found["choices"] == wanted["choices"]
+        left = ranks(server.engine_pid)
+        assert len(left) == (3 if layout == "--pp 3" else 4)  # the nursery and all but rank 0
+    finally:
+        assert server.stop() == 0
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
 
 
 def _is_ready(server: Server) -> bool:

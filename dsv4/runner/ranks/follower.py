@@ -54,7 +54,9 @@ class Follower:
                 return 0
             answer: Message = {"kind": "done", "n": command.number}
             try:
-                self.execute(runner, command)
+                found = self.execute(runner, command)
+                if found is not None:
+                    answer["sum"] = found
             except Exception as error:
                 log.debug("command %d failed", command.number, exc_info=True)
                 answer = {"kind": "failed", "n": command.number, "error": describe(error)}
@@ -85,7 +87,8 @@ class Follower:
         self._link.send({"kind": "ready"})
         return runner
 
-    def execute(self, runner: Runner, command: Command) -> None:
+    def execute(self, runner: Runner, command: Command) -> int | None:
+        """A `check` has a checksum for an answer."""
         numbers = command.numbers
         if command.kind == "step":
             tokens, sequences, context, one_each = numbers
@@ -99,6 +102,9 @@ class Follower:
             runner.state.save_rows(*numbers)
         elif command.kind == "restore_rows":
             runner.state.restore_rows(*numbers)
+        elif command.kind == "check":
+            return runner.state.checksum(*numbers)
+        return None
 
     def _listen(self) -> None:
         """Ends the process when rank 0 is gone: the main thread may be waiting for other ranks."""

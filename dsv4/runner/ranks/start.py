@@ -61,7 +61,8 @@ def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> Lo
     layout = plan_layout(prepared)
     folder, timeout = str(prepared.folder), choices.step_timeout
     meeting = tempfile.mkdtemp(prefix="dsv4-ranks-")  # only this user may enter
-    team = Team(layout.world - 1, FOLLOWER, timeout / 2)  # named before a server gives up
+    # ranks are named before a server gives up
+    team = Team(layout.world - 1, FOLLOWER, timeout / 2, layout.tp)
     try:
         store = str(Path(meeting) / "store")
         common = {

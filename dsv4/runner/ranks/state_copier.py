@@ -1,10 +1,21 @@
-"""The prefix cache's copies of state, on all ranks."""
+"""State on all ranks: the prefix cache's copies of it, and a check that ranks have the same."""
 
 from typing import Any
 
 from dsv4.cache.geometry import POOLS, Pool
+from dsv4.cache.pages import SequencePages
 from dsv4.cache.state import StateTensors
 from dsv4.parallel.team import Team
+
+CHECK_COMMANDS = 1024  # between two checks; each waits for the device once
+
+
+def check_state(team: Team | None, state: StateTensors, held: SequencePages) -> None:
+    """Now and then, after a step: a rank whose state differs is named, and all end."""
+    if team is not None and team.num_commands % CHECK_COMMANDS == 0:
+        newest = next(reversed(held.columns["window"].values()))
+        team.command("check", (newest,))
+        team.compare(state.checksum(newest))
 
 
 class TeamStateCopier:
