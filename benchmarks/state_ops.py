@@ -22,7 +22,15 @@ from dsv4.ops.mhc.mix import MixSite
 from dsv4.ops.op import Arguments
 from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.sample.sample import SampleInputs
-from dsv4.tools.bench_ops import SHAPES, Ceilings, Result, Shape, Work, measure, measure_ceilings
+from dsv4.tools.bench_ops import (
+    SHAPES,
+    Ceilings,
+    ModelShape,
+    OpBenchmark,
+    Result,
+    measure,
+    measure_ceilings,
+)
 from dsv4.tools.bench_ops import write_record as save
 
 DIM, ROPE, INDEX_DIM, INDEX_HEADS, WINDOW = 512, 64, 128, 64, 128
@@ -62,7 +70,7 @@ def prefill_batch(tokens: int, context: int, device: str) -> Ragged:
     return make_ragged([context - tokens], [tokens], [0], torch.device(device))
 
 
-def mhc_arguments(shape: Shape, tokens: int, device: str, head: bool = False) -> Arguments:
+def mhc_arguments(shape: ModelShape, tokens: int, device: str, head: bool = False) -> Arguments:
     n, size = 4, shape.hidden
     rows = n if head else 24
     site = MixSite(
@@ -133,7 +141,7 @@ def random_selection(batch: Ragged, topk: int) -> Tensor:
 
 
 def attention_arguments(
-    shape: Shape, batch: Ragged, ratio: int, topk: int, device: str, pages: int = 2048
+    shape: ModelShape, batch: Ragged, ratio: int, topk: int, device: str, pages: int = 2048
 ) -> Arguments:
     sequences = batch.starts.shape[0]
     compressed = None
@@ -154,7 +162,9 @@ def attention_arguments(
     }
 
 
-def query_arguments(shape: Shape, batch: Ragged, device: str, index: bool = False) -> Arguments:
+def query_arguments(
+    shape: ModelShape, batch: Ragged, device: str, index: bool = False
+) -> Arguments:
     heads, dim = (INDEX_HEADS, INDEX_DIM) if index else (shape.heads, DIM)
     extra: Arguments = {"index_format": "fp4"} if index else {"eps": 1e-6}
     return {
@@ -230,7 +240,9 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     yield "sample", "", sample_arguments(1, cpu, 129280, True)
 
 
-def plans(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], Arguments], float, float]]:
+def plans(
+    shape: ModelShape,
+) -> Iterator[tuple[str, str, int, Callable[[], Arguments], float, float]]:
     """(op, label, tokens, arguments, bytes, operations) of the issue's table."""
     gpu, h, heads, topk = "cuda", shape.hidden, shape.heads, TOPK[shape.name]
     for t in (1, 8, 32, 128, 8192):
@@ -305,7 +317,7 @@ def plans(shape: Shape) -> Iterator[tuple[str, str, int, Callable[[], Arguments]
             )  # fmt: skip
 
 
-def state_work(shape: Shape, only: str) -> Iterator[Work]:
+def state_work(shape: ModelShape, only: str) -> Iterator[OpBenchmark]:
     for op, label, tokens, build, num_bytes, flops in plans(shape):
         if only not in label:
             continue
@@ -313,7 +325,7 @@ def state_work(shape: Shape, only: str) -> Iterator[Work]:
         sets = [build() for _ in range(copies)]
         kernel = next(k for k in OPS[op].kernels if k.supports(sets[0]) is None)
         calls: list[Callable[[], Any]] = [lambda a=a, k=kernel: k.run(a) for a in sets]
-        yield Work(label, shape.name, tokens, calls, num_bytes, flops)
+        yield OpBenchmark(label, shape.name, tokens, calls, num_bytes, flops)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from dsv4.request import Completion, Guide, Output, Request, Stats
 from dsv4.sampling import compiler
 from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
-from dsv4.tools.plan import make_plan, subject_of
+from dsv4.tools.plan import make_plan, planned_model
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -61,7 +61,7 @@ def decode_result() -> Any:
 def cell(model: str, count: int, gigabytes: int, obstacle: str) -> str:
     if count > 1:
         return "not yet: this version uses one GPU"
-    plan = make_plan(subject_of(model, "official"), gigabytes * 10**9)
+    plan = make_plan(planned_model(model, "official"), gigabytes * 10**9)
     if not plan.possible:
         return f"no: {sum(plan.weight_bytes.values()) / 1e9:,.0f} GB of weights"
     longest = max(fit.context for fit in plan.fits if fit.sequences)

@@ -38,7 +38,7 @@ Piece = str | Image
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     id: str | None
     name: str
     arguments: str  # JSON text as the client sent it
@@ -68,7 +68,7 @@ class Message:
     path: str
     content: tuple[Piece, ...] = ()
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None
     prefix: bool = False
     task: str | None = None
@@ -126,7 +126,7 @@ def read_part(part: object, path: str, role: str) -> Piece:
     fail(f"{path}.type", show(kind), "'text'; convert other parts to text")
 
 
-def read_calls(value: object, path: str) -> tuple[Call, ...]:
+def read_calls(value: object, path: str) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
     calls = []
@@ -147,7 +147,7 @@ def read_calls(value: object, path: str) -> tuple[Call, ...]:
             seen.add(call_id)
         arguments = function.get("arguments")
         calls.append(
-            Call(
+            ToolCall(
                 id=call_id,
                 name=read_call_name(function.get("name"), f"{where}.function.name"),
                 arguments=read_arguments(arguments, f"{where}.function.arguments"),

@@ -8,7 +8,7 @@ from dsv4.chat import jsontext, texts
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.fields import MAX_TEXT_CHARS, fail
 from dsv4.chat.lexer import split_markers
-from dsv4.chat.messages import Call, Tool
+from dsv4.chat.messages import Tool, ToolCall
 from dsv4.chat.output.parse import OutputParser
 from dsv4.chat.tokenizer import Tokenizer
 
@@ -134,7 +134,7 @@ def write_tools(out: PromptWriter, tools: Sequence[Tool], *, added: bool) -> Non
     out.fixed(after)
 
 
-def write_calls(out: PromptWriter, calls: Iterable[Call]) -> None:
+def write_calls(out: PromptWriter, calls: Iterable[ToolCall]) -> None:
     """Calls of an earlier turn, in the markup that the model itself writes."""
     dialect = out.dialect
     out.plain("\n\n")
@@ -175,7 +175,7 @@ def _close_tag(out: PromptWriter, tag: str) -> None:
     out.plain(f"{tag}>")
 
 
-def _parameters(call: Call, dialect: Dialect) -> list[tuple[str, str, bool]]:
+def _parameters(call: ToolCall, dialect: Dialect) -> list[tuple[str, str, bool]]:
     """(name, text, is_string) of each argument; text that is not a JSON object stays whole."""
     try:
         arguments = jsontext.load(call.arguments)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from dsv4.chat.dialect import Dialect
 from dsv4.chat.fields import fail, show
-from dsv4.chat.messages import Call, Message, Piece, Tool
+from dsv4.chat.messages import Message, Piece, Tool, ToolCall
 
 
 @dataclass
-class Block:
+class ContentBlock:
     """One part of a user turn; `call_id` counts only for results."""
 
     content: tuple[Piece, ...]
@@ -27,7 +27,7 @@ class Turn:
 
     kind: str  # system, developer, user, latest_reminder, assistant
     message: Message
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[ContentBlock] = field(default_factory=list)
     task: str | None = None
     is_late_system: bool = False  # V4.1: a system message that is not the first turn
 
@@ -158,7 +158,7 @@ def _first_reminders(messages: list[Message]) -> list[Message]:
 
 def _add_to_user_turn(turns: list[Turn], message: Message) -> None:
     is_result = message.role == "tool"
-    block = Block(message.content, is_result, message.call_id)
+    block = ContentBlock(message.content, is_result, message.call_id)
     last = turns[-1] if turns else None
     # A task closes its turn against later user text, but results may still join.
     if last is not None and last.kind == "user" and (is_result or last.task is None):
@@ -170,7 +170,7 @@ def _add_to_user_turn(turns: list[Turn], message: Message) -> None:
 
 def _sort_results(turns: list[Turn]) -> None:
     """Sort results in the order of their calls; text blocks keep their places."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     for turn in turns:
         if turn.message.calls:
             calls = turn.message.calls

@@ -30,7 +30,7 @@ def assemble(
     """The parameter in its stored format, in its own memory."""
     if source.parameter.kind == "table":
         return _table(source, files, advance)
-    if source.cells[0].expert is None and source.num_parts == 1:
+    if source.matrices[0].expert is None and source.num_parts == 1:
         return _single(source, files, cut, advance)
     return _stack(source, files, cut, advance)
 
@@ -62,7 +62,7 @@ def read_matrix(stored: Stored, files: MappedFiles, cut: WeightSlice | None = No
 
 
 def _single(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
-    stored, nbytes = source.stored, cut.nbytes(source.cells[0])
+    stored, nbytes = source.stored, cut.nbytes(source.matrices[0])
     weight = read_matrix(stored, files, cut)
     if isinstance(weight, torch.Tensor):
         copy = empty(tuple(weight.shape), weight.dtype)
@@ -77,38 +77,38 @@ def _single(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advan
 
 
 def _stack(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
-    """Stack experts, w1 above w3; cells are read in disk order."""
+    """Stack experts, w1 above w3; matrices are read in disk order."""
     num_parts = source.num_parts
     first_expert = cut.experts.start if cut.experts is not None else 0
-    cells = [cell for cell in source.cells if cut.wants(cell)]
-    if not cells:
+    matrices = [matrix for matrix in source.matrices if cut.wants(matrix)]
+    if not matrices:
         raise CheckpointError(f"{source.name}: no expert in {cut.experts}; ask for existing ones")
-    has_experts = cells[0].expert is not None
+    has_experts = matrices[0].expert is not None
     buffers: list[torch.Tensor] = []
     globals_: dict[tuple[int, int], torch.Tensor] = {}
     tile = (0, 0)
-    for cell in sorted(cells, key=lambda c: (str(c.stored.data.file), c.stored.data.start)):
-        weight = read_matrix(cell.stored, files, cut)
-        slot = (cell.expert or 0) - (first_expert if has_experts else 0)
+    for matrix in sorted(matrices, key=lambda c: (str(c.stored.data.file), c.stored.data.start)):
+        weight = read_matrix(matrix.stored, files, cut)
+        slot = (matrix.expert or 0) - (first_expert if has_experts else 0)
         if isinstance(weight, Fp8BlockTensor):
             weight = _align(weight, num_parts)
             tile = weight.tile
         if isinstance(weight, Nvfp4Tensor):
-            globals_[slot, cell.part] = weight.global_scale
+            globals_[slot, matrix.part] = weight.global_scale
         pieces = _pieces(weight)
         if not buffers:
-            count = len(cells) // num_parts
+            count = len(matrices) // num_parts
             buffers = [empty((count, num_parts * p.shape[0], p.shape[1]), p.dtype) for p in pieces]
         for buffer, piece in zip(buffers, pieces, strict=True):
             rows = piece.shape[0]
-            place = buffer[slot, cell.part * rows : (cell.part + 1) * rows]
-            if cell.stored.format == "plain":
-                copy_checked(place, piece, cell.stored.data)
+            place = buffer[slot, matrix.part * rows : (matrix.part + 1) * rows]
+            if matrix.stored.format == "plain":
+                copy_checked(place, piece, matrix.stored.data)
             else:
                 place.copy_(piece)
-                if piece.dtype == torch.float8_e4m3fn and cell.stored.format == "fp8":
-                    refuse_nan_codes(place, cell.stored.data)
-        advance(cut.nbytes(cell))
+                if piece.dtype == torch.float8_e4m3fn and matrix.stored.format == "fp8":
+                    refuse_nan_codes(place, matrix.stored.data)
+        advance(cut.nbytes(matrix))
     if not has_experts:
         buffers = [buffer[0] for buffer in buffers]
     return _join(source, buffers, globals_, tile, num_parts, has_experts)

@@ -14,7 +14,7 @@ from dsv4.checkpoint.files.index import Scan, scan_folder
 from dsv4.checkpoint.findings import Finding, collapse
 from dsv4.checkpoint.layouts import Facts, Layout, block_size, refusal
 from dsv4.checkpoint.linears import ACTIVATION_SUFFIXES, PLAIN_DTYPES, Stored, detect
-from dsv4.checkpoint.sources import Cell, Source
+from dsv4.checkpoint.sources import Source, SourceMatrix
 from dsv4.checkpoint.stacked import Modules, part_names, unstack
 from dsv4.config import ModelConfig
 
@@ -140,7 +140,7 @@ def _fill(
             _add(manifest, name, parameter, [(_table(leaves[name], parameter), None, 0)])
             continue
         wanted = _wanted(name, parameter)
-        cells: list[tuple[Stored | Finding, int | None, int]] = []
+        matrices: list[tuple[Stored | Finding, int | None, int]] = []
         for module, expert, part, shape in wanted:
             found = modules.get((module, expert))
             if found is None:
@@ -151,11 +151,11 @@ def _fill(
             for suffix in ACTIVATION_SUFFIXES:
                 if suffix in found:
                     manifest.ignored[found[suffix].name] = ACTIVATION
-            cells.append((stored_or, expert, part))
-        if len(cells) == len(wanted):
-            _add(manifest, name, parameter, cells)
+            matrices.append((stored_or, expert, part))
+        if len(matrices) == len(wanted):
+            _add(manifest, name, parameter, matrices)
         else:
-            _collect(manifest, cells)
+            _collect(manifest, matrices)
     what = "is missing; the model needs it, fetch the checkpoint again"
     if not manifest.scan.unread:  # otherwise it may be in the unreadable file
         manifest.findings += [Finding("error", "missing", what, name) for name in missing]
@@ -209,32 +209,32 @@ def _add(
     manifest: Manifest,
     name: str,
     parameter: names.Parameter,
-    cells: list[tuple[Stored | Finding, int | None, int]],
+    matrices: list[tuple[Stored | Finding, int | None, int]],
 ) -> None:
-    good = _collect(manifest, cells)
-    if len(good) < len(cells):
+    good = _collect(manifest, matrices)
+    if len(good) < len(matrices):
         return
     first = good[0].stored
-    for cell in good:
-        if _kind(cell.stored) != _kind(first):
+    for matrix in good:
+        if _kind(matrix.stored) != _kind(first):
             message = (
-                f"stored as {_kind(cell.stored)}, but {first.data.name} of the same layer as "
+                f"stored as {_kind(matrix.stored)}, but {first.data.name} of the same layer as "
                 f"{_kind(first)}; expected one format for all experts of a layer"
             )
-            manifest.findings.append(_finding("format", message, cell.stored.data))
+            manifest.findings.append(_finding("format", message, matrix.stored.data))
             return
     manifest.sources[name] = Source(name, parameter, tuple(good))
 
 
 def _collect(
-    manifest: Manifest, cells: list[tuple[Stored | Finding, int | None, int]]
-) -> list[Cell]:
+    manifest: Manifest, matrices: list[tuple[Stored | Finding, int | None, int]]
+) -> list[SourceMatrix]:
     good = []
-    for stored, expert, part in cells:
+    for stored, expert, part in matrices:
         if isinstance(stored, Finding):
             manifest.findings.append(stored)
         else:
-            good.append(Cell(stored, expert, part))
+            good.append(SourceMatrix(stored, expert, part))
     return good
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dsv4.checkpoint.names import Parameter
-from dsv4.checkpoint.sources import Cell
+from dsv4.checkpoint.sources import SourceMatrix
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.parallel.layout import RankLayout
@@ -47,19 +47,19 @@ class WeightSlice:
     rows: range | None = None
     columns: range | None = None
 
-    def wants(self, cell: Cell) -> bool:
-        return cell.expert is None or self.experts is None or cell.expert in self.experts
+    def wants(self, matrix: SourceMatrix) -> bool:
+        return matrix.expert is None or self.experts is None or matrix.expert in self.experts
 
-    def nbytes(self, cell: Cell) -> int:
+    def nbytes(self, matrix: SourceMatrix) -> int:
         """Of a wanted matrix, to within its last block."""
         kept, whole = 1, 1
-        shape = cell.stored.data.shape
+        shape = matrix.stored.data.shape
         if self.rows is not None:
             kept, whole = len(self.rows), shape[0]
         elif self.columns is not None:
-            packed = cell.stored.format in ("mxfp4", "nvfp4") and cell.stored.data.dtype != "F4"
+            packed = matrix.stored.format in ("mxfp4", "nvfp4") and matrix.stored.data.dtype != "F4"
             kept, whole = len(self.columns), shape[-1] * (2 if packed else 1)
-        return sum(info.nbytes * kept // whole for info in cell.stored.tensors)
+        return sum(info.nbytes * kept // whole for info in matrix.stored.tensors)
 
 
 def check_selection(select: Selection, config: ModelConfig) -> None:

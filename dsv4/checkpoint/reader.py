@@ -146,7 +146,7 @@ class Checkpoint:
 
     @staticmethod
     def _nbytes(source: Source, cut: WeightSlice) -> int:
-        return sum(cut.nbytes(cell) for cell in source.cells if cut.wants(cell))
+        return sum(cut.nbytes(matrix) for matrix in source.matrices if cut.wants(matrix))
 
 
 def _convert(weight: torch.Tensor, source: Source, dtype: torch.dtype | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dsv4.checkpoint.names import Parameter
 
 
 @dataclass(frozen=True)
-class Cell:
+class SourceMatrix:
     """One matrix of a parameter: `part` counts joined matrices (0 = w1, 1 = w3)."""
 
     stored: Stored
@@ -17,15 +17,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter comes from. All cells have one format."""
+    """Where a parameter comes from. All matrices have one format."""
 
     name: str
     parameter: Parameter
-    cells: tuple[Cell, ...]
+    matrices: tuple[SourceMatrix, ...]
 
     @property
     def stored(self) -> Stored:
-        return self.cells[0].stored
+        return self.matrices[0].stored
 
     @property
     def format(self) -> StoredFormat:
@@ -33,18 +33,18 @@ class Source:
 
     @property
     def num_parts(self) -> int:
-        return 1 + max(cell.part for cell in self.cells)
+        return 1 + max(matrix.part for matrix in self.matrices)
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for cell in self.cells for info in cell.stored.tensors)
+        return sum(info.nbytes for matrix in self.matrices for info in matrix.stored.tensors)
 
     @property
     def gpu_bytes(self) -> int:
         """Bytes on a GPU, where MXFP4 becomes NVFP4: one scale per 16 columns instead of 32."""
         if self.format != "mxfp4":
             return self.nbytes
-        return self.nbytes + sum(c.stored.scale.nbytes for c in self.cells if c.stored.scale)
+        return self.nbytes + sum(c.stored.scale.nbytes for c in self.matrices if c.stored.scale)
 
     @property
     def layer(self) -> int | None:

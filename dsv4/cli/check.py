@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.progress import Work
-from dsv4.tools.check import Report, check_checkpoint
+from dsv4.cli.progress import ProgressBar
+from dsv4.tools.check import CheckReport, check_checkpoint
 from dsv4.util.models import model_folder
 
 _COLORS = {"pass": "green", "fail": "red", "not decided": "yellow"}
@@ -31,7 +31,7 @@ def check(
     """
     folder = model_folder(model)
     if values:
-        with Work(Console(stderr=True), "reading values") as progress:
+        with ProgressBar(Console(stderr=True), "reading values") as progress:
             report = check_checkpoint(folder, values=True, progress=progress)
     else:
         report = check_checkpoint(folder)
@@ -43,7 +43,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _print(report: Report, console: Console) -> None:
+def _print(report: CheckReport, console: Console) -> None:
     table = Table("check", "result", "")
     for item in report.checks:
         color = _COLORS[item.status]

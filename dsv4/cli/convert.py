@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.progress import Work
+from dsv4.cli.progress import ProgressBar
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 
@@ -40,7 +40,7 @@ def convert(
     """
     from dsv4.tools import convert as tool
 
-    with Work(Console(stderr=True), "converting") as progress:
+    with ProgressBar(Console(stderr=True), "converting") as progress:
         result = tool.convert(
             model_folder(source),
             destination,

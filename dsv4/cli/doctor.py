@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsv4.tools.doctor.device.machine import Machine
     from dsv4.tools.doctor.device.ops import OpResult
     from dsv4.tools.doctor.examine import ModelReport
-    from dsv4.tools.doctor.report import Report
+    from dsv4.tools.doctor.report import DoctorReport
     from dsv4.tools.doctor.subject import Subject
 
 log = logging.getLogger(__name__)
@@ -87,14 +87,14 @@ def _examine(
     *,
     with_model: bool,
     options: dict[str, Any],
-) -> tuple["Report", "Subject | None"]:
+) -> tuple["DoctorReport", "Subject | None"]:
     import torch
 
     from dsv4.tools.doctor.device.machine import examine_machine
     from dsv4.tools.doctor.device.ops import check_ops
     from dsv4.tools.doctor.device.sampling import check_sampling
     from dsv4.tools.doctor.examine import examine_model
-    from dsv4.tools.doctor.report import Report
+    from dsv4.tools.doctor.report import DoctorReport
     from dsv4.tools.doctor.subject import open_subject
 
     subject = open_subject(model, choices, **options) if with_model else None
@@ -102,7 +102,7 @@ def _examine(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with console.status("looking at the machine"):
-        found = Report(examine_machine(device))
+        found = DoctorReport(examine_machine(device))
     _print_machine(found.machine, console)
     with console.status("comparing ops with their references"):
         found.ops = list(check_ops(device))
@@ -123,8 +123,8 @@ def _examine(
 
 
 @contextmanager
-def _surviving(found: "Report", what: str) -> Iterator[None]:
-    """Record an error in one part of the examination as a finding."""
+def _surviving(found: "DoctorReport", what: str) -> Iterator[None]:
+    """TapRecord an error in one part of the examination as a finding."""
     try:
         yield
     except OptionError:
@@ -136,7 +136,7 @@ def _surviving(found: "Report", what: str) -> Iterator[None]:
 
 
 def _write(
-    found: "Report",
+    found: "DoctorReport",
     subject: "Subject | None",
     save: Path | None,
     picture: Path | None,
@@ -258,7 +258,7 @@ def _layer_table(model: "ModelReport") -> Table:
     return table
 
 
-def _conclude(found: "Report", console: Console) -> None:
+def _conclude(found: "DoctorReport", console: Console) -> None:
     for line in found.conclusions():
         console.print(f"[red]{escape(line)}[/]", soft_wrap=True)
     if found.ok:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from dsv4.cli.progress import Work
+from dsv4.cli.progress import ProgressBar
 from dsv4.config import EngineConfig
 from dsv4.util.models import BUILTIN_MODELS
 
@@ -75,5 +75,8 @@ def engine_options(
 def load_engine(model: str, choices: dict[str, Any], console: Console) -> "Engine":
     from dsv4.engine import Engine
 
-    with Work(console, "loading weights") as load, Work(console, "warming up", "steps") as warm_up:
+    with (
+        ProgressBar(console, "loading weights") as load,
+        ProgressBar(console, "warming up", "steps") as warm_up,
+    ):
         return Engine.load(model, progress=load, warm_up_progress=warm_up, **choices)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
-from dsv4.tools.plan import CONTEXTS, ONE_GPU, Plan, make_plan, subject_of
+from dsv4.tools.plan import CONTEXTS, ONE_GPU, Plan, make_plan, planned_model
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 
@@ -59,7 +59,7 @@ def plan(
         max_context=context[0] if users is not None and context else None,
     )
     result = make_plan(
-        subject_of(model, weights, folder),
+        planned_model(model, weights, folder),
         int(memory * 1e9),
         choices,
         contexts=tuple(sorted(context)) or CONTEXTS,

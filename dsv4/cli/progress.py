@@ -18,7 +18,7 @@ from dsv4.util.sizes import size_text, time_text
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 
-class Work:
+class ProgressBar:
     """Call it with (done, total); the bar appears on the first call and disappears at the end.
 
     `unit`: "bytes", or a noun. A call with 0 done starts the clock.
@@ -38,7 +38,7 @@ class Work:
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task(title, total=None)
 
-    def __enter__(self) -> "Work":
+    def __enter__(self) -> "ProgressBar":
         self._begin = self._said = time.monotonic()
         return self
 
@@ -84,7 +84,7 @@ def parts_text(done: int, total: int, seconds: float) -> str:
     return f"{text}, {rate}, {time_text(each * (total - done))} left"
 
 
-class Stage:
+class StageStatus:
     """Work in named parts: a spinner in a terminal, one line per part elsewhere.
 
     Where the number of parts is known, pass how many are done to show the rate and the time left.
@@ -95,7 +95,7 @@ class Stage:
         self._status = console.status("")
         self._begin = time.monotonic()
 
-    def __enter__(self) -> "Stage":
+    def __enter__(self) -> "StageStatus":
         return self
 
     def __exit__(self, *_: object) -> None:

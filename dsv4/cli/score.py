@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.options import engine_options, load_engine
-from dsv4.cli.progress import Work
+from dsv4.cli.progress import ProgressBar
 from dsv4.errors import OptionError, RequestError
 from dsv4.util.output import check_output
 
@@ -44,7 +44,7 @@ def score(
     import torch
 
     parts = []
-    with Work(console, "scoring", "tokens") as progress:
+    with ProgressBar(console, "scoring", "tokens") as progress:
         done = 0
         for part in engine.score(token_ids):
             parts.append(part)

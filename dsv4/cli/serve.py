@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.options import MODEL, engine_options
-from dsv4.cli.progress import Work
+from dsv4.cli.progress import ProgressBar
 from dsv4.errors import OptionError
 from dsv4.util.logs import escape_arguments
 from dsv4.util.output import check_output
@@ -156,8 +156,8 @@ class _Screen:
         self._model, self._plan = model, ""
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._bars = {
-            "load": Work(self._console, "loading weights"),
-            "warm-up": Work(self._console, "warming up", "steps"),
+            "load": ProgressBar(self._console, "loading weights"),
+            "warm-up": ProgressBar(self._console, "warming up", "steps"),
         }
         self._is_open = True
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from dsv4.chat import Delta, OutputParser, Parsed, Tokenizer, new_call_id
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.server.api_error import ApiError, internal_error
-from dsv4.server.metrics import Record
+from dsv4.server.generation import GenerationPlan, Phase
+from dsv4.server.metrics import RequestRecord
 from dsv4.server.options import KEEP_ALIVE_SECONDS
-from dsv4.server.orders import Order, Phase
 from dsv4.server.service import Service
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Step:
+class ChoiceUpdate:
     """What is new in one choice."""
 
     choice: int
@@ -32,12 +32,14 @@ class Step:
 class Choice:
     """One answer: its phases, its parser, its counts."""
 
-    def __init__(self, order: Order, index: int, record: Record, tokenizer: Tokenizer) -> None:
-        self._order = order
+    def __init__(
+        self, plan: GenerationPlan, index: int, record: RequestRecord, tokenizer: Tokenizer
+    ) -> None:
+        self._plan = plan
         self._tokenizer = tokenizer
-        is_guided = any(phase.guide and phase.guide.must_come for phase in order.phases)
-        self._parser: OutputParser = order.prompt.parser(
-            tokenizer, stop=order.stops, keeps_newlines=is_guided
+        is_guided = any(phase.guide and phase.guide.must_come for phase in plan.phases)
+        self._parser: OutputParser = plan.prompt.parser(
+            tokenizer, stop=plan.stops, keeps_newlines=is_guided
         )
         self._ids: list[int] = []  # sampled and forced
         self._phase = 0
@@ -50,12 +52,12 @@ class Choice:
         self.num_reasoning = 0
         self.num_cached = 0
         self.is_finished = False
-        self.logprobs = Step(index)  # of all steps, if the answer is collected
+        self.logprobs = ChoiceUpdate(index)  # of all updates, if the answer is collected
         self._forced_deltas += self._force(self._current.forced)
 
     @property
     def _current(self) -> Phase:
-        return self._order.phases[self._phase]
+        return self._plan.phases[self._phase]
 
     @property
     def request_id(self) -> str:
@@ -68,7 +70,7 @@ class Choice:
     @property
     def result(self) -> Parsed:
         result = self._parser.result
-        if self._order.parallel_calls or len(result.tool_calls) < 2:
+        if self._plan.parallel_calls or len(result.tool_calls) < 2:
             return result
         return replace(result, tool_calls=result.tool_calls[:1], finish_reason="tool_calls")
 
@@ -79,14 +81,14 @@ class Choice:
 
     def request(self) -> Request:
         """The engine request for the current phase."""
-        order, phase = self._order, self._current
-        params = order.params
+        plan, phase = self._plan, self._current
+        params = plan.params
         left = params.max_tokens - self.num_output
         seed = later_seed(params.seed, self.index)
         max_tokens = left if phase.limit is None else min(left, phase.limit)
-        stop_ids: tuple[int, ...] | None = () if order.ignores_end else None
+        stop_ids: tuple[int, ...] | None = () if plan.ignores_end else None
         if phase.until is not None:
-            stop_ids = (*(() if order.ignores_end else self._ends), phase.until)
+            stop_ids = (*(() if plan.ignores_end else self._ends), phase.until)
         params = replace(
             params,
             max_tokens=max_tokens,
@@ -97,19 +99,19 @@ class Choice:
         )
         return Request(
             id=self.request_id,
-            prompt_ids=order.prompt_ids + tuple(self._ids),
+            prompt_ids=plan.prompt_ids + tuple(self._ids),
             params=params,
-            priority=order.priority,
-            cache_salt=order.cache_salt,
+            priority=plan.priority,
+            cache_salt=plan.cache_salt,
         )
 
     @property
     def _ends(self) -> tuple[int, ...]:
-        return tuple(sorted(self._tokenizer.stop_ids(self._order.prompt.dialect)))
+        return tuple(sorted(self._tokenizer.stop_ids(self._plan.prompt.dialect)))
 
-    def take(self, output: Output) -> Step:
+    def take(self, output: Output) -> ChoiceUpdate:
         """Parse new tokens. The choice then continues, enters its next phase, or is finished."""
-        step = Step(self.index, self._forced_deltas)
+        update = ChoiceUpdate(self.index, self._forced_deltas)
         self._forced_deltas = []
         if output.num_cached is not None and self._phase == 0:
             self.num_cached = output.num_cached
@@ -118,13 +120,13 @@ class Choice:
         for place, token in enumerate(tokens):
             logprobs = output.logprobs[place] if output.logprobs else None
             self.total_logprob += logprobs.logprob if logprobs else 0.0
-            self._push(token, logprobs, step)
-        step.deltas = _joined(step.deltas)
-        if self._must_end(step):
-            self._finish(step, "stop")
+            self._push(token, logprobs, update)
+        update.deltas = _joined(update.deltas)
+        if self._must_end(update):
+            self._finish(update, "stop")
         elif output.finished:
-            self._end_phase(output, step)
-        return step
+            self._end_phase(output, update)
+        return update
 
     def _drops_end(self, output: Output) -> bool:
         """Whether an end marker ends only the phase, because something must still follow."""
@@ -132,53 +134,53 @@ class Choice:
             return False
         return self._is_promised_next and output.stop_reason != self._current.until
 
-    def _push(self, token: int, logprobs: TokenLogprobs | None, step: Step) -> None:
+    def _push(self, token: int, logprobs: TokenLogprobs | None, update: ChoiceUpdate) -> None:
         if self._parser.ended:
             return
         self._ids.append(token)
-        if self._order.ignores_end and token in self._ends:
+        if self._plan.ignores_end and token in self._ends:
             return
         part = self._parser.part
-        step.deltas += self._parser.push_tokens((token,))
+        update.deltas += self._parser.push_tokens((token,))
         if self._tokenizer.is_marker(token):
             return
         is_reasoning = part == self._parser.part == "reasoning"
         self.num_reasoning += is_reasoning
         if logprobs is not None and is_reasoning:
-            step.reasoning_logprobs.append(logprobs)
+            update.reasoning_logprobs.append(logprobs)
         elif logprobs is not None and self._parser.part == "answer":
-            step.logprobs.append(logprobs)
+            update.logprobs.append(logprobs)
 
-    def _must_end(self, step: Step) -> bool:
+    def _must_end(self, update: ChoiceUpdate) -> bool:
         """Whether a stop string or a second call after a single forced one was generated."""
-        if not self._order.parallel_calls:
-            kept = [delta for delta in step.deltas if delta.call_index == 0]
-            if len(kept) < len(step.deltas):
-                step.deltas = kept
+        if not self._plan.parallel_calls:
+            kept = [delta for delta in update.deltas if delta.call_index == 0]
+            if len(kept) < len(update.deltas):
+                update.deltas = kept
                 return True
         return self._parser.ended and self._parser.stop_sequence is not None
 
-    def _end_phase(self, output: Output, step: Step) -> None:
+    def _end_phase(self, output: Output, update: ChoiceUpdate) -> None:
         """The engine finished a phase: start the next one, or end the answer."""
         if output.finish_reason in ("error", "abort"):
             raise failure(output, self._record.id)
-        has_next = self._phase + 1 < len(self._order.phases)
-        is_full = self.num_output >= self._order.params.max_tokens
+        has_next = self._phase + 1 < len(self._plan.phases)
+        is_full = self.num_output >= self._plan.params.max_tokens
         phase = self._current
         reached = output.finish_reason == "length" or output.stop_reason == phase.until
         goes_on = has_next and not is_full and (reached or self._is_promised_next)
         if not goes_on:
-            self._finish(step, "length" if output.finish_reason == "length" else "stop")
+            self._finish(update, "length" if output.finish_reason == "length" else "stop")
             return
         if phase.until is not None and output.stop_reason != phase.until:
-            step.deltas += self._force((phase.until,))
+            update.deltas += self._force((phase.until,))
         self._phase += 1
-        step.deltas += self._force(self._current.forced)
+        update.deltas += self._force(self._current.forced)
 
     @property
     def _is_promised_next(self) -> bool:
         """Whether a call or a guided answer must follow even if the model ends."""
-        following = self._order.phases[self._phase + 1 : self._phase + 2]
+        following = self._plan.phases[self._phase + 1 : self._phase + 2]
         if not following or self._parser.part == "done":  # calls were already generated
             return False
         guide = following[0].guide
@@ -188,26 +190,26 @@ class Choice:
         self._ids += tokens
         return self._parser.push_tokens(tokens)
 
-    def _finish(self, step: Step, reason: str) -> None:
-        step.deltas += self._parser.finish("length" if reason == "length" else "stop")
-        if not self._order.parallel_calls:
-            step.deltas = [delta for delta in step.deltas if delta.call_index == 0]
-        step.is_last = self.is_finished = True
+    def _finish(self, update: ChoiceUpdate, reason: str) -> None:
+        update.deltas += self._parser.finish("length" if reason == "length" else "stop")
+        if not self._plan.parallel_calls:
+            update.deltas = [delta for delta in update.deltas if delta.call_index == 0]
+        update.is_last = self.is_finished = True
 
 
 class Answers:
-    """All choices of one request. Closing it, or exhausting `steps`, stops all its work."""
+    """All choices of one request. Closing it, or exhausting `updates`, stops all its work."""
 
-    def __init__(self, service: Service, order: Order, record: Record) -> None:
+    def __init__(self, service: Service, plan: GenerationPlan, record: RequestRecord) -> None:
         self._service = service
-        self._order = order
+        self._plan = plan
         self._box = service.link.open()
         self._is_closed = False
         self.record = record
         self.choices = [
-            Choice(order, index, record, service.tokenizer) for index in range(order.num_choices)
+            Choice(plan, index, record, service.tokenizer) for index in range(plan.num_choices)
         ]
-        record.num_prompt = len(order.prompt_ids)
+        record.num_prompt = len(plan.prompt_ids)
 
     async def start(self) -> None:
         """Submit all choices to the engine; raises if it refuses."""
@@ -219,14 +221,14 @@ class Answers:
             self.close()
             raise
 
-    async def steps(self) -> AsyncGenerator[list[Step], None]:
+    async def updates(self) -> AsyncGenerator[list[ChoiceUpdate], None]:
         """New output by choice; an empty list if nothing arrives for a while."""
         try:
             while not all(choice.is_finished for choice in self.choices):
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
-                steps = [await self._take(output) for output in outputs]
-                if not outputs or any(steps):
-                    yield [step for step in steps if step is not None]
+                updates = [await self._take(output) for output in outputs]
+                if not outputs or any(updates):
+                    yield [update for update in updates if update is not None]
             self.record.finish = self.choices[0].result.finish_reason
         except ApiError:
             self.record.finish = "error"
@@ -235,11 +237,11 @@ class Answers:
             self.close()
 
     async def finish(self) -> None:
-        async for steps in self.steps():
-            for step in steps:
-                found = self.choices[step.choice].logprobs
-                found.logprobs += step.logprobs
-                found.reasoning_logprobs += step.reasoning_logprobs
+        async for updates in self.updates():
+            for update in updates:
+                found = self.choices[update.choice].logprobs
+                found.logprobs += update.logprobs
+                found.reasoning_logprobs += update.reasoning_logprobs
 
     def best(self, count: int) -> list[Choice]:
         """The choices with the highest mean token log-probability, renumbered."""
@@ -254,18 +256,18 @@ class Answers:
             return found
         return self.choices
 
-    async def _take(self, output: Output) -> Step | None:
+    async def _take(self, output: Output) -> ChoiceUpdate | None:
         _, index, _ = output.request_id.rsplit("-", 2)
         choice = self.choices[int(index)]
         if choice.is_finished:
             return None  # it ran one more step before it was aborted
         self._service.metrics.count_tokens(self.record, len(output.token_ids))
-        step = choice.take(output)
-        if step.is_last:
+        update = choice.take(output)
+        if update.is_last:
             self._box.abort(output.request_id)  # no effect if the engine ended it
         elif output.finished:
             await self._box.add(choice.request())
-        return step
+        return update
 
     def close(self) -> None:
         if self._is_closed:
@@ -281,7 +283,7 @@ class Answers:
                 record.num_calls += count
                 record.num_malformed += result.malformed
                 ids = [choice.call_id(place) for place in range(count)]
-                self._service.recall.keep(ids, result.reasoning)
+                self._service.reasoning_cache.keep(ids, result.reasoning)
         self._service.metrics.close(record)
         self._trace()
 
@@ -292,7 +294,7 @@ class Answers:
                 {
                     "id": self.record.id,
                     "path": self.record.path,
-                    "prompt": decode(self._order.prompt_ids),
+                    "prompt": decode(self._plan.prompt_ids),
                     "outputs": [decode(choice.ids) for choice in self.choices],
                     "finish": self.record.finish,
                 }

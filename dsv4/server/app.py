@@ -1,7 +1,8 @@
 """The application: its routes and error handlers. READ FIRST in this folder.
 
-A chat request passes `gate.py` (key, size), `routes/chat.py`, `orders.py` (the engine request),
-`answers.py` (phases, parsing), `worker/link.py` and the engine process, and returns the same way.
+A chat request passes `middleware.py` (key, size), `routes/chat.py`, `generation.py` (what to ask
+the engine), `answers.py` (phases, parsing), `worker/link.py` and the engine process, and returns
+the same way.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from dsv4 import __version__
 from dsv4.server.api_error import ApiError, bad_fields
-from dsv4.server.gate import Gate
+from dsv4.server.middleware import AccessMiddleware
 from dsv4.server.routes import (
     chat,
     completions,
@@ -74,7 +75,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_bad_fields)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(AccessMiddleware, service=service)
     if service.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

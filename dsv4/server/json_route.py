@@ -100,10 +100,10 @@ def _read_whole(data: bytes) -> Any:
 
 def read_in_pieces(data: bytes) -> Any:
     """The value of a JSON text; ValueError if it is invalid, ApiError if it has too many values."""
-    return _Reader(data).whole()
+    return _JsonReader(data).whole()
 
 
-class _Reader:
+class _JsonReader:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._place = 0

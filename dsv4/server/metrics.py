@@ -32,7 +32,7 @@ _TOKENS = tuple(4**power for power in range(11))
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request for the log and the metrics; times in seconds of a monotonic clock."""
 
     id: str  # as the client may have chosen it
@@ -51,7 +51,7 @@ class Record:
     key: str = field(default_factory=lambda: f"r{next(_KEYS)}")  # unlike the id, never used twice
 
 
-class _EngineFigures:
+class _EngineMetrics:
     """The engine's own metrics, read on request."""
 
     def __init__(self, labels: dict[str, str], link: "EngineLink") -> None:
@@ -127,7 +127,7 @@ class Metrics:
     def __init__(self, model: str, link: "EngineLink") -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model}
-        self._registry.register(_EngineFigures(self._labels, link))
+        self._registry.register(_EngineMetrics(self._labels, link))
         self._success = self._counter("request_success", "Finished requests", "finished_reason")
         self._rejected = self._counter("request_rejected", "Refused requests", "status")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens")
@@ -178,7 +178,7 @@ class Metrics:
     def count_rejected(self, status: int) -> None:
         self._rejected.labels(**self._labels, status=str(status)).inc()
 
-    def count_tokens(self, record: Record, count: int) -> None:
+    def count_tokens(self, record: RequestRecord, count: int) -> None:
         """Call when tokens of an answer arrive."""
         now = time.monotonic()
         if record.first is None:
@@ -192,7 +192,7 @@ class Metrics:
         record.num_output += count
         self._output.inc(count)
 
-    def close(self, record: Record) -> None:
+    def close(self, record: RequestRecord) -> None:
         """Log one line for the finished request and record its metrics."""
         now = time.monotonic()
         total = now - record.begin

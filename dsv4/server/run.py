@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dsv4.errors import Dsv4Error, OptionError
 from dsv4.server.api_error import ApiError
 from dsv4.server.app import create_app
-from dsv4.server.gate import is_loopback
+from dsv4.server.middleware import is_loopback
 from dsv4.server.options import HEADER_SECONDS, MAX_HEADER_BYTES, ServerOptions
 from dsv4.server.service import Service
 from dsv4.server.worker.link import ENGINE, EngineLink, Notify

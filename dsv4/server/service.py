@@ -32,8 +32,8 @@ from dsv4.util.models import model_folder
 log = logging.getLogger(__name__)
 
 FINGERPRINT = f"dsv4-{__version__}"
-MAX_RECALLED = 1024  # calls whose reasoning is kept
-MAX_RECALL_CHARACTERS = 100_000
+MAX_REASONINGS = 1024  # calls whose reasoning is kept
+MAX_REASONING_CHARACTERS = 100_000
 IDS_A_PIECE = 1 << 16  # checked per call, which holds the GIL
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ class Service:
         self.link = link
         self.names = options.names or (folder.resolve().name,)
         self.metrics = Metrics(self.names[0], link)
-        self.trace = Trace(options.trace)
-        self.recall = Recall()
+        self.trace = RequestTrace(options.trace)
+        self.reasoning_cache = ReasoningCache()
         self.created = int(time.time())
         self.is_draining = False
         self._num_logprobs = 0  # reserved by running requests
@@ -86,7 +86,7 @@ class Service:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         self._refuse_unsupported(body)
-        if (getattr(body, "priority", None) or 0) > 0 and not asker.get().may_hurry:
+        if (getattr(body, "priority", None) or 0) > 0 and not current_client.get().may_prioritise:
             text = (
                 "priority: found one above 0, expected none from this key; see --priority-key-file"
             )
@@ -124,7 +124,7 @@ class Service:
 
     def salt(self, own: str | None) -> str:
         """Prefixes are shared within a key; a client may partition its own further."""
-        name = asker.get().name
+        name = current_client.get().name
         return f"{name}:{own or ''}" if name else own or ""
 
     @contextmanager
@@ -194,19 +194,19 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Asker:
+class Client:
     """The sender of a request. `name`: a digest of the key, empty without keys."""
 
     name: str = ""
-    may_hurry: bool = False
+    may_prioritise: bool = False
 
 
-NOBODY = Asker()
-asker: ContextVar[Asker] = ContextVar("asker", default=NOBODY)
+NOBODY = Client()
+current_client: ContextVar[Client] = ContextVar("current_client", default=NOBODY)
 is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # this request's body
 
 
-class Threads:
+class BoundedThreads:
     """Threads with a queue of bounded length."""
 
     def __init__(self, num_threads: int, max_waiting: int) -> None:
@@ -224,8 +224,8 @@ class Threads:
         return await asyncio.wrap_future(job)
 
 
-_QUICK = Threads(4, 4096)
-_LARGE = Threads(2, MAX_LARGE_WAITING)  # separate, so that short requests need not wait
+_QUICK = BoundedThreads(4, 4096)
+_LARGE = BoundedThreads(2, MAX_LARGE_WAITING)  # separate, so that short requests need not wait
 
 
 async def in_large_thread(work: Callable[[], T]) -> T:
@@ -242,7 +242,7 @@ async def in_thread(work: Callable[[], T]) -> T:
         raise ApiError(400, str(error)) from error
 
 
-class Recall:
+class ReasoningCache:
     """The reasoning before tool calls, by call id.
 
     Many clients send calls back without it, although the model expects to see it again.
@@ -252,14 +252,14 @@ class Recall:
         self._reasoning: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def keep(self, call_ids: list[str], reasoning: str) -> None:
-        if len(reasoning) <= MAX_RECALL_CHARACTERS:
-            name = asker.get().name
+        if len(reasoning) <= MAX_REASONING_CHARACTERS:
+            name = current_client.get().name
             self._reasoning.update({(name, call_id): reasoning for call_id in call_ids})
-        while len(self._reasoning) > MAX_RECALLED:
+        while len(self._reasoning) > MAX_REASONINGS:
             self._reasoning.popitem(last=False)
 
     def restore(self, conversation: Conversation) -> Conversation:
-        name = asker.get().name
+        name = current_client.get().name
         messages = tuple(
             replace(message, reasoning=self._reasoning.get((name, message.calls[0].id or ""), ""))
             if message.calls and not message.reasoning
@@ -273,7 +273,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-class Trace:
+class RequestTrace:
     """Writes exact prompts and raw outputs to a file, if the operator enabled it."""
 
     def __init__(self, path: Path | None) -> None:

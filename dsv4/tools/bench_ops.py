@@ -34,12 +34,12 @@ from dsv4.tools.predict import (
     MXFP4_BYTES,
     NVFP4_BYTES,
     SHAPES,
-    Shape,
-    embed_size,
-    experts_size,
-    grouped_size,
-    linear_size,
-    router_size,
+    ModelShape,
+    embed_cost,
+    experts_cost,
+    grouped_cost,
+    linear_cost,
+    router_cost,
 )
 
 ROTATED_BYTES = 300 << 20  # several times the L2 cache
@@ -57,7 +57,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Work:
+class OpBenchmark:
     """One op at one size: calls over rotated inputs, and what a call must move and compute."""
 
     op: str
@@ -112,31 +112,31 @@ def _rows(tokens: int, size: int) -> Tensor:
 
 def linear_work(
     name: str, shape: str, tokens: int, sizes: list[int], columns: int, *, dense: bool = False
-) -> Work:
-    size = linear_size(tokens, sum(sizes), columns, BF16_BYTES if dense else NVFP4_BYTES)
+) -> OpBenchmark:
+    cost = linear_cost(tokens, sum(sizes), columns, BF16_BYTES if dense else NVFP4_BYTES)
     calls: list[Call] = []
-    for _ in range(_rotate(size.num_bytes)):
+    for _ in range(_rotate(cost.num_bytes)):
         x = _rows(tokens, columns)
         if dense:
             weights = [torch.randn(n, columns, device="cuda").bfloat16() for n in sizes]
         else:
             weights = [random_fp4(n, columns) for n in sizes]
         calls.append(lambda x=x, weights=weights: linear_multi(x, weights))  # type: ignore[misc]
-    return Work(name, shape, tokens, calls, size.num_bytes, size.flops)
+    return OpBenchmark(name, shape, tokens, calls, cost.num_bytes, cost.flops)
 
 
-def grouped_work(shape: Shape, tokens: int) -> Work:
+def grouped_work(shape: ModelShape, tokens: int) -> OpBenchmark:
     columns, rows = shape.heads * shape.head_dim // shape.groups, shape.groups * shape.o_rank
-    size = grouped_size(shape, tokens)
+    cost = grouped_cost(shape, tokens)
     calls: list[Call] = []
-    for _ in range(_rotate(size.num_bytes)):
+    for _ in range(_rotate(cost.num_bytes)):
         x = _rows(tokens, shape.groups * columns).view(tokens, shape.groups, columns)
         weight = random_fp4(rows, columns)
         calls.append(lambda x=x, weight=weight: grouped_linear(x, weight))  # type: ignore[misc]
-    return Work("wo_a", shape.name, tokens, calls, size.num_bytes, size.flops)
+    return OpBenchmark("wo_a", shape.name, tokens, calls, cost.num_bytes, cost.flops)
 
 
-def random_routing(shape: Shape, tokens: int) -> tuple[Tensor, Tensor]:
+def random_routing(shape: ModelShape, tokens: int) -> tuple[Tensor, Tensor]:
     scores = torch.rand(tokens, shape.num_experts, device="cuda")
     experts = scores.topk(shape.chosen, dim=1).indices.sort(1).values
     return experts, torch.rand(tokens, shape.chosen, device="cuda")
@@ -149,7 +149,7 @@ class ExpertWeights:
     shared: list[tuple[Any, Any]]
 
 
-def expert_weights(shape: Shape, *, mx: bool = False) -> ExpertWeights:
+def expert_weights(shape: ModelShape, *, mx: bool = False) -> ExpertWeights:
     size, inner, count = shape.hidden, shape.inner, shape.num_experts
     shared = [
         (random_fp4(2 * inner, size, paired=True, mx=mx), random_fp4(size, inner, mx=mx))
@@ -160,13 +160,13 @@ def expert_weights(shape: Shape, *, mx: bool = False) -> ExpertWeights:
 
 
 def experts_work(
-    shape: Shape,
+    shape: ModelShape,
     tokens: int,
     weights: ExpertWeights,
     *,
     shared: bool,
     configs: dict[str, Any] | None = None,
-) -> Work:
+) -> OpBenchmark:
     """With or without the shared expert; other libraries are timed without it."""
     kernel = import_module("dsv4.ops.moe.experts_triton")
     calls: list[Call] = []
@@ -187,7 +187,7 @@ def experts_work(
 
         calls.append(call)
     is_mx = isinstance(weights.w2, TiledMxfp4)
-    size = experts_size(
+    cost = experts_cost(
         shape,
         tokens,
         statistics.mean(distinct),
@@ -195,13 +195,13 @@ def experts_work(
         weight_bytes=MXFP4_BYTES if is_mx else NVFP4_BYTES,
     )
     name = ("experts+shared" if shared else "experts") + (" mxfp4" if is_mx else "")
-    return Work(name, shape.name, tokens, calls, size.num_bytes, size.flops)
+    return OpBenchmark(name, shape.name, tokens, calls, cost.num_bytes, cost.flops)
 
 
-def router_work(shape: Shape, tokens: int) -> Work:
+def router_work(shape: ModelShape, tokens: int) -> OpBenchmark:
     calls: list[Call] = []
-    size = router_size(shape, tokens)
-    for _ in range(_rotate(size.num_bytes)):
+    cost = router_cost(shape, tokens)
+    for _ in range(_rotate(cost.num_bytes)):
         x = _rows(tokens, shape.hidden)
         gate = torch.randn(shape.num_experts, shape.hidden, device="cuda").bfloat16() * 0.02
         bias = torch.randn(shape.num_experts, device="cuda")
@@ -211,23 +211,25 @@ def router_work(shape: Shape, tokens: int) -> Work:
             return router(x, i, Gate(gate, bias, None, shape.chosen, 1.5))
 
         calls.append(call)
-    return Work("router", shape.name, tokens, calls, size.num_bytes, size.flops)
+    return OpBenchmark("router", shape.name, tokens, calls, cost.num_bytes, cost.flops)
 
 
-def embed_work(shape: Shape, tokens: int) -> Work:
+def embed_work(shape: ModelShape, tokens: int) -> OpBenchmark:
     table = torch.randn(shape.vocabulary, shape.hidden, device="cuda", dtype=torch.bfloat16)
     calls: list[Call] = []
     for _ in range(8):
         ids = torch.randint(0, shape.vocabulary, (tokens,), device="cuda")
         calls.append(lambda ids=ids: embed(ids, table, 4, torch.bfloat16))  # type: ignore[misc]
-    return Work("embed", shape.name, tokens, calls, embed_size(shape, tokens).num_bytes, 0.0)
+    return OpBenchmark("embed", shape.name, tokens, calls, embed_cost(shape, tokens).num_bytes, 0.0)
 
 
-def all_work(shape: Shape, tokens: Sequence[int], only: str = "") -> list[Callable[[], Work]]:
+def all_work(
+    shape: ModelShape, tokens: Sequence[int], only: str = ""
+) -> list[Callable[[], OpBenchmark]]:
     """Every weight op at one model's sizes; each entry allocates its own weights when called."""
     h, heads = shape.hidden, shape.heads * shape.head_dim
     csa = shape.csa_inputs
-    plans: list[tuple[str, Callable[[int], Work]]] = [
+    plans: list[tuple[str, Callable[[int], OpBenchmark]]] = [
         ("csa inputs", lambda t: linear_work("csa inputs", shape.name, t, csa, h)),
         ("wq_b", lambda t: linear_work("wq_b", shape.name, t, [heads], shape.q_rank)),
         ("wo_a", lambda t: grouped_work(shape, t)),
@@ -248,7 +250,7 @@ def all_work(shape: Shape, tokens: Sequence[int], only: str = "") -> list[Callab
             ),
         ),
     ]
-    works: list[Callable[[], Work]] = [
+    works: list[Callable[[], OpBenchmark]] = [
         partial(plan, count)
         for name, plan in plans
         if only in name
@@ -260,7 +262,7 @@ def all_work(shape: Shape, tokens: Sequence[int], only: str = "") -> list[Callab
             continue
         weights = cache(partial(expert_weights, shape, mx=mx))
 
-        def make_experts(count: int, shared: bool, weights: Any = weights) -> Work:
+        def make_experts(count: int, shared: bool, weights: Any = weights) -> OpBenchmark:
             return experts_work(shape, count, weights(), shared=shared)
 
         for count in tokens:
@@ -316,7 +318,7 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(gbs, 2 * 8192**3 / product_us / 1e6)
 
 
-def measure(work: Work, ceilings: Ceilings) -> Result:
+def measure(work: OpBenchmark, ceilings: Ceilings) -> Result:
     median, spread = time_calls(work.calls)
     floor = ceilings.floor_us(work.num_bytes, work.flops)
     return Result(

@@ -53,7 +53,7 @@ class Check:
 
 
 @dataclass
-class Report:
+class CheckReport:
     folder: str
     layout: str
     checks: list[Check] = field(default_factory=list)
@@ -70,10 +70,10 @@ class Report:
 
 def check_checkpoint(
     folder: Path, *, values: bool = False, progress: Progress | None = None
-) -> Report:
+) -> CheckReport:
     manifest = build_manifest(folder, ModelConfig.from_folder(folder), LAYOUTS.values())
     findings = [*manifest.findings, *_check_draft(manifest)]
-    report = Report(str(folder), manifest.layout.name if manifest.layout else "unknown")
+    report = CheckReport(str(folder), manifest.layout.name if manifest.layout else "unknown")
     stopped = bool({"names", "layout"} & {item.check for item in findings})
     late = ("missing", "unexpected", "dtype", "shape", "pairing", "format", "config", "draft")
     unread = manifest.scan.unread

@@ -54,9 +54,9 @@ def check_values(manifest: Manifest, progress: Progress | None) -> list[Finding]
         manifest.sources.values(), key=lambda s: (str(s.stored.data.file), s.stored.data.start)
     )
     for source in chosen:
-        for cell in source.cells:
-            _check_cell(source, cell.stored, files, findings, sizes)
-            done += sum(info.nbytes for info in cell.stored.tensors)
+        for matrix in source.matrices:
+            _check_matrix(source, matrix.stored, files, findings, sizes)
+            done += sum(info.nbytes for info in matrix.stored.tensors)
             if progress is not None:
                 progress(done, total)
     findings += _magnitudes(sizes)
@@ -68,7 +68,7 @@ def _finding(check: str, message: str, stored: Stored, cause: str | None = None)
     return Finding("error", check, message, stored.data.name, stored.data.file.name, cause)
 
 
-def _check_cell(
+def _check_matrix(
     source: Source,
     stored: Stored,
     files: MappedFiles,

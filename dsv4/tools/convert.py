@@ -23,7 +23,7 @@ from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.nvfp4 import SCALE_CHOICES, ScaleChoice
 from dsv4.tools.convert_config import new_config
 from dsv4.tools.convert_units import FAMILY, TARGETS, Copy, Target, Unit, units_of
-from dsv4.tools.convert_values import Stats, produce
+from dsv4.tools.convert_values import CastStats, produce
 from dsv4.util.sizes import size_text
 
 JOURNAL = "convert.journal.json"
@@ -59,7 +59,7 @@ class Conversion:
     source: str
     target: str
     scales: str
-    groups: dict[str, Stats] = field(default_factory=dict)
+    groups: dict[str, CastStats] = field(default_factory=dict)
     exact: list[str] = field(default_factory=list)  # groups without any difference
     inexact: dict[str, float] = field(default_factory=dict)  # parameter -> relative RMS
     dropped: int = 0  # draft tensors that the target layout cannot hold
@@ -220,7 +220,7 @@ def _write_shard(
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
     """Statistics by group; the file gets its final name only after it was read back."""
-    groups: dict[str, Stats] = {}
+    groups: dict[str, CastStats] = {}
     inexact: dict[str, float] = {}
     done = 0
     with ShardWriter(path, shard.tensors()) as writer:
@@ -231,7 +231,7 @@ def _write_shard(
                 tensors, stats = produce(unit, files, scales)
                 for planned, tensor in zip(unit.tensors(), tensors, strict=True):
                     writer.write(planned.name, tensor)
-                groups.setdefault(unit.group, Stats()).add(stats)
+                groups.setdefault(unit.group, CastStats()).add(stats)
                 if stats.exact < stats.matrices:
                     inexact[unit.matrices[0].place.module] = max(
                         stats.relative_rms, inexact.get(unit.matrices[0].place.module, 0.0)
@@ -246,7 +246,7 @@ def _collect(result: Conversion, journal: dict[str, Any], shards: list[Shard]) -
     for shard in shards:
         entry = journal["shards"][shard.name]
         for name, values in entry["groups"].items():
-            result.groups.setdefault(name, Stats()).add(Stats(**values))
+            result.groups.setdefault(name, CastStats()).add(CastStats(**values))
         for name, rms in entry["inexact"].items():
             result.inexact[name] = max(rms, result.inexact.get(name, 0.0))
     result.exact = [name for name, s in result.groups.items() if s.exact == s.matrices]

@@ -120,7 +120,7 @@ def _matrices(source: Source) -> list[Matrix]:
     rows, cols = shape[-2] // len(parts), shape[-1]
     return [
         Matrix(Place(f"{prefix}.{parts[c.part]}", "weight", c.expert), c.stored, (rows, cols))
-        for c in source.cells
+        for c in source.matrices
     ]
 
 

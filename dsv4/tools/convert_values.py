@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 1 << 22  # elements dequantised at a time: a few dozen megabyt
 
 
 @dataclass
-class Stats:
+class CastStats:
     """The error of new values against old ones, as sums, so that groups can be added."""
 
     elements: int = 0
@@ -29,7 +29,7 @@ class Stats:
     exact: int = 0  # matrices without any difference
     uncalibrated: int = 0  # matrices without an input_scale; 1.0 was written
 
-    def add(self, other: "Stats") -> None:
+    def add(self, other: "CastStats") -> None:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -56,10 +56,10 @@ class Stats:
 
 def produce(
     unit: Unit, files: MappedFiles, choice: nvfp4.ScaleChoice
-) -> tuple[list[torch.Tensor], Stats]:
+) -> tuple[list[torch.Tensor], CastStats]:
     """The bytes of `unit.tensors()` in their order, and how they compare with the source."""
     weights = [read_matrix(matrix.stored, files) for matrix in unit.matrices]
-    stats = Stats(matrices=len(weights))
+    stats = CastStats(matrices=len(weights))
     try:
         if unit.format == "keep":
             pairs = zip(unit.matrices, weights, strict=True)
@@ -127,7 +127,7 @@ def _to_nvfp4(
     weights: list[StoredWeight],
     files: MappedFiles,
     choice: nvfp4.ScaleChoice,
-    stats: Stats,
+    stats: CastStats,
 ) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
     shared = _shared_global(weights, choice)
@@ -188,7 +188,7 @@ def _quantize(
     return Nvfp4Tensor(packed, scale, global_.reshape(1))
 
 
-def _to_fp8(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
+def _to_fp8(weight: StoredWeight, stats: CastStats) -> list[torch.Tensor]:
     rows, cols = weight.shape[-2:]
     grid = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
     data = torch.empty((rows, cols), dtype=torch.float8_e4m3fn)
@@ -204,7 +204,7 @@ def _to_fp8(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
     return [data, scale]
 
 
-def _to_bf16(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
+def _to_bf16(weight: StoredWeight, stats: CastStats) -> list[torch.Tensor]:
     out = torch.empty(tuple(weight.shape), dtype=torch.bfloat16)
     for span, values in _rows(weight):
         out[span] = values.to(torch.bfloat16)
@@ -212,7 +212,7 @@ def _to_bf16(weight: StoredWeight, stats: Stats) -> list[torch.Tensor]:
     return [out]
 
 
-def _compare(old: StoredWeight, new: StoredWeight, stats: Stats) -> None:
+def _compare(old: StoredWeight, new: StoredWeight, stats: CastStats) -> None:
     """Compare old and new values as readers see them, a few rows at a time."""
     same = True
     for (_, a), (_, b) in zip(_rows(old), _rows(new), strict=True):

@@ -93,7 +93,7 @@ def _groups(manifest: Manifest) -> list[Group]:
         for size in parameter.shape:
             count *= size
         group.num_parameters += count
-        group.num_tensors += len({i.name for cell in source.cells for i in cell.stored.tensors})
+        group.num_tensors += len({i.name for cell in source.matrices for i in cell.stored.tensors})
         group.nbytes += source.nbytes
         formats[parameter.group][source.stored.label] += source.nbytes
         if not group.example or parameter.kind == "linear":

@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """A model whose weights are known: a shape with a scheme, or a checkpoint."""
 
     name: str
@@ -70,7 +70,7 @@ class Subject:
     ranks: dict[int, int] = field(default_factory=dict)  # tp -> bytes of a rank's weights
 
 
-def subject_of(model: str, weights: str | None, folder: Path | None = None) -> Subject:
+def planned_model(model: str, weights: str | None, folder: Path | None = None) -> PlannedModel:
     """`model` is flash, pro, or a checkpoint's name with its `folder`."""
     if folder is None:
         return with_scheme(model, ModelConfig.builtin(model), scheme_named(weights or "official"))
@@ -85,11 +85,11 @@ def subject_of(model: str, weights: str | None, folder: Path | None = None) -> S
         groups[group] = groups.get(group, 0) + source.gpu_bytes
     layout = manifest.layout.name if manifest.layout else "mixed"
     on_disk = sum(info.nbytes for info in manifest.scan.tensors.values())
-    return Subject(model, config, layout, groups, on_disk)
+    return PlannedModel(model, config, layout, groups, on_disk)
 
 
 def make_plan(
-    subject: Subject,
+    subject: PlannedModel,
     gpu_bytes: int,
     choices: EngineConfig | None = None,
     *,
@@ -134,7 +134,7 @@ def make_plan(
     )
 
 
-def _free(subject: Subject, gpu_bytes: int) -> int:
+def _free(subject: PlannedModel, gpu_bytes: int) -> int:
     return gpu_bytes - sum(subject.groups.values()) - step_bytes(gpu_bytes)
 
 
@@ -163,7 +163,9 @@ def most_sequences(geometry: Geometry, context: int, free: int) -> int:
     return low
 
 
-def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Settings) -> list[str]:
+def _advice(
+    subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, roomy: Settings
+) -> list[str]:
     """What would let the engine start: each option is tried on its own, limited to what this
     version supports."""
     config, advice = subject.config, []
@@ -194,8 +196,8 @@ def _advice(subject: Subject, gpu_bytes: int, choices: EngineConfig, roomy: Sett
     return advice
 
 
-def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> Subject:
+def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> PlannedModel:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
     most = k_ranges(config)
     ranks = {tp: rank_bytes(config, scheme, RankLayout(tp)) for tp in (2, 4, 8) if most % tp == 0}
-    return Subject(name, config, scheme.name, weight_bytes(config, scheme), on_disk, ranks)
+    return PlannedModel(name, config, scheme.name, weight_bytes(config, scheme), on_disk, ranks)

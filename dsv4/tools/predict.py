@@ -24,7 +24,7 @@ MOST_DECODED = 128  # token counts up to this are one token per sequence
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of one model that the ops need."""
 
     name: str
@@ -48,8 +48,8 @@ class Shape:
 
 
 SHAPES = {
-    "flash": Shape("flash", 4096, 2048, 256, 1024, 64, 8),
-    "pro": Shape("pro", 7168, 3072, 384, 1536, 128, 16, topk=1024),
+    "flash": ModelShape("flash", 4096, 2048, 256, 1024, 64, 8),
+    "pro": ModelShape("pro", 7168, 3072, 384, 1536, 128, 16, topk=1024),
 }
 
 
@@ -74,7 +74,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Size:
+class OpCost:
     """What one call must move and compute. Operations: `rounding` with inputs of reduced
     precision, `fixed` in bf16, `stored` with keys stored in FP8 or FP4."""
 
@@ -93,77 +93,82 @@ class Size:
         return max(self.num_bytes / gpu.read_gbs / 1e3, products / 1e6)
 
 
-def linear_size(tokens: int, rows: int, columns: int, weight: float = NVFP4_BYTES) -> Size:
+def linear_cost(tokens: int, rows: int, columns: int, weight: float = NVFP4_BYTES) -> OpCost:
     num_bytes = rows * columns * weight + 2.0 * tokens * (columns + rows)
-    return Size(num_bytes, 2.0 * tokens * rows * columns)
+    return OpCost(num_bytes, 2.0 * tokens * rows * columns)
 
 
-def grouped_size(shape: Shape, tokens: int) -> Size:
+def grouped_cost(shape: ModelShape, tokens: int) -> OpCost:
     width, rows = shape.heads * shape.head_dim, shape.groups * shape.o_rank
     columns = width // shape.groups
     num_bytes = rows * columns * NVFP4_BYTES + 2.0 * tokens * (width + rows)
-    return Size(num_bytes, 2.0 * tokens * rows * columns)
+    return OpCost(num_bytes, 2.0 * tokens * rows * columns)
 
 
-def experts_size(
-    shape: Shape, tokens: int, visited: float, *, shared: bool, weight_bytes: float = NVFP4_BYTES
-) -> Size:
+def experts_cost(
+    shape: ModelShape,
+    tokens: int,
+    visited: float,
+    *,
+    shared: bool,
+    weight_bytes: float = NVFP4_BYTES,
+) -> OpCost:
     """`visited`: the number of distinct experts that the tokens chose."""
     extra = 1 if shared else 0
     one = 3 * shape.hidden * shape.inner
     num_bytes = (visited + extra) * one * weight_bytes + 4.0 * tokens * shape.hidden
-    return Size(num_bytes, 2.0 * tokens * (shape.chosen + extra) * one)
+    return OpCost(num_bytes, 2.0 * tokens * (shape.chosen + extra) * one)
 
 
-def router_size(shape: Shape, tokens: int) -> Size:
+def router_cost(shape: ModelShape, tokens: int) -> OpCost:
     num_bytes = (shape.num_experts + tokens) * shape.hidden * BF16_BYTES
-    return Size(num_bytes, 0.0, 2.0 * tokens * shape.num_experts * shape.hidden)
+    return OpCost(num_bytes, 0.0, 2.0 * tokens * shape.num_experts * shape.hidden)
 
 
-def embed_size(shape: Shape, tokens: int) -> Size:
-    return Size(tokens * shape.hidden * 10.0, 0.0)
+def embed_cost(shape: ModelShape, tokens: int) -> OpCost:
+    return OpCost(tokens * shape.hidden * 10.0, 0.0)
 
 
-def expected_experts(shape: Shape, tokens: int) -> float:
+def expected_experts(shape: ModelShape, tokens: int) -> float:
     """Expected number of distinct experts under random routing."""
     missed = (1 - shape.chosen / shape.num_experts) ** tokens
     return shape.num_experts * (1 - missed)
 
 
-def op_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
+def op_costs(shape: ModelShape, tokens: int) -> Iterator[tuple[str, OpCost]]:
     """The ops of a model, under their names in benchmarks."""
     h, low = shape.hidden, shape.groups * shape.o_rank
-    inputs = linear_size(tokens, sum(shape.csa_inputs), h)
+    inputs = linear_cost(tokens, sum(shape.csa_inputs), h)
     rounding = 2.0 * tokens * h * sum(shape.csa_inputs[:2])
-    yield "csa inputs", Size(inputs.num_bytes, rounding, inputs.flops - rounding)
-    yield "wq_b", linear_size(tokens, shape.heads * shape.head_dim, shape.q_rank)
-    yield "wo_a", grouped_size(shape, tokens)
-    yield "wo_b", linear_size(tokens, h, low)
-    yield "shared gate/up", linear_size(tokens, 2 * shape.inner, h)
-    yield "router", router_size(shape, tokens)
-    yield "embed", embed_size(shape, tokens)
-    yield "mhc_boundary", Size(tokens * h * 20.0 + 24 * 4 * h * 4.0)
+    yield "csa inputs", OpCost(inputs.num_bytes, rounding, inputs.flops - rounding)
+    yield "wq_b", linear_cost(tokens, shape.heads * shape.head_dim, shape.q_rank)
+    yield "wo_a", grouped_cost(shape, tokens)
+    yield "wo_b", linear_cost(tokens, h, low)
+    yield "shared gate/up", linear_cost(tokens, 2 * shape.inner, h)
+    yield "router", router_cost(shape, tokens)
+    yield "embed", embed_cost(shape, tokens)
+    yield "mhc_boundary", OpCost(tokens * h * 20.0 + 24 * 4 * h * 4.0)
     if tokens <= MOST_DECODED:
         yield from _decode_sizes(shape, tokens)
-        head = linear_size(tokens, shape.vocabulary, h, BF16_BYTES)
-        yield "head", Size(head.num_bytes, 0.0, head.flops)
+        head = linear_cost(tokens, shape.vocabulary, h, BF16_BYTES)
+        yield "head", OpCost(head.num_bytes, 0.0, head.flops)
     visited = expected_experts(shape, tokens)
-    yield "experts+shared", experts_size(shape, tokens, visited, shared=True)
+    yield "experts+shared", experts_cost(shape, tokens, visited, shared=True)
 
 
-def _decode_sizes(shape: Shape, tokens: int) -> Iterator[tuple[str, Size]]:
+def _decode_sizes(shape: ModelShape, tokens: int) -> Iterator[tuple[str, OpCost]]:
     """Ops on the sequence state, one new token per sequence; contexts of 128k where named."""
     for name, entries in (("attention csa", shape.topk), ("attention hca 128k", 1024)):
         seen, queries = entries + WINDOW, shape.heads * shape.head_dim
         moved = tokens * (seen * KEY_BYTES + queries * 4.0)
         products = 2.0 * tokens * seen * queries  # with keys, and as many with values
         as_keys = products * (1 - ROPE_DIM / shape.head_dim)
-        yield name, Size(moved, fixed=2 * products - as_keys, stored=as_keys)
+        yield name, OpCost(moved, fixed=2 * products - as_keys, stored=as_keys)
     keys = tokens * 131072 / 4
-    scores = Size(keys * (INDEX_BYTES + 4.0), stored=keys * INDEX_WIDTH * 2.0)
+    scores = OpCost(keys * (INDEX_BYTES + 4.0), stored=keys * INDEX_WIDTH * 2.0)
     yield "index_scores 128k", scores
-    yield "index_select 32k", Size(tokens * 32768 * 4.0)
-    yield "sample", Size(tokens * shape.vocabulary * 8.0)
+    yield "index_select 32k", OpCost(tokens * 32768 * 4.0)
+    yield "sample", OpCost(tokens * shape.vocabulary * 8.0)
 
 
 # Kernel launches per call with a4 activations, from this many tokens on; counted for Flash by
@@ -217,20 +222,20 @@ def predict(
         if name not in SHAPES:
             raise OptionError(f"shape {name!r}, expected one of {', '.join(SHAPES)}")
         for count in counts:
-            for op, size in op_sizes(SHAPES[name], count):
+            for op, cost in op_costs(SHAPES[name], count):
                 if only not in op:
                     continue
-                floors = {width: round(size.floor_us(chip, width), 2) for width in WIDTHS}
-                memory_us = size.num_bytes / chip.read_gbs / 1e3
+                floors = {width: round(cost.floor_us(chip, width), 2) for width in WIDTHS}
+                memory_us = cost.num_bytes / chip.read_gbs / 1e3
                 yield Prediction(
                     op,
                     name,
                     count,
-                    size.num_bytes,
-                    size.flops,
+                    cost.num_bytes,
+                    cost.flops,
                     launches(op, count),
                     floors,
-                    "memory" if size.floor_us(chip, "a4") <= memory_us else "tensor cores",
+                    "memory" if cost.floor_us(chip, "a4") <= memory_us else "tensor cores",
                     measured.get((op, name, count)),
                 )
 

@@ -146,7 +146,7 @@ _IGNORED = frozenset(
 )
 
 
-class _Reader:
+class _ConfigReader:
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = dict(data)
         if "dim" in self.data and "hidden_size" not in self.data:
@@ -383,4 +383,4 @@ class _Reader:
 
 def read_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """Field values of ModelConfig from a parsed `config.json`, whatever its spelling."""
-    return _Reader(data).values()
+    return _ConfigReader(data).values()

@@ -73,7 +73,9 @@ def test_every_layout_loads_with_its_exact_values(layout, model, tmp_path) -> No
     assert seen[-1] == (checkpoint.nbytes, checkpoint.nbytes)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     unused = set(written.disk) - set(checkpoint.ignored)
-    used = {t.name for s in checkpoint.sources.values() for c in s.cells for t in c.stored.tensors}
+    used = {
+        t.name for s in checkpoint.sources.values() for c in s.matrices for t in c.stored.tensors
+    }
     assert unused == used
     assert loaded["norm.weight"].dtype == torch.float32
     assert loaded["layers.0.ffn.gate.tid2eid"].dtype == torch.int64

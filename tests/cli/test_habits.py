@@ -18,7 +18,7 @@ from dsv4.cli import app, progress
 from dsv4.cli.chat import COMMANDS, HELP, Terminal, complete
 from dsv4.cli.generate import _prompt_text
 from dsv4.cli.options import complete_model
-from dsv4.cli.progress import Stage, Work, parts_text, progress_line
+from dsv4.cli.progress import ProgressBar, StageStatus, parts_text, progress_line
 from dsv4.cli.serve import _Screen, ready_lines
 from dsv4.config import EngineConfig
 from dsv4.errors import CheckpointError, OptionError, RequestError
@@ -170,7 +170,7 @@ def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     out = io.StringIO()
     console = Console(file=out, width=80)
-    with Work(console, "loading weights") as work, Stage(console) as stage:
+    with ProgressBar(console, "loading weights") as work, StageStatus(console) as stage:
         work(1000, 4000)
         work(4000, 4000)  # the end says itself
         stage("next [part]")
@@ -185,7 +185,7 @@ def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_in_a_terminal_leaves_nothing() -> None:
     out = io.StringIO()
-    with Work(Console(file=out, width=80, force_terminal=True), "loading") as work:
+    with ProgressBar(Console(file=out, width=80, force_terminal=True), "loading") as work:
         work(1, 2)
     assert "loading" in out.getvalue()
     assert out.getvalue().rstrip().endswith("\x1b[2K")  # the line is cleared

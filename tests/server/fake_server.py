@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import dsv4.server.answers
-import dsv4.server.gate
+import dsv4.server.middleware
 import dsv4.server.run
 from dsv4.cli import main
 
@@ -20,6 +20,6 @@ def serve(*arguments: Any, **options: Any) -> None:
 if __name__ == "__main__":
     dsv4.server.run.serve = serve  # type: ignore[assignment]
     if "FAKE_HURRY" in os.environ:  # limits of time that a test can wait for
-        dsv4.server.run.HEADER_SECONDS = dsv4.server.gate.BODY_SECONDS = 1.5
+        dsv4.server.run.HEADER_SECONDS = dsv4.server.middleware.BODY_SECONDS = 1.5
         dsv4.server.answers.KEEP_ALIVE_SECONDS = 0.3
     main()

@@ -19,9 +19,9 @@ from pydantic_core import from_json
 from dsv4.chat import V4_OFFICIAL, Tokenizer
 from dsv4.chat.requests import read_chat_completions
 from dsv4.server.api_error import ApiError
+from dsv4.server.generation import plan_chat
 from dsv4.server.json_route import read_in_pieces
 from dsv4.server.options import MAX_LOGPROBS, SMALL_BYTES, ServerOptions
-from dsv4.server.orders import chat_order
 from dsv4.server.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, MessagesBody
 from dsv4.server.service import Service
 from dsv4.server.worker.link import EngineLink
@@ -259,10 +259,10 @@ def test_without_a_limit_of_its_own_an_answer_is_as_long_as_fits() -> None:
     service = Service("tiny", ServerOptions(), fake_link(max_context=100_000))
     conversation = read_chat_completions({"messages": ASK}, V4_OFFICIAL)
     body = ChatBody(messages=ASK)
-    order = chat_order(service, conversation, body, asked=None, logprobs=20, is_whole=True)
+    order = plan_chat(service, conversation, body, asked=None, logprobs=20, is_whole=True)
     assert order.num_logprobs <= MAX_LOGPROBS
     assert order.params.max_tokens == MAX_LOGPROBS // 21
-    streamed = chat_order(service, conversation, body, asked=None, logprobs=20)
+    streamed = plan_chat(service, conversation, body, asked=None, logprobs=20)
     assert streamed.params.max_tokens == 65536
 
 

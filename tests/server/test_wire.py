@@ -16,9 +16,9 @@ from dsv4.errors import OptionError
 from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
 from dsv4.server.answers import Answers
 from dsv4.server.api_error import ApiError
-from dsv4.server.metrics import Record
+from dsv4.server.generation import GenerationPlan
+from dsv4.server.metrics import RequestRecord
 from dsv4.server.options import ServerOptions
-from dsv4.server.orders import Order
 from dsv4.server.service import Service
 from dsv4.server.worker.link import MAX_TOKENS, EngineLink
 from dsv4.server.worker.mailbox import MAX_UNREAD, Mailbox, Scores
@@ -187,12 +187,12 @@ def test_a_late_chat_reader_gets_one_piece_of_text() -> None:
         link.state, link.facts = "ready", {"dialect": V4_OFFICIAL.name}
         service = Service("tiny", ServerOptions(), link)
         prompt = encode_prompt([{"role": "user", "content": "x"}], dialect=V4_OFFICIAL, mode="chat")
-        record = Record("id", "path", "tiny")
-        answers = Answers(service, Order(prompt, (1,), SamplingParams()), record)
+        record = RequestRecord("id", "path", "tiny")
+        answers = Answers(service, GenerationPlan(prompt, (1,), SamplingParams()), record)
         for token in service.tokenizer.encode("one two three"):
             answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
         answers._box.take(Output(f"{record.key}-0-0", (), "", "length"))
-        return [delta async for steps in answers.steps() for step in steps for delta in step.deltas]
+        return [delta async for steps in answers.updates() for step in steps for delta in step.deltas]
 
     assert [(delta.kind, delta.text) for delta in asyncio.run(run())] == [
         ("content", "one two three")
@@ -222,12 +222,12 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
         link.state, link.facts = "ready", {"dialect": V4_OFFICIAL.name}
         service = Service("tiny", ServerOptions(), link)
         prompt = encode_prompt([{"role": "user", "content": "x"}], dialect=V4_OFFICIAL, mode="chat")
-        order = Order(prompt, (1,), SamplingParams(), stops=("STOP",))
-        record = Record("id", "path", "tiny")
+        order = GenerationPlan(prompt, (1,), SamplingParams(), stops=("STOP",))
+        record = RequestRecord("id", "path", "tiny")
         answers = Answers(service, order, record)
         for token in service.tokenizer.encode("one STOP two three"):
             answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
-        found = [step async for steps in answers.steps() for step in steps]
+        found = [step async for steps in answers.updates() for step in steps]
         assert answers.choices[0].result.content == "one "
         return found
 

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from dsv4.checkpoint.findings import Finding
-from dsv4.tools.check import Report, check_checkpoint
+from dsv4.tools.check import CheckReport, check_checkpoint
 from dsv4.util.models import model_folder
 from tests.checkpoint import writers
 
 W1 = "layers.1.ffn.experts.0.w1"
 
 
-def checked(written: writers.Written, folder: Path, values: bool = True) -> Report:
+def checked(written: writers.Written, folder: Path, values: bool = True) -> CheckReport:
     return check_checkpoint(writers.save(written, folder), values=values)
 
 
-def status(report: Report, name: str) -> str:
+def status(report: CheckReport, name: str) -> str:
     return next(item.status for item in report.checks if item.name == name)
 
 
@@ -57,7 +57,7 @@ def test_dropped_global_tensors(layout: str, tmp_path) -> None:
     assert all("weight_scale_2 was dropped" in str(item) for item in report.findings)
 
 
-def causes(report: Report) -> list[Finding]:
+def causes(report: CheckReport) -> list[Finding]:
     assert not report.ok
     assert all(item.tensor and item.file and item.cause for item in report.findings)
     return report.findings

@@ -10,7 +10,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.load import state_memory
 from dsv4.runner.settings import Settings, resolve
-from dsv4.tools.plan import Plan, make_plan, subject_of
+from dsv4.tools.plan import Plan, make_plan, planned_model
 from dsv4.tools.plan_weights import SCHEMES, num_parameters, num_tensors, weight_bytes
 from tests.checkpoint import writers
 
@@ -37,21 +37,21 @@ COUNTS = {
 
 @pytest.mark.parametrize(("model", "weights"), list(PUBLISHED))
 def test_published_sizes(model: str, weights: str) -> None:
-    plan = make_plan(subject_of(model, weights), 150 * 10**9)
+    plan = make_plan(planned_model(model, weights), 150 * 10**9)
     assert plan.checkpoint_bytes == pytest.approx(PUBLISHED[model, weights], rel=0.0005)
 
 
 def test_official_sizes_are_exact_to_the_byte() -> None:
     for model in ("flash", "pro"):
-        assert subject_of(model, None).checkpoint_bytes == PUBLISHED[model, "official"]
+        assert planned_model(model, None).checkpoint_bytes == PUBLISHED[model, "official"]
 
 
 def test_sizes_without_the_draft() -> None:
     """2.4 and 2.6: layout (d) has no draft; BF16 through transformers loses it."""
-    sizes = {m: subject_of(m, "bf16") for m in ("flash", "pro")}
+    sizes = {m: planned_model(m, "bf16") for m in ("flash", "pro")}
     assert sum(sizes["flash"].groups.values()) == pytest.approx(568.8e9, rel=0.0005)
     assert sum(sizes["pro"].groups.values()) == pytest.approx(3146e9, rel=0.0005)
-    full = sum(subject_of("pro", "nvfp4-all").groups.values())
+    full = sum(planned_model("pro", "nvfp4-all").groups.values())
     assert full == pytest.approx(888.6e9, rel=0.005)
 
 
@@ -84,7 +84,7 @@ def test_parameter_counts() -> None:
 def test_experts_of_the_spec(weights: str, share: float) -> None:
     """5.3: all main experts in NVFP4; MXFP4 is kept and has a byte less for 32 weights."""
     for model, total in (("flash", 155.8e9), ("pro", 870.4e9)):
-        plan = make_plan(subject_of(model, weights), 10**12)
+        plan = make_plan(planned_model(model, weights), 10**12)
         assert plan.weight_bytes["routed experts"] == pytest.approx(share * total, rel=5e-4)
 
 
@@ -98,7 +98,7 @@ def test_experts_of_the_spec(weights: str, share: float) -> None:
     ],
 )
 def test_state_sizes_of_the_model_spec(model, index, per_token, at_million) -> None:
-    plan = make_plan(subject_of(model, None), 10**12, EngineConfig(index_format=index))
+    plan = make_plan(planned_model(model, None), 10**12, EngineConfig(index_format=index))
     growth = sum(plan.token_bytes.values())
     assert growth == pytest.approx(per_token, rel=1e-4)
     assert growth * 1048576 == pytest.approx(at_million, rel=0.005)
@@ -107,7 +107,7 @@ def test_state_sizes_of_the_model_spec(model, index, per_token, at_million) -> N
 
 
 def test_what_fits_fits_and_one_more_does_not() -> None:
-    subject, memory = subject_of("flash", "nvfp4"), 192 * 10**9
+    subject, memory = planned_model("flash", "nvfp4"), 192 * 10**9
     plan = make_plan(subject, memory, contexts=(65536,))
     used = sum(plan.weight_bytes.values()) + plan.step_bytes
     assert plan.free_bytes == memory - used
@@ -125,7 +125,7 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
 
 def test_the_plan_is_what_the_engine_decides() -> None:
     """Its settings come from `resolve`, its step from `state_memory`."""
-    subject, memory = subject_of("flash", None), 192 * 10**9
+    subject, memory = planned_model("flash", None), 192 * 10**9
     plan = make_plan(subject, memory)
     with patch("torch.cuda.mem_get_info", return_value=(memory, memory)):
         free = state_memory("cuda", sum(subject.groups.values()), has_gpu=True)
@@ -134,7 +134,7 @@ def test_the_plan_is_what_the_engine_decides() -> None:
 
 
 def test_users_with_a_context() -> None:
-    subject = subject_of("flash", None)
+    subject = planned_model("flash", None)
     asked = EngineConfig(max_sequences=32, max_context=100_000)
     plan = make_plan(subject, 192 * 10**9, asked, contexts=(100_000,))
     assert plan.settings is not None
@@ -147,18 +147,18 @@ def test_users_with_a_context() -> None:
 
 
 def test_advice_names_only_what_this_version_can_do() -> None:
-    plan = make_plan(subject_of("flash", "bf16"), 192 * 10**9)
+    plan = make_plan(planned_model("flash", "bf16"), 192 * 10**9)
     assert not plan.possible
     assert "one GPU" in plan.advice[0]
     [better] = plan.advice[1:]
     assert "official weights" in better
-    assert make_plan(subject_of("flash", "official"), 192 * 10**9).possible
-    assert len(make_plan(subject_of("pro", "bf16"), 150 * 10**9).advice) == 1
+    assert make_plan(planned_model("flash", "official"), 192 * 10**9).possible
+    assert len(make_plan(planned_model("pro", "bf16"), 150 * 10**9).advice) == 1
 
 
 def test_a_checkpoint_folder(tmp_path) -> None:
     written = writers.made("modelopt-experts")
-    subject = subject_of("mine", None, writers.save(written, tmp_path))
+    subject = planned_model("mine", None, writers.save(written, tmp_path))
     assert subject.weights == "modelopt-experts"
     assert subject.checkpoint_bytes == sum(a.nbytes for _, a in written.disk.values())
     plan: Plan = make_plan(subject, 10**10)
@@ -169,11 +169,11 @@ def test_a_checkpoint_folder(tmp_path) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: subject_of("huge", None),
-        lambda: subject_of("flash", "int4"),
-        lambda: make_plan(subject_of("flash", None), 5),
-        lambda: make_plan(subject_of("flash", None), 10**11, contexts=(0,)),
-        lambda: make_plan(subject_of("flash", None), 10**11, EngineConfig(max_context=2**21)),
+        lambda: planned_model("huge", None),
+        lambda: planned_model("flash", "int4"),
+        lambda: make_plan(planned_model("flash", None), 5),
+        lambda: make_plan(planned_model("flash", None), 10**11, contexts=(0,)),
+        lambda: make_plan(planned_model("flash", None), 10**11, EngineConfig(max_context=2**21)),
     ],
 )
 def test_wrong_options(call) -> None:

@@ -23,11 +23,11 @@ from dsv4.tools.predict import (
     MOST_DECODED,
     RECORDS,
     SHAPES,
-    Size,
+    OpCost,
     expected_experts,
     launches,
     newest_record,
-    op_sizes,
+    op_costs,
     predict,
 )
 from tests.ops.kernels.compiling import interpreted
@@ -57,7 +57,7 @@ def test_floors_by_hand() -> None:
     assert scores.bytes == 32768 * (64 + 4 + 4)
     assert scores.operations == 32768 * 2 * 64 * 128
     assert scores.floor_us["a4"] == round(scores.bytes / 8e6, 2)
-    assert Size(0.0, stored=4.5e9).floor_us(GPUS["b200"], "a16") == pytest.approx(1.0)
+    assert OpCost(0.0, stored=4.5e9).floor_us(GPUS["b200"], "a16") == pytest.approx(1.0)
     assert found["attention csa", 1].bytes == 640 * 584 + 64 * 512 * (2 + 2)
     assert {row.note for row in found.values()} == {"predicted, not run"}
 
@@ -81,7 +81,7 @@ def test_sizes_are_those_of_the_measured_ops() -> None:
     assert recorded.keys() <= newest_record()[1].keys()
     for (op, shape, tokens), wanted in recorded.items():
         if op in LAUNCHES:
-            found = dict(op_sizes(SHAPES[shape], tokens))[op].num_bytes
+            found = dict(op_costs(SHAPES[shape], tokens))[op].num_bytes
             random_choice = op.startswith("experts")
             assert found == pytest.approx(wanted, rel=0.05 if random_choice else 1e-9), op
 

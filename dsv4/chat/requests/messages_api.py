@@ -10,10 +10,10 @@ from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Call,
     Message,
     Piece,
     Tool,
+    ToolCall,
     check_unique,
     read_arguments,
     read_call_name,
@@ -123,7 +123,7 @@ def _assistant(content: object, path: str) -> Message:
         return Message("assistant", path, read_content(content, path, "assistant"))
     reasoning: list[str] = []
     answer: list[Piece] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     call_ids: set[str] = set()
     for place, part in enumerate(content):
         where = f"{path}[{place}]"
@@ -145,13 +145,13 @@ def _assistant(content: object, path: str) -> Message:
     )
 
 
-def _tool_use(fields: Mapping[str, Any], path: str, earlier: set[str]) -> Call:
+def _tool_use(fields: Mapping[str, Any], path: str, earlier: set[str]) -> ToolCall:
     call_id = read_text(fields.get("id"), f"{path}.id")
     if call_id in earlier:
         fail(f"{path}.id", f"{show(call_id)} a second time", "an id of its own for each call")
     earlier.add(call_id)
     arguments = read_object(fields.get("input"), f"{path}.input")
-    return Call(
+    return ToolCall(
         id=call_id,
         name=read_call_name(fields.get("name"), f"{path}.name"),
         arguments=read_arguments(arguments, f"{path}.input"),

@@ -9,10 +9,10 @@ from dsv4.chat.fields import fail, read_list, read_object, read_text, show
 from dsv4.chat.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Call,
     Message,
     Piece,
     Tool,
+    ToolCall,
     check_unique,
     read_call_name,
     read_content,
@@ -64,7 +64,7 @@ class _Items:
         self._path = ""
         self._reasoning: list[str] = []
         self._content: list[Piece] = []
-        self._calls: list[Call] = []
+        self._calls: list[ToolCall] = []
         self._call_ids: set[str] = set()
         self._is_open = False
 
@@ -125,7 +125,7 @@ class _Items:
         self._content += ["\n\n"] if self._content else []
         self._content += content
 
-    def _call(self, item: Mapping[str, Any], path: str) -> Call:
+    def _call(self, item: Mapping[str, Any], path: str) -> ToolCall:
         call_id = read_text(item.get("call_id"), f"{path}.call_id")
         if call_id in self._call_ids:
             fail(
@@ -138,7 +138,7 @@ class _Items:
         if item.get("namespace") is not None:
             namespace = _namespace(item["namespace"], f"{path}.namespace")
             name = namespace + _separator(self._dialect) + name
-        return Call(call_id, name, read_text(item.get("arguments"), f"{path}.arguments"))
+        return ToolCall(call_id, name, read_text(item.get("arguments"), f"{path}.arguments"))
 
     def _open(self, path: str) -> None:
         if not self._is_open:

@@ -11,7 +11,7 @@ from rich.console import Console
 from dsv4.cli.bench.serve import serve
 from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
-from dsv4.cli.progress import Stage
+from dsv4.cli.progress import StageStatus
 from dsv4.errors import OptionError
 from dsv4.util.output import check_output
 
@@ -47,7 +47,7 @@ def ops(
         return
     rows: list[Ceilings | Result] = []
     table: list[tuple[str, ...]] = []
-    stage, total = Stage(Console(stderr=True)), num_results(shape, counts, only)
+    stage, total = StageStatus(Console(stderr=True)), num_results(shape, counts, only)
     for row in bench_ops(shape, counts, only):
         rows.append(row)
         if isinstance(row, Ceilings):
@@ -156,7 +156,7 @@ def quality(
         for wrong in score.wrong:
             console.print(f"  {wrong}", highlight=False, markup=False)
 
-    with broken(engine, variant), Stage(console) as stage:
+    with broken(engine, variant), StageStatus(console) as stage:
         stage(f"asking up to {count} questions of each skill: {', '.join(items)}", 0, total)
         scores = measure(engine, items, count, sizes, show)
         stage("reading held-out stories", done, total)

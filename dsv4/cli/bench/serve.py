@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.options import MODEL, load_engine
-from dsv4.cli.progress import Stage, Work
+from dsv4.cli.progress import ProgressBar, StageStatus
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.util.models import model_folder
@@ -21,10 +21,10 @@ from dsv4.util.output import check_output
 if TYPE_CHECKING:
     from dsv4.engine import Engine
     from dsv4.tools.speed.http import Share
-    from dsv4.tools.speed.serve import Alone, Measured, Ready, Warnings
+    from dsv4.tools.speed.serve import IdleLatency, Measured, Ready, Warnings
     from dsv4.tools.speed.traffic import LoadResult
 
-    Row = Ready | Alone | LoadResult | Warnings | Share
+    Row = Ready | IdleLatency | LoadResult | Warnings | Share
 
 FITTING_LAYERS = {"flash": 24, "pro": 6}
 MAX_CONTEXT, MAX_SEQUENCES = 8192, 64
@@ -61,7 +61,7 @@ def serve(
     own = [Load.parse(text) for text in load] or ([STREAMS] if http else [])
     options = dict(choices or {})
     report, measured = _Report(record, plot, as_json), []
-    with Stage(Console(stderr=True)) as stage:
+    with StageStatus(Console(stderr=True)) as stage:
         engine, ready = _start(model, shape, layers, options, stage)
         report.add(ready, stage)
         lengths, loads = ([], own) if own else default_loads(engine)
@@ -92,7 +92,7 @@ def serve(
 
 
 def _start(
-    model: str, shape: str, layers: int, options: dict[str, Any], stage: Stage
+    model: str, shape: str, layers: int, options: dict[str, Any], stage: StageStatus
 ) -> "tuple[Engine, Ready]":
     """Start an engine; this benchmark's own defaults are added to `options`."""
     from dsv4.tools.speed.model import shape_config
@@ -106,7 +106,7 @@ def _start(
         options["max_sequences"] = MAX_SEQUENCES
     if shape:
         stage(f"random weights of {config.num_layers} layers of {shape}, then warm-up")
-        with Work(Console(stderr=True), "warming up", "steps") as work:
+        with ProgressBar(Console(stderr=True), "warming up", "steps") as work:
 
             def warm_up(done: int, total: int) -> None:
                 stage.pause()
@@ -126,7 +126,7 @@ class _Report:
         self._record, self._plot, self._as_json = record, plot, as_json
         self._lines: list[str] = []
 
-    def add(self, row: "Row", stage: Stage) -> None:
+    def add(self, row: "Row", stage: StageStatus) -> None:
         from dsv4.tools.bench_ops import run_facts
 
         kind = {"LoadResult": "load"}.get(type(row).__name__, type(row).__name__.lower())
@@ -149,13 +149,13 @@ class _Report:
 def text_of(row: "Row") -> str:
     """A row for the terminal."""
     from dsv4.tools.speed.http import Share
-    from dsv4.tools.speed.serve import Alone, Ready, Warnings
+    from dsv4.tools.speed.serve import IdleLatency, Ready, Warnings
     from dsv4.tools.speed.traffic import Load
 
     if isinstance(row, Ready):
         made = "" if row.weights_s is None else f", weights made in {row.weights_s:g} s"
         return f"{row.model}: ready after {row.ready_s:g} s{made}"
-    if isinstance(row, Alone):
+    if isinstance(row, IdleLatency):
         return (
             f"alone, {row.num_prompt} in: first token {row.first_ms:g} ms "
             f"({row.num_cached} cached: {row.cached_first_ms:g} ms), gap {row.gap_ms:g} ms"

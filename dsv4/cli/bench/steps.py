@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from dsv4.cli.progress import Stage
+from dsv4.cli.progress import StageStatus
 from dsv4.errors import OptionError
 from dsv4.util.output import check_output
 
@@ -98,7 +98,7 @@ def _show(
     check_output(files=(record, plot))
     console = Console()
     seen: list[Ceilings | StepResult] = []
-    stage, done = Stage(Console(stderr=True)), 0
+    stage, done = StageStatus(Console(stderr=True)), 0
     stage("making random weights")
     for part in (rows, more or iter(())):
         for row in part:

@@ -11,11 +11,11 @@ from dsv4.chat.output.stops import read_stops
 from dsv4.chat.requests import read_chat_completions
 from dsv4.errors import RequestError
 from dsv4.request import TokenLogprobs
-from dsv4.server.answers import Answers, Choice, Step
+from dsv4.server.answers import Answers, Choice, ChoiceUpdate
 from dsv4.server.api_error import ApiError
+from dsv4.server.generation import GenerationPlan, body_guide, plan_chat, read_budget
 from dsv4.server.json_route import make_router
-from dsv4.server.metrics import Record
-from dsv4.server.orders import Order, body_guide, chat_order, read_budget
+from dsv4.server.metrics import RequestRecord
 from dsv4.server.schemas import ChatBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread, token_text
 from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected, whole_answer
@@ -31,28 +31,28 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     body.check_streaming()
     name = service.accept(body, body.num_choices)
     fields = await request.json()
-    order = await in_thread(lambda: _order(service, body, fields))
-    record = Record(request.state.request_id, "/v1/chat/completions", name)
-    answers = Answers(service, order, record)
-    writer = _Writer(service, body, answers)
+    plan = await in_thread(lambda: _plan(service, body, fields))
+    record = RequestRecord(request.state.request_id, "/v1/chat/completions", name)
+    answers = Answers(service, plan, record)
+    writer = _ChatWriter(service, body, answers)
     if body.stream:
         await while_connected(request, answers.start())
         return EventStream(writer.stream(), {})
-    num_prompt = len(order.prompt_ids) if body.prompt_logprobs is not None else 0
-    num_logprobs = num_prompt * (1 + (body.prompt_logprobs or 0)) + order.num_logprobs
+    num_prompt = len(plan.prompt_ids) if body.prompt_logprobs is not None else 0
+    num_logprobs = num_prompt * (1 + (body.prompt_logprobs or 0)) + plan.num_logprobs
     with service.hold_logprobs(num_logprobs):
         await while_connected(request, answers.start())
         await while_connected(request, answers.finish())
         if body.prompt_logprobs is not None:
-            scoring = prompt_logprobs(service, record, order.prompt_ids, body.prompt_logprobs)
+            scoring = prompt_logprobs(service, record, plan.prompt_ids, body.prompt_logprobs)
             writer.prompt_logprobs = await while_connected(request, scoring)
         return await whole_answer(writer.whole, writer.num_entries)
 
 
-def _order(service: Service, body: ChatBody, fields: dict[str, Any]) -> Order:
+def _plan(service: Service, body: ChatBody, fields: dict[str, Any]) -> GenerationPlan:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs: found it without logprobs, expected logprobs: true")
-    return chat_order(
+    return plan_chat(
         service,
         read_chat_completions(fields, service.dialect),
         body,
@@ -73,7 +73,7 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return 0 if body.num_choices > (body.n or 1) else None  # needed to rank the choices
 
 
-class _Writer:
+class _ChatWriter:
     """Writes chat completions, whole or in chunks."""
 
     def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
@@ -141,11 +141,11 @@ class _Writer:
         try:
             for choice in self._answers.choices:
                 yield self._chunk(choice.index, {"role": "assistant", "content": ""})
-            async for steps in self._answers.steps():
-                if not steps:
+            async for updates in self._answers.updates():
+                if not updates:
                     yield KEEP_ALIVE
-                for step in steps:
-                    for data in self._chunks(step):
+                for update in updates:
+                    for data in self._chunks(update):
                         yield data
             if self._has_usage:
                 last = {**self._base, "object": "chat.completion.chunk", "choices": []}
@@ -154,20 +154,20 @@ class _Writer:
             yield event(error.body("/v1/chat/completions"))
         yield DONE
 
-    def _chunks(self, step: Step) -> list[bytes]:
-        logprobs = self._logprobs(step) if self._has_logprobs else None
+    def _chunks(self, update: ChoiceUpdate) -> list[bytes]:
+        logprobs = self._logprobs(update) if self._has_logprobs else None
         found = []
-        for delta in step.deltas:
-            content = self._delta(delta, self._answers.choices[step.choice])
+        for delta in update.deltas:
+            content = self._delta(delta, self._answers.choices[update.choice])
             if content is not None:
-                found.append(self._chunk(step.choice, content, logprobs))
+                found.append(self._chunk(update.choice, content, logprobs))
                 logprobs = None
-        if logprobs is not None and (step.logprobs or step.reasoning_logprobs):
-            found.append(self._chunk(step.choice, {}, logprobs))  # its text is buffered for now
-        if step.is_last:
-            result = self._answers.choices[step.choice].result
+        if logprobs is not None and (update.logprobs or update.reasoning_logprobs):
+            found.append(self._chunk(update.choice, {}, logprobs))  # its text is buffered for now
+        if update.is_last:
+            result = self._answers.choices[update.choice].result
             extra = {"stop_reason": result.stop_sequence}
-            found.append(self._chunk(step.choice, {}, None, result.finish_reason, extra))
+            found.append(self._chunk(update.choice, {}, None, result.finish_reason, extra))
         return found
 
     def _delta(self, delta: Delta, choice: Choice) -> dict[str, Any] | None:
@@ -208,10 +208,10 @@ class _Writer:
 
     # --- logprobs -----------------------------------------------------------------------------
 
-    def _logprobs(self, step: Step) -> dict[str, Any]:
-        found: dict[str, Any] = {"content": self._entries(step.logprobs), "refusal": None}
-        if self._shows_reasoning and step.reasoning_logprobs:
-            found["reasoning_content"] = self._entries(step.reasoning_logprobs)
+    def _logprobs(self, update: ChoiceUpdate) -> dict[str, Any]:
+        found: dict[str, Any] = {"content": self._entries(update.logprobs), "refusal": None}
+        if self._shows_reasoning and update.reasoning_logprobs:
+            found["reasoning_content"] = self._entries(update.reasoning_logprobs)
         return found
 
     def _entries(self, items: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
 async def prompt_logprobs(
-    service: Service, record: Record, ids: Sequence[int], top: int
+    service: Service, record: RequestRecord, ids: Sequence[int], top: int
 ) -> PromptLogprobs:
     """Log-probabilities of each prompt token by its id; none for the first."""
     found: PromptLogprobs = [None]

@@ -14,10 +14,10 @@ from dsv4.request import Output, SamplingParams, TokenLogprobs
 from dsv4.request import Request as EngineRequest
 from dsv4.server.answers import failure, later_seed
 from dsv4.server.api_error import ApiError
+from dsv4.server.generation import body_guide, sampling_params
 from dsv4.server.json_route import make_router
-from dsv4.server.metrics import Record
+from dsv4.server.metrics import RequestRecord
 from dsv4.server.options import KEEP_ALIVE_SECONDS
-from dsv4.server.orders import body_guide, sampling_params
 from dsv4.server.routes.chat import LEAST_LOGPROB, PromptLogprobs, prompt_logprobs
 from dsv4.server.schemas import CompletionBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread
@@ -62,7 +62,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     prompts = await in_thread(lambda: _prompts(service, body))
     longest = max(len(prompt.ids) for prompt in prompts)
     params = await in_thread(lambda: _params(service, body, longest))
-    record = Record(request.state.request_id, "/v1/completions", name)
+    record = RequestRecord(request.state.request_id, "/v1/completions", name)
     run = _Run(service, body, prompts, params, record)
     with service.hold_logprobs(_held_logprobs(body, prompts, params)):
         await while_connected(request, run.start())
@@ -141,7 +141,7 @@ class _Run:
         body: CompletionBody,
         prompts: list[_Prompt],
         params: SamplingParams,
-        record: Record,
+        record: RequestRecord,
     ) -> None:
         self._service = service
         self._body = body

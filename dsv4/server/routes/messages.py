@@ -11,9 +11,9 @@ from dsv4.chat import Delta, Parsed, jsontext
 from dsv4.chat.requests import read_messages_api
 from dsv4.server.answers import Answers, Choice
 from dsv4.server.api_error import ApiError
+from dsv4.server.generation import GenerationPlan, plan_chat, read_budget, refuse_images
 from dsv4.server.json_route import make_router
-from dsv4.server.metrics import Record
-from dsv4.server.orders import Order, chat_order, read_budget, refuse_images
+from dsv4.server.metrics import RequestRecord
 from dsv4.server.schemas import CountBody, MessagesBody
 from dsv4.server.service import Service, in_thread
 from dsv4.server.sse import EventStream, event, while_connected
@@ -30,11 +30,11 @@ async def messages(request: Request, body: MessagesBody) -> Response:
     _refuse_thread(body)
     name = service.accept(body)
     fields = await request.json()
-    order = await in_thread(lambda: _order(service, body, fields))
-    record = Record(request.state.request_id, "/v1/messages", name)
-    answers = Answers(service, order, record)
+    plan = await in_thread(lambda: _plan(service, body, fields))
+    record = RequestRecord(request.state.request_id, "/v1/messages", name)
+    answers = Answers(service, plan, record)
     await while_connected(request, answers.start())
-    writer = _Writer(answers)
+    writer = _MessagesWriter(answers)
     if body.stream:
         return EventStream(writer.stream(), {})
     await while_connected(request, answers.finish())
@@ -68,9 +68,9 @@ def _refuse_thread(body: CountBody) -> None:
         )
 
 
-def _order(service: Service, body: MessagesBody, fields: dict[str, Any]) -> Order:
+def _plan(service: Service, body: MessagesBody, fields: dict[str, Any]) -> GenerationPlan:
     choice = body.tool_choice or {}
-    return chat_order(
+    return plan_chat(
         service,
         read_messages_api(fields, service.dialect),
         body,
@@ -82,7 +82,7 @@ def _order(service: Service, body: MessagesBody, fields: dict[str, Any]) -> Orde
     )
 
 
-class _Writer:
+class _MessagesWriter:
     """Writes an answer as content blocks, whole or as events."""
 
     def __init__(self, answers: Answers) -> None:
@@ -134,11 +134,11 @@ class _Writer:
         begun = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message={**self._base, "content": [], **begun})
         try:
-            async for steps in self._answers.steps():
-                if not steps:
+            async for updates in self._answers.updates():
+                if not updates:
                     yield _PING
-                for step in steps:
-                    for delta in step.deltas:
+                for update in updates:
+                    for delta in update.deltas:
                         for data in self._write(delta):
                             yield data
             for data in self._close():

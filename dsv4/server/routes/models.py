@@ -7,8 +7,8 @@ from fastapi import Request, Response
 
 from dsv4.chat.requests import read_chat_completions
 from dsv4.server.api_error import ApiError
+from dsv4.server.generation import refuse_images
 from dsv4.server.json_route import make_router
-from dsv4.server.orders import refuse_images
 from dsv4.server.schemas import DetokenizeBody, TokenizeBody
 from dsv4.server.service import Service, in_thread, token_text
 from dsv4.server.sse import whole_answer

@@ -12,9 +12,9 @@ from dsv4.chat.requests import read_responses
 from dsv4.errors import RequestError
 from dsv4.server.answers import Answers, Choice
 from dsv4.server.api_error import ApiError
+from dsv4.server.generation import GenerationPlan, plan_chat
 from dsv4.server.json_route import make_router
-from dsv4.server.metrics import Record
-from dsv4.server.orders import Order, chat_order
+from dsv4.server.metrics import RequestRecord
 from dsv4.server.schemas import ResponsesBody
 from dsv4.server.service import Service, in_thread
 from dsv4.server.sse import KEEP_ALIVE, EventStream, event, while_connected
@@ -29,22 +29,22 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
     service: Service = request.app.state.service
     name = service.accept(body)
     fields = await request.json()
-    order = await in_thread(lambda: _order(service, body, fields))
-    record = Record(request.state.request_id, "/v1/responses", name)
-    answers = Answers(service, order, record)
+    plan = await in_thread(lambda: _plan(service, body, fields))
+    record = RequestRecord(request.state.request_id, "/v1/responses", name)
+    answers = Answers(service, plan, record)
     await while_connected(request, answers.start())
-    writer = _Writer(fields, order, answers)
+    writer = _ResponsesWriter(fields, plan, answers)
     if body.stream:
         return EventStream(writer.stream(), {})
     await while_connected(request, writer.collect())
     return JSONResponse(writer.response(writer.status))
 
 
-def _order(service: Service, body: ResponsesBody, fields: dict[str, Any]) -> Order:
+def _plan(service: Service, body: ResponsesBody, fields: dict[str, Any]) -> GenerationPlan:
     for name in body.include or []:
         if "logprobs" in name:
             raise RequestError(f"include: found {name[:80]!r}, expected none of log-probabilities")
-    return chat_order(
+    return plan_chat(
         service,
         read_responses(fields, service.dialect),
         body,
@@ -53,12 +53,12 @@ def _order(service: Service, body: ResponsesBody, fields: dict[str, Any]) -> Ord
     )
 
 
-class _Writer:
+class _ResponsesWriter:
     """Writes an answer as items. Whole answers and event streams share the same steps."""
 
-    def __init__(self, fields: dict[str, Any], order: Order, answers: Answers) -> None:
+    def __init__(self, fields: dict[str, Any], plan: GenerationPlan, answers: Answers) -> None:
         self._fields = fields
-        self._tools = {tool.name: tool for tool in order.prompt.tools}
+        self._tools = {tool.name: tool for tool in plan.prompt.tools}
         self._answers = answers
         self._choice: Choice = answers.choices[0]
         self._items: list[Item] = []
@@ -74,9 +74,9 @@ class _Writer:
         return "incomplete" if is_cut else "completed"
 
     async def collect(self) -> None:
-        async for steps in self._answers.steps():
-            for step in steps:
-                for delta in step.deltas:
+        async for updates in self._answers.updates():
+            for update in updates:
+                for delta in update.deltas:
                     self.take(delta)
         self.close()
 
@@ -84,11 +84,11 @@ class _Writer:
         yield self._write("response.created", response=self.response("in_progress"))
         yield self._write("response.in_progress", response=self.response("in_progress"))
         try:
-            async for steps in self._answers.steps():
-                if not steps:
+            async for updates in self._answers.updates():
+                if not updates:
                     yield KEEP_ALIVE
-                for step in steps:
-                    for delta in step.deltas:
+                for update in updates:
+                    for delta in update.deltas:
                         self.take(delta)
                     for data in self._take_events():
                         yield data

@@ -60,14 +60,14 @@ def _run(channel: Channel) -> int:
     logging.basicConfig(level=start["log_level"], format="engine: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(escape_arguments)
-    heart = Heart(channel)
+    heartbeat = Heartbeat(channel)
     try:
         engine = _load(start, channel)
     except Dsv4Error as error:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
     with contextlib.suppress(ConnectionError):  # the web process ended during a step
-        Worker(engine, channel, heart).run()
+        Worker(engine, channel, heartbeat).run()
     engine.close()
     if engine.failure is not None:  # the web process starts all ranks again
         logging.error("%s", engine.failure)
@@ -78,7 +78,7 @@ def _run(channel: Channel) -> int:
 def _load(start: Message, channel: Channel) -> Engine:
     prepared = prepare(start["model"], EngineConfig.make(**start["choices"]))
     channel.send({"kind": "plan", "text": str(prepared)})
-    load, warm = _tell(channel, "load"), _tell(channel, "warm-up")
+    load, warm = _progress_sender(channel, "load"), _progress_sender(channel, "warm-up")
     engine = Engine.load(prepared, progress=load, warm_up_progress=warm)
     warm_up = SamplingParams(max_tokens=2, temperature=0)
     engine.generate([[engine.config.bos_id]], warm_up)  # runs every op once; nothing is built later
@@ -87,7 +87,7 @@ def _load(start: Message, channel: Channel) -> Engine:
     return engine
 
 
-def _tell(channel: Channel, stage: str) -> Callable[[int, int], None]:
+def _progress_sender(channel: Channel, stage: str) -> Callable[[int, int], None]:
     """Sends progress at most ten times a second, and the end."""
     last = 0.0
 
@@ -119,7 +119,7 @@ def _stats(engine: Engine) -> Message:
     return {"kind": "stats", "stats": dataclasses.asdict(engine.stats())}
 
 
-class Heart:
+class Heartbeat:
     """A thread that sends heartbeats with the time since the loop's last iteration."""
 
     def __init__(self, channel: Channel) -> None:
@@ -190,10 +190,10 @@ class _Scoring:
 class Worker:
     """The loop around `Engine.step`. A thread reads messages, so that no step waits for input."""
 
-    def __init__(self, engine: Engine, channel: Channel, heart: "Heart") -> None:
+    def __init__(self, engine: Engine, channel: Channel, heartbeat: "Heartbeat") -> None:
         self._engine = engine
         self._channel = channel
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._scores: deque[_Scoring] = deque()
         self._stats_at = 0.0
@@ -203,7 +203,7 @@ class Worker:
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
         while self._engine.failure is None and self._take_messages():
-            self._heart.turned_at = time.monotonic()
+            self._heartbeat.turned_at = time.monotonic()
             outputs = self._engine.step()
             if outputs:
                 found = [self._to_wire(output) for output in outputs]

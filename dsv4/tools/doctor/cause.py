@@ -10,7 +10,7 @@ from dsv4.formats.quantized import Weight
 from dsv4.ops.arguments import copied
 from dsv4.tools.doctor.compare import difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
-from dsv4.tools.doctor.plain.stations import Call, Matrix, pick, read_entries, results
+from dsv4.tools.doctor.plain.stations import ExpectedWeight, OpCall, pick, read_entries, results
 
 SAME_WEIGHT = 1e-2  # relative: an engine may hold bf16 where the file has more bits
 LIKE_WEIGHT = 0.25  # the same weight in a coarser format
@@ -23,7 +23,7 @@ class Cause:
     argument: str = ""
 
 
-def find_cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
+def find_cause(call: OpCall, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
     return (
         _wrong_argument(call, layer, taps)
         or _wrong_input(call, layer, taps)
@@ -44,10 +44,10 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return rows.worst
 
 
-def _wrong_argument(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+def _wrong_argument(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
     for path, expected in call.station.arguments(layer, taps).items():
         value = pick(call.before, path)
-        if isinstance(expected, Matrix):
+        if isinstance(expected, ExpectedWeight):
             cause = _wrong_weight(path, value, expected, layer)
             if cause is not None:
                 return cause
@@ -64,7 +64,7 @@ def _wrong_argument(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
     return None
 
 
-def _wrong_weight(path: str, value: Any, matrix: Matrix, layer: PlainLayer) -> Cause | None:
+def _wrong_weight(path: str, value: Any, matrix: ExpectedWeight, layer: PlainLayer) -> Cause | None:
     """A weight that differs from the file, and the misreading of the file that explains it."""
     if value is None:
         return Cause("argument", f"its argument {path} is missing", path)
@@ -90,7 +90,7 @@ def dense(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
-def _wrong_input(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+def _wrong_input(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
     """An argument that should equal an earlier op's result but does not."""
     for path, tap in call.station.inputs.items():
         value = pick(call.before, path)
@@ -107,11 +107,11 @@ def _wrong_input(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
 
 
 def _wrong_kernel(
-    call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]
+    call: OpCall, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]
 ) -> Cause | None:
     arguments = copied(call.before)
     result = call.op.reference(**arguments)
-    again = results(Call(call.layer, call.station, call.op, {}, arguments, result), layer, taps)
+    again = results(OpCall(call.layer, call.station, call.op, {}, arguments, result), layer, taps)
     for tap, value in again.items():
         if not difference(found[tap], value).within(limits(tap, layer.formats)):
             text = f"what ran differs from the reference of {call.op.name} on the same arguments"
@@ -119,7 +119,7 @@ def _wrong_kernel(
     return None
 
 
-def _wrong_state(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+def _wrong_state(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
     """Keys or rows that differ from what was written."""
     a = call.before
     if call.station.name == "attention":
@@ -159,7 +159,7 @@ def _stale(
     return Cause("state", text)
 
 
-def _stale_tail(call: Call, layer: PlainLayer, taps: Taps) -> Cause | None:
+def _stale_tail(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
     state, batch = call.before["state"], call.before["batch"]
     before = torch.arange(max(taps.start - state.rows, 0), taps.start)
     if before.numel() == 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.tools.doctor.cause import Cause, find_cause
 from dsv4.tools.doctor.compare import Error, Limits, difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
-from dsv4.tools.doctor.plain.stations import Call, layer_stations, pick, results
+from dsv4.tools.doctor.plain.stations import OpCall, layer_stations, pick, results
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ LayerMaker = Callable[[int], PlainLayer]
 
 
 @dataclass
-class Cell:
+class GridCell:
     """One cell of the picture: one station of one layer, over the whole run."""
 
     layer: int
@@ -46,8 +46,8 @@ class Cell:
 class Evidence:
     """The first wrong call of a run, for a capsule."""
 
-    cell: Cell
-    call: Call
+    cell: GridCell
+    call: OpCall
     found: dict[str, Tensor]
     expected: dict[str, Tensor]
 
@@ -61,7 +61,7 @@ class Checker:
         self._layer: PlainLayer | None = None
         self.taps = [Taps() for _ in range(num_layers)]
         self.own = [Taps() for _ in range(num_layers)]  # of the plain model on its own results
-        self.cells: dict[tuple[int, str], Cell] = {}
+        self.cells: dict[tuple[int, str], GridCell] = {}
         self.first: Evidence | None = None
         self.end_to_end: dict[int, Error] = {}  # streams after a layer; the last one: logits
         self.step = -1
@@ -76,16 +76,18 @@ class Checker:
         if self._layer is None or self._layer.layer != number:
             self._layer = self._make_layer(number)
             for station in layer_stations(self._layer):
-                cell = Cell(number, station.name, station.op)
+                cell = GridCell(number, station.name, station.op)
                 self.cells.setdefault((number, station.name), cell)
         return self._layer
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: OpCall) -> None:
         layer, taps = self.layer(call.layer), self.taps[call.layer]
         station = call.station
         cell = self.cells.get((call.layer, station.name))
         if cell is None:  # an op that this kind of layer does not use
-            cell = self.cells[call.layer, station.name] = Cell(call.layer, station.name, station.op)
+            cell = self.cells[call.layer, station.name] = GridCell(
+                call.layer, station.name, station.op
+            )
         if station.name == "mix_attention" and call.layer > 0:
             hand_on(self.taps[call.layer - 1], taps)
             self.taps[call.layer - 1].forget()
@@ -105,8 +107,8 @@ class Checker:
 
     def _judge(
         self,
-        call: Call,
-        cell: Cell,
+        call: OpCall,
+        cell: GridCell,
         layer: PlainLayer,
         taps: Taps,
         found: dict[str, Tensor],
@@ -165,7 +167,7 @@ def _position(tap: str, row: int, layer: PlainLayer, taps: Taps) -> int:
     return taps.start + row
 
 
-def _cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
+def _cause(call: OpCall, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) -> Cause:
     """`find_cause`, but an error in the search must not hide that the call is wrong."""
     try:
         return find_cause(call, layer, taps, found)
@@ -175,7 +177,7 @@ def _cause(call: Call, layer: PlainLayer, taps: Taps, found: dict[str, Tensor]) 
 
 
 def _odd_numbers(
-    call: Call, layer: PlainLayer, taps: Taps, skipped: tuple[str, ...]
+    call: OpCall, layer: PlainLayer, taps: Taps, skipped: tuple[str, ...]
 ) -> Cause | None:
     """Settings of an op that differ from the config, even if the numbers do not show it."""
     for path, expected in call.station.arguments(layer, taps).items():
@@ -187,5 +189,5 @@ def _odd_numbers(
     return None
 
 
-def worst(cells: list[Cell]) -> Cell | None:
+def worst(cells: list[GridCell]) -> GridCell | None:
     return max(cells, key=lambda cell: cell.ratio, default=None)

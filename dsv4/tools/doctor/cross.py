@@ -23,7 +23,7 @@ from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
 from dsv4.tools.doctor.check import LayerMaker
 from dsv4.tools.doctor.plain.layer import Taps
-from dsv4.tools.doctor.plain.stations import STATIONS, Call, results
+from dsv4.tools.doctor.plain.stations import STATIONS, OpCall, results
 from dsv4.tools.doctor.subject import NUM_DECODED, Subject
 from dsv4.tools.doctor.trace import Consumer, Tracer
 
@@ -34,7 +34,7 @@ class Watcher(Protocol):
     """A consumer of calls that is told each step's tokens."""
 
     def begin_step(self, start: int, token_ids: Tensor) -> None: ...
-    def __call__(self, call: Call) -> None: ...
+    def __call__(self, call: OpCall) -> None: ...
 
 
 _LARGE = 1 << 22  # numbers of one tap over all tokens; larger ones are kept as digests
@@ -54,7 +54,7 @@ class Crossing:
 
 
 @dataclass
-class Record:
+class TapRecord:
     """A consumer of calls that keeps the taps of one sequence of the batch."""
 
     make_layer: LayerMaker
@@ -69,7 +69,7 @@ class Record:
         self.place, self.first_row, self.taps = place, first_row, Taps()
         self.taps.begin(start, token_ids)
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: OpCall) -> None:
         layer = self.make_layer(call.layer)
         found = results(call, layer, self.taps, self.place, self.first_row)
         for tap, value in found.items():
@@ -118,7 +118,9 @@ def run_alone(
     """Run one sequence through the engine, observed; `pages`: if it starts from a prefix."""
     pages = pages or runner.pages.open()
     # only the search for causes needs the state before a call
-    tracer = Tracer(_tee(consumers), keep_state=any(not isinstance(c, Record) for c in consumers))
+    tracer = Tracer(
+        _tee(consumers), keep_state=any(not isinstance(c, TapRecord) for c in consumers)
+    )
     for count in steps:
         part = token_ids[pages.length : pages.length + count]
         ids = torch.tensor(part, device=runner.device)
@@ -132,14 +134,16 @@ def run_alone(
 
 
 def _tee(consumers: Sequence[Watcher]) -> Consumer:
-    def consume(call: Call) -> None:
+    def consume(call: OpCall) -> None:
         for consumer in consumers:
             consumer(call)
 
     return consume
 
 
-def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], record: Record) -> None:
+def run_in_company(
+    runner: Runner, token_ids: list[int], steps: list[int], record: TapRecord
+) -> None:
     """The same sequence batched between two others of different lengths, in another slot."""
     rng = Random(1)
     most = max(token_ids) + 1
@@ -163,7 +167,7 @@ def run_in_company(runner: Runner, token_ids: list[int], steps: list[int], recor
         runner.pages.close(held)
 
 
-def run_from_prefix(subject: Subject, runner: Runner, record: Record) -> None:
+def run_from_prefix(subject: Subject, runner: Runner, record: TapRecord) -> None:
     """Another sequence leaves a cached prefix and diverges; ours starts from it."""
     ids = subject.token_ids
     boundary = (len(ids) - 1) // SHARED_TOKENS * SHARED_TOKENS
@@ -192,22 +196,22 @@ class ServedRunner(Runner):
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
-        self._calls: dict[StepShape | int, list[Call]] = {}
+        self._calls: dict[StepShape | int, list[OpCall]] = {}
         super().__init__(model, settings)
 
     def _run_once(self, key: StepShape | int) -> None:
-        calls: list[Call] = []
+        calls: list[OpCall] = []
         with observe(Tracer(calls.append, keep_state=False)):
             super()._run_once(key)
         self._calls[key] = calls
 
-    def decode(self, pages: SequencePages, token_id: int) -> list[Call]:
+    def decode(self, pages: SequencePages, token_id: int) -> list[OpCall]:
         shape = self.buffers.shape(1, 1, pages.length + 1, one_each=True)
         self.submit([Chunk(pages, [token_id], 1)])
         return self._calls[shape]
 
 
-def run_decoder(subject: Subject, record: Record) -> StepPlan:
+def run_decoder(subject: Subject, record: TapRecord) -> StepPlan:
     """-> the plan that the warm-up recorded for its graphs."""
     settings = replace(subject.settings, cuda_graphs=subject.graphs)
     runner, ids = ServedRunner(subject.model, settings), subject.token_ids
@@ -231,7 +235,7 @@ def served_logits(subject: Subject, plan: StepPlan) -> Tensor:
     return torch.cat(parts)
 
 
-def compare_served(subject: Subject, alone: Record, plan: StepPlan) -> Crossing:
+def compare_served(subject: Subject, alone: TapRecord, plan: StepPlan) -> Crossing:
     name = "watched vs fused"
     layer, station = subject.config.num_layers - 1, "head"
     watched = alone.all((layer, _ORDER[station], station, "logits"))
@@ -244,7 +248,7 @@ def compare_served(subject: Subject, alone: Record, plan: StepPlan) -> Crossing:
     return Crossing(name, "wrong", detail, layer, station, position)
 
 
-def first_difference(name: str, right: Record, other: Record) -> Crossing:
+def first_difference(name: str, right: TapRecord, other: TapRecord) -> Crossing:
     """In the order of computation; `other` may hold only the last rows."""
     compared = 0
     for key in sorted(right.rows.keys() & other.rows.keys()):
@@ -267,14 +271,14 @@ def first_difference(name: str, right: Record, other: Record) -> Crossing:
 
 
 def cross_checks(
-    subject: Subject, make_layer: LayerMaker, alone: Record, plan: StepPlan
+    subject: Subject, make_layer: LayerMaker, alone: TapRecord, plan: StepPlan
 ) -> Iterator[Crossing]:
     """`alone`: the record of the run in the pieces of `schedule`. `plan` is filled from the
     engine's graphs, or without graphs from the steps that run here."""
     count = len(subject.token_ids)
 
-    def record() -> Record:
-        return Record(make_layer, subject.config.num_layers, count // 4)
+    def record() -> TapRecord:
+        return TapRecord(make_layer, subject.config.num_layers, count // 4)
 
     if subject.streamed:
         yield Crossing("all ways", "skipped", "a streamed model would be read again for each")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dsv4.runner.plan import StepPlan
-from dsv4.tools.doctor.check import Cell, Checker, Evidence, LayerMaker
+from dsv4.tools.doctor.check import Checker, Evidence, GridCell, LayerMaker
 from dsv4.tools.doctor.compare import Error
-from dsv4.tools.doctor.cross import Crossing, Record, Watcher, cross_checks, run_alone, schedule
+from dsv4.tools.doctor.cross import Crossing, TapRecord, Watcher, cross_checks, run_alone, schedule
 from dsv4.tools.doctor.plain.layer import PlainLayer
 from dsv4.tools.doctor.plain.stations import STATIONS
 from dsv4.tools.doctor.subject import Subject
@@ -33,7 +33,7 @@ class ModelReport:
     layout: str
     streamed: bool
     num_tokens: int
-    cells: list[Cell]
+    cells: list[GridCell]
     end_to_end: dict[int, Error]
     judged_end_to_end: bool
     unplaced: list[str]
@@ -42,7 +42,7 @@ class ModelReport:
     plan: list[str] = field(default_factory=list)  # what serves which ops, by step shape
 
     @property
-    def wrong(self) -> list[Cell]:
+    def wrong(self) -> list[GridCell]:
         """Wrong cells, in order of layer and station."""
         return [cell for cell in self.cells if cell.status != "ok"]
 
@@ -69,7 +69,7 @@ def examine_model(
         make_layer = layers_of(subject, progress)
         config, count = subject.config, len(subject.token_ids)
         checker = Checker(config.num_layers, make_layer, end_to_end=not only_calls)
-        alone = Record(make_layer, config.num_layers, count // 4)
+        alone = TapRecord(make_layer, config.num_layers, count // 4)
         runner = subject.runner()
         steps = schedule(count, streamed=subject.streamed)
         watchers: list[Watcher] = [checker] if subject.streamed or only_calls else [checker, alone]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from dsv4.tools.doctor.check import Cell
+from dsv4.tools.doctor.check import GridCell
 from dsv4.tools.doctor.examine import ModelReport
 from dsv4.tools.doctor.plain.stations import STATIONS
 
@@ -24,7 +24,7 @@ _NONE = ("#f3f3f3", " ", "not in this kind of layer")
 _CELL, _LEFT, _TOP, _ROW = 26, 150, 74, 20
 
 
-def _look(cell: Cell | None) -> tuple[str, str, str]:
+def _look(cell: GridCell | None) -> tuple[str, str, str]:
     if cell is None:
         return _NONE
     if cell.status in ("not run", "not compared"):
@@ -34,7 +34,7 @@ def _look(cell: Cell | None) -> tuple[str, str, str]:
     return color, letter, label
 
 
-def _grid(report: ModelReport) -> tuple[list[str], list[int], dict[tuple[str, int], Cell]]:
+def _grid(report: ModelReport) -> tuple[list[str], list[int], dict[tuple[str, int], GridCell]]:
     cells = {(cell.station, cell.layer): cell for cell in report.cells}
     rows = [name for name in STATIONS if any(station == name for station, _ in cells)]
     return rows, sorted({layer for _, layer in cells}), cells
@@ -107,7 +107,7 @@ def _label(
     )
 
 
-def _square(x: float, y: float, cell: Cell | None) -> str:
+def _square(x: float, y: float, cell: GridCell | None) -> str:
     color, _, label = _look(cell)
     tip = label
     if cell is not None and cell.tap:

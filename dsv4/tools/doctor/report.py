@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsv4.tools.doctor.check import Cell
+from dsv4.tools.doctor.check import GridCell
 from dsv4.tools.doctor.device.machine import Machine
 from dsv4.tools.doctor.device.ops import OpResult, summarize
 from dsv4.tools.doctor.examine import ModelReport
@@ -18,7 +18,7 @@ NEXT = (
 
 
 @dataclass
-class Report:
+class DoctorReport:
     machine: Machine
     ops: list[OpResult] = field(default_factory=list)
     model: ModelReport | None = None
@@ -83,7 +83,7 @@ def model_conclusions(model: ModelReport) -> list[str]:
     return lines
 
 
-def describe(cell: Cell) -> str:
+def describe(cell: GridCell) -> str:
     text = (
         f"{cell.title} in layer {cell.layer}: {cell.tap} is off by "
         f"{cell.error.worst:.2g} at position {cell.position} (allowed {cell.limit.worst:.2g})"
@@ -109,7 +109,7 @@ def model_json(model: ModelReport) -> dict[str, Any]:
     }
 
 
-def _cell_json(cell: Cell) -> dict[str, Any]:
+def _cell_json(cell: GridCell) -> dict[str, Any]:
     return {
         "layer": cell.layer,
         "station": cell.station,

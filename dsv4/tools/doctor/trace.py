@@ -6,7 +6,7 @@ from typing import Any
 from dsv4.errors import KernelError
 from dsv4.ops.arguments import copied
 from dsv4.ops.op import Arguments, Op
-from dsv4.tools.doctor.plain.stations import STATIONS, Call
+from dsv4.tools.doctor.plain.stations import STATIONS, OpCall
 
 _MUTABLE = ("pool", "state", "compressed")  # arguments that later calls change
 # which station a call is: by op and how many calls of it the half-layer had before
@@ -27,7 +27,7 @@ _FFN: _Half = {"router": ("router",), "experts": ("experts",), "mhc_head": ("hea
 _HEAD: _Half = {"linear": ("head",)}
 
 
-Consumer = Callable[[Call], None]
+Consumer = Callable[[OpCall], None]
 
 
 class Tracer:
@@ -57,7 +57,7 @@ class Tracer:
         except Exception as error:
             where = f"{op.name} ({name}) in layer {max(self._layer, 0)}"
             raise KernelError(f"{where} failed: {error}") from error
-        self._consumer(Call(max(self._layer, 0), STATIONS[name], op, before, arguments, result))
+        self._consumer(OpCall(max(self._layer, 0), STATIONS[name], op, before, arguments, result))
         return result
 
     def _place(self, op: str) -> str | None:

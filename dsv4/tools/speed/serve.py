@@ -58,7 +58,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Alone:
+class IdleLatency:
     """Medians of a prompt on an idle engine; `cached`: the same prompt again."""
 
     num_prompt: int
@@ -187,7 +187,7 @@ def replay(
     return list(streams.values()), time.perf_counter() - begin
 
 
-def run_alone(engine: Engine, traffic: Traffic, num_prompt: int) -> Alone:
+def run_alone(engine: Engine, traffic: Traffic, num_prompt: int) -> IdleLatency:
     firsts, gaps, num_output = [], [], alone_output(engine)
     for _ in range(ALONE_REPEATS):
         request = traffic.request(num_prompt, num_output)
@@ -197,7 +197,7 @@ def run_alone(engine: Engine, traffic: Traffic, num_prompt: int) -> Alone:
         gaps += stream.gaps_s
     (again,), _ = replay(engine, [Arrival(0.0, request)])
     _raise_if_failed(again)
-    return Alone(
+    return IdleLatency(
         num_prompt,
         percentiles(firsts)["p50"],
         percentiles(gaps)["p50"],
@@ -234,7 +234,7 @@ def run_load(engine: Engine, traffic: Traffic, load: Load, *, watch: bool = True
 
 def bench_engine(
     engine: Engine, lengths: Sequence[int], loads: Sequence[Load], say: Say, *, watch: bool = True
-) -> Iterator[Alone | Measured | Warnings]:
+) -> Iterator[IdleLatency | Measured | Warnings]:
     """Single prompts of these lengths, then the loads; `say` announces each."""
     room = engine.settings.max_context
     for load in loads:

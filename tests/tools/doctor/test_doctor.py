@@ -26,7 +26,7 @@ from dsv4.tools.doctor.picture import svg, terminal
 from dsv4.tools.doctor.plain import layer as plain_layer
 from dsv4.tools.doctor.plain.layer import Taps
 from dsv4.tools.doctor.plain.stations import STATIONS, layer_stations
-from dsv4.tools.doctor.report import Report
+from dsv4.tools.doctor.report import DoctorReport
 from dsv4.tools.doctor.subject import Subject
 from tests.models import write_fast_model
 from tests.oracle.reference import Reference
@@ -220,7 +220,7 @@ def test_picture_frames_the_first_wrong_op(ill: tuple[Subject, ModelReport]) -> 
 
 
 def test_report_is_json_and_names_nothing_private(ill: tuple[Subject, ModelReport]) -> None:
-    report = Report(examine_machine("cpu"), [], ill[1])
+    report = DoctorReport(examine_machine("cpu"), [], ill[1])
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["ok"] is False
     assert data["model"]["first_wrong"]["station"] == "attention"

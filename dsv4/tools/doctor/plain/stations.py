@@ -17,7 +17,7 @@ from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ExpectedWeight:
     """An argument that must be this stored weight."""
 
     name: str
@@ -25,7 +25,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One op call: the arguments before it, and its result."""
 
     layer: int
@@ -36,7 +36,7 @@ class Call:
     result: Any
 
 
-Expected = dict[str, Any]  # path of an argument -> number, tensor or Matrix
+Expected = dict[str, Any]  # path of an argument -> number, tensor or ExpectedWeight
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,11 @@ def _mix(half: str) -> Callable[[PlainLayer, Taps], Expected]:
     def expected(layer: PlainLayer, t: Taps) -> Expected:
         c = layer.config
         return {
-            **{f"site.{part}": Matrix(f"hc_{half}_{part}") for part in ("fn", "base", "scale")},
-            "site.norm": Matrix(norm),
+            **{
+                f"site.{part}": ExpectedWeight(f"hc_{half}_{part}")
+                for part in ("fn", "base", "scale")
+            },
+            "site.norm": ExpectedWeight(norm),
             "site.eps": c.rms_norm_eps,
             "site.hc_eps": c.hc_eps,
             "site.sinkhorn_iters": c.hc_sinkhorn_iters,
@@ -68,7 +71,7 @@ def _mix(half: str) -> Callable[[PlainLayer, Taps], Expected]:
 
 
 def _matrices(names: dict[str, str]) -> Expected:
-    return {f"weights.{place}": Matrix(name) for place, name in enumerate(names.values())}
+    return {f"weights.{place}": ExpectedWeight(name) for place, name in enumerate(names.values())}
 
 
 def _turned(layer: PlainLayer, t: Taps) -> Expected:
@@ -87,17 +90,17 @@ def _compressed(under: str) -> Callable[[PlainLayer, Taps], Expected]:
     return lambda layer, t: {
         **_stored(layer, t),
         "ratio": layer.ratio,
-        "ape": Matrix(f"attn.{under}ape"),
-        "norm": Matrix(f"attn.{under}norm.weight"),
+        "ape": ExpectedWeight(f"attn.{under}ape"),
+        "norm": ExpectedWeight(f"attn.{under}norm.weight"),
     }
 
 
 def _experts(layer: PlainLayer, t: Taps) -> Expected:
     expected: Expected = {"limit": layer.config.swiglu_limit}
     for name in ("w13", "w2"):
-        expected[f"shared_{name}"] = Matrix(f"ffn.shared_experts.{name}")
+        expected[f"shared_{name}"] = ExpectedWeight(f"ffn.shared_experts.{name}")
         for number in sorted(set(t.new["experts"].flatten().tolist())):
-            expected[f"{name}.{number}"] = Matrix(f"ffn.experts.{name}", number)
+            expected[f"{name}.{number}"] = ExpectedWeight(f"ffn.experts.{name}", number)
     return expected
 
 
@@ -105,8 +108,12 @@ def _router(layer: PlainLayer, t: Taps) -> Expected:
     c = layer.config
     hashed = layer.layer < c.num_hash_layers
     return {
-        "gate": Matrix("ffn.gate.weight"),
-        **({"table": Matrix("ffn.gate.tid2eid")} if hashed else {"bias": Matrix("ffn.gate.bias")}),
+        "gate": ExpectedWeight("ffn.gate.weight"),
+        **(
+            {"table": ExpectedWeight("ffn.gate.tid2eid")}
+            if hashed
+            else {"bias": ExpectedWeight("ffn.gate.bias")}
+        ),
         "token_ids": t.token_ids,
         "num_chosen": c.num_experts_per_tok,
         "scaling": c.routed_scaling_factor,
@@ -118,7 +125,7 @@ STATIONS: dict[str, Station] = {
     station.name: station
     for station in (
         Station("embed", "embed", _L.embed, ("embedded",), {},
-            lambda layer, t: {"table": Matrix("embed.weight"), "token_ids": t.token_ids,
+            lambda layer, t: {"table": ExpectedWeight("embed.weight"), "token_ids": t.token_ids,
                 "num_streams": layer.config.hc_mult}, ()),
         Station("mix_attention", "mhc_boundary", _L.mix_attention,
             ("attn_streams", "attn_x", "attn_post", "attn_comb"),
@@ -127,9 +134,9 @@ STATIONS: dict[str, Station] = {
         Station("project", "linear", _L.project, (), {"x": "attn_x"},
             lambda layer, t: _matrices(layer.input_matrices)),
         Station("window_key", "kv_store", _L.window_key, ("key",), {"kv": "kv_raw"},
-            lambda layer, t: {**_stored(layer, t), "norm": Matrix("attn.kv_norm.weight")}),
+            lambda layer, t: {**_stored(layer, t), "norm": ExpectedWeight("attn.kv_norm.weight")}),
         Station("latent_norm", "rms_norm", _L.latent_norm, ("latent",), {"x": "latent_raw"},
-            lambda layer, t: {"weight": Matrix("attn.q_norm.weight"),
+            lambda layer, t: {"weight": ExpectedWeight("attn.q_norm.weight"),
                 "eps": layer.config.rms_norm_eps}),
         Station("query", "linear", _L.query, (), {"x": "latent"},
             lambda layer, t: _matrices(layer.query_matrices)),
@@ -152,12 +159,12 @@ STATIONS: dict[str, Station] = {
             {"q": "q", "compressed.selected": "selected"},
             lambda layer, t: {"window": layer.config.sliding_window,
                 "batch.positions": t.positions, "frequencies": layer.table,
-                "sink": Matrix("attn.attn_sink"),
+                "sink": ExpectedWeight("attn.attn_sink"),
                 **({"compressed.ratio": layer.ratio} if layer.ratio else {})}),
         Station("output_groups", "grouped_linear", _L.output_groups, ("low",), {"x": "attended"},
-            lambda layer, t: {"weight": Matrix("attn.wo_a.weight")}),
+            lambda layer, t: {"weight": ExpectedWeight("attn.wo_a.weight")}),
         Station("output", "linear", _L.output, ("attn_y",), {"x": "low"},
-            lambda layer, t: {"weights.0": Matrix("attn.wo_b.weight")}),
+            lambda layer, t: {"weights.0": ExpectedWeight("attn.wo_b.weight")}),
         Station("mix_ffn", "mhc_boundary", _L.mix_ffn,
             ("ffn_streams", "ffn_x", "ffn_post", "ffn_comb"),
             {"streams": "attn_streams", "y": "attn_y", "post": "attn_post", "comb": "attn_comb"},
@@ -170,7 +177,7 @@ STATIONS: dict[str, Station] = {
             {"streams": "ffn_streams", "y": "ffn_y", "post": "ffn_post", "comb": "ffn_comb"},
             _mix("head"), ()),
         Station("head", "linear", _L.head, ("logits",), {"x": "head_x"},
-            lambda layer, t: {"weights.0": Matrix("head.weight")}, ()),
+            lambda layer, t: {"weights.0": ExpectedWeight("head.weight")}, ()),
     )
 }  # fmt: skip
 
@@ -201,7 +208,7 @@ def pick(arguments: Any, path: str) -> Any:
 
 
 def results(
-    call: Call, layer: PlainLayer, taps: Taps, place: int = 0, first_row: int = 0
+    call: OpCall, layer: PlainLayer, taps: Taps, place: int = 0, first_row: int = 0
 ) -> dict[str, Tensor]:
     """The engine's taps of sequence `place` of the step, whose rows start at `first_row`."""
     station, arguments = call.station, call.after

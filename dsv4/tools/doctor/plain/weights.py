@@ -139,7 +139,7 @@ class PlainWeights:
 
 
 def _cells(source: Source, files: MappedFiles, expert: int | None) -> list[Raw]:
-    cells = [cell for cell in source.cells if cell.expert in (None, expert)]
+    cells = [cell for cell in source.matrices if cell.expert in (None, expert)]
     return [_raw(cell.stored, files) for cell in sorted(cells, key=lambda cell: cell.part)]
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsv4.server.api_error import ApiError, internal_error
 from dsv4.server.options import BODY_SECONDS, MAX_BODIES_BYTES, MAX_BODY_BYTES, SMALL_BYTES
-from dsv4.server.service import Asker, Service, asker, is_large
+from dsv4.server.service import Client, Service, current_client, is_large
 from dsv4.server.sse import ClientGone
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _HEADERS = (
 )
 
 
-class Gate:
+class AccessMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
@@ -72,7 +72,7 @@ class Gate:
                 "a server without API keys on a loopback address answers to no other name",
                 code="wrong_host",
             )
-        asker.set(Asker())
+        current_client.set(Client())
         if self._keys and path not in _FREE_PATHS and not path.startswith("/static/"):
             self._check_key(headers)
         if not self._keys:
@@ -101,7 +101,7 @@ class Gate:
             )
         shares = self._service.options.share_prefixes
         name = "" if shares else hashlib.blake2b(found[0], digest_size=16).hexdigest()
-        asker.set(Asker(name, may_hurry=found[0] in self._urgent))
+        current_client.set(Client(name, may_prioritise=found[0] in self._urgent))
 
     def _check_origin(self, headers: dict[bytes, str]) -> None:
         """Without keys, a foreign web page must not send requests through a visitor's browser."""

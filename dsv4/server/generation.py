@@ -32,7 +32,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerationPlan:
     """One request for `num_choices` answers."""
 
     prompt: Prompt
@@ -77,7 +77,7 @@ def sampling_params(body: Sampling, *, max_tokens: int, logprobs: int | None) ->
     return SamplingParams(max_tokens=max_tokens, **values)
 
 
-def chat_order(
+def plan_chat(
     service: Service,
     conversation: Conversation,
     sampling: Sampling,
@@ -91,12 +91,12 @@ def chat_order(
     num_choices: int = 1,
     parallel_calls: bool = True,
     is_whole: bool = False,
-) -> Order:
-    """The order for a conversation. `asked`: max tokens; `is_lowered`: clip it to the context.
+) -> GenerationPlan:
+    """The plan for a conversation. `asked`: max tokens; `is_lowered`: clip it to the context.
 
     `is_whole`: the answer is returned in one response, with its log-probabilities.
     """
-    prompt = service.recall.restore(refuse_images(conversation)).encode(service.dialect)
+    prompt = service.reasoning_cache.restore(refuse_images(conversation)).encode(service.dialect)
     ids = tuple(service.prompt_ids(prompt))
     room = max(service.max_context - len(ids), 1)
     if asked is not None and is_lowered:
@@ -106,7 +106,7 @@ def chat_order(
         default = min(default, MAX_LOGPROBS // (num_choices * (1 + logprobs)))
     max_tokens = service.limit_tokens(asked, len(ids), default)
     guide = guide or format_guide(conversation.response_format)
-    return Order(
+    return GenerationPlan(
         prompt=prompt,
         prompt_ids=ids,
         params=sampling_params(sampling, max_tokens=max_tokens, logprobs=logprobs),
