@@ -192,7 +192,7 @@ def test_a_late_chat_reader_gets_one_piece_of_text() -> None:
         for token in service.tokenizer.encode("one two three"):
             answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
         answers._box.take(Output(f"{record.key}-0-0", (), "", "length"))
-        return [delta async for steps in answers.updates() for step in steps for delta in step.deltas]
+        return [delta async for some in answers.updates() for one in some for delta in one.deltas]
 
     assert [(delta.kind, delta.text) for delta in asyncio.run(run())] == [
         ("content", "one two three")
@@ -227,7 +227,7 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
         answers = Answers(service, order, record)
         for token in service.tokenizer.encode("one STOP two three"):
             answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
-        found = [step async for steps in answers.updates() for step in steps]
+        found = [update async for updates in answers.updates() for update in updates]
         assert answers.choices[0].result.content == "one "
         return found
 
