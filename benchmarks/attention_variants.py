@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.state_ops import ROPE, WINDOW, attention_arguments, decode_batch, prefill_batch
 from dsv4.ops.attention import attention_triton as kernels
-from dsv4.ops.attention.tiles_triton import is_narrow, most_entries
-from dsv4.ops.compile_triton import compile_only
+from dsv4.ops.attention.tile_device import is_narrow, most_entries
+from dsv4.ops.core.compile_triton import compile_only
 from dsv4.tools.bench_ops import SHAPES, run_facts, time_calls
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -45,7 +45,7 @@ def cases(shape: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             yield {"what": what, "kind": kind, "context": context, "tokens": tokens}, arguments
 
 
-def variants(arguments: dict[str, Any]) -> dict[kernels.Config, float]:
+def variants(arguments: dict[str, Any]) -> dict[kernels.AttentionVariant, float]:
     q, pool, table = arguments["q"], arguments["pool"], arguments["table"]
     compressed, entries = arguments["compressed"], most_entries(arguments["compressed"])
     held = 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries

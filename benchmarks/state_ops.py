@@ -15,12 +15,12 @@ from dsv4.cache.geometry import PAGE_ENTRIES
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops import OPS
 from dsv4.ops.attention.attention import Compressed
-from dsv4.ops.attention.rope import yarn_frequencies
+from dsv4.ops.core.op import Arguments
+from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.compress import CompressorState, state_rows
 from dsv4.ops.kv.pool import PagedPool, allocate_pool
+from dsv4.ops.kv.rope import yarn_frequencies
 from dsv4.ops.mhc.mix import MixSite
-from dsv4.ops.op import Arguments
-from dsv4.ops.ragged import Ragged, make_ragged
 from dsv4.ops.sample.sample import SampleInputs
 from dsv4.tools.bench_ops import (
     SHAPES,

@@ -18,9 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.ops import device as dev
-from dsv4.ops.gemm import linear_triton
-from dsv4.ops.gemm.linear_triton import Config
+from dsv4.ops.gemm import linear_triton, split_k
+from dsv4.ops.gemm.linear_triton import LinearConfig
 from dsv4.ops.moe import experts_triton
 from dsv4.tools import bench_ops as bench
 
@@ -31,7 +30,7 @@ LINEARS = {
     "shared13": ([4096], 4096),
     "csa": ([1024, 512, 1024, 1024, 256, 256], 4096),
 }
-# (BM, BN, warps, stages, form); form 3 writes the weights out as bf16 first
+# (BM, BN, warps, stages, variant); variant 3 writes the weights out as bf16 first
 SMALL = {
     1: [(8, 64, 2, 5), (8, 64, 2, 4), (8, 64, 2, 6)],
     8: [(8, 64, 2, 5)],
@@ -80,7 +79,9 @@ def linear_calls(name, tokens, config, sets):
     for x, weights in _cache[key]:
         outs = [torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda") for n in sizes]
         calls.append(
-            lambda x=x, w=weights, o=outs: linear_triton.launch(x, w, o, config=Config(*config))
+            lambda x=x, w=weights, o=outs: linear_triton.launch(
+                x, w, o, config=LinearConfig(*config)
+            )
         )
     return calls
 
@@ -90,7 +91,7 @@ def experts_calls(tokens, config):
         _cache.clear()
         _cache["experts"] = bench.expert_weights(FLASH)
     torch.manual_seed(tokens)
-    chosen = experts_triton.Config(*config)
+    chosen = experts_triton.ExpertsConfig(*config)
     configs = {"up": chosen, "down": chosen}
     work = bench.experts_work(FLASH, tokens, _cache["experts"], shared=False, configs=configs)
     return work.calls
@@ -98,7 +99,7 @@ def experts_calls(tokens, config):
 
 def calls_of(job, sets):
     kind, name, tokens, config, wide = job
-    dev.WIDE_PROGRAMS = wide
+    split_k.WIDE_PROGRAMS = wide
     if kind == "linear":
         return linear_calls(name, tokens, config, sets if tokens < 8192 else min(sets, 2))
     return experts_calls(tokens, config)

@@ -107,7 +107,7 @@ BUGS = (
         "AMAX_FLOOR = 1e-4", "AMAX_FLOOR = 1e-6", FORMATS),
     Bug("sinkhorn one round short", "dsv4/ops/mhc/mix.py",
         "for _ in range(iters - 1):", "for _ in range(iters - 2):", FORMULAS),
-    Bug("yarn rounds the wrong way", "dsv4/ops/attention/rope.py",
+    Bug("yarn rounds the wrong way", "dsv4/ops/kv/rope.py",
         "low = max(math.floor(dimension(beta_fast)), 0)",
         "low = max(math.ceil(dimension(beta_fast)), 0)", FORMULAS),
     Bug("the sink is left out of the sum", "dsv4/ops/attention/attention.py",

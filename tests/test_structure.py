@@ -31,6 +31,10 @@ BANDS: dict[str, int] = {
     "__main__": 10,
 }
 
+# Inside `ops` imports point only to the left; `ops/__init__.py` is the table of all ops.
+OPS_ORDER = ("core", "norm", "gemm", "kv", "mhc", "moe", "attention", "sample", "fused")
+KERNEL_FILES = ("_triton.py", "_gluon.py", "_device.py")
+
 # These start without torch: their tests run anywhere and `--help` is instant. Some come later.
 WITHOUT_TORCH = (
     "dsv4",
@@ -99,8 +103,9 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(tree: ast.AST, path: Path) -> Iterable[str]:
-    """Full names of everything imported anywhere in a file, relative imports resolved."""
+def imported(tree: ast.AST, path: Path, within: str = "dsv4") -> Iterable[str]:
+    """Full names of everything imported anywhere in a file, relative imports resolved; modules
+    imported from the package `within` by name."""
     package = ["dsv4", *path.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -108,9 +113,10 @@ def imported(tree: ast.AST, path: Path) -> Iterable[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            yield module
-            if module == "dsv4":  # `from dsv4 import errors`
-                yield from (f"dsv4.{alias.name}" for alias in node.names)
+            if module == within:  # `from dsv4 import errors`
+                yield from (f"{within}.{alias.name}" for alias in node.names)
+            else:
+                yield module
 
 
 def band_complaints(path: Path, source: str) -> list[str]:
@@ -136,8 +142,28 @@ def band_complaints(path: Path, source: str) -> list[str]:
     return complaints
 
 
+def ops_complaints(path: Path, source: str) -> list[str]:
+    """Families of ops import only those to their left in OPS_ORDER."""
+    ops = PACKAGE / "ops"
+    if not path.is_relative_to(ops) or path == ops / "__init__.py":
+        return []
+    where, family = path.relative_to(ROOT), path.relative_to(ops).parts[0]
+    if family not in OPS_ORDER:
+        return [f"{where}: {family!r} is no family of ops"]
+    complaints = []
+    for name in imported(ast.parse(source), path, within="dsv4.ops"):
+        target = name.split(".")[2] if name.startswith("dsv4.ops.") else None
+        if name == "dsv4.ops":
+            complaints.append(f"{where} imports the table of all ops")
+        elif target is not None and target not in OPS_ORDER:
+            complaints.append(f"{where} imports {name}, which is in no family")
+        elif target is not None and OPS_ORDER.index(target) > OPS_ORDER.index(family):
+            complaints.append(f"{where} imports {name}: {target} is right of {family}")
+    return complaints
+
+
 def triton_complaints(path: Path, source: str) -> list[str]:
-    may = path.name.endswith("_triton.py") or path == PACKAGE / "ops" / "device.py"
+    may = path.name.endswith(KERNEL_FILES)
     where = path.relative_to(ROOT)
     complaints = []
     names = {name.split(".")[0] for name in imported(ast.parse(source), path)}
@@ -156,8 +182,7 @@ def size_complaints(path: Path, source: str) -> list[str]:
         complaints.append(f"{where} has {len(lines)} lines; split it")
     elif len(lines) > EXPLAIN_FILE_LINES and "long because" not in lines[0].lower():
         complaints.append(f"{where} has {len(lines)} lines; its first line must say why")
-    kernels = path.name.endswith("_triton.py") or path == PACKAGE / "ops" / "device.py"
-    most = MAX_KERNEL_LINES if kernels else MAX_FUNCTION_LINES
+    most = MAX_KERNEL_LINES if path.name.endswith(KERNEL_FILES) else MAX_FUNCTION_LINES
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -187,7 +212,7 @@ def plain_complaints(path: Path, source: str) -> list[str]:
         inside = [module, *names, *(f"{module}.{name}" for name in names)]
         if part != "model" and any(f"{name}.".startswith(f"{FUSED}.") for name in inside):
             complaints.append(f"{where} imports {FUSED}")
-        elif module == "dsv4.ops.op" and "Fusion" in names:
+        elif module == "dsv4.ops.core.op" and "Fusion" in names:
             complaints.append(f"{where} imports Fusion")
         elif module.startswith(FUSED) and any(name.isupper() for name in names):
             complaints.append(f"{where} imports a fusion")
@@ -228,6 +253,7 @@ def exchange_complaints(path: Path, source: str) -> list[str]:
 
 RULES = {
     "bands": band_complaints,
+    "ops": ops_complaints,
     "exchange": exchange_complaints,
     "triton": triton_complaints,
     "sizes": size_complaints,
@@ -244,7 +270,7 @@ def test_every_module_keeps_the_rules(rule: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "path", "source", "says"),
     [
-        ("bands", "ops/op.py", "from dsv4.model import moe", "model is not below ops"),
+        ("bands", "ops/core/op.py", "from dsv4.model import moe", "model is not below ops"),
         ("bands", "cache/x.py", "from dsv4.chat.texts import BOS", "chat is not below cache"),
         ("bands", "ops/x.py", "def f():\n    import dsv4.engine", "engine is not below ops"),
         ("bands", "ops/x.py", "if TYPE_CHECKING:\n    from dsv4 import cache", "cache is not"),
@@ -255,15 +281,27 @@ def test_every_module_keeps_the_rules(rule: str) -> None:
         ("bands", "model/x.py", "import dsv4.testing", "testing is not below model"),
         ("bands", "newpart/x.py", "", "no band"),
         ("bands", "cli/x.py", "import dsv4.unknown.part", "no band"),
+        ("ops", "ops/kv/x.py", "from dsv4.ops.attention.index import index_select", "right of kv"),
+        ("ops", "ops/core/x.py", "def f():\n    import dsv4.ops.norm.rms_norm", "right of core"),
+        (
+            "ops",
+            "ops/gemm/x.py",
+            "if TYPE_CHECKING:\n    from dsv4.ops import moe",
+            "right of gemm",
+        ),
+        ("ops", "ops/moe/x.py", "from ..fused import block", "right of moe"),
+        ("ops", "ops/moe/x.py", "import dsv4.ops", "the table of all ops"),
+        ("ops", "ops/moe/x.py", "from dsv4.ops import OPS", "in no family"),
+        ("ops", "ops/gemm/split_k.py", "", "no family"),
         ("triton", "ops/kv/pool.py", "import triton.language as tl", "imports triton"),
         ("triton", "ops/kv/pool.py", "# mypy: ignore-errors", "switches mypy off"),
         ("plain", "model/x.py", "y = FUSED.run(x)", "says .run("),
         ("plain", "model/x.py", "if MIX.accepts(d, a): pass", "says .accepts("),
-        ("plain", "model/x.py", "from dsv4.ops.op import Arguments", "says Arguments"),
+        ("plain", "model/x.py", "from dsv4.ops.core.op import Arguments", "says Arguments"),
         ("plain", "model/x.py", "x: dict[str, Any] = {}", "says dict[str, Any]"),
-        ("plain", "model/x.py", "from dsv4.ops.op import Fusion", "imports Fusion"),
+        ("plain", "model/x.py", "from dsv4.ops.core.op import Fusion", "imports Fusion"),
         ("plain", "model/x.py", "from dsv4.ops.fused.block import MIX_LINEAR", "imports a fusion"),
-        ("plain", "ops/kv/x.py", "from dsv4.ops.op import Fusion, Op", "imports Fusion"),
+        ("plain", "ops/kv/x.py", "from dsv4.ops.core.op import Fusion, Op", "imports Fusion"),
         ("plain", "ops/kv/x.py", "from dsv4.ops.fused import block", "imports dsv4.ops.fused"),
         (
             "plain",
@@ -300,10 +338,13 @@ def test_the_rules_see_violations(rule: str, path: str, source: str, says: str) 
         ("bands", "config.py", "from dsv4 import errors"),
         ("bands", "cli/x.py", "from dsv4 import __version__"),
         ("triton", "ops/x_triton.py", "# mypy: ignore-errors\nimport triton"),
-        ("triton", "ops/device.py", "import triton"),
+        ("triton", "ops/gemm/dot_device.py", "import triton"),
+        ("ops", "ops/fused/x.py", "from dsv4.ops.sample.sample import sample"),
+        ("ops", "ops/moe/x.py", "from dsv4.ops.moe import router\nfrom dsv4.ops.core.op import Op"),
+        ("ops", "runner/x.py", "from dsv4.ops import OPS"),
         ("plain", "model/x.py", "from dsv4.ops.fused.block import Residual, mix_linear"),
         ("plain", "runner/x.py", "from dsv4.ops.fused.block import MIX_LINEAR"),
-        ("plain", "ops/fused/x.py", "from dsv4.ops.op import Fusion, Kernel"),
+        ("plain", "ops/fused/x.py", "from dsv4.ops.core.op import Fusion, Kernel"),
         ("exchange", "model/exchange.py", "self.comm.gather(out, x)"),
         ("sizes", "ops/x.py", '"""Long because it is a table."""\n' * 401),
         ("sizes", "ops/x_triton.py", "def f():\n" + "    pass\n" * 100),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.attention import layer_frequencies
-from dsv4.ops.attention.rope import rope_frequencies
+from dsv4.ops.kv.rope import rope_frequencies
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, [positions, pairs]
 

@@ -18,12 +18,12 @@ from dsv4.model.indexer import Indexer
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
 from dsv4.ops.attention.attention import Compressed, Visible
-from dsv4.ops.attention.rope import rope_frequencies, yarn_frequencies
 from dsv4.ops.fused.block import Queries, query_attention, store_and_query
 from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression
 from dsv4.ops.kv.kv_store import WindowKey
-from dsv4.ops.parts import Parts
+from dsv4.ops.kv.rope import rope_frequencies, yarn_frequencies
 from dsv4.parallel.layout import RankLayout, k_ranges
 
 
@@ -84,7 +84,7 @@ class Attention:
 
     def __call__(
         self, projected: list[Tensor], step: StepInputs, state: LayerState, sharing: SingleRank
-    ) -> Tensor | Parts:
+    ) -> Tensor | PartialSums:
         """The results of `inputs` -> `[tokens, hidden]`; updates the layer's state."""
         latent, kv, *rest = projected
         table = step.csa_table if self.indexer is not None else step.hca_table

@@ -6,9 +6,9 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.model.weights import Weights
+from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.kv.compress import Compression, CompressorState
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.ragged import Ragged
 
 
 class Compressor:

@@ -20,10 +20,10 @@ from dsv4.model.mhc import collapse_head
 from dsv4.ops.fused import block
 from dsv4.ops.fused.block import Mixed, Residual, Update, collapse
 from dsv4.ops.gemm.linear import linear, linear_multi, linear_ranges
+from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import MixSite
 from dsv4.ops.moe.experts import Experts, expert_parts, shared_part, sum_pairs
 from dsv4.ops.moe.router import Gate, router
-from dsv4.ops.parts import Parts
 from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout, k_ranges
 
@@ -43,9 +43,9 @@ class SingleRank:
         """Streams collapsed at `site`, and the products of all rows with `by`."""
         return block.mix_linear(residual, site, *by)
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | Parts:
+    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
         """The groups of this rank's heads -> attention's result, of the rows that it owns."""
-        return block.linear_parts(grouped, wo_b)
+        return block.linear_partial_sums(grouped, wo_b)
 
     def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
         return block.mix_experts(residual, site, token_ids, *by)
@@ -66,9 +66,9 @@ class ReplicatedRows(SingleRank):
         streams, x, post, comb = collapse(residual, site)
         return streams, post, comb, linear_multi(self.all_rows(x), *by)
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | Parts:
+    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
         parts = linear_ranges(grouped, wo_b, self.ranges)
-        return Parts(self.gather(parts).flatten(0, 1)[None], None, grouped.dtype)
+        return PartialSums(self.gather(parts).flatten(0, 1)[None], None, grouped.dtype)
 
     def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
         gate, experts = by
@@ -105,7 +105,7 @@ class ShardedRows(ReplicatedRows):
     def own(self, rows: Tensor) -> Tensor:
         return rows[self.rows.start : self.rows.stop]
 
-    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | Parts:
+    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
         """Finished groups go to the owner of their row, who has all of `wo_b`."""
         tp, count = self.layout.tp, len(self.rows)
         out = grouped.new_empty(tp, count, grouped.shape[1])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsv4.ops.ragged import Ragged
+from dsv4.ops.core.ragged import Ragged
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,21 @@ from dsv4.ops.attention.index import SCORES as INDEX_SCORES
 from dsv4.ops.attention.index import SELECT as INDEX_SELECT
 from dsv4.ops.attention.query import INDEX as INDEX_QUERY
 from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
-from dsv4.ops.attention.rope import OP as ROPE
-from dsv4.ops.gemm.activation import OP as QUANTIZE_ROWS
+from dsv4.ops.core.op import Case, Kernel, Op, choose_ops
 from dsv4.ops.gemm.embed import OP as EMBED
 from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
 from dsv4.ops.gemm.linear import OP as LINEAR
-from dsv4.ops.kv.begin import OP as BEGIN_STEP
+from dsv4.ops.gemm.quantize_rows import OP as QUANTIZE_ROWS
+from dsv4.ops.kv.begin_step import OP as BEGIN_STEP
 from dsv4.ops.kv.compress import OP as COMPRESS
 from dsv4.ops.kv.kv_store import OP as KV_STORE
+from dsv4.ops.kv.rope import OP as ROPE
 from dsv4.ops.mhc.mix import BOUNDARY as MHC_BOUNDARY
 from dsv4.ops.mhc.mix import HEAD as MHC_HEAD
 from dsv4.ops.mhc.mix import PRE as MHC_PRE
 from dsv4.ops.moe.experts import OP as EXPERTS
 from dsv4.ops.moe.router import OP as ROUTER
 from dsv4.ops.norm.rms_norm import OP as RMS_NORM
-from dsv4.ops.op import Case, Kernel, Op, choose_ops
 from dsv4.ops.sample.accept import OP as ACCEPT
 from dsv4.ops.sample.sample import OP as SAMPLE
 

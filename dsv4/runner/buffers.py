@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dsv4.cache.geometry import PAGE_ENTRIES, POOLS, TOKENS_PER_ENTRY, Geometry, Pool
 from dsv4.model.inputs import StepInputs
-from dsv4.ops.kv.begin import SlotTables
-from dsv4.ops.ragged import Kept, Ragged
+from dsv4.ops.core.ragged import Kept, Ragged
+from dsv4.ops.kv.begin_step import SlotTables
 from dsv4.ops.sample.accept import Sampled
 from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
 

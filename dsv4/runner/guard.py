@@ -31,7 +31,7 @@ class Guard:
     def arm(self) -> None:
         """The warm-up is over."""
         if find_spec("triton") is not None:
-            import_module("dsv4.ops.compile_triton").watch_compiles(self._compiled.append)
+            import_module("dsv4.ops.core.compile_triton").watch_compiles(self._compiled.append)
         if self._device.type == "cuda":
             with warnings.catch_warnings():  # hides torch's notice that this API is a prototype
                 warnings.simplefilter("ignore")

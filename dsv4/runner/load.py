@@ -18,8 +18,8 @@ from dsv4.errors import CapacityError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
-from dsv4.ops.op import warn_unless_strict
-from dsv4.ops.repack import repack, stays_mxfp4
+from dsv4.ops.core.op import warn_unless_strict
+from dsv4.ops.gemm.weights.repack import repack, stays_mxfp4
 from dsv4.parallel.team import Team
 from dsv4.runner.activations import (
     SCORES,

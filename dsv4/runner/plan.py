@@ -7,7 +7,7 @@ readable record of it.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dsv4.ops.op import record
+from dsv4.ops.core.op import record
 from dsv4.runner.buffers import StepShape
 
 Key = StepShape | int  # a model step of this shape, or the sampling of this many rows

@@ -23,7 +23,7 @@ from dsv4.cache.prefix import StateCopier
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
 from dsv4.model.transformer import Transformer
-from dsv4.ops.kv.begin import NEWEST
+from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line

@@ -16,8 +16,8 @@ from torch import Tensor
 from dsv4.cache.kinds import LayerState
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
-from dsv4.ops.kv.begin import begin_step
-from dsv4.ops.ragged import make_ragged
+from dsv4.ops.core.ragged import make_ragged
+from dsv4.ops.kv.begin_step import begin_step
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import sample
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line

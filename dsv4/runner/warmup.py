@@ -15,8 +15,8 @@ from importlib import import_module
 
 import torch
 
-from dsv4.ops.op import kernels_only
-from dsv4.ops.workspace import freeze_workspaces, workspace_bytes
+from dsv4.ops.core.op import kernels_only
+from dsv4.ops.core.workspace import freeze_workspaces, workspace_bytes
 from dsv4.util.sizes import size_text, time_text
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,6 @@ def warm_up(
 
 
 def _compiling() -> AbstractContextManager[None]:
-    module = import_module("dsv4.ops.compile_triton")
+    module = import_module("dsv4.ops.core.compile_triton")
     context: AbstractContextManager[None] = module.compile_only(os.cpu_count() or 1)
     return context

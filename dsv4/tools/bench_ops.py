@@ -26,7 +26,7 @@ from dsv4.errors import OptionError
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
-from dsv4.ops.gemm.packed import TiledMxfp4, TiledNvfp4
+from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.tools.predict import (
@@ -308,7 +308,7 @@ def elapsed_us(action: Callable[[], object]) -> float:
 
 def measure_ceilings() -> Ceilings:
     """Read bandwidth over 4 GB, and a large bf16 product on random data."""
-    kernel = import_module("dsv4.ops.ceilings_triton")
+    kernel = import_module("dsv4.tools.bandwidth_triton")
     data = torch.randint(0, 100, (1 << 30,), dtype=torch.int32, device="cuda")
     out = torch.empty(132 * 8, dtype=torch.int32, device="cuda")
     read_us, _ = time_calls([lambda: kernel.read(data, out)])

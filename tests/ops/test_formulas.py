@@ -17,18 +17,18 @@ from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops.attention.attention import Compressed, Visible, attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
-from dsv4.ops.attention.rope import rope, rope_frequencies, yarn_frequencies
+from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.kv.compress import Compression, CompressorState, compress, state_rows
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, hadamard, load, store
+from dsv4.ops.kv.rope import rope, rope_frequencies, yarn_frequencies
 from dsv4.ops.mhc.mix import MixSite, mhc_boundary, mhc_head, mhc_pre, sinkhorn
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
-from dsv4.ops.ragged import make_ragged
 
 Array = NDArray[np.float64]
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
-from dsv4.ops.arguments import same_bits
+from dsv4.ops.core.arguments import same_bits
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
 
 DIM, ROPE = 512, 64

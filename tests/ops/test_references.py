@@ -10,25 +10,25 @@ from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.ops import OPS, Case
-from dsv4.ops.arguments import copied, leaves, same_bits
 from dsv4.ops.attention import index
 from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
-from dsv4.ops.attention.rope import rope
-from dsv4.ops.gemm.activation import quantize_rows
+from dsv4.ops.core.arguments import copied, leaves, same_bits
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
-from dsv4.ops.kv.begin import begin_step
+from dsv4.ops.gemm.quantize_rows import quantize_rows
+from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.kv.begin_step import begin_step
 from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool
+from dsv4.ops.kv.rope import rope
 from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
-from dsv4.ops.parts import Parts
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.sample import WIDE, SampleInputs, sample
 
@@ -224,8 +224,10 @@ def stretched(name: str, arguments: Arguments) -> Arguments:
 
 def on_rows(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The value with its rows changed; those of a row in parts are not its first axis."""
-    if isinstance(value, Parts):
-        return Parts(change(value.values.movedim(2, 0)).movedim(0, 2), value.factor, value.dtype)
+    if isinstance(value, PartialSums):
+        return PartialSums(
+            change(value.values.movedim(2, 0)).movedim(0, 2), value.factor, value.dtype
+        )
     if isinstance(value, SampleInputs):  # what slots hold stays
         of_rows = {f.name for f in fields(value)} - set(WIDE)
         return replace(value, **{name: change(getattr(value, name)) for name in of_rows})

@@ -5,8 +5,8 @@ import torch
 
 from dsv4.errors import KernelError
 from dsv4.formats.quantized import Mxfp4Tensor
-from dsv4.ops.gemm.packed import TiledMxfp4, random_mxfp4, tile_mxfp4
-from dsv4.ops.repack import repack
+from dsv4.ops.gemm.weights.repack import repack
+from dsv4.ops.gemm.weights.tiled import TiledMxfp4, random_mxfp4, tile_mxfp4
 
 
 @pytest.mark.parametrize(

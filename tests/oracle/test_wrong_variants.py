@@ -23,7 +23,7 @@ import dsv4.ops.kv.compress as compress_op
 import dsv4.ops.mhc.mix as mix_op
 import dsv4.ops.moe.experts as experts_op
 import dsv4.ops.moe.router as router_op
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
+from dsv4.ops.kv.rope import rope_frequencies, rope_reference, yarn_frequencies
 from dsv4.runner.runner import Runner
 from dsv4.testing import random_weights, small_config
 from tests.oracle.harness import exact_runner, run_schedule

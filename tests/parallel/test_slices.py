@@ -10,10 +10,9 @@ from dsv4.config import ModelConfig
 from dsv4.errors import KernelError
 from dsv4.formats.quantized import UnpackedTensor, part_of_whole
 from dsv4.ops.attention import attention as attention_op
-from dsv4.ops.cut import cut_of, num_ranges
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_ranges
-from dsv4.ops.parts import Parts
+from dsv4.ops.gemm.split_k import PartialSums, num_ranges, split_k
 from dsv4.parallel.layout import RankLayout, k_ranges
 
 
@@ -37,7 +36,7 @@ def test_cuts_of_k_belong_to_the_whole_matrix(name: str) -> None:
         whole = torch.empty(rows, columns, device="meta")
         for tp in (2, 4, 8):
             for weight in sliced(whole, tp, rows):
-                assert cut_of(weight) == cut_of(whole) == num_ranges(rows, columns)
+                assert split_k(weight) == split_k(whole) == num_ranges(rows, columns)
                 if num_ranges(*weight.shape) != num_ranges(rows, columns):
                     moved.add(part)
     assert moved == {"wq_b", "wo_a", "head"}
@@ -50,7 +49,7 @@ def test_ranges_of_wo_b_end_between_ranks(name: str, cut: tuple[int, int]) -> No
     weight = part_of_whole(
         torch.empty(c.hidden_size, columns, device="meta"), c.hidden_size, k_ranges(c)
     )
-    assert cut_of(weight) == cut
+    assert split_k(weight) == cut
     for tp in (1, 2, 4, 8):
         groups = RankLayout(tp, rank=tp - 1).groups(c)
         assert groups.start * c.o_lora_rank % (cut[1] * 128) == 0
@@ -58,7 +57,7 @@ def test_ranges_of_wo_b_end_between_ranks(name: str, cut: tuple[int, int]) -> No
 
 def test_ranges_that_end_inside_a_step_are_left_to_the_kernel() -> None:
     weight = UnpackedTensor(torch.empty(64, 512, device="meta"), k_ranges=8)
-    assert cut_of(weight) == num_ranges(64, 512)
+    assert split_k(weight) == num_ranges(64, 512)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -80,7 +79,7 @@ def test_products_by_rows_and_by_ranges(seed: int) -> None:
             linear_ranges(own, wo_b, range(i * 8 // tp, (i + 1) * 8 // tp))
             for i, own in enumerate(x.chunk(tp, 1))
         ]
-        assert torch.equal(Parts(torch.cat(parts)[None], None, x.dtype).total(), by_ranges)
+        assert torch.equal(PartialSums(torch.cat(parts)[None], None, x.dtype).total(), by_ranges)
 
 
 def test_groups_do_not_depend_on_the_other_groups() -> None:

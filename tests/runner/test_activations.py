@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import dsv4.ops.repack as repack_module
+import dsv4.ops.gemm.weights.repack as repack_module
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
@@ -17,12 +17,12 @@ from dsv4.errors import KernelError, OptionError
 from dsv4.formats import nvfp4
 from dsv4.formats.quantized import Nvfp4Tensor, UnpackedTensor, activations_of
 from dsv4.model.transformer import Transformer
+from dsv4.ops.core.op import kernels_only
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
-from dsv4.ops.gemm.packed import TiledNvfp4
+from dsv4.ops.gemm.weights.repack import repack
+from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
-from dsv4.ops.op import kernels_only
-from dsv4.ops.repack import repack
 from dsv4.request import SamplingParams
 from dsv4.runner.activations import (
     GROUPS,

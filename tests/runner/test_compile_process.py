@@ -34,7 +34,7 @@ def _run(folder: Path, story: str) -> list[str]:
 
 
 def main(story: str) -> None:
-    from dsv4.ops import compile_triton
+    from dsv4.ops.core import compile_triton
     from dsv4.ops.gemm import embed_triton, linear_triton
     from tests.ops.kernels.compiling import install_driver
 

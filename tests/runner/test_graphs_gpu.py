@@ -9,7 +9,7 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import KernelError
 from dsv4.model.transformer import Transformer
-from dsv4.ops.repack import repack
+from dsv4.ops.gemm.weights.repack import repack
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import resolve
 from dsv4.tools.speed.model import random_table, shape_config
@@ -57,7 +57,7 @@ def test_two_thousand_steps(runner: Runner, seed: int) -> None:
     rng = random.Random(seed)
     stories = make_stories(rng, 100, runner.buffers.vocab_size, 700)
     compiled: list[str] = []
-    compile_triton = import_module("dsv4.ops.compile_triton")
+    compile_triton = import_module("dsv4.ops.core.compile_triton")
     compile_triton.watch_compiles(compiled.append)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -92,7 +92,7 @@ def test_scores_are_replayed(runner: Runner) -> None:
     ids = rng.choices(range(runner.buffers.vocab_size), k=250)
     wanted = ordinary_logits(runner, ids, 100)
     compiled: list[str] = []
-    compile_triton = import_module("dsv4.ops.compile_triton")
+    compile_triton = import_module("dsv4.ops.core.compile_triton")
     compile_triton.watch_compiles(compiled.append)
     pages, found = runner.pages.open(), []
     try:

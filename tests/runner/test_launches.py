@@ -83,7 +83,7 @@ def test_norms_and_boundaries_quantise_their_rows(launches: dict[str, list[str]]
 
 def zero_weight(rows: int, columns: int) -> Any:
     """NVFP4 for a4 products, with nothing in it."""
-    from dsv4.ops.gemm.scaled import ScaledTensor, padded
+    from dsv4.ops.gemm.weights.scaled import ScaledTensor, padded
 
     high, wide = padded(rows, columns)
     data = torch.zeros(high, wide // 2, dtype=torch.uint8)
@@ -95,8 +95,8 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.checkpoint.reader import open_checkpoint
     from dsv4.config import EngineConfig, ModelConfig
     from dsv4.model.transformer import Transformer
-    from dsv4.ops.op import kernels_on_cpu
-    from dsv4.ops.repack import repack
+    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.gemm.weights.repack import repack
     from dsv4.runner.activations import choose, width_of
     from dsv4.runner.buffers import StepShape
     from dsv4.runner.plan import StepPlan
@@ -139,7 +139,7 @@ def main() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     from dsv4.config import ModelConfig
-    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.core.op import kernels_on_cpu
     from dsv4.tools.speed.model import decode_step, filled_state, random_model, start_at
 
     names: list[str] = []

@@ -11,7 +11,7 @@ import torch
 
 from dsv4.errors import KernelError
 from dsv4.model.transformer import Transformer
-from dsv4.ops.workspace import freeze_workspaces, workspace
+from dsv4.ops.core.workspace import freeze_workspaces, workspace
 from dsv4.runner import runner as runner_module
 from dsv4.runner.buffers import StepShape
 from dsv4.runner.cost import StepCosts

@@ -135,14 +135,14 @@ def main() -> None:
 
     from benchmarks import state_ops as state
     from dsv4.ops import OPS
+    from dsv4.ops.core.op import Arguments, kernels_on_cpu
     from dsv4.ops.gemm import linear_scaled_triton as scaled
     from dsv4.ops.gemm.embed import embed
     from dsv4.ops.gemm.grouped_linear import grouped_linear
     from dsv4.ops.gemm.linear import linear_multi
-    from dsv4.ops.gemm.scaled import ScaledTensor, padded
+    from dsv4.ops.gemm.weights.scaled import ScaledTensor, padded
     from dsv4.ops.moe import experts_scaled_triton
     from dsv4.ops.moe.router import Gate, router
-    from dsv4.ops.op import Arguments, kernels_on_cpu
     from dsv4.tools.bench_ops import random_fp4
 
     names: list[str] = []

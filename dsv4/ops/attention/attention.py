@@ -5,7 +5,7 @@ the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One sof
 `exp(sink)` is added only to the denominator. The result is rotated back at `p`.
 
 With an `a8` pool, the channels of a query without rotation are rounded to MXFP8 before the product
-with keys, separately for each head (gemm/activation.py); nothing else changes.
+with keys, separately for each head (gemm/quantize_rows.py); nothing else changes.
 
 The order of summation depends on the query, not on the batch: the window's keys by position as one
 tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the sink.
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
 from dsv4.formats.spec import Activations
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference
-from dsv4.ops.gemm.activation import rounded
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.ragged import Ragged, make_ragged
+from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
-from dsv4.ops.ragged import Ragged, make_ragged
+from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 
 KEY_TILE = 32
 HEAD_TILE = 8
@@ -230,7 +230,7 @@ OP = Op(
     cases,
     kernels=(
         Kernel("dsv4.ops.attention.attention_triton"),
-        Kernel("dsv4.ops.attention.scaled.attention_scaled_triton"),
+        Kernel("dsv4.ops.attention.variants.attention_scaled_triton"),
     ),
 )
 

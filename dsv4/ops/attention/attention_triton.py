@@ -4,9 +4,9 @@
 A query's list of entries is its window, oldest first, then its compressed entries, ascending, cut
 by index into tiles. Each tile has its own softmax; tiles are merged in ascending order, starting
 from the sink. With few queries each tile has a program and a second launch merges; with more, one
-launch computes all softmax weights and another the values (`decode/`); with many, one program loops
-over a query's tiles (here; on sm_90 entries are unpacked first, `unpacked/`). Same sums, same bits.
-Sums over entries are matrix products (the softmax denominator too), so no result depends on a
+launch computes all softmax weights and another the values (both in `variants/`); with many, one
+program loops over a query's tiles (here; on sm_90 entries are unpacked first). Same sums, same
+bits. Sums over entries are matrix products (the softmax denominator too), so no result depends on a
 tile's thread layout. Channels are multiplied in ascending order, however many a matrix has.
 
 The loop prefetches two tiles of entries into shared memory, the pages of the tile after them and
@@ -25,9 +25,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention import query_triton
-from dsv4.ops.attention.decode import passes_triton, tile_triton
-from dsv4.ops.attention.decode.merge_triton import tiles_ahead
-from dsv4.ops.attention.tiles_triton import (
+from dsv4.ops.attention.tile_device import (
     BT,
     LOG2E,
     add_tile,
@@ -52,15 +50,12 @@ from dsv4.ops.attention.tiles_triton import (
     widen_queries,
     widen_tile,
 )
-from dsv4.ops.attention.unpacked import unpack_triton
-from dsv4.ops.compile_triton import compiling
-from dsv4.ops.device import (
-    device_reason,
-    interpreting,
-    launch_options,
-)
-from dsv4.ops.gpu import num_multiprocessors
-from dsv4.ops.kv.entry_triton import FP8, append, index_tensors_reason, pool_format, pool_reason
+from dsv4.ops.attention.variants import decode_split_triton, decode_two_pass_triton, unpack_triton
+from dsv4.ops.attention.variants.merge_triton import tiles_ahead
+from dsv4.ops.core.compile_triton import compiling
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options, num_multiprocessors
+from dsv4.ops.kv.entry_device import FP8, index_tensors_reason, pool_format, pool_reason
 
 
 @triton.jit
@@ -158,27 +153,27 @@ def num_programs(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Config:
+class AttentionVariant:
     heads: int  # per program
     split: bool  # a program has one tile
     num_warps: int
     num_stages: int
     channels: int = 64  # per product; more only with 64 heads
-    passes: bool = False  # weights of all tiles, then values
+    two_pass: bool = False  # weights of all tiles, then values
     ahead: int = 0  # tiles that the merging launch loads together
     unpacked: bool = False  # entries are unpacked first
 
     def __str__(self) -> str:
         """As `variant_costs.json` names them."""
-        if self.passes:
+        if self.two_pass:
             return "passes"
         if self.unpacked:
             return "walk unpacked"
         return f"{'split' if self.split else 'walk'} {self.heads}"
 
 
-PASSES = Config(64, False, 4, 3, passes=True)
-UNPACKED = Config(64, False, 8, 2, 128, unpacked=True)
+TWO_PASS = AttentionVariant(64, False, 4, 3, two_pass=True)
+UNPACKED = AttentionVariant(64, False, 8, 2, 128, unpacked=True)
 
 
 def capability() -> int:
@@ -221,7 +216,7 @@ class Sizes:
         return fits and (capability(), self.dim, self.rope_dim) == (90, 512, 64)
 
 
-def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Config, float]:
+def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[AttentionVariant, float]:
     """Variants that can do it and about how many microseconds each takes; none changes a bit.
 
     The figures come from records (`variant_costs.json`), the number of programs that run at once
@@ -231,10 +226,12 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Config
     blocks, wide = tokens * triton.cdiv(heads, 16), tokens * triton.cdiv(heads, 64)
     rooms = wide * tiles
     few = blocks * tiles <= 48
-    split = Config(16, True, 8 if narrow and few else 4, 1, ahead=tiles_ahead(tiles))
-    fits = rooms <= tile_triton.MOST_ROOMS
+    split = AttentionVariant(16, True, 8 if narrow and few else 4, 1, ahead=tiles_ahead(tiles))
+    fits = rooms <= decode_split_triton.MOST_ROOMS
     if sizes.takes_few_heads or not narrow or heads <= 16:
-        only = split if fits else Config(16, False, 8 if narrow else 4, 2 if narrow else 1)
+        only = (
+            split if fits else AttentionVariant(16, False, 8 if narrow else 4, 2 if narrow else 1)
+        )
         return {only: 0.0}
     cost, at_once = variant_costs(), num_multiprocessors(device)
 
@@ -248,17 +245,17 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Config
         return fixed + per_program * programs + per_wave * waves
 
     costs = {
-        Config(16, False, 8, 3): walking("walk 16", blocks),
-        Config(64, False, 8, 3, 128): walking("walk 64", wide),
+        AttentionVariant(16, False, 8, 3): walking("walk 16", blocks),
+        AttentionVariant(64, False, 8, 3, 128): walking("walk 64", wide),
     }
     if fits:
         costs[split] = together("split 16", blocks * tiles, 3)
     if fits and heads % 64 == 0 and sizes.dim == 512:  # converts entries once for 64 heads
         whole = replace(split, heads=64, num_warps=8, channels=512)
         costs[whole] = together("split 64", rooms, 1)
-    if rooms <= passes_triton.MOST_ROOMS and heads % 64 == 0:
+    if rooms <= decode_two_pass_triton.MOST_ROOMS and heads % 64 == 0:
         fixed, per_tile, alone, per_room = cost["passes"]
-        costs[PASSES] = max(fixed + per_tile * tiles, alone + per_room * rooms)
+        costs[TWO_PASS] = max(fixed + per_tile * tiles, alone + per_room * rooms)
     if sizes.unpacks:
         fixed, per_row = cost["unpacking"]
         costs[UNPACKED] = walking("walk unpacked", wide) + fixed + per_row * sizes.num_rows
@@ -305,7 +302,9 @@ def form_reason(q, sink, pool, table, compressed, batch, window, frequencies) ->
     return device_reason(q.device) or index_tensors_reason(**tensors)
 
 
-def config_of(q, pool, table, compressed, window, rope_dim, *, unpacked=True) -> Config:
+def choose_variant(
+    q, pool, table, compressed, window, rope_dim, *, unpacked=True
+) -> AttentionVariant:
     """The fastest variant; `unpacked`: whether entries may be."""
     held = 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
     entries = most_entries(compressed)
@@ -314,25 +313,25 @@ def config_of(q, pool, table, compressed, window, rope_dim, *, unpacked=True) ->
     if not unpacked:
         costs.pop(UNPACKED, None)
     config = min(costs, key=costs.get)
-    if pool_format(pool) == FP8 or config.passes:
+    if pool_format(pool) == FP8 or config.two_pass:
         return config
     return replace(config, num_stages=min(config.num_stages, 2))  # three do not fit
 
 
 def variant(q, pool, table, compressed, window, frequencies, **others) -> str:
-    return str(config_of(q, pool, table, compressed, window, 2 * frequencies.shape[0]))
+    return str(choose_variant(q, pool, table, compressed, window, 2 * frequencies.shape[0]))
 
 
 def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None, eps=None):
     """With `eps` the queries are raw projections, and `query_prepare` is fused."""
     sizes = (q, pool, table, compressed, window, 2 * frequencies.shape[0])
-    config = config or config_of(*sizes)
+    config = config or choose_variant(*sizes)
     if config.unpacked:
         unpacked = unpack_triton.unpack(pool, table, compressed, batch, window, frequencies)
-        walk = import_module("dsv4.ops.attention.unpacked.walk_triton").walk
+        walk = import_module("dsv4.ops.attention.variants.prefill_gluon").walk
         given = (*unpacked, compressed, batch, window, frequencies, num_programs(q.device))
         if compiling():  # the same tokens over more sequences may have too many entries to unpack
-            other = config_of(*sizes, unpacked=False)
+            other = choose_variant(*sizes, unpacked=False)
             ready = query_triton.run(q, batch.positions, frequencies, 0.0)
             run(ready, sink, pool, table, compressed, batch, window, frequencies, other)
             walk(q, sink, *given, 0.0 if eps is None else None)  # or fewer tokens prepared here
@@ -343,9 +342,9 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
         "constants": place_constants(q, pool, compressed, window, frequencies),
     }
     if config.split:
-        tile_triton.run(q, sink, out, window, frequencies, config, eps, **given)
-    elif config.passes:
-        passes_triton.run(q, sink, out, window, frequencies, config, **given)
+        decode_split_triton.run(q, sink, out, window, frequencies, config, eps, **given)
+    elif config.two_pass:
+        decode_two_pass_triton.run(q, sink, out, window, frequencies, config, **given)
     else:
         _walk(q, sink, out, window, frequencies, config, **given)
     return out

@@ -13,13 +13,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention.index_select_triton import sort_key
-from dsv4.ops.device import (
-    device_reason,
-    interpreting,
-    launch_options,
-    native_reason,
-)
-from dsv4.ops.kv.entry_triton import (
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options, native_reason
+from dsv4.ops.kv.entry_device import (
     FP32,
     INDEX_FP4,
     INDEX_FP8,

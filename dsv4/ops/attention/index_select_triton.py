@@ -14,12 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    device_reason,
-    launch_options,
-    workspace,
-)
-from dsv4.ops.gpu import num_multiprocessors
+from dsv4.ops.core.launch import device_reason, launch_options, num_multiprocessors
+from dsv4.ops.core.workspace import workspace
 
 ONE = 4096  # longest row that one program handles
 CHUNK = 2048  # scores per program of a long row; twice as many if not all run at once

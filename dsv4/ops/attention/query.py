@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.kv.pool import round_trip_index
+from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
 
 INDEX_FORMATS = ("fp32", "bf16", "fp8", "fp4")
 

@@ -7,21 +7,18 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, interpreting, launch_options
-from dsv4.ops.kv.entry_triton import (
+from dsv4.ops.core.helpers_device import narrow, widen
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.kv.entry_device import (
     fp4_rounded,
     fp8_groups,
     hadamard_rows,
     hadamard_tile,
     is_power_of_two,
-    narrow,
     power_of_two,
-    rope_angles,
-    rope_tile,
-    rotate,
     scale_byte,
-    widen,
 )
+from dsv4.ops.kv.rope_device import rope_angles, rope_tile, rotate
 
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
 INDEX_HEADS = 32  # one per thread of a warp

@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """`query_prepare` fused into `attention`, where programs of few heads each take one tile: a program
 prepares its own queries while its entries are in flight, with the tile and warps of `query_triton`,
-which fix the order of a head's sum of squares. Also for unpacked entries (`unpacked/`), where a
-program holds whole heads."""
+which fix the order of a head's sum of squares. Also for unpacked entries (`prefill_gluon.py`),
+where a program holds whole heads."""
 
 from dataclasses import replace
 
 from dsv4.ops.attention import attention_triton, query_triton
-from dsv4.ops.device import ROW_WARPS
+from dsv4.ops.core.launch import ROW_WARPS
 
 
 def supports(q, eps, **attention) -> str | None:
@@ -22,10 +22,10 @@ def supports(q, eps, **attention) -> str | None:
     )
 
 
-def _config(q, attention) -> attention_triton.Config:
+def _config(q, attention) -> attention_triton.AttentionVariant:
     names = ("pool", "table", "compressed", "window")
     places = (attention[name] for name in names)
-    return attention_triton.config_of(q, *places, 2 * attention["frequencies"].shape[0])
+    return attention_triton.choose_variant(q, *places, 2 * attention["frequencies"].shape[0])
 
 
 def variant(q, eps, **attention) -> str:

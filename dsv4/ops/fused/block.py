@@ -15,7 +15,10 @@ from dsv4.formats.quantized import Weight
 from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
+from dsv4.ops.core.op import Arguments, Fusion, Kernel
+from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool
@@ -23,9 +26,6 @@ from dsv4.ops.mhc.mix import MixSite, mhc_boundary, mhc_pre
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
-from dsv4.ops.op import Arguments, Fusion, Kernel
-from dsv4.ops.parts import Parts
-from dsv4.ops.ragged import Ragged
 
 
 def _fusion(module: str, *parts: str, reader: str = "") -> Fusion:
@@ -35,7 +35,7 @@ def _fusion(module: str, *parts: str, reader: str = "") -> Fusion:
 MIX_LINEAR = _fusion("mix_scaled", "mhc_pre", "mhc_boundary", "linear")
 MIX_EXPERTS = _fusion("mix_scaled", "mhc_boundary", "router", "experts")
 ROUTER_EXPERTS = _fusion("router_experts", "router", "experts", reader="mhc_boundary")
-LINEAR_PARTS = _fusion("linear_parts", "linear", reader="mhc_boundary")
+LINEAR_PARTIAL_SUMS = _fusion("linear_partial_sums", "linear", reader="mhc_boundary")
 NORM_STORE = _fusion("norm_store", "rms_norm", "kv_store", "compress")
 STORE_LINEAR = _fusion("norm_linear_scaled", "rms_norm", "kv_store", "compress", "linear")
 NORM_LINEAR = _fusion("norm_linear_scaled", "rms_norm", "linear")
@@ -50,7 +50,7 @@ Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, prod
 class Update:
     """A half-block's result, `[tokens, size]`, and how to spread it over the streams."""
 
-    y: Tensor | Parts
+    y: Tensor | PartialSums
     post: Tensor
     comb: Tensor
 
@@ -105,11 +105,11 @@ def mix_experts(
     """Collapse the streams into a row, then run router and experts: a whole half-block."""
     choice, matrices = {**vars(gate), "token_ids": token_ids}, vars(experts)
 
-    def route(x: Tensor) -> Tensor | Parts:
+    def route(x: Tensor) -> Tensor | PartialSums:
         chosen, weights = router(x, token_ids, gate)
         return experts_ffn(x, chosen, weights, experts)
 
-    def one_by_one() -> tuple[Tensor, Tensor, Tensor, Tensor | Parts]:
+    def one_by_one() -> tuple[Tensor, Tensor, Tensor, Tensor | PartialSums]:
         streams, x, post, comb = collapse(residual, site)
         together = {"router": {**choice, "x": x}, "experts": matrices}
         return streams, post, comb, ROUTER_EXPERTS(x.device, together, lambda: route(x))
@@ -194,6 +194,6 @@ def query_attention(queries: Queries, to: Visible) -> Tensor:
     return QUERY_ATTENTION(q.device, {"q": q, "eps": eps, **vars(to)}, one_by_one)
 
 
-def linear_parts(x: Tensor, weight: Weight) -> Tensor | Parts:
+def linear_partial_sums(x: Tensor, weight: Weight) -> Tensor | PartialSums:
     """Like `linear`, for a consumer that accepts partial sums."""
-    return LINEAR_PARTS(x.device, {"x": x, "weight": weight}, lambda: linear(x, weight))
+    return LINEAR_PARTIAL_SUMS(x.device, {"x": x, "weight": weight}, lambda: linear(x, weight))

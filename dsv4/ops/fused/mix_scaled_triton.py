@@ -7,8 +7,8 @@ and experts. Same bits as the ops one by one.
 """
 
 from dsv4.ops.gemm import linear_scaled_triton
-from dsv4.ops.gemm.activation_triton import row_fits
-from dsv4.ops.gemm.scaled import ScaledTensor
+from dsv4.ops.gemm.quantize_rows_triton import row_fits
+from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.mhc import mix_triton
 from dsv4.ops.moe import experts_scaled_triton, experts_triton, router_triton
 

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import ROW_WARPS, launch_options
-from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
+from dsv4.ops.core.launch import ROW_WARPS, launch_options
+from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv import compress_triton, kv_store_triton
 from dsv4.ops.kv.compress_triton import block_sizes, close_block, state_sizes
-from dsv4.ops.kv.entry_triton import pool_constants, pool_tensors, tl_dtype
+from dsv4.ops.kv.entry_device import pool_constants, pool_tensors, tl_dtype
 from dsv4.ops.kv.kv_store_triton import store_key
 from dsv4.ops.norm import rms_norm_triton
 from dsv4.ops.norm.rms_norm_triton import norm_row
@@ -39,7 +39,7 @@ def _state_kernel(
     ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
     """`c_*` are the entries' compressor and pool, `i_*` the index keys'; both use one table. BITS 4
-    or 8: also store the latent quantised (gemm/activation_triton.py)."""
+    or 8: also store the latent quantised (gemm/quantize_rows_triton.py)."""
     row = tl.program_id(0)
     job = tl.program_id(1)
     if job == 0:
@@ -107,7 +107,7 @@ def _differ(a, b) -> bool:
 
 
 def run(norm, key, blocks, rows=None):
-    """`rows` (activation_triton.Rows): also store the latent quantised there."""
+    """`rows` (quantize_rows_triton.QuantizedRows): also store the latent quantised there."""
     x, kv, batch, window = norm["x"], key["kv"], key["batch"], key["pool"]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = dict.fromkeys(("RATIO", "ROWS", "WIDTH", "WPAD", "SLOTS", "STEP", "OVERLAP"), 1)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dsv4.ops.attention import query_triton
 from dsv4.ops.attention.query_triton import HEADS, index_constants, index_heads, prepare_heads
-from dsv4.ops.device import interpreting, launch_options
+from dsv4.ops.core.launch import interpreting, launch_options
 
 MOST_TOKENS = 128  # beyond, a launch more costs nothing, and index heads alone are faster
 

@@ -2,9 +2,9 @@
 """`router` and `experts` of one token, for `mhc_boundary`: the result is partial sums, whose total
 has the bits of the two ops."""
 
-from dsv4.ops.moe import experts_triton, router_triton, token_triton
-from dsv4.ops.moe.shared_triton import is_apart
-from dsv4.ops.parts import Parts
+from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.moe import experts_single_token_triton, experts_triton, router_triton
+from dsv4.ops.moe.shared_expert_triton import is_apart
 
 
 def supports(router, experts) -> str | None:
@@ -17,6 +17,6 @@ def supports(router, experts) -> str | None:
     )
 
 
-def run(router, experts) -> Parts:
-    parts = token_triton.launch_routed(**router, **experts)
-    return Parts(parts[:, :, None], None, router["x"].dtype)
+def run(router, experts) -> PartialSums:
+    parts = experts_single_token_triton.launch_routed(**router, **experts)
+    return PartialSums(parts[:, :, None], None, router["x"].dtype)

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from dsv4.ops.attention import index_scores_triton, index_select_triton
-from dsv4.ops.device import workspace
+from dsv4.ops.core.workspace import workspace
 
 
 def _parts(tokens, table, pool, topk) -> tuple[int, int]:

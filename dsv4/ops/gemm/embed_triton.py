@@ -5,10 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    device_reason,
-    launch_options,
-)
+from dsv4.ops.core.launch import device_reason, launch_options
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

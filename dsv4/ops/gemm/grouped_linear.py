@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight, activations_of
-from dsv4.ops.gemm.activation import rounded
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.linear import dense
-from dsv4.ops.gemm.packed import random_tiled
-from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
-from dsv4.ops.rows import matmul_rows, pad_rows
+from dsv4.ops.gemm.quantize_rows import rounded
+from dsv4.ops.gemm.weights.scaled import random_scaled
+from dsv4.ops.gemm.weights.tiled import random_tiled
 
 
 def grouped_linear_reference(x: Tensor, weight: Weight) -> Tensor:

@@ -2,7 +2,7 @@
 
 The matrices of one call may have different formats and result dtypes; a kernel reads `x` once for
 all of them. A row's result does not depend on the other rows. For a matrix with `a8` or `a4`
-activations the input is rounded first (`dsv4/ops/gemm/activation.py`). If a matrix sets ranges of K
+activations the input is rounded first (`quantize_rows.py`). If a matrix sets ranges of K
 (`k_ranges`), each range is summed separately and ranges are added in ascending order; the
 `linear_ranges` of several ranks, added in that order, then have the bits of `linear`.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of, k_ranges_of
 from dsv4.formats.spec import E4M3_MAX
-from dsv4.ops.gemm.activation import rounded
-from dsv4.ops.gemm.packed import random_tiled
-from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
-from dsv4.ops.parts import Parts
-from dsv4.ops.rows import matmul_rows, pad_rows
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.rows import matmul_rows, pad_rows
+from dsv4.ops.gemm.quantize_rows import rounded
+from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.gemm.weights.scaled import random_scaled
+from dsv4.ops.gemm.weights.tiled import random_tiled
 
 
 def dense(weight: Weight) -> Tensor:
@@ -46,7 +46,7 @@ def _product(x: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     ranges = k_ranges_of(weight)
     if ranges == 1:
         return matmul_rows(x, dense(weight)).to(dtype)
-    return Parts(_range_products(x, weight, range(ranges))[None], None, dtype).total()
+    return PartialSums(_range_products(x, weight, range(ranges))[None], None, dtype).total()
 
 
 def _range_products(x: Tensor, weight: Weight, ranges: range) -> Tensor:

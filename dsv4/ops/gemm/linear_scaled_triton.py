@@ -6,11 +6,16 @@ Matrices of one kind share the quantised rows; those with a16 go to linear_trito
 
 import torch
 
-from dsv4.ops.device import native_reason
+from dsv4.ops.core.launch import native_reason
 from dsv4.ops.gemm import linear_triton
-from dsv4.ops.gemm.activation_triton import SWIGLU, fill_rows, make_rows
-from dsv4.ops.gemm.scaled import ScaledTensor
-from dsv4.ops.gemm.scaled_triton import choose_config, launch_few, launch_many, scaled_cut
+from dsv4.ops.gemm.quantize_rows_triton import SWIGLU, fill_rows, make_rows
+from dsv4.ops.gemm.scaled_product_triton import (
+    choose_config,
+    launch_few,
+    launch_many,
+    scaled_split_k,
+)
+from dsv4.ops.gemm.weights.scaled import ScaledTensor
 
 MAX_MATRICES = 8
 
@@ -71,7 +76,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, limit=None, ready=Non
     """Quantise `x` `[rows, groups * k]` once and multiply it with matrices of one kind. With a
     `limit`, `x` is gate and up `[rows, 2 k]`, and their SwiGLU is quantised."""
     num_rows, columns = x.shape[0], weights[0].columns
-    most_ranges = max(scaled_cut(w)[0] for w in weights)
+    most_ranges = max(scaled_split_k(w)[0] for w in weights)
     config = config or choose_config(num_rows, most_ranges)
     rows = make_rows(
         x.device, num_rows * num_groups, columns, tiled=not config.few, name="scaled",

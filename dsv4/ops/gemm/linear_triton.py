@@ -14,22 +14,19 @@ import triton
 import triton.language as tl
 
 from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
-from dsv4.ops.cut import cut_of
-from dsv4.ops.device import (
-    device_reason,
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options, num_multiprocessors
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.dot_device import (
     dot_bf16,
     dot_expanded,
     dot_fp8,
     dot_nvfp4,
     finish_ranges,
-    interpreting,
-    launch_options,
     select_matrix,
     whole_tile,
-    workspace,
 )
-from dsv4.ops.gemm.packed import TILE_ROWS, TiledNvfp4
-from dsv4.ops.gpu import num_multiprocessors
+from dsv4.ops.gemm.split_k import split_k
+from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
 
 MAX_MATRICES = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
@@ -40,7 +37,7 @@ EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights are dequa
 def _range_sum(
     words, scales, tile, live_n, x, x_rows, live_m, first, last, total_steps, num_columns,
     FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sum over one range of K, for any format; `words` and `scales` are addresses."""
@@ -50,7 +47,7 @@ def _range_sum(
         s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
         acc = dot_nvfp4(
             tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, (x_rows,), (live_m,), first, last,
-            total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM,
+            total_steps, num_columns, BN, STAGES, VARIANT, EVEN_K, ASM,
         )[0]  # fmt: skip
     elif FORMAT == 3:
         w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
@@ -82,14 +79,14 @@ def _linear_kernel(
     partials, counters,
     NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr, EVEN_K: tl.constexpr,
-    E8M0: tl.constexpr, SWIZZLE: tl.constexpr, TO_PARTS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr, EVEN_K: tl.constexpr,
+    E8M0: tl.constexpr, SWIZZLE: tl.constexpr, PARTIAL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
     when matrix i has fp32 results. SWIZZLE row tiles run concurrently, for L2 reuse. An FP8 tile
-    has ROWS x BLOCK weights. TO_PARTS: each range's partial sum is stored separately, times 128,
-    for `Parts`."""
+    has ROWS x BLOCK weights. PARTIAL: each range's partial sum is stored separately, times 128,
+    for `PartialSums`."""
     pid = tl.program_id(0)
     m_tile = tl.program_id(1)
     if SWIZZLE > 1:
@@ -125,9 +122,9 @@ def _linear_kernel(
         total = _range_sum(
             words_at, scales_at, tile, live_n, x, x_rows, live_m, split * per_range,
             tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
-            FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, FORM, EVEN_K, E8M0, ASM,
+            FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, VARIANT, EVEN_K, E8M0, ASM,
         )  # fmt: skip
-        if (not TO_PARTS) and count > 1:
+        if (not PARTIAL) and count > 1:
             slot = m_tile * tl.num_programs(0) + pid - split
             total, is_last = finish_ranges(
                 total, live_m, partials, counters, slot, split, count, BN, BM
@@ -138,11 +135,11 @@ def _linear_kernel(
             part = _range_sum(
                 words_at, scales_at, tile, live_n, x, x_rows, live_m, index * per_range,
                 tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-                FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, FORM, EVEN_K, E8M0, ASM,
+                FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, VARIANT, EVEN_K, E8M0, ASM,
             )  # fmt: skip
             total = total + part
     out_rows = rm.to(tl.int64)
-    if TO_PARTS:
+    if PARTIAL:
         total = total * 128.0
         out_rows += split * num_rows
     elif FORMAT == 0 or FORMAT == 3:
@@ -183,36 +180,36 @@ def _expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Config:
+class LinearConfig:
     bm: int  # input rows per program
     bn: int  # weight rows per program
     num_warps: int
     num_stages: int
-    form: int = 0  # product variant; see dot_nvfp4
+    variant: int = 0  # product variant; see dot_nvfp4
 
 
-def choose_config(num_rows: int, fmt: int) -> Config:
+def choose_config(num_rows: int, fmt: int) -> LinearConfig:
     """Tile sizes; they change no bit of the result."""
     if fmt == NVFP4:
         table = (
-            # form 1 only with `wgmma`: `mma.sync` takes joined weights in another order
-            (8, Config(8, 64, 2, 3)),
-            (16, Config(16, 64, 4, 3, 1)),
-            (32, Config(32, 64, 4, 3, 1)),
-            (128, Config(64, 128, 4, 3, 1)),
+            # variant 1 only with `wgmma`: `mma.sync` takes joined weights in another order
+            (8, LinearConfig(8, 64, 2, 3)),
+            (16, LinearConfig(16, 64, 4, 3, 1)),
+            (32, LinearConfig(32, 64, 4, 3, 1)),
+            (128, LinearConfig(64, 128, 4, 3, 1)),
         )
-        last = Config(64, 128, 4, 3, 1)
+        last = LinearConfig(64, 128, 4, 3, 1)
     elif fmt == EXPANDED:
-        table, last = (), Config(256, 128, 8, 3)
+        table, last = (), LinearConfig(256, 128, 8, 3)
     else:
         # FP8 starts at 16 rows: with 8, Triton takes the columns in another order
         table = (
-            (8 if fmt == BF16 else 0, Config(8, 64, 4, 5)),
-            (16, Config(16, 64, 4, 5)),
-            (32, Config(32, 64, 4, 4)),
-            (64, Config(64, 64, 4, 4)),
+            (8 if fmt == BF16 else 0, LinearConfig(8, 64, 4, 5)),
+            (16, LinearConfig(16, 64, 4, 5)),
+            (32, LinearConfig(32, 64, 4, 4)),
+            (64, LinearConfig(64, 64, 4, 4)),
         )
-        last = Config(128, 128, 8, 3)
+        last = LinearConfig(128, 128, 8, 3)
     return next((config for limit, config in table if num_rows <= limit), last)
 
 
@@ -274,9 +271,9 @@ def launch_key(weight) -> tuple[int, int, int, bool]:
     return fmt, 0, 0, False
 
 
-def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_parts=False) -> None:
+def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, partial=False) -> None:
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
-    weight rows reads its own k columns. `to_parts`: outs are fp32 `[ranges, rows, n]`."""
+    weight rows reads its own k columns. `partial`: outs are fp32 `[ranges, rows, n]`."""
     fmt, tile_rows, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
@@ -287,17 +284,17 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
         config = replace(config, bn=128)  # a program's rows must be in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
-    cuts = [cut_of(w) for w in weights]
+    splits = [split_k(w) for w in weights]
     if parallel is None:
         # partial sums of many rows exceed the weights in bytes: split only if multiprocessors idle
         at_once = num_multiprocessors(x.device)
         least = at_once * 3 // 4 + 1 if fmt == EXPANDED else 2 * at_once
-        parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in cuts)
-    programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, cuts, strict=True)]
+        parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in splits)
+    programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, splits, strict=True)]
     firsts = [sum(programs[:i]) for i in range(len(programs))]
     total = sum(programs)
     grid = (total, m_tiles)
-    split = parallel and not to_parts and any(count > 1 for count, _ in cuts)
+    split = parallel and not partial and any(count > 1 for count, _ in splits)
     size = total * m_tiles if split else 1
     partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
     counters = workspace(x.device, "counters", size, torch.int32)
@@ -318,8 +315,8 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
             w.shape[0] // _factor(w).shape[-1] if fmt in (NVFP4, EXPANDED) else 1 for w in weights
         ),
         tuple(firsts),
-        tuple(count for count, _ in cuts),
-        tuple(steps for _, steps in cuts),
+        tuple(count for count, _ in splits),
+        tuple(steps for _, steps in splits),
         partials,
         counters,
         NUM=len(weights),
@@ -332,19 +329,19 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, to_par
         BLOCK=max(block, 1),
         ROWS=max(tile_rows, 1),
         STAGES=config.num_stages,
-        FORM=config.form,
+        VARIANT=config.variant,
         EVEN_K=columns % 128 == 0,
         E8M0=e8m0,
         SWIZZLE=8 if fmt == EXPANDED and not split else 1,
-        TO_PARTS=to_parts,
+        PARTIAL=partial,
         ASM=not interpreting(),
         **launch_options(config.num_warps),
     )
 
 
-def _expands(num_rows: int, columns: int, config: Config | None) -> bool:
+def _expands(num_rows: int, columns: int, config: LinearConfig | None) -> bool:
     if config is not None:
-        return config.form == EXPANDED
+        return config.variant == EXPANDED
     return num_rows >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
+from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
-from dsv4.ops.ragged import Ragged, make_ragged
 
 
 def kv_store_reference(

@@ -5,12 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    ROW_WARPS,
-    device_reason,
-    launch_options,
-)
-from dsv4.ops.kv.entry_triton import (
+from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
+from dsv4.ops.kv.entry_device import (
     entry_slot,
     finish_entry,
     index_tensors_reason,

@@ -17,10 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.rows import matmul_rows, sigmoid, softmax
+from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check, check_shape
-from dsv4.ops.parts import Parts
-from dsv4.ops.rows import matmul_rows, sigmoid, softmax
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,24 @@ def mhc_pre_reference(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, T
     return _collapse(streams, pre + site.hc_eps, site), 2 * post, comb
 
 
-def mhc_update_reference(streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> Tensor:
+def mhc_update_reference(
+    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
+) -> Tensor:
     """`X_k <- q_k y + sum_j M[j, k] X_j`: the first index of M is the source stream."""
-    y = y.total() if isinstance(y, Parts) else y
+    y = y.total() if isinstance(y, PartialSums) else y
     mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
 def mhc_boundary_reference(
-    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = mhc_update_reference(streams, y, post, comb)
     return (streams, *mhc_pre_reference(streams, site))
 
 
 def mhc_head_reference(
-    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
 ) -> Tensor:
     streams = mhc_update_reference(streams, y, post, comb)
     weights = sigmoid(_mixing_logits(streams, site)) + site.hc_eps
@@ -112,9 +114,9 @@ def _random_site(generator: torch.Generator, n: int, size: int, head: bool) -> M
 
 def _random_parts(
     generator: torch.Generator, shape: tuple[int, int, int, int], factors: int, dtype: torch.dtype
-) -> Parts:
+) -> PartialSums:
     factor = torch.rand(factors, generator=generator) + 0.5 if factors else None
-    return Parts(torch.randn(shape, generator=generator), factor, dtype)
+    return PartialSums(torch.randn(shape, generator=generator), factor, dtype)
 
 
 def _cases(with_update: bool, head: bool) -> Iterable[Case]:
@@ -191,7 +193,9 @@ def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
     )
 
 
-def _check_update(op: Op, streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> None:
+def _check_update(
+    op: Op, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
+) -> None:
     tokens, n, size = streams.shape
     check_shape(op.name, "y", y, tokens, size)
     check_shape(op.name, "post", post, tokens, n)
@@ -205,7 +209,7 @@ def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
-def mhc_update(streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -> Tensor:
+def mhc_update(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
     """-> updated streams: the first half of `mhc_boundary`, at the end of a pipeline stage. By the
     reference on any device: once a stage, not once a layer."""
     _check_update(BOUNDARY, streams, y, post, comb)
@@ -213,7 +217,7 @@ def mhc_update(streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor) -
 
 
 def mhc_boundary(
-    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> updated streams, then the results of `mhc_pre`."""
     _check(BOUNDARY, streams, site, head=False)
@@ -225,7 +229,7 @@ def mhc_boundary(
 
 
 def mhc_head(
-    streams: Tensor, y: Tensor | Parts, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
 ) -> Tensor:
     """-> the normalised input row of the output head, `[tokens, size]`."""
     _check(HEAD, streams, site, head=True)

@@ -12,14 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    device_reason,
-    interpreting,
-    launch_options,
-    workspace,
-)
-from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
-from dsv4.ops.kv.entry_triton import append
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, store_row
+from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn, sinkhorn4
 from dsv4.ops.mhc.update_triton import (
     CHANNELS,
@@ -28,7 +25,6 @@ from dsv4.ops.mhc.update_triton import (
     few_update_kernel,
     update_kernel,
 )
-from dsv4.ops.parts import Parts
 
 BESIDE = 64  # up to this many tokens matrices have their own programs in the second launch
 
@@ -92,7 +88,7 @@ def _mix_kernel(
     TILED: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: also
-    store the row quantised, as in gemm/activation_triton.py.
+    store the row quantised, as in gemm/quantize_rows_triton.py.
 
     BESIDE: a second row of programs runs Sinkhorn while the first collapses. Otherwise 4 x 4
     matrices are left to `comb_kernel`.
@@ -140,7 +136,7 @@ def _mix_kernel(
 
 
 @dataclass(frozen=True)
-class Config:
+class MixConfig:
     bm: int  # tokens per program of the first launch
     split: bool  # one program per chunk, not per group
     num_warps: int
@@ -152,21 +148,21 @@ class Config:
         return min(GROUPS, self.mix_warps)
 
 
-def choose_config(num_tokens: int, size: int) -> Config:
+def choose_config(num_tokens: int, size: int) -> MixConfig:
     """Only `mix_warps` affects the order of summation; it depends only on the size."""
     mix_warps = max(1, min(8, triton.next_power_of_2(size) // 1024))
     if num_tokens <= 64:
-        return Config(16, True, 4, mix_warps)
+        return MixConfig(16, True, 4, mix_warps)
     if num_tokens < 4096:
-        return Config(64, num_tokens <= 1024, 4, mix_warps)
-    return Config(128, False, 8, mix_warps)
+        return MixConfig(64, num_tokens <= 1024, 4, mix_warps)
+    return MixConfig(128, False, 8, mix_warps)
 
 
 def supports(streams, site, y=None, post=None, comb=None) -> str | None:
     if streams.dtype not in (torch.float32, torch.bfloat16):
         return f"streams are {streams.dtype}, kernels know bfloat16 and float32"
     made = y
-    if isinstance(y, Parts):
+    if isinstance(y, PartialSums):
         made = y.values
         if y.shape[0] > 1:
             return f"{y.shape[0]} rows in parts, kernels add those of one"
@@ -183,7 +179,7 @@ def supports(streams, site, y=None, post=None, comb=None) -> str | None:
 
 def run(streams, site, y=None, post=None, comb=None, rows=None):
     """`mhc_pre` without `y`; `mhc_head` if the site has one row per stream; otherwise the boundary.
-    `rows` (activation_triton.Rows): also store the normalised row quantised there."""
+    `rows` (quantize_rows_triton.QuantizedRows): also store the normalised row quantised there."""
     tokens, n, size = streams.shape
     num_rows = site.fn.shape[0]
     update = y is not None
@@ -205,7 +201,7 @@ def _update(config, grid, shape, members, streams, site, y, post, comb, new, par
     factor = None
     tile = {"PARTS": 0, "RANGES": 0, "FACTORS": 0, "BM": config.bm, "BD": CHANNELS}
     tile["UPDATE"] = y is not None
-    if isinstance(y, Parts):
+    if isinstance(y, PartialSums):
         y, factor = y.values, y.factor
         tile["PARTS"], tile["RANGES"] = y.shape[:2]
         tile["FACTORS"] = 0 if factor is None else len(factor)

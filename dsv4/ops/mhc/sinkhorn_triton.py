@@ -11,8 +11,7 @@ matrix itself is multiplied only every other iteration.
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import times_rounded
-from dsv4.ops.kv.entry_triton import append
+from dsv4.ops.core.helpers_device import append, times_rounded
 
 
 @triton.jit

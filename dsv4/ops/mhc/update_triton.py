@@ -14,7 +14,7 @@ squares uses the same order.
 import triton
 import triton.language as tl
 
-from dsv4.ops.kv.entry_triton import append
+from dsv4.ops.core.helpers_device import append
 
 CHANNELS = 32
 GROUPS = 8
@@ -75,7 +75,7 @@ def _sum_parts(
     values, factor, channel, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
     FACTORS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """`Parts.total` of one row's channels: PARTS groups of RANGES."""
+    """`PartialSums.total` of one row's channels: PARTS groups of RANGES."""
     total = tl.zeros((BD,), tl.float32)
     for group in tl.static_range(PARTS):
         part = tl.zeros((BD,), tl.float32)

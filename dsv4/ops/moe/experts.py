@@ -18,12 +18,12 @@ from torch import Tensor
 
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
-from dsv4.ops.gemm.activation import rounded
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.rows import matmul_rows, silu
 from dsv4.ops.gemm.linear import dense
-from dsv4.ops.gemm.packed import random_mxfp4, random_tiled, tile_mxfp4
-from dsv4.ops.gemm.scaled import random_scaled
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
-from dsv4.ops.rows import matmul_rows, silu
+from dsv4.ops.gemm.quantize_rows import rounded
+from dsv4.ops.gemm.weights.scaled import random_scaled
+from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
 
 
 def expert_reference(

@@ -11,22 +11,23 @@ with few tokens and with many.
 
 import torch
 
-from dsv4.ops.device import native_reason, workspace
-from dsv4.ops.gemm.activation_triton import SWIGLU, fill_rows, make_rows
-from dsv4.ops.gemm.scaled import ScaledTensor
-from dsv4.ops.gemm.scaled_triton import Config, launch_few, launch_many
+from dsv4.ops.core.launch import native_reason
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.quantize_rows_triton import SWIGLU, fill_rows, make_rows
+from dsv4.ops.gemm.scaled_product_triton import ScaledConfig, launch_few, launch_many
+from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.moe import experts_triton
-from dsv4.ops.moe.route_triton import route
-from dsv4.ops.moe.shared_triton import combine
+from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+from dsv4.ops.moe.shared_expert_triton import combine
 
 
-def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
+def choose_config(num_tokens: int, chosen: int, num_experts: int) -> ScaledConfig:
     """Chosen by the rows per expert under even routing; tiles of an expert share its weights."""
     rows = num_tokens * chosen / num_experts
     for most, bn in ((10, 16), (24, 32), (80, 64)):
         if rows <= most:
-            return Config(bn, 4, 4, True)
-    return Config(128, 8, 3, False)
+            return ScaledConfig(bn, 4, 4, True)
+    return ScaledConfig(128, 8, 3, False)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
@@ -57,7 +58,7 @@ def launch(
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
     extra = experts_triton.apart_part(x, shared_w13, shared_w2, limit, ready)
-    table = route(experts, w2.shape[0], config.bn)
+    table = group_by_expert(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
     parts = workspace(x.device, "scaled_parts", num_pairs * w2.rows, torch.float32)

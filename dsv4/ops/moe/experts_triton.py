@@ -2,8 +2,8 @@
 """`experts` on a GPU. Two passes over tiled FP4 weights: gate and up with SwiGLU, then down.
 
 A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens. A
-single token has its own kernels (`token_triton.py`). Partial sums go to a buffer and a small kernel
-adds them: K ranges first, then the token's experts in order, the shared one last.
+single token has its own kernels (`experts_single_token_triton.py`). Partial sums go to a buffer and
+a small kernel adds them: K ranges first, then the token's experts in order, the shared one last.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    append,
-    device_reason,
-    dot_nvfp4,
-    interpreting,
-    launch_options,
-    tile_rows,
-    times_rounded,
-    workspace,
-)
-from dsv4.ops.gemm.packed import TiledFp4
-from dsv4.ops.moe import token_triton
-from dsv4.ops.moe.route_triton import route
-from dsv4.ops.moe.shared_triton import combine, is_apart, shared_part, shared_reason, swiglu
-from dsv4.ops.moe.token_triton import expert_weights, is_mx, num_expert_ranges
+from dsv4.ops.core.helpers_device import append, times_rounded
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.dot_device import dot_nvfp4, tile_rows
+from dsv4.ops.gemm.weights.tiled import TiledFp4
+from dsv4.ops.moe import experts_single_token_triton
+from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
+from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+from dsv4.ops.moe.shared_expert_triton import combine, is_apart, shared_part, shared_reason, swiglu
 
 TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
@@ -75,7 +69,7 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen):
 @triton.jit
 def _range_sums(
     words, scales, x, x_rows, live, total_steps, num_columns, factor,
-    K_RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    K_RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BN, rows]` per piece: all ranges of K in order, each times `factor`."""
@@ -87,7 +81,7 @@ def _range_sums(
         first = index * per_range
         parts = dot_nvfp4(
             words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
-            total_steps, num_columns, BN, STAGES, FORM, EVEN_K, ASM, MX,
+            total_steps, num_columns, BN, STAGES, VARIANT, EVEN_K, ASM, MX,
         )  # fmt: skip
         added = ()
         for i in tl.static_range(len(parts)):
@@ -111,7 +105,7 @@ def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
 def _up_rows(
     x, x_stride, z, weights, sorted_pairs, words, scales, gate_factor, up_factor,
     start, end, num_pairs, chosen, is_shared, size, inner, limit, total_steps,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
@@ -122,7 +116,7 @@ def _up_rows(
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
     sums = _range_sums(
         words, scales, x, x_rows, live, total_steps, size, 1.0,
-        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM, MX,
+        K_RANGES, BN, STAGES, VARIANT, EVEN_K, ASM, MX,
     )  # fmt: skip
     column = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
     for i in tl.static_range(len(sums)):
@@ -141,7 +135,7 @@ def _up_kernel(
     words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64,
     num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +158,7 @@ def _up_kernel(
                 x, x_stride, z, weights, sorted_pairs, words + word_at, scales + scale_at,
                 gate_factor, up_factor, start, end, num_pairs, chosen, is_shared,
                 size, inner, limit, total_steps,
-                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM, MX,
+                tile_heights(BM)[i], BN, STAGES, VARIANT, K_RANGES, EVEN_K, ASM, MX,
             )  # fmt: skip
 
 
@@ -172,7 +166,7 @@ def _up_kernel(
 def _down_rows(
     z, parts_at, sorted_pairs, words, scales, factor, start, end, num_pairs, chosen, places,
     size, inner, total_steps,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
@@ -182,7 +176,7 @@ def _down_rows(
         z_rows = append(z_rows, rows[i] * inner)
     sums = _range_sums(
         words, scales, z, z_rows, live, total_steps, inner, factor,
-        K_RANGES, BN, STAGES, FORM, EVEN_K, ASM, MX,
+        K_RANGES, BN, STAGES, VARIANT, EVEN_K, ASM, MX,
     )  # fmt: skip
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     for i in tl.static_range(len(sums)):
@@ -198,7 +192,7 @@ def _down_kernel(
     words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64,
     num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tile_expert + tl.program_id(1))
@@ -216,31 +210,31 @@ def _down_kernel(
             _down_rows(
                 z, parts_at, sorted_pairs, words + word_at, scales + scale_at, factor,
                 start, end, num_pairs, chosen, places, size, inner, total_steps,
-                tile_heights(BM)[i], BN, STAGES, FORM, K_RANGES, EVEN_K, ASM, MX,
+                tile_heights(BM)[i], BN, STAGES, VARIANT, K_RANGES, EVEN_K, ASM, MX,
             )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Config:
+class ExpertsConfig:
     bm: int
     bn: int
     num_warps: int
     num_stages: int
-    form: int = 0  # product variant; see dot_nvfp4
+    variant: int = 0  # product variant; see dot_nvfp4
 
 
-def choose_config(num_tokens: int, chosen: int, num_experts: int) -> Config:
+def choose_config(num_tokens: int, chosen: int, num_experts: int) -> ExpertsConfig:
     """Chosen by the rows per expert under even routing; tiles of an expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if rows <= 4:
-        return Config(8, 64, 2, 3)
+        return ExpertsConfig(8, 64, 2, 3)
     if rows <= 10:
-        return Config(16, 64, 2, 3)
+        return ExpertsConfig(16, 64, 2, 3)
     if rows <= 28:
-        return Config(32, 128, 4, 3, 1)
+        return ExpertsConfig(32, 128, 4, 3, 1)
     if rows <= 56:
-        return Config(64, 128, 4, 3, 1)
-    return Config(TALL, 128, 8, 3, 1)
+        return ExpertsConfig(64, 128, 4, 3, 1)
+    return ExpertsConfig(TALL, 128, 8, 3, 1)
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
@@ -292,7 +286,7 @@ def apart_part(x, w13, w2, limit, ready=None):
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    parts = launch(x, only, ones, *stack, None, None, limit, parts_only=True)
+    parts = launch(x, only, ones, *stack, None, None, limit, partial=True)
     return parts.sum(2).view(x.shape[0], -1)
 
 
@@ -301,10 +295,10 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
 
 
 def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, parts_only=False, ready=None,
+    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, partial=False, ready=None,
     config=None,
 ):  # fmt: skip
-    """`shared_w13` and `shared_w2` may be None: only the routed experts. With `parts_only` the
+    """`shared_w13` and `shared_w2` may be None: only the routed experts. With `partial` the
     result is the partial sums, fp32 `[tokens, places, ranges, size]`. `ready`: quantised rows of
     `x` for a shared expert in another format."""
     num_tokens, chosen = experts.shape
@@ -314,11 +308,11 @@ def launch(
         shared_w13 = shared_w2 = None
     arguments = (x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
     if num_tokens == 1:
-        parts = token_triton.launch(*arguments)[None]
+        parts = experts_single_token_triton.launch(*arguments)[None]
     else:
         config = config or choose_config(num_tokens, chosen, w2.shape[0])
         parts = _launch_tiles(*arguments, config)
-    if parts_only:
+    if partial:
         return parts
     y = torch.empty_like(x)
     combine(parts, extra, y, *parts.shape[1:3])
@@ -330,12 +324,17 @@ def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, co
     num_tokens, chosen = experts.shape
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     shared = shared_w13 is not None
-    table = route(experts, num_experts, config.bm, shared=shared)
+    table = group_by_expert(experts, num_experts, config.bm, shared=shared)
     tiles = (table.sorted_pairs, table.tile_expert, table.tile_start, table.tile_end)
     num_pairs, places = num_tokens * chosen, chosen + shared
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
     parts = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
-    common = {"BM": config.bm, "BN": config.bn, "STAGES": config.num_stages, "FORM": config.form}
+    common = {
+        "BM": config.bm,
+        "BN": config.bn,
+        "STAGES": config.num_stages,
+        "VARIANT": config.variant,
+    }
     common |= {"ASM": not interpreting(), "MX": is_mx(w2), **launch_options(config.num_warps)}
     _up_kernel[(triton.cdiv(2 * inner, config.bn), table.num_tiles)](
         x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13),

@@ -10,14 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.cut import num_ranges
-from dsv4.ops.device import (
-    device_reason,
-    dot_bf16,
-    launch_options,
-    workspace,
-)
+from dsv4.ops.core.launch import device_reason, launch_options
+from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import linear_triton
+from dsv4.ops.gemm.dot_device import dot_bf16
+from dsv4.ops.gemm.split_k import num_ranges
 from dsv4.ops.moe.router import LEAST_TOTAL
 
 FEW_ROWS = 64

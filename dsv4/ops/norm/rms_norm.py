@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

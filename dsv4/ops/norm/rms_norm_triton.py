@@ -5,12 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    ROW_WARPS,
-    device_reason,
-    launch_options,
-)
-from dsv4.ops.gemm.activation_triton import row_buffers, row_constants, store_row
+from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
 
 
 @triton.jit
@@ -32,14 +27,10 @@ def norm_row(
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, out, x_stride, eps, codes, scales, row_scale, columns, SIZE: tl.constexpr,
-    PAD: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr
+    x, weight, out, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr, WEIGHTED: tl.constexpr
 ):  # fmt: skip
-    """BITS 4 or 8: also store the row quantised (gemm/activation_triton.py)."""
     row = tl.program_id(0).to(tl.int64)
-    value = norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
-    if BITS > 0:
-        store_row(value, codes, scales, row_scale, row, 1, columns, PAD, TILED, BITS == 8)
+    norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
 
 
 def supports(x, weight, eps) -> str | None:
@@ -50,8 +41,7 @@ def supports(x, weight, eps) -> str | None:
     return device_reason(x.device)
 
 
-def run(x, weight, eps, quantized=None):
-    """`quantized` (activation_triton.Rows): also store the rows quantised there."""
+def run(x, weight, eps):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = x.shape[-1]
     rows = x if x.dim() == 2 else x.view(-1, size)
@@ -61,11 +51,9 @@ def run(x, weight, eps, quantized=None):
         out,
         rows.stride(0),
         eps,
-        *row_buffers(quantized, rows),
         SIZE=size,
         PAD=triton.next_power_of_2(size),
         WEIGHTED=weight is not None,
-        **row_constants(quantized),
         **launch_options(ROW_WARPS),
     )
     return out

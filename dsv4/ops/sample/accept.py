@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.sample.sample import IN_PROMPT, PENALTIES
 
 

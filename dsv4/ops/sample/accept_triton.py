@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, launch_options
+from dsv4.ops.core.launch import device_reason, launch_options
 
 
 @triton.jit

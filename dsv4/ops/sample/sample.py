@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.sample.random import uniform_rows
 
 PENALTIES, BIAS, MASK = 1, 2, 4  # flags

@@ -11,12 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    device_reason,
-    interpreting,
-    launch_options,
-    workspace,
-)
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.workspace import workspace
 from dsv4.ops.sample.filter_triton import (
     adjusted,
     exp2_fast,

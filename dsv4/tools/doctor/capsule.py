@@ -22,15 +22,15 @@ from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, UnpackedTensor
 from dsv4.ops import OPS
-from dsv4.ops.arguments import copied, leaves
 from dsv4.ops.attention.attention import Compressed
-from dsv4.ops.gemm.packed import TiledMxfp4, TiledNvfp4
-from dsv4.ops.gemm.scaled import ScaledTensor
+from dsv4.ops.core.arguments import copied, leaves
+from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.core.ragged import Ragged
+from dsv4.ops.gemm.weights.scaled import ScaledTensor
+from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
 from dsv4.ops.kv.compress import CompressorState
 from dsv4.ops.kv.pool import PagedPool, unpack
 from dsv4.ops.mhc.mix import MixSite
-from dsv4.ops.op import Arguments, Op
-from dsv4.ops.ragged import Ragged
 from dsv4.tools.doctor.check import Evidence
 from dsv4.tools.doctor.compare import difference
 

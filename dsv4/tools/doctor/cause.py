@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight
-from dsv4.ops.arguments import copied
+from dsv4.ops.core.arguments import copied
 from dsv4.tools.doctor.compare import difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 from dsv4.tools.doctor.plain.stations import ExpectedWeight, OpCall, pick, read_entries, results

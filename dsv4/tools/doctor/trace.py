@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4.errors import KernelError
-from dsv4.ops.arguments import copied
-from dsv4.ops.op import Arguments, Op
+from dsv4.ops.core.arguments import copied
+from dsv4.ops.core.op import Arguments, Op
 from dsv4.tools.doctor.plain.stations import STATIONS, OpCall
 
 _MUTABLE = ("pool", "state", "compressed")  # arguments that later calls change
@@ -31,7 +31,7 @@ Consumer = Callable[[OpCall], None]
 
 
 class Tracer:
-    """An observer of ops (`dsv4.ops.op.observe`) that passes each call to `consumer`."""
+    """An observer of ops (`dsv4.ops.core.op.observe`) that passes each call to `consumer`."""
 
     def __init__(self, consumer: Consumer, *, keep_state: bool = True) -> None:
         self._consumer = consumer

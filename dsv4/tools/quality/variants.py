@@ -23,9 +23,9 @@ from dsv4.errors import OptionError
 from dsv4.model.attention import layer_frequencies
 from dsv4.ops.attention.attention import Visible
 from dsv4.ops.attention.index import index_select
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference
 from dsv4.ops.fused.block import Queries, query_attention
 from dsv4.ops.kv.compress import Compression, compress
+from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.mhc.mix import mhc_update_reference
 from dsv4.ops.moe.experts import expert_reference
 

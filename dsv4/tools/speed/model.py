@@ -17,7 +17,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
-from dsv4.ops.kv.begin import NEWEST
+from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.steps import forward, sample_tokens

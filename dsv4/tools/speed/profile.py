@@ -8,7 +8,7 @@ import torch
 # kernels grouped into families for the table of shares
 FAMILIES = {
     "experts": (
-        "_up_kernel", "_down_kernel", "_combine_kernel", "_route_kernel", "_count_kernel",
+        "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
         "_place_kernel", "_activate_kernel",
     ),
     "router": ("_gate_kernel", "_choose_kernel"),

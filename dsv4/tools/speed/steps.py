@@ -23,11 +23,11 @@ from dsv4.config import LayerKind
 from dsv4.errors import CapacityError, KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
+from dsv4.ops.core.op import Arguments, Op, observe
+from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.mhc.mix import mhc_head
-from dsv4.ops.op import Arguments, Op, observe
-from dsv4.ops.ragged import make_ragged
 from dsv4.runner.steps import sample_tokens
 from dsv4.tools.bench_ops import Ceilings, elapsed_us, measure_ceilings
 from dsv4.tools.speed.model import (
@@ -259,7 +259,7 @@ def experts_used(step: Callable[[], object], num_experts: int) -> float:
 def compile_ahead(step: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels of a step on all cores before it runs."""
     if device.type == "cuda":
-        with import_module("dsv4.ops.compile_triton").compile_only(os.cpu_count() or 1):
+        with import_module("dsv4.ops.core.compile_triton").compile_only(os.cpu_count() or 1):
             step()
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops import OPS, Op
-from dsv4.ops.arguments import copied
-from dsv4.ops.op import Arguments
+from dsv4.ops.core.arguments import copied
+from dsv4.ops.core.op import Arguments
 from dsv4.tools.bench_ops import SHAPES, random_fp4, random_routing
 
 BATCHES = (1, 2, 8, 9, 16, 32, 33, 64, 65, 128, 300, 1024)
@@ -123,8 +123,8 @@ def mx_and_nvfp4_experts(
     tokens: int, size: int, inner: int, count: int, chosen: int, device: str
 ) -> Iterator[dict[str, Any]]:
     """The same experts kept as MXFP4, and as the NVFP4 that says the same exactly."""
-    from dsv4.ops.gemm.packed import random_mxfp4, tile_mxfp4, tile_nvfp4
-    from dsv4.ops.repack import mxfp4_as_nvfp4
+    from dsv4.ops.gemm.weights.repack import mxfp4_as_nvfp4
+    from dsv4.ops.gemm.weights.tiled import random_mxfp4, tile_mxfp4, tile_nvfp4
 
     generator = torch.Generator().manual_seed(tokens)
     stacks = {

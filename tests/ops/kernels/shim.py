@@ -18,7 +18,8 @@ from triton.runtime import interpreter as interp
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("the interpreter shim needs TRITON_INTERPRET=1 before triton is imported")
-_EARLY = [name for name in sys.modules if name.startswith("dsv4.ops") and name.endswith("_triton")]
+_KERNELS = ("_triton", "_device", "_gluon")
+_EARLY = [name for name in sys.modules if name.startswith("dsv4.ops") and name.endswith(_KERNELS)]
 if _EARLY:
     raise RuntimeError(f"{_EARLY[0]} was imported before the interpreter shim")
 

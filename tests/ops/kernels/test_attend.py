@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dsv4.formats.entry import kv_entry
-from dsv4.ops.device import ROW_WARPS
+from dsv4.ops.core.launch import ROW_WARPS
+from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.pool import allocate_pool
-from dsv4.ops.ragged import make_ragged
 
 ROOT = Path(__file__).parents[3]
 

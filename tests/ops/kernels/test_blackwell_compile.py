@@ -65,7 +65,7 @@ def test_attention_multiplies_keys_as_they_are_stored(rows: list[dict[str, Any]]
 
 def launches(capability: int) -> Iterator[Launch]:
     from dsv4.ops.gemm import linear_scaled_triton
-    from dsv4.ops.gemm.scaled import random_scaled
+    from dsv4.ops.gemm.weights.scaled import random_scaled
     from dsv4.ops.moe import experts_scaled_triton, experts_triton
 
     yield from row_launches()
@@ -90,7 +90,8 @@ def launches(capability: int) -> Iterator[Launch]:
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_triton.apart_part = lambda *_: None  # two products of `linear`
-    experts_scaled_triton.route = lambda *_: some_route()  # test_weight_compile compiles these two
+    # test_weight_compile compiles these two
+    experts_scaled_triton.group_by_expert = lambda *_: some_route()
     experts_scaled_triton.combine = lambda *_: None
     for count in (8, 256):
         tokens = torch.zeros(count, 1024, dtype=bf16)
@@ -103,9 +104,9 @@ def row_launches() -> Iterator[Launch]:
     """Quantised rows: alone, where a norm or mHC's boundary makes them, behind SwiGLU for routed
     pairs."""
     from benchmarks.state_ops import SHAPES, mhc_arguments
-    from dsv4.ops.gemm import activation_triton as kernel
+    from dsv4.ops.fused.norm_linear_scaled_triton import norm_quantize
+    from dsv4.ops.gemm import quantize_rows_triton as kernel
     from dsv4.ops.mhc import mix_triton
-    from dsv4.ops.norm import rms_norm_triton
 
     x = torch.zeros(128, 4096, dtype=torch.bfloat16)
     norm = torch.zeros(4096)
@@ -113,7 +114,7 @@ def row_launches() -> Iterator[Launch]:
     for a8 in (False, True):
         rows = kernel.make_rows(x.device, 128, 4096, tiled=True, name="test", a8=a8)
         yield f"rows a8={a8}", lambda rows=rows: kernel.fill_rows(rows, x)
-        yield f"rows norm a8={a8}", lambda rows=rows: rms_norm_triton.run(x, norm, 1e-6, rows)
+        yield f"rows norm a8={a8}", lambda rows=rows: norm_quantize(x, norm, 1e-6, rows)
         rows = kernel.make_rows(x.device, 2, 7168, tiled=False, name="test", a8=a8)
         yield f"rows mhc a8={a8}", lambda rows=rows: mix_triton.run(**mix, rows=rows)
     h, weights = torch.zeros(256, 4096), torch.zeros(256)
@@ -126,16 +127,16 @@ def row_launches() -> Iterator[Launch]:
 
 def some_route() -> Any:
     """Tables of routed pairs; only their types matter here."""
-    from dsv4.ops.moe.route_triton import Route
+    from dsv4.ops.moe.group_by_expert_triton import ExpertTiles
 
-    return Route(*(torch.zeros(64, dtype=torch.int32) for _ in range(4)), 16)
+    return ExpertTiles(*(torch.zeros(64, dtype=torch.int32) for _ in range(4)), 16)
 
 
 def attention_launches() -> Iterator[Launch]:
     """Window only; a csa layer's tiles side by side; walking the entries of an hca layer with Pro's
     128 heads."""
     from benchmarks.state_ops import SHAPES, attention_arguments, decode_batch
-    from dsv4.ops.attention.scaled import attention_scaled_triton
+    from dsv4.ops.attention.variants import attention_scaled_triton
 
     flash, pro = SHAPES["flash"], SHAPES["pro"]
     few, many = decode_batch(2, 9000, "cpu"), decode_batch(128, 9000, "cpu")
@@ -151,8 +152,8 @@ def index_launch(fmt: str) -> Launch:
     """64 heads of 128 against keys, at V4-Flash's sizes."""
     from dsv4.formats.entry import index_entry
     from dsv4.ops.attention import index_scores_triton
+    from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.kv.pool import allocate_pool
-    from dsv4.ops.ragged import make_ragged
 
     cpu = torch.device("cpu")
     arguments = {

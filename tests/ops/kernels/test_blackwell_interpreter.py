@@ -13,10 +13,10 @@ import torch
 
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
-from dsv4.ops.gemm import activation
-from dsv4.ops.gemm.packed import TiledNvfp4
-from dsv4.ops.gemm.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
-from dsv4.ops.repack import mxfp4_as_nvfp4, repack
+from dsv4.ops.gemm import quantize_rows
+from dsv4.ops.gemm.weights.repack import mxfp4_as_nvfp4, repack
+from dsv4.ops.gemm.weights.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
+from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 from tests.ops.kernels.compiling import interpreted
 
 GROUPS = ("rows and index", "linear", "experts", "attention")
@@ -63,7 +63,7 @@ def test_scales_lie_in_the_tensor_cores_order() -> None:
 def test_what_is_not_exact_is_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsv4.ops.repack._told", set())
+    monkeypatch.setattr("dsv4.ops.gemm.weights.repack._told", set())
     generator = torch.Generator().manual_seed(3)
     weights = stored_weights(128, 256, generator)
     odd = replace(weights["NVFP4 a4"], activations="a8")
@@ -79,19 +79,19 @@ def test_what_is_not_exact_is_refused(
 
 def check_rows() -> None:
     """The same bytes as the reference, for every case and fused form."""
-    from dsv4.ops.arguments import same_bits
-    from dsv4.ops.gemm import activation_triton
+    from dsv4.ops.core.arguments import same_bits
+    from dsv4.ops.gemm import quantize_rows_triton
 
-    for case in activation.cases():
+    for case in quantize_rows.cases():
         arguments = case.build(torch.Generator().manual_seed(1))
         if arguments["x"].shape[0] == 0:
             continue
-        wanted = activation.quantize_rows_reference(**arguments)
-        for a, b in zip(wanted, activation_triton.run(**arguments), strict=True):
+        wanted = quantize_rows.quantize_rows_reference(**arguments)
+        for a, b in zip(wanted, quantize_rows_triton.run(**arguments), strict=True):
             assert same_bits(a, b), case.name
     x = torch.randn(3, 64)
     x[1, 3], x[2, 60] = float("inf"), float("nan")
-    wanted, found = activation.quantize_rows_reference(x), activation_triton.run(x)
+    wanted, found = quantize_rows.quantize_rows_reference(x), quantize_rows_triton.run(x)
     assert same_bits(wanted.codes, found.codes)
     assert same_bits(wanted.scales, found.scales)
     assert torch.equal(wanted.row_scale.isnan(), torch.tensor([False, True, True]))
@@ -99,12 +99,12 @@ def check_rows() -> None:
 
     # SwiGLU, rows padded and scales in the tensor core's order
     h = torch.randn(36, 2 * 48) * 3
-    rows = activation_triton.make_rows(h.device, 36, 48, tiled=True, name="test")
-    activation_triton.fill_rows(rows, h, source=activation_triton.SWIGLU, limit=2.0, size=48)
+    rows = quantize_rows_triton.make_rows(h.device, 36, 48, tiled=True, name="test")
+    quantize_rows_triton.fill_rows(rows, h, source=quantize_rows_triton.SWIGLU, limit=2.0, size=48)
     gate, up = h.chunk(2, dim=1)
     gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
     z = (gate / (1 + torch.exp(-gate)) * up).bfloat16()
-    wanted = activation.quantize_rows_reference(torch.nn.functional.pad(z, (0, 208)))
+    wanted = quantize_rows.quantize_rows_reference(torch.nn.functional.pad(z, (0, 208)))
     codes = rows.codes[: 256 * 128].view(256, 128)[:36]
     scales = untile_scales(rows.scales[: 256 * 16].view(2, 4, 2, 256))[:36]
     differing = int((codes != wanted.codes).sum())
@@ -115,8 +115,10 @@ def check_rows() -> None:
     x = torch.randn(6, 96) * 1000
     x[0], x[1, :32], x[2, 5] = 0, 1e-9, float("nan")
     x[3, 0], x[3, 32] = 448 * 64, 450 * 64  # just fits its scale, just does not
-    rows = activation_triton.make_rows(x.device, 6, 96, tiled=True, name="test8", fold=2, a8=True)
-    activation_triton.fill_rows(rows, x)
+    rows = quantize_rows_triton.make_rows(
+        x.device, 6, 96, tiled=True, name="test8", fold=2, a8=True
+    )
+    quantize_rows_triton.fill_rows(rows, x)
     data, power = fp8.quantize_groups(torch.nn.functional.pad(x, (0, 160)), 32, check=False)
     assert torch.equal(rows.codes[: 6 * 256].view(6, 256), data.view(torch.uint8))
     scales = untile_scales(rows.scales[: 128 * 16].view(1, 4, 2, 256))
@@ -149,7 +151,7 @@ def fill_by_reference(rows: Any, x: torch.Tensor) -> None:
     if rows.a8:
         codes, scales = fp8.quantize_groups(x, 32, check=False)
     else:
-        codes, scales, row_scale = activation.quantize_rows_reference(x)
+        codes, scales, row_scale = quantize_rows.quantize_rows_reference(x)
         rows.row_scale[: x.shape[0]] = row_scale
     codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
     rows.codes[: codes.numel()] = codes.flatten()
@@ -163,8 +165,8 @@ def check_linear_forms() -> None:
     """Every form gives the same bits, however many rows come with it."""
     from dsv4.ops.gemm import linear_scaled_triton as kernel
     from dsv4.ops.gemm.linear import linear_reference
-    from dsv4.ops.gemm.scaled import random_scaled
-    from dsv4.ops.gemm.scaled_triton import Config, num_scaled_ranges
+    from dsv4.ops.gemm.scaled_product_triton import ScaledConfig, num_scaled_ranges
+    from dsv4.ops.gemm.weights.scaled import random_scaled
     from tests.ops.kernels.test_weight_interpreter import compare
 
     kernel.fill_rows = fill_by_reference
@@ -180,9 +182,9 @@ def check_linear_forms() -> None:
         kernel.launch(x, [weight], [whole])
         compare(kind, linear_reference(x, [weight], [torch.float32]), [whole], 1e-2, 1e-5)
         assert not whole[3].any()
-        forms = [(Config(128, 8, 3, False), 16), (Config(64, 4, 4, True), 16)]
+        forms = [(ScaledConfig(128, 8, 3, False), 16), (ScaledConfig(64, 4, 4, True), 16)]
         counts = (1, 2, 7, 8, 9, 15) if kind == "nvfp4" else (1, 15)
-        forms += [(Config(16, 4, 4, True), count) for count in counts]
+        forms += [(ScaledConfig(16, 4, 4, True), count) for count in counts]
         for config, count in forms:
             out = torch.full((count, 40), float("nan"))
             kernel.launch(x[16 - count :], [weight], [out], config=config)
@@ -193,15 +195,15 @@ def check_many_rows() -> None:
     """More rows than a tile of scales has, in the form with descriptors: all three kinds."""
     from dsv4.ops.gemm import linear_scaled_triton as kernel
     from dsv4.ops.gemm.grouped_linear import grouped_linear_reference
-    from dsv4.ops.gemm.scaled import random_scaled
-    from dsv4.ops.gemm.scaled_triton import Config
+    from dsv4.ops.gemm.scaled_product_triton import ScaledConfig
+    from dsv4.ops.gemm.weights.scaled import random_scaled
     from tests.ops.kernels.test_weight_interpreter import compare
 
     kernel.fill_rows = fill_by_reference
     generator = torch.Generator().manual_seed(5)
     for kind, config in (
-        ("nvfp4", Config(128, 8, 3, False)),
-        ("fp8", Config(256, 8, 3, False)),
+        ("nvfp4", ScaledConfig(128, 8, 3, False)),
+        ("fp8", ScaledConfig(256, 8, 3, False)),
     ):
         x = torch.randn(131, 2, 288, generator=generator)
         weight = random_scaled(256, 288, generator, kind)
@@ -212,7 +214,7 @@ def check_many_rows() -> None:
 
 def check_experts() -> None:
     check_cases("experts")
-    from dsv4.ops.gemm.scaled_triton import Config
+    from dsv4.ops.gemm.scaled_product_triton import ScaledConfig
     from dsv4.ops.moe import experts_scaled_triton as kernel
     from dsv4.ops.moe.experts import _few_bit_case
 
@@ -222,7 +224,7 @@ def check_experts() -> None:
     few = {**arguments, **{name: arguments[name][7:8] for name in ("x", "experts", "weights")}}
     alone = kernel.run(**few)
     assert torch.equal(alone[0], whole[7]), "a row's bits depend on its batch"
-    many = kernel.launch(**few, config=Config(128, 8, 3, False))
+    many = kernel.launch(**few, config=ScaledConfig(128, 8, 3, False))
     assert torch.equal(many[0], whole[7]), "a row's bits depend on the form"
 
 
@@ -255,9 +257,9 @@ def check_attention() -> None:
     does not round them is further off."""
     from dsv4.ops import OPS
     from dsv4.ops.attention.attention import Visible, attention
-    from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
-    from dsv4.ops.op import kernels_on_cpu
-    from dsv4.ops.ragged import make_ragged
+    from dsv4.ops.attention.variants import attention_scaled_triton as kernel
+    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.ragged import make_ragged
     from tests.ops.kernels.test_state_interpreter import compare, fill_with_nan
 
     fill_with_nan()
@@ -267,7 +269,7 @@ def check_attention() -> None:
             continue
         arguments = case.build(torch.Generator().manual_seed(1))
         assert [kernel.supports(arguments) is None for kernel in op.kernels] == [False, True]
-        forms = [kernel.Config(kernel.HEADS, split, 8, 2) for split in (True, False)]
+        forms = [kernel.AttentionVariant(kernel.HEADS, split, 8, 2) for split in (True, False)]
         split, walked = (kernel.run(**arguments, config=form) for form in forms)
         assert torch.equal(split, walked), case.name
         plain = {**arguments, "pool": replace(arguments["pool"], activations="a16")}
@@ -284,8 +286,8 @@ def check_attention() -> None:
 
 def check_attention_rows(base: dict[str, Any]) -> None:
     """A row's bits with few rows and 16, in both forms; queries of zeros and of large numbers."""
-    from dsv4.ops.attention.scaled import attention_scaled_triton as kernel
-    from dsv4.ops.ragged import make_ragged
+    from dsv4.ops.attention.variants import attention_scaled_triton as kernel
+    from dsv4.ops.core.ragged import make_ragged
 
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(16, 8, base["q"].shape[2], generator=generator) * 4
@@ -298,7 +300,7 @@ def check_attention_rows(base: dict[str, Any]) -> None:
         batch = make_ragged([656 - count], [count], [0], torch.device("cpu"))
         given = {**base, "q": q[16 - count :].bfloat16(), "sink": base["sink"][:8], "batch": batch}
         given["compressed"] = replace(base["compressed"], selected=chosen[:count].contiguous())
-        return kernel.run(**given, config=kernel.Config(kernel.HEADS, split, 8, 2))
+        return kernel.run(**given, config=kernel.AttentionVariant(kernel.HEADS, split, 8, 2))
 
     whole = last(16, True)
     assert not whole.isnan().any()

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4.formats import fp8
+from dsv4.ops.core.op import Arguments, Fusion, kernels_on_cpu
 from dsv4.ops.fused.block import MIX_EXPERTS, MIX_LINEAR
-from dsv4.ops.gemm.activation import quantize_rows_reference
-from dsv4.ops.gemm.scaled import random_scaled, untile_scales
+from dsv4.ops.gemm.quantize_rows import quantize_rows_reference
+from dsv4.ops.gemm.weights.scaled import random_scaled, untile_scales
 from dsv4.ops.mhc.mix import _random_site, mhc_boundary_reference
-from dsv4.ops.op import Arguments, Fusion, kernels_on_cpu
 from tests.ops.kernels.compiling import interpreted
 
 GROUPS = (("mix rows", "mix count"), ("norm rows", "inputs"), ("experts", "queries"))
@@ -53,7 +53,7 @@ def mix_arguments(tokens: int, size: int, seed: int = 1) -> Arguments:
 
 def made_rows(tokens: int, size: int, a8: bool, tiled: bool) -> Any:
     """Buffers that hold something else before."""
-    from dsv4.ops.gemm.activation_triton import make_rows
+    from dsv4.ops.gemm.quantize_rows_triton import make_rows
 
     rows = make_rows(CPU, tokens, size, tiled=tiled, name=f"test {a8}", a8=a8)
     for buffer in (rows.codes, rows.scales):
@@ -84,7 +84,7 @@ def quantized(x: Tensor, rows: Any) -> list[Tensor]:
 
 
 def assert_same(label: str, wanted: list[Tensor], found: list[Tensor]) -> None:
-    from dsv4.ops.arguments import same_bits
+    from dsv4.ops.core.arguments import same_bits
 
     assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True)), label
 
@@ -132,6 +132,7 @@ def check_mix_count() -> None:
 
 
 def check_norm_rows() -> None:
+    from dsv4.ops.fused.norm_linear_scaled_triton import norm_quantize
     from dsv4.ops.norm import rms_norm_triton
 
     x, weight = (torch.randn(5, 208) * 70).bfloat16(), torch.randn(208) * 100
@@ -139,7 +140,7 @@ def check_norm_rows() -> None:
     plain = rms_norm_triton.run(x, weight, 1e-6)
     for a8, tiled in ((False, False), (True, True)):
         rows = made_rows(5, 208, a8, tiled)
-        assert_same("norm", [plain], [rms_norm_triton.run(x, weight, 1e-6, rows)])
+        assert_same("norm", [plain], [norm_quantize(x, weight, 1e-6, rows)])
         assert_same("rows", quantized(plain, rows), parts(rows))
 
 
@@ -209,13 +210,13 @@ def check_experts() -> None:
 
 def check_queries() -> None:
     """Behind the norm alone, and behind the launch that also stores the state."""
-    from dsv4.ops.arguments import copied
-    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.core.arguments import copied
+    from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.fused.block import NORM_LINEAR, STORE_LINEAR
     from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.kv import kv_store_triton
+    from dsv4.ops.kv.rope import rope_frequencies
     from dsv4.ops.norm import rms_norm_triton
-    from dsv4.ops.ragged import make_ragged
     from tests.ops.kernels.test_state_interpreter import case_arguments, compress_arguments
 
     g = torch.Generator().manual_seed(6)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from benchmarks import state_ops as inputs
 from dsv4.ops import OPS
-from dsv4.ops.arguments import copied, leaves, same_bits
 from dsv4.ops.attention.attention import _filled
-from dsv4.ops.attention.rope import rope_frequencies
-from dsv4.ops.op import Arguments
-from dsv4.ops.ragged import make_ragged
+from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.op import Arguments
+from dsv4.ops.core.ragged import make_ragged
+from dsv4.ops.kv.rope import rope_frequencies
 from dsv4.tools.bench_ops import SHAPES
 from tests.ops.kernels.test_state_interpreter import compare, cut_hidden
 
@@ -212,9 +212,12 @@ def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> Non
     batch = make_ragged([90000, 700], [5, 1995], [0, 1], torch.device("cuda"))
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
     whole = module.run(**arguments)
-    configs = [module.Config(*c) for c in ((64, False, 8, 2), (16, True, 8, 1), (16, False, 4, 2))]
-    configs.append(module.Config(64, True, 8, 1, 512))
-    for config in (*configs, module.PASSES, module.UNPACKED):
+    configs = [
+        module.AttentionVariant(*c)
+        for c in ((64, False, 8, 2), (16, True, 8, 1), (16, False, 4, 2))
+    ]
+    configs.append(module.AttentionVariant(64, True, 8, 1, 512))
+    for config in (*configs, module.TWO_PASS, module.UNPACKED):
         form = module.run(**arguments, config=config)
         assert same_bits(form, whole), config
     for row in (0, 4, 5, 304, 1999):
@@ -351,7 +354,7 @@ def test_queries_are_prepared_inside_a_walk(shape: Any, kind: str) -> None:
     q = q.bfloat16()
     assert fused.supports(q, 1e-6, **arguments) is None, fused.supports(q, 1e-6, **arguments)
     prepared = module_of("query_prepare").run(q, batch.positions, arguments["frequencies"], 1e-6)
-    wanted = module.run(prepared, **arguments, config=module.Config(64, False, 8, 2))
+    wanted = module.run(prepared, **arguments, config=module.AttentionVariant(64, False, 8, 2))
     assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
 
 

@@ -54,7 +54,7 @@ def kernel_module(name: str):  # type: ignore[no-untyped-def]
 
 def check_cases(name: str) -> None:
     from dsv4.ops import OPS
-    from dsv4.ops.arguments import copied, leaves
+    from dsv4.ops.core.arguments import copied, leaves
 
     op, module = OPS[name], kernel_module(name)
     for case in op.cases():
@@ -80,8 +80,8 @@ def check_cases(name: str) -> None:
 
 def check_empty(op, case: str, arguments) -> None:  # type: ignore[no-untyped-def]
     """No rows in, results of the right shape out, whoever computes them."""
-    from dsv4.ops.arguments import copied, leaves
-    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.core.arguments import copied, leaves
+    from dsv4.ops.core.op import kernels_on_cpu
     from tests.ops.test_references import PUBLIC
 
     with kernels_on_cpu():
@@ -103,14 +103,14 @@ def cut_hidden(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def check_mhc_forms() -> None:
     """A program per chunk and a program per group give the same bits; so do few and many rows."""
     from dsv4.ops import OPS
-    from dsv4.ops.arguments import same_bits
+    from dsv4.ops.core.arguments import same_bits
 
     module = kernel_module("mhc_boundary")
     case = next(c for c in OPS["mhc_boundary"].cases() if "bfloat16" in c.name)
     arguments = case.build(torch.Generator().manual_seed(2))
     few = module.run(**arguments)
     chosen = module.choose_config
-    module.choose_config = lambda tokens, size: module.Config(32, False, 4, 1)
+    module.choose_config = lambda tokens, size: module.MixConfig(32, False, 4, 1)
     many = module.run(**arguments)
     module.choose_config = chosen
     assert all(same_bits(a, b) for a, b in zip(few, many, strict=True))
@@ -123,9 +123,9 @@ def check_mhc_forms() -> None:
 def check_compress_forms() -> None:
     """A chunk at once, and its tokens one by one, leave the same state and the same entries."""
     from dsv4.ops import OPS
-    from dsv4.ops.arguments import copied, leaves, same_bits
+    from dsv4.ops.core.arguments import copied, leaves, same_bits
+    from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.kv.compress import compress_reference
-    from dsv4.ops.ragged import make_ragged
 
     module = kernel_module("compress")
     names = ("ratio 4 kv fp8 [6, 2]", "ratio 4 index fp4")
@@ -153,9 +153,9 @@ def check_compress_forms() -> None:
 def check_state_prepare() -> None:
     """One launch leaves the same bits as the ops one by one, with and without compressors."""
     from dsv4.ops import OPS
-    from dsv4.ops.arguments import copied, leaves, same_bits
-    from dsv4.ops.attention.rope import rope_frequencies
-    from dsv4.ops.ragged import make_ragged
+    from dsv4.ops.core.arguments import copied, leaves, same_bits
+    from dsv4.ops.core.ragged import make_ragged
+    from dsv4.ops.kv.rope import rope_frequencies
 
     fused = importlib.import_module("dsv4.ops.fused.norm_store_triton")
     generator = torch.Generator().manual_seed(6)
@@ -220,8 +220,8 @@ def compress_arguments(ratio, is_index, batch, frequencies, generator):  # type:
 
 
 def check_queries() -> None:
-    from dsv4.ops.arguments import same_bits
-    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.core.arguments import same_bits
+    from dsv4.ops.kv.rope import rope_frequencies
 
     fused = importlib.import_module("dsv4.ops.fused.query_and_index_triton")
     module = kernel_module("query_prepare")
@@ -242,7 +242,7 @@ def check_queries() -> None:
 
 def check_moe() -> None:
     """Experts that programs choose themselves: the bits of router and experts one by one."""
-    from dsv4.ops.arguments import same_bits
+    from dsv4.ops.core.arguments import same_bits
 
     fused = importlib.import_module("dsv4.ops.fused.router_experts_triton")
     for hashed in (False, True):
@@ -268,10 +268,10 @@ def check_attention_forms() -> None:
     """Tiles in parallel and one after another, 16 and 32 heads a program, weights before values:
     the same bits, with pieces one by one and with joined ones (whether both agree only a GPU can
     say)."""
-    from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
-    from dsv4.ops.attention.rope import rope_frequencies
-    from dsv4.ops.ragged import make_ragged
+    from dsv4.ops.core.arguments import same_bits
+    from dsv4.ops.core.ragged import make_ragged
+    from dsv4.ops.kv.rope import rope_frequencies
 
     module = kernel_module("attention")
     generator = torch.Generator().manual_seed(4)
@@ -294,16 +294,16 @@ def check_attention_forms() -> None:
             "frequencies": rope_frequencies(16, 10000.0),
         }
         forms = [
-            module.run(**arguments, config=module.Config(heads, split, 4, 1, channels))
+            module.run(**arguments, config=module.AttentionVariant(heads, split, 4, 1, channels))
             for heads in (16, 32)
             for split in (True, False)
         ]
         if dim == 32:  # all pieces and blocks of heads alike
-            passes = module.Config(16, False, 4, 1, passes=True)
-            forms.append(module.run(**arguments, config=passes))
-            merge = importlib.import_module("dsv4.ops.attention.decode.merge_triton")
+            two_pass = module.AttentionVariant(16, False, 4, 1, two_pass=True)
+            forms.append(module.run(**arguments, config=two_pass))
+            merge = importlib.import_module("dsv4.ops.attention.variants.merge_triton")
             before, merge.SHORT, merge.AHEAD = (merge.SHORT, merge.AHEAD), (), 8  # two turns
-            forms.append(module.run(**arguments, config=module.Config(16, True, 4, 1)))
+            forms.append(module.run(**arguments, config=module.AttentionVariant(16, True, 4, 1)))
             merge.SHORT, merge.AHEAD = before
         assert all(same_bits(form, forms[0]) for form in forms[1:])
         compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
@@ -312,11 +312,11 @@ def check_attention_forms() -> None:
 def check_unpack() -> None:
     """Rows of all entries that the sequences of a step can see; none of another is touched."""
     from dsv4.ops.attention.attention import Compressed, _filled
-    from dsv4.ops.attention.rope import rope_frequencies
+    from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.kv.pool import load, locate
-    from dsv4.ops.ragged import make_ragged
+    from dsv4.ops.kv.rope import rope_frequencies
 
-    module = importlib.import_module("dsv4.ops.attention.unpacked.unpack_triton")
+    module = importlib.import_module("dsv4.ops.attention.variants.unpack_triton")
     module.MOST_ROWS = 400
     generator = torch.Generator().manual_seed(6)
     starts, new, window, ratio = [700, 0, 3], [2, 20, 1], 31, 4
@@ -348,10 +348,10 @@ def check_unpack() -> None:
 
 def check_attend() -> None:
     """Queries prepared inside attention have the bits of the two ops one by one."""
-    from dsv4.ops.arguments import same_bits
     from dsv4.ops.attention.attention import Compressed, _filled
-    from dsv4.ops.attention.rope import rope_frequencies
-    from dsv4.ops.ragged import make_ragged
+    from dsv4.ops.core.arguments import same_bits
+    from dsv4.ops.core.ragged import make_ragged
+    from dsv4.ops.kv.rope import rope_frequencies
 
     fused = importlib.import_module("dsv4.ops.fused.attention_with_queries_triton")
     generator = torch.Generator().manual_seed(5)
@@ -376,7 +376,7 @@ def check_attend() -> None:
         wanted = attention.run(prepared, **places)
         assert same_bits(fused.run(q, 1e-6, **places), wanted)
         if dim == 32:  # as one matrix
-            whole = attention.Config(32, True, 4, 1, 32)
+            whole = attention.AttentionVariant(32, True, 4, 1, 32)
             assert same_bits(attention.run(q, **places, config=whole, eps=1e-6), wanted)
 
 
@@ -407,7 +407,7 @@ def check_choose() -> None:
     """Scores and selection together choose what they choose one after the other: tiles that are
     hidden, rows that keep all they see, parts with several tiles."""
     from dsv4.ops import OPS
-    from dsv4.ops.arguments import copied
+    from dsv4.ops.core.arguments import copied
 
     fused = importlib.import_module("dsv4.ops.fused.score_select_triton")
     scores, select = kernel_module("index_scores"), kernel_module("index_select")
@@ -443,9 +443,9 @@ def check_padding() -> None:
     from dataclasses import replace
 
     from dsv4.ops import OPS
-    from dsv4.ops.arguments import copied, leaves
+    from dsv4.ops.core.arguments import copied, leaves
+    from dsv4.ops.core.ragged import Kept
     from dsv4.ops.kv.compress import CompressorState
-    from dsv4.ops.ragged import Kept
 
     def padded(batch):  # type: ignore[no-untyped-def]
         """Three rows and a sequence more."""
@@ -515,7 +515,7 @@ def check_padded_experts() -> None:
     some = [0, 2, 4]
     arguments["experts"][[1, 3]] = -1
     for few in (True, False):  # both ways to sort pairs by expert
-        module = importlib.import_module("dsv4.ops.moe.route_triton")
+        module = importlib.import_module("dsv4.ops.moe.group_by_expert_triton")
         module.SMALL_PAIRS = 1024 if few else 0
         found = experts.run(**arguments)
         compare("experts", wanted[some], found[some], 0.0, 0.0)

@@ -38,7 +38,7 @@ def launches(capability: int) -> Iterator[Launch]:
 def all_launches() -> Iterator[Launch]:
     """A layer's matrices, small in memory; tensors lie on the CPU."""
     from dsv4.ops.gemm import embed_triton, linear_triton
-    from dsv4.ops.gemm.packed import random_tiled
+    from dsv4.ops.gemm.weights.tiled import random_tiled
     from dsv4.ops.moe import experts_triton, router_triton
 
     generator = torch.Generator().manual_seed(0)

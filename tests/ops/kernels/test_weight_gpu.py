@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4.ops import OPS
-from dsv4.ops.ragged import make_ragged
+from dsv4.ops.core.ragged import make_ragged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,8 +44,10 @@ def test_rows_do_not_depend_on_the_height_of_their_tile() -> None:
     arguments = inputs.experts_arguments(len(ids) // 6)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
     arguments["experts"] = ids[order].view(-1, 6).cuda()
-    tall = kernel.launch(**arguments, config=kernel.Config(kernel.TALL, 128, 8, 3, 1))
-    assert torch.equal(tall, kernel.launch(**arguments, config=kernel.Config(64, 128, 4, 3, 1)))
+    tall = kernel.launch(**arguments, config=kernel.ExpertsConfig(kernel.TALL, 128, 8, 3, 1))
+    assert torch.equal(
+        tall, kernel.launch(**arguments, config=kernel.ExpertsConfig(64, 128, 4, 3, 1))
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40, 300, 3000])

@@ -91,7 +91,7 @@ def check_cases(name: str, seed: int = 1) -> None:
 
 def check_empty(op: Any, case: str, arguments: Any) -> None:
     """No rows in, results of the right shape out, whoever computes them."""
-    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.core.op import kernels_on_cpu
     from tests.ops.test_references import PUBLIC
 
     with kernels_on_cpu():
@@ -104,16 +104,16 @@ def check_linear_forms() -> None:
     """Every form gives the same numbers; groups, bf16 and FP8 with an uneven K."""
     from dsv4.ops.gemm import linear_triton as kernel
     from dsv4.ops.gemm.linear import linear_reference
-    from dsv4.ops.gemm.packed import random_tiled
+    from dsv4.ops.gemm.weights.tiled import random_tiled
 
     generator = torch.Generator().manual_seed(2)
     weight = random_tiled(130, 1024, generator)
     x = torch.randn(3, 1024, generator=generator).bfloat16()
     wanted = linear_reference(x, [weight], [torch.float32])
     configs = [
-        kernel.Config(8, 64, 2, 3),
-        kernel.Config(16, 128, 4, 3, 1),
-        kernel.Config(16, 128, 4, 3, kernel.EXPANDED),
+        kernel.LinearConfig(8, 64, 2, 3),
+        kernel.LinearConfig(16, 128, 4, 3, 1),
+        kernel.LinearConfig(16, 128, 4, 3, kernel.EXPANDED),
     ]
     for config in configs:
         for parallel in (True, False):
@@ -124,10 +124,10 @@ def check_linear_forms() -> None:
 
 def check_two_ranges() -> None:
     """K of both matrices in two ranges: side by side for one token, in a row for more."""
-    from dsv4.ops.moe import experts_triton, token_triton
+    from dsv4.ops.moe import experts_single_token_triton, experts_triton
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
 
-    long, token_triton.LONG_STEPS = token_triton.LONG_STEPS, 2
+    long, experts_single_token_triton.LONG_STEPS = experts_single_token_triton.LONG_STEPS, 2
     results = []
     for tokens in (1, 2):
         case = _tiled_case(tokens, 144, 256, 2, 2, 10.0)
@@ -141,7 +141,7 @@ def check_two_ranges() -> None:
         wanted = experts_reference(**arguments)
         compare(f"two ranges, {tokens}", wanted, found, case.atol, case.rtol)
         results.append((found, arguments))
-    token_triton.LONG_STEPS = long
+    experts_single_token_triton.LONG_STEPS = long
     assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
 
 
@@ -149,9 +149,9 @@ def check_slices() -> None:
     """A rank's rows keep the ranges of K of the whole matrix: here two, four by their own shape."""
     from dsv4.formats import fp8
     from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
+    from dsv4.ops.core.op import kernels_on_cpu
     from dsv4.ops.gemm.linear import linear
-    from dsv4.ops.gemm.packed import random_tiled
-    from dsv4.ops.op import kernels_on_cpu
+    from dsv4.ops.gemm.weights.tiled import random_tiled
 
     generator = torch.Generator().manual_seed(5)
     values = torch.randn(64, 2048, generator=generator)
@@ -173,7 +173,7 @@ def check_slices() -> None:
 def check_heights() -> None:
     """Tall tiles with as many rows as a height has and one more; then all in one expert."""
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
-    from dsv4.ops.moe.experts_triton import TALL, Config, launch
+    from dsv4.ops.moe.experts_triton import TALL, ExpertsConfig, launch
 
     rows = torch.tensor([64, 0, 65, 128, 129, 192, 193, 256, 257, 1, 0])
     for counts in (rows, torch.tensor([0, 600, 0])):
@@ -183,15 +183,15 @@ def check_heights() -> None:
         order = torch.randperm(tokens, generator=torch.Generator().manual_seed(6))
         arguments["experts"] = torch.arange(count).repeat_interleave(counts)[order, None]
         wanted = experts_reference(**arguments)
-        found = launch(**arguments, config=Config(TALL, 128, 8, 3, 1))
+        found = launch(**arguments, config=ExpertsConfig(TALL, 128, 8, 3, 1))
         compare(f"rows of experts {counts.tolist()}", wanted, found, case.atol, case.rtol)
 
 
 def check_route(experts: torch.Tensor, num_experts: int, bm: int, shared: bool) -> None:
     """Every row in one tile of its expert, tiles in order and without gaps."""
-    from dsv4.ops.moe.route_triton import route
+    from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
-    found = route(experts, num_experts, bm, shared=shared)
+    found = group_by_expert(experts, num_experts, bm, shared=shared)
     flat = experts.flatten().tolist()
     pairs = found.sorted_pairs[: len(flat)].tolist()
     assert pairs == sorted(range(len(flat)), key=lambda i: (flat[i], i))

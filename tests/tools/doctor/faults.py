@@ -17,10 +17,10 @@ import dsv4.ops.attention.attention as attention_op
 import dsv4.ops.kv.compress as compress_op
 import dsv4.ops.moe.experts as experts_op
 from dsv4.cache.geometry import Geometry
-from dsv4.ops.arguments import copied
-from dsv4.ops.attention.rope import rope_frequencies, rope_reference, yarn_frequencies
+from dsv4.ops.core.arguments import copied
+from dsv4.ops.core.op import Op
 from dsv4.ops.kv.pool import load, locate, store
-from dsv4.ops.op import Op
+from dsv4.ops.kv.rope import rope_frequencies, rope_reference, yarn_frequencies
 from dsv4.tools.doctor.subject import Subject
 
 Run = Callable[..., Any]  # the right op

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dsv4.cli import app
 from dsv4.errors import OptionError
 from dsv4.ops import OPS
-from dsv4.ops.op import Arguments, Kernel, Op
+from dsv4.ops.core.op import Arguments, Kernel, Op
 from dsv4.testing import random_weights, small_config
 from dsv4.tools.doctor.capsule import replay, save_capsule
 from dsv4.tools.doctor.check import hand_on

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import dsv4.ops.op as op_module
+import dsv4.ops.core.op as op_module
 from dsv4.cache.state import StateTensors
 from dsv4.errors import KernelError
 from dsv4.runner import steps

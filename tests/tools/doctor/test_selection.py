@@ -10,10 +10,10 @@ from rich.console import Console
 from dsv4.cli.doctor import _print_kernels, _print_machine
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, UnpackedTensor
 from dsv4.ops import OPS
-from dsv4.ops.gemm.packed import random_tiled
-from dsv4.ops.gemm.scaled import random_scaled
+from dsv4.ops.core.op import Arguments, Kernel, Op
+from dsv4.ops.gemm.weights.scaled import random_scaled
+from dsv4.ops.gemm.weights.tiled import random_tiled
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.op import Arguments, Kernel, Op
 from dsv4.tools.doctor.capsule import _decode, _encode
 from dsv4.tools.doctor.device.machine import choice_for, examine_machine, format_of
 

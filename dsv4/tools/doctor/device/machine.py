@@ -13,10 +13,10 @@ from dsv4 import __version__
 from dsv4.formats.quantized import Fp8BlockTensor, Nvfp4Tensor, QuantizedTensor
 from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.ops import OPS
-from dsv4.ops.arguments import copied, leaves
-from dsv4.ops.gemm.scaled import ScaledTensor
+from dsv4.ops.core.arguments import copied, leaves
+from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.op import Arguments, Op
 from dsv4.runner.activations import choose_activations
 from dsv4.runner.load import driver_version, find_gpu
 from dsv4.tools.bench_ops import measure_ceilings

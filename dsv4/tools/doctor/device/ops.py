@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import OPS
-from dsv4.ops.arguments import copied, leaves, same_bits
+from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op
 from dsv4.ops.kv.pool import rotates, round_index
-from dsv4.ops.op import Arguments, Case, Kernel, Op
 
 log = logging.getLogger(__name__)
 

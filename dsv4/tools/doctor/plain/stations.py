@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.ops.core.op import Arguments, Op
 from dsv4.ops.kv.pool import PagedPool, load, locate
-from dsv4.ops.op import Arguments, Op
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 
 

@@ -14,9 +14,9 @@ from dsv4.formats.quantized import (
     UnpackedTensor,
     Weight,
 )
-from dsv4.ops.gemm.packed import TiledFp4, tile_mxfp4, tile_nvfp4
-from dsv4.ops.gemm.scaled import scaled_weight
-from dsv4.ops.op import warn_unless_strict
+from dsv4.ops.core.op import warn_unless_strict
+from dsv4.ops.gemm.weights.scaled import scaled_weight
+from dsv4.ops.gemm.weights.tiled import TiledFp4, tile_mxfp4, tile_nvfp4
 
 _PAIRED_NAMES = (".w13",)
 _told: set[str] = set()  # why activations stay wide

@@ -6,13 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    launch_options,
-    native_reason,
-)
+from dsv4.ops.core.launch import launch_options, native_reason
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
-from dsv4.ops.gemm.packed import TiledFp4
-from dsv4.ops.gemm.scaled import ScaledTensor
+from dsv4.ops.gemm.weights.scaled import ScaledTensor
+from dsv4.ops.gemm.weights.tiled import TiledFp4
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tiles_triton import (
+from dsv4.ops.attention.tile_device import (
     BT,
     LOG2E,
     add_tile,
@@ -31,8 +31,10 @@ from dsv4.ops.attention.tiles_triton import (
     widen_codes,
     widen_piece,
 )
-from dsv4.ops.device import launch_options, workspace
-from dsv4.ops.kv.entry_triton import append, rope_tile
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.kv.rope_device import rope_tile
 
 GROUP = 2  # pieces of queries and keys in shared memory at a time
 REGISTERS = 168  # per thread of the weights kernel: three programs of four warps fit

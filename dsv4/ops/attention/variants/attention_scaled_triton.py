@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention import attention_triton
-from dsv4.ops.attention.attention_triton import Config
-from dsv4.ops.attention.decode.merge_triton import merge_tiles
-from dsv4.ops.attention.tiles_triton import (
+from dsv4.ops.attention.attention_triton import AttentionVariant
+from dsv4.ops.attention.tile_device import (
     LOG2E,
     add_tile,
     entry_parts,
@@ -30,12 +29,11 @@ from dsv4.ops.attention.tiles_triton import (
     pieces,
     tile_slots,
 )
-from dsv4.ops.device import (
-    launch_options,
-    native_reason,
-    workspace,
-)
-from dsv4.ops.kv.entry_triton import FP8, append, fp8_groups, pool_format, scale_byte
+from dsv4.ops.attention.variants.merge_triton import merge_tiles
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import launch_options, native_reason
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.kv.entry_device import FP8, fp8_groups, pool_format, scale_byte
 
 BT = 128  # entries per tile, the rows of the tensor core's M slot; changing it changes bits
 HEADS = 16  # per program; sums of 32 heads spill
@@ -187,10 +185,10 @@ def _attend_scaled_kernel(
             )  # fmt: skip
 
 
-def choose_config(num_tokens: int, num_heads: int, num_tiles: int) -> Config:
+def choose_config(num_tokens: int, num_heads: int, num_tiles: int) -> AttentionVariant:
     """Running tiles in parallel changes no bit; the head count never depends on the batch."""
     split = num_tokens * triton.cdiv(num_heads, HEADS) * min(num_tiles, TYPICAL) <= FEW
-    return Config(HEADS, split, 8, 2)
+    return AttentionVariant(HEADS, split, 8, 2)
 
 
 def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:

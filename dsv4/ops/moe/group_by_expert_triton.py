@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import launch_options, workspace
+from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.workspace import workspace
 
 SMALL_PAIRS = 1024  # up to here one block holds all pairs
 CHUNK = 256  # pairs per program above that
@@ -28,7 +29,7 @@ def _extra_tile(tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
-def _route_kernel(
+def _group_kernel(
     experts, sorted_pairs, tile_expert, tile_start, tile_end,
     num_pairs, num_tokens, num_shared, num_tiles, num_experts,
     BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr
@@ -147,7 +148,7 @@ def _place_kernel(
 
 
 @dataclass(frozen=True)
-class Route:
+class ExpertTiles:
     """Pairs sorted by expert, and their tiles. Tiles of the shared expert may follow; their rows
     come after the pairs, one per token. The last tiles are empty, with expert -1."""
 
@@ -158,7 +159,7 @@ class Route:
     num_tiles: int
 
 
-def num_route_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
+def num_expert_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
     """Enough tiles for any routing."""
     return min(num_pairs, num_pairs // bm + num_experts)
 
@@ -168,11 +169,13 @@ def choose_config(num_pairs: int) -> int | None:
     return max(triton.next_power_of_2(num_pairs), 128) if num_pairs <= SMALL_PAIRS else None
 
 
-def route(experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = False) -> Route:
+def group_by_expert(
+    experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = False
+) -> ExpertTiles:
     """`shared`: append tiles of the shared expert, as expert `num_experts`."""
     device, num_pairs, num_tokens = experts.device, experts.numel(), experts.shape[0]
     num_shared = triton.cdiv(num_tokens, bm) if shared else 0
-    num_tiles = num_route_tiles(num_pairs, num_experts, bm) + num_shared
+    num_tiles = num_expert_tiles(num_pairs, num_experts, bm) + num_shared
     names = ("sorted_pairs", "tile_expert", "tile_start", "tile_end")
     sizes = (num_pairs, num_tiles, num_tiles, num_tiles)
     buffers = [
@@ -182,7 +185,7 @@ def route(experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = Fa
     numbers = (num_pairs, num_tokens, num_shared, num_tiles, num_experts)
     bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)
     if width is not None:
-        _route_kernel[(num_experts,)](
+        _group_kernel[(num_experts,)](
             experts, *buffers, *numbers, BM=bm, WIDTH=width, BINS=bins, **launch_options(4)
         )
     else:
@@ -194,4 +197,4 @@ def route(experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = Fa
         _place_kernel[(chunks,)](
             experts, counts, *buffers, *numbers, BM=bm, CHUNK=CHUNK, BINS=bins, **launch_options(8)
         )
-    return Route(*buffers, num_tiles)
+    return ExpertTiles(*buffers, num_tiles)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
 
 
 def rope_frequencies(rope_dim: int, theta: float) -> Tensor:
@@ -79,7 +79,7 @@ def cases() -> Iterable[Case]:
     yield build((0, 2, 128), 64, 0, False)
 
 
-OP = Op("rope", rope_reference, cases, kernels=(Kernel("dsv4.ops.attention.rope_triton"),))
+OP = Op("rope", rope_reference, cases, kernels=(Kernel("dsv4.ops.kv.rope_triton"),))
 
 
 def rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bool = False) -> Tensor:

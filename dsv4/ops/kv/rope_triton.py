@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, launch_options
-from dsv4.ops.kv.entry_triton import rope_tile
+from dsv4.ops.core.launch import device_reason, launch_options
+from dsv4.ops.kv.rope_device import rope_tile
 
 HEADS = 16
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import launch_options
+from dsv4.ops.core.launch import launch_options
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
 
 NEWEST = -2
 
@@ -84,7 +84,7 @@ OP = Op(
     "begin_step",
     begin_step_reference,
     cases,
-    kernels=(Kernel("dsv4.ops.kv.begin_triton"),),
+    kernels=(Kernel("dsv4.ops.kv.begin_step_triton"),),
     mutates=("tables", "token_ids", "rows"),
 )
 

@@ -12,18 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.cut import num_ranges
-from dsv4.ops.device import (
-    dot_nvfp4,
-    interpreting,
-    launch_options,
-    scale_pairs,
-    unpack_group,
-    workspace,
-)
-from dsv4.ops.gemm.packed import TiledMxfp4
+from dsv4.ops.core.launch import interpreting, launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.dot_device import dot_nvfp4, scale_pairs, unpack_group
+from dsv4.ops.gemm.split_k import num_ranges
+from dsv4.ops.gemm.weights.tiled import TiledMxfp4
 from dsv4.ops.moe.router_triton import gate_program, prepare
-from dsv4.ops.moe.shared_triton import swiglu
+from dsv4.ops.moe.shared_expert_triton import swiglu
 
 LONG_STEPS = 8  # steps of 128 columns from which K has two ranges
 STAGES = 3
@@ -36,7 +31,7 @@ def _dot_two_ranges(
     BN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     MX: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BN, 8]` of which the first column is used: two ranges of K, each by form 0 of
+    """fp32 `[BN, 8]` of which the first column is used: two ranges of K, each by variant 0 of
     `dot_nvfp4` in its own warp, added. `rows` `[BN]` are rows of the tile at `words`. EVEN: both
     ranges have equal length; otherwise the second may be shorter."""
     per_range = tl.cdiv(total_steps, 2)

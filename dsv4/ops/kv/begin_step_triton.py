@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import device_reason, launch_options
-from dsv4.ops.kv.begin import NEWEST
+from dsv4.ops.core.launch import device_reason, launch_options
+from dsv4.ops.kv.begin_step import NEWEST
 
 WIDTH = 256
 WAITING = tl.constexpr(NEWEST)

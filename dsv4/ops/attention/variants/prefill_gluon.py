@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4.ops.attention.tiles_triton import LOG2E
-from dsv4.ops.kv.entry_triton import narrow, sin_cos, widen
+from dsv4.ops.attention.tile_device import LOG2E
+from dsv4.ops.core.helpers_device import narrow, widen
+from dsv4.ops.kv.rope_device import sin_cos
 
 DIM, ROPE, HEADS, WARPS = 512, 64, 64, 8
 BT = gl.constexpr(64)

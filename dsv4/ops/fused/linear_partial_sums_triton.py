@@ -4,10 +4,9 @@ so that no program waits for the others."""
 
 import torch
 
-from dsv4.ops.cut import cut_of
-from dsv4.ops.device import workspace
+from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import linear_triton
-from dsv4.ops.parts import Parts
+from dsv4.ops.gemm.split_k import PartialSums, split_k
 
 
 def supports(x, weight) -> str | None:
@@ -16,9 +15,9 @@ def supports(x, weight) -> str | None:
     return linear_triton.supports(x, [weight], [torch.float32])
 
 
-def run(x, weight) -> Parts:
-    rows, ranges = weight.shape[0], cut_of(weight)[0]
-    values = workspace(x.device, "linear_parts", ranges * rows, torch.float32)
+def run(x, weight) -> PartialSums:
+    rows, ranges = weight.shape[0], split_k(weight)[0]
+    values = workspace(x.device, "linear_partial_sums", ranges * rows, torch.float32)
     values = values[: ranges * rows].view(ranges, 1, rows)
-    linear_triton.launch(x, [weight], [values], parallel=True, to_parts=True)
-    return Parts(values[None], weight.global_scale, x.dtype)
+    linear_triton.launch(x, [weight], [values], parallel=True, partial=True)
+    return PartialSums(values[None], weight.global_scale, x.dtype)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Low-precision products on sm_100: block-scaled tensor-core instructions, weights in the M slot.
 
-A weight (gemm/scaled.py) is multiplied with quantised rows (activation_triton.py): NVFP4 x NVFP4,
-or MXFP4 or FP8 x MXFP8. A program computes 128 outputs for BN rows, in one of two variants:
+A weight (weights/scaled.py) is multiplied with quantised rows (quantize_rows_triton.py): NVFP4 x
+NVFP4, or MXFP4 or FP8 x MXFP8. A program computes 128 outputs for BN rows, in one of two variants:
 
     few rows    pointers: up to eight matrices per launch; split-K, one program per range
     many rows   descriptors, so that TMA feeds the tensor core; ranges in sequence
@@ -20,14 +20,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dsv4.ops.cut import cut_of
-from dsv4.ops.device import (
-    finish_ranges,
-    launch_options,
-    select_matrix,
-    workspace,
-)
-from dsv4.ops.gemm.scaled import ROWS
+from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.dot_device import finish_ranges, select_matrix
+from dsv4.ops.gemm.split_k import split_k
+from dsv4.ops.gemm.weights.scaled import ROWS
 
 FEW_ROWS = 64  # up to here the variant with pointers
 RANGE_COLUMNS = 256  # ranges are multiples of this
@@ -253,26 +250,26 @@ def _many_rows_kernel(
 
 
 @dataclass(frozen=True)
-class Config:
+class ScaledConfig:
     bn: int  # input rows per program
     num_warps: int
     num_stages: int
     few: bool  # the variant with pointers
 
 
-def choose_config(num_rows: int, num_ranges: int) -> Config:
+def choose_config(num_rows: int, num_ranges: int) -> ScaledConfig:
     """Tile sizes; they do not change the order of summation."""
     for most in (16, 32, FEW_ROWS):
         if num_rows <= most:
-            return Config(most, 4, 4, True)
+            return ScaledConfig(most, 4, 4, True)
     if num_rows <= 512 or num_ranges > 1:  # ranges need a second accumulator tile
-        return Config(128, 8, 3, False)
-    return Config(256, 8, 3, False)
+        return ScaledConfig(128, 8, 3, False)
+    return ScaledConfig(256, 8, 3, False)
 
 
-def scaled_cut(weight) -> tuple[int, int]:
-    """As `cut_of`, in multiples of 256 columns."""
-    return cut_of(weight, RANGE_COLUMNS, num_scaled_ranges)
+def scaled_split_k(weight) -> tuple[int, int]:
+    """As `split_k`, in multiples of 256 columns."""
+    return split_k(weight, RANGE_COLUMNS, num_scaled_ranges)
 
 
 def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
@@ -303,12 +300,12 @@ def _steps(rows) -> tuple[int, int]:
 def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chosen=0) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
-    cuts = [(1, k_steps) if route else scaled_cut(w) for w in weights]
-    cuts = [(n, unit if route else unit * per_unit) for n, unit in cuts]
+    splits = [(1, k_steps) if route else scaled_split_k(w) for w in weights]
+    splits = [(n, unit if route else unit * per_unit) for n, unit in splits]
     tiles = [triton.cdiv(w.rows, ROWS) for w in weights]
-    programs = [n * count for n, (count, _) in zip(tiles, cuts, strict=True)]
+    programs = [n * count for n, (count, _) in zip(tiles, splits, strict=True)]
     grid = (sum(programs), route.num_tiles if route else triton.cdiv(num_rows, config.bn))
-    size = grid[0] * grid[1] if any(count > 1 for count, _ in cuts) else 1
+    size = grid[0] * grid[1] if any(count > 1 for count, _ in splits) else 1
     device = rows.codes.device
     partials = workspace(device, "partials", size * ROWS * config.bn, torch.float32)
     counters = workspace(device, "counters", size, torch.int32)
@@ -322,8 +319,8 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
         tuple(w.rows for w in weights),
         tuple(w.rows // w.global_scale.shape[-1] for w in weights),
         tuple(sum(programs[:i]) for i in range(len(programs))),
-        tuple(count for count, _ in cuts),
-        tuple(steps for _, steps in cuts),
+        tuple(count for count, _ in splits),
+        tuple(steps for _, steps in splits),
         partials, counters, *_route_table(route, rows.codes), chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
         ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
@@ -335,7 +332,7 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
 def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
-    count, units = (1, 0) if route else scaled_cut(weight)
+    count, units = (1, 0) if route else scaled_split_k(weight)
     width = rows.columns * rows.fold // (1 if rows.a8 else 2)
     chunks = 1 if rows.a8 else 4
     padded = triton.cdiv(num_rows, 2 * ROWS) * 2 * ROWS

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tiles_triton import BT, LOG2E, add_tile
-from dsv4.ops.device import launch_options
-from dsv4.ops.kv.entry_triton import append, rope_angles, rotate
+from dsv4.ops.attention.tile_device import BT, LOG2E, add_tile
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import launch_options
+from dsv4.ops.kv.rope_device import rope_angles, rotate
 
 SHORT = (4, 12, 24)  # tiles of short lists, loaded and merged without a loop
 AHEAD = 32  # tiles of longer lists in flight: all heads' sums of each are 131 KB

@@ -5,17 +5,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import interpreting
-from dsv4.ops.kv.entry_triton import (
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import interpreting
+from dsv4.ops.kv.entry_device import (
     FP8,
     FP32,
-    append,
     pool_constants,
     pool_format,
     pool_tensors,
     power_of_two,
-    rope_tile,
 )
+from dsv4.ops.kv.rope_device import rope_tile
 
 BT = 64  # entries per tile; changing it changes bits
 LOG2E = tl.constexpr(1.4426950408889634)

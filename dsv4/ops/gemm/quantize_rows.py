@@ -25,7 +25,7 @@ from dsv4.errors import OptionError
 from dsv4.formats import e2m1, fp8
 from dsv4.formats.groups import expand
 from dsv4.formats.spec import E2M1_MAX, E4M3_MAX, NVFP4_GROUP, Activations
-from dsv4.ops.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
 
 TOP = E2M1_MAX * E4M3_MAX
 SIXTH = 1.0 / E2M1_MAX
@@ -94,7 +94,7 @@ OP = Op(
     "quantize_rows",
     quantize_rows_reference,
     cases,
-    (Kernel("dsv4.ops.gemm.activation_triton"),),
+    (Kernel("dsv4.ops.gemm.quantize_rows_triton"),),
 )
 
 

@@ -7,7 +7,7 @@ to bf16 first like the op it replaces. Kernels that already hold a row (mHC's mi
 quantise it with `store_row`; `row_buffers` and `row_constants` are their arguments.
 
 A product needs rows padded to a multiple of 256 columns, and with many rows the scales in the order
-of gemm/scaled.py; `Rows` describes the buffers. Row i may be that of a routed pair.
+of weights/scaled.py; `QuantizedRows` describes the buffers. Row i may be that of a routed pair.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.device import (
-    ROW_WARPS,
-    device_reason,
-    launch_options,
-    workspace,
-)
-from dsv4.ops.gemm.activation import SIXTH, SMALLEST_AMAX, TOP, Fp4Rows
-from dsv4.ops.gemm.scaled import COLUMN_MULTIPLE, ROWS
+from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.quantize_rows import SIXTH, SMALLEST_AMAX, TOP, Fp4Rows
+from dsv4.ops.gemm.weights.scaled import COLUMN_MULTIPLE, ROWS
 
 PLAIN, SWIGLU = 0, 1
 _TOP, _SIXTH, _SMALLEST = (tl.constexpr(value) for value in (TOP, SIXTH, SMALLEST_AMAX))
@@ -73,7 +69,7 @@ def _scale_at(row, fold, group, num_groups, TILED: tl.constexpr):
 def _store_fp4(
     value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr
 ):  # fmt: skip
-    """Codes, scales and the row's scale of `value` `[PAD / 16, 16]`; see gemm/activation.py."""
+    """Codes, scales and the row's scale of `value` `[PAD / 16, 16]`; see gemm/quantize_rows.py."""
     GROUPS: tl.constexpr = PAD // 16
     num_groups = columns // 16
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -164,9 +160,9 @@ def _quantize_kernel(
 
 
 @dataclass(frozen=True)
-class Rows:
+class QuantizedRows:
     """Quantised rows in buffers for the next launch: codes `[rows, bytes]`, row scales `[rows]`
-    (a4), and block scales in row order, or tiled as in gemm/scaled.py."""
+    (a4), and block scales in row order, or tiled as in gemm/weights/scaled.py."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -177,7 +173,7 @@ class Rows:
     fold: int = 1  # rows concatenated into one row of the product
     a8: bool = False
 
-    def is_like(self, other: "Rows | None") -> bool:
+    def is_like(self, other: "QuantizedRows | None") -> bool:
         """Whether the consumer of these rows could also read the other ones."""
         if other is None:
             return False
@@ -191,11 +187,11 @@ def row_fits(size: int) -> bool:
     return triton.next_power_of_2(size) >= COLUMN_MULTIPLE
 
 
-def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Rows:
+def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> QuantizedRows:
     """Buffers for `num_rows` rows of `columns` columns, with room up to whole tiles."""
     columns = triton.cdiv(columns, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     count = triton.cdiv(num_rows // fold, 2 * ROWS) * 2 * ROWS * fold
-    return Rows(
+    return QuantizedRows(
         workspace(device, f"{name}_codes", count * columns // (1 if a8 else 2), torch.uint8),
         workspace(device, f"{name}_scales", count * columns // (32 if a8 else 16), torch.uint8),
         workspace(device, f"{name}_row_scale", count, torch.float32),
@@ -207,21 +203,22 @@ def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Ro
     )
 
 
-def row_buffers(rows: Rows | None, unused):
+def row_buffers(rows: QuantizedRows | None, unused):
     """Arguments of a kernel that may quantise the rows it computes."""
     if rows is None:
         return unused, unused, unused, 0
     return rows.codes, rows.scales, rows.row_scale, rows.columns
 
 
-def row_constants(rows: Rows | None) -> dict[str, object]:
+def row_constants(rows: QuantizedRows | None) -> dict[str, object]:
     if rows is None:
         return {"BITS": 0, "TILED": False}
     return {"BITS": 8 if rows.a8 else 4, "TILED": rows.tiled}
 
 
 def fill_rows(
-    rows: Rows, x, *, source=PLAIN, weight=None, limit=0.0, size=None, route=None, chosen=1, bm=0
+    rows: QuantizedRows, x, *, source=PLAIN, weight=None, limit=0.0, size=None, route=None,
+    chosen=1, bm=0,
 ) -> None:  # fmt: skip
     """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`. With a `route`
     these are pairs, in sorted order or (`bm`) by tiles."""
@@ -245,9 +242,9 @@ def supports(x) -> str | None:
     return device_reason(x.device)
 
 
-def _new_rows(x) -> Rows:
+def _new_rows(x) -> QuantizedRows:
     count, size = x.shape
-    return Rows(
+    return QuantizedRows(
         torch.empty(count, size // 2, dtype=torch.uint8, device=x.device),
         torch.empty(count, size // 16, dtype=torch.uint8, device=x.device),
         torch.empty(count, dtype=torch.float32, device=x.device),
@@ -256,7 +253,7 @@ def _new_rows(x) -> Rows:
     )
 
 
-def _fp4_rows(rows: Rows) -> Fp4Rows:
+def _fp4_rows(rows: QuantizedRows) -> Fp4Rows:
     return Fp4Rows(rows.codes, rows.scales.view(torch.float8_e4m3fn), rows.row_scale)
 
 

@@ -3,22 +3,23 @@
 
 The first launch writes all entries visible to the step's sequences as rows of 16-bit numbers: for
 each sequence the positions from its oldest window on, then its compressed entries. The second
-launch (`walk_triton`) only copies rows.
+launch (`prefill_gluon.py`) only copies rows.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tiles_triton import (
+from dsv4.ops.attention.tile_device import (
     entry_parts,
     load_piece,
     num_pieces,
     piece_first,
     piece_width,
 )
-from dsv4.ops.device import launch_options, workspace
-from dsv4.ops.kv.entry_triton import FP8, pool_constants, pool_format
+from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.kv.entry_device import FP8, pool_constants, pool_format
 
 MOST_ROWS = 65536  # unpacked at once: 67 MB for entries of 512 channels
 ROWS = 16  # unpacked per program

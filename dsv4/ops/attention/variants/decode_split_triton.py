@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.decode.merge_triton import merge_tiles
 from dsv4.ops.attention.query_triton import load_heads, norm_heads, store_heads, turn_heads
-from dsv4.ops.attention.tiles_triton import (
+from dsv4.ops.attention.tile_device import (
     BT,
     LOG2E,
     dot,
@@ -39,8 +38,10 @@ from dsv4.ops.attention.tiles_triton import (
     widen_piece,
     widen_tile,
 )
-from dsv4.ops.device import launch_options, workspace
-from dsv4.ops.kv.entry_triton import append
+from dsv4.ops.attention.variants.merge_triton import merge_tiles
+from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.workspace import workspace
 
 GROUP = 4  # pieces of keys converted together; more would displace a third program
 MOST_ROOMS = 600  # (tile, 64 heads) pairs: their sums take 78 MB

@@ -1,23 +1,15 @@
 # mypy: ignore-errors
-"""Shared by the kernels: device code for reading weights, and launch-side helpers.
+"""Device code of products: reading weights in each format, and adding the ranges of K.
 
-The summation order over K belongs to the weight: K is split into *ranges* (`dsv4/ops/cut.py`), each
+The summation order over K belongs to the weight: K is split into *ranges* (`split_k.py`), each
 summed separately, and ranges are added in ascending order. Every variant of a kernel (few rows or
 many) keeps that order, so a row's bits are always the same.
 """
 
-import os
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.kv.entry_triton import append
-from dsv4.ops.workspace import workspace  # noqa: F401 - kernels find all they share here
-
-MIN_CAPABILITY = (9, 0)
-ROW_WARPS = 4  # of a program that sums along a row; the same alone and in a fused kernel
+from dsv4.ops.core.helpers_device import append
 
 # Each lane of a 32-bit register is one int16 word; the result's lanes are bf16.
 _SLOT0 = tl.constexpr("and.b32 $0, $1, 0x81C081C0;")
@@ -38,7 +30,7 @@ _HIGH_CODES = tl.constexpr(
 
 @triton.jit
 def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
-    """One weight of each int16 word as bf16, times 2^-126 (layout: gemm/packed.py)."""
+    """One weight of each int16 word as bf16, times 2^-126 (layout: gemm/weights/tiled.py)."""
     if ASM:
         CODE: tl.constexpr = (
             _SLOT0 if SLOT == 0 else (_SLOT1 if SLOT == 1 else (_SLOT2 if SLOT == 2 else _SLOT3))
@@ -147,7 +139,7 @@ def dot_nvfp4(
     num_columns,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr,
+    VARIANT: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
     MX: tl.constexpr = False,
@@ -164,7 +156,7 @@ def dot_nvfp4(
     w_ptrs = words + (tile * 2048 + (rn % 64) * 16)[:, None] + tl.arange(0, 16)[None, :]
     codes = codes.to(tl.pointer_type(tl.int32 if MX else tl.int64), bitcast=True)
     s_ptrs = codes + (tile * 64 + rn % 64)
-    rk = tl.arange(0, 16 if FORM == 0 else 128)
+    rk = tl.arange(0, 16 if VARIANT == 0 else 128)
     offsets = ()
     sums = ()
     for i in tl.static_range(len(x_rows)):
@@ -176,7 +168,7 @@ def dot_nvfp4(
         high = tl.load(w_ptrs + 1024)
         code = tl.load(s_ptrs)
         added = ()
-        if FORM == 0:
+        if VARIANT == 0:
             pairs = scale_pairs(code, ASM, MX)
             acc = sums[0]
             for group in tl.static_range(8):
@@ -340,56 +332,9 @@ def finish_ranges(
 
 
 @triton.jit
-def times_rounded(x, factor, ASM: tl.constexpr):
-    """fp32 `x * factor`, rounded; never contracted into an FMA with a following addition."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return x * factor
-
-
-@triton.jit
 def select_matrix(values, firsts, pid, NUM: tl.constexpr):
     """The value of program `pid`'s matrix; `firsts`: the first program of each matrix."""
     chosen = values[0]
     for i in tl.static_range(1, NUM):
         chosen = tl.where(pid >= firsts[i], values[i], chosen)
     return chosen
-
-
-def interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@lru_cache(maxsize=8)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def device_reason(device: torch.device) -> str | None:
-    """Why no kernel runs on `device`, or None."""
-    if interpreting():
-        return None
-    if device.type != "cuda":
-        return f"kernels need a CUDA device, found {device}"
-    index = torch.cuda.current_device() if device.index is None else device.index
-    found = _capability(index)
-    if found < MIN_CAPABILITY:
-        return f"compute capability {found[0]}.{found[1]}, kernels need 9.0 or newer"
-    return None
-
-
-def native_reason(device: torch.device) -> str | None:
-    """Why block-scaled products do not run on `device`, or None."""
-    reason = device_reason(device)
-    if reason is not None or interpreting():
-        return reason
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 10 else f"sm_{major}{minor} has no block-scaled products, sm_100 has"
-
-
-def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dict[str, object]:
-    if interpreting():
-        return {}
-    return {"num_warps": num_warps, "num_stages": num_stages, **others}
