@@ -97,7 +97,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.model.transformer import Transformer
     from dsv4.ops.core.op import kernels_on_cpu
     from dsv4.ops.gemm.weights.repack import repack
-    from dsv4.runner.activations import choose, width_of
+    from dsv4.runner.activations import choose_activations, width_of
     from dsv4.runner.buffers import StepShape
     from dsv4.runner.plan import StepPlan
     from dsv4.runner.runner import Runner
@@ -109,7 +109,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     table = {}
     for name, weight in checkpoint.stream(torch.bfloat16, "cpu", None, True):
         if not isinstance(weight, torch.Tensor):
-            asked = width_of(checkpoint.sources[name], choose(width, None).widths)
+            asked = width_of(checkpoint.sources[name], choose_activations(width, None).widths)
             weight = replace(weight, activations=asked)
         table[name] = repack(name, weight)
     choices = EngineConfig(

@@ -139,12 +139,12 @@ def test_pages_of_other_origins_are_refused(server: Server) -> None:
 
 def test_audit_files_are_private(tmp_path: Path) -> None:
     from dsv4.request import Request
-    from dsv4.scheduler import Audit, Finding
+    from dsv4.scheduler import Audit, AuditedAnswer
 
     audit = Audit(1.0, str(tmp_path / "audit"), {})
     old = os.umask(0)
     try:
-        name = audit._write(Finding(Request("a", (1,)), 1, (), 0, 0), 0, None, None)
+        name = audit._write(AuditedAnswer(Request("a", (1,)), 1, (), 0, 0), 0, None, None)
     finally:
         os.umask(old)
     [path] = (tmp_path / "audit").iterdir()
