@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from dsv4.errors import ConfigError, OptionError
 from dsv4.util.config_json import read_fields
@@ -224,6 +224,30 @@ def _check_model(c: ModelConfig) -> None:
             need(inside, f"{name} {number} is outside the vocabulary ({c.vocab_size})")
 
 
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig as keyword arguments, for editors and type checkers."""
+
+    device: str
+    dtype: str
+    kv_format: str
+    index_format: str
+    activations: str
+    max_context: int | None
+    max_sequences: int | None
+    state_tokens: int | None
+    chunk_tokens: int | None
+    max_gap_ms: float
+    prefix_cache: bool
+    prefix_disk: str | None
+    audit_share: float
+    audit_folder: str
+    tp: int
+    pp: int
+    cuda_graphs: bool
+    ops: str
+    step_timeout: float
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The user's choices, under the same names on the command line, in Python and the server."""
@@ -297,7 +321,7 @@ class EngineConfig:
             raise OptionError(f"ops is {self.ops!r}, expected auto, reference, or op names")
 
     @classmethod
-    def make(cls, **choices: Any) -> "EngineConfig":
+    def make(cls, **choices: Unpack[EngineOptions]) -> "EngineConfig":
         """A config with these choices; an unknown name raises an error listing the known ones."""
         known = {item.name for item in fields(cls)}
         unknown = sorted(choices.keys() - known)

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -37,7 +37,7 @@ from dsv4.chat.dialect import Dialect, choose_dialect
 from dsv4.chat.encode import encode_prompt
 from dsv4.chat.output.answer import AnswerText
 from dsv4.chat.tokenizer import Tokenizer
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import EngineConfig, EngineOptions, ModelConfig
 from dsv4.errors import CapacityError, Dsv4Error, RequestError
 from dsv4.pipeline import Failure, Pipeline
 from dsv4.request import (
@@ -126,7 +126,7 @@ class Engine:
         *,
         progress: Progress | None = None,
         warm_up_progress: Progress | None = None,
-        **choices: Any,
+        **choices: Unpack[EngineOptions],
     ) -> "Engine":
         """`model`: a folder or an embedded model; `choices`: fields of EngineConfig. `progress`
         receives (bytes read, total), `warm_up_progress` (steps done, total)."""

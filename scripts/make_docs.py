@@ -1,4 +1,4 @@
-"""Write the generated parts of the documents: hardware table, references, picture.
+"""Write what is generated: hardware table, references, picture, and the measured times of ops.
 
     python scripts/make_docs.py          write them
     python scripts/make_docs.py --check  say which are out of date; exit code 1 if any is
@@ -26,6 +26,7 @@ from dsv4.sampling import compiler
 from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
 from dsv4.tools.plan import make_plan, planned_model
+from dsv4.tools.predict import MEASURED
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -217,13 +218,17 @@ def signature(name: str, function: Any) -> str:
     text = re.sub(
         r"\b(?:dsv4|collections|pathlib|torch)\.[\w.]*?(\w+)(?=[\[\],)| ]|$)", r"\1", text
     )
+    text = re.sub(
+        r"\*<class [\w.]*?(\w+)>|(?:typing\.)?Unpack\[[\w.]*?(\w+)\]", r"Unpack[\1\2]", text
+    )
     return name + text.replace("(self, ", "(").replace("(self)", "()")
 
 
 def python_page() -> str:
     parts = [
-        f"# Python API\n\n{GENERATED}`from dsv4 import Engine, EngineConfig, ModelConfig, "
-        "SamplingParams`; the others live in `dsv4.request`. Runnable files: "
+        f"# Python API\n\n{GENERATED}Everything here, and every error (`dsv4/errors.py`), is in "
+        "`dsv4`: `from dsv4 import Engine, SamplingParams`. The package is typed (`py.typed`), so "
+        "editors and mypy know these names. Runnable files: "
         "[`examples/`](../examples/README.md).\n",
         "## Engine\n\n" + inspect.cleandoc(Engine.__doc__ or "") + "\n",
     ]
@@ -246,6 +251,22 @@ def python_page() -> str:
         parts.append(f"## {cls.__name__}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
         parts.append(field_rows(cls))
     return "\n".join(parts)
+
+
+# --- measured times of ops, which the package carries ---------------------------------------------
+
+
+def measured_ops(folder: Path = RECORDS) -> str:
+    """H200 medians by op, shape and tokens from the records, the newest of each."""
+    times, newest = {}, "no record"
+    for path in sorted(folder.glob("*_h200_*.jsonl")):
+        for line in path.read_text().splitlines():
+            row: dict[str, Any] = json.loads(line).get("result", {})
+            if "median_us" in row:
+                times[row["op"], row["shape"], row["tokens"]] = float(row["median_us"])
+                newest = path.name
+    rows = ",\n".join(f"  {json.dumps([*key, us])}" for key, us in sorted(times.items()))
+    return f'{{\n "record": {json.dumps(newest)},\n "median_us": [\n{rows}\n ]\n}}\n'
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -310,6 +331,7 @@ def wanted() -> dict[Path, str]:
         ROOT / "docs" / "commands.md": command_page(),
         ROOT / "docs" / "python-api.md": python_page(),
         ROOT / "docs" / "pictures" / "one_token_h200.svg": picture(),
+        MEASURED: measured_ops(),
     }
 
 

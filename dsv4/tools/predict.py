@@ -9,12 +9,11 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dsv4.errors import OptionError
 from dsv4.formats.spec import WIDTHS, Activations
 
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+MEASURED = Path(__file__).parent / "measured_ops.json"  # from the records, by scripts/make_docs.py
 NVFP4_BYTES = 0.5625  # per weight, including its scale
 MXFP4_BYTES = 17 / 32
 BF16_BYTES = 2.0
@@ -217,7 +216,7 @@ def predict(
     if gpu not in GPUS:
         raise OptionError(f"predict is {gpu!r}, expected one of {', '.join(GPUS)}")
     chip, counts = GPUS[gpu], list(tokens)
-    _, measured = newest_record()
+    measured = measured_ops()[1]
     for name in shapes:
         if name not in SHAPES:
             raise OptionError(f"shape {name!r}, expected one of {', '.join(SHAPES)}")
@@ -240,21 +239,14 @@ def predict(
                 )
 
 
-def newest_record(folder: Path = RECORDS) -> tuple[str, dict[tuple[str, str, int], float]]:
-    """H200 microseconds by op, shape and tokens from the records, newer ones first, and the name of
-    the newest record."""
-    times, newest = {}, "no record"
-    for path in sorted(folder.glob("*_h200_*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row: dict[str, Any] = json.loads(line).get("result", {})
-            if "median_us" in row:
-                times[row["op"], row["shape"], row["tokens"]] = float(row["median_us"])
-                newest = path.name
-    return newest, times
+def measured_ops(path: Path = MEASURED) -> tuple[str, dict[tuple[str, str, int], float]]:
+    """The newest record's name, and H200 microseconds by op, shape and tokens."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["record"], {(op, shape, n): us for op, shape, n, us in found["median_us"]}
 
 
 def to_json(rows: Iterable[Prediction], gpu: str) -> Iterator[str]:
     chip = GPUS[gpu]
-    facts = {**asdict(chip), "note": "predicted, not run", "h200_record": newest_record()[0]}
+    facts = {**asdict(chip), "note": "predicted, not run", "h200_record": measured_ops()[0]}
     yield json.dumps({"prediction_for": facts})
     yield from (json.dumps({"prediction": asdict(row)}) for row in rows)

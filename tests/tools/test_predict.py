@@ -5,6 +5,7 @@ chosen when a kernel's module is imported, so this file is both the test and the
 """
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,17 +22,17 @@ from dsv4.tools.predict import (
     GPUS,
     LAUNCHES,
     MOST_DECODED,
-    RECORDS,
     SHAPES,
     OpCost,
     expected_experts,
     launches,
-    newest_record,
+    measured_ops,
     op_costs,
     predict,
 )
 from tests.ops.kernels.compiling import interpreted
 
+ROOT = Path(__file__).parents[2]
 TOKENS = (1, 8, 32, 128, 2048)
 
 
@@ -74,11 +75,11 @@ def test_experts_that_random_tokens_visit() -> None:
 
 def test_sizes_are_those_of_the_measured_ops() -> None:
     """The record was written by code that allocated and timed the very same matrices."""
-    text = (RECORDS / "2026-11-16_h200_ops.jsonl").read_text()
+    text = (ROOT / "benchmarks" / "records" / "2026-11-16_h200_ops.jsonl").read_text()
     rows = [json.loads(line).get("result") for line in text.splitlines()]
     recorded = {(r["op"], r["shape"], r["tokens"]): r["bytes"] for r in rows if r}
     assert len(recorded) > 20
-    assert recorded.keys() <= newest_record()[1].keys()
+    assert recorded.keys() <= measured_ops()[1].keys()
     for (op, shape, tokens), wanted in recorded.items():
         if op in LAUNCHES:
             found = dict(op_costs(SHAPES[shape], tokens))[op].num_bytes
@@ -86,9 +87,16 @@ def test_sizes_are_those_of_the_measured_ops() -> None:
             assert found == pytest.approx(wanted, rel=0.05 if random_choice else 1e-9), op
 
 
+def read_records(folder: Path) -> tuple[str, dict[tuple[str, str, int], float]]:
+    """As `scripts/make_docs.py` writes them and the command reads them."""
+    script = runpy.run_path(str(ROOT / "scripts" / "make_docs.py"))
+    written = folder / "measured.json"
+    written.write_text(script["measured_ops"](folder))
+    return measured_ops(written)
+
+
 def test_no_record_no_figures(tmp_path: Path) -> None:
-    assert newest_record(tmp_path) == ("no record", {})
-    assert newest_record(tmp_path / "missing") == ("no record", {})
+    assert read_records(tmp_path) == ("no record", {})
 
 
 def test_newer_records_win(tmp_path: Path) -> None:
@@ -98,7 +106,7 @@ def test_newer_records_win(tmp_path: Path) -> None:
         (tmp_path / f"2027-01-{day}_h200_ops.jsonl").write_text(text)
     other = json.dumps({"result": {"what": "decode", "ms": 3}})
     (tmp_path / "2027-01-03_h200_decode.jsonl").write_text(other)
-    assert newest_record(tmp_path) == ("2027-01-02_h200_ops.jsonl", {("wq_b", "flash", 1): 2.0})
+    assert read_records(tmp_path) == ("2027-01-02_h200_ops.jsonl", {("wq_b", "flash", 1): 2.0})
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -91,11 +91,11 @@ def _print_rows(console: Console, columns: str, rows: list[tuple[str, ...]]) -> 
 def _predict(
     gpu: str, shapes: list[str], tokens: list[int], only: str, record: Path | None, console: Console
 ) -> None:
-    from dsv4.tools.predict import GPUS, newest_record, to_json
+    from dsv4.tools.predict import GPUS, measured_ops, to_json
     from dsv4.tools.predict import predict as predicted
 
     rows = list(predicted(gpu, shapes, tokens, only))
-    chip, found = GPUS[gpu], newest_record()[0]
+    chip, found = GPUS[gpu], measured_ops()[0]
     rates = ", ".join(f"{width} {rate:g}" for width, rate in chip.tflops.items())
     console.print(
         f"[bold]{chip.name}: predicted, not run[/]. {chip.read_gbs:g} GB/s, TFLOP/s {rates} "
