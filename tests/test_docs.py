@@ -17,8 +17,9 @@ from dsv4.cli import main
 from dsv4.ops import OPS
 
 ROOT = Path(__file__).parent.parent
-DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-OURS = r"(?:dsv4|tests|docs|scripts|benchmarks)/[\w./-]+|README\.md|CHANGELOG\.md"
+DOORS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCS = [*DOORS, *sorted((ROOT / "docs").glob("*.md"))]
+OURS = r"(?:dsv4|tests|docs|scripts|benchmarks)/[\w./-]+|(?:README|CHANGELOG|CONTRIBUTING)\.md"
 
 
 def definitions(path: Path) -> set[str]:
@@ -137,6 +138,34 @@ def make_dry_run(*arguments: str) -> str:
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     return done.stdout
+
+
+def test_hooks_and_workflow_run_what_make_runs() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    lint = make_dry_run("lint").splitlines()
+    linters = [line for line in lint if re.match(r"\.venv/bin/(ruff|mypy)", line)]
+    assert len(linters) == 3
+    for command in linters:
+        assert re.search(rf"entry: {re.escape(command)}$", hooks, re.M), command
+    assert "repo: local" in hooks
+    assert "http" not in hooks, "hooks need no network"
+    assert "run: .ci/run" in (ROOT / ".github/workflows/test.yml").read_text()
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_commands_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    named = set(re.findall(r"\bmake ([a-z-]+)\b", text))
+    assert {"test", "release", "browser"} <= named <= set(targets)
+    for command in re.findall(r"^(dsv4 .*?)(?:\s+#.*)?$", text, re.M):
+        words = shlex.split(command)
+        options = [word for word in words if word.startswith("--")]
+        name = " ".join(word for word in words[: 3 if words[1] == "bench" else 2])
+        section = (ROOT / "docs" / "commands.md").read_text().split(f"\n## {name}\n")[1]
+        for option in options:
+            assert f"`{option}`" in section.split("\n## ")[0], command
 
 
 def test_the_readmes_extras_exist() -> None:

@@ -261,6 +261,22 @@ RULES = {
 }
 
 
+def double_names(sources: dict[str, str]) -> list[str]:
+    """Classes that are defined in more than one file."""
+    homes: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in homes.items() if len(paths) > 1]
+
+
+def test_a_class_name_has_one_home() -> None:
+    assert double_names({"a": "class Step: ...", "b": "class Step: ..."}) == ["Step: a, b"]
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in modules()}
+    assert double_names(sources) == []
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_every_module_keeps_the_rules(rule: str) -> None:
     found = [c for path in modules() for c in RULES[rule](path, path.read_text())]
