@@ -115,7 +115,7 @@ def check_commands(python: Path, version: str, empty: Path) -> None:
         (["generate", "-p", "What is the capital of France?", "--max-tokens", "64"], "Paris"),
         (["bench", "ops", "--predict", "b200", "--only", "wq_b"], "predicted, not run"),
         (["plan", "flash", "--memory", "180"], "180"),
-        (["inspect", "tiny"], "tiny"),
+        (["inspect", "tiny"], "modelopt-full"),
     ):
         say(f"dsv4 {' '.join(arguments)}")
         found = run(dsv4, *arguments, cwd=empty)
