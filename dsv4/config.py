@@ -278,7 +278,10 @@ class EngineConfig:
     audit_folder: str = field(
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
-    tp: int = field(default=1, metadata={"help": "ranks that share each layer: 1, 2, 4 or 8"})
+    tp: int | Literal["auto"] = field(
+        default="auto",
+        metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
+    )
     pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
@@ -299,7 +302,7 @@ class EngineConfig:
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
         for name in ("tp", "pp"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if (type(value) is not int or value < 1) and (name, value) != ("tp", "auto"):
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
         for name in ("prefix_cache", "cuda_graphs"):
             if type(getattr(self, name)) is not bool:
@@ -319,6 +322,11 @@ class EngineConfig:
             raise OptionError(f"step_timeout is {limit!r}, expected seconds above 0")
         if not isinstance(self.ops, str):
             raise OptionError(f"ops is {self.ops!r}, expected auto, reference, or op names")
+
+    @property
+    def world(self) -> int:
+        """Ranks; one while `auto` is not resolved."""
+        return (1 if self.tp == "auto" else self.tp) * self.pp
 
     @classmethod
     def make(cls, **choices: Unpack[EngineOptions]) -> "EngineConfig":

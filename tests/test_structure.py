@@ -85,7 +85,8 @@ LINE_BUDGET = {
     "sampling": 700,
     "model": 1500,
     "scheduler": 800,
-    "runner": 2300,  # 300 for ranks: starting them, following orders
+    # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice
+    "runner": 2850,
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     "tools": 8000,

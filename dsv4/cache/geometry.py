@@ -41,6 +41,7 @@ class Geometry:
     chunk_tokens: int  # most prompt tokens of one step, over all sequences
     kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
     query_width: Activations = "a16"  # precision of queries multiplied with these keys
+    layers: range | None = None  # a stage's, which the bytes are of; page numbers are global
 
     @property
     def window_columns(self) -> int:
@@ -120,7 +121,7 @@ class Geometry:
     def snapshot_bytes(self) -> int:
         """Compressor rows that a cached prefix holds beside its pages."""
         width = self.config.head_dim + self.config.index_head_dim
-        return self.config.num_layers_of("csa") * CARRIED_ROWS * width * 2 * 4
+        return self._held("csa") * CARRIED_ROWS * width * 2 * 4
 
     def kv_entry_bytes(self) -> int:
         return entry_bytes(
@@ -135,7 +136,7 @@ class Geometry:
         size = self.kv_entry_bytes()
         if pool == "csa":
             size += self.index_entry_bytes()
-        return size * PAGE_ENTRIES[pool] * self.num_layers(pool)
+        return size * PAGE_ENTRIES[pool] * self._held(pool)
 
     def bytes_per_token(self, pool: Pool) -> float:
         """Growth per token of context; the window does not grow."""
@@ -148,7 +149,13 @@ class Geometry:
         c = self.config
         csa = CSA_ROWS * 2 * (c.head_dim + c.index_head_dim) * 2 * 4
         hca = 128 * c.head_dim * 2 * 4
-        return c.num_layers_of("csa") * csa + c.num_layers_of("hca") * hca
+        return self._held("csa") * csa + self._held("hca") * hca
+
+    def _held(self, pool: Pool) -> int:
+        """Layers of this pool that the bytes are of."""
+        kinds = self.config.kinds
+        held = kinds if self.layers is None else [kinds[layer] for layer in self.layers]
+        return len(held) if pool == "window" else held.count(pool)
 
     def sequence_bytes(self, max_context: int) -> int:
         """State of one sequence of `max_context` tokens, between steps."""

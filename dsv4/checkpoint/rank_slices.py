@@ -1,8 +1,9 @@
 """Which part of each parameter a rank takes, from names and shapes alone. No torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsv4.checkpoint.names import Parameter
+from dsv4.checkpoint.names import Parameter, parameters
 from dsv4.checkpoint.sources import SourceMatrix
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
@@ -127,3 +128,16 @@ def slice_for(
     if place == "attn.wo_b.weight" and not select.whole_wo_b:
         return WeightSlice(columns=scaled(low))
     return WeightSlice()
+
+
+def held_parts(
+    config: ModelConfig, nbytes: Mapping[str, int], layout: RankLayout
+) -> dict[str, int]:
+    """Bytes of each parameter that a rank holds a part of; `nbytes`: of the whole ones."""
+    select, held = selection(layout, config), {}
+    for name, parameter in parameters(config).items():
+        if is_wanted(name, select, config):
+            taken = slice_for(name, parameter, select, config)
+            kept = taken.experts or taken.rows
+            held[name] = nbytes[name] * len(kept) // parameter.shape[0] if kept else nbytes[name]
+    return held

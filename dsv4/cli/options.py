@@ -55,9 +55,10 @@ def engine_options(
         option = typer.Option(
             item.default, *names, help=item.metadata["help"], rich_help_panel="Engine"
         )
+        kind = str if item.default == "auto" else item.type  # a number or auto: read below
         added.append(
             inspect.Parameter(
-                item.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=item.type
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind
             )
         )
     names_added = [parameter.name for parameter in added]
@@ -65,6 +66,8 @@ def engine_options(
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         choices = {name: values.pop(name) for name in names_added}
+        if str(choices.get("tp")).isdecimal():
+            choices["tp"] = int(choices["tp"])
         command(**values, choices=choices)
 
     wrapper.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`dsv4 plan`: what fits on a GPU."""
+"""`dsv4 plan`: what fits on a GPU, and how several share a model."""
 
 import json
 import sys
@@ -10,7 +10,10 @@ from rich.table import Table
 
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
-from dsv4.tools.plan import CONTEXTS, ONE_GPU, Plan, make_plan, planned_model
+from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster
+from dsv4.runner.settings import Settings
+from dsv4.tools.layouts import LayoutPlan, assumptions, plan_layouts
+from dsv4.tools.plan import CONTEXTS, Plan, make_plan, planned_model
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 
@@ -28,10 +31,17 @@ def plan(
     context: list[int] = typer.Option(
         [], help="Tokens of each; without --users several may be given."
     ),
-    memory: float = typer.Option(
-        150.0, help="GB (10^9 bytes) that the GPU reports; an H200 has about 150."
+    memory: float | None = typer.Option(
+        None, help="GB (10^9 bytes) that a GPU reports; default: that of --gpu."
     ),
-    gpus: int = typer.Option(1, help="One in this version."),
+    gpus: int = typer.Option(1, min=1, help="GPUs, on all nodes together."),
+    nodes: int = typer.Option(1, min=1, help="Machines that have them."),
+    gpu: str = typer.Option("h200", help=", ".join(GPUS) + "."),
+    link: str | None = typer.Option(
+        None, help=", ".join(LINKS) + ": between the GPUs of a node; default: that of --gpu."
+    ),
+    tp: int | None = typer.Option(None, min=1, help="Show the ranks of this layout: tp,"),
+    pp: int = typer.Option(1, min=1, help="and its stages."),
     weights: str | None = typer.Option(
         None, help="official, nvfp4, nvfp4-all, fp8, base, bf16; default: as stored."
     ),
@@ -42,12 +52,12 @@ def plan(
 ) -> None:
     """Show what the engine does with a GPU, and how much fits.
 
-    Exit code 1 when it could not start.
+    With several GPUs: the layouts that fit, their predicted speed, and which one to run. Exit
+    code 1 when the engine could not start.
 
-    Example: dsv4 plan flash --users 32 --context 100000 --memory 192
+    Example: dsv4 plan flash --users 32 --context 100000 --memory 192, or
+    dsv4 plan pro --gpus 16 --nodes 2 --gpu h100
     """
-    if gpus != 1:
-        raise OptionError(f"gpus is {gpus}; {ONE_GPU}")
     if users is not None and len(context) > 1:
         raise OptionError(f"found {len(context)} contexts with --users, expected one")
     folder = None if model in SHAPES else model_folder(model)
@@ -57,18 +67,26 @@ def plan(
         chunk_tokens=chunk_tokens,
         max_sequences=users,
         max_context=context[0] if users is not None and context else None,
+        tp="auto" if tp is None and pp == 1 else tp or 1,
+        pp=pp,
     )
-    result = make_plan(
-        planned_model(model, weights, folder),
-        int(memory * 1e9),
-        choices,
-        contexts=tuple(sorted(context)) or CONTEXTS,
-    )
+    cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
+    subject = planned_model(model, weights, folder)
+    result: Plan | LayoutPlan
+    if gpus > 1:
+        result = plan_layouts(subject, cluster, choices)
+    else:
+        if choices.world > 1:
+            raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
+        contexts = tuple(sorted(context)) or CONTEXTS
+        result = make_plan(subject, cluster.memory, choices, contexts=contexts)
     if as_json:
         sys.stdout.write(json.dumps(result.to_json(), indent=2) + "\n")
-    else:
+    elif isinstance(result, Plan):
         _print(result, Console())
-    if not result.possible:
+    else:
+        _print_layouts(result, Console())
+    if result.settings is None:
         raise typer.Exit(1)
 
 
@@ -105,17 +123,84 @@ def _print(result: Plan, console: Console) -> None:
         count = f"[{color}]{fit.sequences:,}[/]"
         fits.add_row(f"{fit.context:,}", size_text(fit.sequence_bytes), count)
     console.print(fits)
-    if result.rank_bytes:
-        shares = ", ".join(f"{size_text(n)} at tp {tp}" for tp, n in result.rank_bytes.items())
-        console.print(f"weights of one of several ranks (no GPUs yet): {shares}", highlight=False)
-    s = result.settings
+    _print_settings(result.settings, result.state_bytes, "", console)
+    for line in result.advice:
+        console.print(f"[yellow]it would not start:[/] {escape(line)}")
+
+
+def _print_settings(s: Settings | None, state_bytes: int, where: str, console: Console) -> None:
     if s is not None:
         console.print(
             f"the engine would run {s.max_sequences} sequences of {s.max_context:,} tokens at once "
-            f"in {size_text(result.state_bytes)} of state: --max-sequences {s.max_sequences} "
+            f"in {size_text(state_bytes)} of state{where}: --max-sequences {s.max_sequences} "
             f"--max-context {s.max_context} (kv {s.kv_format}, index {s.index_format}, "
             f"{s.chunk_tokens} prompt tokens a step)",
             highlight=False,
         )
-    for line in result.advice:
-        console.print(f"[yellow]it would not start:[/] {escape(line)}")
+
+
+def _print_layouts(result: LayoutPlan, console: Console) -> None:
+    cluster = result.cluster
+    nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    console.print(
+        f"[bold]{escape(result.model)}[/], {result.weights} weights, on {cluster.gpus} "
+        f"{cluster.gpu.name} of {cluster.memory / 1e9:g} GB{nodes}, {cluster.link.name}"
+    )
+    batches = list(result.forecasts[0].steps)
+    shown = [f for f in result.forecasts if f.fits] or result.forecasts
+    table = Table(
+        "tp", "pp", "GB a GPU", "KV tokens", *(f"batch {n}" for n in batches), "8k prompt", ""
+    )
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for found in shown:
+        is_best = (found.tp, found.pp) == result.recommended
+        held = max(stage.weight_bytes for stage in found.stages)
+        note = "[bold green]use this[/]" if is_best else "" if found.fits else "[red]no room[/]"
+        times = [f"{found.steps[n].total:.1f} ms" for n in batches]
+        table.add_row(
+            str(found.tp),
+            str(found.pp),
+            f"{held / 1e9:.1f}",
+            f"{found.kv_tokens / 1e6:.2f} M",
+            *times,
+            f"{found.prompt_ms:.0f} ms",
+            note,
+        )
+    console.print(table)
+    if result.recommended is not None:
+        best = "tp {}, pp {}: ".format(*result.recommended)
+        console.print(f"use {best}{escape(result.reason)}", highlight=False, soft_wrap=True)
+    else:
+        console.print(escape(result.reason), highlight=False, soft_wrap=True)
+    _print_ledger(result, console)
+    _print_settings(result.settings, result.state_bytes, " a rank", console)
+    if result.settings is None:
+        console.print("[yellow]it would not start[/]")
+    lines = ["predicted, not run:", *assumptions(cluster)]
+    console.print(*lines, sep="\n  ", highlight=False, soft_wrap=True)
+
+
+def _print_ledger(result: LayoutPlan, console: Console) -> None:
+    """What one rank of each stage holds."""
+    tp, pp = result.shown
+    ledger = Table(f"one rank of tp {tp}, pp {pp}", *(f"stage {i}" for i in range(pp)))
+    for column in ledger.columns[1:]:
+        column.justify = "right"
+    spans = [stage.layers for stage in result.stages]
+    rows = {"layers": [f"{first}-{stop - 1}" for first, stop in spans]}
+    groups = {group for stage in result.stages for group in stage.weight_bytes}
+    for group in sorted(groups, key=lambda g: -result.stages[0].weight_bytes.get(g, 0)):
+        rows[f"weights: {group}"] = [size_text(s.weight_bytes.get(group, 0)) for s in result.stages]
+    for label, name in (
+        ("  of these: shared by ranks", "shared_bytes"),
+        ("exchange buffers", "exchange_bytes"),
+        ("kept free for a step", "step_bytes"),
+        ("left for state", "free_bytes"),
+    ):
+        rows[label] = [size_text(getattr(stage, name)) for stage in result.stages]
+    rows["state per token"] = [f"{stage.token_bytes:,.0f} B" for stage in result.stages]
+    rows["state per sequence"] = [size_text(stage.sequence_bytes) for stage in result.stages]
+    for label, cells in rows.items():
+        ledger.add_row(label, *cells)
+    console.print(ledger)

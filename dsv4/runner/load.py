@@ -4,7 +4,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
 from dsv4.ops.core.op import warn_unless_strict
 from dsv4.ops.gemm.weights.repack import repack, stays_mxfp4
+from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import Team
 from dsv4.runner.activations import (
     SCORES,
@@ -29,7 +30,9 @@ from dsv4.runner.activations import (
     fallbacks,
     width_of,
 )
-from dsv4.runner.settings import Settings, available_memory, resolve, step_bytes
+from dsv4.runner.ranks.choose import Devices, choose_layout, stage_rooms
+from dsv4.runner.ranks.forecast import Sizes
+from dsv4.runner.settings import Settings, StageRoom, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
 from dsv4.util.output import check_output
 from dsv4.util.sizes import size_text
@@ -61,18 +64,23 @@ class PreparedModel:
     choices: EngineConfig
     settings: Settings
     gpu: GpuFacts | None
+    layout: RankLayout = RankLayout()  # noqa: RUF009  # frozen; rank 0's
+    layout_why: str = ""  # where tp=auto chose it
 
     def __str__(self) -> str:
         s = self.settings
-        state = s.geometry(self.config).state_bytes(s.max_context, s.max_sequences, s.state_tokens)
-        tp, pp = self.choices.tp, self.choices.pp
+        sizes = s.max_context, s.max_sequences, s.state_tokens
+        layers = self.layout.layers(self.config)
+        state = replace(s.geometry(self.config), layers=layers).state_bytes(*sizes)
+        tp, pp, world = self.layout.tp, self.layout.pp, self.layout.world
+        chosen, each = f"{self.layout_why}; " if self.layout_why else "", " each" * (world > 1)
         why = choose_activations(self.choices.activations, self.gpu).why
-        where = s.device if tp * pp == 1 else f"{tp * pp} ranks (tp {tp}, pp {pp}) on {s.device}"
+        where = s.device if world == 1 else f"{world} ranks (tp {tp}, pp {pp}) on {s.device}"
         weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
         return (
             f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {where}; "
-            f"{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
-            f"{size_text(state)} of state (kv {s.kv_format}, index {s.index_format}); "
+            f"{chosen}{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
+            f"{size_text(state)} of state{each} (kv {s.kv_format}, index {s.index_format}); "
             f"activations {s.activations_text}: {why}"
         )
 
@@ -87,10 +95,23 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     for finding in checkpoint.warnings:
         log.warning("%s", finding)
     has_gpu = torch.cuda.is_available()
-    memory = state_memory(choices.device, checkpoint.gpu_bytes, has_gpu=has_gpu)
-    gpu = find_gpu(choices.device)
-    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
-    return PreparedModel(folder, config, checkpoint, choices, settings, gpu)
+    gpu, devices = find_gpu(choices.device), find_devices(choices.device)
+    sizes = Sizes(config, {name: source.gpu_bytes for name, source in checkpoint.sources.items()})
+    choice = choose_layout(choices, sizes, devices)
+    choices = replace(choices, tp=choice.tp, pp=choice.pp)
+    layout, memory = sizes.layout(choice.tp, choice.pp), 0
+    stages: Sequence[StageRoom] = ()
+    if layout.world == 1:
+        memory = state_memory(choices.device, checkpoint.gpu_bytes, has_gpu=has_gpu)
+    elif devices is None:
+        room = state_memory("cpu", 0, has_gpu=False) // layout.world
+        stages = [(layers, room) for layers in layout.stages] or [(None, room)]
+    else:
+        stages = stage_rooms(sizes, layout, devices.cluster)
+    settings = resolve(
+        choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu, stages=stages
+    )
+    return PreparedModel(folder, config, checkpoint, choices, settings, gpu, layout, choice.why)
 
 
 Model = str | Path | PreparedModel
@@ -124,7 +145,7 @@ def load_model(
 
 def set_threads(settings: Settings, config: ModelConfig) -> None:
     """One thread for a small model on a CPU: its operations end before other threads wake, and on
-    a busy machine waiting for them cost a factor of ten. OMP_NUM_THREADS takes precedence."""
+    a busy cluster waiting for them cost a factor of ten. OMP_NUM_THREADS takes precedence."""
     is_small = settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN
     if is_small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -140,6 +161,17 @@ def find_gpu(device: str) -> GpuFacts | None:
         (int(numbers[0]), int(numbers[1])),
         driver_version(),
     )
+
+
+def find_devices(device: str) -> Devices | None:
+    """The GPUs that a layout may use; None for a CPU or one GPU by its number."""
+    if device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    totals = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
+    free, total = torch.cuda.mem_get_info(0)  # of others this would take memory there
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return Devices(count, torch.cuda.get_device_name(0), min(totals) - (total - free), mask)
 
 
 def driver_version() -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Resolves every "auto" of EngineConfig, by a pure function with a printable result."""
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from dsv4.cache.geometry import Geometry
@@ -16,6 +17,7 @@ DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
 STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU's memory, for activations, workspaces, graphs
+StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
 
 
@@ -86,9 +88,11 @@ def resolve(
     has_gpu: bool,
     memory_bytes: int,
     gpu: GpuFacts | None = None,
+    stages: Sequence[StageRoom] = (),
 ) -> Settings:
     """`memory_bytes`: the limit for the state; only defaults are lowered to fit it, explicit
-    choices are not. `gpu`: decides about activation precision."""
+    choices are not. `gpu`: decides about activation precision. `stages`: with several ranks, the
+    layers of each stage and the limit there."""
     device = choices.device
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
@@ -124,22 +128,25 @@ def resolve(
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
     )
-    return _fit(settings, choices, config, memory_bytes)
+    return _fit(settings, choices, config, stages or ((None, memory_bytes),))
 
 
 def _fit(
-    settings: Settings, choices: EngineConfig, config: ModelConfig, memory_bytes: int
+    settings: Settings, choices: EngineConfig, config: ModelConfig, stages: Sequence[StageRoom]
 ) -> Settings:
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
 
-    def state_bytes() -> int:
+    def tightest() -> tuple[int, int]:
+        """State and limit of the stage that lacks most, or has least left."""
         current = Settings(**values)
-        geometry = current.geometry(config)
-        return geometry.state_bytes(
-            current.max_context, current.max_sequences, current.state_tokens
-        )
+        sizes = current.max_context, current.max_sequences, current.state_tokens
+        found = []
+        for layers, memory_bytes in stages:
+            geometry = replace(current.geometry(config), layers=layers)
+            found.append((geometry.state_bytes(*sizes), memory_bytes))
+        return max(found, key=lambda pair: pair[0] - pair[1])
 
-    while state_bytes() > memory_bytes:
+    while (needed := tightest())[0] > needed[1]:
         if choices.max_sequences is None and values["max_sequences"] > 1:
             values["max_sequences"] //= 2
         elif choices.max_context is None and values["max_context"] > 1024:
@@ -147,7 +154,7 @@ def _fit(
         else:
             raise CapacityError(
                 f"the state of {values['max_sequences']} sequences of {values['max_context']} "
-                f"tokens takes {size_text(state_bytes())}, {size_text(memory_bytes)} "
+                f"tokens takes {size_text(needed[0])}, {size_text(needed[1])} "
                 "are free; lower max_context or max_sequences, or choose a smaller kv_format"
             )
     return Settings(**values)

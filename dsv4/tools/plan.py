@@ -1,10 +1,10 @@
 """What fits on a GPU: weights, a step, and the contexts x sequences that the rest allows.
 
 Pure functions without torch, shared with the engine: settings and step memory from
-`runner/settings`, state sizes from `cache/geometry`. This version runs a model on one GPU.
+`runner/settings`, state sizes from `cache/geometry`. `layouts` plans several GPUs.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ from dsv4.checkpoint.findings import raise_errors
 from dsv4.checkpoint.manifest import build_manifest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
-from dsv4.parallel.layout import RankLayout, k_ranges
 from dsv4.runner.settings import Settings, resolve, step_bytes
-from dsv4.tools.plan_weights import Scheme, rank_bytes, scheme_named, weight_bytes
+from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
 from dsv4.util.sizes import size_text
 
 CONTEXTS = (4096, 32768, 131072, 262144, 524288, 1048576)
-ONE_GPU = "this version runs a model on one GPU; several are not supported yet"
 MOST_SEQUENCES = 4096  # upper limit of the search
 
 
@@ -48,7 +46,6 @@ class Plan:
     fixed_bytes: dict[str, int]  # per sequence, at any length
     fits: list[Fit]
     advice: list[str]
-    rank_bytes: dict[int, int]  # weights of one of several ranks, by tp
 
     @property
     def possible(self) -> bool:
@@ -67,7 +64,7 @@ class PlannedModel:
     weights: str
     groups: dict[str, int]
     checkpoint_bytes: int
-    ranks: dict[int, int] = field(default_factory=dict)  # tp -> bytes of a rank's weights
+    nbytes: dict[str, int]  # of each parameter on a GPU
 
 
 def planned_model(model: str, weights: str | None, folder: Path | None = None) -> PlannedModel:
@@ -85,7 +82,8 @@ def planned_model(model: str, weights: str | None, folder: Path | None = None) -
         groups[group] = groups.get(group, 0) + source.gpu_bytes
     layout = manifest.layout.name if manifest.layout else "mixed"
     on_disk = sum(info.nbytes for info in manifest.scan.tensors.values())
-    return PlannedModel(model, config, layout, groups, on_disk)
+    nbytes = {name: source.gpu_bytes for name, source in manifest.sources.items()}
+    return PlannedModel(model, config, layout, groups, on_disk, nbytes)
 
 
 def make_plan(
@@ -130,7 +128,6 @@ def make_plan(
         },
         fits=fits,
         advice=[] if settings else _advice(subject, gpu_bytes, choices, roomy),
-        rank_bytes=subject.ranks,
     )
 
 
@@ -171,7 +168,10 @@ def _advice(
     config, advice = subject.config, []
     free = _free(subject, gpu_bytes)
     if free < 0:
-        advice.append(f"weights and a step alone miss {size_text(-free)}; {ONE_GPU}")
+        advice.append(
+            f"weights and a step alone miss {size_text(-free)}; several GPUs can share them: "
+            f"dsv4 plan {subject.name} --gpus 2"
+        )
     else:
         state = _state_bytes(roomy, config)
         advice.append(
@@ -198,6 +198,7 @@ def _advice(
 
 def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> PlannedModel:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
-    most = k_ranges(config)
-    ranks = {tp: rank_bytes(config, scheme, RankLayout(tp)) for tp in (2, 4, 8) if most % tp == 0}
-    return PlannedModel(name, config, scheme.name, weight_bytes(config, scheme), on_disk, ranks)
+    return PlannedModel(
+        name, config, scheme.name, weight_bytes(config, scheme), on_disk,
+        parameter_bytes(config, scheme),
+    )  # fmt: skip

@@ -4,11 +4,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from dsv4.checkpoint.names import Parameter, draft_parameters, parameters
-from dsv4.checkpoint.rank_slices import is_wanted, selection, slice_for
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.spec import FORMATS
-from dsv4.parallel.layout import RankLayout
 
 _DENSE = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w13", "w2", "e_proj", "h_proj", "main_proj")
 _TENSORS = {"fp8": 2, "fp8_f32": 2, "mxfp4": 2, "nvfp4": 4}  # weight with its scales
@@ -91,19 +89,9 @@ def weight_bytes(
     return dict(groups)
 
 
-def rank_bytes(config: ModelConfig, scheme: Scheme, layout: RankLayout) -> int:
-    """Bytes of the weights that a rank holds."""
-    select, total = selection(layout, config), 0
-    for name, parameter in parameters(config).items():
-        if not is_wanted(name, select, config):
-            continue
-        nbytes, cut = (
-            _measure(name, parameter, scheme)[0],
-            slice_for(name, parameter, select, config),
-        )
-        taken = cut.experts or cut.rows
-        total += nbytes * len(taken) // parameter.shape[0] if taken else nbytes
-    return total
+def parameter_bytes(config: ModelConfig, scheme: Scheme) -> dict[str, int]:
+    """Bytes of every parameter, by its name."""
+    return {name: _measure(name, item, scheme)[0] for name, item in parameters(config).items()}
 
 
 def num_tensors(config: ModelConfig, scheme: Scheme, *, draft: bool = True) -> int:

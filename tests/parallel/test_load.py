@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from dsv4.checkpoint.names import parameters
-from dsv4.checkpoint.rank_slices import Selection, WeightSlice, is_wanted, selection, slice_for
+from dsv4.checkpoint.rank_slices import (
+    Selection,
+    WeightSlice,
+    held_parts,
+    is_wanted,
+    selection,
+    slice_for,
+)
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.quantized import Weight
 from dsv4.parallel.layout import RankLayout, balance
-from dsv4.tools.plan_weights import rank_bytes, scheme_named
+from dsv4.tools.plan_weights import parameter_bytes, scheme_named
 from tests.checkpoint import tiny, writers
 
 MODELS = {name: ModelConfig.builtin(name) for name in ("flash", "pro")}
@@ -62,8 +69,9 @@ def test_cuts_cover_every_element(name: str, tp: int, pp: int) -> None:
 def test_bytes_of_the_fullest_rank(name: str, tp: int, pp: int, gigabytes: float) -> None:
     """As computed by hand for the official files, `wo_b` whole on each rank."""
     config = MODELS[name]
+    nbytes = parameter_bytes(config, scheme_named("official"))
     sizes = [
-        rank_bytes(config, scheme_named("official"), layout)
+        sum(held_parts(config, nbytes, layout).values())
         for layout in layouts(config, tp, pp)
         if layout.tp_rank == 0
     ]

@@ -72,9 +72,18 @@ def test_plan(folder: Path) -> None:
     too_small = run("plan", "pro")
     assert too_small.exit_code == 1
     assert "it would not start" in too_small.stdout
-    several = run("plan", "pro", "--gpus", "8").exception
-    assert isinstance(several, OptionError)
-    assert "one GPU" in str(several)
+    several = run("plan", "pro", "--gpus", "8")
+    assert several.exit_code == 0
+    for words in ("use tp 8, pp 1", "one rank of tp 8, pp 1", "predicted, not run"):
+        assert words in several.stdout
+    found = json.loads(run("plan", "pro", "--gpus", "16", "--nodes", "2", "--gpu", "h100",
+                           "--json").stdout)  # fmt: skip
+    assert found["recommended"] == [8, 2]
+    assert [len(row["stages"]) for row in found["forecasts"] if row["fits"]][-1] == 2
+    assert run("plan", "pro", "--gpus", "8", "--gpu", "h100").exit_code == 1
+    one = run("plan", "flash", "--tp", "2").exception
+    assert isinstance(one, OptionError)
+    assert "give --gpus 2" in str(one)
     own = json.loads(run("plan", folder, "--json").stdout)
     assert own["weights"] == "official"
 

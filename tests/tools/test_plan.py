@@ -149,7 +149,7 @@ def test_users_with_a_context() -> None:
 def test_advice_names_only_what_this_version_can_do() -> None:
     plan = make_plan(planned_model("flash", "bf16"), 192 * 10**9)
     assert not plan.possible
-    assert "one GPU" in plan.advice[0]
+    assert "several GPUs can share them: dsv4 plan flash --gpus 2" in plan.advice[0]
     [better] = plan.advice[1:]
     assert "official weights" in better
     assert make_plan(planned_model("flash", "official"), 192 * 10**9).possible

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from dsv4.cli.bench.parallel import parallel
 from dsv4.cli.bench.serve import serve
 from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
@@ -22,6 +23,7 @@ def register(app: typer.Typer) -> None:
     bench.command("decode")(decode)
     bench.command("prefill")(prefill)
     bench.command("serve")(engine_options(serve))
+    bench.command("parallel")(parallel)
     bench.command("quality")(engine_options(quality))
     app.add_typer(bench, name="bench")
 

@@ -23,7 +23,7 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.exchange import Exchange
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OPS, choose_ops
-from dsv4.parallel.layout import RankLayout, balance
+from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import Team
 from dsv4.parallel.torch_comm import TorchComm
 from dsv4.runner.load import (
@@ -49,7 +49,7 @@ def load_ranks(
 ) -> LoadedModel:
     """`load_model`, on as many ranks as chosen."""
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
-    if prepared.choices.tp * prepared.choices.pp == 1:
+    if prepared.layout.world == 1:
         return load_model(prepared, choices, progress)
     return start_ranks(prepared, progress)
 
@@ -58,7 +58,8 @@ def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> Lo
     """Start the other ranks and load this one; all read at the same time."""
     begin = time.perf_counter()
     choices, settings, config = prepared.choices, prepared.settings, prepared.config
-    layout = plan_layout(prepared)
+    layout = prepared.layout
+    check_layout(prepared)
     folder, timeout = str(prepared.folder), choices.step_timeout
     meeting = tempfile.mkdtemp(prefix="dsv4-ranks-")  # only this user may enter
     # ranks are named before a server gives up
@@ -94,29 +95,18 @@ def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> Lo
     return LoadedModel(model, settings, prepared.folder, team)
 
 
-def plan_layout(prepared: PreparedModel) -> RankLayout:
-    """Rank 0's place; stages are balanced by the bytes of their layers."""
-    choices, config, settings = prepared.choices, prepared.config, prepared.settings
+def check_layout(prepared: PreparedModel) -> None:
+    """Refuse what several ranks cannot do yet."""
+    layout, settings = prepared.layout, prepared.settings
     if settings.device != "cpu":
         raise OptionError(
-            f"tp is {choices.tp} and pp {choices.pp} on {settings.device}: several ranks run on "
+            f"tp is {layout.tp} and pp {layout.pp} on {settings.device}: several ranks run on "
             "CPUs only so far; use device=cpu, or tp=1 and pp=1"
         )
     if settings.prefix_disk is not None:
         raise OptionError("prefix_disk is not possible with several ranks yet; leave it out")
-    if choices.tp > 1 and settings.activations["attention"] == "a4":
+    if layout.tp > 1 and settings.activations["attention"] == "a4":
         raise OptionError("activations=a4 is not possible with tp above 1 yet; use a8 or a16")
-    costs, first, last = [0] * config.num_layers, 0, 0
-    for name, source in prepared.checkpoint.sources.items():
-        if source.layer is not None:
-            costs[source.layer] += source.nbytes
-        elif name == "embed.weight":
-            first += source.nbytes
-        else:
-            last += source.nbytes
-    layout = RankLayout(choices.tp, choices.pp, 0, balance(costs, choices.pp, first, last))
-    layout.check(config)
-    return layout
 
 
 def load_rank(

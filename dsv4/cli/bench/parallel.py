@@ -1,0 +1,122 @@
+"""`dsv4 bench parallel`: what layouts over several GPUs take, predicted or measured."""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from dsv4.cli.bench.steps import numbers
+from dsv4.errors import OptionError
+from dsv4.util.sizes import size_text
+
+
+def parallel(
+    predict: str = typer.Option("", help="Run nothing: flash or pro."),
+    gpu: str = typer.Option("h200", help="Whose rates to use."),
+    tp: str = typer.Option("1,2,4,8", help="Ranks that share a layer."),
+    pp: str = typer.Option("1", help="Stages."),
+    nodes: int = typer.Option(1, min=1, help="Machines that the ranks are spread over."),
+    link: str | None = typer.Option(None, help="nvlink, pcie, 200g; default: that of --gpu."),
+    exchange_us: float | None = typer.Option(None, min=0, help="Of an exchange, without bytes."),
+    link_gbs: float | None = typer.Option(None, min=0.001, help="GB/s between two GPUs."),
+    batch: str = typer.Option("1,32", help="Sequences of a decode step."),
+    prompt: int = typer.Option(8192, min=1, help="Tokens of a prompt."),
+    weights: str = typer.Option("official", help="Formats of the weights, as for plan."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Predict the times of layouts over several GPUs; needs none.
+
+    Example: dsv4 bench parallel --predict flash --gpu h200 --tp 1,2,4,8 --batch 1,32
+    """
+    from dsv4.runner.ranks.cluster import Cluster
+    from dsv4.tools.layouts import assumptions, plan_layouts
+    from dsv4.tools.plan import planned_model
+
+    if not predict:
+        raise OptionError(
+            "give --predict flash or --predict pro; what this machine's ranks take is measured by "
+            "dsv4 doctor --parallel"
+        )
+    batches = numbers("batch", batch)
+    pairs = [(a, b) for b in numbers("pp", pp) for a in numbers("tp", tp)]
+    most = max(a * b for a, b in pairs)
+    cluster = Cluster.of(gpu, -(-most // nodes) * nodes, nodes, None, link)
+    chosen = cluster.link
+    if exchange_us is not None:
+        chosen = replace(chosen, exchange_us=exchange_us, source="as given")
+    if link_gbs is not None:
+        chosen = replace(chosen, gbs=link_gbs, source="as given")
+    cluster = replace(cluster, link=chosen)
+    subject = planned_model(predict, weights)
+    result = plan_layouts(subject, cluster, batches=batches, prompt=prompt, only=pairs)
+    rows = [row_of(found, predict, gpu, prompt) for found in result.forecasts]
+    if as_json:
+        found = {"model": predict, "weights": weights, "assumptions": assumptions(cluster)}
+        sys.stdout.write(json.dumps({**found, "layouts": rows}, indent=2) + "\n")
+        return
+    console = Console()
+    for line in ("predicted, not run:", *assumptions(cluster)):
+        console.print(line, highlight=False, soft_wrap=True)
+    for row in rows:
+        for line in lines_of(row):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def row_of(found: Any, model: str, gpu: str, prompt: int) -> dict[str, Any]:
+    from dsv4.tools.layouts import measured
+
+    steps = {
+        batch: {
+            "read_ms": round(step.read, 3),
+            "layers_ms": round(step.layers, 3),
+            "exchange_ms": round(step.exchange, 3),
+            "ms": round(step.total, 3),
+            "tokens_per_s": round(batch * 1e3 / step.total, 1),
+            "user_tokens_per_s": round(1e3 / step.total, 1),
+            "fullest_rank_experts": round(found.fullest[batch], 2),
+            "layer_mb": round(found.layer_mb[batch], 3),
+            "bound": max(("read", "layers", "exchange"), key=lambda part: getattr(step, part)),
+        }
+        for batch, step in found.steps.items()
+    }
+    return {
+        "tp": found.tp,
+        "pp": found.pp,
+        "weight_bytes": max(stage.weight_bytes for stage in found.stages),
+        "fits": found.fits,
+        "kv_tokens": found.kv_tokens,
+        "steps": steps,
+        "prompt": {
+            "tokens": prompt,
+            "compute_ms": round(found.prompt_compute_ms, 1),
+            "exchange_ms": round(found.prompt_exchange_ms, 1),
+            "ms": round(found.prompt_ms, 1),
+            "layer_mb": round(found.layer_mb[prompt], 1),
+            "bound": found.prompt_bound,
+        },
+        "measured": measured(model, gpu, found.tp, found.pp),
+    }
+
+
+def lines_of(row: dict[str, Any]) -> list[str]:
+    """Of at most 80 columns."""
+    room = f"{row['kv_tokens'] / 1e6:.1f} M tokens of KV" if row["fits"] else "no room"
+    lines = [f"\ntp {row['tp']}, pp {row['pp']}: {size_text(row['weight_bytes'])} a GPU, {room}"]
+    for batch, step in row["steps"].items():
+        lines.append(
+            f"  batch {batch:<4} {step['ms']:8.2f} ms = {step['read_ms']:.2f} read + "
+            f"{step['layers_ms']:.2f} layers + {step['exchange_ms']:.2f} exchange"
+        )
+        lines.append(
+            f"  {'':10} {step['tokens_per_s']:8.0f} tokens/s, {step['user_tokens_per_s']:.0f} a "
+            f"user; {step['layer_mb']:.2f} MB a layer, {step['fullest_rank_experts']:g} experts"
+        )
+    p = row["prompt"]
+    lines.append(
+        f"  prompt {p['tokens']:<5} {p['ms']:7.0f} ms = {p['compute_ms']:.0f} compute + "
+        f"{p['exchange_ms']:.0f} exchange; {p['layer_mb']:.0f} MB a layer; {p['bound']}"
+    )
+    return [*lines, f"  measured: {row['measured']}"]

@@ -1,0 +1,91 @@
+"""The layout of an engine: as asked, or with tp=auto what the forecast recommends. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dsv4.config import EngineConfig
+from dsv4.errors import CapacityError, OptionError
+from dsv4.parallel.layout import RankLayout
+from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster, GpuRates
+from dsv4.runner.ranks.forecast import Sizes, forecast, layouts, rank_stages, recommend
+from dsv4.runner.settings import StageRoom, resolve
+from dsv4.util.sizes import size_text
+
+UNKNOWN = GpuRates("unknown GPU", 0.0, 1000, 200, "pcie")  # only comparisons depend on it
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs that CUDA shows. `memory`: free bytes of the smallest; `mask`: what
+    CUDA_VISIBLE_DEVICES says, if anything."""
+
+    count: int
+    name: str
+    memory: int
+    mask: str | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        words = self.name.lower().replace(" ", "-")
+        rates = next((gpu for key, gpu in GPUS.items() if key in words), UNKNOWN)
+        link = LINKS["pcie" if "pcie" in words else rates.link]
+        return Cluster(rates, self.count, 1, self.memory, link)
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    tp: int
+    pp: int
+    why: str = ""  # only where it was chosen here
+
+
+def choose_layout(choices: EngineConfig, sizes: Sizes, devices: Devices | None) -> LayoutChoice:
+    """`devices`: None on a CPU or for one named GPU."""
+    if choices.tp != "auto":
+        if devices is not None:
+            check_devices(choices.world, devices)
+        return LayoutChoice(choices.tp, choices.pp)
+    if devices is None or devices.count == 1:
+        return LayoutChoice(1, choices.pp)
+    cluster, config = devices.cluster, sizes.config
+    roomy = resolve(choices, config, has_gpu=True, memory_bytes=2**62)
+    found = [
+        forecast(sizes, cluster, roomy.geometry(config), tp, pp)
+        for tp, pp in layouts(config, cluster)
+        if choices.pp in (1, pp)
+    ]
+    if not found:
+        raise OptionError(
+            f"pp is {choices.pp}, {devices.count} GPUs cannot be shared so; give tp, too"
+        )
+    best, why = recommend(found, cluster)
+    if best is None:
+        raise CapacityError(why)
+    text = f"chosen tp {best.tp}, pp {best.pp} on {best.world} of {devices.count} GPUs: {why}"
+    return LayoutChoice(best.tp, best.pp, text)
+
+
+def check_devices(num_ranks: int, devices: Devices) -> None:
+    """Refuse more ranks than this node has GPUs."""
+    if num_ranks > devices.count:
+        mask = devices.mask
+        masked = f" (CUDA_VISIBLE_DEVICES is {mask!r})" if mask is not None else ""
+        raise OptionError(
+            f"the layout has {num_ranks} ranks on this node, {devices.count} GPUs are visible"
+            f"{masked}; lower tp or pp, show all GPUs to every rank, or use more nodes"
+        )
+
+
+def stage_rooms(sizes: Sizes, layout: RankLayout, cluster: Cluster) -> Sequence[StageRoom]:
+    """Layers of each stage, and the bytes that weights and a step leave there on a GPU."""
+    rooms = []
+    for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
+        if free <= 0:
+            raise CapacityError(
+                f"a rank of stage {stage} has {size_text(weights)} of weights and "
+                f"{size_text(exchange)} for exchanges; a GPU has {size_text(cluster.memory)} "
+                "free; raise tp or pp, see dsv4 plan"
+            )
+        layers = replace(layout, rank=stage * layout.tp).layers(sizes.config)
+        rooms.append((layers, free))
+    return rooms

@@ -1,0 +1,369 @@
+"""What a layout costs before anyone has run it: bytes on each rank, room for state, and the time of
+a step. No torch.
+
+A decode step reads its weights once, pays a fixed time for every layer, and exchanges. The shares
+of a GPU's published rates and the time of a layer are fitted to records of one H200
+(benchmarks/records/2026-11-17_h200_decode_flash.jsonl, ..._decode_pro.jsonl, ..._prefill.jsonl).
+What an exchange costs is assumed until someone measures it: `dsv4 bench parallel`.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from dsv4.cache.geometry import POOLS, Geometry
+from dsv4.checkpoint.names import parameters
+from dsv4.checkpoint.rank_slices import held_parts
+from dsv4.config import ModelConfig
+from dsv4.parallel.layout import RankLayout, balance, k_ranges
+from dsv4.runner.ranks.cluster import Cluster, Interconnect
+from dsv4.runner.settings import step_bytes
+from dsv4.util.sizes import size_text
+
+READ_SHARE, COMPUTE_SHARE, LAYER_US = 0.74, 0.41, 53.0
+ROWS_FROM, CHUNK = 64, 2048  # rows from which ranks own rows; prompt tokens of a step
+LEAST_TOKENS, SEQUENCES = 32768, 32  # of state, for a layout to be of use
+ANSWERS, ANSWER_TOKENS, PROMPT_TOKENS = 32, 256, 2048  # the work that layouts are compared by
+_SHARED = ("attn.wq_b.weight", "attn.wo_a.weight", "attn.wo_b.weight", "attn.attn_sink")
+DRAWS = 200  # of experts, to find the fullest rank's expected number
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's parameters: canonical name -> bytes of the whole on a GPU."""
+
+    config: ModelConfig
+    nbytes: Mapping[str, int]
+
+    def layout(self, tp: int, pp: int) -> RankLayout:
+        """Rank 0's; stages are balanced by the bytes of their layers."""
+        costs = [sum(part) for part in self._layers]
+        layout = RankLayout(tp, pp, 0, balance(costs, pp, self.nbytes["embed.weight"], self._last))
+        layout.check(self.config)
+        return layout
+
+    def held(self, layout: RankLayout) -> int:
+        """Bytes that a rank holds."""
+        held = self._held(layout.tp)
+        names = [f"layers.{layer}." for layer in layout.layers(self.config)]
+        if layout.is_first:
+            names.append("embed.weight")
+        return sum(held[name] for name in names) + layout.is_last * held[""]
+
+    def read(self, layout: RankLayout, batch: int) -> float:
+        """Bytes that the fullest rank of a stage reads in a decode step."""
+        c, total = self.config, 0.0
+        experts = visited(c.num_experts, c.num_experts_per_tok, batch, layout.tp) / c.num_experts
+        for layer in layout.layers(c):
+            whole, shared, routed = self._layers[layer]
+            total += whole + shared / layout.tp + routed * experts
+        if layout.is_last:
+            head = self.nbytes["head.weight"]
+            total += self._last - head + head / layout.tp
+        return total
+
+    @cached_property
+    def _layers(self) -> list[tuple[int, int, int]]:
+        """Bytes of each layer: whole on a rank, shared by ranks when read, routed experts."""
+        found = [[0, 0, 0] for _ in range(self.config.num_layers)]
+        for name, nbytes in self.nbytes.items():
+            if name.startswith("layers."):
+                _, layer, part = name.split(".", 2)
+                kind = 2 if part.startswith("ffn.experts.") else 1 if part in _SHARED else 0
+                found[int(layer)][kind] += nbytes
+        return [(a, b, c) for a, b, c in found]
+
+    @cached_property
+    def _last(self) -> int:
+        """Bytes behind the last layer."""
+        names = (name for name in self.nbytes if not name.startswith("layers."))
+        return sum(self.nbytes[name] for name in names if name != "embed.weight")
+
+    @cached_property
+    def _held(self) -> Callable[[int], dict[str, int]]:
+        """By tp: the bytes of each layer on a rank, the embedding's, and under "" the rest."""
+
+        @cache
+        def of(tp: int) -> dict[str, int]:
+            found: Counter[str] = Counter()
+            for name, nbytes in held_parts(self.config, self.nbytes, RankLayout(tp)).items():
+                is_layer = name.startswith("layers.")
+                key = f"layers.{name.split('.')[1]}." if is_layer else ""
+                found[name if name == "embed.weight" else key] += nbytes
+            return dict(found)
+
+        return of
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step over all stages."""
+
+    read: float
+    layers: float
+    exchange: float
+
+    @property
+    def total(self) -> float:
+        return self.read + self.layers + self.exchange
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """One rank of a stage."""
+
+    layers: range
+    weight_bytes: int
+    exchange_bytes: int
+    free_bytes: int  # for state
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    tp: int
+    pp: int
+    stages: tuple[StageForecast, ...]
+    steps: dict[int, StepTime]  # by batch
+    prompt_compute_ms: float
+    prompt_exchange_ms: float
+    prompt_bound: str
+    layer_mb: dict[int, float]  # received by a rank in a layer, by rows
+    fullest: dict[int, float]  # experts read on the fullest rank, by batch
+    job_s: float  # the work that layouts are compared by
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of all sequences together: what the fullest rank has room for."""
+        return min(stage.kv_tokens for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens >= LEAST_TOKENS
+
+    @property
+    def prompt_ms(self) -> float:
+        return self.prompt_compute_ms + self.prompt_exchange_ms
+
+
+def layouts(config: ModelConfig, cluster: Cluster) -> list[tuple[int, int]]:
+    """(tp, pp) that use all GPUs or a part that divides them; groups that exchange in every layer
+    span nodes only where a node has too few GPUs for any other."""
+    found = []
+    most = k_ranges(config)
+    for tp in (n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0):
+        for pp in range(1, min(cluster.gpus // tp, config.num_layers) + 1):
+            inside = tp * pp <= cluster.per_node and cluster.per_node % (tp * pp) == 0
+            spans = tp * pp == cluster.gpus and (
+                cluster.per_node % tp == 0 or tp % cluster.per_node == 0
+            )
+            if inside or spans:
+                found.append((tp, pp))
+    return found
+
+
+def forecast(
+    sizes: Sizes,
+    cluster: Cluster,
+    geometry: Geometry,
+    tp: int,
+    pp: int,
+    batches: Sequence[int] = (1, 32),
+    prompt: int = 8192,
+) -> Forecast:
+    layout = sizes.layout(tp, pp)
+    steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, ANSWERS}}
+    compute, exchange, bound = _prompt(sizes, cluster, layout, prompt)
+    job = ANSWERS * PROMPT_TOKENS / prompt * (compute + exchange)
+    job += ANSWER_TOKENS * steps[ANSWERS].total
+    config = sizes.config
+    return Forecast(
+        tp,
+        pp,
+        tuple(_stages(sizes, cluster, geometry, layout)),
+        {batch: steps[batch] for batch in batches},
+        compute,
+        exchange,
+        bound,
+        {rows: received_bytes(config, tp, rows) / 1e6 for rows in (*batches, prompt)},
+        {batch: visited(config.num_experts, config.num_experts_per_tok, batch, tp)
+         for batch in batches},
+        job / 1e3,
+    )  # fmt: skip
+
+
+def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast | None, str]:
+    """The layout to run, and why; None where nothing fits."""
+    fitting = [found for found in forecasts if found.fits]
+    if not fitting:
+        least = min(forecasts, key=lambda f: max(s.weight_bytes for s in f.stages))
+        most = max(stage.weight_bytes for stage in least.stages)
+        return None, (
+            f"no layout fits: the smallest share of the weights is {size_text(most)} a GPU (tp "
+            f"{least.tp}, pp {least.pp}), a GPU has {size_text(cluster.memory)}; use more of them "
+            "or smaller weights"
+        )
+    inside = [found for found in fitting if found.world <= cluster.per_node] or fitting
+    best = min(inside, key=lambda found: (found.job_s, found.world))
+    others = len(fitting) - 1
+    why = (
+        f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} in "
+        f"{best.job_s:.1f} s, the least of {others + 1} layouts that fit"
+        if others
+        else "the only layout that fits"
+    )
+    if cluster.nodes > 1 and best.world <= cluster.per_node:
+        why += "; one engine on each node, behind a router"
+    return best, why
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def rank_stages(
+    sizes: Sizes, cluster: Cluster, layout: RankLayout
+) -> Iterator[tuple[int, int, int]]:
+    """Of a rank of each stage: bytes of weights, of exchange buffers, and what is left."""
+    config, width = sizes.config, sizes.config.hidden_size * 4
+    parts = config.num_experts_per_tok + 1
+    copies = 2 * (k_ranges(config) + parts) * (ROWS_FROM - 1) * width  # two, used in turn
+    exchange = max(copies, -(-CHUNK // layout.tp) * parts * width) if layout.tp > 1 else 0
+    for stage in range(layout.pp):
+        held = sizes.held(replace(layout, rank=stage * layout.tp))
+        yield held, exchange, cluster.memory - held - exchange - step_bytes(cluster.memory)
+
+
+def _stages(
+    sizes: Sizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
+) -> Iterator[StageForecast]:
+    config = sizes.config
+    for stage, (held, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
+        layers = replace(layout, rank=stage * layout.tp).layers(config)
+        part = replace(geometry, layers=layers)
+        room = free - part.sequence_bytes(0) * SEQUENCES
+        growth = sum(part.bytes_per_token(pool) for pool in POOLS)
+        most = config.max_positions * SEQUENCES  # of layers with windows alone: any length
+        tokens = min(int(room / growth) if growth else most, most)
+        yield StageForecast(layers, held, exchange, free, max(tokens, 0) if room > 0 else 0)
+
+
+def received_bytes(config: ModelConfig, tp: int, rows: int) -> float:
+    """By a rank in one layer."""
+    c, width = config, config.hidden_size
+    if rows < ROWS_FROM:
+        each = (k_ranges(c) + c.num_experts_per_tok) * width * 4
+        return rows * each * (tp - 1) / tp
+    own = (c.o_groups * c.o_lora_rank * 2 + c.num_experts_per_tok * width * 4) / tp
+    return rows * (2 * width * 2 + own) * (tp - 1) / tp
+
+
+@cache
+def visited(num_experts: int, chosen: int, batch: int, tp: int) -> float:
+    """Distinct experts that a step reads on the fullest rank, with random routing."""
+    rng, total = random.Random(0), 0
+    share = num_experts // tp
+    for _ in range(DRAWS):
+        found: set[int] = set()
+        for _ in range(batch):
+            found.update(rng.sample(range(num_experts), chosen))
+        counts = [0] * tp
+        for expert in found:
+            counts[expert // share] += 1
+        total += max(counts)
+    return total / DRAWS
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def _step(sizes: Sizes, cluster: Cluster, layout: RankLayout, batch: int) -> StepTime:
+    config, tp = sizes.config, layout.tp
+    rate = cluster.gpu.read_gbs * READ_SHARE * 1e6  # bytes in a ms
+    stages = [replace(layout, rank=stage * tp) for stage in range(layout.pp)]
+    read = sum(sizes.read(stage, batch) for stage in stages) / rate
+    exchange = _exchange_ms(cluster, layout, config, batch) * config.num_layers
+    if tp > 1:
+        logits = batch * config.vocab_size * 4 * (tp - 1) / tp
+        exchange += _transfer_ms(_group_link(cluster, tp), logits)
+    exchange += _boundaries_ms(cluster, layout, config, batch)
+    return StepTime(read, config.num_layers * LAYER_US / 1e3, exchange)
+
+
+def _exchange_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int) -> float:
+    """Of one layer."""
+    if layout.tp == 1:
+        return 0.0
+    link, count = _group_link(cluster, layout.tp), 2 if rows < ROWS_FROM else 4
+    nbytes = received_bytes(config, layout.tp, rows)
+    return count * link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
+
+
+def _boundaries_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int) -> float:
+    """Streams from stage to stage, and logits back to the first."""
+    if layout.pp == 1:
+        return 0.0
+    link = cluster.between if layout.world > cluster.per_node else cluster.link
+    streams = rows * config.hc_mult * config.hidden_size * 2 / layout.tp
+    logits = min(rows, SEQUENCES) * config.vocab_size * 4
+    return (layout.pp - 1) * _transfer_ms(link, streams) + _transfer_ms(link, logits)
+
+
+def _group_link(cluster: Cluster, tp: int) -> Interconnect:
+    return cluster.link if tp <= cluster.per_node else cluster.between
+
+
+def _transfer_ms(link: Interconnect, nbytes: float) -> float:
+    return link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
+
+
+def _prompt(
+    sizes: Sizes, cluster: Cluster, layout: RankLayout, tokens: int
+) -> tuple[float, float, str]:
+    """Compute and exchange in ms, and what bounds the former."""
+    config, tp = sizes.config, layout.tp
+    whole, shared = prompt_flops(config, tokens)
+    compute = (whole + shared / tp) / (cluster.gpu.tflops * COMPUTE_SHARE * 1e9)
+    stages = [replace(layout, rank=stage * tp) for stage in range(layout.pp)]
+    held = sum(sizes.held(stage) for stage in stages)
+    chunks = -(-tokens // CHUNK)
+    read = chunks * held / (cluster.gpu.read_gbs * READ_SHARE * 1e6)
+    exchange = _exchange_ms(cluster, layout, config, min(tokens, CHUNK)) * config.num_layers
+    exchange += _boundaries_ms(cluster, layout, config, min(tokens, CHUNK))
+    bound = "products" if compute > read else "reading weights"
+    if exchange * chunks > max(compute, read):
+        bound = "exchange"
+    return max(compute, read), exchange * chunks, bound
+
+
+@cache
+def prompt_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
+    """(what every rank of a tensor group computes, what they share)."""
+    c, whole, shared = config, 0.0, 0.0
+    for name, parameter in parameters(c).items():
+        if len(parameter.shape) < 2 or parameter.kind == "table" or not name.startswith("layers."):
+            continue
+        count = 2.0 * tokens
+        for size in parameter.shape:
+            count *= size
+        part = name.split(".", 2)[2]
+        if part.startswith("ffn.experts."):
+            shared += count * c.num_experts_per_tok / c.num_experts
+        elif part.startswith(("attn.compressor", "attn.indexer", "attn.wq_a", "attn.wkv")):
+            whole += count
+        else:
+            shared += count
+    for ratio in c.compress_ratios:
+        seen = c.sliding_window
+        if ratio == 4:
+            seen += min(c.index_topk, tokens // 8)
+            whole += tokens * tokens / 8 * c.index_num_heads * c.index_head_dim * 2.0
+        elif ratio:
+            seen += tokens // (2 * ratio)
+        shared += 4.0 * tokens * min(seen, tokens) * c.num_heads * c.head_dim
+    return whole, shared

@@ -1,0 +1,171 @@
+"""Layouts of a model over several GPUs: what a rank holds, what a step takes, and which to run.
+
+No torch: the engine's own functions (`runner/ranks/forecast.py`, `choose.py`) for any cluster.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsv4.cache.geometry import POOLS, Geometry
+from dsv4.checkpoint.names import parameters
+from dsv4.checkpoint.rank_slices import held_parts
+from dsv4.config import EngineConfig
+from dsv4.errors import CapacityError, OptionError
+from dsv4.parallel.layout import RankLayout
+from dsv4.runner.ranks.choose import stage_rooms
+from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.forecast import (
+    COMPUTE_SHARE,
+    LAYER_US,
+    READ_SHARE,
+    Forecast,
+    Sizes,
+    forecast,
+    layouts,
+    rank_stages,
+    recommend,
+)
+from dsv4.runner.settings import Settings, resolve, step_bytes
+from dsv4.tools.plan import PlannedModel
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"  # only in a source tree
+
+
+@dataclass(frozen=True)
+class StageLedger:
+    """Bytes of one rank of a stage."""
+
+    layers: tuple[int, int]  # first, and the one behind the last
+    weight_bytes: dict[str, int]  # by group
+    shared_bytes: int  # of these: divided among the stage's ranks, the rest is whole on each
+    exchange_bytes: int
+    step_bytes: int
+    free_bytes: int
+    token_bytes: float  # state, per token of context
+    sequence_bytes: int  # state of a sequence at any length
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    model: str
+    weights: str
+    cluster: Cluster
+    forecasts: list[Forecast]
+    recommended: tuple[int, int] | None
+    reason: str
+    shown: tuple[int, int]  # the layout that `stages` and `settings` are of
+    stages: list[StageLedger]
+    settings: Settings | None  # None: the engine would not start
+    state_bytes: int  # of a rank of the fullest stage
+
+    def to_json(self) -> dict[str, Any]:
+        values = {**asdict(self), "possible": self.settings is not None}
+        for found, row in zip(self.forecasts, values["forecasts"], strict=True):
+            row |= {"fits": found.fits, "kv_tokens": found.kv_tokens, "prompt_ms": found.prompt_ms}
+            row["stages"] = [_plain(stage) for stage in row["stages"]]
+        return values
+
+
+def plan_layouts(
+    model: PlannedModel,
+    cluster: Cluster,
+    choices: EngineConfig | None = None,
+    *,
+    batches: Sequence[int] = (1, 32),
+    prompt: int = 8192,
+    only: Sequence[tuple[int, int]] = (),
+) -> LayoutPlan:
+    """Every layout of `cluster`, or `only` these; `choices` with tp and pp name the one shown."""
+    config, sizes = model.config, Sizes(model.config, model.nbytes)
+    choices = replace(choices or EngineConfig(), device="cuda")
+    geometry = resolve(choices, config, has_gpu=True, memory_bytes=2**62).geometry(config)
+    asked = None if choices.tp == "auto" else (choices.tp, choices.pp)
+    wanted = list(only) or layouts(config, cluster)
+    if asked is not None and asked not in wanted:
+        sizes.layout(*asked)  # refuses what the model cannot do
+        if asked[0] * asked[1] > cluster.gpus:
+            raise OptionError(
+                f"tp {asked[0]} x pp {asked[1]} needs {asked[0] * asked[1]} GPUs, found "
+                f"{cluster.gpus}; raise --gpus or lower tp or pp"
+            )
+        wanted.append(asked)
+    found = [forecast(sizes, cluster, geometry, tp, pp, batches, prompt) for tp, pp in wanted]
+    best, reason = recommend(found, cluster)
+    least = min(found, key=lambda f: max(stage.weight_bytes for stage in f.stages))
+    shown = asked or ((best or least).tp, (best or least).pp)
+    layout = sizes.layout(*shown)
+    settings, state = None, 0
+    try:
+        rooms = stage_rooms(sizes, layout, cluster)
+        settings = resolve(choices, config, has_gpu=True, memory_bytes=0, stages=rooms)
+        held = settings.geometry(config)
+        limits = settings.max_context, settings.max_sequences, settings.state_tokens
+        state = max(replace(held, layers=layers).state_bytes(*limits) for layers, _ in rooms)
+    except CapacityError as error:
+        reason = f"{reason}; {error}" if asked else reason
+    stages = list(_ledger(sizes, cluster, geometry, layout))
+    return LayoutPlan(
+        model.name, model.weights, cluster, found, (best.tp, best.pp) if best else None,
+        reason, shown, stages, settings, state,
+    )  # fmt: skip
+
+
+def _ledger(
+    sizes: Sizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
+) -> Iterator[StageLedger]:
+    config, known = sizes.config, parameters(sizes.config)
+    for stage, (_, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
+        own = replace(layout, rank=stage * layout.tp)
+        layers = own.layers(config)
+        part = replace(geometry, layers=layers)
+        groups: dict[str, int] = {}
+        parts = held_parts(config, sizes.nbytes, own)
+        for name, nbytes in parts.items():
+            groups[known[name].group] = groups.get(known[name].group, 0) + nbytes
+        yield StageLedger(
+            layers=(layers.start, layers.stop),
+            weight_bytes=groups,
+            shared_bytes=sum(n for name, n in parts.items() if n < sizes.nbytes[name]),
+            exchange_bytes=exchange,
+            step_bytes=step_bytes(cluster.memory),
+            free_bytes=free,
+            token_bytes=sum(part.bytes_per_token(pool) for pool in POOLS),
+            sequence_bytes=part.sequence_bytes(0),
+        )
+
+
+def assumptions(cluster: Cluster) -> list[str]:
+    """The constants behind the times, with their source."""
+    gpu, links = cluster.gpu, {cluster.link.name: cluster.link}
+    if cluster.nodes > 1:
+        links |= {cluster.between.name: cluster.between}
+    lines = [
+        f"{gpu.name}: {READ_SHARE:.0%} of {gpu.read_gbs:g} GB/s, {COMPUTE_SHARE:.0%} of "
+        f"{gpu.tflops:g} TFLOP/s and {LAYER_US:g} us a layer, the shares as fitted to records of "
+        "an H200; weights are read once a step, state is not counted"
+    ]
+    lines += [
+        f"{link.name}: {link.gbs:g} GB/s, {link.exchange_us:g} us an exchange ({link.source})"
+        for link in links.values()
+    ]
+    return lines
+
+
+def _plain(stage: dict[str, Any]) -> dict[str, Any]:
+    layers: range = stage["layers"]
+    return {**stage, "layers": (layers.start, layers.stop)}
+
+
+def measured(model: str, gpu: str, tp: int, pp: int, folder: Path = RECORDS) -> str:
+    """Name of the newest record in which someone ran this layout."""
+    newest = "nobody has run this"
+    for path in sorted(folder.glob(f"*_{gpu}_*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line).get("result", {})
+            ran = (row.get("shape"), row.get("tp", 1), row.get("pp", 1))
+            if ran == (model, tp, pp) and row.get("what") in ("decode", "parallel"):
+                newest = path.name + (" (fewer layers)" if "full_layers" in row else "")
+    return newest

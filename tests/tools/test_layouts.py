@@ -1,0 +1,202 @@
+"""Layouts over several GPUs: sizes and times computed by hand, records, and a recommendation for
+every cluster that people use."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dsv4.cache.geometry import Geometry
+from dsv4.cli.bench.parallel import parallel
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import OptionError
+from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.forecast import (
+    Sizes,
+    forecast,
+    layouts,
+    received_bytes,
+    recommend,
+    visited,
+)
+from dsv4.tools.layouts import RECORDS, LayoutPlan, measured, plan_layouts
+from dsv4.tools.plan import planned_model
+from dsv4.tools.plan_weights import parameter_bytes, scheme_named
+
+FLASH, PRO = ModelConfig.builtin("flash"), ModelConfig.builtin("pro")
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "rows", "megabytes"),
+    [
+        (FLASH, 8, 1, 0.20), (PRO, 8, 1, 0.35), (FLASH, 8, 32, 6.4), (PRO, 8, 32, 11.2),
+        (FLASH, 2, 8192, 302), (FLASH, 4, 8192, 277), (FLASH, 8, 8192, 220),
+        (PRO, 2, 8192, 537), (PRO, 4, 8192, 491), (PRO, 8, 8192, 389), (FLASH, 1, 8192, 0),
+    ],
+)  # fmt: skip
+def test_bytes_that_a_rank_receives_in_a_layer(
+    config: ModelConfig, tp: int, rows: int, megabytes: float
+) -> None:
+    found = received_bytes(config, tp, rows) / 1e6
+    assert found == pytest.approx(megabytes, rel=0.015, abs=0.005)
+
+
+@pytest.mark.parametrize(("tp", "experts"), [(1, 6), (2, 3.94), (4, 2.78), (8, 2.15)])
+def test_the_fullest_rank(tp: int, experts: float) -> None:
+    """The expected largest share of six experts, by counting."""
+    assert visited(256, 6, 1, tp) == pytest.approx(experts, rel=0.04)
+
+
+def rows_of(record: str, what: str) -> list[dict]:
+    lines = (RECORDS / record).read_text().splitlines()
+    rows = [json.loads(line).get("result", {}) for line in lines]
+    return [row for row in rows if row.get("what") == what]
+
+
+@pytest.mark.parametrize(
+    ("record", "config", "context"),
+    [("2026-11-17_h200_decode_flash.jsonl", FLASH, 4096),
+     ("2026-11-17_h200_decode_pro.jsonl", PRO, 4096)],
+)  # fmt: skip
+def test_one_gpu_is_predicted_as_it_was_measured(
+    record: str, config: ModelConfig, context: int
+) -> None:
+    """Within 15 %, for weights that are NVFP4 throughout, as in the record."""
+    sizes = Sizes(config, parameter_bytes(config, scheme_named("nvfp4-all")))
+    cluster, geometry = Cluster.of("h200", 1), Geometry(config, "fp8", "fp4", 2048)
+    wanted = {
+        row["batch"]: row["full_ms"]
+        for row in rows_of(record, "decode")
+        if row["context"] == context and row["batch"] <= 32
+    }
+    assert len(wanted) > 1
+    found = forecast(sizes, cluster, geometry, 1, 1, tuple(wanted))
+    for batch, ms in wanted.items():
+        assert found.steps[batch].total == pytest.approx(ms, rel=0.15), batch
+
+
+def test_a_prompt_is_predicted_as_it_was_measured() -> None:
+    sizes = Sizes(FLASH, parameter_bytes(FLASH, scheme_named("nvfp4-all")))
+    cluster, geometry = Cluster.of("h200", 1), Geometry(FLASH, "fp8", "fp4", 2048)
+    [ms] = [
+        row["full_ms"]
+        for row in rows_of("2026-11-17_h200_prefill.jsonl", "prefill")
+        if row["context"] == 8192
+    ]
+    assert forecast(sizes, cluster, geometry, 1, 1).prompt_ms == pytest.approx(ms, rel=0.15)
+
+
+# What people run, and the layouts that make sense there.
+SETUPS = [
+    ("flash", "h200", 2, 1, {(2, 1)}),
+    ("flash", "h200", 4, 1, {(4, 1)}),
+    ("flash", "h100", 4, 1, {(4, 1)}),
+    ("pro", "h200", 8, 1, {(8, 1)}),
+    ("flash", "h200", 8, 1, {(8, 1)}),
+    ("flash", "b200", 8, 1, {(8, 1)}),
+    ("flash", "b200", 4, 1, {(4, 1)}),
+    ("pro", "b200", 8, 1, {(8, 1)}),
+    ("flash", "rtx-pro-6000", 2, 1, {(2, 1), (1, 2)}),
+    ("flash", "rtx-pro-6000", 4, 1, {(4, 1), (2, 2)}),
+    ("flash", "spark", 2, 2, {(2, 1), (1, 2)}),
+    ("pro", "h100", 16, 2, {(8, 2)}),
+    ("pro", "h20", 16, 2, {(8, 2)}),
+    ("flash", "h200", 32, 4, {(8, 1)}),
+]
+
+
+def plan_of(model: str, gpu: str, gpus: int, nodes: int = 1, **choices: object) -> LayoutPlan:
+    cluster = Cluster.of(gpu, gpus, nodes)
+    return plan_layouts(planned_model(model, None), cluster, EngineConfig.make(**choices))
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus", "nodes", "sensible"), SETUPS)
+def test_every_setup_gets_a_layout(
+    model: str, gpu: str, gpus: int, nodes: int, sensible: set[tuple[int, int]]
+) -> None:
+    plan = plan_of(model, gpu, gpus, nodes)
+    assert plan.recommended in sensible
+    assert plan.shown == plan.recommended
+    assert plan.settings is not None
+    assert plan.state_bytes <= min(stage.free_bytes for stage in plan.stages)
+    best = next(f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended)
+    assert best.kv_tokens > 100_000
+    assert ("router" in plan.reason) == (gpus == 32)  # more than one engine
+
+
+def test_stages_hold_the_model_between_them() -> None:
+    plan = plan_of("pro", "h100", 16, 2)
+    whole = sum(parameter_bytes(PRO, scheme_named("official")).values())
+    first, last = plan.stages
+    assert (first.layers[0], first.layers[1], last.layers[1]) == (0, last.layers[0], 61)
+    for stage in plan.stages:
+        held = sum(stage.weight_bytes.values())
+        used = held + stage.exchange_bytes + stage.step_bytes
+        assert stage.free_bytes == plan.cluster.memory - used
+    shared = sum(stage.shared_bytes for stage in plan.stages)
+    each = sum(sum(stage.weight_bytes.values()) for stage in plan.stages) - shared
+    assert 8 * shared + each == pytest.approx(whole, rel=1e-6)
+    one = Geometry(PRO, "fp8", "fp8", 2048)
+    assert sum(stage.token_bytes for stage in plan.stages) == pytest.approx(
+        sum(one.bytes_per_token(pool) for pool in ("csa", "hca"))
+    )
+
+
+def test_more_exchange_time_makes_stages_better() -> None:
+    """Where an exchange takes a millisecond, ranks that exchange in every layer are slow."""
+    sizes = Sizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
+    cluster, geometry = Cluster.of("h200", 4), Geometry(FLASH, "fp8", "fp8", 2048)
+    slow = Cluster(
+        cluster.gpu, 4, 1, cluster.memory, type(cluster.link)("slow", 1.0, 1e3, "for this test")
+    )
+    best = [
+        recommend([forecast(sizes, m, geometry, *pair) for pair in layouts(FLASH, m)], m)[0]
+        for m in (cluster, slow)
+    ]
+    assert [(f.tp, f.pp) for f in best if f] == [(4, 1), (1, 2)]
+
+
+def test_what_does_not_fit_says_so() -> None:
+    plan = plan_of("pro", "h100", 8)
+    assert (plan.recommended, plan.settings) == (None, None)
+    assert "no layout fits" in plan.reason
+    assert "a GPU has 85.00 GB" in plan.reason
+    with pytest.raises(OptionError, match=r"tp 8 x pp 2 needs 16 GPUs, found 8"):
+        plan_of("pro", "h100", 8, tp=8, pp=2)
+    with pytest.raises(OptionError, match="tp is 3, expected a divisor of 8"):
+        plan_of("flash", "h100", 8, tp=3)
+    with pytest.raises(OptionError, match="3 GPUs on 2 nodes"):
+        Cluster.of("h100", 3, 2)
+    with pytest.raises(OptionError, match="gpu is 'h300', expected one of h200"):
+        Cluster.of("h300", 2)
+
+
+def test_records_of_layouts(tmp_path: Path) -> None:
+    assert measured("flash", "h200", 8, 1, tmp_path) == "nobody has run this"
+    row = {"what": "parallel", "shape": "flash", "tp": 8, "pp": 1, "batch": 1, "ms": 3.0}
+    (tmp_path / "2026-12-01_h200_parallel.jsonl").write_text(json.dumps({"result": row}) + "\n")
+    assert measured("flash", "h200", 8, 1, tmp_path) == "2026-12-01_h200_parallel.jsonl"
+    assert measured("pro", "h200", 8, 1, tmp_path) == "nobody has run this"
+
+
+app = typer.Typer()
+app.command("parallel")(parallel)
+app.command("other")(lambda: None)
+
+
+def test_the_command_predicts() -> None:
+    asked = ["parallel", "--predict", "flash", "--tp", "2,8", "--pp", "1,2", "--batch", "1,32"]
+    text = CliRunner().invoke(app, asked).stdout
+    for words in ("tp 8, pp 2: ", "predicted, not run", "nvlink: 360 GB/s", "measured: nobody"):
+        assert words in text
+    given = [*asked, "--exchange-us", "12", "--link-gbs", "100", "--json"]
+    found = json.loads(CliRunner().invoke(app, given).stdout)
+    assert [(row["tp"], row["pp"]) for row in found["layouts"]] == [(2, 1), (8, 1), (2, 2), (8, 2)]
+    assert "100 GB/s, 12 us" in found["assumptions"][1]
+    step = found["layouts"][0]["steps"]["1"]
+    assert step["exchange_ms"] > 86 * 0.012  # two exchanges in each of 43 layers
+    result = CliRunner().invoke(app, ["parallel"])
+    assert isinstance(result.exception, OptionError)
+    assert "dsv4 doctor --parallel" in str(result.exception)
