@@ -72,14 +72,17 @@ def plan(
     )
     cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
     subject = planned_model(model, weights, folder)
-    result: Plan | LayoutPlan
     if gpus > 1:
-        result = plan_layouts(subject, cluster, choices)
-    else:
-        if choices.world > 1:
-            raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
-        contexts = tuple(sorted(context)) or CONTEXTS
-        result = make_plan(subject, cluster.memory, choices, contexts=contexts)
+        _show(plan_layouts(subject, cluster, choices), as_json=as_json)
+        return
+    if choices.world > 1:
+        raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
+    contexts = tuple(sorted(context)) or CONTEXTS
+    result = make_plan(subject, cluster.memory, choices, contexts=contexts)
+    _show(result, as_json=as_json)
+
+
+def _show(result: Plan | LayoutPlan, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(result.to_json(), indent=2) + "\n")
     elif isinstance(result, Plan):
