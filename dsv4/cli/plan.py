@@ -12,8 +12,8 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster
 from dsv4.runner.settings import Settings
-from dsv4.tools.layouts import LayoutPlan, assumptions, plan_layouts
 from dsv4.tools.plan import CONTEXTS, Plan, make_plan, planned_model
+from dsv4.tools.speed.layouts import LayoutPlan, assumptions, plan_layouts
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 

@@ -1,7 +1,7 @@
 """What fits on a GPU: weights, a step, and the contexts x sequences that the rest allows.
 
 Pure functions without torch, shared with the engine: settings and step memory from
-`runner/settings`, state sizes from `cache/geometry`. `layouts` plans several GPUs.
+`runner/settings`, state sizes from `cache/geometry`. `speed/layouts` plans several GPUs.
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -21,9 +21,9 @@ from dsv4.runner.ranks.forecast import (
     recommend,
     visited,
 )
-from dsv4.tools.layouts import RECORDS, LayoutPlan, measured, plan_layouts
 from dsv4.tools.plan import planned_model
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
+from dsv4.tools.speed.layouts import RECORDS, LayoutPlan, measured, plan_layouts
 
 FLASH, PRO = ModelConfig.builtin("flash"), ModelConfig.builtin("pro")
 

@@ -32,8 +32,8 @@ def parallel(
     Example: dsv4 bench parallel --predict flash --gpu h200 --tp 1,2,4,8 --batch 1,32
     """
     from dsv4.runner.ranks.cluster import Cluster
-    from dsv4.tools.layouts import assumptions, plan_layouts
     from dsv4.tools.plan import planned_model
+    from dsv4.tools.speed.layouts import assumptions, plan_layouts
 
     if not predict:
         raise OptionError(
@@ -66,7 +66,7 @@ def parallel(
 
 
 def row_of(found: Any, model: str, gpu: str, prompt: int) -> dict[str, Any]:
-    from dsv4.tools.layouts import measured
+    from dsv4.tools.speed.layouts import measured
 
     steps = {
         batch: {

@@ -31,7 +31,7 @@ from dsv4.runner.ranks.forecast import (
 from dsv4.runner.settings import Settings, resolve, step_bytes
 from dsv4.tools.plan import PlannedModel
 
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"  # only in a source tree
+RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"  # only in a source tree
 
 
 @dataclass(frozen=True)
