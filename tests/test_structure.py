@@ -69,7 +69,7 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 LINE_BUDGET = {
     "engine.py": 600,
     "pipeline.py": 200,
-    "config.py": 340,
+    "config.py": 370,  # options of ranks and nodes
     "request.py": 420,
     "errors.py": 80,
     "testing.py": 300,
@@ -89,7 +89,7 @@ LINE_BUDGET = {
     "runner": 2850,
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
-    "tools": 8000,
+    "tools": 8400,  # 200 for layouts over several GPUs, 200 for the doctor of ranks
     "cli": 2500,
     "__main__.py": 10,
 }
