@@ -31,7 +31,7 @@ from dsv4.runner.activations import (
     width_of,
 )
 from dsv4.runner.ranks.choose import Devices, choose_layout, stage_rooms
-from dsv4.runner.ranks.forecast import Sizes
+from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import Settings, StageRoom, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
 from dsv4.util.output import check_output
@@ -96,7 +96,9 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         log.warning("%s", finding)
     has_gpu = torch.cuda.is_available()
     gpu, devices = find_gpu(choices.device), find_devices(choices.device)
-    sizes = Sizes(config, {name: source.gpu_bytes for name, source in checkpoint.sources.items()})
+    sizes = WeightSizes(
+        config, {name: source.gpu_bytes for name, source in checkpoint.sources.items()}
+    )
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
     layout, memory = sizes.layout(choice.tp, choice.pp), 0

@@ -11,12 +11,12 @@ from dsv4.request import SamplingParams
 from dsv4.runner import load
 from dsv4.runner.ranks.choose import Devices, LayoutChoice, choose_layout, stage_rooms
 from dsv4.runner.ranks.cluster import Cluster
-from dsv4.runner.ranks.forecast import Sizes
+from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import resolve
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
 
 GB = 10**9
-FLASH = Sizes(
+FLASH = WeightSizes(
     ModelConfig.builtin("flash"),
     parameter_bytes(ModelConfig.builtin("flash"), scheme_named("official")),
 )

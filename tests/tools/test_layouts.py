@@ -14,7 +14,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
-    Sizes,
+    WeightSizes,
     forecast,
     layouts,
     received_bytes,
@@ -64,7 +64,7 @@ def test_one_gpu_is_predicted_as_it_was_measured(
     record: str, config: ModelConfig, context: int
 ) -> None:
     """Within 15 %, for weights that are NVFP4 throughout, as in the record."""
-    sizes = Sizes(config, parameter_bytes(config, scheme_named("nvfp4-all")))
+    sizes = WeightSizes(config, parameter_bytes(config, scheme_named("nvfp4-all")))
     cluster, geometry = Cluster.of("h200", 1), Geometry(config, "fp8", "fp4", 2048)
     wanted = {
         row["batch"]: row["full_ms"]
@@ -78,7 +78,7 @@ def test_one_gpu_is_predicted_as_it_was_measured(
 
 
 def test_a_prompt_is_predicted_as_it_was_measured() -> None:
-    sizes = Sizes(FLASH, parameter_bytes(FLASH, scheme_named("nvfp4-all")))
+    sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("nvfp4-all")))
     cluster, geometry = Cluster.of("h200", 1), Geometry(FLASH, "fp8", "fp4", 2048)
     [ms] = [
         row["full_ms"]
@@ -146,7 +146,7 @@ def test_stages_hold_the_model_between_them() -> None:
 
 def test_more_exchange_time_makes_stages_better() -> None:
     """Where an exchange takes a millisecond, ranks that exchange in every layer are slow."""
-    sizes = Sizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
+    sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
     cluster, geometry = Cluster.of("h200", 4), Geometry(FLASH, "fp8", "fp8", 2048)
     slow = Cluster(
         cluster.gpu, 4, 1, cluster.memory, type(cluster.link)("slow", 1.0, 1e3, "for this test")

@@ -7,7 +7,7 @@ from dsv4.config import EngineConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster, GpuRates
-from dsv4.runner.ranks.forecast import Sizes, forecast, layouts, rank_stages, recommend
+from dsv4.runner.ranks.forecast import WeightSizes, forecast, layouts, rank_stages, recommend
 from dsv4.runner.settings import StageRoom, resolve
 from dsv4.util.sizes import size_text
 
@@ -39,7 +39,9 @@ class LayoutChoice:
     why: str = ""  # only where it was chosen here
 
 
-def choose_layout(choices: EngineConfig, sizes: Sizes, devices: Devices | None) -> LayoutChoice:
+def choose_layout(
+    choices: EngineConfig, sizes: WeightSizes, devices: Devices | None
+) -> LayoutChoice:
     """`devices`: None on a CPU or for one named GPU."""
     if choices.tp != "auto":
         if devices is not None:
@@ -76,7 +78,7 @@ def check_devices(num_ranks: int, devices: Devices) -> None:
         )
 
 
-def stage_rooms(sizes: Sizes, layout: RankLayout, cluster: Cluster) -> Sequence[StageRoom]:
+def stage_rooms(sizes: WeightSizes, layout: RankLayout, cluster: Cluster) -> Sequence[StageRoom]:
     """Layers of each stage, and the bytes that weights and a step leave there on a GPU."""
     rooms = []
     for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):

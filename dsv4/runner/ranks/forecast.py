@@ -31,7 +31,7 @@ DRAWS = 200  # of experts, to find the fullest rank's expected number
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WeightSizes:
     """A model's parameters: canonical name -> bytes of the whole on a GPU."""
 
     config: ModelConfig
@@ -169,7 +169,7 @@ def layouts(config: ModelConfig, cluster: Cluster) -> list[tuple[int, int]]:
 
 
 def forecast(
-    sizes: Sizes,
+    sizes: WeightSizes,
     cluster: Cluster,
     geometry: Geometry,
     tp: int,
@@ -227,7 +227,7 @@ def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast
 
 
 def rank_stages(
-    sizes: Sizes, cluster: Cluster, layout: RankLayout
+    sizes: WeightSizes, cluster: Cluster, layout: RankLayout
 ) -> Iterator[tuple[int, int, int]]:
     """Of a rank of each stage: bytes of weights, of exchange buffers, and what is left."""
     config, width = sizes.config, sizes.config.hidden_size * 4
@@ -240,7 +240,7 @@ def rank_stages(
 
 
 def _stages(
-    sizes: Sizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
+    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
 ) -> Iterator[StageForecast]:
     config = sizes.config
     for stage, (held, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
@@ -282,7 +282,7 @@ def visited(num_experts: int, chosen: int, batch: int, tp: int) -> float:
 # --- times ----------------------------------------------------------------------------------------
 
 
-def _step(sizes: Sizes, cluster: Cluster, layout: RankLayout, batch: int) -> StepTime:
+def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) -> StepTime:
     config, tp = sizes.config, layout.tp
     rate = cluster.gpu.read_gbs * READ_SHARE * 1e6  # bytes in a ms
     stages = [replace(layout, rank=stage * tp) for stage in range(layout.pp)]
@@ -323,7 +323,7 @@ def _transfer_ms(link: Interconnect, nbytes: float) -> float:
 
 
 def _prompt(
-    sizes: Sizes, cluster: Cluster, layout: RankLayout, tokens: int
+    sizes: WeightSizes, cluster: Cluster, layout: RankLayout, tokens: int
 ) -> tuple[float, float, str]:
     """Compute and exchange in ms, and what bounds the former."""
     config, tp = sizes.config, layout.tp

@@ -22,7 +22,7 @@ from dsv4.runner.ranks.forecast import (
     LAYER_US,
     READ_SHARE,
     Forecast,
-    Sizes,
+    WeightSizes,
     forecast,
     layouts,
     rank_stages,
@@ -79,7 +79,7 @@ def plan_layouts(
     only: Sequence[tuple[int, int]] = (),
 ) -> LayoutPlan:
     """Every layout of `cluster`, or `only` these; `choices` with tp and pp name the one shown."""
-    config, sizes = model.config, Sizes(model.config, model.nbytes)
+    config, sizes = model.config, WeightSizes(model.config, model.nbytes)
     choices = replace(choices or EngineConfig(), device="cuda")
     geometry = resolve(choices, config, has_gpu=True, memory_bytes=2**62).geometry(config)
     asked = None if choices.tp == "auto" else (choices.tp, choices.pp)
@@ -114,7 +114,7 @@ def plan_layouts(
 
 
 def _ledger(
-    sizes: Sizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
+    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
 ) -> Iterator[StageLedger]:
     config, known = sizes.config, parameters(sizes.config)
     for stage, (_, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
