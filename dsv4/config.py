@@ -241,11 +241,17 @@ class EngineOptions(TypedDict, total=False):
     prefix_disk: str | None
     audit_share: float
     audit_folder: str
+    draft: str
+    draft_tokens: int | None
     tp: int
     pp: int
     cuda_graphs: bool
     ops: str
     step_timeout: float
+
+
+DRAFTERS = ("auto", "off", "lookup", "mtp", "dspark")
+MAX_DRAFT_TOKENS = 7
 
 
 @dataclass(frozen=True)
@@ -278,6 +284,12 @@ class EngineConfig:
     audit_folder: str = field(
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
+    draft: str = field(
+        default="auto", metadata={"help": "tokens proposed and verified: auto, off, lookup or mtp"}
+    )
+    draft_tokens: int | None = field(
+        default=None, metadata={"help": "most drafts of a sequence in a step: 1 to 7"}
+    )
     tp: int | Literal["auto"] = field(
         default="auto",
         metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
@@ -300,6 +312,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
+        _check_choice("draft", self.draft, DRAFTERS)
+        most = self.draft_tokens
+        if most is not None and (type(most) is not int or not 1 <= most <= MAX_DRAFT_TOKENS):
+            raise OptionError(f"draft_tokens is {most!r}, expected 1 to {MAX_DRAFT_TOKENS}")
         for name in ("tp", "pp"):
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and (name, value) != ("tp", "auto"):

@@ -23,16 +23,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
-from dsv4 import __version__
-from dsv4.cache.disk import DiskStore
-from dsv4.cache.fingerprint import fingerprint
 from dsv4.cache.prefix import PrefixCache
-from dsv4.cache.state import StateTensors
 from dsv4.chat.dialect import Dialect, choose_dialect
 from dsv4.chat.encode import encode_prompt
 from dsv4.chat.output.answer import AnswerText
@@ -52,11 +47,11 @@ from dsv4.request import (
     check_request,
     join_outputs,
 )
-from dsv4.runner.load import LoadedModel, Model, Progress
+from dsv4.runner.load import LoadedModel, Model, Progress, disk_store
 from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Compiling, Guides, LateEnds, Matcher, SamplingRow
-from dsv4.scheduler import Audit, AuditedAnswer, ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler import Audit, AuditedAnswer, Drafting, ScheduledTokens, Scheduler, SequenceState
 from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener
 
@@ -98,13 +93,25 @@ class Engine:
         self._prefix = None
         if loaded.settings.prefix_cache:
             self._prefix = PrefixCache(
-                pages, self._runner.state_copier, state.num_snapshots, _store(loaded, state)
+                pages, self._runner.state_copier, state.num_snapshots, disk_store(loaded, state)
             )
+        drafting = None
+        if loaded.settings.draft != "off":
+            drafting = Drafting(
+                loaded.settings.draft_tokens, self.config.vocab_size, self._allowed_drafts
+            )
+        self._drafting = drafting
         self._scheduler = Scheduler(
-            pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget()
-        )
+            pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget(),
+            None if drafting is None else drafting.propose,
+        )  # fmt: skip
         self._pipeline = Pipeline(
-            self._scheduler, self._runner, self._is_live, self._sampling_row, self._is_guided
+            self._scheduler,
+            self._runner,
+            self._is_live,
+            self._sampling_row,
+            self._is_guided,
+            drafting,
         )
         self._audit: Audit | None = None
         if loaded.settings.audit_share:
@@ -149,6 +156,7 @@ class Engine:
     def _start(self, request: Request, seed: int, audits: AuditedAnswer | None = None) -> None:
         params = request.params
         sequence = SequenceState(request, seed, uses_prefix_cache=audits is None)
+        sequence.may_draft = params.draft and audits is None
         known = len(request.prompt_ids) + params.max_tokens
         sequence.max_len = min(known, self.settings.max_context)
         ends = self.stop_ids if params.stop_ids is None else frozenset(params.stop_ids)
@@ -180,6 +188,9 @@ class Engine:
         outcome = self._pipeline.take()
         outputs = [self._take_token(*pair) for pair in outcome.results]
         outputs += self._fail_all(outcome.failures)
+        while (more := self._pipeline.next_round()) is not None:
+            outputs += [self._take_token(*pair) for pair in more.results]
+            outputs = Output.by_request(outputs + self._fail_all(more.failures))
         outputs += self._fail_all(self._pipeline.sample_ahead())
         if outcome.scheduled is not None:
             self._count_step(outcome.scheduled, [*outcome.clock, time.perf_counter()])
@@ -194,6 +205,10 @@ class Engine:
 
     def _is_guided(self, sequence: SequenceState) -> bool:
         return self._live[sequence.request.id].matcher is not None
+
+    def _allowed_drafts(self, sequence: SequenceState, drafts: list[int]) -> list[int]:
+        matcher = self._live[sequence.request.id].matcher
+        return drafts if matcher is None else matcher.allowed(drafts)
 
     def _budget(self) -> Callable[[int], int] | None:
         """Prompt tokens allowed in a step, given its decoding sequences and measured costs."""
@@ -294,6 +309,7 @@ class Engine:
             num_finished=dict(self._num_finished),
             num_audited=self._audit.num_audited if self._audit else 0,
             num_differences=self._audit.num_differences if self._audit else 0,
+            **({} if self._drafting is None else self._drafting.counts()),
         )
 
     def close(self) -> None:
@@ -564,20 +580,6 @@ class Engine:
         event = Event("step", clock[0], None, values)
         for listener in self.listeners:
             listener(event)
-
-
-def _store(loaded: LoadedModel, state: StateTensors) -> DiskStore | None:
-    """Disk store for cold prefixes, separate for each model, format, device and build."""
-    settings = loaded.settings
-    if settings.prefix_disk is None:
-        return None
-    names = ("device", "dtype", "kv_format", "index_format", "activations", "ops")
-    how = {name: getattr(settings, name) for name in names}
-    on_gpu = settings.device != "cpu"
-    chip = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
-    builds = {"dsv4": __version__, "torch": torch.__version__, "chip": chip}
-    model = fingerprint(loaded.folder, {**how, **builds}, Path(settings.prefix_disk))
-    return DiskStore(settings.prefix_disk, model, state.shapes)
 
 
 def _output(

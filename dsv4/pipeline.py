@@ -4,6 +4,10 @@ The next step reads its input tokens on the device, so the host schedules, detok
 while the GPU computes. A sequence that turns out to have ended wastes one row of the next step; one
 that ends by its length does not. A guide's mask depends on the previous token: such a step is
 submitted too, but sampled only once that token is known.
+
+A step with drafts gives several tokens of a sequence. They are taken in rounds: `take` returns the
+first of each, and once the engine has accepted it, `next_round` the next one of those sequences
+whose draft was the token that was accepted. No step runs ahead of such a step.
 """
 
 import time
@@ -14,7 +18,7 @@ from dsv4.errors import StallError
 from dsv4.request import TokenLogprobs
 from dsv4.runner.runner import PENDING, Chunk, Runner, SubmittedStep
 from dsv4.sampling import SamplingRow
-from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler import Drafting, ScheduledTokens, Scheduler, SequenceState
 
 Failure = tuple[list[SequenceState], Exception]  # the sequences whose requests it ends
 
@@ -29,6 +33,15 @@ class InFlightStep:
     dropped: set[SequenceState] = field(
         default_factory=set
     )  # computed from a token that was replaced
+    # of a step with drafts:
+    answers: list[list[TokenLogprobs]] = field(default_factory=list)  # drawn so far
+    going: list[int] = field(default_factory=list)  # places whose drafts were right so far
+    taken: list[int] = field(default_factory=list)  # tokens of each place
+    begin: float = 0.0
+
+    @property
+    def drafts(self) -> list[tuple[int, ...]]:
+        return [item.drafts for item in self.scheduled]
 
 
 @dataclass
@@ -49,8 +62,11 @@ class Pipeline:
         is_live: Callable[[SequenceState], bool],
         sampling_row: Callable[[SequenceState], SamplingRow],
         is_guided: Callable[[SequenceState], bool],
+        drafting: Drafting | None = None,
     ) -> None:
         """`sampling_row` returns how to sample a sequence's next token, given what is known now."""
+        self._drafting = drafting
+        self._verifying: InFlightStep | None = None  # its next round is due
         self.runs_ahead = runner.device.type == "cuda"
         self._scheduler, self._runner = scheduler, runner
         self._is_live, self._sampling_row, self._is_guided = is_live, sampling_row, is_guided
@@ -65,11 +81,15 @@ class Pipeline:
         if step is None:
             return outcome
         outcome.clock.append(time.perf_counter())
-        self._scheduler.done(step.scheduled)
-        if self.runs_ahead:
-            self._ahead = self._start(outcome.failures)
+        step.begin = outcome.clock[0]
+        is_verified = step.submitted.verify is not None
+        if not is_verified:
+            self._scheduler.done(step.scheduled)
+            if self.runs_ahead and (self._drafting is None or self._drafting.rests):
+                self._ahead = self._start(outcome.failures)
         try:
-            results = self._runner.read(step.submitted)
+            step.answers = self._runner.read(step.submitted)
+            results = [answer[0] for answer in step.answers]
         except Exception as error:  # the step's requests end with the reason; the others go on
             outcome.failures.append((self._live_of(step), error))
             return outcome
@@ -84,7 +104,66 @@ class Pipeline:
             else:
                 outcome.results.append((sequence, result))
         outcome.scheduled = step.scheduled
+        if is_verified:
+            step.going, step.taken = list(range(len(step.sampled))), [1] * len(step.sampled)
+            self._verifying = step
+        elif self._ahead is None:
+            self._time(step)
         return outcome
+
+    def next_round(self) -> StepOutcome | None:
+        """The next tokens of a step with drafts, once those before are accepted; None: it has no
+        more. Then the sequences are as long as their answers say."""
+        step = self._verifying
+        if step is None:
+            return None
+        step.going = [place for place in step.going if self._goes_on(step, place)]
+        if not step.going:
+            self._settle(step)
+            return None
+        outcome, sequences = StepOutcome(), [step.sampled[place] for place in step.going]
+        try:
+            missing = [p for p in step.going if len(step.answers[p]) <= step.taken[p]]
+            if missing:
+                rows = [self._sampling_row(step.sampled[place]) for place in missing]
+                self._runner.sample_round(step.submitted, missing, rows)
+                for place, answer in zip(missing, self._runner.read(step.submitted), strict=True):
+                    step.answers[place] += answer
+            failures = step.submitted.failures if missing else {}
+            failed = {missing[row]: error for row, error in failures.items()}
+        except Exception as error:
+            outcome.failures.append((sequences, error))
+            step.going = []
+            return outcome
+        for place, sequence in zip(step.going, sequences, strict=True):
+            if place in failed:
+                outcome.failures.append(([sequence], failed[place]))
+            else:
+                outcome.results.append((sequence, step.answers[place][step.taken[place]]))
+                step.taken[place] += 1
+        return outcome
+
+    def _goes_on(self, step: InFlightStep, place: int) -> bool:
+        """Whether the draft behind the token accepted last is that token."""
+        sequence, drafts, count = step.sampled[place], step.drafts[place], step.taken[place]
+        if not self._is_live(sequence) or count > len(drafts):
+            return False
+        return drafts[count - 1] == sequence.token_ids[-1]
+
+    def _settle(self, step: InFlightStep) -> None:
+        self._verifying = None
+        for item, count in zip(step.scheduled, step.taken, strict=True):
+            if self._drafting is not None:
+                self._drafting.observe(item.sequence, len(item.drafts), count - 1)
+            if item.sequence.pages is not None:  # otherwise it has ended
+                self._runner.pages.retract(item.sequence.pages, item.num_new - count)
+        self._scheduler.done(step.scheduled, has_tokens=True)
+        self._time(step)
+
+    def _time(self, step: InFlightStep) -> None:
+        if self._drafting is not None and all(item.samples for item in step.scheduled):
+            ms = (time.perf_counter() - step.begin) * 1e3
+            self._drafting.times.observe(sum(item.num_new for item in step.scheduled), ms)
 
     def sample_ahead(self) -> list[Failure]:
         """Sample the step in flight if it waited for the tokens just taken."""
@@ -148,4 +227,9 @@ def _chunk(item: ScheduledTokens) -> Chunk:
     assert sequence.pages is not None
     start = sequence.num_computed
     new = sequence.token_ids[start : start + item.num_new] or PENDING
-    return Chunk(sequence.pages, new, 1 if item.samples else 0, item.keep_len, item.keep_row)
+    if item.drafts:
+        new = [*new[:1], *item.drafts]
+    wanted = 1 if item.samples else 0
+    return Chunk(
+        sequence.pages, new, wanted, item.keep_len, item.keep_row, num_drafts=len(item.drafts)
+    )

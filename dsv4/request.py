@@ -159,6 +159,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] | None = None  # None: the model's own end markers
     logprobs: int | None = None  # None: off; n: the sampled token's and the n best
     guide: Guide | None = None  # None: any text
+    draft: bool = True  # False: one token a step, for comparisons; the answer is the same
 
     def __post_init__(self) -> None:
         def need(condition: bool, name: str, expected: str) -> None:
@@ -178,8 +179,7 @@ class SamplingParams:
         whole("max_tokens", 1, 2**31, "a whole number of at least 1")
         whole("min_tokens", 0, self.max_tokens, "a whole number of at most max_tokens")
         number("temperature", 0.0, 100.0, "a number from 0 to 100")
-        number("top_p", 0.0, 1.0, "a number above 0 and at most 1")
-        need(self.top_p > 0, "top_p", "a number above 0 and at most 1")
+        number("top_p", math.ulp(0.0), 1.0, "a number above 0 and at most 1")
         whole("top_k", 0, 2**31, "a whole number; 0 means off")
         number("min_p", 0.0, 1.0, "a number from 0 to 1")
         number("repetition_penalty", 1e-3, 1e3, "a number from 0.001 to 1000; 1 means off")
@@ -198,6 +198,7 @@ class SamplingParams:
                 f"a tuple of at most {MAX_STOP_IDS} token ids",
             )
         need(isinstance(self.stop, tuple), "stop", "a tuple of strings")
+        need(type(self.draft) is bool, "draft", "True or False")
         need(
             len(self.stop) <= MAX_STOP_STRINGS
             and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stop),
@@ -312,6 +313,14 @@ class Output:
         return self.finish_reason is not None
 
     @staticmethod
+    def by_request(outputs: "Sequence[Output]") -> "list[Output]":
+        """The outputs of each request merged into one."""
+        found: dict[str, list[Output]] = {}
+        for output in outputs:
+            found.setdefault(output.request_id, []).append(output)
+        return [Output.joined(same) for same in found.values()]
+
+    @staticmethod
     def joined(outputs: "Sequence[Output]") -> "Output":
         """Consecutive outputs of one request merged into one."""
         if len(outputs) == 1:
@@ -361,6 +370,10 @@ class Stats:
     num_finished: dict[str, int]  # by finish reason
     num_audited: int = 0  # requests rerun without the prefix cache
     num_differences: int = 0  # of those, requests with a different answer
+    num_verified: int = 0  # times that a sequence had drafts verified
+    num_drafted: int = 0  # drafts that were verified
+    num_accepted: int = 0  # of those, drafts that were right
+    accepted_by_place: tuple[int, ...] = ()  # the same by their place behind the newest token
 
 
 def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:

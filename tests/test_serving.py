@@ -241,10 +241,10 @@ def test_the_audit_sees_a_difference(
     )
     real = engine._runner.read
 
-    def wrong(submitted: Any) -> list[TokenLogprobs]:
+    def wrong(submitted: Any) -> list[list[TokenLogprobs]]:
         results = real(submitted)
         off = 0.0 if any(live.audits for live in engine._live.values()) else 1e-6
-        return [replace(r, logprob=r.logprob + off) for r in results]
+        return [[replace(r, logprob=r.logprob + off) for r in found] for found in results]
 
     monkeypatch.setattr(engine._runner, "read", wrong)
     with caplog.at_level(logging.ERROR):

@@ -21,12 +21,15 @@ from dsv4.ops.moe.experts import OP as EXPERTS
 from dsv4.ops.moe.router import OP as ROUTER
 from dsv4.ops.norm.rms_norm import OP as RMS_NORM
 from dsv4.ops.sample.accept import OP as ACCEPT
+from dsv4.ops.sample.draft_rows import OP as DRAFT_ROWS
 from dsv4.ops.sample.sample import OP as SAMPLE
+from dsv4.ops.sample.verify import OP as VERIFY
 
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
         BEGIN_STEP,
+        DRAFT_ROWS,
         EMBED,
         RMS_NORM,
         MHC_PRE,
@@ -47,6 +50,7 @@ OPS: dict[str, Op] = {
         EXPERTS,
         SAMPLE,
         ACCEPT,
+        VERIFY,
     )
 }
 

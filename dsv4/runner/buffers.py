@@ -5,7 +5,7 @@ into one line of integers, so that a single copy brings them to the device; the 
 follow from the shape. Page tables and the sampling state stay on the device, one row per slot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,13 @@ from dsv4.model.inputs import StepInputs
 from dsv4.ops.core.ragged import Kept, Ragged
 from dsv4.ops.kv.begin_step import SlotTables
 from dsv4.ops.sample.accept import Sampled
+from dsv4.ops.sample.draft_rows import MOST_DRAFTS, DraftRows
 from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
 
 ALIGNED = 16  # integers: Triton specialises on addresses divisible by 16 bytes
 STAGES = 4  # host buffers used in rotation: the previous copy may still be in flight
+MOST_DRAFT_ROWS = 64  # of all sequences in a step
+DRAFT_WIDTHS = (2, 4, 6, 8)  # rows of a sequence in a step that verifies drafts
 SCORED = 256  # tokens of a step that scores a prompt's own
 
 
@@ -36,12 +39,15 @@ class StepShape:
     context: int
     one_each: bool
     scored: bool = False  # logits of all rows, not of one per sequence
+    width: int = 1  # above 1, rows of drafts: up to `width` of each sequence, then padding rows
 
     def __str__(self) -> str:
         return f"{self.kind} {self.tokens}x{self.sequences} context {self.context}"
 
     @property
     def kind(self) -> str:
+        if self.width > 1:
+            return "verify"
         return "decode" if self.one_each else "score" if self.scored else "prompt"
 
 
@@ -91,6 +97,15 @@ class LineLayout:
 def step_line(shape: StepShape) -> LineLayout:
     """`places` and `pages` hold as many pages as a step of this shape can allocate."""
     tokens, sequences = shape.tokens, shape.sequences
+    if shape.width > 1:
+        new = 2 * len(POOLS) * sequences  # a step is shorter than a page
+        return LineLayout.of(
+            **dict.fromkeys(("slots", "starts", "most"), sequences),
+            token_ids=sequences * shape.width,
+            num_pages=1,
+            places=new,
+            pages=new,
+        )
     new = len(POOLS) * sequences + sum(
         tokens // (PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]) + 1 for pool in POOLS
     )
@@ -142,9 +157,55 @@ class StagedLine:
             self._copied[self._turn].record()
 
 
+class VerifyBuffers:
+    """Rows of drafts, their logits and what is drawn from them; drafts of each slot."""
+
+    def __init__(
+        self, max_sequences: int, draft_tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """The last width holds all drafts of a sequence."""
+        enough = next(w for w in DRAFT_WIDTHS if w > draft_tokens)
+        self.widths = [w for w in DRAFT_WIDTHS if w <= enough]
+        rows = max_sequences * enough
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        each, some = (ints(rows) for _ in range(3)), (ints(max_sequences) for _ in range(3))
+        self.rows = DraftRows(*each, *some)
+        self.lengths, self.counts = ints(max_sequences), ints(max_sequences)
+        self.drafts = ints(max_sequences, MOST_DRAFTS).fill_(-1)
+        self.unused = ints(max_sequences)
+        self.logits = torch.zeros(rows, vocab_size, device=device)
+        self.sampled = ints(rows)
+        self.chosen, self.norms = (torch.zeros(rows, device=device) for _ in range(2))
+
+    def laid_out(self, shape: StepShape) -> DraftRows:
+        """Where the rows of a step are written; room for `width` rows of every sequence."""
+        at, rows, n = self.rows, shape.sequences * shape.width, shape.sequences
+        return DraftRows(
+            *(part[:rows] for part in (at.token_ids, at.positions, at.seq_idx)),
+            *(part[:n] for part in (at.first_rows, at.starts, at.ends)),
+        )
+
+    def batch(self, shape: StepShape, slots: Tensor) -> tuple[Tensor, Ragged]:
+        """Token ids and the batch that the model sees."""
+        out, rows = self.laid_out(shape), shape.tokens
+        batch = Ragged(
+            out.positions[:rows], out.seq_idx[:rows], out.first_rows, out.starts, out.ends, slots,
+            is_padded=True,
+        )  # fmt: skip
+        return out.token_ids[:rows], batch
+
+
 class StepBuffers:
     def __init__(
-        self, geometry: Geometry, max_sequences: int, max_context: int, device: torch.device
+        self,
+        geometry: Geometry,
+        max_sequences: int,
+        max_context: int,
+        device: torch.device,
+        draft_tokens: int = 0,
     ) -> None:
         count, vocab_size = max_sequences, geometry.config.vocab_size
         self.device = device
@@ -166,8 +227,13 @@ class StepBuffers:
             context: tuple(ints(count * w) for w in self._widths(geometry, context))
             for context in self.contexts
         }
-        largest = StepShape(self.tokens[-1], count, self.contexts[-1], False)
-        self.step = StagedLine(step_line(largest).length, device)
+        self.verify: VerifyBuffers | None = None
+        longest = step_line(StepShape(self.tokens[-1], count, self.contexts[-1], False)).length
+        if draft_tokens:
+            self.verify = VerifyBuffers(count, draft_tokens, vocab_size, device)
+            widest = StepShape(count, count, self.contexts[-1], False, width=self.verify.widths[-1])
+            longest = max(longest, step_line(widest).length)
+        self.step = StagedLine(longest, device)
         self.sampling_stage = StagedLine(sampling_line(count).length, device)
         self.token_ids = ints(self.tokens[-1])
         self.rows = torch.arange(count, device=device)
@@ -201,6 +267,16 @@ class StepBuffers:
         rows = next(size for size in self.tokens if size >= tokens)
         return StepShape(rows, self.max_sequences, context, False)
 
+    def verify_shape(self, counts: Sequence[int], length: int) -> StepShape:
+        """For sequences with this many rows each, the longest of which reaches `length` tokens."""
+        assert self.verify is not None
+        context = next(size for size in self.contexts if size >= length)
+        width, sequences = max(counts), len(counts)
+        if not self.pads:
+            return StepShape(sum(counts), sequences, context, False, width=max(width, 2))
+        width, batch = next(w for w in self.verify.widths if w >= width), self.batch(sequences)
+        return StepShape(batch * width, batch, context, False, width=width)
+
     def batch(self, rows: int) -> int:
         """The smallest batch size, of rows to sample or sequences to decode, that fits `count`."""
         return next(size for size in self.batches if size >= rows) if self.pads else rows
@@ -213,10 +289,22 @@ class StepBuffers:
             for context in reversed(self.contexts)
         ]
         prompts += [self.scored_shape(context) for context in reversed(self.contexts)]
+        prompts += self.draft_shapes(self.contexts)
         return prompts + [
             StepShape(batch, batch, context, True)
             for context in reversed(self.contexts)
             for batch in reversed(self.batches)
+        ]
+
+    def draft_shapes(self, contexts: Sequence[int]) -> list[StepShape]:
+        """Steps that verify drafts, largest first; none without a drafter."""
+        widths = [] if self.verify is None else self.verify.widths
+        return [
+            StepShape(batch * width, batch, context, False, width=width)
+            for context in reversed(contexts)
+            for batch in reversed(self.batches)
+            for width in reversed(widths)
+            if batch * width <= MOST_DRAFT_ROWS
         ]
 
     def scored_shape(self, length: int) -> StepShape:
@@ -234,7 +322,11 @@ class StepBuffers:
 
     def inputs(self, shape: StepShape) -> StepInputs:
         at = step_line(shape).views(self.step.line)
-        if shape.one_each:
+        token_ids = self.token_ids[: shape.tokens]
+        if shape.width > 1:
+            assert self.verify is not None
+            token_ids, batch = self.verify.batch(shape, at["slots"])
+        elif shape.one_each:
             rows, positions = self.rows[: shape.tokens], at["starts"]
             batch = Ragged(positions, rows, rows, positions, at["ends"], at["slots"])
         else:
@@ -250,12 +342,12 @@ class StepBuffers:
             )
         window, csa, hca = self.tables(shape)
         return StepInputs(
-            token_ids=self.token_ids[: shape.tokens],
+            token_ids=token_ids,
             batch=batch,
             window_table=window,
             csa_table=csa,
             hca_table=hca,
-            logits_rows=None if shape.one_each or shape.scored else at["logits_rows"],
+            logits_rows=at["logits_rows"] if shape.kind == "prompt" else None,
         )
 
     def sampling(self, rows: int) -> SampleInputs:
@@ -263,6 +355,16 @@ class StepBuffers:
         real = {name: at[name].view(torch.float32)[:rows] for name in _REAL}
         whole = {name: at[name] for name in _WHOLE}
         return SampleInputs(**real, **whole, seen=self.seen, bias=self.bias, mask=self.mask)
+
+    def row_settings(self, shape: StepShape, batch: Ragged) -> SampleInputs:
+        """The settings of a verify step's sequences, repeated for each of their rows."""
+        given = self.sampling(shape.sequences)
+        repeated = {
+            name: getattr(given, name).index_select(0, batch.seq_idx) for name in (*_WHOLE, *_REAL)
+        }
+        repeated["positions"] = batch.positions + 1
+        repeated["slots"] = torch.where(batch.positions < 0, -1, repeated["slots"])
+        return SampleInputs(**repeated, seen=self.seen, bias=self.bias, mask=self.mask)
 
     def results(self, rows: int) -> Sampled:
         return Sampled(

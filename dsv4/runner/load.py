@@ -11,6 +11,10 @@ from pathlib import Path
 
 import torch
 
+from dsv4 import __version__
+from dsv4.cache.disk import DiskStore
+from dsv4.cache.fingerprint import fingerprint
+from dsv4.cache.state import StateTensors
 from dsv4.checkpoint.rank_slices import Selection
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
@@ -266,3 +270,19 @@ def _expand(name: str, weight: Weight) -> Weight:
     if weight.dim() < 2 or name == "embed.weight" or name.endswith(".ape"):
         return weight  # rows are looked up in these
     return weight.mT.contiguous().mT
+
+
+def disk_store(loaded: LoadedModel, state: StateTensors) -> DiskStore | None:
+    """Disk store for cold prefixes, separate for each model, format, device and build."""
+    settings = loaded.settings
+    if settings.prefix_disk is None:
+        return None
+    names = ("device", "dtype", "kv_format", "index_format", "activations", "ops")
+    how = {name: getattr(settings, name) for name in names}
+    if settings.draft not in ("off", "lookup"):
+        how["draft"] = settings.draft  # its blocks have pages, too
+    on_gpu = settings.device != "cpu"
+    chip = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
+    builds = {"dsv4": __version__, "torch": torch.__version__, "chip": chip}
+    model = fingerprint(loaded.folder, {**how, **builds}, Path(settings.prefix_disk))
+    return DiskStore(settings.prefix_disk, model, state.shapes)

@@ -6,12 +6,25 @@ readable record of it.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from dsv4.ops.core.op import record
 from dsv4.runner.buffers import StepShape
 
-Key = StepShape | int  # a model step of this shape, or the sampling of this many rows
-_KINDS = ("decode", "prompt", "score", "sampling")
+
+@dataclass(frozen=True)
+class VerifySampling:
+    """The sampling of all rows of a verify step; contexts do not differ."""
+
+    shape: StepShape
+
+    def __str__(self) -> str:
+        return f"sampling of {self.shape}"
+
+
+# a model step of this shape, the sampling of this many rows, or of all rows of a verify step
+Key = StepShape | int | VerifySampling
+_KINDS = ("decode", "prompt", "score", "verify", "sampling", "verify sampling")
 
 
 class StepPlan:
@@ -59,14 +72,16 @@ class StepPlan:
 
 
 def _kind(key: Key) -> str:
-    if isinstance(key, int):
-        return "sampling"
-    return key.kind
+    if isinstance(key, StepShape):
+        return key.kind
+    return "sampling" if isinstance(key, int) else "verify sampling"
 
 
 def _size(key: Key) -> tuple[int, int]:
     """Context and rows."""
-    return (0, key) if isinstance(key, int) else (key.context, key.tokens)
+    if isinstance(key, int):
+        return 0, key
+    return (key.context, key.tokens) if isinstance(key, StepShape) else (0, key.shape.tokens)
 
 
 def _ranges(some: set[Key], whole: set[Key]) -> str:

@@ -1,4 +1,6 @@
-"""A step: scheduled work in, tokens out. Holds the model and its state; knows no requests.
+"""A step: scheduled work in, tokens out. Long because it is the whole life of a step.
+
+Holds the model and its state; knows no requests.
 
 `submit` queues the model's part of a step, `sample` its sampling, `read` waits for the tokens. The
 host need not wait in between: a step may be submitted before the previous tokens are known, since
@@ -28,13 +30,14 @@ from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.cost import StepCosts
+from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard, numbered
-from dsv4.runner.plan import StepPlan
+from dsv4.runner.plan import Key, StepPlan, VerifySampling
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings
-from dsv4.runner.steps import forward, sample_tokens, score
+from dsv4.runner.steps import forward, sample_tokens, sample_verified, score
 from dsv4.runner.warmup import Progress, warm_up
 from dsv4.sampling import SamplingRow
 
@@ -63,6 +66,7 @@ class SubmittedStep:
     sampled: list[SequencePages]
     positions: list[int]  # of these tokens
     results: PendingResults | None = None
+    verify: Verify | None = None  # its rows of drafts
 
     @property
     def is_sampled(self) -> bool:
@@ -97,8 +101,9 @@ class Runner:
             geometry, settings.max_sequences, num_pages, settings.device, layers
         )
         self.buffers = StepBuffers(
-            geometry, settings.max_sequences, settings.max_context, self.device
-        )
+            geometry, settings.max_sequences, settings.max_context, self.device,
+            settings.draft_tokens,
+        )  # fmt: skip
         self.guard = Guard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
@@ -132,23 +137,51 @@ class Runner:
             raise CapacityError(
                 f"a sequence has {longest} tokens, the context ends at {self.buffers.contexts[-1]}"
             )
-        one_each = max(counts) == 1
-        shape = self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
+        shape, verify = self._shape(chunks, counts, longest), None
+        if shape.width > 1:
+            verify = Verify(shape, counts)
         self._queue(shape, chunks, counts, started)
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
-        return SubmittedStep(sampled, [pages.length for pages in sampled])
+        positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
+        return SubmittedStep(sampled, positions, verify=verify)
+
+    def _shape(self, chunks: Sequence[Chunk], counts: list[int], longest: int) -> StepShape:
+        if any(chunk.num_drafts for chunk in chunks):
+            return self.buffers.verify_shape(counts, longest)
+        one_each = max(counts) == 1
+        return self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
 
     @torch.inference_mode()
     def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
-        """Queue the sampling of a step: one token per sequence in `submitted.sampled`."""
+        """Queue the sampling of a step: one token per sequence in `submitted.sampled`. Of drafts,
+        this is the first row of each sequence, or all of them where no row needs the host."""
+        if submitted.verify is not None and samples_together(rows, self.device):
+            self._sampling.prepare(
+                rows, submitted.sampled, submitted.positions, submitted.verify.places
+            )
+            self._run(submitted.verify.key(self.buffers))
+            submitted.results = self._sampling.read_rows(rows, submitted.verify.counts)
+            return
+        self.sample_round(submitted, range(len(rows)), rows)
+
+    @torch.inference_mode()
+    def sample_round(
+        self, submitted: SubmittedStep, places: Sequence[int], rows: Sequence[SamplingRow]
+    ) -> None:
+        """Queue the sampling of the next row of these sequences, by their places."""
+        sampled, positions = submitted.sampled, submitted.positions
+        if submitted.verify is not None:
+            submitted.verify.next_rows(self.buffers, places)
+            positions = [p + submitted.verify.round for p in positions]
         if rows:
-            self._run(self._sampling.prepare(rows, submitted.sampled, submitted.positions))
+            owners = [sampled[place] for place in places]
+            self._run(self._sampling.prepare(rows, owners, [positions[place] for place in places]))
         submitted.results = self._sampling.read_back(rows)
 
-    def read(self, submitted: SubmittedStep) -> list[TokenLogprobs]:
-        """Wait for a step and return its tokens, one per sequence in `submitted.sampled`."""
+    def read(self, submitted: SubmittedStep) -> list[list[TokenLogprobs]]:
+        """Wait for a step and return the tokens drawn last, of each sequence that was drawn."""
         assert submitted.results is not None
-        return submitted.results.wait()
+        return submitted.results.answers()
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -232,7 +265,7 @@ class Runner:
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.team is None else self.team.together()
 
-    def _run(self, key: StepShape | int) -> None:
+    def _run(self, key: Key) -> None:
         """Run a part of a step: the model for a shape, or the sampling of this many rows."""
         if self._graphs is not None and key in self._graphs:
             self._graphs.run(key)  # a replay cannot compile, allocate or wait
@@ -240,9 +273,11 @@ class Runner:
         with self.guard.watch(strict=False):
             self._run_once(key)
 
-    def _run_once(self, key: StepShape | int) -> None:
+    def _run_once(self, key: Key) -> None:
         if isinstance(key, StepShape):
             forward(self.model, self.state.layers, self.buffers, key)
+        elif isinstance(key, VerifySampling):
+            sample_verified(self.buffers, key.shape)
         else:
             sample_tokens(self.buffers, key)
 
@@ -289,15 +324,19 @@ class Runner:
         n = len(chunks)
         starts = [chunk.pages.length for chunk in chunks]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        columns = {
+        columns: dict[str, list[int]] = {
             "slots": [chunk.pages.slot for chunk in chunks],
             "starts": starts,
             "ends": ends,
         }
-        for name, values in columns.items():
-            at[name][:n] = values
-            at[name][n:] = values[0] if shape.one_each else 0  # padding sequences have no tokens
-        if shape.one_each:
+        for name in at.keys() & columns.keys():
+            at[name][:n] = columns[name]
+            # padding sequences have no tokens
+            at[name][n:] = columns[name][0] if shape.one_each else 0
+        if shape.width > 1:
+            rows = [(chunk.token_ids, end) for chunk, end in zip(chunks, ends, strict=True)]
+            send_drafts(at, shape, rows)
+        elif shape.one_each:
             at["token_ids"][:n] = [chunk.token_ids[0] for chunk in chunks]
             at["token_ids"][n:] = chunks[0].token_ids[0]
         else:
@@ -365,16 +404,17 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()
-        keys: list[StepShape | int] = [*buffers.shapes(), *reversed(buffers.batches)]
+        keys: list[Key] = [*buffers.shapes(), *reversed(buffers.batches)]
+        keys += [VerifySampling(shape) for shape in buffers.draft_shapes(buffers.contexts[:1])]
         few, some = self.model.distinct()
         layers = [self.state.layers[i] for i in some]
 
-        def compiled(key: StepShape | int) -> None:
+        def compiled(key: Key) -> None:
             with self.plan.recording(key):
                 if isinstance(key, StepShape):
                     forward(few, layers, buffers, key)
                 else:
-                    sample_tokens(buffers, key)
+                    self._run_once(key)
 
         warm_up(
             self.device,

@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4.cache.pages import SequencePages
 from dsv4.ops.sample.sample import BIAS, MASK, PENALTIES
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import StepBuffers, sampling_arrays, sampling_line
+from dsv4.runner.buffers import StepBuffers, VerifyBuffers, sampling_arrays, sampling_line
 from dsv4.sampling import SamplingRow
 
 
@@ -29,10 +29,22 @@ class PendingResults:
     tokens: Tensor | None = None
     chosen: Tensor | None = None
     tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
-    failures: dict[int, Exception] = field(default_factory=dict)  # rows whose result is dropped
+    failures: dict[int, Exception] = field(default_factory=dict)  # sequences that are dropped
+    rows: list[int] = field(default_factory=list)  # of each sequence, if it has several
+    counts: Tensor | None = None  # and how many of them count
+
+    def answers(self) -> list[list[TokenLogprobs]]:
+        """Of each sequence the tokens that count. Waits for the step."""
+        found, answers = self.wait(), []
+        if self.counts is None:
+            return [[result] for result in found]
+        for rows, count in zip(self.rows, self.counts.tolist(), strict=True):
+            answers.append(found[:count])
+            found = found[rows:]
+        return answers
 
     def wait(self) -> list[TokenLogprobs]:
-        """Wait for the step."""
+        """Wait for the step; the results of all rows."""
         if self.event is not None:
             self.event.synchronize()
         if self.tokens is None or self.chosen is None:
@@ -58,11 +70,15 @@ class SamplingRows:
         }
 
     def prepare(
-        self, rows: Sequence[SamplingRow], owners: Sequence[SequencePages], positions: Sequence[int]
+        self,
+        rows: Sequence[SamplingRow],
+        owners: Sequence[SequencePages],
+        positions: Sequence[int],
+        num_rows: int = 0,
     ) -> int:
         """Send the inputs of the next sampling; returns the number of rows, padding included."""
         buffers, count = self._buffers, len(rows)
-        num_rows = buffers.batch(count)
+        num_rows = num_rows or buffers.batch(count)
         masked, self._failures = [], {}
         for index, (row, pages) in enumerate(zip(rows, owners, strict=True)):
             try:
@@ -106,20 +122,41 @@ class SamplingRows:
 
     def read_back(self, rows: Sequence[SamplingRow]) -> PendingResults:
         """Start copying the results to the host, without waiting."""
-        buffers, count = self._buffers, len(rows)
+        return self._read(self._buffers, [(row, 1) for row in rows])
+
+    def read_rows(self, rows: Sequence[SamplingRow], counts: Sequence[int]) -> PendingResults:
+        """The same of a verify step whose sequences have this many rows each."""
+        verify = self._buffers.verify
+        assert verify is not None
+        pending = self._read(verify, list(zip(rows, counts, strict=True)), len(counts))
+        pending.rows = list(counts)
+        return pending
+
+    def _read(
+        self,
+        source: StepBuffers | VerifyBuffers,
+        rows: list[tuple[SamplingRow, int]],
+        num_counts: int = 0,
+    ) -> PendingResults:
+        buffers, count = self._buffers, sum(n for _, n in rows)
         pending = PendingResults(count, None, failures=self._failures)
         if count:
-            pending.tokens = _to_host(buffers.sampled[:count])
-            pending.chosen = _to_host(buffers.chosen[:count])
-        for index, row in enumerate(rows):
+            pending.tokens = _to_host(source.sampled[:count])
+            pending.chosen = _to_host(source.chosen[:count])
+        if isinstance(source, VerifyBuffers):
+            pending.counts = _to_host(source.counts[:num_counts])
+        first = 0
+        for place, (row, count) in enumerate(rows):
+            first += count
             if not row.params.logprobs:
                 continue
             try:
                 most = min(row.params.logprobs, buffers.vocab_size)
-                best, ids = torch.topk(buffers.logits[index], most)
-                pending.tops[index] = (_to_host(ids), _to_host(best - buffers.norms[index]))
+                for index in range(first - count, first):
+                    best, ids = torch.topk(source.logits[index], most)
+                    pending.tops[index] = (_to_host(ids), _to_host(best - source.norms[index]))
             except Exception as error:
-                pending.failures[index] = error
+                pending.failures[place] = error
         if buffers.device.type == "cuda":
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
@@ -41,6 +42,8 @@ class Settings:
     audit_folder: str
     cuda_graphs: bool
     ops: str
+    draft: str = "off"
+    draft_tokens: int = 0
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -127,8 +130,30 @@ def resolve(
         audit_folder=choices.audit_folder,
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
+        **_drafting(choices, config, on_gpu=on_gpu),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
+
+
+DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}
+
+
+def _drafting(choices: EngineConfig, config: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """The drafter. `auto` takes none on a GPU, where the cost of verify steps is not measured
+    yet, and none on several ranks."""
+    name = choices.draft
+    if name == "auto":
+        name = "off"
+    has = config.draft_kind if config.num_draft_layers else ""
+    if name == "dspark":
+        raise OptionError("draft is 'dspark', which this version does not run; use lookup or off")
+    if name == "mtp" and has != "mtp":
+        found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"
+        raise OptionError(f"draft is 'mtp', but this checkpoint has {found}; use lookup or off")
+    if name != "off" and choices.world > 1:
+        raise OptionError(f"draft is {name!r}, which runs on one rank only; use draft=off")
+    most = choices.draft_tokens or DRAFT_TOKENS[name]
+    return {"draft": name, "draft_tokens": most if name != "off" else 0}
 
 
 def _fit(

@@ -18,8 +18,11 @@ from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.begin_step import begin_step
-from dsv4.ops.sample.accept import accept
+from dsv4.ops.sample.accept import Sampled, accept
+from dsv4.ops.sample.draft_rows import SlotDrafts, draft_rows
 from dsv4.ops.sample.sample import sample
+from dsv4.ops.sample.verify import Accepted
+from dsv4.ops.sample.verify import verify as count_drafts
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 
 
@@ -28,21 +31,33 @@ def forward(
 ) -> None:
     """No data-dependent branch, no wait, no allocation that outlives the step."""
     at = step_line(shape).views(buffers.step.line)
-    inputs = buffers.inputs(shape)
+    inputs, verify = buffers.inputs(shape), buffers.verify
+    sent, seq_idx, token_ids = at["token_ids"], inputs.batch.seq_idx, inputs.token_ids
+    out = buffers.scores if shape.scored else buffers.logits
+    if shape.width > 1:
+        assert verify is not None
+        draft_rows(
+            sent.view(shape.sequences, shape.width), at["starts"], at["most"], at["slots"],
+            SlotDrafts(buffers.newest, verify.lengths, verify.drafts), buffers.vocab_size,
+            verify.laid_out(shape),
+        )  # fmt: skip
+        out = verify.logits
+        # the rows are there already; only page tables are left to write
+        sent, seq_idx = at["slots"], buffers.rows[: shape.sequences]
+        token_ids = verify.unused[: shape.sequences]
     begin_step(
         tables=buffers.slot_tables,
         places=at["places"],
         pages=at["pages"],
         num_pages=at["num_pages"],
-        sent=at["token_ids"],
-        seq_idx=inputs.batch.seq_idx,
+        sent=sent,
+        seq_idx=seq_idx,
         slots=at["slots"],
         newest=buffers.newest,
-        token_ids=inputs.token_ids,
+        token_ids=token_ids,
         rows=buffers.tables(shape),
     )
     logits = model(inputs, state)
-    out = buffers.scores if shape.scored else buffers.logits
     out[: logits.shape[0]].copy_(logits)
 
 
@@ -51,6 +66,28 @@ def sample_tokens(buffers: StepBuffers, rows: int) -> None:
     logits, inputs = buffers.logits[:rows], buffers.sampling(rows)
     tokens, norms = sample(logits, inputs)
     accept(tokens, logits, norms, inputs.slots, inputs.flags, buffers.results(rows))
+
+
+def sample_verified(buffers: StepBuffers, shape: StepShape) -> None:
+    """Sample every row of a verify step and count the drafts that are right. The host has sent
+    the settings of each sequence, not of each row. For rows without penalties and guides: these
+    depend on the tokens before, which are drafts still."""
+    verify = buffers.verify
+    assert verify is not None
+    inputs, at = buffers.inputs(shape), verify.laid_out(shape)
+    batch, rows = inputs.batch, shape.tokens
+    logits, settings = verify.logits[:rows], buffers.row_settings(shape, batch)
+    tokens, norms = sample(logits, settings)
+    nowhere = torch.full_like(settings.slots, -1)  # `verify` tells slots their newest token
+    target = Sampled(
+        buffers.newest, verify.sampled[:rows], verify.chosen[:rows], verify.norms[:rows], None
+    )
+    accept(tokens, logits, norms, nowhere, settings.flags, target)
+    count_drafts(
+        verify.sampled[:rows], at.token_ids[:rows], at.first_rows, at.starts, at.ends,
+        batch.slots, shape.width,
+        Accepted(verify.counts[: shape.sequences], buffers.newest, verify.lengths),
+    )  # fmt: skip
 
 
 def score(

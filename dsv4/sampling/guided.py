@@ -51,6 +51,22 @@ class Matcher:
         self.is_stuck = not self._words.any()
         return None if self.is_stuck else self._words[0]
 
+    def allowed(self, drafts: list[int]) -> list[int]:
+        """The first drafts, as many as the guide can follow; the answer's position stays."""
+        found: list[int] = []
+        num_tried, is_active = 0, self._is_active
+        for token in drafts:
+            if not is_active:
+                is_active = token == self._after_id
+            elif self._matcher.is_terminated() or not self._matcher.accept_token(token):
+                break
+            else:
+                num_tried += 1
+            found.append(token)
+        if num_tried:
+            self._matcher.rollback(num_tried)
+        return found
+
     def replacement(self, token_id: int, ends: Collection[int]) -> int:
         """The token to use instead of a sampled one: an end marker before a guide that `must_come`
         becomes the token that starts it."""

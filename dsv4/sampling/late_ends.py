@@ -37,6 +37,9 @@ class LateEnds:
         longer = allowed & self._others
         return longer if longer.any() else allowed
 
+    def allowed(self, drafts: list[int]) -> list[int]:
+        return drafts if self._inner is None else self._inner.allowed(drafts)
+
     def replacement(self, token_id: int, ends: Collection[int]) -> int:
         return token_id if self._inner is None else self._inner.replacement(token_id, ends)
 

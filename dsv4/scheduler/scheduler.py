@@ -17,6 +17,7 @@ import bisect
 import itertools
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Some
 from dataclasses import dataclass, replace
 
 from dsv4.cache.geometry import (
@@ -37,6 +38,9 @@ PRIORITY_STEPS = 1000
 WORTH_WAITING = 2 * SHARED_TOKENS  # of a shared prefix that another request is computing
 
 
+Propose = Callable[[Some[tuple[SequenceState, int]]], list[list[int]]]
+
+
 @dataclass(slots=True)
 class ScheduledTokens:
     """One sequence's share of a step."""
@@ -46,6 +50,7 @@ class ScheduledTokens:
     samples: bool  # the step computes the sequence's last known token
     keep_len: int = 0  # a boundary inside the new tokens to snapshot
     keep_row: int = -1  # where it is kept
+    drafts: tuple[int, ...] = ()  # behind its newest token, counted in `num_new`
 
 
 class Scheduler:
@@ -56,9 +61,12 @@ class Scheduler:
         prefix: PrefixCache | None = None,
         emit: Callable[[str, SequenceState], None] = lambda kind, sequence: None,
         budget: Callable[[int], int] | None = None,
+        propose: Propose | None = None,
     ) -> None:
-        """`budget`: prompt tokens allowed in a step, by its number of decoding sequences."""
+        """`budget`: prompt tokens allowed in a step, by its number of decoding sequences.
+        `propose`: drafts of sequences, given how many each can take."""
         self._pages = pages
+        self._propose = propose
         self._budget = budget
         self._chunk_tokens = chunk_tokens
         self._prefix = prefix
@@ -112,8 +120,20 @@ class Scheduler:
             scheduled = self._plan()
             if self._fits(scheduled) or len(self._running) < 2:
                 self._stalls.check(self._running, self._waiting, bool(scheduled))
-                return [self._reserve(item) for item in scheduled]
+                return [self._reserve(item) for item in self._with_drafts(scheduled)]
             self._preempt(self._running[-1])
+
+    def _with_drafts(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
+        """Drafts for a step in which everybody decodes, if there are pages for them."""
+        decodes = (s.num_new == 1 and s.samples and not s.sequence.num_pending for s in scheduled)
+        if self._propose is None or not scheduled or not all(decodes):
+            return scheduled
+        wanted = [(item.sequence, item.sequence.draft_room) for item in scheduled]
+        drafted = [
+            replace(item, num_new=1 + len(drafts), drafts=tuple(drafts))
+            for item, drafts in zip(scheduled, self._propose(wanted), strict=True)
+        ]
+        return drafted if self._fits(drafted) else scheduled
 
     def _reserve(self, item: ScheduledTokens) -> ScheduledTokens:
         """Reserve a row for the prefix that ends inside the step's tokens, unless it is cached."""
@@ -138,14 +158,15 @@ class Scheduler:
             if self._prefix is not None and item.keep_len:
                 self._prefix.give_back(item.keep_row)
 
-    def done(self, scheduled: list[ScheduledTokens]) -> None:
-        """Keep the prefixes that end with this step; no later step may be in flight."""
+    def done(self, scheduled: list[ScheduledTokens], *, has_tokens: bool = False) -> None:
+        """Keep the prefixes that end with this step; no later step may be in submitted.
+        `has_tokens`: what the step sampled is known already."""
         for item in scheduled:
             if item.sequence.pages is None:
                 continue  # ended or preempted meanwhile
             if self._prefix is not None and item.sequence.uses_prefix_cache:
                 try:
-                    self._keep(self._prefix, item.sequence)
+                    self._keep(self._prefix, item.sequence, has_tokens=has_tokens)
                 except Exception as error:  # the answer continues; only its prefix is not cached
                     log.error("a prefix could not be kept: %s", error)
 
@@ -311,7 +332,7 @@ class Scheduler:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def _keep(self, prefix: PrefixCache, sequence: SequenceState) -> None:
+    def _keep(self, prefix: PrefixCache, sequence: SequenceState, *, has_tokens: bool) -> None:
         length = sequence.num_computed
         if length == 0 or length % SHARED_TOKENS:
             return
@@ -319,7 +340,7 @@ class Scheduler:
         key = sequence.keys()[length // SHARED_TOKENS - 1]
         if length in sequence.snapshot_lens:
             prefix.keep(sequence.pages, key)
-        elif length < len(sequence.token_ids):
+        elif length < len(sequence.token_ids) - has_tokens:
             prefix.keep(sequence.pages, key, only_if_free=True)
         elif prefix.keep(sequence.pages, key, instead_of=sequence.kept_key):
             sequence.kept_key = key

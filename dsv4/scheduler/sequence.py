@@ -1,11 +1,15 @@
 """A request being served: its tokens so far, and how many of them the state holds."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import block_keys
 from dsv4.request import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from dsv4.scheduler.drafts import Acceptance, Drafter
 
 
 @dataclass(eq=False)
@@ -24,6 +28,11 @@ class SequenceState:
     last_served: int = -1  # step
     max_computed: int = 0  # the most tokens its state ever held
     waits_for: str = "its turn"
+    may_draft: bool = True
+    drafter: "Drafter | None" = None  # made when it is first asked for drafts
+    acceptance: "Acceptance | None" = None
+    num_drafted: int = 0  # drafts verified, and those accepted
+    num_accepted: int = 0
     snapshot_lens: frozenset[int] = frozenset()  # lengths at which a chunk must end for a snapshot
     kept_key: bytes | None = None  # the newest prefix kept while decoding
     _keys: list[bytes] = field(default_factory=list)
@@ -40,6 +49,13 @@ class SequenceState:
         """Tokens known or in flight that the state does not hold yet; 1 while decoding."""
         known = len(self.token_ids) + self.num_pending
         return known if self.pages is None else known - self.pages.length
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts that it can take: none beyond a multiple of 128, where rejected ones could not
+        be overwritten, and none beyond its last token."""
+        to_block = SHARED_TOKENS - 1 - self.num_computed % SHARED_TOKENS
+        return max(min(to_block, self.max_len - self.num_computed - 2), 0)
 
     @property
     def is_last_pending(self) -> bool:

@@ -30,11 +30,14 @@ from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.sample.accept import accept
+from dsv4.ops.sample.draft_rows import draft_rows
 from dsv4.ops.sample.sample import WIDE, SampleInputs, sample
+from dsv4.ops.sample.verify import verify
 
 Arguments = dict[str, Any]
 PUBLIC: dict[str, Callable[..., Any]] = {
     "begin_step": begin_step,
+    "draft_rows": draft_rows,
     "embed": embed,
     "rms_norm": rms_norm,
     "mhc_pre": mhc_pre,
@@ -55,6 +58,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "experts": lambda x, experts, weights, **a: experts_ffn(x, experts, weights, Experts(**a)),
     "sample": sample,
     "accept": accept,
+    "verify": verify,
 }
 CASES = [
     pytest.param(name, case, id=f"{name}: {case.name}")
@@ -91,7 +95,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "experts": ("x", "experts", "weights"),
     "sample": ("logits", "inputs"),
 }
-FIRST = {"begin_step": "sent", "accept": "tokens"}  # a row of these writes to its slot
+# a row of these writes to its slot
+FIRST = {"begin_step": "sent", "draft_rows": "sent", "accept": "tokens", "verify": "tokens"}
 
 
 def test_every_op_is_walked() -> None:

@@ -144,7 +144,7 @@ def _start(runner: Runner, live: list[Story], rng: random.Random) -> _Under | No
 
 
 def _finish(runner: Runner, under: _Under, live: list[Story]) -> None:
-    for story, result in zip(under.sampled, runner.read(under.submitted), strict=True):
+    for story, (result,) in zip(under.sampled, runner.read(under.submitted), strict=True):
         story.results.append(result)
         story.num_pending -= 1
         if len(story.results) == story.most:

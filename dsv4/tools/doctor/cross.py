@@ -18,6 +18,7 @@ from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.op import observe
 from dsv4.runner.buffers import StepShape
+from dsv4.runner.plan import Key as StepKey
 from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
@@ -196,10 +197,10 @@ class ServedRunner(Runner):
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
-        self._calls: dict[StepShape | int, list[OpCall]] = {}
+        self._calls: dict[StepKey, list[OpCall]] = {}
         super().__init__(model, settings)
 
-    def _run_once(self, key: StepShape | int) -> None:
+    def _run_once(self, key: StepKey) -> None:
         calls: list[OpCall] = []
         with observe(Tracer(calls.append, keep_state=False)):
             super()._run_once(key)

@@ -25,6 +25,7 @@ pytestmark = [
 NAMES = (
     "rms_norm", "mhc_pre", "mhc_boundary", "mhc_head", "rope", "query_prepare", "index_query",
     "kv_store", "compress", "index_scores", "index_select", "attention", "sample", "accept",
+    "draft_rows", "verify",
 )  # fmt: skip
 FLASH, PRO = SHAPES["flash"], SHAPES["pro"]
 BATCHES = (1, 2, 3, 8, 9, 17, 64, 65, 128, 257, 1000, 8192)

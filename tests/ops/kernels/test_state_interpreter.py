@@ -15,7 +15,7 @@ from tests.ops.kernels.compiling import interpreted
 GROUPS: dict[str, tuple[str, ...]] = {
     "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
     "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
-    "steps": ("begin_step", "padding"),
+    "steps": ("begin_step", "draft_rows", "verify", "padding"),
     "fused": ("state prepare", "queries", "moe", "attend"),
     "attention": ("attention", "attention forms", "unpack"),
     "index": ("index_scores", "index_select", "select levels", "choose"),

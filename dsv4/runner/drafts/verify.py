@@ -1,0 +1,66 @@
+"""The rows of drafts in a step: how the host describes them, and how they are drawn.
+
+A verify step computes logits of each sequence's newest token and of its drafts. The tokens drawn
+from them are the answer's as long as the draft behind each is the token that was drawn. On a GPU
+all rows are drawn at once and counted there (`sample_verified`). Where a row's draw depends on the
+tokens before it (penalties, guides), and on a CPU, rows are drawn in rounds: row i of the sequences
+whose first i drafts were right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dsv4.runner.buffers import StepBuffers, StepShape
+from dsv4.runner.plan import VerifySampling
+from dsv4.sampling import SamplingRow
+
+TOGETHER_ON_CPU = False  # all rows at once there, too: for tests of what runs on a GPU
+
+
+class Verify:
+    """A verify step in flight."""
+
+    def __init__(self, shape: StepShape, counts: Sequence[int]) -> None:
+        self.shape = shape
+        self.counts = list(counts)  # rows of each sequence
+        self.round = -1  # of the rows drawn last
+        self._firsts = [sum(self.counts[:place]) for place in range(len(counts))]
+
+    @property
+    def places(self) -> int:
+        return self.shape.sequences
+
+    def key(self, buffers: StepBuffers) -> VerifySampling:
+        return VerifySampling(replace(self.shape, context=buffers.contexts[0]))
+
+    def next_rows(self, buffers: StepBuffers, places: Sequence[int]) -> None:
+        """Bring the next row of these sequences to the first rows of logits."""
+        self.round += 1
+        assert buffers.verify is not None
+        rows = [self._firsts[place] + self.round for place in places]
+        index = torch.tensor(rows, dtype=torch.int64)
+        if buffers.device.type == "cuda":
+            index = index.pin_memory().to(buffers.device, non_blocking=True)
+        torch.index_select(buffers.verify.logits, 0, index, out=buffers.logits[: len(rows)])
+
+
+def samples_together(rows: Sequence[SamplingRow], device: torch.device) -> bool:
+    """Whether no row's draw depends on the tokens drawn before it."""
+    if device.type == "cpu" and not TOGETHER_ON_CPU:
+        return False
+    return all(row.mask is None and not row.params.has_penalties for row in rows)
+
+
+def send_drafts(
+    at: dict[str, Any], shape: StepShape, rows: Sequence[tuple[Sequence[int], int]]
+) -> None:
+    """Write tokens and drafts of each sequence, and the length up to which they reach."""
+    at["token_ids"][:] = -1
+    at["most"][:] = 0
+    for place, (token_ids, most) in enumerate(rows):
+        first = place * shape.width
+        at["token_ids"][first : first + len(token_ids)] = token_ids
+        at["most"][place] = most

@@ -1,0 +1,304 @@
+"""Drafting changes no bit of any answer: every drafter, every option, every kind of end."""
+
+import functools
+import importlib.util
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsv4.runner.drafts.verify
+from dsv4 import Engine, SamplingParams
+from dsv4.chat.dialect import choose_dialect
+from dsv4.chat.tokenizer import Tokenizer
+from dsv4.config import EngineConfig
+from dsv4.errors import OptionError, RequestError
+from dsv4.request import Completion, Guide, Request, join_outputs
+from dsv4.runner.load import LoadedModel, load_model
+from dsv4.scheduler.drafts import Lookup, StepTimes, num_worth
+from dsv4.scheduler.sequence import SequenceState
+from tests.models import write_quick_model
+
+MOST = 7
+VOCABULARY = 271
+END, MARKER = 257, 258
+
+
+@functools.cache
+def folder() -> Path:
+    return write_quick_model(Path(tempfile.mkdtemp()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    for draft in ("off", "lookup"):
+        shared_engine(draft).close()
+
+
+@functools.cache
+def loaded(**choices: object) -> LoadedModel:
+    return load_model(str(folder()), EngineConfig.make(device="cpu", **choices))
+
+
+def make_engine(draft: str = "off", **choices: Any) -> Engine:
+    found = loaded(**{"max_sequences": 4, "max_context": 512, **choices})
+    settings = replace(found.settings, draft=draft, draft_tokens=MOST if draft != "off" else 0)
+    dialect = choose_dialect(has_system_marker=False, folder=folder())
+    return Engine(replace(found, settings=settings), Tokenizer.from_folder(folder()), dialect)
+
+
+# --- drafters -----------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Proposes the true continuation, changed by `change(place, token)`."""
+
+    def __init__(self, answer: Sequence[int], change: Callable[[int, int], int]) -> None:
+        self.answer, self.change = list(answer), change
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        rest = (self.answer[len(tokens) :] + [5] * most)[:most]
+        return [self.change(len(tokens) + i, token) for i, token in enumerate(rest)]
+
+
+def wrong(token: int) -> int:
+    return (token + 1) % VOCABULARY
+
+
+def broken(place: int, token: int) -> int:
+    raise RuntimeError("planted")
+
+
+CHANGES: dict[str, Callable[[int, int], int]] = {
+    "perfect": lambda place, token: token,
+    "always wrong": lambda place, token: wrong(token),
+    "every third wrong": lambda place, token: wrong(token) if place % 3 == 0 else token,
+    "random": lambda place, token: random.Random(place).choice((token, token, wrong(token))),
+    "ends": lambda place, token: END if place % 4 == 0 else token,
+    "no token": lambda place, token: (-1, VOCABULARY, 10**9, token)[place % 4],
+    "raises": broken,
+}
+
+
+def script(engine: Engine, kind: str, answers: dict[tuple[int, ...], Sequence[int]]) -> None:
+    """Let an engine's drafts come from known answers, by prompt; "lookup" is left as it is."""
+    assert engine._drafting is not None
+    if kind == "lookup":
+        engine._drafting._make = Lookup
+        return
+
+    def make(sequence: SequenceState) -> Scripted:
+        prompt = sequence.request.prompt_ids
+        key = (*prompt, sequence.seed)
+        return Scripted([*prompt, *answers.get(key, ())], CHANGES[kind])
+
+    engine._drafting._make = make  # type: ignore[assignment]
+    engine._drafting.times = StepTimes({1: 1.0, 100: 1.0})  # rows cost nothing: all are verified
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "logprobs": 0},
+    "filters": {"temperature": 0.8, "top_p": 0.8, "top_k": 20, "min_p": 0.02, "logprobs": 5},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2,
+                  "logprobs": 1},
+    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.4},
+    "bias": {"logit_bias": {7: 4.0, 8: 3.5, 11: -100.0}, "logprobs": 2},
+    "stop strings": {"temperature": 0.0, "stop": ("a", "zz", "\x11"), "logprobs": 0},
+    "model's own end": {"logit_bias": {END: 5.0}, "stop_ids": None},
+    "late ends": {"logit_bias": {END: 6.0}, "stop_ids": None, "min_tokens": 9},
+    "guide": {"guide": Guide("regex", "[a-f]{2,30}x"), "stop_ids": None},
+    "guide after a marker": {
+        "guide": Guide("regex", "(ab|cd){3,9}", after_id=MARKER), "stop_ids": None,
+        "logit_bias": {END: 4.0, MARKER: 2.0}, "max_tokens": 60,
+    },
+    **{f"{n} tokens": {"temperature": 0.0, "max_tokens": n} for n in (1, 2, 3, 9)},
+}  # fmt: skip
+
+
+def requests_of(option: str, count: int = 2) -> list[Request]:
+    fields = {"max_tokens": 20, "stop_ids": (), **OPTIONS[option]}
+    found = []
+    for number in range(count):
+        rng = random.Random(f"{option}{number}")
+        prompt = rng.choices(range(256), k=rng.choice((3, 118, 124, 125)))
+        params = SamplingParams(seed=number, **fields)
+        found.append(Request(f"{option} {number}", tuple(prompt), params))
+    return found
+
+
+def answer(engine: Engine, requests: Sequence[Request]) -> dict[str, Completion]:
+    outputs: dict[str, list[Any]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.num_unfinished:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    return {request.id: join_outputs(request, outputs[request.id]) for request in requests}
+
+
+@functools.cache
+def shared_engine(draft: str) -> Engine:
+    return make_engine(draft)
+
+
+@functools.cache
+def plain(option: str) -> dict[str, Completion]:
+    found = answer(shared_engine("off"), requests_of(option))
+    return {name: replace(one, num_cached=0) for name, one in found.items()}
+
+
+def check(engine: Engine, option: str) -> None:
+    found = answer(engine, requests_of(option))
+    assert {name: replace(one, num_cached=0) for name, one in found.items()} == plain(option)
+
+
+def known(option: str) -> dict[tuple[int, ...], Sequence[int]]:
+    return {
+        (*request.prompt_ids, request.params.seed or 0): plain(option)[request.id].token_ids
+        for request in requests_of(option)
+    }
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_drafter_gives_the_same_answers(option: str) -> None:
+    if "guide" in option and importlib.util.find_spec("xgrammar") is None:
+        pytest.skip("needs xgrammar")
+    first = list(OPTIONS).index(option)
+    kinds = list(itertools.islice(itertools.cycle(CHANGES), 2 * first, 2 * first + 3))
+    for kind in ("lookup", *kinds):
+        engine = shared_engine("lookup")
+        script(engine, kind, known(option))
+        check(engine, option)
+
+
+@pytest.mark.parametrize("option", ["seeded", "filters", "bias", "stop strings", "penalties"])
+def test_rows_drawn_together_on_padded_steps(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: steps of few shapes, every row drawn at once and counted on the device."""
+    monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", True)
+    engine = make_engine("lookup")
+    engine._runner.buffers.pads = True
+    for kind in ("perfect", "random", "always wrong"):
+        script(engine, kind, known(option))
+        check(engine, option)
+    stats = engine.stats()
+    assert stats.num_drafted > stats.num_accepted > 0
+
+
+def test_right_drafts_save_steps() -> None:
+    engine = make_engine("lookup")
+    script(engine, "perfect", known("greedy"))
+    answer(engine, requests_of("greedy"))
+    stats = engine.stats()
+    assert stats.num_accepted == stats.num_drafted > 25
+    assert stats.num_steps < 14  # 20 tokens, and the prompts
+    assert stats.accepted_by_place[0] >= stats.accepted_by_place[3] > 0
+
+
+def test_a_drafter_that_raises_is_named_once_and_switched_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine("lookup")
+    script(engine, "raises", known("greedy"))
+    answer(engine, requests_of("greedy", 1))
+    assert [r.message for r in caplog.records if "drafting is off" in r.message] == [
+        "drafting is off for request 'greedy 0': planted"
+    ]
+    assert engine.stats().num_drafted == 0
+
+
+def test_a_request_can_leave_drafts_out() -> None:
+    engine = make_engine("lookup")
+    script(engine, "perfect", known("greedy"))
+    [request] = requests_of("greedy", 1)
+    bare = replace(request, params=replace(request.params, draft=False))
+    assert answer(engine, [bare])[request.id].token_ids == plain("greedy")[request.id].token_ids
+    assert engine.stats().num_drafted == 0
+    with pytest.raises(RequestError, match="draft is 1, expected True or False"):
+        SamplingParams(draft=1)  # type: ignore[arg-type]
+
+
+def test_the_audit_runs_without_drafts(tmp_path: Path) -> None:
+    engine = make_engine("lookup", audit_share=1.0, audit_folder=str(tmp_path))
+    script(engine, "random", known("penalties"))
+    answer(engine, requests_of("penalties"))
+    while engine.num_unfinished:
+        engine.step()
+    stats = engine.stats()
+    assert (stats.num_audited, stats.num_differences) == (2, 0)
+    assert stats.num_drafted > 0
+
+
+# --- lookup, costs, options -----------------------------------------------------------------------
+
+
+def brute_force(tokens: Sequence[int], most: int) -> list[int]:
+    for n in (4, 3, 2):
+        if len(tokens) < n:
+            continue
+        for place in range(len(tokens) - 1, n - 1, -1):
+            if list(tokens[place - n : place]) == list(tokens[-n:]):
+                found = list(tokens)
+                for at in range(place, place + most):
+                    found.append(found[at])
+                return found[len(tokens) :]
+    return []
+
+
+def test_lookup_against_a_search() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        tokens = rng.choices(range(rng.choice((2, 4, 9))), k=60)
+        lookup = Lookup(None)  # type: ignore[arg-type]
+        for end in sorted({1, 2, *rng.sample(range(1, 61), 30)}):
+            most = rng.randint(1, 7)
+            assert lookup.propose(tokens[:end], most) == brute_force(tokens[:end], most)
+
+
+def test_a_long_prompt_is_indexed_in_pieces() -> None:
+    tokens = [*range(5000), 1, 2, 3]
+    lookup = Lookup(None)  # type: ignore[arg-type]
+    assert [lookup.propose(tokens, 2) for _ in range(3)] == [[], [], [4, 5]]
+
+
+def linear(rows: int) -> float:
+    return 4.0 + rows
+
+
+def test_drafts_are_verified_while_they_pay() -> None:
+    assert num_worth([[0.9, 0.8, 0.7]], linear) == [3]
+    assert num_worth([[0.9, 0.5, 0.1]], linear) == [2]
+    assert num_worth([[0.1, 0.05]], linear) == [0]
+    assert num_worth([[0.9, 0.85], [0.2], []], linear) == [2, 0, 0]
+    assert num_worth([[0.9, 0.8]], lambda rows: 1.0 if rows == 1 else 9.0) == [0]
+    assert num_worth([[0.1, 0.1]], lambda rows: None) == [2]  # to learn what they cost
+    # a step that costs the same with 3 rows more, but not with fewer
+    assert num_worth([[0.9, 0.5, 0.4]], lambda rows: {1: 1.0, 2: 2.0, 3: 3.0, 4: 1.5}[rows]) == [3]
+
+
+def test_times_of_steps() -> None:
+    times = StepTimes()
+    assert times.at(1) is None
+    times.observe(1, 10.0)
+    assert times.at(2) is None
+    times.observe(5, 18.0)
+    assert times.at(3) == 14.0
+    assert times.at(7) == 22.0
+    times.observe(1, 10000.0)  # something else held it up
+    assert times.at(1) == 14.0
+
+
+def test_options() -> None:
+    with pytest.raises(OptionError, match="draft is 'eagle', expected one of auto, off, lookup"):
+        EngineConfig(draft="eagle")
+    with pytest.raises(OptionError, match="draft_tokens is 8, expected 1 to 7"):
+        EngineConfig(draft_tokens=8)
+    with pytest.raises(OptionError, match="draft is 'lookup', which runs on one rank only"):
+        Engine.load(folder(), device="cpu", draft="lookup", tp=2)
