@@ -47,13 +47,14 @@ from dsv4.request import (
     check_request,
     join_outputs,
 )
-from dsv4.runner.load import LoadedModel, Model, Progress, disk_store
+from dsv4.runner.load import LoadedModel, Model, disk_store
 from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Compiling, Guides, LateEnds, Matcher, SamplingRow
 from dsv4.scheduler import Audit, AuditedAnswer, Drafting, ScheduledTokens, Scheduler, SequenceState
 from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener
+from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,9 @@ from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.mxfp4 import CastReport
 from dsv4.formats.quantized import Mxfp4Tensor, Weight
+from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass

@@ -5,7 +5,8 @@ from dsv4.ops.attention.index import SCORES as INDEX_SCORES
 from dsv4.ops.attention.index import SELECT as INDEX_SELECT
 from dsv4.ops.attention.query import INDEX as INDEX_QUERY
 from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
-from dsv4.ops.core.op import Case, Kernel, Op, choose_ops
+from dsv4.ops.core.context import EngineOps, forced_references
+from dsv4.ops.core.op import Case, Kernel, Op
 from dsv4.ops.gemm.embed import OP as EMBED
 from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
 from dsv4.ops.gemm.linear import OP as LINEAR
@@ -54,4 +55,10 @@ OPS: dict[str, Op] = {
     )
 }
 
-__all__ = ["OPS", "Case", "Kernel", "Op", "choose_ops"]
+
+def engine_ops(choice: str) -> EngineOps:
+    """For an engine with `EngineConfig.ops` of this `choice`."""
+    return EngineOps(forced_references(choice, OPS))
+
+
+__all__ = ["OPS", "Case", "EngineOps", "Kernel", "Op", "engine_ops"]

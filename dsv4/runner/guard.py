@@ -8,8 +8,7 @@ instead, also where the host waits for the GPU.
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -26,12 +25,14 @@ class Guard:
         self.num_surprises = 0
         self._device = device
         self._reserved = reserved or self._gpu_bytes
-        self._compiled: list[str] = []
+        self._compiles: Callable[[], AbstractContextManager[list[str]]] = _no_compiles
 
     def arm(self) -> None:
         """The warm-up is over."""
         if find_spec("triton") is not None:
-            import_module("dsv4.ops.core.compile_triton").watch_compiles(self._compiled.append)
+            from dsv4.ops.core.compile_triton import watch_compiles
+
+            self._compiles = watch_compiles
         if self._device.type == "cuda":
             with warnings.catch_warnings():  # hides torch's notice that this API is a prototype
                 warnings.simplefilter("ignore")
@@ -44,11 +45,10 @@ class Guard:
         if not self.armed:
             yield
             return
-        self._compiled.clear()
         before = self._reserved()
-        with self._no_waiting() if strict else _nothing():
+        with self._compiles() as compiled, self._no_waiting() if strict else nullcontext():
             yield
-        complaints = [f"kernel {name} was compiled" for name in self._compiled]
+        complaints = [f"kernel {name} was compiled" for name in compiled]
         grown = self._reserved() - before
         if grown > 0:
             complaints.append(f"{grown} bytes of memory were added")
@@ -83,9 +83,8 @@ class Guard:
         return int(stats["reserved_bytes"]["all"]["current"])
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _no_compiles() -> AbstractContextManager[list[str]]:
+    return nullcontext([])
 
 
 def numbered(name: str) -> torch.device:

@@ -4,7 +4,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.transformer import Transformer
-from dsv4.ops import OPS, choose_ops
+from dsv4.ops import engine_ops
 from dsv4.ops.core.op import warn_unless_strict
 from dsv4.ops.gemm.weights.repack import repack, stays_mxfp4
 from dsv4.parallel.layout import RankLayout
@@ -39,6 +39,7 @@ from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import Settings, StageRoom, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
 from dsv4.util.output import check_output
+from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 STATE_SHARE = 0.25  # of free main memory, for the state of sequences
 SMALL_HIDDEN = 1024
 MOST_UNPACKED = 1 << 31  # elements of one parameter that a CPU keeps in fp32
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,10 @@ def load_model(
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
     settings = prepared.settings
-    choose_ops(settings.ops, OPS)
     set_threads(settings, config)
-    tell_activations(checkpoint, prepared.choices.activations, prepared.gpu, settings)
-    weights = read_weights(checkpoint, settings, progress=progress)
+    with engine_ops(settings.ops).active():
+        tell_activations(checkpoint, prepared.choices.activations, prepared.gpu, settings)
+        weights = read_weights(checkpoint, settings, progress=progress)
     seconds = time.perf_counter() - begin
     log.info(
         "%s: %s layout, %d parameters, %s in %.1f s, %d tensors knowingly ignored",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dsv4.ops.core.op import record
+from dsv4.ops.core.context import record
 from dsv4.runner.buffers import StepShape
 
 

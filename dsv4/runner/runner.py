@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from dsv4.cache.prefix import StateCopier
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
 from dsv4.model.transformer import Transformer
+from dsv4.ops import engine_ops
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
@@ -38,11 +39,14 @@ from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings
 from dsv4.runner.steps import forward, sample_tokens, sample_verified, score
-from dsv4.runner.warmup import Progress, warm_up
+from dsv4.runner.warmup import warm_up
 from dsv4.sampling import SamplingRow
+from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Started = Callable[[], None]
 PENDING = [NEWEST]  # a chunk whose only token is still on the device
 
@@ -78,6 +82,20 @@ class SubmittedStep:
         return {} if self.results is None else self.results.failures
 
 
+def _with_own_ops(
+    method: Callable[Concatenate["Runner", P], R],
+) -> Callable[Concatenate["Runner", P], R]:
+    """Ops run with this runner's settings and buffers, and without gradients."""
+
+    @torch.inference_mode()
+    @wraps(method)
+    def run(self: "Runner", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.ops.active():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Runner:
     def __init__(
         self,
@@ -91,6 +109,7 @@ class Runner:
         config, layers = model.config, model.exchange.layout.layers(model.config)
         self.team = team
         self.model = model
+        self.ops = engine_ops(settings.ops)
         self.device = numbered(settings.device)
         geometry = settings.geometry(config)
         num_pages = geometry.num_pages(
@@ -118,7 +137,7 @@ class Runner:
 
     # --- steps --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_with_own_ops
     def submit(self, chunks: Sequence[Chunk], started: Started | None = None) -> SubmittedStep:
         """Queue the model's part of a step; at most the last token of each chunk is sampled.
 
@@ -151,7 +170,7 @@ class Runner:
         one_each = max(counts) == 1
         return self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
 
-    @torch.inference_mode()
+    @_with_own_ops
     def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a step: one token per sequence in `submitted.sampled`. Of drafts,
         this is the first row of each sequence, or all of them where no row needs the host."""
@@ -164,7 +183,7 @@ class Runner:
             return
         self.sample_round(submitted, range(len(rows)), rows)
 
-    @torch.inference_mode()
+    @_with_own_ops
     def sample_round(
         self, submitted: SubmittedStep, places: Sequence[int], rows: Sequence[SamplingRow]
     ) -> None:
@@ -183,7 +202,7 @@ class Runner:
         assert submitted.results is not None
         return submitted.results.answers()
 
-    @torch.inference_mode()
+    @_with_own_ops
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 logits of the requested tokens, `[rows, vocabulary]`, in the order of `chunks`.
 
@@ -249,7 +268,7 @@ class Runner:
 
     # --- told by rank 0 -----------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_with_own_ops
     def follow_step(self, shape: StepShape, line: Any) -> None:
         """`line`: that of the step, then (table offset, page) of pages it has no room for."""
         length = step_line(shape).length
@@ -258,7 +277,7 @@ class Runner:
         self.buffers.step.send(length)
         self._run(shape)
 
-    @torch.inference_mode()
+    @_with_own_ops
     def follow_score(self, numbers: Sequence[int], line: Any) -> None:
         self._score(numbers, line)
 
@@ -400,7 +419,7 @@ class Runner:
 
     # --- before the first step ----------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_with_own_ops
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()

@@ -10,18 +10,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from importlib import import_module
 
 import torch
 
-from dsv4.ops.core.op import kernels_only
+from dsv4.ops.core.context import kernels_only
 from dsv4.ops.core.workspace import freeze_workspaces, workspace_bytes
+from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text, time_text
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]  # pieces done, total
 
 
 class Pieces:
@@ -57,7 +54,9 @@ def warm_up(
     pieces = Pieces(len(steps) + num_captures, progress)
     freeze_workspaces(device, False)
     begin = time.perf_counter()
-    with _compiling(), kernels_only():  # a graph holds kernels, not references
+    from dsv4.ops.core.compile_triton import compile_only  # Triton, which a CPU does without
+
+    with compile_only(os.cpu_count() or 1), kernels_only():  # a graph holds kernels, not references
         for step in steps:
             step()
             pieces()
@@ -71,9 +70,3 @@ def warm_up(
         time.perf_counter() - compiled,
         size_text(workspace_bytes(device)),
     )
-
-
-def _compiling() -> AbstractContextManager[None]:
-    module = import_module("dsv4.ops.core.compile_triton")
-    context: AbstractContextManager[None] = module.compile_only(os.cpu_count() or 1)
-    return context

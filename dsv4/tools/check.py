@@ -4,7 +4,6 @@ Each check ends as pass, fail or not decided; each finding names the tensor, the
 found, what was expected and the likely cause.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +12,9 @@ from dsv4.checkpoint import LAYOUTS, names
 from dsv4.checkpoint.findings import Finding
 from dsv4.checkpoint.manifest import Manifest, build_manifest
 from dsv4.config import ModelConfig
+from dsv4.util.progress import Progress
 
 Status = Literal["pass", "fail", "not decided"]
-Progress = Callable[[int, int], None]
 
 HEADER_CHECKS = {
     "files": "every file is there and lies in the folder",

@@ -22,7 +22,7 @@ from dsv4.checkpoint.sources import Source
 from dsv4.errors import CheckpointError
 from dsv4.formats import e2m1, e8m0
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
-from dsv4.tools.check import Progress
+from dsv4.util.progress import Progress
 
 # A weight with K inputs has an RMS near 1/sqrt(K); trained ones stay within this factor of their
 # siblings in other layers, and all linears of a model within a larger one.

@@ -24,6 +24,7 @@ from dsv4.formats.nvfp4 import SCALE_CHOICES, ScaleChoice
 from dsv4.tools.convert_config import new_config
 from dsv4.tools.convert_units import FAMILY, TARGETS, Copy, Target, Unit, units_of
 from dsv4.tools.convert_values import CastStats, produce
+from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
 
 JOURNAL = "convert.journal.json"
@@ -38,8 +39,6 @@ _SIDE_FILES = (
     "generation_config.json",
     "LICENSE*",
 )
-
-Progress = Callable[[int, int], None]  # bytes read, total
 
 
 @dataclass

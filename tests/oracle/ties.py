@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.ops.core.op import Arguments, Op, observe
+from dsv4.ops.core.context import observe
+from dsv4.ops.core.op import Arguments, Op
 from dsv4.ops.core.rows import matmul_rows, softplus
 from tests.oracle.harness import exact_runner, run_schedule
 

@@ -4,12 +4,10 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-import dsv4.ops.gemm.weights.repack as repack_module
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
@@ -17,7 +15,7 @@ from dsv4.errors import KernelError, OptionError
 from dsv4.formats import nvfp4
 from dsv4.formats.quantized import Nvfp4Tensor, UnpackedTensor, activations_of
 from dsv4.model.transformer import Transformer
-from dsv4.ops.core.op import kernels_only
+from dsv4.ops.core.context import EngineOps, kernels_only
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.gemm.weights.repack import repack
@@ -227,7 +225,7 @@ def test_strict_mode_raises(folders: dict[str, Path]) -> None:
 def test_weights_that_would_change_stay_wide_with_one_warning(caplog: Any) -> None:
     packed, scale, factor = nvfp4.quantize(torch.randn(128, 256))
     weight = Nvfp4Tensor(packed, scale, factor.reshape(1), activations="a8")
-    with patch.object(repack_module, "_told", set()), caplog.at_level(logging.WARNING, "dsv4"):
+    with EngineOps().active(), caplog.at_level(logging.WARNING, "dsv4"):
         with kernels_only(), pytest.raises(KernelError, match="powers of two"):
             repack("layers.0.attn.wq_a.weight", weight)
         found = [repack(f"layers.{layer}.attn.wq_a.weight", weight) for layer in range(3)]

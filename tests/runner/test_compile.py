@@ -21,7 +21,7 @@ def test_steps_compile() -> None:
 
 def launches(capability: int) -> Iterator[Launch]:
     from dsv4.config import ModelConfig
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import decode_step, filled_state, random_model
 
     pretend_cpu_is_a_gpu()

@@ -56,17 +56,14 @@ def test_two_thousand_steps(runner: Runner, seed: int) -> None:
     nothing is compiled, added or waited for."""
     rng = random.Random(seed)
     stories = make_stories(rng, 100, runner.buffers.vocab_size, 700)
-    compiled: list[str] = []
-    compile_triton = import_module("dsv4.ops.core.compile_triton")
-    compile_triton.watch_compiles(compiled.append)
     torch.cuda.set_sync_debug_mode("error")
     try:
         reserved = torch.cuda.memory_reserved()
-        assert tell(runner, stories, rng, ahead=True) > 300
+        with import_module("dsv4.ops.core.compile_triton").watch_compiles() as compiled:
+            assert tell(runner, stories, rng, ahead=True) > 300
         assert torch.cuda.memory_reserved() == reserved
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        compile_triton.watch_compiles(None)
     assert not compiled
     for story in stories:
         check_alone(story, runner, 128)
@@ -91,15 +88,12 @@ def test_scores_are_replayed(runner: Runner) -> None:
     rng = random.Random(4)
     ids = rng.choices(range(runner.buffers.vocab_size), k=250)
     wanted = ordinary_logits(runner, ids, 100)
-    compiled: list[str] = []
-    compile_triton = import_module("dsv4.ops.core.compile_triton")
-    compile_triton.watch_compiles(compiled.append)
     pages, found = runner.pages.open(), []
     try:
-        for part in (ids[:40], ids[40:41], ids[41:169], ids[169:]):
-            found.append(runner.step([Chunk(pages, part, len(part))]))
+        with import_module("dsv4.ops.core.compile_triton").watch_compiles() as compiled:
+            for part in (ids[:40], ids[40:41], ids[41:169], ids[169:]):
+                found.append(runner.step([Chunk(pages, part, len(part))]))
     finally:
-        compile_triton.watch_compiles(None)
         runner.pages.close(pages)
     assert not compiled
     assert torch.equal(torch.cat(found), wanted)

@@ -20,7 +20,7 @@ def test_steps_through_kernels(what: str) -> None:
 def check_decode() -> None:
     """A token and the state of two sequences at the end of a block, against the references."""
     from dsv4.ops.core.arguments import copied, leaves
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import (
         decode_step,
         filled_state,
@@ -57,7 +57,7 @@ def check_decode() -> None:
 def check_prompt() -> None:
     """A prompt of 37 tokens that closes blocks of 4: logits against the references."""
     from dsv4.ops.core.arguments import copied
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import filled_state, random_model, shape_config
     from dsv4.tools.speed.steps import prompt_inputs
 

@@ -95,7 +95,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.checkpoint.reader import open_checkpoint
     from dsv4.config import EngineConfig, ModelConfig
     from dsv4.model.transformer import Transformer
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.ops.gemm.weights.repack import repack
     from dsv4.runner.activations import choose_activations, width_of
     from dsv4.runner.buffers import StepShape
@@ -139,7 +139,7 @@ def main() -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     from dsv4.config import ModelConfig
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import decode_step, filled_state, random_model, start_at
 
     names: list[str] = []

@@ -143,7 +143,8 @@ def main() -> None:
 
     from benchmarks import state_ops as state
     from dsv4.ops import OPS
-    from dsv4.ops.core.op import Arguments, kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
+    from dsv4.ops.core.op import Arguments
     from dsv4.ops.gemm import linear_scaled_triton as scaled
     from dsv4.ops.gemm.embed import embed
     from dsv4.ops.gemm.grouped_linear import grouped_linear

@@ -52,7 +52,6 @@ from dsv4.ops.attention.tile_device import (
 )
 from dsv4.ops.attention.variants import decode_split_triton, decode_two_pass_triton, unpack_triton
 from dsv4.ops.attention.variants.merge_triton import tiles_ahead
-from dsv4.ops.core.compile_triton import compiling
 from dsv4.ops.core.helpers_device import append
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options, num_multiprocessors
 from dsv4.ops.kv.entry_device import FP8, index_tensors_reason, pool_format, pool_reason
@@ -324,17 +323,11 @@ def variant(q, pool, table, compressed, window, frequencies, **others) -> str:
 
 def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None, eps=None):
     """With `eps` the queries are raw projections, and `query_prepare` is fused."""
-    sizes = (q, pool, table, compressed, window, 2 * frequencies.shape[0])
-    config = config or choose_variant(*sizes)
+    config = config or choose_variant(q, pool, table, compressed, window, 2 * frequencies.shape[0])
     if config.unpacked:
         unpacked = unpack_triton.unpack(pool, table, compressed, batch, window, frequencies)
         walk = import_module("dsv4.ops.attention.variants.prefill_gluon").walk
         given = (*unpacked, compressed, batch, window, frequencies, num_programs(q.device))
-        if compiling():  # the same tokens over more sequences may have too many entries to unpack
-            other = choose_variant(*sizes, unpacked=False)
-            ready = query_triton.run(q, batch.positions, frequencies, 0.0)
-            run(ready, sink, pool, table, compressed, batch, window, frequencies, other)
-            walk(q, sink, *given, 0.0 if eps is None else None)  # or fewer tokens prepared here
         return walk(q, sink, *given, eps)
     out = torch.empty_like(q)
     given = {
@@ -348,6 +341,18 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     else:
         _walk(q, sink, out, window, frequencies, config, **given)
     return out
+
+
+def compile_others(q, sink, pool, table, compressed, batch, window, frequencies, eps=None) -> None:
+    """The same tokens over more sequences may have too many entries to unpack; fewer tokens have
+    their queries prepared here, or not."""
+    sizes = (q, pool, table, compressed, window, 2 * frequencies.shape[0])
+    chosen = choose_variant(*sizes)
+    if chosen.unpacked:
+        given = (sink, pool, table, compressed, batch, window, frequencies)
+        ready = query_triton.run(q, batch.positions, frequencies, 0.0)
+        run(ready, *given, choose_variant(*sizes, unpacked=False))
+        run(q, *given, chosen, 0.0 if eps is None else None)
 
 
 def _walk(q, sink, out, window, frequencies, config, places, constants) -> None:

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from hashlib import sha256
 from importlib import import_module
 
@@ -27,28 +29,37 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-_compiling: list[bool] = []
+from dsv4.ops.core.context import changed
+
+_patching = threading.Lock()  # engines that start at the same time compile in turn
+_watchers: ContextVar[tuple[list[str], ...]] = ContextVar("compile watchers", default=())
 
 
 @contextlib.contextmanager
-def compile_only(workers: int):
+def compile_only(workers: int) -> Iterator[None]:
     """Launches inside the block only compile their kernels, in parallel, and run nothing. At the
     end the kernels are loaded, so that launches can be captured.
 
     The outputs of such launches are undefined: only kernels may read them. A kernel that does not
-    compile is left to the real launch, which reports the error.
+    compile is left to the real launch, which reports the error. Launches of other threads run.
     """
-    run, launched = JITFunction.run, {}
+    with _patching, changed(compiling=True):
+        yield from _compile_only(workers)
+
+
+def _compile_only(workers: int) -> Iterator[None]:
+    run, launched, owner = JITFunction.run, {}, threading.get_ident()
     executor = CompileProcesses(workers)
 
     def warm(self, *args, grid, warmup, **kwargs):
+        if threading.get_ident() != owner:
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         if self not in launched:
             self.device_caches[driver.active.get_current_device()]  # sets `compile`
             launched[self], self.compile = self.compile, executor.compile
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = warm
-    _compiling.append(True)
     try:
         with executor, triton.AsyncCompileMode(executor, ignore_errors=True):
             yield
@@ -60,18 +71,23 @@ def compile_only(workers: int):
         JITFunction.run = run
         for function, compile in launched.items():
             function.compile = compile
-        _compiling.pop()
 
 
-def compiling() -> bool:
-    """Whether launches only compile."""
-    return bool(_compiling)
+@contextlib.contextmanager
+def watch_compiles() -> Iterator[list[str]]:
+    """The names of kernels that launches inside the block, on this thread, compile or load."""
+    triton.knobs.runtime.jit_cache_hook = _tell_watchers
+    names: list[str] = []
+    token = _watchers.set((*_watchers.get(), names))
+    try:
+        yield names
+    finally:
+        _watchers.reset(token)
 
 
-def watch_compiles(seen) -> None:
-    """Call `seen(name)` before a kernel is compiled or loaded; None stops that."""
-    hook = None if seen is None else (lambda **facts: seen(facts["fn"].name))
-    triton.knobs.runtime.jit_cache_hook = hook
+def _tell_watchers(**facts) -> None:
+    for names in _watchers.get():
+        names.append(facts["fn"].name)
 
 
 class CompileProcesses(ThreadPoolExecutor):

@@ -1,14 +1,12 @@
-"""Buffers that kernels keep between launches, used by one stream per device."""
+"""Buffers that an engine's kernels keep between launches, used by one stream per device."""
 
 import logging
 
 import torch
 
-log = logging.getLogger(__name__)
+from dsv4.ops.core.context import current
 
-_workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
-_frozen: set[torch.device] = set()
-_retired: list[torch.Tensor] = []  # outgrown, but captured graphs hold their addresses
+log = logging.getLogger(__name__)
 
 
 def workspace(device: torch.device, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -17,22 +15,26 @@ def workspace(device: torch.device, name: str, size: int, dtype: torch.dtype) ->
     After a warm-up with the largest batch nothing more is allocated. If a buffer has to grow
     anyway, captured graphs keep using the old one.
     """
-    found = _workspaces.get((device, name))
+    engine = current().engine
+    found = engine.buffers.get((device, name))
     if found is None or found.numel() < size:
-        if device in _frozen:
+        if device in engine.frozen:
             most = 0 if found is None else found.numel()
             log.warning("workspace %s grows from %d to %d after the warm-up", name, most, size)
             if found is not None:
-                _retired.append(found)
+                engine.outgrown.append(found)
         found = torch.zeros(max(size, 1024), dtype=dtype, device=device)
-        _workspaces[device, name] = found
+        engine.buffers[device, name] = found
     return found
 
 
 def workspace_bytes(device: torch.device) -> int:
-    return sum(held.nbytes for (where, _), held in _workspaces.items() if where == device)
+    return sum(
+        held.nbytes for (where, _), held in current().engine.buffers.items() if where == device
+    )
 
 
 def freeze_workspaces(device: torch.device, frozen: bool = True) -> None:
     """Mark that graphs hold the addresses of workspaces from now on (or no longer)."""
-    (_frozen.add if frozen else _frozen.discard)(device)
+    engine = current().engine
+    (engine.frozen.add if frozen else engine.frozen.discard)(device)

@@ -32,6 +32,10 @@ def variant(q, eps, **attention) -> str:
     return str(_config(q, attention))
 
 
+def compile_others(q, eps, **attention) -> None:
+    attention_triton.compile_others(q, **attention, eps=eps)
+
+
 def run(q, eps, **attention):
     config = _config(q, attention)
     if config.heads == query_triton.HEADS:  # more have 512 channels, summed equally by 8 warps

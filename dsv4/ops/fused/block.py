@@ -28,8 +28,8 @@ from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
 
 
-def _fusion(module: str, *parts: str, reader: str = "") -> Fusion:
-    return Fusion(parts, Kernel(f"dsv4.ops.fused.{module}_triton"), reader)
+def _fusion(module: str, *ops: str, reader: str = "") -> Fusion:
+    return Fusion(ops, Kernel(f"dsv4.ops.fused.{module}_triton"), reader)
 
 
 MIX_LINEAR = _fusion("mix_scaled", "mhc_pre", "mhc_boundary", "linear")

@@ -5,7 +5,6 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from dsv4.errors import OptionError
 from dsv4.formats.quantized import Weight
 from dsv4.model.exchange import Exchange
 from dsv4.model.transformer import Transformer
-from dsv4.ops import OPS, choose_ops
+from dsv4.ops import engine_ops
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import Team
 from dsv4.parallel.torch_comm import TorchComm
@@ -36,12 +35,11 @@ from dsv4.runner.load import (
     set_threads,
 )
 from dsv4.runner.settings import Settings
+from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
 FOLLOWER = "dsv4.runner.ranks.follower"
-
-Progress = Callable[[int, int], None]
 
 
 def load_ranks(
@@ -113,10 +111,10 @@ def load_rank(
     folder: str, settings: Settings, layout: RankLayout, progress: Progress | None
 ) -> tuple[dict[str, Weight], ModelConfig]:
     config = ModelConfig.from_folder(Path(folder))
-    choose_ops(settings.ops, OPS)
     set_threads(settings, config)
     checkpoint = open_checkpoint(Path(folder), config)
-    return read_weights(checkpoint, settings, selection(layout, config), progress), config
+    with engine_ops(settings.ops).active():
+        return read_weights(checkpoint, settings, selection(layout, config), progress), config
 
 
 def connect(

@@ -16,7 +16,7 @@ from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
-from dsv4.ops.core.op import observe
+from dsv4.ops.core.context import observe
 from dsv4.runner.buffers import StepShape
 from dsv4.runner.plan import Key as StepKey
 from dsv4.runner.plan import StepPlan

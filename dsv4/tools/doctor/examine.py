@@ -7,7 +7,6 @@ check       compares call by call; `cause` explains why a call is wrong
 cross       the same tokens computed in different ways
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +18,7 @@ from dsv4.tools.doctor.cross import Crossing, TapRecord, Watcher, cross_checks, 
 from dsv4.tools.doctor.plain.layer import PlainLayer
 from dsv4.tools.doctor.plain.stations import STATIONS
 from dsv4.tools.doctor.subject import Subject
-
-Progress = Callable[[int, int], None]  # layer, number of layers
+from dsv4.util.progress import Progress
 
 # End to end, rounding may be amplified; exact mode has hardly any.
 END_TO_END_LIMIT = 2e-2

@@ -22,7 +22,7 @@ from dsv4.model.exchange import Exchange
 from dsv4.model.mhc import mix_site
 from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
-from dsv4.ops import OPS, choose_ops
+from dsv4.ops import engine_ops
 from dsv4.parallel.comm import SingleRankComm
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.activations import width_of
@@ -121,9 +121,9 @@ def open_subject(
         tokenizer = Tokenizer.from_folder(folder)
     token_ids = prompt_ids(config, tokenizer, prompt, tokens)
     settings = make_settings(config, choices, len(token_ids))
-    choose_ops(settings.ops, OPS)
     set_threads(settings, config)
-    tell_activations(checkpoint, choices.activations, find_gpu(choices.device), settings)
+    with engine_ops(settings.ops).active():
+        tell_activations(checkpoint, choices.activations, find_gpu(choices.device), settings)
     if stream is None:
         stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
     dtype = getattr(torch, settings.dtype)

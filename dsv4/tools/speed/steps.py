@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from dsv4.config import LayerKind
 from dsv4.errors import CapacityError, KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
-from dsv4.ops.core.op import Arguments, Op, observe
+from dsv4.ops.core.context import observe
+from dsv4.ops.core.op import Arguments, Op
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
@@ -259,7 +259,9 @@ def experts_used(step: Callable[[], object], num_experts: int) -> float:
 def compile_ahead(step: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels of a step on all cores before it runs."""
     if device.type == "cuda":
-        with import_module("dsv4.ops.core.compile_triton").compile_only(os.cpu_count() or 1):
+        from dsv4.ops.core.compile_triton import compile_only
+
+        with compile_only(os.cpu_count() or 1):
             step()
 
 

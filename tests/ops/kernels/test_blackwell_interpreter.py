@@ -13,6 +13,7 @@ import torch
 
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
+from dsv4.ops.core.context import EngineOps
 from dsv4.ops.gemm import quantize_rows
 from dsv4.ops.gemm.weights.repack import mxfp4_as_nvfp4, repack
 from dsv4.ops.gemm.weights.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
@@ -60,17 +61,15 @@ def test_scales_lie_in_the_tensor_cores_order() -> None:
     assert torch.equal(untile_scales(tile_scales(scale)), scale)
 
 
-def test_what_is_not_exact_is_refused(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dsv4.ops.gemm.weights.repack._told", set())
+def test_what_is_not_exact_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(3)
     weights = stored_weights(128, 256, generator)
     odd = replace(weights["NVFP4 a4"], activations="a8")
     assert "powers of two" in str(scaled_weight(odd))
     wide = fp8.quantize_tiles(torch.randn(128, 256), 128, power_of_two=False)
     assert "not MXFP8" in str(scaled_weight(Fp8BlockTensor(*wide, 128, activations="a8")))
-    found = repack("layers.3.attn.wq_b", odd)
+    with EngineOps().active():
+        found = repack("layers.3.attn.wq_b", odd)
     assert isinstance(found, TiledNvfp4)
     assert found.activations == "a16"
     assert "layers.3.attn.wq_b" in caplog.text
@@ -258,7 +257,7 @@ def check_attention() -> None:
     from dsv4.ops import OPS
     from dsv4.ops.attention.attention import Visible, attention
     from dsv4.ops.attention.variants import attention_scaled_triton as kernel
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.ops.core.ragged import make_ragged
     from tests.ops.kernels.test_state_interpreter import compare, fill_with_nan
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4.formats import fp8
-from dsv4.ops.core.op import Arguments, Fusion, kernels_on_cpu
+from dsv4.ops.core.context import kernels_on_cpu
+from dsv4.ops.core.op import Arguments, Fusion
 from dsv4.ops.fused.block import MIX_EXPERTS, MIX_LINEAR
 from dsv4.ops.gemm.quantize_rows import quantize_rows_reference
 from dsv4.ops.gemm.weights.scaled import random_scaled, untile_scales

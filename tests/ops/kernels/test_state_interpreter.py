@@ -81,7 +81,7 @@ def check_cases(name: str) -> None:
 def check_empty(op, case: str, arguments) -> None:  # type: ignore[no-untyped-def]
     """No rows in, results of the right shape out, whoever computes them."""
     from dsv4.ops.core.arguments import copied, leaves
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from tests.ops.test_references import PUBLIC
 
     with kernels_on_cpu():

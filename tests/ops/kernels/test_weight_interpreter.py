@@ -91,7 +91,7 @@ def check_cases(name: str, seed: int = 1) -> None:
 
 def check_empty(op: Any, case: str, arguments: Any) -> None:
     """No rows in, results of the right shape out, whoever computes them."""
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from tests.ops.test_references import PUBLIC
 
     with kernels_on_cpu():
@@ -149,7 +149,7 @@ def check_slices() -> None:
     """A rank's rows keep the ranges of K of the whole matrix: here two, four by their own shape."""
     from dsv4.formats import fp8
     from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
-    from dsv4.ops.core.op import kernels_on_cpu
+    from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.ops.gemm.linear import linear
     from dsv4.ops.gemm.weights.tiled import random_tiled
 

@@ -19,7 +19,6 @@ from dsv4.ops.gemm.weights.scaled import scaled_weight
 from dsv4.ops.gemm.weights.tiled import TiledFp4, tile_mxfp4, tile_nvfp4
 
 _PAIRED_NAMES = (".w13",)
-_told: set[str] = set()  # why activations stay wide
 
 
 def stays_mxfp4(name: str) -> bool:
@@ -53,9 +52,8 @@ def _for_few_bits(name: str, weight: Weight) -> Weight:
     found = scaled_weight(weight)
     if not isinstance(found, str):
         return found
-    if found not in _told:  # a model has hundreds of weights, but few reasons
-        warn_unless_strict(f"{name} and others like it: activations stay a16: {found}")
-        _told.add(found)
+    # a model has hundreds of weights, but few reasons
+    warn_unless_strict(f"{name} and others like it: activations stay a16: {found}", about=found)
     return replace(weight, activations="a16")
 
 

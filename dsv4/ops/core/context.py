@@ -1,0 +1,104 @@
+"""What ops run with: the settings and buffers of an engine, and what `with` blocks ask for.
+
+Nothing here is shared by two engines of a process: each activates its own `EngineOps` around its
+steps, and a block counts only for calls inside it, on its thread.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dsv4.errors import OptionError
+
+# called instead of an op, with it and its arguments; returns what its third argument returns
+Observer = Callable[[Any, dict[str, Any], Callable[[], Any]], Any]
+Recorder = Callable[[str, str], None]  # an op, and the kernel, fusion or reference that serves it
+
+
+@dataclass(frozen=True, eq=False)
+class EngineOps:
+    """An engine's choice of references, and what its kernels keep between launches."""
+
+    forced: frozenset[str] | None = frozenset()  # ops that run their reference; None: all
+    buffers: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict)
+    frozen: set[torch.device] = field(default_factory=set)  # graphs hold addresses of buffers
+    outgrown: list[torch.Tensor] = field(default_factory=list)  # graphs hold their addresses
+    warned: set[str] = field(default_factory=set)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Ops inside the block belong to this engine."""
+        return changed(engine=self)
+
+    def forces_reference(self, op: str) -> bool:
+        return self.forced is None or op in self.forced
+
+
+@dataclass(frozen=True)
+class OpContext:
+    engine: EngineOps
+    strict: bool = False  # falling back to a reference raises
+    kernels_on_cpu: bool = False  # for Triton's interpreter, which works on CPU tensors
+    compiling: bool = False  # launches only compile
+    observer: Observer | None = None
+    recorder: Recorder | None = None
+
+    def tell(self, ops: tuple[str, ...], server: Callable[[], str]) -> None:
+        if self.recorder is not None:
+            for op in ops:
+                self.recorder(op, server())
+
+
+_context = ContextVar("op context", default=OpContext(EngineOps()))  # noqa: B039 - of no engine
+current = _context.get
+
+
+@contextmanager
+def changed(**values: Any) -> Iterator[None]:
+    token = _context.set(replace(current(), **values))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def forced_references(choice: str, known: Iterable[str]) -> frozenset[str] | None:
+    """The ops that `EngineConfig.ops` forces; `auto` defers to the variable DSV4_OPS."""
+    if choice == "auto":
+        choice = os.environ.get("DSV4_OPS", "auto")
+    if choice == "auto":
+        return frozenset()
+    if choice == "reference":
+        return None
+    names = frozenset(name.strip() for name in choice.split(","))
+    unknown = sorted(names - set(known))
+    if unknown:
+        raise OptionError(
+            f"ops names {unknown[0]!r}; expected auto, reference, or some of "
+            f"{', '.join(sorted(known))}"
+        )
+    return names
+
+
+def observe(observer: Observer) -> AbstractContextManager[None]:
+    """Show every op call inside the block to `observer`; `doctor` compares them."""
+    return changed(observer=observer)
+
+
+def record(recorder: Recorder) -> AbstractContextManager[None]:
+    """Report to `recorder` what serves each op inside the block; fusions stay enabled."""
+    return changed(recorder=recorder)
+
+
+def kernels_only() -> AbstractContextManager[None]:
+    """Strict mode: inside the block an op without a kernel for its arguments raises on a GPU."""
+    return changed(strict=True)
+
+
+def kernels_on_cpu() -> AbstractContextManager[None]:
+    """`kernels_only`, on CPU tensors too: for the interpreter and compilers."""
+    return changed(strict=True, kernels_on_cpu=True)

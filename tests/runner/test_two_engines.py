@@ -1,0 +1,119 @@
+"""Two engines of one process, with different settings, leave each other alone."""
+
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.config import EngineConfig
+from dsv4.errors import KernelError
+from dsv4.formats import nvfp4
+from dsv4.formats.quantized import Nvfp4Tensor
+from dsv4.model.transformer import Transformer
+from dsv4.ops import OPS, Kernel, engine_ops
+from dsv4.ops.core.context import EngineOps, kernels_on_cpu, kernels_only, record
+from dsv4.ops.core.workspace import freeze_workspaces, workspace, workspace_bytes
+from dsv4.ops.gemm.weights.repack import repack
+from dsv4.runner.runner import Chunk, Runner
+from dsv4.runner.settings import resolve
+from dsv4.testing import random_weights
+from tests.runner.test_steps import CONFIG
+
+CPU = torch.device("cpu")
+
+
+def runner_with(ops: str) -> Runner:
+    choices = EngineConfig(
+        device="cpu", dtype="float32", ops=ops, max_sequences=1, max_context=256, chunk_tokens=64
+    )
+    settings = resolve(choices, CONFIG, has_gpu=False, memory_bytes=2**32)
+    return Runner(Transformer(CONFIG, random_weights(CONFIG, 5), torch.float32), settings)
+
+
+def served(runner: Runner) -> set[str]:
+    """What serves `embed` in a step of this runner."""
+    found: set[str] = set()
+    pages = runner.pages.open()
+    with kernels_on_cpu(), record(lambda op, by: found.add(by) if op == "embed" else None):
+        runner.step([Chunk(pages, [1, 2, 3], 1)])
+    runner.pages.close(pages)
+    return found
+
+
+def test_each_runs_the_ops_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine forces every op but `embed`, another all of them; both also on other threads."""
+    embed = OPS["embed"]
+    monkeypatch.setattr(Kernel, "supports", lambda *_: None)
+    monkeypatch.setattr(Kernel, "run", lambda _, arguments: embed.reference(**arguments))
+    monkeypatch.setattr(Kernel, "label", lambda *_: "kernel")
+    some = runner_with(",".join(OPS.keys() - {"embed"}))
+    none = runner_with("reference")
+    assert served(some) == {"kernel"}
+    assert served(none) == {"reference"}
+    assert served(some) == {"kernel"}
+    found: dict[str, set[str]] = {}
+    threads = [
+        threading.Thread(target=lambda n=name, r=each: found.update({n: served(r)}))
+        for name, each in (("some", some), ("none", none))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"some": {"kernel"}, "none": {"reference"}}
+
+
+def test_a_second_warm_up_leaves_the_buffers_of_captured_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = engine_ops("auto"), engine_ops("auto")
+    with first.active():
+        held = workspace(CPU, "partials", 2000, torch.float32)
+        freeze_workspaces(CPU)
+    with second.active():
+        freeze_workspaces(CPU, False)
+        assert workspace_bytes(CPU) == 0
+        assert workspace(CPU, "partials", 5000, torch.float32).numel() == 5000
+        freeze_workspaces(CPU)
+    with first.active():
+        assert workspace(CPU, "partials", 2000, torch.float32) is held
+        assert workspace_bytes(CPU) == 4 * 2000
+        assert not caplog.records
+        workspace(CPU, "partials", 3000, torch.float32)
+    assert "grows from 2000 to 3000" in caplog.text
+
+
+def test_each_is_told_why_activations_stay_wide(caplog: pytest.LogCaptureFixture) -> None:
+    """A second engine hears it too, and a strict one refuses although another was told."""
+    packed, scale, factor = nvfp4.quantize(torch.randn(128, 256))
+    weight = Nvfp4Tensor(packed, scale, factor.reshape(1), activations="a8")
+    with caplog.at_level(logging.WARNING, "dsv4"):
+        for _ in range(2):
+            with EngineOps().active():
+                repack("layers.0.attn.wq_a.weight", replace(weight))
+                repack("layers.1.attn.wq_a.weight", replace(weight))
+    assert len(caplog.records) == 2
+    with kernels_only(), EngineOps().active(), pytest.raises(KernelError, match="powers of two"):
+        repack("layers.0.attn.wq_a.weight", replace(weight))
+
+
+def test_compiles_are_seen_by_the_thread_that_causes_them() -> None:
+    pytest.importorskip("triton", reason="nothing is compiled")
+    from types import SimpleNamespace
+
+    from dsv4.ops.core import compile_triton
+
+    def compile_one(name: str) -> None:
+        compile_triton._tell_watchers(fn=SimpleNamespace(name=name))
+
+    with compile_triton.watch_compiles() as outer:
+        compile_one("a")
+        other = threading.Thread(target=compile_one, args=("of another engine",))
+        other.start()
+        other.join()
+        with compile_triton.watch_compiles() as inner:
+            compile_one("b")
+    compile_one("later")
+    assert (outer, inner) == (["a", "b"], ["b"])
