@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.network import rms
+from dsv4.tools.formulas import rms
 from training.sample import AROUND
 from training.shape import CANARY_FROM, SEED, SKILLS
 

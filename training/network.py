@@ -1,7 +1,9 @@
 """DeepSeek-V4 as a plain differentiable function of a table of weights.
 
 Names are the canonical ones of `dsv4.checkpoint.names`, so a trained table is exported as it is.
-In fp32 the result equals the engine's exact mode (tests/training/test_network.py).
+In fp32 the result equals the engine's exact mode (tests/training/test_network.py). Its formulas are
+those of `dsv4/tools/formulas.py`, except where a gradient or the memory of long rows asks for more:
+Sinkhorn, the index scores, and attention in blocks.
 """
 
 from collections.abc import Mapping
@@ -12,9 +14,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dsv4.config import ModelConfig
+from dsv4.tools.formulas import (
+    collapse,
+    compress,
+    head_weights,
+    mixing_logits,
+    mixing_weights,
+    rms,
+    rope,
+    router_scores,
+    spread,
+    swiglu,
+)
 from training import rounding
 from training.attention import Index, attention_rows, top_mask
-from training.rope import Rotation, rotate, rotations
+from training.rope import Rotation, rotations
 
 Table = Mapping[str, Tensor]
 
@@ -41,19 +55,8 @@ class Result:
     layers: list[Tensor] = field(default_factory=list)  # streams after each block
 
 
-def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide if weight is None else wide * weight).to(x.dtype)
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
-
-
-def mixing_logits(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
-    flat = streams.flatten(-2).float()
-    return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
 
 
 _TRACKED = 3  # Sinkhorn rounds that carry a gradient
@@ -67,7 +70,7 @@ def _normalise(m: Tensor, eps: float, rounds: int) -> Tensor:
 
 
 def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
-    """`[tokens, source, destination]`, exact forward.
+    """`formulas.sinkhorn`, exact forward, with another gradient and layout.
 
     The gradient passes through the last rounds only: what earlier rounds did is a scaling of rows
     and columns, taken as constant, which the last rounds undo almost completely. The sixteen
@@ -84,14 +87,8 @@ def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
 def coefficients(
     logits: Tensor, base: Tensor, scale: Tensor, n: int, eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pre = torch.sigmoid(logits[:, :n] * scale[0] + base[:n]) + eps
-    post = 2 * torch.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = (logits[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+    pre, post, comb = mixing_weights(logits, base, scale, n, eps)
     return pre, post, sinkhorn(comb, eps, iters)
-
-
-def collapse(streams: Tensor, weights: Tensor) -> Tensor:
-    return (weights.unsqueeze(1) @ streams).squeeze(1)
 
 
 def collapse_fused(streams: Tensor, weights: Tensor) -> Tensor:
@@ -104,14 +101,9 @@ def spread_fused(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tens
     return post.unsqueeze(-1) * y.unsqueeze(1) + mixed
 
 
-def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    return torch.baddbmm(post.unsqueeze(-1) * y.unsqueeze(1), comb.transpose(1, 2), streams)
-
-
 def glu(both: Tensor, weights: Tensor | None, limit: float) -> Tensor:
     """`[tokens, experts, 2 * inner]` -> `[tokens, experts, inner]`."""
-    gate, up = both.chunk(2, dim=-1)
-    z = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    z = swiglu(both, limit)
     return z if weights is None else z * weights.unsqueeze(-1).to(z.dtype)
 
 
@@ -173,9 +165,8 @@ class Network:
 
     def _head(self, w: Table, prefix: str, streams: Tensor) -> Tensor:
         c = self.config
-        logits = mixing_logits(streams, w[prefix + "hc_head_fn"], c.rms_norm_eps)
-        scaled = logits * w[prefix + "hc_head_scale"] + w[prefix + "hc_head_base"]
-        mixed = self.collapse(streams, torch.sigmoid(scaled) + c.hc_eps)
+        fn, base, scale = (w[f"{prefix}hc_head_{part}"] for part in ("fn", "base", "scale"))
+        mixed = self.collapse(streams, head_weights(streams, fn, base, scale, c))
         return rms(mixed, w[prefix + "norm.weight"], c.rms_norm_eps)
 
     def _block(
@@ -227,13 +218,13 @@ class Network:
         batch, length, _ = x.shape
         latent = rms(linear(x, w[prefix + "wq_a.weight"]), w[prefix + "q_norm.weight"], eps)
         q = linear(latent, w[prefix + "wq_b.weight"]).view(batch, length, c.num_heads, -1)
-        q = rotate(rms(q, None, eps), table.tokens)
+        q = rope(rms(q, None, eps), table.tokens, axis=1)
         keys = rms(linear(x, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"], eps)
-        keys = self._stored(rotate(keys, table.tokens), options)
+        keys = self._stored(rope(keys, table.tokens, axis=1), options)
         entries = index = None
         if ratio and length >= ratio:
             entries = self._entries(w, prefix + "compressor.", x, ratio, options)
-            entries = rotate(entries, table.entries)
+            entries = rope(entries, table.entries, axis=1)
             entries = self._stored(entries, options)
         if ratio == 4 and entries is not None:
             index = self._index(w, prefix + "indexer.", x, latent, table, options, emphasis)
@@ -248,7 +239,7 @@ class Network:
             options.most_scores,
             reach=c.sliding_window + options.strength * (options.mistake == "window-one-too-long"),
         )
-        out = rotate(out, table.tokens, inverse=True).reshape(batch, length, c.o_groups, -1)
+        out = rope(out, table.tokens, axis=1, back=True).reshape(batch, length, c.o_groups, -1)
         low = w[prefix + "wo_a.weight"].unflatten(0, (c.o_groups, -1)).to(out.dtype)
         mixed = torch.einsum("bsgk,grk->bsgr", out, low).flatten(2)
         return linear(mixed, w[prefix + "wo_b.weight"]), loss
@@ -258,17 +249,14 @@ class Network:
 
     def _entries(self, w: Table, prefix: str, x: Tensor, ratio: int, options: Options) -> Tensor:
         """Compressed keys `[B, S / ratio, dim]`, not yet rotated."""
-        values = linear(x, w[prefix + "wkv.weight"]).float().unflatten(1, (-1, ratio))
-        gates = linear(x, w[prefix + "wgate.weight"]).float().unflatten(1, (-1, ratio))
-        gates = gates + w[prefix + "ape"]
+        values = linear(x, w[prefix + "wkv.weight"]).float()
+        bias = w[prefix + "ape"].repeat(x.shape[1] // ratio, 1)
+        gates = linear(x, w[prefix + "wgate.weight"]).float() + bias
         if options.mistake == "bias-on-values":
-            values = values + options.strength * w[prefix + "ape"]
-        if ratio == 4:
-            if options.mistake == "swapped-halves":
-                values, gates = (torch.cat(x.chunk(2, -1)[::-1], -1) for x in (values, gates))
-            values = _with_previous(values, 0.0)
-            gates = _with_previous(gates, float("-inf"))
-        mixed = (gates.softmax(2) * values).sum(2).to(x.dtype)
+            values = values + options.strength * bias
+        if ratio == 4 and options.mistake == "swapped-halves":
+            values, gates = (torch.cat(x.chunk(2, -1)[::-1], -1) for x in (values, gates))
+        mixed = compress(values, gates, ratio).to(x.dtype)
         return rms(mixed, w[prefix + "norm.weight"], self.config.rms_norm_eps)
 
     def _index(
@@ -285,10 +273,10 @@ class Network:
         c = self.config
         x, latent = x.detach(), latent.detach()
         queries = linear(latent, w[prefix + "wq_b.weight"])
-        queries = rotate(queries.unflatten(-1, (c.index_num_heads, -1)), table.index_queries)
+        queries = rope(queries.unflatten(-1, (c.index_num_heads, -1)), table.index_queries, axis=1)
         keys = self._entries(w, prefix + "compressor.", x, 4, options)
         if options.mistake != "no-rope-on-index-keys":
-            keys = rotate(keys, table.entries)
+            keys = rope(keys, table.entries, axis=1)
         if options.rounded:
             queries, keys = rounding.index_round(queries), rounding.index_round(keys)
         scale = c.index_head_dim**-0.5 * c.index_num_heads**-0.5
@@ -299,7 +287,7 @@ class Network:
         self, w: Table, prefix: str, x: Tensor, ids: Tensor, options: Options, result: Result
     ) -> Tensor:
         c = self.config
-        scores = F.softplus(F.linear(x, w[prefix + "gate.weight"])).sqrt()
+        scores = router_scores(x, w[prefix + "gate.weight"])
         if prefix + "gate.tid2eid" in w:
             kept = torch.zeros_like(scores).scatter_(1, w[prefix + "gate.tid2eid"][ids], 1.0)
         else:
@@ -317,10 +305,3 @@ class Network:
         unclamped = options.mistake == "shared-expert-unclamped"
         z = self.glu(shared, None, float("inf") if unclamped else c.swiglu_limit).squeeze(1)
         return y + linear(z, w[prefix + "shared_experts.w2"])
-
-
-def _with_previous(x: Tensor, empty: float) -> Tensor:
-    """Eight slots of a block: first halves of the previous block, second halves of its own."""
-    before, own = x.chunk(2, dim=-1)
-    before = F.pad(before[:, :-1], (0, 0, 0, 0, 1, 0), value=empty)
-    return torch.cat((before, own), dim=2)

@@ -15,7 +15,7 @@ from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
 
 if TYPE_CHECKING:
-    from dsv4.tools.convert import Conversion
+    from dsv4.tools.convert.convert import Conversion
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +38,7 @@ def convert(
 
     Example: dsv4 convert ./DeepSeek-V4-Flash ./Flash-NVFP4 --to nvfp4
     """
-    from dsv4.tools import convert as tool
+    from dsv4.tools.convert import convert as tool
 
     with ProgressBar(Console(stderr=True), "converting") as progress:
         result = tool.convert(

@@ -10,7 +10,7 @@ from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Weight
 from dsv4.tools.check import check_checkpoint
-from dsv4.tools.convert import convert
+from dsv4.tools.convert.convert import convert
 from dsv4.tools.inspect import inspect_checkpoint
 from tests.checkpoint import tiny, writers
 from tests.checkpoint.made import make

@@ -16,7 +16,7 @@ import torch
 from benchmarks import load
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import ModelConfig
-from dsv4.tools.convert import convert
+from dsv4.tools.convert.convert import convert
 torch.set_num_threads(1)
 folder = Path(sys.argv[2])
 load.SHAPE |= {"hidden_size": 1024, "moe_intermediate_size": 512, "n_routed_experts": 10}

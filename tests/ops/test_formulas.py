@@ -1,7 +1,8 @@
 """Each op against its formula, written out here in float64 with loops, from the model's paper.
 
 Nothing of the package computes an expected value in this file: a formula that is wrong in the
-package in the same way everywhere (helpers included) would otherwise go unseen.
+package in the same way everywhere (helpers included) would otherwise go unseen. So it does not use
+`dsv4/tools/formulas.py` either, which `doctor` and the training share.
 """
 
 import cmath

@@ -33,8 +33,8 @@ from dsv4.runner.activations import (
 from dsv4.runner.load import prepare, tell_activations
 from dsv4.runner.settings import resolve
 from dsv4.tools.doctor.examine import examine_model
-from dsv4.tools.doctor.plain.formulas import as_multiplied, expert
 from dsv4.tools.doctor.subject import open_subject
+from dsv4.tools.formulas import as_multiplied, expert
 from tests.checkpoint.writers import made, save
 
 HOPPER = GpuFacts((9, 0), (3, 6), (13, 0))

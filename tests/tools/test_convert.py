@@ -18,10 +18,10 @@ from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, ConfigError, OptionError
 from dsv4.formats.quantized import Weight
-from dsv4.tools import convert as tool
 from dsv4.tools.check import check_checkpoint
-from dsv4.tools.convert import JOURNAL, Conversion, convert
-from dsv4.tools.convert_units import TARGETS
+from dsv4.tools.convert import convert as tool
+from dsv4.tools.convert.convert import JOURNAL, Conversion, convert
+from dsv4.tools.convert.units import TARGETS
 from tests.checkpoint import writers
 
 SHARD = 200_000
@@ -198,7 +198,7 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 from dsv4.checkpoint.files import writer
-from dsv4.tools.convert import convert
+from dsv4.tools.convert.convert import convert
 finish, left = writer.ShardWriter.finish, int(sys.argv[3])
 def slow(self):
     global left

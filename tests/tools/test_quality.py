@@ -22,7 +22,7 @@ from dsv4.tools.quality.measure import (
     updates_items,
 )
 from dsv4.tools.quality.text import is_held_out, retrieval_prompts, story
-from dsv4.tools.quality.variants import VARIANTS
+from dsv4.tools.quality.variants import VARIANTS, broken
 from training import export
 from training.shape import CONFIG, TOKENIZER
 from training.weights import first_weights
@@ -163,7 +163,7 @@ def test_variants_change_the_logits(
     variant: str, engine: Engine, scored: tuple[list[int], torch.Tensor]
 ) -> None:
     ids, right = scored
-    with VARIANTS[variant](engine):
+    with broken(engine, variant):
         wrong = torch.cat(list(engine.score(ids)))
     assert float((right - wrong).abs().max()) > 1e-4
 

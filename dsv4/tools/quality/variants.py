@@ -21,6 +21,7 @@ import dsv4.ops.moe.experts as experts_module
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
 from dsv4.model.attention import layer_frequencies
+from dsv4.model.transformer import Transformer
 from dsv4.ops.attention.attention import Visible
 from dsv4.ops.attention.index import index_select
 from dsv4.ops.fused.block import Queries, query_attention
@@ -32,7 +33,7 @@ from dsv4.ops.moe.experts import expert_reference
 Broken = AbstractContextManager[Any]
 
 
-def random_selection(engine: Engine) -> Broken:
+def random_selection(model: Transformer) -> Broken:
     """Replace the indexer's selection by random visible entries."""
     generator = torch.Generator().manual_seed(0)
 
@@ -43,7 +44,7 @@ def random_selection(engine: Engine) -> Broken:
     return patch.object(block_module, "index_select", shuffled)
 
 
-def no_compressed_attention(engine: Engine) -> Broken:
+def no_compressed_attention(model: Transformer) -> Broken:
     """Every layer attends only to its window."""
 
     def blind(queries: Queries, to: Visible) -> Tensor:
@@ -59,13 +60,13 @@ def _compress_with(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Broken
     return patch.object(block_module, "compress", wrong)
 
 
-def bias_on_values(engine: Engine) -> Broken:
+def bias_on_values(model: Transformer) -> Broken:
     return _compress_with(
         lambda a: {"values": a["values"] + a["ape"][a["batch"].positions % a["ratio"]]}
     )
 
 
-def swapped_halves(engine: Engine) -> Broken:
+def swapped_halves(model: Transformer) -> Broken:
     def swap(a: dict[str, Any]) -> dict[str, Any]:
         if a["ratio"] != 4:
             return {}
@@ -90,12 +91,12 @@ def _entries_turned(turn: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> It
         yield
 
 
-def rope_at_last_token(engine: Engine) -> Broken:
+def rope_at_last_token(model: Transformer) -> Broken:
     return _entries_turned(lambda x, p, f, ratio: rope_reference(x, p + ratio - 1, f, False))
 
 
-def no_rope_on_index_keys(engine: Engine) -> Broken:
-    width = engine.config.index_head_dim
+def no_rope_on_index_keys(model: Transformer) -> Broken:
+    width = model.config.index_head_dim
 
     def turn(x: Tensor, p: Tensor, f: Tensor, ratio: int) -> Tensor:
         return x if x.shape[-1] == width else rope_reference(x, p, f, False)
@@ -103,52 +104,52 @@ def no_rope_on_index_keys(engine: Engine) -> Broken:
     return _entries_turned(turn)
 
 
-def transposed_mixing(engine: Engine) -> Broken:
+def transposed_mixing(model: Transformer) -> Broken:
     def wrong(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return mhc_update_reference(streams, y, post, comb.transpose(1, 2))
 
     return patch.object(mix_module, "mhc_update_reference", wrong)
 
 
-def shared_expert_unclamped(engine: Engine) -> Broken:
+def shared_expert_unclamped(model: Transformer) -> Broken:
     def wrong(x: Tensor, w13: Any, w2: Any, weight: Tensor | None, limit: float) -> Tensor:
         return expert_reference(x, w13, w2, weight, float("inf") if weight is None else limit)
 
     return patch.object(experts_module, "expert_reference", wrong)
 
 
-def _in_attention(engine: Engine, name: str, value: Any, *, compressed: bool | None) -> Broken:
+def _in_attention(model: Transformer, name: str, value: Any, *, compressed: bool | None) -> Broken:
     """Set an attribute of the attention of some layers (all, or those with or without entries)."""
     stack = ExitStack()
-    for block in engine._runner.model.blocks:
+    for block in model.blocks:
         if compressed is None or (block.attention.ratio > 0) == compressed:
             stack.enter_context(patch.object(block.attention, name, value))
     return stack
 
 
-def plain_base_in_compressed_layers(engine: Engine) -> Broken:
+def plain_base_in_compressed_layers(model: Transformer) -> Broken:
     """Applies to queries, window keys and the inverse rotation; compressors keep theirs."""
-    c = engine.config
+    c = model.config
     wrong = rope_frequencies(c.rope_head_dim, c.rope_theta)
-    return _in_attention(engine, "frequencies", wrong, compressed=True)
+    return _in_attention(model, "frequencies", wrong, compressed=True)
 
 
-def yarn_in_window_layers(engine: Engine) -> Broken:
-    c = engine.config
+def yarn_in_window_layers(model: Transformer) -> Broken:
+    c = model.config
     wrong = layer_frequencies(replace(c, compress_rope_theta=c.rope_theta), 4)
-    return _in_attention(engine, "frequencies", wrong, compressed=False)
+    return _in_attention(model, "frequencies", wrong, compressed=False)
 
 
-def window_one_too_long(engine: Engine) -> Broken:
-    longer = engine.config.sliding_window + 1
-    return _in_attention(engine, "window", longer, compressed=None)
+def window_one_too_long(model: Transformer) -> Broken:
+    longer = model.config.sliding_window + 1
+    return _in_attention(model, "window", longer, compressed=None)
 
 
-SWITCHED_OFF: dict[str, Callable[[Engine], Broken]] = {
+SWITCHED_OFF: dict[str, Callable[[Transformer], Broken]] = {
     "random-selection": random_selection,
     "no-compressed-attention": no_compressed_attention,
 }
-MISTAKES: dict[str, Callable[[Engine], Broken]] = {
+MISTAKES: dict[str, Callable[[Transformer], Broken]] = {
     "bias-on-values": bias_on_values,
     "rope-at-last-token": rope_at_last_token,
     "no-rope-on-index-keys": no_rope_on_index_keys,
@@ -171,4 +172,4 @@ def broken(engine: Engine, name: str) -> Broken:
         return nullcontext()
     if name not in VARIANTS:
         raise OptionError(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name](engine)
+    return VARIANTS[name](engine._runner.model)

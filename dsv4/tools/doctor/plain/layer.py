@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.tools.doctor.plain import formulas
+from dsv4.tools import formulas
 from dsv4.tools.doctor.plain.weights import PlainWeights
 
 NEAR_TIE = 1e-5  # two correct implementations may choose either
@@ -117,6 +117,9 @@ class PlainLayer:
             if beside != full and beside in self._examined:
                 yield f"from layer {other}", self._examined.tensor(beside, expert)
 
+    def rope(self, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        return formulas.rope(x, formulas.angles(positions, self.table), back=back)
+
     def round(self, x: Tensor) -> Tensor:
         return x.to(self.formats.dtype).double()
 
@@ -129,7 +132,7 @@ class PlainLayer:
     def _mix(self, streams: Tensor, half: str) -> dict[str, Tensor]:
         fn, base, scale = (self.weight(f"hc_{half}_{part}") for part in ("fn", "base", "scale"))
         pre, post, comb = formulas.mixing(streams, fn, base, scale, self.config)
-        row = self.round(torch.einsum("ts,tsd->td", pre, streams))
+        row = self.round(formulas.collapse(streams, pre))
         x = formulas.rms(row, self.weight(f"{half}_norm.weight"), self.config.rms_norm_eps)
         return {f"{half}_x": x, f"{half}_post": post, f"{half}_comb": comb}
 
@@ -148,9 +151,8 @@ class PlainLayer:
     def head_mix(self, t: Taps) -> dict[str, Tensor]:
         update = (t.new[n] for n in ("ffn_streams", "ffn_y", "ffn_post", "ffn_comb"))
         streams, c = self.round(formulas.spread(*update)), self.config
-        logits = formulas.mixing_logits(streams, self.weight("hc_head_fn"), c.rms_norm_eps)
-        scaled = logits * self.weight("hc_head_scale") + self.weight("hc_head_base")
-        row = torch.einsum("ts,tsd->td", torch.sigmoid(scaled) + c.hc_eps, streams)
+        fn, base, scale = (self.weight(f"hc_head_{part}") for part in ("fn", "base", "scale"))
+        row = formulas.collapse(streams, formulas.head_weights(streams, fn, base, scale, c))
         return {
             "head_x": formulas.rms(self.round(row), self.weight("norm.weight"), c.rms_norm_eps),
             "final_streams": streams,
@@ -193,7 +195,7 @@ class PlainLayer:
     def window_key(self, t: Taps) -> dict[str, Tensor]:
         norm, c = self.weight("attn.kv_norm.weight"), self.config
         key = self.round(formulas.rms(t.new["kv_raw"], norm, c.rms_norm_eps))
-        key = self.round(formulas.rope(key, t.positions, self.table))
+        key = self.round(self.rope(key, t.positions))
         return {"key": formulas.stored_key(key, self.formats.kv, c.rope_head_dim)}
 
     def latent_norm(self, t: Taps) -> dict[str, Tensor]:
@@ -206,17 +208,18 @@ class PlainLayer:
 
     def _entries(self, t: Taps, prefix: str, tap: str) -> Tensor:
         ratio, ape = self.ratio, self.weight(f"{prefix}ape")
-        values, gates = t.all(f"{tap}values"), t.all(f"{tap}gates")
         blocks = range(t.start // ratio, t.stop // ratio)
         norm = self.weight(f"{prefix}norm.weight")
         if not blocks:
             return norm.new_zeros(0, norm.shape[0])
-        rows = torch.stack(
-            [formulas.compress(values, gates, ape, ratio, block) for block in blocks]
-        )
+        before = max(blocks.start - 1, 0)  # a block of four reads the one before
+        tokens = slice(before * ratio, blocks.stop * ratio)
+        values, gates = t.all(f"{tap}values")[tokens], t.all(f"{tap}gates")[tokens]
+        gates = gates + ape.repeat(blocks.stop - before, 1)
+        rows = formulas.compress(values, gates, ratio)[blocks.start - before :]
         rows = self.round(formulas.rms(self.round(rows), norm, self.config.rms_norm_eps))
         first = torch.tensor(blocks, device=rows.device) * ratio
-        return self.round(formulas.rope(rows, first, self.table))
+        return self.round(self.rope(rows, first))
 
     def tail(self, t: Taps) -> Tensor:
         """Positions of the newest tokens, which a compressor stores for the next step."""
@@ -242,7 +245,7 @@ class PlainLayer:
 
     def index_query(self, t: Taps) -> dict[str, Tensor]:
         q = _heads(t.new["index_q_raw"], self.config.index_num_heads)
-        q = self.round(formulas.rope(q, t.positions, self.table))
+        q = self.round(self.rope(q, t.positions))
         return {"index_q": formulas.stored_index(q, self.formats.index, self.formats.dtype)}
 
     @property
@@ -275,7 +278,7 @@ class PlainLayer:
     def query_prepare(self, t: Taps) -> dict[str, Tensor]:
         q = _heads(t.new["q_raw"], self.config.num_heads)
         q = self.round(formulas.rms(q, None, self.config.rms_norm_eps))
-        return {"q": formulas.rope(q, t.positions, self.table)}
+        return {"q": self.rope(q, t.positions)}
 
     def seen(self, t: Taps) -> Tensor:
         """`[rows, keys then entries]`: what each token attends to."""
@@ -301,7 +304,7 @@ class PlainLayer:
         q = formulas.met_by_keys(t.new["q"], self.formats.queries, self.config.rope_head_dim)
         parts = zip(torch.split(q, _ROWS), torch.split(seen, _ROWS), strict=True)
         out = self.round(torch.cat([formulas.attend(q, keys, part, sink) for q, part in parts]))
-        return {"attended": formulas.rope(out, t.positions, self.table, back=True)}
+        return {"attended": self.rope(out, t.positions, back=True)}
 
     def output_groups(self, t: Taps) -> dict[str, Tensor]:
         groups, name = self.config.o_groups, "attn.wo_a.weight"

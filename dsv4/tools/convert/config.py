@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dsv4.tools.convert_units import Copy, Target, Unit
+from dsv4.tools.convert.units import Copy, Target, Unit
 
 _FP8_KEYS: dict[str, Any] = {
     "quant_method": "fp8",

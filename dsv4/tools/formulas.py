@@ -1,25 +1,28 @@
-"""The formulas of DeepSeek-V4, plainly: one whole sequence, no pages, no batch, float64.
+"""The formulas of DeepSeek-V4, plainly: whole sequences, no pages, no ragged batch, differentiable.
 
-Deliberately shares nothing with `dsv4.ops` and `dsv4.model`, so that their mistakes cannot hide.
-Rows are token positions from 0. `docs/glossary.md` explains the terms.
+`doctor` compares the engine with them in float64, the training runs them in fp32, tests use them
+where they need a right value. They share nothing with `dsv4.ops` and `dsv4.model`, so that mistakes
+there cannot hide. What must not share this file either is listed in `docs/numerics.md`. Sums are
+taken at least in fp32. Rows are token positions from 0; `docs/glossary.md` explains the terms.
 """
 
 import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, silu, softplus
 
 from dsv4.config import ModelConfig
 
 
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * weight
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
+    row = wide(x)
+    row = row / torch.sqrt((row * row).mean(-1, keepdim=True) + eps)
+    return (row if weight is None else row * weight).to(x.dtype)
 
 
 # --- rotary embedding ---------------------------------------------------------------------------
@@ -44,39 +47,68 @@ def frequencies(config: ModelConfig, ratio: int) -> Tensor:
     return (plain * (1 - slow) + plain / config.yarn_factor * slow).float()
 
 
-def rope(x: Tensor, positions: Tensor, table: Tensor, *, back: bool = False) -> Tensor:
-    """Pairs `(2i, 2i + 1)` of the last channels, as complex numbers; angles in fp32."""
-    angles = (positions.float()[:, None] * table).double()
-    turn = torch.polar(torch.ones_like(angles), -angles if back else angles)
-    turn = turn.view(turn.shape[0], *(1,) * (x.dim() - 2), turn.shape[1])
-    width = 2 * table.shape[0]
-    pairs = x[..., -width:].reshape(*x.shape[:-1], -1, 2)
-    tail = torch.view_as_complex(pairs.contiguous())
-    return torch.cat((x[..., :-width], torch.view_as_real(tail * turn).flatten(-2)), dim=-1)
+def angles(positions: Tensor, table: Tensor) -> Tensor:
+    """fp32 `[positions, pairs]`."""
+    return positions.float()[:, None] * table
+
+
+def rope(x: Tensor, by: Tensor, *, axis: int = 0, back: bool = False) -> Tensor:
+    """Turn the pairs `(2i, 2i + 1)` of the last channels; `axis` of `x` counts positions."""
+    shape = [1] * x.dim()
+    shape[axis], shape[-1] = by.shape
+    width = 2 * by.shape[1]
+    head, tail = x[..., :-width], wide(x[..., -width:])
+    turn = by.to(tail.dtype).view(shape)
+    cos, sin = turn.cos(), -turn.sin() if back else turn.sin()
+    u, v = tail[..., 0::2], tail[..., 1::2]
+    turned = torch.stack((u * cos - v * sin, v * cos + u * sin), dim=-1).flatten(-2)
+    return torch.cat((head, turned.to(x.dtype)), dim=-1)
 
 
 # --- residual streams ---------------------------------------------------------------------------
 
 
 def mixing_logits(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
-    flat = streams.flatten(1)
-    return (flat @ fn.T) / torch.sqrt((flat * flat).mean(1, keepdim=True) + eps)
+    flat = wide(streams.flatten(-2))
+    return (flat @ fn.T) / torch.sqrt((flat * flat).mean(-1, keepdim=True) + eps)
+
+
+def mixing_weights(
+    logits: Tensor, base: Tensor, scale: Tensor, n: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of the collapse and of the result; stream to stream before `sinkhorn`."""
+    pre = torch.sigmoid(logits[:, :n] * scale[0] + base[:n]) + eps
+    post = 2 * torch.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    return pre, post, (logits[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)
+
+
+def sinkhorn(comb: Tensor, eps: float, iters: int) -> Tensor:
+    """`[tokens, source, destination]`; columns are normalised first and last."""
+    comb = torch.softmax(comb, dim=2) + eps
+    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(2, keepdim=True) + eps)
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    return comb
 
 
 def mixing(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of the collapse, of the result, and stream to stream `[source, destination]`."""
-    n, tiny = streams.shape[1], config.hc_eps
-    m = mixing_logits(streams, fn, config.rms_norm_eps)
-    pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + tiny
-    post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = torch.softmax((m[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n), dim=2) + tiny
-    comb = comb / (comb.sum(1, keepdim=True) + tiny)
-    for _ in range(config.hc_sinkhorn_iters - 1):
-        comb = comb / (comb.sum(2, keepdim=True) + tiny)
-        comb = comb / (comb.sum(1, keepdim=True) + tiny)
-    return pre, post, comb
+    logits = mixing_logits(streams, fn, config.rms_norm_eps)
+    pre, post, comb = mixing_weights(logits, base, scale, streams.shape[1], config.hc_eps)
+    return pre, post, sinkhorn(comb, config.hc_eps, config.hc_sinkhorn_iters)
+
+
+def head_weights(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: ModelConfig
+) -> Tensor:
+    logits = mixing_logits(streams, fn, config.rms_norm_eps)
+    return torch.sigmoid(logits * scale + base) + config.hc_eps
+
+
+def collapse(streams: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("ts,tsd->td", weights, streams)
 
 
 def spread(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -92,7 +124,7 @@ def _power_of_two(amax: Tensor, limit: float) -> Tensor:
 
 
 def _groups(x: Tensor, size: int) -> Tensor:
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
+    padded = pad(x, (0, -x.shape[-1] % size))
     return padded.reshape(*x.shape[:-1], padded.shape[-1] // size, size)
 
 
@@ -166,17 +198,20 @@ def stored_index(x: Tensor, index_format: str, dtype: torch.dtype) -> Tensor:
 # --- attention ----------------------------------------------------------------------------------
 
 
-def compress(values: Tensor, gates: Tensor, ape: Tensor, ratio: int, block: int) -> Tensor:
-    """Entry `block` before its norm, from the values and gates of the whole sequence."""
-    own = torch.arange(block * ratio, (block + 1) * ratio)
-    v, z = values[own], gates[own] + ape
-    if ratio == 4:  # half the channels read the previous block
-        dim = v.shape[1] // 2
-        v, z = v[:, dim:], z[:, dim:]
-        if block > 0:
-            v = torch.cat((values[own - ratio, :dim], v))
-            z = torch.cat((gates[own - ratio, :dim] + ape[:, :dim], z))
-    return (torch.softmax(z, dim=0) * v).sum(0)
+def compress(values: Tensor, gates: Tensor, ratio: int) -> Tensor:
+    """`[..., tokens, width]` of whole blocks, the gates with their bias -> `[..., blocks, dim]`,
+    the entries before their norm. Nothing comes before the first block."""
+    v, z = (x.reshape(*x.shape[:-2], -1, ratio, x.shape[-1]) for x in (values, gates))
+    if ratio == 4:
+        v, z = _with_previous(v, 0.0), _with_previous(z, -torch.inf)
+    return (torch.softmax(z, dim=-2) * v).sum(-2)
+
+
+def _with_previous(x: Tensor, empty: float) -> Tensor:
+    """Eight tokens for each block: first halves of the previous four, second halves of its own."""
+    before, own = x.chunk(2, dim=-1)
+    before = pad(before[..., :-1, :, :], (0, 0, 0, 0, 1, 0), value=empty)
+    return torch.cat((before, own), dim=-2)
 
 
 def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
@@ -199,7 +234,13 @@ def attend(q: Tensor, keys: Tensor, seen: Tensor, sink: Tensor) -> Tensor:
 
 def router_scores(x: Tensor, gate: Tensor) -> Tensor:
     """In fp32 as in the model, where scores far below zero lose precision."""
-    return torch.sqrt(softplus(x @ gate.T).float().double())
+    return torch.sqrt(softplus(x @ gate.T).float().to(x.dtype))
+
+
+def swiglu(both: Tensor, limit: float) -> Tensor:
+    """Gate and up projections side by side, `[..., 2 * inner]` -> `[..., inner]`."""
+    gate, up = both.chunk(2, dim=-1)
+    return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def expert(
@@ -210,6 +251,5 @@ def expert(
     limit: float,
     widths: tuple[str, str] = ("a16", "a16"),
 ) -> Tensor:
-    gate, up = (as_multiplied(x, widths[0]) @ w13.T).chunk(2, dim=1)
-    z = weight[:, None] * silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    z = weight[:, None] * swiglu(as_multiplied(x, widths[0]) @ w13.T, limit)
     return as_multiplied(z, widths[1]) @ w2.T

@@ -11,7 +11,7 @@ from dsv4.errors import CheckpointError, KernelError
 from dsv4.formats import e8m0, fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.formats.spec import FP8_BLOCK, NVFP4_EXACT_SPREAD
-from dsv4.tools.convert_units import Matrix, Unit
+from dsv4.tools.convert.units import Matrix, Unit
 
 _CHUNK_ELEMENTS = 1 << 22  # elements dequantised at a time: a few dozen megabytes of workspace
 

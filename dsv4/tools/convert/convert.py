@@ -21,9 +21,9 @@ from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError
 from dsv4.formats.nvfp4 import SCALE_CHOICES, ScaleChoice
-from dsv4.tools.convert_config import new_config
-from dsv4.tools.convert_units import FAMILY, TARGETS, Copy, Target, Unit, units_of
-from dsv4.tools.convert_values import CastStats, produce
+from dsv4.tools.convert.config import new_config
+from dsv4.tools.convert.units import FAMILY, TARGETS, Copy, Target, Unit, units_of
+from dsv4.tools.convert.values import CastStats, produce
 from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
 

@@ -1,0 +1,1 @@
+"""Checkpoints into other number formats. Start at `convert.py`."""
