@@ -295,6 +295,13 @@ class EngineConfig:
         metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
     )
     pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
+    nodes: int = field(default=1, metadata={"help": "machines; others run dsv4 join HOST:PORT"})
+    head: str | None = field(
+        default=None, metadata={"help": "HOST:PORT of this machine that other nodes reach"}
+    )
+    join_timeout: float = field(
+        default=600.0, metadata={"help": "seconds to wait for other nodes at start"}
+    )
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
     step_timeout: float = field(
@@ -316,7 +323,7 @@ class EngineConfig:
         most = self.draft_tokens
         if most is not None and (type(most) is not int or not 1 <= most <= MAX_DRAFT_TOKENS):
             raise OptionError(f"draft_tokens is {most!r}, expected 1 to {MAX_DRAFT_TOKENS}")
-        for name in ("tp", "pp"):
+        for name in ("tp", "pp", "nodes"):
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and (name, value) != ("tp", "auto"):
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
@@ -333,9 +340,15 @@ class EngineConfig:
             raise OptionError(f"audit_folder is {self.audit_folder!r}, expected a folder's path")
         if self.prefix_disk is not None and not isinstance(self.prefix_disk, str):
             raise OptionError(f"prefix_disk is {self.prefix_disk!r}, expected a folder's path")
-        limit = self.step_timeout
-        if type(limit) not in (int, float) or not 0 < limit < math.inf:
-            raise OptionError(f"step_timeout is {limit!r}, expected seconds above 0")
+        for name in ("step_timeout", "join_timeout"):
+            limit = getattr(self, name)
+            if type(limit) not in (int, float) or not 0 < limit < math.inf:
+                raise OptionError(f"{name} is {limit!r}, expected seconds above 0")
+        if self.nodes > 1 and not isinstance(self.head, str):
+            raise OptionError(
+                f"nodes is {self.nodes}, head is {self.head!r}; expected the HOST:PORT of this "
+                "machine that the other nodes reach"
+            )
         if not isinstance(self.ops, str):
             raise OptionError(f"ops is {self.ops!r}, expected auto, reference, or op names")
 

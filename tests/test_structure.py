@@ -75,7 +75,7 @@ LINE_BUDGET = {
     "testing.py": 300,
     "util": 700,  # most of it config.json in three spellings, and its mistakes
     "formats": 1500,
-    "parallel": 1200,
+    "parallel": 1500,  # 300 for other nodes: keys, joining, torchrun
     # a third of it forms for few rows, whose bits are those of many; 350 lines for steps that are
     # told everything by one line of integers, padding and drawing with every option on the device
     "ops": 13200,  # 130 for references over ranks, 130 for MXFP4 as it is stored, 400 for drafts
@@ -86,6 +86,7 @@ LINE_BUDGET = {
     "model": 1500,
     "scheduler": 1000,
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
+    # 150 for where ranks meet;
     # 500 for drafts
     "runner": 3350,
     "server": 4900,  # three protocols with the fields that clients of other servers send

@@ -15,6 +15,7 @@ from dsv4.cli.convert import register as add_convert
 from dsv4.cli.doctor import register as add_doctor
 from dsv4.cli.generate import register as add_generate
 from dsv4.cli.inspect import register as add_inspect
+from dsv4.cli.join import register as add_join
 from dsv4.cli.plan import register as add_plan
 from dsv4.cli.score import register as add_score
 from dsv4.cli.serve import register as add_serve
@@ -33,6 +34,7 @@ for add in (
     add_generate,
     add_chat,
     add_serve,
+    add_join,
     add_score,
     add_inspect,
     add_check,

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dsv4.cli.options import MODEL, engine_options
 from dsv4.cli.progress import ProgressBar
+from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.util.logs import escape_arguments
 from dsv4.util.output import check_output
@@ -67,6 +68,7 @@ def serve(
             "install it with: pip install 'dsv4[server]'"
         ) from error
 
+    _follow_torchrun(choices or {})
     _clean_keys(api_key, "--api-key")
     _hide_keys(api_key)
     priority_keys = _read_keys(priority_key_file, "--priority-key-file")
@@ -87,6 +89,14 @@ def serve(
     _log_requests()
     with _Screen((served_model_name or [model])[0]) as screen:
         run(model, choices or {}, options, screen.show)
+
+
+def _follow_torchrun(choices: dict[str, Any]) -> None:
+    """Only the process of rank 0 serves."""
+    if os.environ.get("RANK", "0") != "0":
+        from dsv4.runner.ranks.start import follow_torchrun
+
+        follow_torchrun(choices.get("join_timeout", EngineConfig.join_timeout))
 
 
 def _log_requests() -> None:

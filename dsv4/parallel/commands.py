@@ -9,6 +9,7 @@ numbered; one that is missing or repeated is refused. No torch, no pickle.
                   done of a check has a sum
 """
 
+import contextlib
 import json
 import select
 import socket
@@ -118,6 +119,8 @@ class Link:
         return None if line is None else (message, line)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other end may be gone
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._connection.close()
 
     def _read(self, size: int) -> bytes | None:

@@ -24,6 +24,7 @@ from dsv4.errors import RankError
 
 _MESSAGE = 1 << 16
 _POLL_SECONDS = 0.05
+START_SECONDS = 120.0  # to import torch on a busy machine
 
 
 class ForkServer:
@@ -63,22 +64,27 @@ class ForkServer:
     def start(self, count: int, timeout: float) -> tuple[list[int], list[socket.socket]]:
         """So many ranks: their process ids and our ends of their sockets."""
         pairs = [socket.socketpair() for _ in range(count)]
+        pids = self.start_on([theirs for _, theirs in pairs], timeout)
+        return pids, [ours for ours, _ in pairs]
+
+    def start_on(self, connections: Sequence[socket.socket], timeout: float) -> list[int]:
+        """A rank for each connection, which is then closed here: their process ids."""
         with ForkServer._lock:  # answers come in the order of questions
             before = len(self._started)
             try:
-                data = json.dumps({"start": count}).encode()
-                socket.send_fds(self._control, [data], [theirs.fileno() for _, theirs in pairs])
+                data = json.dumps({"start": len(connections)}).encode()
+                socket.send_fds(self._control, [data], [end.fileno() for end in connections])
             except OSError as error:
                 raise RankError(f"the process that starts ranks is gone ({error})") from error
             finally:
-                for _, theirs in pairs:
-                    theirs.close()
+                for end in connections:
+                    end.close()
             with self._changed:
                 self._changed.wait_for(lambda: self._gone or len(self._started) > before, timeout)
                 if len(self._started) <= before:
                     why = "ended" if self._gone else f"gave no answer within {timeout:g} s"
                     raise RankError(f"the process that starts ranks {why}; is torch installed?")
-                return self._started[before], [ours for ours, _ in pairs]
+                return self._started[before]
 
     def status(self, pid: int, timeout: float) -> int | None:
         """How a rank ended: its exit code, or minus its signal; None if it has not."""

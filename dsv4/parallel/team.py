@@ -8,42 +8,72 @@ killed, and every call from then on raises it as a `RankError`. Killing them als
 
 import select
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, Message
-from dsv4.parallel.fork_server import ForkServer
+from dsv4.parallel.fork_server import START_SECONDS, ForkServer
+from dsv4.parallel.nodes import RemoteNode
 
 GRACE_SECONDS = 2.0  # in which ranks that fail alike have all said so
 END_SECONDS = 5.0
-START_SECONDS = 120.0  # to import torch on a busy machine
+
+
+class Home(Protocol):
+    """Where ranks are processes: a `ForkServer` here, or another node."""
+
+    def status(self, pid: int, timeout: float) -> int | None: ...
+
+    def kill(self, pids: list[int]) -> None: ...
+
+
+@dataclass
+class Member:
+    """A rank beside rank 0, started and not yet told anything."""
+
+    pid: int
+    connection: socket.socket
+    home: Home
+    node: int = 0
+    address: str = ""  # as other ranks reach it; none: like rank 0
+    model: str | None = None  # where its node has the files, if not where rank 0 has them
+
+
+def start_members(count: int, module: str) -> list[Member]:
+    """Ranks on this machine, each runs `main` of `module`."""
+    server = ForkServer.of(module)
+    pids, sockets = server.start(count, START_SECONDS)
+    return [Member(pid, end, server) for pid, end in zip(pids, sockets, strict=True)]
 
 
 @dataclass
 class _Rank:
     number: int
-    pid: int
+    member: Member
     link: Link
     heard: float = field(default_factory=time.monotonic)  # when it last said anything
     finished: int = 0  # the last command it has finished
     said: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
     failed: tuple[int, str, float] | None = None  # command, error, when
 
+    @property
+    def name(self) -> str:
+        node = f"node {self.member.node}, " if self.member.node else ""
+        return f"rank {self.number} ({node}process {self.member.pid})"
+
 
 class Team:
-    def __init__(self, count: int, module: str, timeout: float, tp: int = 1) -> None:
-        """Start `count` ranks beside this one; each runs `main` of `module`. The state of `tp`
-        adjacent ranks has the same bytes."""
+    def __init__(self, members: Sequence[Member], timeout: float, tp: int = 1) -> None:
+        """`members`: ranks 1 and on. The state of `tp` adjacent ranks has the same bytes."""
         self.timeout, self._tp = timeout, tp
-        self._fork_server = ForkServer.of(module)
-        pids, sockets = self._fork_server.start(count, START_SECONDS)
-        pairs = zip(pids, sockets, strict=True)
-        self._ranks = [_Rank(i + 1, pid, Link(end)) for i, (pid, end) in enumerate(pairs)]
+        self._ranks = [_Rank(i + 1, m, Link(m.connection)) for i, m in enumerate(members)]
         self._sent = 0
         self._sent_at = time.monotonic()
         self._changed = threading.Condition()
@@ -55,7 +85,11 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        return [rank.pid for rank in self._ranks]
+        return [rank.member.pid for rank in self._ranks]
+
+    @property
+    def members(self) -> list[Member]:
+        return [rank.member for rank in self._ranks]
 
     @property
     def num_commands(self) -> int:
@@ -147,11 +181,14 @@ class Team:
                 self._send(rank, *Command(self._sent + 1, "end").to_message())
         limit = time.monotonic() + END_SECONDS
         for rank in self._ranks:
-            self._fork_server.status(rank.pid, max(0.0, limit - time.monotonic()))
-        self._fork_server.kill(self.pids)
+            rank.member.home.status(rank.member.pid, max(0.0, limit - time.monotonic()))
+        self._kill()
         for rank in self._ranks:
-            self._fork_server.status(rank.pid, END_SECONDS)
+            rank.member.home.status(rank.member.pid, END_SECONDS)
             rank.link.close()
+        for home in {id(m.home): m.home for m in self.members}.values():
+            if isinstance(home, RemoteNode):
+                home.end(in_order=self._failure is None)
 
     def _send(self, rank: _Rank, message: Message, line: bytes = b"") -> None:
         try:
@@ -243,7 +280,7 @@ class Team:
     def _look_at_clocks(self, now: float) -> None:
         silent = [r for r in self._ranks if self._is_ready and now - r.heard > self.timeout]
         if silent:
-            names = ", ".join(f"rank {r.number} (process {r.pid})" for r in silent)
+            names = ", ".join(r.name for r in silent)
             late = max(now - r.heard for r in silent)
             behind = f"last finished command {min(r.finished for r in silent)} of {self._sent}"
             self._fail(f"{names} gave no sign of life for {late:.1f} s; {behind}")
@@ -267,19 +304,23 @@ class Team:
         return all(rank.failed and rank.failed[0] == self._sent for rank in self._ranks)
 
     def _how_it_ended(self, rank: _Rank) -> str:
-        status = self._fork_server.status(rank.pid, GRACE_SECONDS)
+        status = rank.member.home.status(rank.member.pid, GRACE_SECONDS)
         if status is None:
             how = "closed its connection"
         elif status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
         else:
             how = f"ended with exit code {status}"
-        return f"rank {rank.number} (process {rank.pid}) {how}"
+        return f"{rank.name} {how}"
+
+    def _kill(self) -> None:
+        for member in self.members:
+            member.home.kill([member.pid])
 
     def _fail(self, message: str) -> None:
         if self._failure is None:
             self._failure = RankError(f"{message}; all ranks end")
-            self._fork_server.kill(self.pids)
+            self._kill()
         self._changed.notify_all()
 
 

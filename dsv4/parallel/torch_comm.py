@@ -18,7 +18,9 @@ class TorchComm:
         self._layout, self._world, self._group = layout, world, group
 
     @classmethod
-    def gloo(cls, layout: RankLayout, store: Any, timeout: float) -> "TorchComm":
+    def gloo(
+        cls, layout: RankLayout, store: Any, timeout: float, address: str = "127.0.0.1"
+    ) -> "TorchComm":
         """On CPUs of one machine. The groups belong to this object alone: a program's own use of
         torch.distributed is untouched. Connections are made here, over the loopback address."""
 
@@ -27,7 +29,7 @@ class TorchComm:
 
         def group(name: str, rank: int, size: int) -> Any:
             options = gloo._Options()
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._devices = [gloo.create_device(hostname=address)]
             options._timeout = timedelta(seconds=timeout)
             return gloo(distributed.PrefixStore(name, store), rank, size, options)
 

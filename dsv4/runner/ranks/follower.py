@@ -24,19 +24,21 @@ from dsv4.runner.buffers import StepShape
 from dsv4.runner.ranks.start import connect, digest, load_rank
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings
+from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
 
 
-def main(connection: socket.socket) -> int:
+def main(connection: socket.socket, gone_code: int = 1) -> int:
+    """`gone_code`: how the process exits when rank 0 is gone without a word."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return Follower(Link(connection)).run()
+    return Follower(Link(connection), gone_code).run()
 
 
 class Follower:
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, gone_code: int = 1) -> None:
+        self._link, self._gone_code = link, gone_code
         self._inbox: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self._finished = 0
 
@@ -68,7 +70,8 @@ class Follower:
         stages = tuple(range(*pair) for pair in told["stages"])
         layout = RankLayout(told["tp"], told["pp"], told["rank"], stages)
         settings = Settings(**told["settings"])
-        found = digest(told["folder"])
+        folder = str(model_folder(told["folder"]))
+        found = digest(folder)
         if found != told["digest"]:
             raise RankError(
                 f"found another checkpoint or version here ({found[:12]}), expected rank 0's "
@@ -78,11 +81,13 @@ class Follower:
         def progress(done: int, total: int) -> None:
             self._link.send({"kind": "progress", "done": done, "total": total})
 
-        weights, config = load_rank(told["folder"], settings, layout, progress)
+        weights, config = load_rank(folder, settings, layout, progress)
         self._link.send({"kind": "loaded"})
         message, _ = self._inbox.get()
         assert message["kind"] == "connect", message
-        model = connect(layout, config, weights, settings, told["store"], told["timeout"])
+        model = connect(
+            layout, config, weights, settings, told["store"], told["timeout"], told["address"]
+        )
         runner = Runner(model, settings)
         self._link.send({"kind": "ready"})
         return runner
@@ -114,4 +119,6 @@ class Follower:
                     self._link.send({"kind": "pong", "n": self._finished})
                 else:
                     self._inbox.put(found)
-        os._exit(1)
+                if found[0].get("kind") == "end":
+                    return  # the main thread ends the process when it comes to that
+        os._exit(self._gone_code)

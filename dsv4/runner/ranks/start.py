@@ -1,17 +1,14 @@
 """How ranks begin: each reads its slices, all connect, each builds its part of the model."""
 
 import hashlib
+import importlib
 import logging
-import shutil
-import tempfile
+import os
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed
 
 from dsv4 import __version__
 from dsv4.checkpoint.rank_slices import selection
@@ -34,18 +31,30 @@ from dsv4.runner.load import (
     read_weights,
     set_threads,
 )
+from dsv4.runner.ranks import FOLLOWER
+from dsv4.runner.ranks.meeting import (
+    find_members,
+    head_host,
+    meeting_place,
+    open_store,
+    torchrun_connection,
+    torchrun_place,
+)
 from dsv4.runner.settings import Settings
+from dsv4.util.models import BUILTIN_MODELS
 from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FOLLOWER = "dsv4.runner.ranks.follower"
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, for the digest
 
 
 def load_ranks(
     model: Model, choices: EngineConfig, progress: Progress | None = None
 ) -> LoadedModel:
-    """`load_model`, on as many ranks as chosen."""
+    """`load_model`, on as many ranks as chosen. A process of torchrun above rank 0 follows until
+    the end and does not return."""
+    follow_torchrun(choices.join_timeout)
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     if prepared.layout.world == 1:
         return load_model(prepared, choices, progress)
@@ -55,42 +64,56 @@ def load_ranks(
 def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
     """Start the other ranks and load this one; all read at the same time."""
     begin = time.perf_counter()
-    choices, settings, config = prepared.choices, prepared.settings, prepared.config
-    layout = prepared.layout
+    choices, layout = prepared.choices, prepared.layout
     check_layout(prepared)
-    folder, timeout = str(prepared.folder), choices.step_timeout
-    meeting = tempfile.mkdtemp(prefix="dsv4-ranks-")  # only this user may enter
+    host = head_host(choices)
     # ranks are named before a server gives up
-    team = Team(layout.world - 1, FOLLOWER, timeout / 2, layout.tp)
+    members = find_members(choices, layout, FOLLOWER)
+    team = Team(members, choices.step_timeout / 2, layout.tp)
     try:
-        store = str(Path(meeting) / "store")
-        common = {
-            "kind": "load",
-            "folder": folder,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "stages": [(stage.start, stage.stop) for stage in layout.stages],
-            "settings": asdict(settings),
-            "store": store,
-            "timeout": timeout,
-            "digest": digest(folder),
-            "log_level": logging.getLogger().getEffectiveLevel(),
-        }
-        team.tell([{**common, "rank": rank} for rank in range(1, layout.world)])
-        weights, _ = load_rank(folder, settings, layout, progress)
-        team.wait_for("loaded")
-        team.tell([{"kind": "connect"}] * (layout.world - 1))
-        with team.together():
-            model = connect(layout, config, weights, settings, store, timeout)
-        team.wait_for("ready")
-        team.ready()
+        with meeting_place(host) as store:
+            model = _start_together(prepared, team, store, host, progress)
     except BaseException:
         team.close()
         raise
-    finally:
-        shutil.rmtree(meeting, ignore_errors=True)
     log.info("%d ranks in %.1f s", layout.world, time.perf_counter() - begin)
-    return LoadedModel(model, settings, prepared.folder, team)
+    return LoadedModel(model, prepared.settings, prepared.folder, team)
+
+
+def _start_together(
+    prepared: PreparedModel, team: Team, store: str, host: str, progress: Progress | None
+) -> Transformer:
+    choices, settings, config = prepared.choices, prepared.settings, prepared.config
+    layout, folder, timeout = prepared.layout, str(prepared.folder), choices.step_timeout
+    common = {
+        "kind": "load",
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "stages": [(stage.start, stage.stop) for stage in layout.stages],
+        "settings": asdict(settings),
+        "store": store,
+        "timeout": timeout,
+        "digest": digest(folder),
+        "log_level": logging.getLogger().getEffectiveLevel(),
+    }
+    told = [
+        {
+            **common,
+            "rank": rank,
+            "folder": member.model or _shared_name(prepared.folder),
+            "address": member.address or host,
+        }
+        for rank, member in enumerate(team.members, 1)
+    ]
+    team.tell(told)
+    weights, _ = load_rank(folder, settings, layout, progress)
+    team.wait_for("loaded")
+    team.tell([{"kind": "connect"}] * (layout.world - 1))
+    with team.together():
+        model = connect(layout, config, weights, settings, store, timeout, host)
+    team.wait_for("ready")
+    team.ready()
+    return model
 
 
 def check_layout(prepared: PreparedModel) -> None:
@@ -124,18 +147,33 @@ def connect(
     settings: Settings,
     store: str,
     timeout: float,
+    address: str,
 ) -> Transformer:
-    """Called by all ranks at once, when each has loaded, so none waits long."""
-    distributed: Any = torch.distributed
-    files = distributed.FileStore(store, layout.world)
-    files.set_timeout(timedelta(seconds=max(30.0, timeout)))
-    comm = TorchComm.gloo(layout, files, 2 * timeout)
+    """Called by all ranks at once, when each has loaded, so none waits long. `address`: of this
+    rank, for the others."""
+    place = open_store(store, layout.world, timeout)
+    comm = TorchComm.gloo(layout, place, 2 * timeout, address)
     exchange = Exchange(layout, comm, config)
     return Transformer(config, weights, getattr(torch, settings.dtype), exchange)
 
 
+def follow_torchrun(timeout: float) -> None:
+    """In a process of torchrun above rank 0: do as rank 0 tells, then exit."""
+    place = torchrun_place()
+    if place is not None and place[0] > 0:
+        follower = importlib.import_module(FOLLOWER)
+        connection = torchrun_connection(place[0], timeout)
+        raise SystemExit(follower.main(connection, gone_code=0))  # torchrun sees how rank 0 ended
+
+
+def _shared_name(folder: Path) -> str:
+    """An embedded model by its name: its path differs from node to node."""
+    return folder.name if folder.parent == BUILTIN_MODELS else str(folder)
+
+
 def digest(folder: str) -> str:
-    """Of what ranks must have in common: config and headers, and the code that runs them."""
+    """Of what ranks must have in common: config, headers, samples of the values, and the code that
+    runs them."""
     found = hashlib.blake2b(f"{__version__} {torch.__version__}".encode(), digest_size=16)
     found.update((Path(folder) / "config.json").read_bytes())
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -143,4 +181,8 @@ def digest(folder: str) -> str:
             start = file.read(8)
             found.update(path.name.encode() + start)
             found.update(file.read(int.from_bytes(start, "little")))
+            first, size = file.tell(), os.fstat(file.fileno()).st_size
+            for sample in range(SAMPLES):  # another training of the same shape has the same headers
+                file.seek(first + (size - first) * sample // SAMPLES)
+                found.update(file.read(SAMPLE_BYTES))
     return found.hexdigest()

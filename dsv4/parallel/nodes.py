@@ -1,0 +1,347 @@
+"""Ranks on other machines: they connect to rank 0's node and run there like local ones. No torch.
+
+    node 0    Head listens at HOST:PORT; start of the engine waits for the nodes
+    node K    `join` connects: one connection for the node, then one for each of its ranks
+
+Both ends prove that they know the shared key before anything else is read: a challenge each way.
+After that a rank's connection is its link, handed to the process that the fork server makes. The
+node's own connection tells how its ranks ended, and to kill them. Nothing is encrypted: use a
+private network.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dsv4.errors import OptionError, RankError
+from dsv4.parallel.commands import Link, Message
+from dsv4.parallel.fork_server import START_SECONDS, ForkServer
+
+log = logging.getLogger(__name__)
+
+KEY = "DSV4_CLUSTER_KEY"
+LEAST_KEY = 16  # characters
+NONCE = 32
+HANDSHAKE_SECONDS = 10.0
+RETRY_SECONDS = 0.5
+TELL_SECONDS = 10.0  # between two lines about who is missing
+
+
+def cluster_key() -> bytes:
+    key = os.environ.get(KEY, "")
+    if len(key) < LEAST_KEY:
+        raise OptionError(
+            f"{KEY} has {len(key)} characters, expected at least {LEAST_KEY}, the same on every "
+            "node; make one with: openssl rand -hex 16"
+        )
+    return key.encode()
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, or `[IPV6]:PORT`."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise OptionError(f"head is {text!r}, expected HOST:PORT like 10.0.0.1:29500")
+    return host, int(port)
+
+
+def _proof(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(key, role + first + second, hashlib.sha256).digest()
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("closed during the handshake")
+        data += part
+    return data
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Small messages leave at once; a node whose link broke is noticed within 15 s."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.settimeout(None)
+
+
+def greet(connection: socket.socket, key: bytes) -> None:
+    """The head's side of the handshake; raises if the other end does not know the key."""
+    connection.settimeout(HANDSHAKE_SECONDS)
+    ours = secrets.token_bytes(NONCE)
+    connection.sendall(ours)
+    theirs, proof = _read(connection, NONCE), _read(connection, NONCE)
+    if not hmac.compare_digest(proof, _proof(key, b"node", ours, theirs)):
+        raise PermissionError("another key")
+    connection.sendall(_proof(key, b"head", theirs, ours))
+    _prepare(connection)
+
+
+def connect_to(address: tuple[str, int], key: bytes) -> socket.socket:
+    """The node's side. The head closes the connection if it knows another key."""
+    connection = socket.create_connection(address, HANDSHAKE_SECONDS)
+    try:
+        theirs, ours = _read(connection, NONCE), secrets.token_bytes(NONCE)
+        connection.sendall(ours + _proof(key, b"node", theirs, ours))
+        try:
+            proof = _read(connection, NONCE)
+        except ConnectionError:
+            proof = b""
+        if not hmac.compare_digest(proof, _proof(key, b"head", ours, theirs)):
+            raise OptionError(f"the head at {address[0]}:{address[1]} has another {KEY}")
+        _prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+# --- the head -------------------------------------------------------------------------------------
+
+
+@dataclass
+class RemoteNode:
+    """A node that has come; to the team it is like a `ForkServer`."""
+
+    number: int
+    link: Link
+    address: str  # as other ranks reach it
+    model: str | None  # where it has the files, if it said so
+    connections: dict[int, socket.socket] = field(default_factory=dict)  # of its ranks, by place
+    pids: list[int] = field(default_factory=list)
+    ended: dict[int, int] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    is_gone: bool = False
+
+    def status(self, pid: int, timeout: float) -> int | None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_gone or pid in self.ended, timeout)
+            return self.ended.get(pid)
+
+    def kill(self, pids: list[int]) -> None:
+        with contextlib.suppress(OSError):  # gone: it kills its ranks itself
+            self.link.send({"kind": "kill", "pids": pids})
+
+    def end(self, *, in_order: bool) -> None:
+        """The engine was closed: `join` ends there, too. After a failure it waits for the next."""
+        if in_order:
+            with contextlib.suppress(OSError):
+                self.link.send({"kind": "end"})
+        self.link.close()
+
+    def listen(self) -> None:
+        with contextlib.suppress(OSError, RankError):
+            while (found := self.link.receive()) is not None:
+                message = found[0]
+                with self.changed:
+                    if message.get("kind") == "started":
+                        self.pids = list(message["pids"])
+                    elif message.get("kind") == "ended":
+                        self.ended[message["pid"]] = message["status"]
+                    self.changed.notify_all()
+        with self.changed:
+            self.is_gone = True
+            self.changed.notify_all()
+
+
+class Head:
+    """Listens for the other nodes."""
+
+    def __init__(self, address: str, version: str) -> None:
+        self.host, self.port = address_of(address)
+        self._key, self._version = cluster_key(), version
+        self._nodes: dict[int, RemoteNode] = {}
+        try:
+            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
+            self._server = socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            raise OptionError(
+                f"head is {address}: cannot listen there ({error.strerror}); give an address of "
+                "this machine and a free port"
+            ) from error
+
+    @staticmethod
+    def host_of(address: str) -> str:
+        return address_of(address)[0]
+
+    def wait(self, nodes: int, ranks_each: int, timeout: float) -> list[RemoteNode]:
+        """Nodes 1 to `nodes` - 1, when all their ranks have connected."""
+        begin, told = time.monotonic(), -TELL_SECONDS
+        where = f"{self.host}:{self.port}"
+        try:
+            while missing := self._missing(nodes, ranks_each):
+                names, passed = ", ".join(map(str, missing)), time.monotonic() - begin
+                if passed > timeout:
+                    lines = "; ".join(f"dsv4 join {where} --node {node}" for node in missing)
+                    raise RankError(
+                        f"node {names} did not come within {timeout:g} s; start there, with the "
+                        f"same {KEY}: {lines}"
+                    )
+                if passed - told > TELL_SECONDS:
+                    told = passed
+                    log.warning("waiting at %s for node %s", where, names)
+                readable, _, _ = select.select([self._server], [], [], RETRY_SECONDS)
+                if readable:
+                    self._accept(nodes, ranks_each)
+        except BaseException:
+            for node in self._nodes.values():
+                for connection in node.connections.values():
+                    connection.close()
+                node.end(in_order=False)
+            raise
+        finally:
+            self._server.close()
+        return [self._nodes[node] for node in range(1, nodes)]
+
+    def _missing(self, nodes: int, ranks_each: int) -> list[int]:
+        def is_complete(node: RemoteNode | None) -> bool:
+            return node is not None and len(node.connections) == len(node.pids) == ranks_each
+
+        for number, node in list(self._nodes.items()):
+            if node.is_gone:  # it may come again
+                del self._nodes[number]
+        return [n for n in range(1, nodes) if not is_complete(self._nodes.get(n))]
+
+    def _accept(self, nodes: int, ranks_each: int) -> None:
+        connection, peer = self._server.accept()
+        try:
+            greet(connection, self._key)
+            link = Link(connection)
+            hello = link.receive()
+            if hello is None:
+                raise ConnectionError("closed before it said who it is")
+            problem = self._take(hello[0], connection, link, nodes, ranks_each)
+            if problem is not None:
+                link.send({"kind": "refused", "error": problem})
+        except (OSError, RankError, KeyError, TypeError) as error:
+            problem = str(error)
+        if problem is not None:
+            log.warning("refused a connection from %s: %s", peer[0], problem)
+            connection.close()
+
+    def _take(
+        self, hello: Message, connection: socket.socket, link: Link, nodes: int, ranks_each: int
+    ) -> str | None:
+        """Why a connection is refused, if it is."""
+        number, version = hello["node"], hello["version"]
+        if version != self._version:
+            return f"node {number} has dsv4 {version}, the head {self._version}; use the same"
+        if type(number) is not int or not 0 < number < nodes:
+            return f"node is {number}, expected 1 to {nodes - 1}"
+        if hello["kind"] == "rank":
+            self._nodes[number].connections[hello["place"]] = connection
+        elif number in self._nodes:
+            return f"node {number} is here already; give each machine its own --node"
+        else:
+            node = RemoteNode(number, link, hello["address"], hello["model"])
+            self._nodes[number] = node
+            threading.Thread(target=node.listen, daemon=True).start()
+            link.send({"kind": "ranks", "count": ranks_each})
+        return None
+
+
+# --- the other nodes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a node needs to take part."""
+
+    head: tuple[str, int]
+    node: int
+    module: str  # whose `main` a rank runs
+    version: str
+    model: str | None = None
+    timeout: float = 600.0  # to reach the head, at start and after it was restarted
+
+
+def join(by: Joining, tell: Callable[[str], None]) -> None:
+    """Run this node's ranks until the head's engine is closed; comes back when it restarts."""
+    key = cluster_key()
+    while True:
+        control = _reach(by, key, tell)
+        try:
+            if _serve(by, key, control, tell):
+                return
+        finally:
+            control.close()
+        tell("the head is gone; waiting for it to come back")
+
+
+def _reach(by: Joining, key: bytes, tell: Callable[[str], None]) -> socket.socket:
+    begin, said = time.monotonic(), False
+    while True:
+        try:
+            return connect_to(by.head, key)
+        except OSError as error:
+            if time.monotonic() - begin > by.timeout:
+                raise RankError(
+                    f"the head at {by.head[0]}:{by.head[1]} was not reached within "
+                    f"{by.timeout:g} s ({error.strerror or error})"
+                ) from error
+            if not said:
+                tell(f"waiting for the head at {by.head[0]}:{by.head[1]}")
+                said = True
+            time.sleep(RETRY_SECONDS)
+
+
+def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str], None]) -> bool:
+    """One engine's life: True when it was closed in good order."""
+    link = Link(control)
+    address = control.getsockname()[0]
+    hello = {"node": by.node, "version": by.version, "address": address, "model": by.model}
+    link.send({"kind": "node", **hello})
+    answer = link.receive()
+    if answer is None:
+        return False
+    if answer[0]["kind"] == "refused":
+        raise OptionError(answer[0]["error"])
+    connections: list[socket.socket] = []
+    for place in range(answer[0]["count"]):
+        connections.append(connect_to(by.head, key))
+        Link(connections[-1]).send({"kind": "rank", "place": place, **hello})
+    server = ForkServer.of(by.module)
+    pids = server.start_on(connections, START_SECONDS)
+    link.send({"kind": "started", "pids": pids})
+    tell(f"node {by.node} runs {len(pids)} ranks")
+    running, in_order = set(pids), False
+    try:
+        while running:
+            readable, _, _ = select.select([control], [], [], 0.05)
+            found = link.receive() if readable else ({"kind": ""}, b"")
+            if found is None:
+                break
+            if found[0]["kind"] == "end":
+                in_order = True
+                break
+            if found[0]["kind"] == "kill":
+                server.kill(pids)
+            for pid in list(running):
+                status = server.status(pid, 0)
+                if status is not None:
+                    running.remove(pid)
+                    link.send({"kind": "ended", "pid": pid, "status": status})
+        if not running:  # how the engine goes on is said by the head
+            while (found := link.receive()) is not None:
+                if found[0]["kind"] == "end":
+                    in_order = True
+                    break
+    except OSError:
+        in_order = False
+    finally:
+        server.kill(pids)
+    return in_order
