@@ -301,4 +301,4 @@ def test_options() -> None:
     with pytest.raises(OptionError, match="draft_tokens is 8, expected 1 to 7"):
         EngineConfig(draft_tokens=8)
     with pytest.raises(OptionError, match="draft is 'lookup', which runs on one rank only"):
-        Engine.load(folder(), device="cpu", draft="lookup", tp=2)
+        Engine.load(folder(), device="cpu", draft="lookup", pp=2)
