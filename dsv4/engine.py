@@ -51,7 +51,8 @@ from dsv4.runner.load import LoadedModel, Model, disk_store
 from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Compiling, Guides, LateEnds, Matcher, SamplingRow
-from dsv4.scheduler import Audit, AuditedAnswer, Drafting, ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler import Audit, AuditedAnswer, ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler.drafts import Drafting, Given, Lookup
 from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener
 from dsv4.util.progress import Progress
@@ -89,7 +90,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.dialect = dialect
         self.listeners: list[Listener] = []  # receive every event; see `dsv4/util/events.py`
-        self._runner = Runner(loaded.model, loaded.settings, warm_up_progress, loaded.team)
+        self._runner = Runner(
+            loaded.model, loaded.settings, warm_up_progress, loaded.team, loaded.draft
+        )
         pages, state = self._runner.pages, self._runner.state
         self._prefix = None
         if loaded.settings.prefix_cache:
@@ -99,8 +102,9 @@ class Engine:
         drafting = None
         if loaded.settings.draft != "off":
             drafting = Drafting(
-                loaded.settings.draft_tokens, self.config.vocab_size, self._allowed_drafts
-            )
+                loaded.settings.draft_tokens, self.config.vocab_size, self._allowed_drafts,
+                Lookup if loaded.draft is None else Given,
+            )  # fmt: skip
         self._drafting = drafting
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget(),

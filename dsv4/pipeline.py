@@ -12,13 +12,15 @@ whose draft was the token that was accepted. No step runs ahead of such a step.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsv4.errors import StallError
 from dsv4.request import TokenLogprobs
+from dsv4.runner.drafts.device import Newest
 from dsv4.runner.runner import PENDING, Chunk, Runner, SubmittedStep
 from dsv4.sampling import SamplingRow
-from dsv4.scheduler import Drafting, ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler.drafts import Drafting, Given
 
 Failure = tuple[list[SequenceState], Exception]  # the sequences whose requests it ends
 
@@ -29,6 +31,7 @@ class InFlightStep:
 
     scheduled: list[ScheduledTokens]
     sampled: list[SequenceState]
+    chunks: list[Chunk]
     submitted: SubmittedStep
     dropped: set[SequenceState] = field(
         default_factory=set
@@ -66,7 +69,7 @@ class Pipeline:
     ) -> None:
         """`sampling_row` returns how to sample a sequence's next token, given what is known now."""
         self._drafting = drafting
-        self._verifying: InFlightStep | None = None  # its next round is due
+        self._accepting: InFlightStep | None = None  # its tokens are being accepted
         self.runs_ahead = runner.device.type == "cuda"
         self._scheduler, self._runner = scheduler, runner
         self._is_live, self._sampling_row, self._is_guided = is_live, sampling_row, is_guided
@@ -85,7 +88,7 @@ class Pipeline:
         is_verified = step.submitted.verify is not None
         if not is_verified:
             self._scheduler.done(step.scheduled)
-            if self.runs_ahead and (self._drafting is None or self._drafting.rests):
+            if self._may_run_ahead:
                 self._ahead = self._start(outcome.failures)
         try:
             step.answers = self._runner.read(step.submitted)
@@ -104,17 +107,26 @@ class Pipeline:
             else:
                 outcome.results.append((sequence, result))
         outcome.scheduled = step.scheduled
+        step.taken = [1] * len(step.sampled)
         if is_verified:
-            step.going, step.taken = list(range(len(step.sampled))), [1] * len(step.sampled)
-            self._verifying = step
+            step.going = list(range(len(step.sampled)))
         elif self._ahead is None:
             self._time(step)
+        if is_verified or self._runner.drafter is not None:
+            self._accepting = step
         return outcome
+
+    @property
+    def _may_run_ahead(self) -> bool:
+        """Drafts follow from the tokens of the step before, which the host must know."""
+        if not self.runs_ahead or self._runner.drafter is not None:
+            return False
+        return self._drafting is None or self._drafting.rests
 
     def next_round(self) -> StepOutcome | None:
         """The next tokens of a step with drafts, once those before are accepted; None: it has no
         more. Then the sequences are as long as their answers say."""
-        step = self._verifying
+        step = self._accepting
         if step is None:
             return None
         step.going = [place for place in step.going if self._goes_on(step, place)]
@@ -151,14 +163,46 @@ class Pipeline:
         return drafts[count - 1] == sequence.token_ids[-1]
 
     def _settle(self, step: InFlightStep) -> None:
-        self._verifying = None
-        for item, count in zip(step.scheduled, step.taken, strict=True):
-            if self._drafting is not None:
-                self._drafting.observe(item.sequence, len(item.drafts), count - 1)
-            if item.sequence.pages is not None:  # otherwise it has ended
-                self._runner.pages.retract(item.sequence.pages, item.num_new - count)
-        self._scheduler.done(step.scheduled, has_tokens=True)
-        self._time(step)
+        """All tokens of a step are accepted."""
+        self._accepting = None
+        drafting = self._drafting
+        assert drafting is not None
+        if step.submitted.verify is not None:
+            for item, count in zip(step.scheduled, step.taken, strict=True):
+                drafting.observe(item.sequence, len(item.drafts), count - 1)
+                if item.sequence.pages is not None:  # otherwise it has ended
+                    self._runner.pages.retract(item.sequence.pages, item.num_new - count)
+            self._scheduler.done(step.scheduled, has_tokens=True)
+            self._time(step)
+        if self._runner.drafter is not None and not drafting.is_off:
+            begin = time.perf_counter()
+            try:
+                self._make_drafts(drafting, step)
+            except Exception as error:  # answers go on without drafts
+                drafting.switch_off(error)
+            drafting.draft_ms += 0.2 * ((time.perf_counter() - begin) * 1e3 - drafting.draft_ms)
+
+    def _make_drafts(self, drafting: Drafting, step: InFlightStep) -> None:
+        """By a block of the model, which must see every token; drafts where they are wanted."""
+        items = {id(chunk): item for chunk, item in zip(step.chunks, step.scheduled, strict=True)}
+        following, newest, sequences, first = [], [], [], 0
+        for chunk in step.submitted.chunks:
+            item = items[id(chunk)]
+            sequence, pages, start = item.sequence, item.sequence.pages, chunk.start
+            ids = sequence.token_ids[start + 1 : start + 1 + item.num_new]
+            following.append([*ids, *[0] * (item.num_new - len(ids))])
+            wanted = item.samples and sequence.may_draft and not drafting.rests
+            if wanted and pages is chunk.pages and self._is_live(sequence):
+                row = pages.length - 1
+                newest.append(Newest(first + row - start, row, pages, sequence.token_ids[-1]))
+                sequences.append(sequence)
+            first += item.num_new
+        rows = [replace(self._sampling_row(sequence), mask=None) for sequence in sequences]
+        drafts = self._runner.draft(step.submitted, following, newest, rows)
+        for sequence, found in zip(sequences, drafts, strict=False):
+            drafter = drafting.drafter_of(sequence)
+            assert isinstance(drafter, Given)
+            drafter.give(len(sequence.token_ids), found)
 
     def _time(self, step: InFlightStep) -> None:
         if self._drafting is not None and all(item.samples for item in step.scheduled):
@@ -200,9 +244,8 @@ class Pipeline:
             self._scheduler.failed(scheduled)
             failures.append(([item.sequence for item in scheduled], error))
             return None
-        step = InFlightStep(
-            scheduled, [item.sequence for item in scheduled if item.samples], submitted
-        )
+        sampled = [item.sequence for item in scheduled if item.samples]
+        step = InFlightStep(scheduled, sampled, chunks, submitted)
         waits = any(s.num_pending > 0 and self._is_guided(s) for s in step.sampled)
         for sequence in step.sampled:
             sequence.num_pending += 1
@@ -230,6 +273,4 @@ def _chunk(item: ScheduledTokens) -> Chunk:
     if item.drafts:
         new = [*new[:1], *item.drafts]
     wanted = 1 if item.samples else 0
-    return Chunk(
-        sequence.pages, new, wanted, item.keep_len, item.keep_row, num_drafts=len(item.drafts)
-    )
+    return Chunk(sequence.pages, new, wanted, item.keep_len, item.keep_row, len(item.drafts), start)

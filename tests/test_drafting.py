@@ -3,7 +3,10 @@
 import functools
 import importlib.util
 import itertools
+import logging
 import random
+import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,18 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import dsv4.runner.drafts.verify
 from dsv4 import Engine, SamplingParams
 from dsv4.chat.dialect import choose_dialect
 from dsv4.chat.tokenizer import Tokenizer
+from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.load import LoadedModel, load_model
 from dsv4.scheduler.drafts import Lookup, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
-from tests.models import write_quick_model
+from dsv4.testing import _random_tensor, random_weights, write_checkpoint
+from tests.models import BYTE_TOKENIZER, quick_config, write_quick_model
 
 MOST = 7
 VOCABULARY = 271
@@ -31,13 +38,21 @@ END, MARKER = 257, 258
 
 @functools.cache
 def folder() -> Path:
-    return write_quick_model(Path(tempfile.mkdtemp()))
+    """A quick model with a draft block of random weights."""
+    found, config = Path(tempfile.mkdtemp()), replace(quick_config(), num_draft_layers=1)
+    generator = torch.Generator().manual_seed(2)
+    weights = random_weights(config, 0)
+    for name, parameter in draft_parameters(config).items():
+        weights[name] = _random_tensor(name, parameter, config, generator)
+    write_checkpoint(found, config, weights)
+    shutil.copy(BYTE_TOKENIZER, found / "tokenizer.json")
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    for draft in ("off", "lookup"):
+    for draft in ("off", "lookup", "mtp"):
         shared_engine(draft).close()
 
 
@@ -47,8 +62,9 @@ def loaded(**choices: object) -> LoadedModel:
 
 
 def make_engine(draft: str = "off", **choices: Any) -> Engine:
-    found = loaded(**{"max_sequences": 4, "max_context": 512, **choices})
+    found = loaded(draft="mtp", **{"max_sequences": 4, "max_context": 512, **choices})
     settings = replace(found.settings, draft=draft, draft_tokens=MOST if draft != "off" else 0)
+    found = replace(found, draft=found.draft if draft == "mtp" else None)
     dialect = choose_dialect(has_system_marker=False, folder=folder())
     return Engine(replace(found, settings=settings), Tokenizer.from_folder(folder()), dialect)
 
@@ -177,6 +193,7 @@ def test_every_drafter_gives_the_same_answers(option: str) -> None:
         engine = shared_engine("lookup")
         script(engine, kind, known(option))
         check(engine, option)
+    check(shared_engine("mtp"), option)
 
 
 @pytest.mark.parametrize("option", ["seeded", "filters", "bias", "stop strings", "penalties"])
@@ -234,6 +251,90 @@ def test_the_audit_runs_without_drafts(tmp_path: Path) -> None:
     stats = engine.stats()
     assert (stats.num_audited, stats.num_differences) == (2, 0)
     assert stats.num_drafted > 0
+
+
+# --- MTP ----------------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_drafts_for_itself() -> None:
+    """Nine of ten first drafts are right; drawn with the target's noise, also at temperature 1."""
+    answers = []
+    for draft in ("off", "mtp"):
+        engine = Engine.load("tiny", device="cpu", draft=draft, max_context=512)
+        for params in (SamplingParams(max_tokens=24, temperature=0.0, logprobs=1),
+                       SamplingParams(max_tokens=24, seed=5, logprobs=1)):  # fmt: skip
+            found = engine.generate(["What is 17 + 25?", "What is the capital of France?"], params)
+            answers.append([(a.token_ids, a.logprobs, a.text) for a in found])
+        stats = engine.stats()
+    assert answers[:2] == answers[2:]
+    assert stats.accepted_by_place[0] >= 0.85 * stats.num_verified > 10
+
+
+def changed_copy(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    target = tmp_path / "model"
+    shutil.copytree(folder(), target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (lambda t: t.pop("mtp.0.e_proj.weight"), "mtp.0.e_proj.weight.*is missing"),
+    "shape": (
+        lambda t: t.update({"mtp.0.hnorm.weight": torch.ones(7)}),
+        r"mtp.0.hnorm.weight.*shape \[7\], expected \[32\]",
+    ),
+    "format": (
+        lambda t: t.update({"mtp.0.hc_head_base": torch.zeros(2, dtype=torch.int8)}),
+        "mtp.0.hc_head_base.*dtype I8",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_draft_block_switches_drafting_off(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, says = DAMAGES[damage]
+    with caplog.at_level(logging.WARNING):
+        engine = Engine.load(
+            changed_copy(tmp_path, change), device="cpu", draft="mtp", max_context=512
+        )
+    [message] = [r.message for r in caplog.records if "drafting is off" in r.message]
+    assert re.search(says, message, re.S), message
+    check(engine, "greedy")
+    assert engine.stats().num_drafted == 0
+
+
+def test_numbers_that_are_none_switch_drafting_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["mtp.0.norm.weight"][3] = float("nan")
+
+    engine = Engine.load(changed_copy(tmp_path, change), device="cpu", draft="mtp", max_context=512)
+    check(engine, "penalties")
+    assert engine.stats().num_drafted == 0
+    assert len([r for r in caplog.records if "drafting is off" in r.message]) == 1
+
+
+def test_a_block_that_fails_switches_drafting_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine("mtp")
+    calls = []
+
+    def fails(*arguments: object) -> None:
+        calls.append(arguments)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine._runner, "draft", fails)
+    check(engine, "greedy")
+    assert len(calls) == 1
+    assert [r.message for r in caplog.records if "drafting" in r.message] == [
+        "drafting is off: planted"
+    ]
 
 
 # --- lookup, costs, options -----------------------------------------------------------------------
@@ -300,5 +401,10 @@ def test_options() -> None:
         EngineConfig(draft="eagle")
     with pytest.raises(OptionError, match="draft_tokens is 8, expected 1 to 7"):
         EngineConfig(draft_tokens=8)
+    with pytest.raises(OptionError, match="draft is 'dspark', which this version does not run"):
+        Engine.load(folder(), device="cpu", draft="dspark")
+    plain_folder = write_quick_model(Path(tempfile.mkdtemp()))
+    with pytest.raises(OptionError, match="draft is 'mtp', but this checkpoint has no draft"):
+        Engine.load(plain_folder, device="cpu", draft="mtp")
     with pytest.raises(OptionError, match="draft is 'lookup', which runs on one rank only"):
         Engine.load(folder(), device="cpu", draft="lookup", pp=2)

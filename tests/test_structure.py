@@ -83,7 +83,7 @@ LINE_BUDGET = {
     "checkpoint": 3000,
     "chat": 4500,
     "sampling": 700,
-    "model": 1500,
+    "model": 1600,
     "scheduler": 1000,
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;

@@ -28,6 +28,7 @@ TOKENS_PER_ENTRY: dict[Pool, int] = {"window": 1, "csa": 4, "hca": 128}
 # Prefixes are shared at multiples of this: no block of 4 or 128 tokens is open there, and window
 # and csa pages are full.
 SHARED_TOKENS = 128
+MOST_DRAFT_ROWS = 8  # of a sequence: its newest token and drafts
 CARRIED_ROWS = 4  # of a ratio-4 compressor: the block before the boundary, read by the next
 
 
@@ -42,12 +43,14 @@ class Geometry:
     kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
     query_width: Activations = "a16"  # precision of queries multiplied with these keys
     layers: range | None = None  # a stage's, which the bytes are of; page numbers are global
+    draft_layers: int = 0  # window-only blocks that draft
+    spare_tokens: int = 0  # of the window, behind a step's tokens: where such blocks guess
 
     @property
     def window_columns(self) -> int:
         """Width of the window's page table: a ring that holds the window and one chunk."""
-        tokens = self.config.sliding_window - 1 + self.chunk_tokens
-        return -(-tokens // PAGE_ENTRIES["window"]) + 1
+        tokens = self.config.sliding_window - 1 + max(self.chunk_tokens, MOST_DRAFT_ROWS)
+        return -(-(tokens + self.spare_tokens) // PAGE_ENTRIES["window"]) + 1
 
     def pages_needed(self, pool: Pool, start: int, end: int) -> range:
         """Page columns in use while a sequence grows from `start` to `end` tokens."""
@@ -83,7 +86,7 @@ class Geometry:
         """Most pages a sequence of up to `max_context` tokens holds; see also `chunk_pages`."""
         if pool == "window":
             page = PAGE_ENTRIES["window"]
-            spanned = -(-(self.config.sliding_window - 1) // page) + 2
+            spanned = -(-(self.config.sliding_window - 1) // page) + 2 + (self.spare_tokens > 0)
             return min(spanned, -(-max_context // page))
         return len(self.pages_needed(pool, 0, max_context))
 
@@ -155,7 +158,7 @@ class Geometry:
         """Layers of this pool that the bytes are of."""
         kinds = self.config.kinds
         held = kinds if self.layers is None else [kinds[layer] for layer in self.layers]
-        return len(held) if pool == "window" else held.count(pool)
+        return len(held) + self.draft_layers if pool == "window" else held.count(pool)
 
     def sequence_bytes(self, max_context: int) -> int:
         """State of one sequence of `max_context` tokens, between steps."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dsv4.cache.geometry import GROWING_POOLS, POOLS, Geometry, Pool
+from dsv4.cache.geometry import GROWING_POOLS, MOST_DRAFT_ROWS, POOLS, Geometry, Pool
 from dsv4.errors import CapacityError
 
 Columns = dict[int, int]  # table column to page
@@ -178,9 +178,11 @@ class StatePages:
     def missing(self, sequence: SequencePages, pool: Pool, count: int) -> list[int]:
         """Columns that still need a page if the sequence grows by `count` tokens."""
         start, held = sequence.length, sequence.columns[pool]
-        if start + count <= sequence.full_at:
+        spare = self.geometry.spare_tokens
+        if start + count + spare <= sequence.full_at:
             return []
-        needed = self.geometry.pages_needed(pool, start, start + count)
+        end = start + count + (spare if pool == "window" else 0)
+        needed = self.geometry.pages_needed(pool, start, end)
         if pool in GROWING_POOLS:  # contiguous from the first; a long sequence has thousands
             return list(range(len(held), len(needed)))
         return [column for column in needed if column not in held]
@@ -195,8 +197,8 @@ class StatePages:
         growth = Growth(list(sequences), list(num_new), list(least or num_new), [])
         try:
             for sequence, count in zip(sequences, num_new, strict=True):
-                assert 0 < count <= self.geometry.chunk_tokens
-                if sequence.length + count > sequence.full_at:
+                assert 0 < count <= max(self.geometry.chunk_tokens, MOST_DRAFT_ROWS)
+                if sequence.length + count + self.geometry.spare_tokens > sequence.full_at:
                     self._take(growth, sequence, count)
         except BaseException:
             self.cancel(growth)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.geometry import Geometry, Pool
-from dsv4.cache.kinds import KINDS, LayerState
+from dsv4.cache.kinds import KINDS, LayerState, SwaState
 
 
 class StateTensors:
@@ -29,8 +29,13 @@ class StateTensors:
             KINDS[kinds[layer]].allocate(geometry, num_slots, num_pages, device)
             for layer in (range(len(kinds)) if layers is None else layers)
         ]
+        self.drafts = [
+            SwaState.allocate(geometry, num_slots, num_pages, device)
+            for _ in range(geometry.draft_layers)
+        ]
+        everything = [*self.layers, *self.drafts]
         self._pools: dict[str, tuple[Pool, Tensor]] = {}
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(everything):
             for place, (pool, paged) in enumerate(layer.pools()):
                 for name, part in paged.parts.items():
                     # raw bytes: copies and files do not depend on the format

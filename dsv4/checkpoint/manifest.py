@@ -20,6 +20,8 @@ from dsv4.config import ModelConfig
 
 ACTIVATION = "activation scale; activations are scaled as they come"
 DRAFT = "draft block; the backbone does not use it"
+BACKBONE = "backbone; the draft blocks do not use it"
+COPIES = (".emb.tok_emb.weight", ".0.head.weight")  # in draft blocks: embedding and head
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Manifest:
     sources: dict[str, Source] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)  # tensor on disk -> why
     findings: list[Finding] = field(default_factory=list)
+    is_draft: bool = False  # of the draft blocks, not of the backbone
 
     @property
     def family(self) -> names.Family | None:
@@ -43,10 +46,13 @@ class Manifest:
         return sorted(found)
 
 
-def build_manifest(folder: Path, config: ModelConfig, layouts: Iterable[Layout]) -> Manifest:
-    """Match the folder's tensors with the parameters of `config`; problems become findings."""
+def build_manifest(
+    folder: Path, config: ModelConfig, layouts: Iterable[Layout], *, is_draft: bool = False
+) -> Manifest:
+    """Match the folder's tensors with the parameters of `config`; problems become findings.
+    `is_draft`: those of the draft blocks instead of the backbone's."""
     scan = scan_folder(folder)
-    manifest = Manifest(folder, config, scan, findings=list(scan.findings))
+    manifest = Manifest(folder, config, scan, findings=list(scan.findings), is_draft=is_draft)
     found = list(scan.tensors)
     manifest.families = names.families_in(found)
     if not _one_family(manifest, found):
@@ -63,7 +69,7 @@ def build_manifest(folder: Path, config: ModelConfig, layouts: Iterable[Layout])
     manifest.findings += [_finding("unexpected", what, info) for info in unknown + spare]
     facts = Facts.of(manifest.family or "official", scan, manifest.sources.values())
     manifest.layout = next((item for item in layouts if item.matches(facts)), None)
-    if manifest.layout is not None:
+    if manifest.layout is not None and not is_draft:
         manifest.findings += manifest.layout.cross_check(facts)
     manifest.findings = collapse(manifest.findings)
     return manifest
@@ -101,10 +107,16 @@ def _place(manifest: Manifest) -> tuple[Modules, dict[str, TensorInfo], list[Ten
     unknown: list[TensorInfo] = []
     assert manifest.family is not None
     for name, info in manifest.scan.tensors.items():
-        if name.startswith(("mtp.", "model.mtp.")):
-            manifest.ignored[name] = DRAFT
+        if name.startswith(("mtp.", "model.mtp.")) != manifest.is_draft:
+            manifest.ignored[name] = BACKBONE if manifest.is_draft else DRAFT
             continue
-        place = names.locate(name, manifest.family)
+        if manifest.is_draft:
+            name = name.removeprefix("model.")  # official names inside, in every family
+            if name.endswith(COPIES):
+                manifest.ignored[info.name] = "a copy of the model's own"
+                continue
+        family = "official" if manifest.is_draft else manifest.family
+        place = names.locate(name, family)
         if place is None:
             unknown.append(info)
         elif not place.suffix:
@@ -125,7 +137,8 @@ def _fill(
     used: set[tuple[str, int | None]] = set()
     missing: list[str] = []
     block = block_size(manifest.scan.quantization)
-    wanted_all = names.parameters(manifest.config)
+    config = manifest.config
+    wanted_all = names.draft_parameters(config) if manifest.is_draft else names.parameters(config)
     unused, problems = unstack(modules, wanted_all, block)
     manifest.findings += problems
     manifest.ignored |= {info.name: ACTIVATION for info in unused}

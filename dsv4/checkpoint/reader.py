@@ -157,6 +157,13 @@ def _convert(weight: torch.Tensor, source: Source, dtype: torch.dtype | None) ->
     return weight.to(dtype)
 
 
+def open_draft(folder: Path | str, config: ModelConfig) -> Checkpoint:
+    """The draft blocks alone; a missing, misshapen or unknown tensor is a CheckpointError."""
+    manifest = build_manifest(Path(folder), config, LAYOUTS.values(), is_draft=True)
+    raise_errors(manifest.findings, str(folder))
+    return Checkpoint(manifest)
+
+
 def open_checkpoint(
     folder: Path | str, config: ModelConfig, *, trust_headers: bool = False
 ) -> Checkpoint:

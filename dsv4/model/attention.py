@@ -43,9 +43,8 @@ def layer_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 
 class Attention:
     def __init__(
-        self, config: ModelConfig, layer: int, weights: Weights, layout: RankLayout
+        self, config: ModelConfig, ratio: int, weights: Weights, layout: RankLayout
     ) -> None:
-        ratio = config.compress_ratios[layer]
         self.num_heads = len(layout.heads(config))
         self.num_groups = len(layout.groups(config))
         self.head_dim = config.head_dim

@@ -12,8 +12,7 @@ from dsv4.ops.moe.router import Gate
 
 
 class MoE:
-    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
-        hashed = layer < config.num_hash_layers
+    def __init__(self, config: ModelConfig, weights: Weights, *, hashed: bool) -> None:
         self.gate = Gate(
             gate=weights.tensor("gate.weight"),
             bias=None if hashed else weights.tensor("gate.bias"),

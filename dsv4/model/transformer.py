@@ -31,12 +31,13 @@ from dsv4.parallel.layout import RankLayout
 
 class Block:
     def __init__(
-        self, config: ModelConfig, layer: int, weights: Weights, layout: RankLayout
+        self, config: ModelConfig, ratio: int, weights: Weights, layout: RankLayout, *, hashed: bool
     ) -> None:
+        """`hashed`: its experts are chosen by the token, not by a router."""
         self.attention_site = mix_site(config, weights, "hc_attn", "attn_norm")
-        self.attention = Attention(config, layer, weights.under("attn."), layout)
+        self.attention = Attention(config, ratio, weights.under("attn."), layout)
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
-        self.ffn = MoE(config, layer, weights.under("ffn."))
+        self.ffn = MoE(config, weights.under("ffn."), hashed=hashed)
 
     def __call__(
         self, residual: Residual, step: StepInputs, state: LayerState, sharing: SingleRank
@@ -76,7 +77,13 @@ class Transformer:
             self.head = part_of_whole(weights.take("head.weight"), config.vocab_size)
             self.head_site = mix_site(config, weights, "hc_head", "norm")
         self.blocks = [
-            Block(config, layer, weights.under(f"layers.{layer}."), layout)
+            Block(
+                config,
+                config.compress_ratios[layer],
+                weights.under(f"layers.{layer}."),
+                layout,
+                hashed=layer < config.num_hash_layers,
+            )
             for layer in layout.layers(config)
         ]
         if weights.left:
@@ -92,9 +99,12 @@ class Transformer:
         few.blocks = [self.blocks[layer] for layer in found.values()]
         return few, list(found.values())
 
-    def __call__(self, step: StepInputs, state: Sequence[LayerState]) -> Tensor:
+    def __call__(
+        self, step: StepInputs, state: Sequence[LayerState], streams: Tensor | None = None
+    ) -> Tensor:
         """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens. Of several
-        ranks the first has them, and those of the last stage; the others have no rows."""
+        ranks the first has them, and those of the last stage; the others have no rows. `streams`:
+        where the final streams of all rows are wanted; only on one rank."""
         layout, sharing = self.exchange.layout, self.exchange.sharing(step.token_ids.shape[0])
         residual = Residual(self._streams(step, sharing))
         for layer, block in enumerate(self.blocks):
@@ -102,6 +112,8 @@ class Transformer:
         if not layout.is_last:
             self.exchange.comm.send(finish(residual), layout.rank + layout.tp)
             return self._received_logits(step)
+        if streams is not None:
+            streams[: step.token_ids.shape[0]].copy_(finish(residual))
         hidden = sharing.hidden(residual, self.head_site, step.logits_rows)
         logits = self.exchange.logits(hidden, self.head)
         if layout.pp > 1 and layout.rank == layout.logits_rank:

@@ -16,10 +16,11 @@ from dsv4.cache.disk import DiskStore
 from dsv4.cache.fingerprint import fingerprint
 from dsv4.cache.state import StateTensors
 from dsv4.checkpoint.rank_slices import Selection
-from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
+from dsv4.checkpoint.reader import Checkpoint, open_checkpoint, open_draft
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import CapacityError, KernelError
+from dsv4.errors import CapacityError, CheckpointError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
+from dsv4.model.draft import MtpBlock
 from dsv4.model.transformer import Transformer
 from dsv4.ops import engine_ops
 from dsv4.ops.core.op import warn_unless_strict
@@ -55,6 +56,7 @@ class LoadedModel:
     settings: Settings
     folder: Path
     team: Team | None = None  # the other ranks, where there are any
+    draft: MtpBlock | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class PreparedModel:
     gpu: GpuFacts | None
     layout: RankLayout = RankLayout()  # noqa: RUF009  # frozen; rank 0's
     layout_why: str = ""  # where tp=auto chose it
+    draft: Checkpoint | None = None  # its draft blocks, where they are used
 
     def __str__(self) -> str:
         s = self.settings
@@ -116,7 +119,15 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     settings = resolve(
         choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu, stages=stages
     )
-    return PreparedModel(folder, config, checkpoint, choices, settings, gpu, layout, choice.why)
+    draft = None
+    if settings.draft == "mtp":
+        try:
+            draft = open_draft(folder, config)
+        except CheckpointError as error:
+            settings = _without_drafts(settings, error)
+    return PreparedModel(
+        folder, config, checkpoint, choices, settings, gpu, layout, choice.why, draft
+    )
 
 
 Model = str | Path | PreparedModel
@@ -145,7 +156,20 @@ def load_model(
         len(checkpoint.ignored),
     )
     transformer = Transformer(config, weights, getattr(torch, settings.dtype))
-    return LoadedModel(transformer, settings, folder)
+    draft = None
+    if prepared.draft is not None:
+        try:
+            draft = MtpBlock(transformer, read_weights(prepared.draft, settings))
+            log.info("draft block: %s", size_text(prepared.draft.nbytes))
+        except CheckpointError as error:
+            settings = _without_drafts(settings, error)
+    return LoadedModel(transformer, settings, folder, draft=draft)
+
+
+def _without_drafts(settings: Settings, error: CheckpointError) -> Settings:
+    """Answers need no drafts: a damaged draft block is named, and left out."""
+    log.warning("drafting is off: %s", error)
+    return replace(settings, draft="off", draft_tokens=0)
 
 
 def set_threads(settings: Settings, config: ModelConfig) -> None:

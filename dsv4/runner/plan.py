@@ -7,24 +7,29 @@ readable record of it.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from dsv4.ops.core.context import record
 from dsv4.runner.buffers import StepShape
 
 
 @dataclass(frozen=True)
-class VerifySampling:
-    """The sampling of all rows of a verify step; contexts do not differ."""
+class DraftPart:
+    """What drafting adds to a step of this shape: the sampling of all rows of a verify step, a
+    drafter's keys of the step's tokens, or its drafts (`width` of each sequence)."""
 
+    kind: Literal["verify sampling", "draft keys", "drafts"]
     shape: StepShape
 
     def __str__(self) -> str:
-        return f"sampling of {self.shape}"
+        return f"{self.kind} of {self.shape}"
 
 
-# a model step of this shape, the sampling of this many rows, or of all rows of a verify step
-Key = StepShape | int | VerifySampling
-_KINDS = ("decode", "prompt", "score", "verify", "sampling", "verify sampling")
+# a model step of this shape, the sampling of this many rows, or what drafting adds
+Key = StepShape | int | DraftPart
+_KINDS = (
+    "decode", "prompt", "score", "verify", "sampling", "verify sampling", "draft keys", "drafts",
+)  # fmt: skip
 
 
 class StepPlan:
@@ -72,9 +77,7 @@ class StepPlan:
 
 
 def _kind(key: Key) -> str:
-    if isinstance(key, StepShape):
-        return key.kind
-    return "sampling" if isinstance(key, int) else "verify sampling"
+    return "sampling" if isinstance(key, int) else key.kind
 
 
 def _size(key: Key) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from dsv4.cache.pages import Growth, SequencePages, StatePages
 from dsv4.cache.prefix import StateCopier
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
+from dsv4.model.draft import MtpBlock
 from dsv4.model.transformer import Transformer
 from dsv4.ops import engine_ops
 from dsv4.ops.kv.begin_step import NEWEST
@@ -31,10 +32,11 @@ from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.cost import StepCosts
+from dsv4.runner.drafts.device import DeviceDrafter, Newest
 from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.guard import Guard, numbered
-from dsv4.runner.plan import Key, StepPlan, VerifySampling
+from dsv4.runner.plan import DraftPart, Key, StepPlan
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings
@@ -61,6 +63,7 @@ class Chunk:
     keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
     keep_row: int = 0
     num_drafts: int = 0  # of the last tokens, which may be rejected: `StatePages.retract`
+    start: int = 0  # position of the first token, for drafters
 
 
 @dataclass
@@ -69,6 +72,8 @@ class SubmittedStep:
 
     sampled: list[SequencePages]
     positions: list[int]  # of these tokens
+    shape: StepShape
+    chunks: list[Chunk]  # in the order of their rows
     results: PendingResults | None = None
     verify: Verify | None = None  # its rows of drafts
 
@@ -103,6 +108,7 @@ class Runner:
         settings: Settings,
         progress: Progress | None = None,
         team: Team | None = None,
+        draft: MtpBlock | None = None,
     ) -> None:
         """With `cuda_graphs` the warm-up runs here and reports to `progress`. A `team` of other
         ranks runs every step, too; on these a runner is told by `follow_step` and the like."""
@@ -123,6 +129,10 @@ class Runner:
             geometry, settings.max_sequences, settings.max_context, self.device,
             settings.draft_tokens,
         )  # fmt: skip
+        self.drafter: DeviceDrafter | None = None
+        if draft is not None:
+            block = self.state.drafts[0]
+            self.drafter = DeviceDrafter(draft, block, self.buffers, settings.draft_tokens)
         self.guard = Guard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
@@ -162,7 +172,31 @@ class Runner:
         self._queue(shape, chunks, counts, started)
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
         positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
-        return SubmittedStep(sampled, positions, verify=verify)
+        return SubmittedStep(sampled, positions, shape, list(chunks), verify=verify)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        submitted: SubmittedStep,
+        following: Sequence[Sequence[int]],
+        newest: Sequence[Newest],
+        rows: Sequence[SamplingRow],
+    ) -> list[list[int]]:
+        """Drafts by a block of the model, after a step whose tokens are known. `following`: the
+        token after each row, by chunk; `newest` and `rows`: of the sequences that want drafts."""
+        drafter, shape = self.drafter, submitted.shape
+        assert drafter is not None
+        drafter.send_following(shape, following)
+        self._run(DraftPart("draft keys", shape))
+        if not newest:
+            return []
+        wanted = drafter.shape(len(newest))
+        drafter.send_newest(newest, wanted.sequences)
+        owners = [one.pages for one in newest]
+        self._sampling.prepare(rows, owners, [0] * len(rows), wanted.sequences)
+        self._run(DraftPart("drafts", wanted))
+        found: list[list[int]] = drafter.drafts[: len(newest)].tolist()
+        return found
 
     def _shape(self, chunks: Sequence[Chunk], counts: list[int], longest: int) -> StepShape:
         if any(chunk.num_drafts for chunk in chunks):
@@ -281,6 +315,28 @@ class Runner:
     def follow_score(self, numbers: Sequence[int], line: Any) -> None:
         self._score(numbers, line)
 
+    @property
+    def _streams(self) -> Tensor | None:
+        return None if self.drafter is None else self.drafter.streams
+
+    def _run_draft_part(self, part: DraftPart) -> None:
+        if part.kind == "verify sampling":
+            sample_verified(self.buffers, part.shape)
+            return
+        assert self.drafter is not None
+        (self.drafter.keys if part.kind == "draft keys" else self.drafter.tokens)(part.shape)
+
+    def _draft_parts(self) -> list[Key]:
+        """What drafting adds to steps of every shape."""
+        shapes = self.buffers.draft_shapes(self.buffers.contexts[:1])
+        keys: list[Key] = [DraftPart("verify sampling", shape) for shape in shapes]
+        if self.drafter is not None:
+            shapes = [shape for shape in self.buffers.shapes() if not shape.scored]
+            keys += [DraftPart("draft keys", shape) for shape in shapes]
+            counts = reversed(self.buffers.batches)
+            keys += [DraftPart("drafts", self.drafter.shape(count)) for count in counts]
+        return keys
+
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.team is None else self.team.together()
 
@@ -294,9 +350,9 @@ class Runner:
 
     def _run_once(self, key: Key) -> None:
         if isinstance(key, StepShape):
-            forward(self.model, self.state.layers, self.buffers, key)
-        elif isinstance(key, VerifySampling):
-            sample_verified(self.buffers, key.shape)
+            forward(self.model, self.state.layers, self.buffers, key, self._streams)
+        elif isinstance(key, DraftPart):
+            self._run_draft_part(key)
         else:
             sample_tokens(self.buffers, key)
 
@@ -424,14 +480,14 @@ class Runner:
         """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()
         keys: list[Key] = [*buffers.shapes(), *reversed(buffers.batches)]
-        keys += [VerifySampling(shape) for shape in buffers.draft_shapes(buffers.contexts[:1])]
+        keys += self._draft_parts()
         few, some = self.model.distinct()
         layers = [self.state.layers[i] for i in some]
 
         def compiled(key: Key) -> None:
             with self.plan.recording(key):
                 if isinstance(key, StepShape):
-                    forward(few, layers, buffers, key)
+                    forward(few, layers, buffers, key, self._streams)
                 else:
                     self._run_once(key)
 

@@ -66,7 +66,12 @@ class Settings:
     def geometry(self, config: ModelConfig) -> Geometry:
         kept = KEPT_PREFIXES if self.prefix_cache else 0
         formats = self.kv_format, self.index_format
-        return Geometry(config, *formats, self.chunk_tokens, kept, self.query_width)
+        drafts = self.draft not in ("off", "lookup")
+        return Geometry(
+            config, *formats, self.chunk_tokens, kept, self.query_width,
+            draft_layers=config.num_draft_layers * drafts,
+            spare_tokens=self.draft_tokens * drafts,
+        )  # fmt: skip
 
 
 def step_bytes(gpu_bytes: int) -> int:

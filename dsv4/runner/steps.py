@@ -27,9 +27,14 @@ from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 
 
 def forward(
-    model: Transformer, state: Sequence[LayerState], buffers: StepBuffers, shape: StepShape
+    model: Transformer,
+    state: Sequence[LayerState],
+    buffers: StepBuffers,
+    shape: StepShape,
+    streams: Tensor | None = None,
 ) -> None:
-    """No data-dependent branch, no wait, no allocation that outlives the step."""
+    """No data-dependent branch, no wait, no allocation that outlives the step. `streams`: where a
+    drafter reads the final streams of the rows."""
     at = step_line(shape).views(buffers.step.line)
     inputs, verify = buffers.inputs(shape), buffers.verify
     sent, seq_idx, token_ids = at["token_ids"], inputs.batch.seq_idx, inputs.token_ids
@@ -57,7 +62,7 @@ def forward(
         token_ids=token_ids,
         rows=buffers.tables(shape),
     )
-    logits = model(inputs, state)
+    logits = model(inputs, state, None if shape.scored else streams)
     out[: logits.shape[0]].copy_(logits)
 
 

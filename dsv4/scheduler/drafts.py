@@ -61,6 +61,20 @@ class Lookup:
         return []
 
 
+class Given:
+    """Drafts that a block of the model made after the last step."""
+
+    def __init__(self, sequence: SequenceState | None = None) -> None:
+        self._at, self._drafts = 0, list[int]()
+
+    def give(self, length: int, drafts: list[int]) -> None:
+        """To follow the first `length` tokens."""
+        self._at, self._drafts = length, drafts
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        return self._drafts[:most] if len(tokens) == self._at else []
+
+
 class Acceptance:
     """How often the drafts of a sequence were right, by place, given that those before were."""
 
@@ -157,8 +171,10 @@ class Drafting:
         self.stats = DraftStats(accepted_by_place=[0] * most)
         self.times = StepTimes()
         self._most, self._vocab_size, self._make = most, vocab_size, make
+        self.draft_ms = 0.0  # to make the drafts of a step, where the model makes them
         self._num_idle = 0  # steps since drafts were last worth their cost
         self._rest = 0  # steps left of a rest
+        self.is_off = False
         self._warned = False
 
     def counts(self) -> dict[str, Any]:
@@ -174,19 +190,25 @@ class Drafting:
     @property
     def rests(self) -> bool:
         """Whether no drafts are proposed, since they do not pay now."""
-        return self._rest > 0
+        return self._rest > 0 or self.is_off
+
+    def switch_off(self, error: Exception) -> None:
+        """For good: the drafter of all sequences has failed. Answers go on without drafts."""
+        self.is_off = True
+        self.stats.num_failures += 1
+        log.error("drafting is off: %s", error)
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """Drafts of each sequence, at most as many as it can take."""
-        if self._rest:
-            self._rest -= 1
+        if self.rests:
+            self._rest -= self._rest > 0
             return [[] for _ in wanted]
         found = [self._of(sequence, min(most, self._most)) for sequence, most in wanted]
         chances = [
             sequence.acceptance.survival(len(drafts)) if sequence.acceptance is not None else []
             for (sequence, _), drafts in zip(wanted, found, strict=True)
         ]
-        counts = num_worth(chances, self.times.at)
+        counts = num_worth(chances, lambda rows: self._cost(rows, len(wanted)))
         self._num_idle = 0 if any(counts) or not any(found) else self._num_idle + 1
         if self._num_idle >= REST_AFTER:
             self._num_idle, self._rest = 0, REST_STEPS
@@ -194,15 +216,17 @@ class Drafting:
                 sequence.acceptance = None
         return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
 
+    def _cost(self, rows: int, plain: int) -> float | None:
+        ms = self.times.at(rows)
+        return ms if ms is None or rows == plain else ms + self.draft_ms
+
     def _of(self, sequence: SequenceState, most: int) -> list[int]:
         if most < 1 or not sequence.may_draft:
             return []
         if sequence.acceptance is None:
             sequence.acceptance = Acceptance(self._most)
-        if sequence.drafter is None:
-            sequence.drafter = self._make(sequence)
         try:
-            drafts = sequence.drafter.propose(sequence.token_ids, most)[:most]
+            drafts = self.drafter_of(sequence).propose(sequence.token_ids, most)[:most]
             known = itertools.takewhile(lambda token: 0 <= token < self._vocab_size, drafts)
             return self._allow(sequence, list(known))
         except Exception as error:  # the answer goes on without drafts
@@ -210,6 +234,11 @@ class Drafting:
             self.stats.num_failures += 1
             log.error("drafting is off for request %r: %s", sequence.request.id, error)
             return []
+
+    def drafter_of(self, sequence: SequenceState) -> Drafter:
+        if sequence.drafter is None:
+            sequence.drafter = self._make(sequence)
+        return sequence.drafter
 
     def observe(self, sequence: SequenceState, num_drafts: int, num_accepted: int) -> None:
         """So many drafts of a sequence were verified, and so many of them were right."""

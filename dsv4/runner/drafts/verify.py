@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsv4.runner.buffers import StepBuffers, StepShape
-from dsv4.runner.plan import VerifySampling
+from dsv4.runner.plan import DraftPart
 from dsv4.sampling import SamplingRow
 
 TOGETHER_ON_CPU = False  # all rows at once there, too: for tests of what runs on a GPU
@@ -33,8 +33,8 @@ class Verify:
     def places(self) -> int:
         return self.shape.sequences
 
-    def key(self, buffers: StepBuffers) -> VerifySampling:
-        return VerifySampling(replace(self.shape, context=buffers.contexts[0]))
+    def key(self, buffers: StepBuffers) -> DraftPart:
+        return DraftPart("verify sampling", replace(self.shape, context=buffers.contexts[0]))
 
     def next_rows(self, buffers: StepBuffers, places: Sequence[int]) -> None:
         """Bring the next row of these sequences to the first rows of logits."""

@@ -216,7 +216,9 @@ class StreamedBlocks(Sequence[Block]):
             table = read_weights(self._checkpoint, self._settings, select)
             own: dict[str, Weight] = {n: w for n, w in table.items() if n.startswith(prefix)}
             weights = Weights(own).under(prefix)
-            self._held = (index, Block(self._checkpoint.config, index, weights, RankLayout()))
+            config = self._checkpoint.config
+            ratio, hashed = config.compress_ratios[index], index < config.num_hash_layers
+            self._held = (index, Block(config, ratio, weights, RankLayout(), hashed=hashed))
         return self._held[1]
 
 
