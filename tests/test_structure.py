@@ -68,7 +68,7 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
     "engine.py": 600,
-    "pipeline.py": 260,
+    "pipeline.py": 320,
     "config.py": 400,  # options of ranks and nodes, of drafts
     "request.py": 420,
     "errors.py": 80,
@@ -87,8 +87,8 @@ LINE_BUDGET = {
     "scheduler": 1000,
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;
-    # 500 for drafts
-    "runner": 3350,
+    # 750 for drafts
+    "runner": 3700,
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     "tools": 8400,  # 200 for layouts over several GPUs, 200 for the doctor of ranks
