@@ -294,6 +294,7 @@ class Engine:
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:
+        team = self._runner.team
         pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
         used = {name: a.num_pages - a.num_available for name, a in pools.items()}
         prefix = self._prefix
@@ -315,6 +316,7 @@ class Engine:
             num_audited=self._audit.num_audited if self._audit else 0,
             num_differences=self._audit.num_differences if self._audit else 0,
             **({} if self._drafting is None else self._drafting.counts()),
+            ranks=team.report() if team is not None else (),
         )
 
     def close(self) -> None:

@@ -374,6 +374,7 @@ class Stats:
     num_drafted: int = 0  # drafts that were verified
     num_accepted: int = 0  # of those, drafts that were right
     accepted_by_place: tuple[int, ...] = ()  # the same by their place behind the newest token
+    ranks: tuple[dict[str, float], ...] = ()  # beside rank 0: rank, node, pid, silent_s, behind
 
 
 def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:

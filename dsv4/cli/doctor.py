@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsv4.tools.doctor.device.machine import Machine
     from dsv4.tools.doctor.device.ops import OpResult
     from dsv4.tools.doctor.examine import ModelReport
+    from dsv4.tools.doctor.parallel import ParallelReport
     from dsv4.tools.doctor.report import DoctorReport
     from dsv4.tools.doctor.subject import Subject
 
@@ -39,6 +40,9 @@ def doctor(
     model: str = typer.Argument("tiny", help="A folder, 'tiny', or 'replay'."),
     capsule: Path | None = typer.Argument(None, help="After 'replay': a folder of --save."),
     ops: bool = typer.Option(False, "--ops", help="Only the machine and its kernels, no model."),
+    parallel: bool = typer.Option(
+        False, "--parallel", help="Only several ranks: exchanges, answers like one rank, times."
+    ),
     prompt: str | None = typer.Option(None, "--prompt", "-p", help="Text to run; repeated."),
     tokens: int | None = typer.Option(None, help="Length of the run in tokens."),
     against: str | None = typer.Option(
@@ -60,6 +64,9 @@ def doctor(
     """
     console = Console(stderr=as_json)
     check_output(files=(picture, report), folders=(save,))
+    if parallel:
+        _examine_ranks(model, EngineConfig.make(**choices), console, report, as_json=as_json)
+        return
     if model == "replay":
         _replay(capsule, as_json)
         return
@@ -78,6 +85,47 @@ def doctor(
     _conclude(found, console)
     if not found.ok:
         raise typer.Exit(1)
+
+
+def _examine_ranks(
+    model: str, choices: EngineConfig, console: Console, report: Path | None, *, as_json: bool
+) -> None:
+    """Exit code 1 if ranks differ from one."""
+    from dsv4.tools.doctor.parallel import examine_ranks
+
+    with console.status("loading on one rank") as status:
+        found = examine_ranks(model, choices, status.update)
+    text = json.dumps(found.to_json(), indent=1) + "\n"
+    if report is not None:
+        report.write_text(text, encoding="utf-8")
+    if as_json:
+        sys.stdout.write(text)
+    _print_ranks(found, console)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _print_ranks(found: "ParallelReport", console: Console) -> None:
+    console.print(f"tp {found.tp}, pp {found.pp} on {found.device}")
+    table = Table("bytes", "gather us", "GB/s", "to the next stage us", "GB/s")
+    for row in found.exchanges:
+        cells = []
+        for time_us in (row.gather_us, row.send_us):
+            rate = f"{row.nbytes / time_us / 1e3:.3g}" if time_us else ""
+            cells += [f"{time_us:.1f}" if time_us else "", rate]
+        table.add_row(f"{row.nbytes:,}", *cells)
+    console.print(table)
+    times = Table("ms", "one rank", f"tp {found.tp}, pp {found.pp}")
+    for name, (one, these) in found.times.items():
+        times.add_row(name, f"{one:.2f}", f"{these:.2f}")
+    console.print(times)
+    for line in found.differences:
+        console.print(f"[bold red]wrong:[/] {escape(line)}")
+    if found.ok:
+        console.print(
+            f"[green]equal:[/] {found.num_tokens} tokens with their log-probabilities and "
+            f"{found.num_logits:,} logits have the bits of one rank"
+        )
 
 
 def _examine(

@@ -30,6 +30,7 @@ COMMANDS: dict[str, int | None] = {
     "save_rows": 2,  # slot, row
     "restore_rows": 2,  # row, slot
     "check": 1,  # window page; the answer has its checksum
+    "probe": 2,  # bytes, turns: ranks send each other patterns
     "end": 0,
 }
 

@@ -99,6 +99,20 @@ class Team:
     def failure(self) -> RankError | None:
         return self._failure
 
+    def report(self) -> tuple[dict[str, float], ...]:
+        """Of each rank: seconds since it said anything, and commands that it has not finished."""
+        now = time.monotonic()
+        return tuple(
+            {
+                "rank": rank.number,
+                "node": rank.member.node,
+                "pid": rank.member.pid,
+                "silent_s": round(now - rank.heard, 3),
+                "behind": self._sent - rank.finished,
+            }
+            for rank in self._ranks
+        )
+
     # --- what rank 0 says ---------------------------------------------------------------------
 
     def tell(self, messages: Sequence[Message]) -> None:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,7 @@ class _EngineMetrics:
         if "step_sizes" in stats:
             yield self._step_sizes(stats["step_sizes"])
         yield self._cache_config(total)
+        yield from self._ranks(stats.get("ranks", ()))
         for kind in ("total", "used", "cached"):
             metric = GaugeMetricFamily(
                 f"dsv4:pages_{kind}", f"Pages ({kind}) by pool", labels=[*names, "pool"]
@@ -94,6 +95,18 @@ class _EngineMetrics:
             for pool, count in stats[f"pages_{kind}"].items():
                 metric.add_metric([*values, pool], count)
             yield metric
+
+    def _ranks(self, ranks: Sequence[dict[str, float]]) -> Iterable[Metric]:
+        names, values = [*self._labels, "rank", "node"], list(self._labels.values())
+        for name, key, text in (
+            ("rank_silent_seconds", "silent_s", "Since a rank was heard of"),
+            ("rank_commands_behind", "behind", "Commands that a rank has not finished"),
+        ):
+            metric = GaugeMetricFamily(f"dsv4:{name}", text, labels=names)
+            for rank in ranks:
+                metric.add_metric([*values, str(rank["rank"]), str(rank["node"])], rank[key])
+            if ranks:
+                yield metric
 
     def _step_sizes(self, sizes: dict[str, Any]) -> Metric:
         text, names = "Tokens computed in one step", list(self._labels)

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.config import EngineConfig
 from dsv4.engine import Engine
 from dsv4.errors import KernelError, OptionError, RankError
 from dsv4.parallel import team as team_module
 from dsv4.request import Request, SamplingParams
 from dsv4.runner.ranks import start, state_copier
 from dsv4.testing import random_weights, small_config, write_checkpoint
+from dsv4.tools.doctor import parallel as doctor
 from tests.models import BYTE_TOKENIZER
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=5, logprobs=3)
@@ -79,6 +81,41 @@ def test_preempted_sequences_go_on_alike(folder: Path) -> None:
         finally:
             engine.close()
     assert found[0] == found[1]
+
+
+def test_the_doctor_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SIZES", (4096,))
+    monkeypatch.setattr(doctor, "STEPS", 6)
+    monkeypatch.setattr(doctor, "TEXTS", ("ab", "Once upon a time " * 8))
+    said: list[str] = []
+    choices = EngineConfig(device="cpu", tp=2, pp=2)
+    report = doctor.examine_ranks(str(folder), choices, said.append)
+    assert report.ok
+    assert (report.tp, report.pp, report.num_tokens) == (2, 2, 36)
+    assert report.num_logits > 271 * 136  # of every token of the longer text
+    [exchange] = report.exchanges
+    assert exchange.gather_us > 0
+    assert exchange.send_us > 0
+    assert {"decode step, batch 1", "decode step, batch 8"} < report.times.keys()
+    wanted = ([((1, 2), "a"), ((3,), "b")], torch.zeros(4, 5))
+    found = ([((1, 2), "x"), ((4,), "b")], torch.eye(4, 5))
+    assert list(doctor._differences(wanted, found)) == [
+        "answer 0: the same tokens with other log-probabilities",
+        "answer 1: tokens (4,), expected (3,)",
+        "logits differ in 4 of 4 rows, by up to 1",
+    ]
+    with pytest.raises(OptionError, match="tp x pp is 1, expected several ranks"):
+        doctor.examine_ranks(str(folder), EngineConfig(device="cpu", tp=1), said.append)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layout"), [(2, (2, 1)), (3, (1, 3)), (4, (2, 2)), (8, (2, 3)), (5, (1, 3))]
+)
+def test_the_doctor_uses_many_gpus(gpus: int, layout: tuple[int, int]) -> None:
+    assert (
+        doctor.default_layout(small_config(num_layers=3, compress_ratios=(0, 4, 128)), gpus)
+        == layout
+    )
 
 
 def test_no_process_is_left_behind(folder: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from dsv4.cache.geometry import POOLS, Geometry
 from dsv4.cache.state import StateTensors
 from dsv4.config import ModelConfig
+from dsv4.errors import RankError
 from dsv4.model import attention as attention_module
 from dsv4.model import exchange as exchange_module
 from dsv4.model import transformer as transformer_module
@@ -27,6 +29,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.parallel.comm import Comm, SingleRankComm
 from dsv4.parallel.layout import RankLayout, balance
+from dsv4.parallel.probe import probe
 from dsv4.parallel.threads import ThreadComm, ThreadWorld
 from dsv4.testing import as_dtype, random_weights, small_config
 
@@ -210,6 +213,41 @@ def test_the_order_of_arrival_does_not_matter() -> None:
     seeds = iter(range(100))
     found = results(4, 2, BOTH, FORMATS["exact"], lambda comm: Sleepy(comm, next(seeds)))
     check_equal(found, "exact", 4, 2)
+
+
+class Flipped:
+    """The second byte that this rank sends to its tensor group arrives wrong."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def gather(self, out: Tensor, x: Tensor) -> None:
+        x = x.clone()
+        x[1] ^= 1
+        self._comm.gather(out, x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_probe_finds_a_wrong_byte(flipped: bool) -> None:
+    stages, world = balance([1] * 4, 2), ThreadWorld(2, 2, 5.0)
+    layouts = [RankLayout(2, 2, rank, stages) for rank in range(4)]
+    comms: list[Any] = [world.rank(layout) for layout in layouts]
+    if flipped:
+        comms[3] = Flipped(comms[3])
+    works = [
+        partial(probe, comm, layout, 64, 2, CPU)
+        for comm, layout in zip(comms, layouts, strict=True)
+    ]
+    if not flipped:
+        times = world.run(works)
+        assert all(gather > 0 for gather, _ in times)
+        assert [send > 0 for _, send in times] == [True, True, False, False]
+        return
+    with pytest.raises(RankError, match=r"rank [23] received 1 of 64 bytes from rank 3 not as"):
+        world.run(works)
 
 
 # --- mistakes that others have made, which the comparison must see --------------------------------

@@ -1,6 +1,7 @@
 """A server over several ranks: the answers of one process, and a restart of all."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
     try:
         assert server.post(CHAT, body).json()["choices"] == wanted
         nursery, rank = ranks(server.engine_pid)
+        with server.client() as client:
+            [health] = client.get("/health").json()["ranks"]
+            assert (health["rank"], health["pid"]) == (1, rank)
+            assert health["silent_s"] < 60
+            text = client.get("/metrics").text
+        assert re.search(r'dsv4:rank_silent_seconds\{.*node="0",rank="1".*\} \d', text)
+        assert "dsv4:rank_commands_behind{" in text
         running = in_background(lambda: server.post(CHAT, {**body, "max_tokens": 4000}))
         wait_for(lambda: server.stats()["num_running"] == 1)
         os.kill(rank, signal.SIGKILL)

@@ -19,6 +19,7 @@ from dsv4.cache.geometry import POOLS
 from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, Message
 from dsv4.parallel.layout import RankLayout
+from dsv4.parallel.probe import probe
 from dsv4.parallel.team import describe
 from dsv4.runner.buffers import StepShape
 from dsv4.runner.ranks.start import connect, digest, load_rank
@@ -109,6 +110,9 @@ class Follower:
             runner.state.restore_rows(*numbers)
         elif command.kind == "check":
             return runner.state.checksum(*numbers)
+        elif command.kind == "probe":
+            exchange = runner.model.exchange
+            probe(exchange.comm, exchange.layout, numbers[0], numbers[1], runner.device)
         return None
 
     def _listen(self) -> None:

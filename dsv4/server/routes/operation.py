@@ -15,11 +15,14 @@ router = make_router()
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 while the engine's loop responds."""
+    """200 while the engine's loop responds; with several ranks also how each is."""
     link = request.app.state.service.link
     status = 200 if link.is_healthy else 503
     state = "stalled" if link.state == "ready" else link.state
-    return JSONResponse({"status": "ok" if status == 200 else state}, status)
+    body: dict[str, Any] = {"status": "ok" if status == 200 else state}
+    if link.stats.get("ranks"):
+        body["ranks"] = link.stats["ranks"]
+    return JSONResponse(body, status)
 
 
 @router.get("/ping")
