@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ def definitions(path: Path) -> set[str]:
     """`function`, `Class` and `Class.method` defined in a file."""
     names = set()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            members = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef
+            members = [item for item in node.body if isinstance(item, kinds)]
             names |= {f"{node.name}.{item.name}" for item in members}
     return names
 
@@ -54,6 +56,70 @@ def test_the_journeys_hops_exist() -> None:
     # the way down passes every part that a token meets
     parts = {Path(file).parts[1].removesuffix(".py") for file, _ in pairs}
     assert {"engine", "scheduler", "runner", "cache", "model", "ops", "sampling", "chat"} <= parts
+
+
+ROW = re.compile(r"^\| ([A-Z]\d+) \| `(dsv4/[\w./]+)` \| `([\w.]+)` \| (.+?) \| .*\|$", re.M)
+
+
+def source_of(file: str, name: str) -> str:
+    """The text of a function or of a class's method."""
+    text = (ROOT / file).read_text()
+    nodes: list[ast.stmt] = ast.parse(text).body
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        node = next(n for n in nodes if isinstance(n, kinds) and n.name == part)
+        nodes = node.body
+    return ast.get_source_segment(text, node) or ""
+
+
+def imports(file: str, module: str, name: str) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and node.module == module
+        and name in (alias.name for alias in node.names)
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+    )  # fmt: skip
+
+
+def missing_calls(page: str) -> list[str]:
+    """Rows whose caller does not call them. Quoted text must stand in the caller; a call into
+    another file must be quoted if its name alone could mean another function."""
+    rows = {hop: (file, name, by) for hop, file, name, by in ROW.findall(page)}
+    package = "\n".join(path.read_text() for path in (ROOT / "dsv4").rglob("*.py"))
+    defined = Counter(re.findall(r"^ *(?:async )?def (\w+)\(", package, re.M))
+    wrong = []
+    for hop, (file, name, by) in rows.items():
+        own = source_of(file, name)
+        caller = re.match(r"([A-Z]\d+)(?:: `(.*)`)?$", by)
+        if caller is None:
+            continue  # a beginning; how many there are is tested
+        text, quoted = source_of(*rows[caller[1]][:2]), caller[2]
+        last, here = name.split(".")[-1], file == rows[caller[1]][0]
+        is_imported = imports(rows[caller[1]][0], file.removesuffix(".py").replace("/", "."), last)
+        if not (quoted or here or is_imported) and defined[last] > 1:
+            wrong.append(f"{hop}: quote the call; there are {defined[last]} functions {last}")
+        call = rf"\b{last}\(" if not here or "." not in name else rf"\bself\.{last}\("
+        found = quoted in text if quoted else re.search(call, text) is not None
+        kind = re.search(r'"kind": "(\w+)"', quoted or "")
+        if not found or (kind and f'"{kind[1]}"' not in own):
+            wrong.append(f"{hop}: {rows[caller[1]][1]} does not call {name}")
+    return wrong
+
+
+def test_every_hop_of_the_journey_calls_the_next() -> None:
+    page = (ROOT / "docs" / "journey.md").read_text()
+    rows = ROW.findall(page)
+    assert len(rows) > 80
+    assert sum(not re.match(r"[A-Z]\d", by) for *_, by in rows) == 3, "request, step, weight"
+    assert {hop[0] for hop, *_ in rows} == set("RSBW")
+    assert missing_calls(page) == []
+
+
+def test_a_wrong_call_would_be_seen() -> None:
+    page = (ROOT / "docs" / "journey.md").read_text()
+    moved = page.replace("| `Engine._start` | R12 |", "| `Engine._start` | R11 |")
+    assert missing_calls(moved) == ["R13: Worker._take does not call Engine._start"]
+    assert missing_calls(page.replace("`model(inputs, state)`", "`model(inputs, pages)`"))
+    assert missing_calls(page.replace('"kind": "outputs"', '"kind": "out"'))
 
 
 def test_the_journey_names_the_ops_of_a_block() -> None:
