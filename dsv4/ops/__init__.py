@@ -6,7 +6,7 @@ from dsv4.ops.attention.index import SELECT as INDEX_SELECT
 from dsv4.ops.attention.query import INDEX as INDEX_QUERY
 from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
 from dsv4.ops.core.context import EngineOps, forced_references
-from dsv4.ops.core.op import Case, Kernel, Op
+from dsv4.ops.core.op import AnyOp, Case, Kernel, Op
 from dsv4.ops.gemm.embed import OP as EMBED
 from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
 from dsv4.ops.gemm.linear import OP as LINEAR
@@ -26,7 +26,7 @@ from dsv4.ops.sample.draft_rows import OP as DRAFT_ROWS
 from dsv4.ops.sample.sample import OP as SAMPLE
 from dsv4.ops.sample.verify import OP as VERIFY
 
-OPS: dict[str, Op] = {
+OPS: dict[str, AnyOp] = {
     op.name: op
     for op in (
         BEGIN_STEP,
@@ -61,4 +61,4 @@ def engine_ops(choice: str) -> EngineOps:
     return EngineOps(forced_references(choice, OPS))
 
 
-__all__ = ["OPS", "Case", "EngineOps", "Kernel", "Op", "engine_ops"]
+__all__ = ["OPS", "AnyOp", "Case", "EngineOps", "Kernel", "Op", "engine_ops"]

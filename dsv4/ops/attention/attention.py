@@ -254,5 +254,4 @@ def attention(q: Tensor, to: Visible) -> Tensor:
     check_shape(OP.name, "sink", to.sink, q.shape[1])
     if q.shape[0] == 0:
         return torch.empty_like(q)
-    result: Tensor = OP(q.device, q=q, **vars(to))
-    return result
+    return OP(q.device, q=q, **vars(to))

@@ -153,10 +153,7 @@ def index_scores(
     check_shape(SCORES.name, "weights", weights, *q.shape[:2])
     if q.shape[0] == 0:
         return q.new_empty(0, 0, dtype=torch.float32)
-    result: Tensor = SCORES(
-        q.device, q=q, weights=weights, pool=pool, table=table, batch=batch, topk=topk
-    )
-    return result
+    return SCORES(q.device, q=q, weights=weights, pool=pool, table=table, batch=batch, topk=topk)
 
 
 def index_select(scores: Tensor, topk: int) -> Tensor:
@@ -165,5 +162,4 @@ def index_select(scores: Tensor, topk: int) -> Tensor:
     check(topk > 0, SELECT.name, lambda: f"topk is {topk}, expected at least 1")
     if scores.numel() == 0:
         return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
-    result: Tensor = SELECT(scores.device, scores=scores, topk=topk)
-    return result
+    return SELECT(scores.device, scores=scores, topk=topk)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -66,7 +66,7 @@ INDEX = Op(
 )
 
 
-def _check(op: Op, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:
+def _check(op: AnyOp, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:
     check_shape(op.name, "q", q, "tokens", "heads", "dim")
     check_shape(op.name, "positions", positions, q.shape[0])
     check(
@@ -84,8 +84,7 @@ def query_prepare(q: Tensor, positions: Tensor, frequencies: Tensor, eps: float)
     _check(PREPARE, q, positions, frequencies)
     if q.numel() == 0:
         return torch.empty_like(q)
-    result: Tensor = PREPARE(q.device, q=q, positions=positions, frequencies=frequencies, eps=eps)
-    return result
+    return PREPARE(q.device, q=q, positions=positions, frequencies=frequencies, eps=eps)
 
 
 def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format: str) -> Tensor:
@@ -98,7 +97,6 @@ def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format:
     )
     if q.numel() == 0:
         return torch.empty_like(q)
-    result: Tensor = INDEX(
+    return INDEX(
         q.device, q=q, positions=positions, frequencies=frequencies, index_format=index_format
     )
-    return result

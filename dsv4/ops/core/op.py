@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -21,7 +21,8 @@ from dsv4.ops.core.context import current
 log = logging.getLogger(__name__)
 
 Arguments = dict[str, Any]
-Result = TypeVar("Result")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,26 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Op:
+class Op(Generic[P, R]):
+    """The reference's signature is the op's: mypy checks calls against it, and kernels take the
+    same arguments."""
+
     name: str
-    reference: Callable[..., Any]
+    reference: Callable[P, R]
     cases: Callable[[], Iterable[Case]]
     kernels: tuple[Kernel, ...] = ()
     mutates: tuple[str, ...] = ()  # arguments written in place
 
-    def __call__(self, device: torch.device, **arguments: Any) -> Any:
-        """The public function has checked the arguments; an observer may wrap the call."""
+    def __call__(self, device: torch.device, /, *_: P.args, **arguments: P.kwargs) -> R:
+        """Arguments are keywords. The public function has checked them; an observer may wrap the
+        call."""
         observer = current().observer
         if observer is None:
             return self.run(device, arguments)
-        return observer(self, arguments, lambda: self.run(device, arguments))
+        result: R = observer(self, arguments, lambda: self.run(device, arguments))
+        return result
 
-    def run(self, device: torch.device, arguments: Arguments) -> Any:
+    def run(self, device: torch.device, arguments: Arguments) -> R:
         """Run the kernel or reference that the context selects on `device`."""
         context = current()
         on_cpu = device.type == "cpu" and not context.kernels_on_cpu
@@ -99,16 +105,21 @@ class Op:
             reason = kernel.supports(arguments)
             if reason is None:
                 context.tell((self.name,), partial(kernel.label, arguments))
-                return kernel.run(arguments)
+                result: R = kernel.run(arguments)
+                return result
             reasons.append(reason)
         why = "; ".join(reasons) or "no kernel is written yet"
         message = f"op {self.name} runs its slow reference on {device}: {why}"
         warn_unless_strict(message, about=message)
         return self._run_reference(arguments)
 
-    def _run_reference(self, arguments: Arguments) -> Any:
+    def _run_reference(self, arguments: Arguments) -> R:
         current().tell((self.name,), lambda: "reference")
-        return self.reference(**arguments)
+        reference: Callable[..., R] = self.reference
+        return reference(**arguments)
+
+
+AnyOp = Op[..., Any]
 
 
 @dataclass(frozen=True)
@@ -123,11 +134,11 @@ class Fusion:
     reader: str = ""  # an op whose kernel alone can consume the result
 
     def __call__(
-        self, device: torch.device, arguments: Arguments, one_by_one: Callable[[], Result]
-    ) -> Result:
+        self, device: torch.device, arguments: Arguments, one_by_one: Callable[[], R]
+    ) -> R:
         if not self.accepts(device, arguments):
             return one_by_one()
-        result: Result = self.run(arguments)
+        result: R = self.run(arguments)
         return result
 
     def accepts(self, device: torch.device, arguments: Arguments) -> bool:

@@ -41,7 +41,4 @@ def embed(token_ids: Tensor, table: Tensor, num_streams: int, dtype: torch.dtype
     check_shape(OP.name, "table", table, "ids", "size")
     if token_ids.shape[0] == 0:
         return table.new_empty(0, num_streams, table.shape[1], dtype=dtype)
-    result: Tensor = OP(
-        table.device, token_ids=token_ids, table=table, num_streams=num_streams, dtype=dtype
-    )
-    return result
+    return OP(table.device, token_ids=token_ids, table=table, num_streams=num_streams, dtype=dtype)

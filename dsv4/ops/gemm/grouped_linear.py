@@ -82,5 +82,4 @@ def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     )
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0])
-    result: Tensor = OP(x.device, x=x, weight=weight)
-    return result
+    return OP(x.device, x=x, weight=weight)

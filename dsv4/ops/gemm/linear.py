@@ -160,8 +160,7 @@ def linear_multi(
             x.new_empty(0, w.shape[0], dtype=dtype)
             for w, dtype in zip(weights, dtypes, strict=True)
         ]
-    result: list[Tensor] = OP(x.device, x=x, weights=weights, out_dtypes=dtypes)
-    return result
+    return OP(x.device, x=x, weights=weights, out_dtypes=dtypes)
 
 
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:

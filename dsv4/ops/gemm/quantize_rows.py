@@ -111,8 +111,7 @@ def quantize_rows(x: Tensor) -> Fp4Rows:
             x.new_empty(x.shape[0], x.shape[1] // NVFP4_GROUP, dtype=torch.float8_e4m3fn),
             x.new_ones(x.shape[0], dtype=torch.float32),
         )
-    result: Fp4Rows = OP(x.device, x=x)
-    return result
+    return OP(x.device, x=x)
 
 
 def rounded(x: Tensor, width: Activations) -> Tensor:

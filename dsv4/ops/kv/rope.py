@@ -99,7 +99,4 @@ def rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bool = F
     )
     if x.numel() == 0:
         return torch.empty_like(x)
-    result: Tensor = OP(
-        x.device, x=x, positions=positions, frequencies=frequencies, inverse=inverse
-    )
-    return result
+    return OP(x.device, x=x, positions=positions, frequencies=frequencies, inverse=inverse)

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, sigmoid, softmax
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -178,7 +178,7 @@ BOUNDARY = Op(
 HEAD = Op("mhc_head", mhc_head_reference, head_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
 
 
-def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
+def _check(op: AnyOp, streams: Tensor, site: MixSite, head: bool) -> None:
     check_shape(op.name, "streams", streams, "tokens", "streams", "size")
     n, size = streams.shape[1:]
     rows = n if head else (2 + n) * n
@@ -194,7 +194,7 @@ def _check(op: Op, streams: Tensor, site: MixSite, head: bool) -> None:
 
 
 def _check_update(
-    op: Op, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
+    op: AnyOp, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
 ) -> None:
     tokens, n, size = streams.shape
     check_shape(op.name, "y", y, tokens, size)
@@ -205,8 +205,7 @@ def _check_update(
 def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     """-> normalised input `[tokens, size]`, post `[tokens, n]`, comb `[tokens, n, n]`."""
     _check(PRE, streams, site, head=False)
-    result: tuple[Tensor, Tensor, Tensor] = PRE(streams.device, streams=streams, site=site)
-    return result
+    return PRE(streams.device, streams=streams, site=site)
 
 
 def mhc_update(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
@@ -222,10 +221,7 @@ def mhc_boundary(
     """-> updated streams, then the results of `mhc_pre`."""
     _check(BOUNDARY, streams, site, head=False)
     _check_update(BOUNDARY, streams, y, post, comb)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = BOUNDARY(
-        streams.device, streams=streams, y=y, post=post, comb=comb, site=site
-    )
-    return result
+    return BOUNDARY(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
 
 
 def mhc_head(
@@ -234,5 +230,4 @@ def mhc_head(
     """-> the normalised input row of the output head, `[tokens, size]`."""
     _check(HEAD, streams, site, head=True)
     _check_update(HEAD, streams, y, post, comb)
-    result: Tensor = HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
-    return result
+    return HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)

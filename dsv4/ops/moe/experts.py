@@ -239,5 +239,4 @@ def experts_ffn(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Ten
     check_shape(OP.name, "weights", weights, *experts.shape)
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    result: Tensor = OP(x.device, x=x, experts=experts, weights=weights, **vars(by))
-    return result
+    return OP(x.device, x=x, experts=experts, weights=weights, **vars(by))

@@ -110,5 +110,4 @@ def router(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:
         check_shape(OP.name, "table", table, "vocabulary", num_chosen)
     if x.shape[0] == 0:
         return token_ids.new_empty(0, num_chosen), x.new_empty(0, num_chosen, dtype=torch.float32)
-    result: tuple[Tensor, Tensor] = OP(x.device, x=x, token_ids=token_ids, **vars(by))
-    return result
+    return OP(x.device, x=x, token_ids=token_ids, **vars(by))

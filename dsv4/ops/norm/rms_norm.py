@@ -48,5 +48,4 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         check_shape(OP.name, "weight", weight, x.shape[-1])
     if x.numel() == 0:
         return torch.empty_like(x)
-    result: Tensor = OP(x.device, x=x, weight=weight, eps=eps)
-    return result
+    return OP(x.device, x=x, weight=weight, eps=eps)

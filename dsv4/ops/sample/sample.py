@@ -162,5 +162,4 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
             )
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device), logits.sum(1)
-    result: tuple[Tensor, Tensor] = OP(logits.device, logits=logits, inputs=inputs)
-    return result
+    return OP(logits.device, logits=logits, inputs=inputs)

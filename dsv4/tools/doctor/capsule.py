@@ -24,7 +24,7 @@ from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, Unp
 from dsv4.ops import OPS
 from dsv4.ops.attention.attention import Compressed
 from dsv4.ops.core.arguments import copied, leaves
-from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
@@ -143,7 +143,7 @@ def replay(folder: Path, device: str = "cpu") -> Replay:
 
 
 def _kernel_error(
-    op: Op, stored: Arguments, wanted: dict[str, Tensor], device: str
+    op: AnyOp, stored: Arguments, wanted: dict[str, Tensor], device: str
 ) -> float | None:
     if device == "cpu":
         return None
@@ -190,7 +190,7 @@ def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return worst
 
 
-def outputs(op: Op, result: Any, arguments: Arguments) -> dict[str, Tensor]:
+def outputs(op: AnyOp, result: Any, arguments: Arguments) -> dict[str, Tensor]:
     """A call's results and in-place writes as numbers; pages are unpacked."""
     written = {}
     for name in op.mutates:

@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.errors import KernelError
 from dsv4.ops.core.arguments import copied
-from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.tools.doctor.plain.stations import STATIONS, OpCall
 
 _MUTABLE = ("pool", "state", "compressed")  # arguments that later calls change
@@ -44,7 +44,7 @@ class Tracer:
         self._half: _Half = {}
         self._seen: dict[str, int] = {}
 
-    def __call__(self, op: Op, arguments: Arguments, run: Callable[[], Any]) -> Any:
+    def __call__(self, op: AnyOp, arguments: Arguments, run: Callable[[], Any]) -> Any:
         name = self._place(op.name)
         if name is None:
             self.unplaced.add(op.name)

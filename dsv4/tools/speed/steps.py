@@ -23,7 +23,7 @@ from dsv4.errors import CapacityError, KernelError
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.context import observe
-from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
@@ -245,7 +245,7 @@ def experts_used(step: Callable[[], object], num_experts: int) -> float:
     """The share of a layer's experts that a step visits, on average."""
     found: list[int] = []
 
-    def watch(op: Op, _: Arguments, run: Callable[[], Any]) -> Any:
+    def watch(op: AnyOp, _: Arguments, run: Callable[[], Any]) -> Any:
         result = run()
         if op.name == "router":
             found.append(result[0].unique().numel())

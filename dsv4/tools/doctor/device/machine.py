@@ -14,7 +14,7 @@ from dsv4.formats.quantized import Fp8BlockTensor, Nvfp4Tensor, QuantizedTensor
 from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied, leaves
-from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.runner.activations import choose_activations
@@ -124,7 +124,7 @@ def kernel_table(device: str) -> Iterator[dict[str, str]]:
                 yield {"op": op.name, "format": label, "runs": runs, "why": why}
 
 
-def choice_for(op: Op, arguments: Arguments) -> tuple[str, str]:
+def choice_for(op: AnyOp, arguments: Arguments) -> tuple[str, str]:
     """The first kernel that supports the arguments, or the reference with each kernel's reason."""
     reasons: list[str] = []
     for kernel in op.kernels:

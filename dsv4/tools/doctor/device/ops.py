@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied, leaves, same_bits
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op
+from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel
 from dsv4.ops.kv.pool import rotates, round_index
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _change(x: Tensor, kind: str, generator: torch.Generator) -> Tensor:
 def check_ops(
     device: str,
     *,
-    ops: Mapping[str, Op] | None = None,
+    ops: Mapping[str, AnyOp] | None = None,
     only: str = "",
     kernels: bool | None = None,
 ) -> Iterator[OpResult]:
@@ -96,7 +96,7 @@ def check_ops(
 
 
 def _try_case(
-    op: Op, case: Case, device: str, use_kernels: bool, *, scaled: bool
+    op: AnyOp, case: Case, device: str, use_kernels: bool, *, scaled: bool
 ) -> Iterator[OpResult]:
     """A case that raises is recorded as a finding."""
     try:
@@ -109,7 +109,7 @@ def _try_case(
 
 
 def _check_case(
-    op: Op, case: Case, device: str, use_kernels: bool, *, scaled: bool
+    op: AnyOp, case: Case, device: str, use_kernels: bool, *, scaled: bool
 ) -> Iterator[OpResult]:
     drawn = case.build(torch.Generator().manual_seed(1))
     if any(tensor.numel() == 0 for _, tensor in leaves(drawn)):
@@ -130,14 +130,14 @@ def _short(kernel: Kernel) -> str:
     return kernel.module.rpartition(".")[2]
 
 
-def _outputs(op: Op, run: Callable[[Arguments], Any], arguments: Arguments) -> dict[str, Tensor]:
+def _outputs(op: AnyOp, run: Callable[[Arguments], Any], arguments: Arguments) -> dict[str, Tensor]:
     """A run's results and in-place writes, by name."""
     mine = copied(arguments)
     result = run(mine)
     return dict(leaves({"result": result, **{name: mine[name] for name in op.mutates}}))
 
 
-def _check_reference(op: Op, case: Case, arguments: Arguments) -> OpResult:
+def _check_reference(op: AnyOp, case: Case, arguments: Arguments) -> OpResult:
     """Two runs must give the same bits, and results must not be NaN (fresh pages are)."""
     first = _outputs(op, lambda a: op.reference(**a), arguments)
     again = _outputs(op, lambda a: op.reference(**a), arguments)
@@ -152,7 +152,7 @@ def _check_reference(op: Op, case: Case, arguments: Arguments) -> OpResult:
 
 
 def _check_kernel(
-    op: Op, kernel: Kernel, case: Case, arguments: Arguments, scaled: bool
+    op: AnyOp, kernel: Kernel, case: Case, arguments: Arguments, scaled: bool
 ) -> OpResult:
     wanted = _outputs(op, lambda a: op.reference(**a), arguments)
     found = _outputs(op, kernel.run, arguments)

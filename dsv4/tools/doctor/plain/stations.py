@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Op
+from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.kv.pool import PagedPool, load, locate
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 
@@ -30,7 +30,7 @@ class OpCall:
 
     layer: int
     station: "Station"
-    op: Op
+    op: AnyOp
     before: Arguments
     after: Arguments  # the op's own argument objects, including its in-place writes
     result: Any
