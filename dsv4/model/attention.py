@@ -18,7 +18,8 @@ from dsv4.model.indexer import Indexer
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
 from dsv4.ops.attention.attention import Compressed, Visible
-from dsv4.ops.fused.block import Queries, query_attention, store_and_query
+from dsv4.ops.attention.query import Queries
+from dsv4.ops.fused.block import query_attention, store_and_query
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression

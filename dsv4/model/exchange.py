@@ -18,10 +18,10 @@ from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.model.mhc import collapse_head
 from dsv4.ops.fused import block
-from dsv4.ops.fused.block import Mixed, Residual, Update, collapse
+from dsv4.ops.fused.block import Mixed
 from dsv4.ops.gemm.linear import linear, linear_multi, linear_ranges
 from dsv4.ops.gemm.split_k import PartialSums
-from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
 from dsv4.ops.moe.experts import Experts, expert_parts, shared_part, sum_pairs
 from dsv4.ops.moe.router import Gate, router
 from dsv4.parallel.comm import Comm

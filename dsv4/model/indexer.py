@@ -7,7 +7,8 @@ from dsv4.config import ModelConfig
 from dsv4.model.compressor import Compressor
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Queries, prepare_queries, score_select
+from dsv4.ops.attention.query import Queries
+from dsv4.ops.fused.block import prepare_queries, score_select
 
 
 class Indexer:

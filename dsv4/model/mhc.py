@@ -4,8 +4,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Residual
-from dsv4.ops.mhc.mix import MixSite, mhc_head, mhc_update
+from dsv4.ops.mhc.mix import MixSite, Residual, mhc_head, mhc_update
 
 
 def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:

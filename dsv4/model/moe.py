@@ -5,8 +5,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.model.exchange import SingleRank
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Residual
-from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.mhc.mix import MixSite, Residual
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.moe.router import Gate
 

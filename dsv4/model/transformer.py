@@ -23,8 +23,8 @@ from dsv4.model.inputs import StepInputs
 from dsv4.model.mhc import finish, mix_site
 from dsv4.model.moe import MoE
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Residual, Update
 from dsv4.ops.gemm.embed import embed
+from dsv4.ops.mhc.mix import Residual, Update
 from dsv4.parallel.comm import SingleRankComm
 from dsv4.parallel.layout import RankLayout
 

@@ -70,7 +70,8 @@ def test_the_plan_says_what_serves_what(launches: dict[str, list[str]]) -> None:
     assert "kv_store by kv_store_triton" in plan["every prompt"].split("; ")
     assert plan["every sampling"] == "sample by sample_triton; accept by accept_triton"
     assert not any("reference" in line for line in launches["tiny plan"])
-    assert any("router, experts by mix_scaled_triton" in line for line in launches["tiny a4 plan"])
+    fused = "router, experts by mix_experts_scaled_triton"
+    assert any(fused in line for line in launches["tiny a4 plan"])
 
 
 def test_norms_and_boundaries_quantise_their_rows(launches: dict[str, list[str]]) -> None:

@@ -5,6 +5,7 @@ index_query     per index head: rope, then the same rotation and rounding as ind
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -100,3 +101,16 @@ def index_query(q: Tensor, positions: Tensor, frequencies: Tensor, index_format:
     return INDEX(
         q.device, q=q, positions=positions, frequencies=frequencies, index_format=index_format
     )
+
+
+@dataclass(frozen=True)
+class Queries:
+    """`[tokens, heads, dim]`; as projected unless `is_prepared`. `eps` belongs to their norm."""
+
+    q: Tensor
+    eps: float
+    is_prepared: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device

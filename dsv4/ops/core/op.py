@@ -7,6 +7,7 @@ bisection: `reference` for all of them, or a comma list of names.
 """
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -123,36 +124,41 @@ AnyOp = Op[..., Any]
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """Several ops in one launch where a kernel supports that; otherwise they run one by one.
+class Fusion(Generic[P, R]):
+    """A function that runs several ops, in one launch where a kernel supports its arguments.
 
     The results are equal bit for bit. Not used where an op is observed or forced to its reference.
+    The first argument has a `device`.
     """
 
+    one_by_one: Callable[P, R]
     ops: tuple[str, ...]  # their names
     kernel: Kernel
     reader: str = ""  # an op whose kernel alone can consume the result
 
-    def __call__(
-        self, device: torch.device, arguments: Arguments, one_by_one: Callable[[], R]
-    ) -> R:
-        if not self.accepts(device, arguments):
-            return one_by_one()
-        result: R = self.run(arguments)
-        return result
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result = self.attempt(*args, **kwargs)
+        return self.one_by_one(*args, **kwargs) if result is None else result
 
-    def accepts(self, device: torch.device, arguments: Arguments) -> bool:
-        context = current()
+    def attempt(self, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """The result of the kernel, or None if it does not support the arguments."""
+        context, first = current(), args[0]
+        device: torch.device = first.device  # type: ignore[attr-defined]
         if device.type == "cpu" and not context.kernels_on_cpu:
-            return False
+            return None
         needed = (*self.ops, self.reader)
         if context.observer is not None or any(map(context.engine.forces_reference, needed)):
-            return False
-        return self.kernel.supports(arguments) is None
+            return None
+        arguments = dict(zip(self._names, args, strict=False), **kwargs)
+        if self.kernel.supports(arguments) is not None:
+            return None
+        context.tell(self.ops, partial(self.kernel.label, arguments))
+        result: R = self.kernel.run(arguments)
+        return result
 
-    def run(self, arguments: Arguments) -> Any:
-        current().tell(self.ops, partial(self.kernel.label, arguments))
-        return self.kernel.run(arguments)
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.one_by_one).parameters)
 
 
 def warn_unless_strict(message: str, about: str = "") -> None:

@@ -10,34 +10,34 @@ from dsv4.ops.attention import attention_triton, query_triton
 from dsv4.ops.core.launch import ROW_WARPS
 
 
-def supports(q, eps, **attention) -> str | None:
-    frequencies, positions = attention["frequencies"], attention["batch"].positions
+def supports(queries, to) -> str | None:
+    q = queries.q
+    if queries.is_prepared:
+        return "the queries are prepared"
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1) or q.shape[2] > 512:
         return f"q has shape {tuple(q.shape)}"
-    config = _config(q, attention)
+    config = _config(q, to)
     if not (config.split or config.unpacked):
         return "many programs would prepare the same queries"
-    return query_triton.supports(q, positions, frequencies) or attention_triton.supports(
-        q, **attention
-    )
+    reason = query_triton.supports(q, to.batch.positions, to.frequencies)
+    return reason or attention_triton.supports(q, **vars(to))
 
 
-def _config(q, attention) -> attention_triton.AttentionVariant:
-    names = ("pool", "table", "compressed", "window")
-    places = (attention[name] for name in names)
-    return attention_triton.choose_variant(q, *places, 2 * attention["frequencies"].shape[0])
+def _config(q, to) -> attention_triton.AttentionVariant:
+    places = (to.pool, to.table, to.compressed, to.window)
+    return attention_triton.choose_variant(q, *places, 2 * to.frequencies.shape[0])
 
 
-def variant(q, eps, **attention) -> str:
-    return str(_config(q, attention))
+def variant(queries, to) -> str:
+    return str(_config(queries.q, to))
 
 
-def compile_others(q, eps, **attention) -> None:
-    attention_triton.compile_others(q, **attention, eps=eps)
+def compile_others(queries, to) -> None:
+    attention_triton.compile_others(queries.q, **vars(to), eps=queries.eps)
 
 
-def run(q, eps, **attention):
-    config = _config(q, attention)
+def run(queries, to):
+    config = _config(queries.q, to)
     if config.heads == query_triton.HEADS:  # more have 512 channels, summed equally by 8 warps
         config = replace(config, num_warps=ROW_WARPS)
-    return attention_triton.run(q, **attention, config=config, eps=eps)
+    return attention_triton.run(queries.q, **vars(to), config=config, eps=queries.eps)

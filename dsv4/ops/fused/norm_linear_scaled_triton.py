@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.launch import ROW_WARPS, launch_options
-from dsv4.ops.fused import norm_store_triton
 from dsv4.ops.gemm import linear_scaled_triton
 from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, row_fits, store_row
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
@@ -26,32 +25,32 @@ def _norm_quantize_kernel(
     store_row(value, codes, scales, row_scale, row, 1, columns, PAD, TILED, BITS == 8)
 
 
-def _readers(linear) -> list[ScaledTensor]:
-    return [weight for weight in linear["weights"] if isinstance(weight, ScaledTensor)]
-
-
-def supports(norm, linear, key=None, blocks=None) -> str | None:
-    """`key` and `blocks` as in norm_store_triton, or only the norm."""
-    if not _readers(linear):
+def products_reason(latent, weights) -> str | None:
+    """Why the latent cannot be stored quantised for `weights`, or None."""
+    if not any(isinstance(weight, ScaledTensor) for weight in weights):
         return "no weight asks for activations of few bits"
-    x = norm["x"]
-    if x.dim() != 2 or x.shape[0] == 0 or not row_fits(x.shape[1]):
-        return f"x is {tuple(x.shape)}, kernels need a row at least and more than 128 columns"
-    reason = linear_scaled_triton.supports(x, **linear)
-    if reason is not None:
-        return reason
-    if key is None:
-        return rms_norm_triton.supports(**norm)
-    return norm_store_triton.supports(norm, key, blocks)
+    if latent.dim() != 2 or latent.shape[0] == 0 or not row_fits(latent.shape[1]):
+        return f"{tuple(latent.shape)}: kernels need a row at least and more than 128 columns"
+    return linear_scaled_triton.supports(latent, weights, [latent.dtype] * len(weights))
 
 
-def run(norm, linear, key=None, blocks=None):
-    rows = linear_scaled_triton.ready_rows(norm["x"], _readers(linear)[0])
-    if key is None:
-        latent = norm_quantize(**norm, rows=rows)
-    else:
-        latent = norm_store_triton.run(norm, key, blocks, rows)
-    return linear_scaled_triton.run(latent, **linear, ready=rows)
+def latent_rows(latent, weights):
+    """Buffers for the latent's rows as the first of `weights` that is a ScaledTensor takes them."""
+    reader = next(weight for weight in weights if isinstance(weight, ScaledTensor))
+    return linear_scaled_triton.ready_rows(latent, reader)
+
+
+def products(normed, weights, rows):
+    return linear_scaled_triton.run(normed, weights, [normed.dtype] * len(weights), ready=rows)
+
+
+def supports(latent, norm, eps, weights) -> str | None:
+    return products_reason(latent, weights) or rms_norm_triton.supports(latent, norm, eps)
+
+
+def run(latent, norm, eps, weights):
+    rows = latent_rows(latent, weights)
+    return products(norm_quantize(latent, norm, eps, rows), weights, rows)
 
 
 def norm_quantize(x, weight, eps, rows):

@@ -79,18 +79,19 @@ def _state_kernel(
                 )  # fmt: skip
 
 
-def supports(norm, key, blocks) -> str | None:
-    batch = key["batch"]
+def supports(latent, norm, key, blocks) -> str | None:
+    batch = key.batch
     if not batch.one_each or batch.num_tokens == 0:
         return "not one new token for each sequence"
-    if norm["weight"] is None or norm["x"].dim() != 2:
+    if norm is None or latent.dim() != 2:
         return "the latent's norm has no weight"
-    reason = rms_norm_triton.supports(**norm) or kv_store_triton.supports(**key)
+    reason = rms_norm_triton.supports(latent, norm, key.eps)
+    reason = reason or kv_store_triton.supports(**vars(key))
     for block in blocks:
-        reason = reason or compress_triton.supports(**block)
-        if block["dtype"] != key["kv"].dtype or block["eps"] != key["eps"]:
+        reason = reason or compress_triton.supports(**vars(block))
+        if block.dtype != key.kv.dtype or block.eps != key.eps:
             reason = reason or "compressors and keys differ in dtype or eps"
-    if blocks and pool_constants(blocks[0]["pool"]) != pool_constants(key["pool"]):
+    if blocks and pool_constants(blocks[0].pool) != pool_constants(key.pool):
         reason = reason or "entries and window keys differ in format"
     if len(blocks) == 2 and _differ(*blocks):
         reason = reason or "the two compressors differ in ratio, table or pages"
@@ -99,37 +100,37 @@ def supports(norm, key, blocks) -> str | None:
 
 def _differ(a, b) -> bool:
     return (
-        a["ratio"] != b["ratio"]
-        or a["table"].data_ptr() != b["table"].data_ptr()
-        or a["table"].shape != b["table"].shape
-        or a["pool"].page_entries != b["pool"].page_entries
+        a.ratio != b.ratio
+        or a.table.data_ptr() != b.table.data_ptr()
+        or a.table.shape != b.table.shape
+        or a.pool.page_entries != b.pool.page_entries
     )
 
 
-def run(norm, key, blocks, rows=None):
+def run(latent, norm, key, blocks, rows=None):
     """`rows` (quantize_rows_triton.QuantizedRows): also store the latent quantised there."""
-    x, kv, batch, window = norm["x"], key["kv"], key["batch"], key["pool"]
+    x, kv, batch, window = latent, key.kv, key.batch, key.pool
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = dict.fromkeys(("RATIO", "ROWS", "WIDTH", "WPAD", "SLOTS", "STEP", "OVERLAP"), 1)
     first = blocks[0] if blocks else None
     if first is not None:
-        sizes = {**state_sizes(first["ratio"], first["values"], first["state"]),
-                 **block_sizes(first["ratio"])}  # fmt: skip
+        sizes = {**state_sizes(first.ratio, first.values, first.state),
+                 **block_sizes(first.ratio)}  # fmt: skip
     second = blocks[1] if len(blocks) > 1 else first
-    width = second["values"].shape[1] if second else 1
-    index = pool_constants(second["pool"] if second else window)
-    table = first["table"] if first else key["table"]
+    width = second.values.shape[1] if second else 1
+    index = pool_constants(second.pool if second else window)
+    table = first.table if first else key.table
     _state_kernel[(batch.num_tokens, 2 + len(blocks))](
-        x, x.stride(0), norm["weight"], out, key["eps"], key["frequencies"], batch.positions,
-        batch.seq_idx, batch.slots, kv, kv.stride(0), key["norm"], key["table"],
-        key["table"].shape[1], window.page_entries, *pool_tensors(window),
+        x, x.stride(0), norm, out, key.eps, key.frequencies, batch.positions,
+        batch.seq_idx, batch.slots, kv, kv.stride(0), key.norm, key.table,
+        key.table.shape[1], window.page_entries, *pool_tensors(window),
         *_block_tensors(first, kv), *_block_tensors(second, kv),
-        table, table.shape[1], (first["pool"] if first else window).page_entries,
+        table, table.shape[1], (first.pool if first else window).page_entries,
         *row_buffers(rows, x),
         SIZE=x.shape[1], SIZE_PAD=triton.next_power_of_2(x.shape[1]), JOBS=2 + len(blocks),
         **sizes, I_WIDTH=width, I_WPAD=triton.next_power_of_2(width),
         **pool_constants(window), **{f"I_{name}": index[name] for name in _SHARED},
-        ROPE=2 * key["frequencies"].shape[0], **row_constants(rows), DT=tl_dtype(kv.dtype),
+        ROPE=2 * key.frequencies.shape[0], **row_constants(rows), DT=tl_dtype(kv.dtype),
         
         **launch_options(ROW_WARPS),
     )  # fmt: skip
@@ -140,8 +141,8 @@ def _block_tensors(block, unused):
     """A compressor's tensors as the kernel takes them; any tensor where there is none."""
     if block is None:
         return (unused,) * 9
-    state = block["state"]
+    state = block.state
     return (
-        block["values"], block["gates"], block["ape"], block["norm"], state.values, state.gates,
-        *pool_tensors(block["pool"]),
+        block.values, block.gates, block.ape, block.norm, state.values, state.gates,
+        *pool_tensors(block.pool),
     )  # fmt: skip

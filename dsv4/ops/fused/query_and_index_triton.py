@@ -2,6 +2,8 @@
 """`query_prepare` and `index_query` in one launch: a program is a token and a block of heads of
 either; index programs also scale the head weights."""
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -39,30 +41,35 @@ def _queries_kernel(
         tl.store(weights_out + at, weight * scale, mask=head < num_index_heads)
 
 
-def supports(query, index, weights, scale) -> str | None:
-    if query["q"].shape[0] > MOST_TOKENS:
+def supports(
+    queries, index_q, head_weights, scale, positions, frequencies, index_format
+) -> str | None:
+    q = queries.q
+    if q.shape[0] > MOST_TOKENS:
         return "of so many tokens attention prepares its own queries"
-    if weights.dtype != torch.float32 or not weights.is_contiguous():
-        return f"weights are {weights.dtype} with strides {weights.stride()}"
-    if query["q"].dtype != index["q"].dtype or query["q"].shape[0] == 0:
+    if head_weights.dtype != torch.float32 or not head_weights.is_contiguous():
+        return f"weights are {head_weights.dtype} with strides {head_weights.stride()}"
+    if q.dtype != index_q.dtype or q.shape[0] == 0:
         return "queries differ in dtype, or there are none"
-    return query_triton.supports(**query) or query_triton.supports(**index)
+    turned = (positions, frequencies)
+    return query_triton.supports(q, *turned, queries.eps) or query_triton.supports(
+        index_q, *turned, index_format=index_format
+    )
 
 
-def run(query, index, weights, scale):
-    q, index_q = query["q"], index["q"]
+def run(queries, index_q, head_weights, scale, positions, frequencies, index_format):
+    q = queries.q
     out, index_out = torch.empty_like(q), torch.empty_like(index_q)
-    weights_out = torch.empty_like(weights)
+    weights_out = torch.empty_like(head_weights)
     blocks = triton.cdiv(q.shape[1], HEADS)
     grid = (q.shape[0], blocks + triton.cdiv(index_q.shape[1], HEADS))
-    frequencies = query["frequencies"]
     _queries_kernel[grid](
-        q, out, index_q, index_out, weights, weights_out, query["positions"], frequencies,
-        query["eps"], scale, q.shape[1], index_q.shape[1],
+        q, out, index_q, index_out, head_weights, weights_out, positions, frequencies,
+        queries.eps, scale, q.shape[1], index_q.shape[1],
         BH=HEADS, BLOCKS=blocks, DIM=q.shape[2], PAD=triton.next_power_of_2(q.shape[2]),
         INDEX_DIM=index_q.shape[2], INDEX_PAD=triton.next_power_of_2(index_q.shape[2]),
         ROPE=2 * frequencies.shape[0], ASM=not interpreting(),
-        **index_constants(index_q, index["index_format"]),
+        **index_constants(index_q, index_format),
         **launch_options(4),
     )  # fmt: skip
-    return out, index_out, weights_out
+    return replace(queries, q=out, is_prepared=True), index_out, weights_out

@@ -7,16 +7,17 @@ from dsv4.ops.moe import experts_single_token_triton, experts_triton, router_tri
 from dsv4.ops.moe.shared_expert_triton import is_apart
 
 
-def supports(router, experts) -> str | None:
-    if router["x"].shape[0] != 1:
+def supports(x, token_ids, gate, experts) -> str | None:
+    if x.shape[0] != 1:
         return "more than one token"
-    if is_apart(experts["shared_w13"], experts["w13"]):
+    if is_apart(experts.shared_w13, experts.w13):
         return "a shared expert in another format"
-    return router_triton.supports(**router) or experts_triton.weights_reason(
-        router["x"], experts["w13"], experts["w2"], experts["shared_w13"], experts["shared_w2"]
-    )
+    matrices = (experts.w13, experts.w2, experts.shared_w13, experts.shared_w2)
+    reason = router_triton.supports(x, token_ids=token_ids, **vars(gate))
+    return reason or experts_triton.weights_reason(x, *matrices)
 
 
-def run(router, experts) -> PartialSums:
-    parts = experts_single_token_triton.launch_routed(**router, **experts)
-    return PartialSums(parts[:, :, None], None, router["x"].dtype)
+def run(x, token_ids, gate, experts) -> PartialSums:
+    given = {"token_ids": token_ids, **vars(gate), **vars(experts)}
+    parts = experts_single_token_triton.launch_routed(x, **given)
+    return PartialSums(parts[:, :, None], None, x.dtype)

@@ -231,3 +231,38 @@ def mhc_head(
     _check(HEAD, streams, site, head=True)
     _check_update(HEAD, streams, y, post, comb)
     return HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
+
+
+@dataclass(frozen=True)
+class Update:
+    """A half-block's result, `[tokens, size]`, and how to spread it over the streams."""
+
+    y: Tensor | PartialSums
+    post: Tensor
+    comb: Tensor
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The streams `[tokens, streams, size]` and their pending update, if any."""
+
+    streams: Tensor
+    update: Update | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.streams.device
+
+    @property
+    def pending(self) -> tuple[Tensor | PartialSums, Tensor, Tensor] | tuple[()]:
+        """y, post and comb of the update."""
+        update = self.update
+        return () if update is None else (update.y, update.post, update.comb)
+
+
+def collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> updated streams, the row they collapse into, normalised, post, comb."""
+    streams, update = residual.streams, residual.update
+    if update is None:
+        return (streams, *mhc_pre(streams, site))
+    return mhc_boundary(streams, update.y, update.post, update.comb, site)

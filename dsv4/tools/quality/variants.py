@@ -24,7 +24,8 @@ from dsv4.model.attention import layer_frequencies
 from dsv4.model.transformer import Transformer
 from dsv4.ops.attention.attention import Visible
 from dsv4.ops.attention.index import index_select
-from dsv4.ops.fused.block import Queries, query_attention
+from dsv4.ops.attention.query import Queries
+from dsv4.ops.fused.block import query_attention
 from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.mhc.mix import mhc_update_reference

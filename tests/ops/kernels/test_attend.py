@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from dsv4.formats.entry import kv_entry
+from dsv4.ops.attention.attention import Visible
+from dsv4.ops.attention.query import Queries
 from dsv4.ops.core.launch import ROW_WARPS
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.pool import allocate_pool
@@ -29,16 +31,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def attend(starts: list[int], counts: list[int], heads: int, dim: int, rope_dim: int) -> None:
     """Sequences with so many tokens before and now, through attention that prepares queries."""
-    given = {
-        "pool": allocate_pool("fp8", False, kv_entry("fp8", dim, rope_dim), (1, 64), "cpu"),
-        "table": torch.zeros(len(starts), 131, dtype=torch.int64),
-        "compressed": None,
-        "window": 128,
-        "frequencies": torch.zeros(rope_dim // 2),
-        "batch": make_ragged(starts, counts, [0] * len(starts), torch.device("cpu")),
-    }
-    q = torch.zeros(sum(counts), heads, dim, dtype=torch.bfloat16)
-    import_module("dsv4.ops.fused.attention_with_queries_triton").run(q, 1e-6, **given)
+    to = Visible(
+        sink=torch.zeros(heads),
+        pool=allocate_pool("fp8", False, kv_entry("fp8", dim, rope_dim), (1, 64), "cpu"),
+        table=torch.zeros(len(starts), 131, dtype=torch.int64),
+        compressed=None,
+        window=128,
+        frequencies=torch.zeros(rope_dim // 2),
+        batch=make_ragged(starts, counts, [0] * len(starts), torch.device("cpu")),
+    )
+    queries = Queries(torch.zeros(sum(counts), heads, dim, dtype=torch.bfloat16), 1e-6)
+    import_module("dsv4.ops.fused.attention_with_queries_triton").run(queries, to)
 
 
 @pytest.mark.parametrize("dim", [32, 512])

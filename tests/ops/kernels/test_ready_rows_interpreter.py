@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 from dsv4.formats import fp8
 from dsv4.ops.core.context import kernels_on_cpu
 from dsv4.ops.core.op import Arguments, Fusion
-from dsv4.ops.fused.block import MIX_EXPERTS, MIX_LINEAR
+from dsv4.ops.fused.block import mix_experts, mix_linear
 from dsv4.ops.gemm.quantize_rows import quantize_rows_reference
 from dsv4.ops.gemm.weights.scaled import random_scaled, untile_scales
-from dsv4.ops.mhc.mix import _random_site, mhc_boundary_reference
+from dsv4.ops.mhc.mix import Residual, Update, _random_site, mhc_boundary_reference
 from tests.ops.kernels.compiling import interpreted
 
 GROUPS = (("mix rows", "mix count"), ("norm rows", "inputs"), ("experts", "queries"))
@@ -145,11 +145,16 @@ def check_norm_rows() -> None:
         assert_same("rows", quantized(plain, rows), parts(rows))
 
 
-def fused(fusion: Fusion, together: Arguments) -> Any:
+def fused(fusion: Fusion[..., Any], *given: Any) -> Any:
     with kernels_on_cpu():
-        reason = fusion.kernel.supports(together)
-        assert fusion.accepts(CPU, together), reason
-        return fusion.run(together)
+        found = fusion.attempt(*given)
+    assert found is not None
+    return found
+
+
+def residual_of(mix: Arguments) -> Residual:
+    update = Update(mix["y"], mix["post"], mix["comb"]) if "y" in mix else None
+    return Residual(mix["streams"], update)
 
 
 def random_linear(size: int, kinds: tuple[str, ...]) -> Arguments:
@@ -169,24 +174,25 @@ def check_inputs() -> None:
         mix["site"].norm.clamp_(-3, 3)
         streams, x, post, comb = mix_triton.run(**mix)
         wanted = [streams, post, comb, *linear_scaled_triton.run(x, **linear)]
-        *found, products = fused(MIX_LINEAR, {"mix": mix, "linear": linear})
+        *found, products = fused(mix_linear, residual_of(mix), mix["site"], *linear.values())
         assert_same(f"{tokens} rows {kinds}", wanted, [*found, *products])
     first = {"streams": mix["streams"], "site": mix["site"]}
     x, post, comb = mix_triton.run(**first)
     wanted = [first["streams"], post, comb, *linear_scaled_triton.run(x, **linear)]
-    *found, products = fused(MIX_LINEAR, {"mix": first, "linear": linear})
+    *found, products = fused(mix_linear, residual_of(first), mix["site"], *linear.values())
     assert_same("first layer", wanted, [*found, *products])
     plain = {"weights": linear["weights"][2:], "out_dtypes": linear["out_dtypes"][2:]}
     with kernels_on_cpu():  # nobody wants few bits: the ops run one by one
-        assert not MIX_LINEAR.accepts(CPU, {"mix": mix, "linear": plain})
-        empty = {**mix, **{k: mix[k][:0] for k in ("streams", "y", "post", "comb")}}
-        assert not MIX_LINEAR.accepts(CPU, {"mix": empty, "linear": linear})
+        assert mix_linear.attempt(residual_of(mix), mix["site"], *plain.values()) is None
+        empty = residual_of({k: mix[k][:0] for k in ("streams", "y", "post", "comb")})
+        assert mix_linear.attempt(empty, mix["site"], *linear.values()) is None
 
 
 def check_experts() -> None:
     from dsv4.ops.mhc import mix_triton
     from dsv4.ops.moe import experts_scaled_triton, experts_triton, router_triton
-    from dsv4.ops.moe.experts import _few_bit_case
+    from dsv4.ops.moe.experts import Experts, _few_bit_case
+    from dsv4.ops.moe.router import Gate
 
     names = ("w13", "w2", "shared_w13", "shared_w2", "limit")
     for kinds in (("nvfp4", "nvfp4"), ("a16", "fp8"), ("mxfp4", "a16")):
@@ -198,46 +204,50 @@ def check_experts() -> None:
             "gate": torch.randn(4, 288, generator=g).bfloat16(),
             "bias": torch.randn(4, generator=g),
             "table": None,
-            "token_ids": torch.tensor([3, 5]),
             "num_chosen": 2,
             "scaling": 1.5,
         }
+        token_ids = torch.tensor([3, 5])
         streams, x, post, comb = mix_triton.run(**mix)
         module = experts_triton if kinds[0] == "a16" else experts_scaled_triton
-        y = module.run(x, *router_triton.run(x, **router), **experts)
-        found = fused(MIX_EXPERTS, {"mix": mix, "router": router, "experts": experts})
-        assert_same(f"{kinds}", [streams, post, comb, y], list(found))
+        y = module.run(x, *router_triton.run(x, token_ids=token_ids, **router), **experts)
+        given = (residual_of(mix), mix["site"], token_ids, Gate(**router), Experts(**experts))
+        found = fused(mix_experts, *given)
+        assert_same(f"{kinds}", [streams, y, post, comb], [found.streams, *found.pending])
 
 
 def check_queries() -> None:
     """Behind the norm alone, and behind the launch that also stores the state."""
     from dsv4.ops.core.arguments import copied
     from dsv4.ops.core.ragged import make_ragged
-    from dsv4.ops.fused.block import NORM_LINEAR, STORE_LINEAR
+    from dsv4.ops.fused.block import norm_linear, store_and_query
     from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.kv import kv_store_triton
+    from dsv4.ops.kv.compress import Compression
+    from dsv4.ops.kv.kv_store import WindowKey
     from dsv4.ops.kv.rope import rope_frequencies
     from dsv4.ops.norm import rms_norm_triton
     from tests.ops.kernels.test_state_interpreter import case_arguments, compress_arguments
 
     g = torch.Generator().manual_seed(6)
-    norm = {"x": torch.randn(2, 288, generator=g).bfloat16(), "eps": 1e-6}
-    norm["weight"] = torch.rand(288, generator=g)
+    latent, norm = torch.randn(2, 288, generator=g).bfloat16(), torch.rand(288, generator=g)
     for kinds in (("nvfp4", "nvfp4"), ("mxfp4", "fp8")):
-        linear = random_linear(288, kinds)
-        wanted = linear_scaled_triton.run(rms_norm_triton.run(**norm), **linear)
-        assert_same("norm", wanted, fused(NORM_LINEAR, {"norm": norm, "linear": linear}))
+        weights = random_linear(288, kinds)["weights"]
+        normed = rms_norm_triton.run(latent, norm, 1e-6)
+        wanted = linear_scaled_triton.run(normed, weights, [torch.bfloat16] * len(weights))
+        assert_same("norm", wanted, fused(norm_linear, latent, norm, 1e-6, weights))
         batch = make_ragged([6, 127], [1, 1], [1, 0], CPU)
         frequencies = rope_frequencies(16, 10000.0)
         key = case_arguments("kv_store", "fp8 [0, 4096]+[1, 1]", g)
         key |= {"batch": batch, "frequencies": frequencies, "kv": key["kv"].bfloat16()}
         blocks = [compress_arguments(128, False, batch, frequencies, g)]
-        together = {"norm": norm, "key": copied(key), "blocks": copied(blocks), "linear": linear}
-        assert_same("state", wanted, fused(STORE_LINEAR, together))
-        kv_store_triton.run(**key)
+        own = WindowKey(**copied(key))
+        compressions = [Compression(**block) for block in copied(blocks)]
         assert_same(
-            "key", list(key["pool"].parts.values()), list(together["key"]["pool"].parts.values())
+            "state", wanted, fused(store_and_query, latent, norm, weights, own, compressions)
         )
+        kv_store_triton.run(**key)
+        assert_same("key", list(key["pool"].parts.values()), list(own.pool.parts.values()))
 
 
 CHECKS = {

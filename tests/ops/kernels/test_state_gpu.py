@@ -10,10 +10,13 @@ from torch import Tensor
 
 from benchmarks import state_ops as inputs
 from dsv4.ops import OPS
-from dsv4.ops.attention.attention import _filled
+from dsv4.ops.attention.attention import Visible, _filled
+from dsv4.ops.attention.query import Queries
 from dsv4.ops.core.arguments import copied, leaves, same_bits
 from dsv4.ops.core.op import Arguments
 from dsv4.ops.core.ragged import make_ragged
+from dsv4.ops.kv.compress import Compression
+from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.rope import rope_frequencies
 from dsv4.tools.bench_ops import SHAPES
 from tests.ops.kernels.test_state_interpreter import compare, cut_hidden
@@ -303,8 +306,10 @@ def test_state_in_one_launch(ratio: int) -> None:
     mine = copied(together)
     for block in (*blocks, *mine["blocks"]):  # tables are read only, and one for both
         block["table"] = blocks[0]["table"]
-    assert fused.supports(**mine) is None, fused.supports(**mine)
-    found = fused.run(**mine)
+    given = (norm["x"], norm["weight"], WindowKey(**mine["key"]))
+    given = (*given, [Compression(**block) for block in mine["blocks"]])
+    assert fused.supports(*given) is None, fused.supports(*given)
+    found = fused.run(*given)
     assert same_bits(found, module_of("rms_norm").run(**norm))
     module_of("kv_store").run(**key)
     for block in blocks:
@@ -320,10 +325,13 @@ def test_queries_in_one_launch() -> None:
     query = inputs.query_arguments(FLASH, batch, "cuda")
     index = inputs.query_arguments(FLASH, batch, "cuda", index=True)
     weights = torch.randn(5, 64, device="cuda")
-    found = fused.run(query, index, weights, 0.011)
+    turned = (query["positions"], query["frequencies"], index["index_format"])
+    queries = Queries(query["q"], query["eps"])
+    queries, *found = fused.run(queries, index["q"], weights, 0.011, *turned)
+    assert queries.is_prepared
     module = module_of("query_prepare")
     wanted = module.run(**query), module.run(**index), weights * 0.011
-    assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(wanted, (queries.q, *found), strict=True))
 
 
 @pytest.mark.parametrize(("ratio", "context"), [(0, 9000), (128, 9000), (128, 1000000)])
@@ -335,10 +343,11 @@ def test_queries_are_prepared_inside_attention(shape: Any, ratio: int, context: 
         shape, inputs.decode_batch(2, context, "cuda"), ratio, 0, "cuda"
     )
     q, positions = arguments.pop("q") * 3, arguments["batch"].positions
-    assert fused.supports(q, 1e-6, **arguments) is None, fused.supports(q, 1e-6, **arguments)
+    given = (Queries(q, 1e-6), Visible(**arguments))
+    assert fused.supports(*given) is None, fused.supports(*given)
     prepared = module_of("query_prepare").run(q, positions, arguments["frequencies"], 1e-6)
     wanted = module_of("attention").run(prepared, **arguments)
-    assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
+    assert same_bits(fused.run(*given), wanted)
 
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
@@ -353,10 +362,11 @@ def test_queries_are_prepared_inside_a_walk(shape: Any, kind: str) -> None:
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
     q = arguments.pop("q") * torch.rand(batch.num_tokens, shape.heads, 1, device="cuda") * 9
     q = q.bfloat16()
-    assert fused.supports(q, 1e-6, **arguments) is None, fused.supports(q, 1e-6, **arguments)
+    given = (Queries(q, 1e-6), Visible(**arguments))
+    assert fused.supports(*given) is None, fused.supports(*given)
     prepared = module_of("query_prepare").run(q, batch.positions, arguments["frequencies"], 1e-6)
     wanted = module.run(prepared, **arguments, config=module.AttentionVariant(64, False, 8, 2))
-    assert same_bits(fused.run(q, 1e-6, **arguments), wanted)
+    assert same_bits(fused.run(*given), wanted)
 
 
 def test_queries_of_narrow_heads_are_prepared_inside_attention() -> None:
@@ -379,9 +389,10 @@ def test_queries_of_narrow_heads_are_prepared_inside_attention() -> None:
         rows = slice(first, first + count)
         some = make_ragged([15 + first], [count], [0], torch.device("cuda"))
         given = {**places, "batch": some}
-        assert fused.supports(q[rows], 1e-6, **given) is None
+        queries = Queries(q[rows].contiguous(), 1e-6)
+        assert fused.supports(queries, Visible(**given)) is None
         wanted = module_of("attention").run(prepared[rows].contiguous(), **given)
-        assert same_bits(fused.run(q[rows].contiguous(), 1e-6, **given), wanted), rows
+        assert same_bits(fused.run(queries, Visible(**given)), wanted), rows
 
 
 def test_graph_capture_allocates_nothing_new() -> None:

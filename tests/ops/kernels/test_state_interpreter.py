@@ -155,6 +155,8 @@ def check_state_prepare() -> None:
     from dsv4.ops import OPS
     from dsv4.ops.core.arguments import copied, leaves, same_bits
     from dsv4.ops.core.ragged import make_ragged
+    from dsv4.ops.kv.compress import Compression
+    from dsv4.ops.kv.kv_store import WindowKey
     from dsv4.ops.kv.rope import rope_frequencies
 
     fused = importlib.import_module("dsv4.ops.fused.norm_store_triton")
@@ -175,8 +177,10 @@ def check_state_prepare() -> None:
         mine = copied(together)
         for block in mine["blocks"]:  # one table, as the model has
             block["table"] = mine["blocks"][0]["table"]
-        assert fused.supports(**mine) is None, fused.supports(**mine)
-        out = fused.run(**mine)
+        given = (norm["x"], norm["weight"], WindowKey(**mine["key"]))
+        given = (*given, [Compression(**block) for block in mine["blocks"]])
+        assert fused.supports(*given) is None, fused.supports(*given)
+        out = fused.run(*given)
         alone = kernel_module("rms_norm").run(**norm)
         kernel_module("kv_store").run(**together["key"])
         for block in blocks:
@@ -185,7 +189,8 @@ def check_state_prepare() -> None:
         for path, value in leaves({"key": together["key"]["pool"], "blocks": blocks}):
             found = dict(leaves({"key": mine["key"]["pool"], "blocks": mine["blocks"]}))[path]
             assert same_bits(value, found), f"ratio {ratio} {path}"
-    assert fused.supports(norm, {**key, "batch": make_ragged([0], [2], [0], batch.device)}, [])
+    two = WindowKey(**{**key, "batch": make_ragged([0], [2], [0], batch.device)})
+    assert fused.supports(norm["x"], norm["weight"], two, [])
     assert OPS["kv_store"].mutates == ("pool",)
 
 
@@ -220,6 +225,7 @@ def compress_arguments(ratio, is_index, batch, frequencies, generator):  # type:
 
 
 def check_queries() -> None:
+    from dsv4.ops.attention.query import Queries
     from dsv4.ops.core.arguments import same_bits
     from dsv4.ops.kv.rope import rope_frequencies
 
@@ -234,15 +240,19 @@ def check_queries() -> None:
     query = {"q": normal(2, 20, 48), **shared, "eps": 1e-6}
     index = {"q": normal(2, 18, 32), **shared, "index_format": "fp4"}
     weights = normal(2, 18).float()
-    assert fused.supports(query, index, weights, 0.3) is None
-    found = fused.run(query, index, weights, 0.3)
+    given = (Queries(query["q"], 1e-6), index["q"], weights, 0.3, *shared.values(), "fp4")
+    assert fused.supports(*given) is None
+    queries, *found = fused.run(*given)
+    assert queries.is_prepared
     wanted = module.run(**query), module.run(**index), weights * 0.3
-    assert all(same_bits(a, b) for a, b in zip(wanted, found, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(wanted, (queries.q, *found), strict=True))
 
 
 def check_moe() -> None:
     """Experts that programs choose themselves: the bits of router and experts one by one."""
     from dsv4.ops.core.arguments import same_bits
+    from dsv4.ops.moe.experts import Experts
+    from dsv4.ops.moe.router import Gate
 
     fused = importlib.import_module("dsv4.ops.fused.router_experts_triton")
     for hashed in (False, True):
@@ -257,8 +267,10 @@ def check_moe() -> None:
         else:
             choice["bias"] = choice["bias"][:8].contiguous()
         matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
-        assert fused.supports(choice, matrices) is None, fused.supports(choice, matrices)
-        found = fused.run(choice, matrices).total()
+        parameters = {k: v for k, v in choice.items() if k not in ("x", "token_ids")}
+        given = (x, choice["token_ids"], Gate(**parameters), Experts(**matrices))
+        assert fused.supports(*given) is None, fused.supports(*given)
+        found = fused.run(*given).total()
         picked, weights = kernel_module("router").run(**choice)
         wanted = kernel_module("experts").run(x, picked, weights, **matrices)
         assert same_bits(found, wanted), hashed
@@ -348,7 +360,8 @@ def check_unpack() -> None:
 
 def check_attend() -> None:
     """Queries prepared inside attention have the bits of the two ops one by one."""
-    from dsv4.ops.attention.attention import Compressed, _filled
+    from dsv4.ops.attention.attention import Compressed, Visible, _filled
+    from dsv4.ops.attention.query import Queries
     from dsv4.ops.core.arguments import same_bits
     from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.kv.rope import rope_frequencies
@@ -371,10 +384,11 @@ def check_attend() -> None:
             "window": 128,
             "frequencies": frequencies,
         }
-        assert fused.supports(q, 1e-6, **places) is None, fused.supports(q, 1e-6, **places)
+        given = (Queries(q, 1e-6), Visible(**places))
+        assert fused.supports(*given) is None, fused.supports(*given)
         prepared = kernel_module("query_prepare").run(q, batch.positions, frequencies, 1e-6)
         wanted = attention.run(prepared, **places)
-        assert same_bits(fused.run(q, 1e-6, **places), wanted)
+        assert same_bits(fused.run(*given), wanted)
         if dim == 32:  # as one matrix
             whole = attention.AttentionVariant(32, True, 4, 1, 32)
             assert same_bits(attention.run(q, **places, config=whole, eps=1e-6), wanted)

@@ -76,6 +76,8 @@ def test_experts_that_choose_themselves(hashed: bool) -> None:
     """One token, router and experts together: the bits of one after the other."""
     from importlib import import_module
 
+    from dsv4.ops.moe.experts import Experts
+    from dsv4.ops.moe.router import Gate
     from tests.ops.kernels import inputs
 
     fused = import_module("dsv4.ops.fused.router_experts_triton")
@@ -88,11 +90,13 @@ def test_experts_that_choose_themselves(hashed: bool) -> None:
     else:
         choice["bias"] = choice["bias"][:count].contiguous()
     matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
-    assert fused.supports(choice, matrices) is None
+    parameters = {k: v for k, v in choice.items() if k not in ("x", "token_ids")}
+    given = (experts["x"], choice["token_ids"], Gate(**parameters), Experts(**matrices))
+    assert fused.supports(*given) is None
     picked, weights = OPS["router"].kernels[0].run(choice)
     arguments = {"x": experts["x"], "experts": picked, "weights": weights, **matrices}
     wanted = OPS["experts"].kernels[0].run(arguments)
-    assert torch.equal(fused.run(choice, matrices).total(), wanted)
+    assert torch.equal(fused.run(*given).total(), wanted)
 
 
 def test_a_whole_layer_is_the_same_at_any_size() -> None:
