@@ -23,10 +23,10 @@ from dsv4.model.inputs import StepInputs
 from dsv4.model.mhc import collapse_head, finish, mix_site
 from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
-from dsv4.ops.fused.block import Residual
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
+from dsv4.ops.mhc.mix import Residual
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.parallel.layout import RankLayout
 
