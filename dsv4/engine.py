@@ -50,7 +50,7 @@ from dsv4.request import (
 from dsv4.runner.load import LoadedModel, Model, disk_store
 from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
-from dsv4.sampling import NO_TEXT, Compiling, Guides, LateEnds, Matcher, SamplingRow
+from dsv4.sampling import NO_TEXT, Guides, Matcher, MinTokens, PendingGuide, SamplingRow
 from dsv4.scheduler import Audit, AuditedAnswer, ScheduledTokens, Scheduler, SequenceState
 from dsv4.scheduler.drafts import Drafting, Given, Lookup
 from dsv4.util.astream import AsyncStreams
@@ -71,8 +71,8 @@ class _LiveRequest:
     text: AnswerText
     sampling_row: SamplingRow  # sampling parameters, without the guide's mask
     expires: float  # on the monotonic clock
-    compiling: Compiling | None = None  # the guide; the request is not scheduled before it is ready
-    matcher: Matcher | LateEnds | None = None
+    compiling: PendingGuide | None = None  # its guide; scheduled once that is ready
+    matcher: Matcher | MinTokens | None = None
     failure: Exception | None = None  # raised while preparing its next token
     audits: AuditedAnswer | None = None  # the answer it recomputes; its outputs are dropped
 
@@ -172,7 +172,7 @@ class Engine:
         if params.guide is not None:
             live.compiling = self._guides.compile(params.guide)
         elif params.min_tokens:
-            live.matcher = self._late_ends(None, params)
+            live.matcher = self._min_tokens(None, params)
         self._live[request.id] = live
         self._next_expiry = min(self._next_expiry, live.expires)
         self._emit("added", request.id, num_prompt=len(request.prompt_ids))
@@ -252,7 +252,7 @@ class Engine:
                 live.matcher = self._guides.matcher(live.compiling, guide)
                 params = live.sequence.request.params
                 if params.min_tokens:
-                    live.matcher = self._late_ends(live.matcher, params)
+                    live.matcher = self._min_tokens(live.matcher, params)
             except (RequestError, CapacityError) as error:
                 end = self._finish(live.sequence, "error", error=str(error))
                 outputs.append(replace(end, refused=isinstance(error, RequestError)))
@@ -261,8 +261,8 @@ class Engine:
             self._scheduler.add(live.sequence)
         return outputs
 
-    def _late_ends(self, inner: Matcher | None, params: SamplingParams) -> LateEnds:
-        return LateEnds(inner, self.stop_ids, params.min_tokens, self.config.vocab_size)
+    def _min_tokens(self, inner: Matcher | None, params: SamplingParams) -> MinTokens:
+        return MinTokens(inner, self.stop_ids, params.min_tokens, self.config.vocab_size)
 
     def abort(self, request_id: str) -> Output:
         """End a request now. Unknown or finished ids are a RequestError."""

@@ -22,7 +22,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams, request
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.cli import app
 from dsv4.request import Completion, Guide, Output, Request, Stats
-from dsv4.sampling import compiler
+from dsv4.sampling import guide_compiler
 from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
 from dsv4.tools.plan import make_plan, planned_model
@@ -307,8 +307,8 @@ def limits_table() -> str:
         ("regular expression", request.MAX_REGEX_CHARACTERS, "characters"),
         ("its character classes, its repetitions", request.MAX_REGEX_PARTS, "each"),
         ("its counted repetitions", request.MAX_REGEX_REPEAT, ""),
-        ("guides that wait to be compiled", compiler.MAX_PENDING, ""),
-        ("time to compile a guide", compiler.COMPILE_SECONDS, "s"),
+        ("guides that wait to be compiled", guide_compiler.MAX_PENDING, ""),
+        ("time to compile a guide", guide_compiler.COMPILE_SECONDS, "s"),
         ("prompt tokens that run or wait", link.MAX_TOKENS, ""),
         ("outputs a client leaves unread", mailbox.MAX_UNREAD, ""),
         ("time a client reads nothing", options.WRITE_SECONDS, "s"),

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from dsv4.sampling import compiler_main
+from dsv4.sampling import guide_compiler_main
 from dsv4.sampling.guided import compile_grammar
 
 
@@ -20,5 +20,5 @@ def compile_or_misbehave(compiler: Any, kind: str, text: str) -> Any:
 
 
 if __name__ == "__main__":
-    compiler_main.compile_grammar = compile_or_misbehave
-    sys.exit(compiler_main.main(sys.argv))
+    guide_compiler_main.compile_grammar = compile_or_misbehave
+    sys.exit(guide_compiler_main.main(sys.argv))

@@ -1,6 +1,7 @@
 """The documents name real files, functions and variables, and the README's example runs."""
 
 import ast
+import functools
 import io
 import re
 import runpy
@@ -61,10 +62,17 @@ def test_the_journeys_hops_exist() -> None:
 ROW = re.compile(r"^\| ([A-Z]\d+) \| `(dsv4/[\w./]+)` \| `([\w.]+)` \| (.+?) \| .*\|$", re.M)
 
 
+@functools.cache
+def parsed(file: str) -> tuple[str, ast.Module]:
+    text = (ROOT / file).read_text()
+    return text, ast.parse(text)
+
+
+@functools.cache
 def source_of(file: str, name: str) -> str:
     """The text of a function or of a class's method."""
-    text = (ROOT / file).read_text()
-    nodes: list[ast.stmt] = ast.parse(text).body
+    text, tree = parsed(file)
+    nodes: list[ast.stmt] = tree.body
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         node = next(n for n in nodes if isinstance(n, kinds) and n.name == part)
@@ -76,17 +84,21 @@ def imports(file: str, module: str, name: str) -> bool:
     return any(
         isinstance(node, ast.ImportFrom) and node.module == module
         and name in (alias.name for alias in node.names)
-        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        for node in ast.walk(parsed(file)[1])
     )  # fmt: skip
+
+
+@functools.cache
+def function_counts() -> Counter[str]:
+    package = "\n".join(path.read_text() for path in (ROOT / "dsv4").rglob("*.py"))
+    return Counter(re.findall(r"^ *(?:async )?def (\w+)\(", package, re.M))
 
 
 def missing_calls(page: str) -> list[str]:
     """Rows whose caller does not call them. Quoted text must stand in the caller; a call into
     another file must be quoted if its name alone could mean another function."""
     rows = {hop: (file, name, by) for hop, file, name, by in ROW.findall(page)}
-    package = "\n".join(path.read_text() for path in (ROOT / "dsv4").rglob("*.py"))
-    defined = Counter(re.findall(r"^ *(?:async )?def (\w+)\(", package, re.M))
-    wrong = []
+    defined, wrong = function_counts(), []
     for hop, (file, name, by) in rows.items():
         own = source_of(file, name)
         caller = re.match(r"([A-Z]\d+)(?:: `(.*)`)?$", by)

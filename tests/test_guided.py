@@ -22,7 +22,7 @@ import dsv4.sampling.guided
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CapacityError, RequestError
 from dsv4.request import Completion, Guide, Output, Request, TokenLogprobs
-from dsv4.sampling import SamplingRow, compiler
+from dsv4.sampling import SamplingRow, guide_compiler
 from tests.models import write_quick_model
 from tests.server.support import wait_for
 
@@ -367,8 +367,10 @@ def test_look_around_in_a_schema_is_refused(engine: Engine) -> None:
 def troubled(engine: Engine) -> Iterator[Engine]:
     """The engine with a compiler that can be made to misbehave."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "PROGRAM", (str(Path(__file__).with_name("slow_compiler.py")),))
-        patch.setattr(compiler, "COMPILE_SECONDS", 2.0)
+        patch.setattr(
+            guide_compiler, "PROGRAM", (str(Path(__file__).with_name("slow_compiler.py")),)
+        )
+        patch.setattr(guide_compiler, "COMPILE_SECONDS", 2.0)
         engine.close()
         patch.delitem(engine.__dict__, "_guides", raising=False)
         answer(engine, Guide("choice", ["started"]))
@@ -432,7 +434,7 @@ def test_guides_nobody_waits_for_leave_nothing_behind(
 
 
 def test_a_full_queue_of_guides(troubled: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MAX_PENDING", 3)
+    monkeypatch.setattr(guide_compiler, "MAX_PENDING", 3)
     for number in range(3):
         params = SamplingParams(guide=Guide("choice", [f"slow queue {number}"]))
         troubled.add(Request(f"q{number}", (1,), params))

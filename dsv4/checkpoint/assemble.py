@@ -12,9 +12,9 @@ import torch
 
 from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.files.mapped import MappedFiles, empty
-from dsv4.checkpoint.linears import Stored
 from dsv4.checkpoint.rank_slices import WeightSlice
 from dsv4.checkpoint.sources import Source
+from dsv4.checkpoint.stored_matrix import StoredMatrix
 from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
 from dsv4.formats.spec import E8M0_NAN
@@ -35,7 +35,9 @@ def assemble(
     return _stack(source, files, cut, advance)
 
 
-def read_matrix(stored: Stored, files: MappedFiles, cut: WeightSlice | None = None) -> StoredWeight:
+def read_matrix(
+    stored: StoredMatrix, files: MappedFiles, cut: WeightSlice | None = None
+) -> StoredWeight:
     """One matrix, or a cut of it, as views on the file, its scales checked; plain tensors are not
     checked here. Other ranks' parts are not read."""
     data, cut = files.tensor(stored.data), cut or WeightSlice()
@@ -279,7 +281,7 @@ def _check_block_scale(scale: torch.Tensor, info: TensorInfo) -> None:
         )
 
 
-def _global(stored: Stored, files: MappedFiles) -> torch.Tensor:
+def _global(stored: StoredMatrix, files: MappedFiles) -> torch.Tensor:
     """The global multiplier as [1]; compressed-tensors' divisor is inverted once, in float64."""
     info = stored.global_scale
     assert info is not None

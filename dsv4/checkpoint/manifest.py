@@ -13,9 +13,9 @@ from dsv4.checkpoint.files.header import TensorInfo
 from dsv4.checkpoint.files.index import Scan, scan_folder
 from dsv4.checkpoint.findings import Finding, collapse
 from dsv4.checkpoint.layouts import Facts, Layout, block_size, refusal
-from dsv4.checkpoint.linears import ACTIVATION_SUFFIXES, PLAIN_DTYPES, Stored, detect
 from dsv4.checkpoint.sources import Source, SourceMatrix
 from dsv4.checkpoint.stacked import Modules, part_names, unstack
+from dsv4.checkpoint.stored_matrix import ACTIVATION_SUFFIXES, PLAIN_DTYPES, StoredMatrix, detect
 from dsv4.config import ModelConfig
 
 ACTIVATION = "activation scale; activations are scaled as they come"
@@ -153,7 +153,7 @@ def _fill(
             _add(manifest, name, parameter, [(_table(leaves[name], parameter), None, 0)])
             continue
         wanted = _wanted(name, parameter)
-        matrices: list[tuple[Stored | Finding, int | None, int]] = []
+        matrices: list[tuple[StoredMatrix | Finding, int | None, int]] = []
         for module, expert, part, shape in wanted:
             found = modules.get((module, expert))
             if found is None:
@@ -199,21 +199,21 @@ def _spell(module: str, expert: int | None, name: str) -> str:
     return f"{module}.weight" if name.endswith((".weight", ".w13", ".w2")) else module
 
 
-def _leaf(info: TensorInfo, parameter: names.Parameter) -> Stored | Finding:
+def _leaf(info: TensorInfo, parameter: names.Parameter) -> StoredMatrix | Finding:
     if info.dtype not in PLAIN_DTYPES:
         return _finding("dtype", f"dtype {info.dtype}, expected {', '.join(PLAIN_DTYPES)}", info)
     return _shaped(info, parameter)
 
 
-def _table(info: TensorInfo, parameter: names.Parameter) -> Stored | Finding:
+def _table(info: TensorInfo, parameter: names.Parameter) -> StoredMatrix | Finding:
     if info.dtype not in ("I64", "I32"):
         return _finding("dtype", f"dtype {info.dtype}, expected I64 expert ids", info)
     return _shaped(info, parameter)
 
 
-def _shaped(info: TensorInfo, parameter: names.Parameter) -> Stored | Finding:
+def _shaped(info: TensorInfo, parameter: names.Parameter) -> StoredMatrix | Finding:
     if info.shape == parameter.shape:
-        return Stored("plain", info)
+        return StoredMatrix("plain", info)
     message = f"shape {list(info.shape)}, expected {list(parameter.shape)}"
     return _finding("shape", message, info)
 
@@ -222,7 +222,7 @@ def _add(
     manifest: Manifest,
     name: str,
     parameter: names.Parameter,
-    matrices: list[tuple[Stored | Finding, int | None, int]],
+    matrices: list[tuple[StoredMatrix | Finding, int | None, int]],
 ) -> None:
     good = _collect(manifest, matrices)
     if len(good) < len(matrices):
@@ -240,7 +240,7 @@ def _add(
 
 
 def _collect(
-    manifest: Manifest, matrices: list[tuple[Stored | Finding, int | None, int]]
+    manifest: Manifest, matrices: list[tuple[StoredMatrix | Finding, int | None, int]]
 ) -> list[SourceMatrix]:
     good = []
     for stored, expert, part in matrices:
@@ -251,7 +251,7 @@ def _collect(
     return good
 
 
-def _kind(stored: Stored) -> str:
+def _kind(stored: StoredMatrix) -> str:
     scale = stored.scale.dtype if stored.scale else "no"
     return f"{stored.format} {stored.data.dtype} with {scale} scales"
 

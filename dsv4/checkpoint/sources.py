@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from dsv4.checkpoint.linears import Stored, StoredFormat
 from dsv4.checkpoint.names import Parameter
+from dsv4.checkpoint.stored_matrix import StoredFormat, StoredMatrix
 
 
 @dataclass(frozen=True)
 class SourceMatrix:
     """One matrix of a parameter: `part` counts joined matrices (0 = w1, 1 = w3)."""
 
-    stored: Stored
+    stored: StoredMatrix
     expert: int | None = None
     part: int = 0
 
@@ -24,7 +24,7 @@ class Source:
     matrices: tuple[SourceMatrix, ...]
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredMatrix:
         return self.matrices[0].stored
 
     @property

@@ -17,7 +17,7 @@ from rich.table import Table
 from dsv4.cli.options import engine_options
 from dsv4.config import EngineConfig
 from dsv4.errors import Dsv4Error, OptionError
-from dsv4.util.output import check_output
+from dsv4.util.writable import check_writable
 
 if TYPE_CHECKING:
     from dsv4.tools.doctor.device.machine import Machine
@@ -63,7 +63,7 @@ def doctor(
     Examples: dsv4 doctor; dsv4 doctor ./model --save bug; dsv4 doctor replay bug
     """
     console = Console(stderr=as_json)
-    check_output(files=(picture, report), folders=(save,))
+    check_writable(files=(picture, report), folders=(save,))
     if parallel:
         _examine_ranks(model, EngineConfig.make(**choices), console, report, as_json=as_json)
         return

@@ -11,7 +11,7 @@ from rich.console import Console
 from dsv4.cli.options import engine_options, load_engine
 from dsv4.cli.progress import ProgressBar
 from dsv4.errors import OptionError, RequestError
-from dsv4.util.output import check_output
+from dsv4.util.writable import check_writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ def score(
     Example: dsv4 score tiny --ids ids.json -o logits.safetensors
     """
     token_ids = _read_ids(ids)
-    check_output(files=(output,))
+    check_writable(files=(output,))
     console = Console(stderr=True)
     engine = load_engine(model, choices or {}, console)
     import torch

@@ -15,7 +15,7 @@ from dsv4.cli.progress import ProgressBar
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.util.logs import escape_arguments
-from dsv4.util.output import check_output
+from dsv4.util.writable import check_writable
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def serve(
         drain_seconds=drain_seconds,
         trace=trace,
     )
-    check_output(files=(trace,))
+    check_writable(files=(trace,))
     _log_requests()
     with _Screen((served_model_name or [model])[0]) as screen:
         run(model, choices or {}, options, screen.show)

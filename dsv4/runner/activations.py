@@ -8,8 +8,8 @@ change. Attention scores, the products of queries and cached keys, may use `a8`;
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dsv4.checkpoint.linears import StoredFormat
 from dsv4.checkpoint.sources import Source
+from dsv4.checkpoint.stored_matrix import StoredFormat
 from dsv4.formats.spec import WIDTHS, Activations
 
 SCORES = "attention scores"

@@ -39,9 +39,9 @@ from dsv4.runner.ranks.choose import Devices, choose_layout, stage_rooms
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import Settings, StageRoom, available_memory, resolve, step_bytes
 from dsv4.util.models import model_folder
-from dsv4.util.output import check_output
 from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
+from dsv4.util.writable import check_writable
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class PreparedModel:
 def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     """Read headers, measure memory and resolve settings; the only place that decides them."""
     disk, audit = choices.prefix_disk, choices.audit_folder if choices.audit_share else None
-    check_output(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
+    check_writable(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
     folder = model_folder(name)
     config = ModelConfig.from_folder(folder)
     checkpoint = open_checkpoint(folder, config)

@@ -31,11 +31,11 @@ from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
+from dsv4.runner.compile_guard import CompileGuard, numbered
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.drafts.device import DeviceDrafter, Newest
 from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
 from dsv4.runner.graphs import Graphs
-from dsv4.runner.guard import Guard, numbered
 from dsv4.runner.plan import DraftPart, Key, StepPlan
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
@@ -133,7 +133,7 @@ class Runner:
         if draft is not None:
             block = self.state.drafts[0]
             self.drafter = DeviceDrafter(draft, block, self.buffers, settings.draft_tokens)
-        self.guard = Guard(self.device)
+        self.guard = CompileGuard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
         self._sampling = SamplingRows(self.buffers)

@@ -1,7 +1,7 @@
 """Guided output: token masks that keep an answer within its guide.
 
 The grammar library (xgrammar) is an optional extra. Guides are compiled in another process
-(`compiler.py`), so a step never waits for one. Compiled guides are cached for later requests.
+(`guide_compiler.py`), so a step never waits for one. Compiled guides are cached for later requests.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.errors import RequestError
 from dsv4.request import Guide
-from dsv4.sampling.compiler import CompilerProcess, Compiling
+from dsv4.sampling.guide_compiler import CompilerProcess, PendingGuide
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,9 @@ class Guides:
         self._vocabulary = list(vocabulary)
         self._stop_ids = sorted(stop_ids)
         self._process = CompilerProcess(self._vocabulary, self._stop_ids)
-        self._known: OrderedDict[tuple[str, str], Compiling] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], PendingGuide] = OrderedDict()
 
-    def compile(self, guide: Guide) -> Compiling:
+    def compile(self, guide: Guide) -> PendingGuide:
         """Returns without waiting; equal guides are compiled once."""
         if importlib.util.find_spec("xgrammar") is None:
             raise RequestError(
@@ -106,7 +106,7 @@ class Guides:
         key = (guide.kind, guide.text)
         found = self._known.get(key)
         if found is None or found.is_ours:
-            found = Compiling(guide.kind, guide.text)
+            found = PendingGuide(guide.kind, guide.text)
             self._process.submit(found)
             self._known[key] = found
         found.num_users += 1
@@ -115,7 +115,7 @@ class Guides:
             del self._known[old]
         return found
 
-    def give_up(self, job: Compiling) -> None:
+    def give_up(self, job: PendingGuide) -> None:
         """A request that waited for this guide has ended."""
         job.num_users -= 1
         if job.num_users == 0 and not job.is_ready:
@@ -125,7 +125,7 @@ class Guides:
     def close(self) -> None:
         self._process.close()
 
-    def matcher(self, compiling: Compiling, guide: Guide) -> Matcher:
+    def matcher(self, compiling: PendingGuide, guide: Guide) -> Matcher:
         return Matcher(compiling.result(), self.vocab_size, guide)
 
 

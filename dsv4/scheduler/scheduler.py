@@ -307,11 +307,11 @@ class Scheduler:
         budget = self._chunk_tokens
         if self._budget is not None:
             budget = min(budget, self._budget(len(scheduled)))
-        counts = _share_out(prompts, budget)
+        counts = _split_budget(prompts, budget)
         for sequence in prompts:
             count = counts[sequence]
             if count:
-                samples, inside = count == sequence.num_left, _inside(sequence, count)
+                samples, inside = count == sequence.num_left, _snapshots_inside(sequence, count)
                 scheduled.append(
                     ScheduledTokens(sequence, count, samples, inside[0] if inside else 0)
                 )
@@ -359,7 +359,7 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
     return low
 
 
-def _share_out(prompts: list[SequenceState], budget: int) -> dict[SequenceState, int]:
+def _split_budget(prompts: list[SequenceState], budget: int) -> dict[SequenceState, int]:
     """Step tokens per prompt: equal shares first, then the remainder."""
     counts = dict.fromkeys(prompts, 0)
     share = max(budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS, SHARED_TOKENS)
@@ -371,7 +371,7 @@ def _share_out(prompts: list[SequenceState], budget: int) -> dict[SequenceState,
     return counts
 
 
-def _inside(sequence: SequenceState, count: int) -> list[int]:
+def _snapshots_inside(sequence: SequenceState, count: int) -> list[int]:
     """Snapshot lengths strictly inside the next `count` tokens."""
     start = sequence.num_computed
     return sorted(n for n in sequence.snapshot_lens if start < n < start + count)
@@ -382,7 +382,7 @@ def _chunk_len(sequence: SequenceState, room: int) -> int:
     One snapshot may lie inside if the step also computes the rows that its prefix carries."""
     start = sequence.num_computed
     count = min(sequence.num_left, room)
-    inside = _inside(sequence, count)
+    inside = _snapshots_inside(sequence, count)
     if inside and inside[0] - start < CARRIED_ROWS:
         return inside[0] - start
     if len(inside) > 1:

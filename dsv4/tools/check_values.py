@@ -16,9 +16,9 @@ from dsv4.checkpoint.assemble import (
 )
 from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.checkpoint.findings import Finding
-from dsv4.checkpoint.linears import Stored
 from dsv4.checkpoint.manifest import Manifest
 from dsv4.checkpoint.sources import Source
+from dsv4.checkpoint.stored_matrix import StoredMatrix
 from dsv4.errors import CheckpointError
 from dsv4.formats import e2m1, e8m0
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
@@ -38,7 +38,7 @@ class Size:
     """The magnitude of one stored matrix."""
 
     source: Source
-    stored: Stored
+    stored: StoredMatrix
     gain: float  # RMS times sqrt(K): about 1 for an ordinary linear layer
     global_: float | None = None
     input_scale: float | None = None
@@ -64,13 +64,13 @@ def check_values(manifest: Manifest, progress: Progress | None) -> list[Finding]
     return findings
 
 
-def _finding(check: str, message: str, stored: Stored, cause: str | None = None) -> Finding:
+def _finding(check: str, message: str, stored: StoredMatrix, cause: str | None = None) -> Finding:
     return Finding("error", check, message, stored.data.name, stored.data.file.name, cause)
 
 
 def _check_matrix(
     source: Source,
-    stored: Stored,
+    stored: StoredMatrix,
     files: MappedFiles,
     findings: list[Finding],
     sizes: list[Size],
@@ -121,7 +121,7 @@ def _global_cause(check: str, text: str) -> str | None:
     return None
 
 
-def _input_scale(stored: Stored, files: MappedFiles, findings: list[Finding]) -> float | None:
+def _input_scale(stored: StoredMatrix, files: MappedFiles, findings: list[Finding]) -> float | None:
     info = stored.input_scale
     if info is None:
         return None

@@ -14,9 +14,9 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.core.workspace import freeze_workspaces, workspace
 from dsv4.runner import runner as runner_module
 from dsv4.runner.buffers import StepShape
+from dsv4.runner.compile_guard import CompileGuard
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.graphs import Graphs
-from dsv4.runner.guard import Guard
 from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.testing import random_weights, small_config
@@ -192,7 +192,7 @@ def test_costs_bound_the_prompt_tokens_of_a_step() -> None:
 
 def test_the_guard_sees_compilations() -> None:
     triton = pytest.importorskip("triton", reason="nothing to compile")
-    guard = Guard(CPU)
+    guard = CompileGuard(CPU)
     with guard.watch(strict=True):  # not armed yet: anything goes
         pass
     guard.arm()
@@ -214,7 +214,7 @@ def test_the_guard_sees_compilations() -> None:
 def test_the_guard_sees_memory_grow() -> None:
     triton = pytest.importorskip("triton", reason="arming hooks the compiler")
     held = [100]
-    guard = Guard(CPU, lambda: held[-1])
+    guard = CompileGuard(CPU, lambda: held[-1])
     guard.arm()
     with guard.watch(strict=True):
         pass

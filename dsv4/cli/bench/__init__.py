@@ -14,7 +14,7 @@ from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
 from dsv4.cli.progress import StageStatus
 from dsv4.errors import OptionError
-from dsv4.util.output import check_output
+from dsv4.util.writable import check_writable
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +42,7 @@ def ops(
     from dsv4.tools.bench_ops import Ceilings, Result, bench_ops, num_results, write_record
 
     counts = numbers("tokens", tokens)
-    check_output(files=(record,))
+    check_writable(files=(record,))
     console = Console()
     if predict:
         _predict(predict, shape, counts, only, record, console)

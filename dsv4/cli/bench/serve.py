@@ -16,7 +16,7 @@ from dsv4.cli.progress import ProgressBar, StageStatus
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.util.models import model_folder
-from dsv4.util.output import check_output
+from dsv4.util.writable import check_writable
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine
@@ -57,7 +57,7 @@ def serve(
         raise OptionError("--http serves a folder or 'tiny'; leave --shape out")
     if layers and not shape:
         raise OptionError("--layers cuts a --shape; a folder's model runs whole")
-    check_output(files=(record, plot))
+    check_writable(files=(record, plot))
     own = [Load.parse(text) for text in load] or ([STREAMS] if http else [])
     options = dict(choices or {})
     report, measured = _Report(record, plot, as_json), []

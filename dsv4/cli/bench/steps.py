@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dsv4.cli.progress import StageStatus
 from dsv4.errors import OptionError
-from dsv4.util.output import check_output
+from dsv4.util.writable import check_writable
 
 if TYPE_CHECKING:
     from dsv4.tools.bench_ops import Ceilings
@@ -95,7 +95,7 @@ def _show(
     from dsv4.tools.speed.report import lines_of, picture, write_record
     from dsv4.tools.speed.steps import StepResult
 
-    check_output(files=(record, plot))
+    check_writable(files=(record, plot))
     console = Console()
     seen: list[Ceilings | StepResult] = []
     stage, done = StageStatus(Console(stderr=True)), 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dsv4.checkpoint.files.header import OutTensor, TensorInfo
-from dsv4.checkpoint.linears import Stored
 from dsv4.checkpoint.names import Family, Place, spell
 from dsv4.checkpoint.sources import Source
+from dsv4.checkpoint.stored_matrix import StoredMatrix
 from dsv4.errors import CheckpointError
 from dsv4.formats.spec import FP8_BLOCK, NVFP4_GROUP
 
@@ -30,7 +30,7 @@ class Matrix:
     """One matrix or vector: its place in the model and its bytes on disk."""
 
     place: Place  # suffix "weight", or "" for parameters that are no module's weight
-    stored: Stored
+    stored: StoredMatrix
     shape: tuple[int, ...]
 
 

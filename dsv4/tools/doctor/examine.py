@@ -14,7 +14,14 @@ import torch
 from dsv4.runner.plan import StepPlan
 from dsv4.tools.doctor.check import Checker, Evidence, GridCell, LayerMaker
 from dsv4.tools.doctor.compare import Error
-from dsv4.tools.doctor.cross import Crossing, TapRecord, Watcher, cross_checks, run_alone, schedule
+from dsv4.tools.doctor.cross_check import (
+    Crossing,
+    TapRecord,
+    Watcher,
+    cross_checks,
+    run_alone,
+    schedule,
+)
 from dsv4.tools.doctor.plain.layer import PlainLayer
 from dsv4.tools.doctor.plain.stations import STATIONS
 from dsv4.tools.doctor.subject import Subject

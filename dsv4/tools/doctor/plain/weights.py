@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.files.mapped import MappedFiles
-from dsv4.checkpoint.linears import Stored
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.sources import Source
+from dsv4.checkpoint.stored_matrix import StoredMatrix
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -143,7 +143,7 @@ def _cells(source: Source, files: MappedFiles, expert: int | None) -> list[Raw]:
     return [_raw(cell.stored, files) for cell in sorted(cells, key=lambda cell: cell.part)]
 
 
-def _raw(stored: Stored, files: MappedFiles) -> Raw:
+def _raw(stored: StoredMatrix, files: MappedFiles) -> Raw:
     data = files.tensor(stored.data)
     scale = files.tensor(stored.scale) if stored.scale is not None else None
     factor = activation = 1.0

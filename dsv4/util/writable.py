@@ -11,7 +11,7 @@ from pathlib import Path
 from dsv4.errors import OptionError
 
 
-def check_output(
+def check_writable(
     *, files: tuple[Path | None, ...] = (), folders: tuple[Path | None, ...] = ()
 ) -> None:
     """Refuses paths that cannot be written; existing files are left unchanged."""

@@ -10,7 +10,7 @@ from dsv4.sampling.guided import Matcher
 _WORD_BITS = 32
 
 
-class LateEnds:
+class MinTokens:
     """Used like a matcher, around one or alone. A guide that is complete still ends the answer."""
 
     def __init__(

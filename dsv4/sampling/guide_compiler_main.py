@@ -1,6 +1,6 @@
 """The process that compiles guides: one child per guide, with time and memory limits.
 
-    python -m dsv4.sampling.compiler_main FD
+    python -m dsv4.sampling.guide_compiler_main FD
 
 FD is one end of a socket pair. The first JSON line carries the vocabulary, later ones jobs and
 cancellations; each answer is a JSON line followed by its payload. When the other end closes, this
@@ -25,7 +25,7 @@ from typing import Any
 import xgrammar
 
 from dsv4.errors import RequestError
-from dsv4.sampling.compiler import tokenizer_info
+from dsv4.sampling.guide_compiler import tokenizer_info
 from dsv4.sampling.guided import compile_grammar, words_of
 
 NUM_CHILDREN = 2

@@ -18,7 +18,7 @@ from dsv4.errors import KernelError
 log = logging.getLogger(__name__)
 
 
-class Guard:
+class CompileGuard:
     def __init__(self, device: torch.device, reserved: Callable[[], int] | None = None) -> None:
         """`reserved`: returns the bytes the allocator holds; by default the GPU's."""
         self.armed = False

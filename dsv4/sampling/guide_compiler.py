@@ -1,8 +1,8 @@
 """The engine's side of the process that compiles guides.
 
 A client's grammar can take minutes and gigabytes, or crash the library. It is therefore compiled in
-a child of a process that has the library loaded (`compiler_main.py`), which kills the child when it
-exceeds its time or memory, or when no request waits for it any more.
+a child of a process that has the library loaded (`guide_compiler_main.py`), which kills the child
+when it exceeds its time or memory, or when no request waits for it any more.
 """
 
 import base64
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 COMPILE_SECONDS = 30.0  # per guide, from the start of its compilation
 MAX_PENDING = 64  # guides queued or compiling; beyond that requests are refused
 
-PROGRAM = ("-m", "dsv4.sampling.compiler_main")
+PROGRAM = ("-m", "dsv4.sampling.guide_compiler_main")
 
 
 @dataclass(eq=False)
-class Compiling:
+class PendingGuide:
     """A grammar being compiled, shared by all requests with the same guide."""
 
     kind: str
@@ -65,7 +65,7 @@ class CompilerProcess:
     def __init__(self, vocabulary: Sequence[bytes], stop_ids: Sequence[int]) -> None:
         self._vocabulary = vocabulary
         self._stop_ids = list(stop_ids)
-        self._pending: dict[int, Compiling] = {}
+        self._pending: dict[int, PendingGuide] = {}
         self._num_jobs = 0
         self._lock = threading.Lock()  # guards pending, shared with the reader thread
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,7 +73,7 @@ class CompilerProcess:
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._info: Any = None
 
-    def submit(self, job: Compiling) -> None:
+    def submit(self, job: PendingGuide) -> None:
         with self._lock:
             if len(self._pending) >= MAX_PENDING:
                 raise CapacityError(
@@ -88,7 +88,7 @@ class CompilerProcess:
         message = {"do": "compile", "number": job.number, "kind": job.kind, "text": job.text}
         self._outbox.put(message)
 
-    def cancel(self, job: Compiling) -> None:
+    def cancel(self, job: PendingGuide) -> None:
         with self._lock:
             self._pending.pop(job.number, None)
         job.fail("it was given up")

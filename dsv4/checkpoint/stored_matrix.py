@@ -29,7 +29,7 @@ _SCALAR = ((), (1,))
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """One matrix on disk: its format and the tensors that make it up."""
 
     format: StoredFormat
@@ -63,7 +63,7 @@ class _Refusal(Exception):
 
 def detect(
     found: dict[str, TensorInfo], shape: tuple[int, ...], block: int, *, may_quantize: bool = True
-) -> Stored | Finding:
+) -> StoredMatrix | Finding:
     """The matrix of logical `shape` stored as `found` (suffix -> tensor), or what is wrong."""
     try:
         return _detect(dict(found), shape, block, may_quantize)
@@ -73,7 +73,7 @@ def detect(
 
 def _detect(
     found: dict[str, TensorInfo], shape: tuple[int, ...], block: int, may_quantize: bool
-) -> Stored:
+) -> StoredMatrix:
     activation = [found.pop(suffix) for suffix in ACTIVATION_SUFFIXES if suffix in found]
     input_scale = activation[0] if activation else None
     suffixes = frozenset(found)
@@ -112,7 +112,7 @@ def _detect(
     )
 
 
-def _plain(info: TensorInfo, shape: tuple[int, ...], may_quantize: bool) -> Stored:
+def _plain(info: TensorInfo, shape: tuple[int, ...], may_quantize: bool) -> StoredMatrix:
     if info.dtype in ("U8", "I8", "F4", "F8_E4M3") and may_quantize:
         raise _Refusal(
             info,
@@ -123,7 +123,7 @@ def _plain(info: TensorInfo, shape: tuple[int, ...], may_quantize: bool) -> Stor
     if info.dtype not in PLAIN_DTYPES:
         raise _Refusal(info, "dtype", f"dtype {info.dtype}, expected {', '.join(PLAIN_DTYPES)}")
     _expect(info, shape, "plain")
-    return Stored("plain", info)
+    return StoredMatrix("plain", info)
 
 
 def _is_mxfp4(found: dict[str, TensorInfo], global_name: str) -> bool:
@@ -139,7 +139,7 @@ def _mxfp4(
     scale: TensorInfo,
     shape: tuple[int, ...],
     input_scale: TensorInfo | None,
-) -> Stored:
+) -> StoredMatrix:
     rows, cols = shape
     if cols % MXFP4_GROUP:
         raise _Refusal(weight, "shape", f"MXFP4 with K = {cols}, expected a multiple of 32")
@@ -147,7 +147,7 @@ def _mxfp4(
     _expect(weight, _packed(weight, rows, cols), "MXFP4")
     _dtype(scale, E8M0_DTYPES, "an MXFP4 scale")
     _expect(scale, (rows, cols // MXFP4_GROUP), "MXFP4 scale")
-    return Stored("mxfp4", weight, scale, input_scale=input_scale)
+    return StoredMatrix("mxfp4", weight, scale, input_scale=input_scale)
 
 
 def _nvfp4(
@@ -156,7 +156,7 @@ def _nvfp4(
     weight_name: str,
     global_name: str,
     input_scale: TensorInfo | None,
-) -> Stored:
+) -> StoredMatrix:
     weight = found.pop(weight_name)
     scale, global_ = found.pop("weight_scale", None), found.pop(global_name, None)
     if scale is None:
@@ -183,7 +183,7 @@ def _nvfp4(
         if info is not None and info.shape not in _SCALAR:
             raise _Refusal(info, "shape", f"shape {list(info.shape)}, expected one number")
     divides = global_name == "weight_global_scale"
-    return Stored("nvfp4", weight, scale, global_, divides, input_scale=input_scale)
+    return StoredMatrix("nvfp4", weight, scale, global_, divides, input_scale=input_scale)
 
 
 def _fp8(
@@ -191,7 +191,7 @@ def _fp8(
     shape: tuple[int, ...],
     block: int,
     input_scale: TensorInfo | None,
-) -> Stored:
+) -> StoredMatrix:
     weight = found.pop("weight")
     names = [name for name in ("scale", "weight_scale", "weight_scale_inv") if name in found]
     if len(found) != 1 or len(names) != 1:
@@ -205,7 +205,7 @@ def _fp8(
         fits = [b for b in (128, 64, 32, 16) if _grid(shape, (b, b)) == scale.shape]
         cause = f"tiles of {fits[0]}, but weight_block_size says {block}" if fits else None
         _expect(scale, _grid(shape, (block, block)), f"FP8 scale ({block} x {block} tiles)", cause)
-    return Stored("fp8", weight, scale, tile=fitting[0], input_scale=input_scale)
+    return StoredMatrix("fp8", weight, scale, tile=fitting[0], input_scale=input_scale)
 
 
 def _tiles(shape: tuple[int, ...], block: int) -> list[tuple[int, int]]:
