@@ -295,6 +295,9 @@ class EngineConfig:
         metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
     )
     pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
+    comm: str = field(
+        default="auto", metadata={"help": "between ranks: auto, symmetric, nccl or gloo"}
+    )
     nodes: int = field(default=1, metadata={"help": "machines; others run dsv4 join HOST:PORT"})
     head: str | None = field(
         default=None, metadata={"help": "HOST:PORT of this machine that other nodes reach"}
@@ -312,6 +315,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _check_choice("kv_format", self.kv_format, ("auto", "fp8", "bf16", "fp32"))
         _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
+        _check_choice("comm", self.comm, ("auto", "symmetric", "nccl", "gloo"))
         _check_choice("activations", self.activations, ("auto", "a4", "a8", "a16"))
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):
             raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")

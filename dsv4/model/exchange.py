@@ -17,12 +17,14 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.model.mhc import collapse_head
+from dsv4.ops.comm.own_experts import own_experts
+from dsv4.ops.comm.shares import expert_sums, linear_ranges, shared_expert
 from dsv4.ops.fused import block
 from dsv4.ops.fused.block import Mixed
-from dsv4.ops.gemm.linear import linear, linear_multi, linear_ranges
+from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
-from dsv4.ops.moe.experts import Experts, expert_parts, shared_part, sum_pairs
+from dsv4.ops.moe.experts import Experts, sum_pairs
 from dsv4.ops.moe.router import Gate, router
 from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout, k_ranges
@@ -58,7 +60,7 @@ class SingleRank:
 class ReplicatedRows(SingleRank):
     def __init__(self, layout: RankLayout, comm: Comm, config: ModelConfig) -> None:
         share = k_ranges(config) // layout.tp
-        self.layout, self.comm = layout, comm
+        self.layout, self.comm, self.push = layout, comm, comm.pushes
         self.ranges = range(layout.tp_rank * share, (layout.tp_rank + 1) * share)
         self.held = layout.experts(config)
 
@@ -67,23 +69,32 @@ class ReplicatedRows(SingleRank):
         return streams, post, comb, linear_multi(self.all_rows(x), *by)
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
-        parts = linear_ranges(grouped, wo_b, self.ranges)
-        return PartialSums(self.gather(parts).flatten(0, 1)[None], None, grouped.dtype)
+        own = linear_ranges(grouped, wo_b, self.ranges)
+        if self.push is not None:
+            return self.push.sum_ranges(own.values[0], own.factor, own.dtype)
+        every = self.gather(own.values[0]).flatten(0, 1)
+        return PartialSums(every[None], own.factor, own.dtype).total()
 
     def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
         gate, experts = by
         streams, x, post, comb = collapse(residual, site)
         chosen, weights = router(x, self.own(token_ids), gate)
-        parts = self.pair_parts(x, chosen, weights, experts)
-        y = sum_pairs(parts, shared_part(x, experts), x.dtype)
+        y = self.expert_rows(x, chosen, weights, experts)
         return Residual(streams, Update(y, post, comb))
 
-    def pair_parts(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
-        """fp32 `[own rows, chosen, size]`, each pair from the rank that holds its expert."""
-        parts = self.gather(expert_parts(x, chosen, weights, by, self.held))
+    def expert_rows(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
+        """Each pair from the rank that holds its expert; every rank has the shared one."""
+        local = own_experts(chosen, self.held)
+        made = expert_sums(x, local, weights, by, with_shared=True)
+        if self.push is not None:
+            return self.push.sum_pairs(made.parts, local, made.extra, None)
+        pairs = self.gather(made.pairs(chosen.shape[1]))
+        return sum_pairs(self.from_owners(pairs, chosen), made.shared(), x.dtype)
+
+    def from_owners(self, pairs: Tensor, chosen: Tensor) -> Tensor:
+        """`[ranks, rows, chosen, size]` -> each pair as computed by the rank of its expert."""
         owners = torch.div(chosen.clamp(min=0), len(self.held), rounding_mode="floor")
-        index = owners[None, :, :, None].expand(1, *parts.shape[1:])
-        return parts.gather(0, index)[0]
+        return pairs.gather(0, owners[None, :, :, None].expand(1, *pairs.shape[1:]))[0]
 
     def all_rows(self, x: Tensor) -> Tensor:
         """From those that each rank has."""
@@ -107,25 +118,29 @@ class ShardedRows(ReplicatedRows):
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
         """Finished groups go to the owner of their row, who has all of `wo_b`."""
-        tp, count = self.layout.tp, len(self.rows)
-        out = grouped.new_empty(tp, count, grouped.shape[1])
-        self.comm.exchange(out.flatten(0, 1), grouped.contiguous(), self.owned, [count] * tp)
-        return linear(out.transpose(0, 1).reshape(count, tp * grouped.shape[1]), wo_b)
+        return linear(self.to_owners(grouped), wo_b)
 
-    def pair_parts(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
-        x, all_chosen, weights = map(self.all_rows, (x, chosen, weights))
-        made = expert_parts(x, all_chosen, weights, by, self.held)
-        owners = torch.div(all_chosen, len(self.held), rounding_mode="floor")  # padding: -1
-        mine = owners == self.layout.tp_rank
-        sent = [int(part.sum()) for part in torch.split(mine, self.owned)]
-        wanted = [self.own(owners) == place for place in range(self.layout.tp)]
-        received = [int(pairs.sum()) for pairs in wanted]
-        out = made.new_empty(sum(received), made.shape[2])
-        self.comm.exchange(out, made[mine], sent, received)
-        parts = made.new_zeros(*chosen.shape, made.shape[2])
-        for pairs, values in zip(wanted, torch.split(out, received), strict=True):
-            parts[pairs] = values
-        return parts
+    def expert_rows(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
+        """Each pair goes to the owner of its row, who has computed the shared expert for it."""
+        shared = shared_expert(x, by)
+        every_x, every, weights = map(self.all_rows, (x, chosen, weights))
+        local = own_experts(every, self.held)
+        made = expert_sums(every_x, local, weights, by, with_shared=False)
+        if self.push is not None:
+            return self.push.sum_pairs(made.parts, local, shared, self.owned[0])
+        size, count = x.shape[1], len(self.rows)
+        pairs = self.to_owners(made.pairs(chosen.shape[1]).flatten(1))
+        pairs = pairs.view(count, self.layout.tp, chosen.shape[1], size).transpose(0, 1)
+        return sum_pairs(self.from_owners(pairs, chosen), shared, x.dtype)
+
+    def to_owners(self, x: Tensor) -> Tensor:
+        """`[all rows, width]` of each rank -> `[own rows, ranks * width]`."""
+        tp, count, x = self.layout.tp, len(self.rows), x.contiguous()
+        if self.push is not None:
+            return self.push.to_owners(x, self.owned[0])
+        out = x.new_empty(tp, count, x.shape[1])
+        self.comm.exchange(out.flatten(0, 1), x, self.owned, [count] * tp)
+        return out.transpose(0, 1).reshape(count, tp * x.shape[1])
 
     def hidden(self, residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
         every = self.all_rows(collapse_head(residual, site, None))

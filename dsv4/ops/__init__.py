@@ -5,6 +5,7 @@ from dsv4.ops.attention.index import SCORES as INDEX_SCORES
 from dsv4.ops.attention.index import SELECT as INDEX_SELECT
 from dsv4.ops.attention.query import INDEX as INDEX_QUERY
 from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
+from dsv4.ops.comm.own_experts import OP as OWN_EXPERTS
 from dsv4.ops.core.context import EngineOps, forced_references
 from dsv4.ops.core.op import AnyOp, Case, Kernel, Op
 from dsv4.ops.gemm.embed import OP as EMBED
@@ -18,6 +19,7 @@ from dsv4.ops.kv.rope import OP as ROPE
 from dsv4.ops.mhc.mix import BOUNDARY as MHC_BOUNDARY
 from dsv4.ops.mhc.mix import HEAD as MHC_HEAD
 from dsv4.ops.mhc.mix import PRE as MHC_PRE
+from dsv4.ops.mhc.mix import UPDATE as MHC_UPDATE
 from dsv4.ops.moe.experts import OP as EXPERTS
 from dsv4.ops.moe.router import OP as ROUTER
 from dsv4.ops.norm.rms_norm import OP as RMS_NORM
@@ -36,6 +38,7 @@ OPS: dict[str, AnyOp] = {
         MHC_PRE,
         MHC_BOUNDARY,
         MHC_HEAD,
+        MHC_UPDATE,
         QUANTIZE_ROWS,
         LINEAR,
         GROUPED_LINEAR,
@@ -49,6 +52,7 @@ OPS: dict[str, AnyOp] = {
         ATTENTION,
         ROUTER,
         EXPERTS,
+        OWN_EXPERTS,
         SAMPLE,
         ACCEPT,
         VERIFY,

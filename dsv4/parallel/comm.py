@@ -13,9 +13,39 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsv4.parallel.layout import RankLayout
+
+
+class Pushes(Protocol):
+    """Exchanges of a tensor group that also add up what arrives, in one launch each: for ranks
+    whose memory the others can write."""
+
+    def to_owners(self, x: Tensor, per_owner: int) -> Tensor:
+        """Row t of `x` `[rows, width]` to rank `t // per_owner` -> `[own rows, ranks * width]`."""
+        ...
+
+    def sum_ranges(self, values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`values` fp32 `[own ranges, rows, size]` -> the sum of all ranks' ranges, scaled."""
+        ...
+
+    def sum_pairs(
+        self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
+    ) -> Tensor:
+        """`parts` fp32 `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
+        -> sums of the owned rows (None: of all). `shared`: of these rows; None: the last place."""
+        ...
+
 
 class Comm(Protocol):
     """One rank's end. Every call writes into the buffer it is given."""
+
+    @property
+    def pushes(self) -> Pushes | None: ...
+
+    @property
+    def error(self) -> Tensor | None:
+        """`[1]` on the device: 1 + the place of a peer that a launch waited for in vain, else 0."""
+        ...
 
     def gather(self, out: Tensor, x: Tensor) -> None:
         """`out` `[tp, *x.shape]`: each rank's `x`, by place in the tensor group."""
@@ -31,9 +61,15 @@ class Comm(Protocol):
 
     def receive(self, out: Tensor, source: int) -> None: ...
 
+    def share(self, x: Tensor) -> None:
+        """Rank 0's `x` on every rank of the world."""
+        ...
+
 
 class SingleRankComm:
     """A world of one rank: there is no peer."""
+
+    pushes = error = None
 
     def gather(self, out: Tensor, x: Tensor) -> None:
         out[0].copy_(x)
@@ -48,6 +84,18 @@ class SingleRankComm:
 
     def receive(self, out: Tensor, source: int) -> None:
         raise AssertionError(f"a rank alone receives from {source}")
+
+    def share(self, x: Tensor) -> None:
+        pass
+
+
+def share_by_mail(comm: Comm, layout: RankLayout, x: Tensor) -> None:
+    """`share` of a back end that has nothing better."""
+    if layout.rank:
+        comm.receive(x, 0)
+        return
+    for rank in range(1, layout.world):
+        comm.send(x, rank)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ LENGTH_BYTES = 4
 MAX_HEADER, MAX_LINE = 1 << 24, 1 << 30
 # command -> how many numbers it has; None: as many as the line needs
 COMMANDS: dict[str, int | None] = {
-    "step": 4,  # tokens, sequences, context, one_each; line: step line, then (place, page) pairs
+    # tokens, sequences, context, one_each, scored, width; line: step line, then (place, page) pairs
+    "step": 6,
+    "share": 0,  # rank 0's newest tokens
     "score": None,
     "copy_page": 3,  # pool, source, target
     "save_rows": 2,  # slot, row

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from dsv4.parallel.comm import share_by_mail
 from dsv4.parallel.layout import RankLayout
 
 Result = TypeVar("Result")
@@ -61,6 +62,8 @@ class ThreadWorld:
 
 
 class ThreadComm:
+    pushes = error = None
+
     def __init__(
         self,
         layout: RankLayout,
@@ -92,6 +95,9 @@ class ThreadComm:
 
     def receive(self, out: Tensor, source: int) -> None:
         out.copy_(self._mail[source, self._layout.rank].get(timeout=self._timeout))
+
+    def share(self, x: Tensor) -> None:
+        share_by_mail(self, self._layout, x)
 
     def _lay_down(self, x: Tensor, counts: Sequence[int]) -> list[Tensor]:
         self._meeting.laid[self._layout.tp_rank] = x

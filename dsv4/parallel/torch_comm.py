@@ -1,4 +1,4 @@
-"""`Comm` over torch's process groups: Gloo, on the CPUs of one machine."""
+"""`Comm` over torch's process groups: Gloo on CPUs, NCCL on GPUs."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -7,12 +7,14 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
-from dsv4.parallel.comm import as_bytes
+from dsv4.parallel.comm import as_bytes, share_by_mail
 from dsv4.parallel.layout import RankLayout
 
 
 class TorchComm:
     """Over torch's process groups: `world` of all ranks, `group` of this one's stage."""
+
+    pushes = error = None
 
     def __init__(self, layout: RankLayout, world: Any, group: Any) -> None:
         self._layout, self._world, self._group = layout, world, group
@@ -37,6 +39,31 @@ class TorchComm:
         stage = group(f"stage {layout.stage}", layout.tp_rank, layout.tp)
         return cls(layout, world, stage)
 
+    @classmethod
+    def nccl(
+        cls, layout: RankLayout, store: Any, device: torch.device, timeout: float
+    ) -> "TorchComm":
+        """On GPUs that do not see each other's memory, or of several nodes. Every communicator is
+        made here: one that begins in a captured step, or in a step at all, can hang."""
+        distributed: Any = torch.distributed
+
+        def group(name: str, rank: int, size: int) -> Any:
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout)
+            prefix = distributed.PrefixStore(name, store)
+            made = distributed.ProcessGroupNCCL(prefix, rank, size, options)
+            made.eager_connect_single_device(device)
+            return made
+
+        world = group("world", layout.rank, layout.world)
+        stage = group(f"stage {layout.stage}", layout.tp_rank, layout.tp)
+        comm = cls(layout, world, stage)
+        word = torch.zeros(1, dtype=torch.int64, device=device)
+        comm.share(word)
+        comm.gather(word.new_empty(layout.tp, 1), word)
+        torch.cuda.synchronize(device)
+        return comm
+
     def gather(self, out: Tensor, x: Tensor) -> None:
         if x.numel():
             self._group._allgather_base(as_bytes(out), as_bytes(x)).wait()
@@ -56,3 +83,6 @@ class TorchComm:
     def receive(self, out: Tensor, source: int) -> None:
         if out.numel():
             self._world.recv([as_bytes(out)], source, 0).wait()
+
+    def share(self, x: Tensor) -> None:
+        share_by_mail(self, self._layout, x)

@@ -26,7 +26,9 @@ class DraftPart:
 
 
 # a model step of this shape, the sampling of this many rows, or what drafting adds
-Key = StepShape | int | DraftPart
+Planned = StepShape | int | DraftPart
+SHARE = "share"  # the part of a step that brings its tokens to all ranks
+Key = Planned | str
 _KINDS = (
     "decode", "prompt", "score", "verify", "sampling", "verify sampling", "draft keys", "drafts",
 )  # fmt: skip
@@ -35,10 +37,10 @@ _KINDS = (
 class StepPlan:
     def __init__(self) -> None:
         # layers differ, so several may serve one op
-        self.served: dict[Key, dict[str, tuple[str, ...]]] = {}
+        self.served: dict[Planned, dict[str, tuple[str, ...]]] = {}
 
     @contextmanager
-    def recording(self, key: Key) -> Iterator[None]:
+    def recording(self, key: Planned) -> Iterator[None]:
         """Attribute everything inside the block to a step or sampling of this shape."""
         found: dict[str, dict[str, None]] = {}
         with record(lambda op, server: found.setdefault(op, {}).setdefault(server)):
@@ -47,12 +49,12 @@ class StepPlan:
 
     def summary(self) -> list[str]:
         """One line per range of shapes: what serves which ops there; widest range first."""
-        where: dict[tuple[str, str], set[Key]] = {}
+        where: dict[tuple[str, str], set[Planned]] = {}
         for key, ops in self.served.items():
             for op, servers in ops.items():
                 for server in servers:
                     where.setdefault((server, op), set()).add(key)
-        ranges: dict[frozenset[Key], dict[str, list[str]]] = {}
+        ranges: dict[frozenset[Planned], dict[str, list[str]]] = {}
         for (server, op), keys in where.items():
             ranges.setdefault(frozenset(keys), {}).setdefault(server, []).append(op)
         lines = []
@@ -61,7 +63,7 @@ class StepPlan:
             lines.append(f"{self._text(shapes)}: {'; '.join(texts)}")
         return lines
 
-    def _text(self, keys: frozenset[Key]) -> str:
+    def _text(self, keys: frozenset[Planned]) -> str:
         steps = {key for key in self.served if isinstance(key, StepShape)}
         if steps and keys == steps:
             return "every step"
@@ -76,18 +78,18 @@ class StepPlan:
         return ", ".join(texts)
 
 
-def _kind(key: Key) -> str:
+def _kind(key: Planned) -> str:
     return "sampling" if isinstance(key, int) else key.kind
 
 
-def _size(key: Key) -> tuple[int, int]:
+def _size(key: Planned) -> tuple[int, int]:
     """Context and rows."""
     if isinstance(key, int):
         return 0, key
     return (key.context, key.tokens) if isinstance(key, StepShape) else (0, key.shape.tokens)
 
 
-def _ranges(some: set[Key], whole: set[Key]) -> str:
+def _ranges(some: set[Planned], whole: set[Planned]) -> str:
     """Rows of `some`, with their contexts where these differ."""
     sizes = sorted({rows for _, rows in map(_size, whole)})
     contexts = sorted({context for context, _ in map(_size, whole)})

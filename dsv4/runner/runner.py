@@ -36,11 +36,11 @@ from dsv4.runner.cost import StepCosts
 from dsv4.runner.drafts.device import DeviceDrafter, Newest
 from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
 from dsv4.runner.graphs import Graphs
-from dsv4.runner.plan import DraftPart, Key, StepPlan
+from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings
-from dsv4.runner.steps import forward, sample_tokens, sample_verified, score
+from dsv4.runner.steps import forward, sample_tokens, sample_verified, score, share
 from dsv4.runner.warmup import warm_up
 from dsv4.sampling import SamplingRow
 from dsv4.util.progress import Progress
@@ -136,7 +136,7 @@ class Runner:
         self.guard = CompileGuard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
-        self._sampling = SamplingRows(self.buffers)
+        self._sampling = SamplingRows(self.buffers, model.exchange.comm.error)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
@@ -144,6 +144,9 @@ class Runner:
                 self.warm_up(progress)
             except KernelError as error:
                 log.warning("steps run one launch at a time, without graphs: %s", error)
+        if team is not None:
+            team.wait_for("ready")
+            team.ready()
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -229,6 +232,9 @@ class Runner:
         if rows:
             owners = [sampled[place] for place in places]
             self._run(self._sampling.prepare(rows, owners, [positions[place] for place in places]))
+            if self.team is not None and self.device.type == "cuda":
+                self.team.command("share")
+                self._run(SHARE)
         submitted.results = self._sampling.read_back(rows)
 
     def read(self, submitted: SubmittedStep) -> list[list[TokenLogprobs]]:
@@ -312,6 +318,10 @@ class Runner:
         self._run(shape)
 
     @_with_own_ops
+    def follow_share(self) -> None:
+        self._run(SHARE)
+
+    @_with_own_ops
     def follow_score(self, numbers: Sequence[int], line: Any) -> None:
         self._score(numbers, line)
 
@@ -353,8 +363,10 @@ class Runner:
             forward(self.model, self.state.layers, self.buffers, key, self._streams)
         elif isinstance(key, DraftPart):
             self._run_draft_part(key)
-        else:
+        elif isinstance(key, int):
             sample_tokens(self.buffers, key)
+        else:
+            share(self.model, self.buffers)
 
     # --- host inputs of a step ----------------------------------------------------------------
 
@@ -418,7 +430,8 @@ class Runner:
             self._send_rows(at, shape, chunks, counts)
         self.buffers.step.send(line.length)
         if self.team is not None:
-            numbers = (shape.tokens, shape.sequences, shape.context, int(shape.one_each))
+            kind = int(shape.one_each), int(shape.scored), shape.width
+            numbers = (shape.tokens, shape.sequences, shape.context, *kind)
             self.team.command("step", numbers, array[: line.length].tobytes() + beyond.tobytes())
 
     def _write_pages(self, pairs: Any) -> None:
@@ -481,11 +494,13 @@ class Runner:
         buffers, graphs = self.buffers, Graphs()
         keys: list[Key] = [*buffers.shapes(), *reversed(buffers.batches)]
         keys += self._draft_parts()
+        alone = self.model.exchange.layout.world == 1
+        keys += [] if alone else [SHARE]
         few, some = self.model.distinct()
         layers = [self.state.layers[i] for i in some]
 
         def compiled(key: Key) -> None:
-            with self.plan.recording(key):
+            with nullcontext() if isinstance(key, str) else self.plan.recording(key):
                 if isinstance(key, StepShape):
                     forward(few, layers, buffers, key, self._streams)
                 else:
@@ -501,7 +516,8 @@ class Runner:
         for line in self.plan.summary():
             log.info("%s", line)
         self._graphs = graphs
-        self.costs = StepCosts.measure(buffers, self._run)
+        if alone:  # other ranks would have to run along
+            self.costs = StepCosts.measure(buffers, self._run)
         self.state.warm_up_copies()
         torch.topk(buffers.logits[0], 1)  # torch also loads its kernels on first use
         buffers.scores.clone()  # what `step` hands out has its place

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.pages import SequencePages
+from dsv4.errors import RankError
 from dsv4.ops.sample.sample import BIAS, MASK, PENALTIES
 from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, VerifyBuffers, sampling_arrays, sampling_line
@@ -32,6 +33,7 @@ class PendingResults:
     failures: dict[int, Exception] = field(default_factory=dict)  # sequences that are dropped
     rows: list[int] = field(default_factory=list)  # of each sequence, if it has several
     counts: Tensor | None = None  # and how many of them count
+    error: Tensor | None = None  # `Comm.error`
 
     def answers(self) -> list[list[TokenLogprobs]]:
         """Of each sequence the tokens that count. Waits for the step."""
@@ -47,6 +49,10 @@ class PendingResults:
         """Wait for the step; the results of all rows."""
         if self.event is not None:
             self.event.synchronize()
+        if self.error is not None and int(self.error):
+            raise RankError(
+                f"rank {int(self.error) - 1} of a group did not bring its part of a step in time"
+            )
         if self.tokens is None or self.chosen is None:
             return []
         pairs = zip(self.tokens.tolist(), self.chosen.tolist(), strict=True)
@@ -58,7 +64,9 @@ class PendingResults:
 
 
 class SamplingRows:
-    def __init__(self, buffers: StepBuffers) -> None:
+    def __init__(self, buffers: StepBuffers, error: Tensor | None = None) -> None:
+        """`error`: of exchanges between ranks, read with every result."""
+        self._error = error
         self._buffers = buffers
         count = buffers.max_sequences
         self._owners: list[SequencePages | None] = [None] * count
@@ -157,6 +165,8 @@ class SamplingRows:
                     pending.tops[index] = (_to_host(ids), _to_host(best - source.norms[index]))
             except Exception as error:
                 pending.failures[place] = error
+        if self._error is not None:
+            pending.error = _to_host(self._error)
         if buffers.device.type == "cuda":
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()

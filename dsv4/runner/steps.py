@@ -95,6 +95,11 @@ def sample_verified(buffers: StepBuffers, shape: StepShape) -> None:
     )  # fmt: skip
 
 
+def share(model: Transformer, buffers: StepBuffers) -> None:
+    """Rank 0's newest tokens on all ranks: a step may be queued before the host knows them."""
+    model.exchange.comm.share(buffers.newest)
+
+
 def score(
     model: Transformer,
     state: Sequence[LayerState],

@@ -14,6 +14,7 @@ from dsv4.ops.attention import index
 from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
+from dsv4.ops.comm.own_experts import own_experts
 from dsv4.ops.core.arguments import copied, leaves, same_bits
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
@@ -25,7 +26,7 @@ from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.kv.rope import rope
-from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre
+from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre, mhc_update
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
@@ -43,6 +44,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "mhc_pre": mhc_pre,
     "mhc_boundary": mhc_boundary,
     "mhc_head": mhc_head,
+    "mhc_update": mhc_update,
     "quantize_rows": quantize_rows,
     "linear": linear_multi,
     "grouped_linear": grouped_linear,
@@ -56,6 +58,7 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "attention": lambda q, **a: attention(q, Visible(**a)),
     "router": lambda x, token_ids, **a: router(x, token_ids, Gate(**a)),
     "experts": lambda x, experts, weights, **a: experts_ffn(x, experts, weights, Experts(**a)),
+    "own_experts": own_experts,
     "sample": sample,
     "accept": accept,
     "verify": verify,
@@ -84,6 +87,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "mhc_pre": ("streams",),
     "mhc_boundary": ("streams", "y", "post", "comb"),
     "mhc_head": ("streams", "y", "post", "comb"),
+    "mhc_update": ("streams", "y", "post", "comb"),
     "quantize_rows": ("x",),
     "linear": ("x",),
     "grouped_linear": ("x",),
@@ -93,6 +97,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "index_select": ("scores",),
     "router": ("x", "token_ids"),
     "experts": ("x", "experts", "weights"),
+    "own_experts": ("experts",),
     "sample": ("logits", "inputs"),
 }
 # a row of these writes to its slot
@@ -125,7 +130,10 @@ def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], tor
             "mhc_pre": [x, *coefficients],
             "mhc_boundary": [streams, x, *coefficients],
             "mhc_head": [x],
+            "mhc_update": [streams],
         }[name]
+    if name == "own_experts":
+        return [((rows, a["experts"].shape[1]), int64)]
     if name == "quantize_rows":
         k = a["x"].shape[1]
         parts = (((rows, k // 2), torch.uint8), ((rows, k // 16), torch.float8_e4m3fn))
@@ -370,6 +378,8 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("mhc_boundary", "comb", narrower),
     ("mhc_head", "y", narrower),
     ("mhc_head", "comb", more_rows),
+    ("mhc_update", "y", more_rows),
+    ("mhc_update", "post", narrower),
     ("quantize_rows", "x", narrower),
     ("quantize_rows", "x", lambda t: t.flatten()),
     ("linear", "x", lambda t: t.unsqueeze(0)),
@@ -412,6 +422,8 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("experts", "shared_w2", lambda t: t[:-1]),
     ("experts", "experts", more_rows),
     ("experts", "weights", narrower),
+    ("own_experts", "experts", lambda t: t[0]),
+    ("own_experts", "experts", lambda t: t.int()),
     ("sample", "logits", lambda t: t.bfloat16()),
     ("sample", "logits", lambda t: t[0]),
     ("sample", "inputs", lambda s: replace(s, temperature=more_rows(s.temperature))),

@@ -111,6 +111,9 @@ def _unwritable(raw: socket.socket) -> list[socket.socket]:
 def test_a_decode_command_is_small() -> None:
     """The line of a step of one sequence; it goes to every rank before each token."""
     message, line = Command(
-        10**6, "step", (1, 1, 4096, 1), bytes(8 * step_line(StepShape(1, 1, 4096, True)).length)
+        10**6,
+        "step",
+        (1, 1, 4096, 1, 0, 1),
+        bytes(8 * step_line(StepShape(1, 1, 4096, True)).length),
     ).to_message()
     assert len(json.dumps(message)) + len(line) < 2048

@@ -10,8 +10,9 @@ from dsv4.config import ModelConfig
 from dsv4.errors import KernelError
 from dsv4.formats.quantized import UnpackedTensor, part_of_whole
 from dsv4.ops.attention import attention as attention_op
+from dsv4.ops.comm.shares import linear_ranges
 from dsv4.ops.gemm.grouped_linear import grouped_linear
-from dsv4.ops.gemm.linear import linear, linear_ranges
+from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums, num_ranges, split_k
 from dsv4.parallel.layout import RankLayout, k_ranges
 
@@ -76,7 +77,7 @@ def test_products_by_rows_and_by_ranges(seed: int) -> None:
         found = torch.cat([linear(x, part) for part in sliced(values, tp, n)], 1)
         assert torch.equal(found, whole)
         parts = [
-            linear_ranges(own, wo_b, range(i * 8 // tp, (i + 1) * 8 // tp))
+            linear_ranges(own, wo_b, range(i * 8 // tp, (i + 1) * 8 // tp)).values[0]
             for i, own in enumerate(x.chunk(tp, 1))
         ]
         assert torch.equal(PartialSums(torch.cat(parts)[None], None, x.dtype).total(), by_ranges)

@@ -26,6 +26,7 @@ from dsv4.model.attention import Attention
 from dsv4.model.exchange import Exchange, ReplicatedRows, ShardedRows
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
+from dsv4.ops.comm.shares import ExpertSums
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.parallel.comm import Comm, SingleRankComm
 from dsv4.parallel.layout import RankLayout, balance
@@ -271,8 +272,10 @@ def sum_as_they_arrive(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_expert_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    right = exchange_module.shared_part
-    patch.setattr(exchange_module, "shared_part", lambda x, by: 2 * right(x, by))
+    right = ExpertSums.shared
+    patch.setattr(ExpertSums, "shared", lambda self: 2 * right(self))
+    alone = exchange_module.shared_expert
+    patch.setattr(exchange_module, "shared_expert", lambda x, by: 2 * alone(x, by))
 
 
 def sinks_of_the_first_rank(patch: pytest.MonkeyPatch) -> None:

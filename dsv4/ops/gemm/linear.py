@@ -3,8 +3,7 @@
 The matrices of one call may have different formats and result dtypes; a kernel reads `x` once for
 all of them. A row's result does not depend on the other rows. For a matrix with `a8` or `a4`
 activations the input is rounded first (`quantize_rows.py`). If a matrix sets ranges of K
-(`k_ranges`), each range is summed separately and ranges are added in ascending order; the
-`linear_ranges` of several ranks, added in that order, then have the bits of `linear`.
+(`k_ranges`), each range is summed separately and ranges are added in ascending order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of, k_ranges_of
 from dsv4.formats.spec import E4M3_MAX
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
@@ -46,10 +45,10 @@ def _product(x: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     ranges = k_ranges_of(weight)
     if ranges == 1:
         return matmul_rows(x, dense(weight)).to(dtype)
-    return PartialSums(_range_products(x, weight, range(ranges))[None], None, dtype).total()
+    return PartialSums(range_products(x, weight, range(ranges))[None], None, dtype).total()
 
 
-def _range_products(x: Tensor, weight: Weight, ranges: range) -> Tensor:
+def range_products(x: Tensor, weight: Weight, ranges: range) -> Tensor:
     """fp32 `[ranges, rows, n]`: x, of which the first columns belong to the first of `ranges`,
     times some of the weight's ranges of K."""
     values, width = dense(weight), weight.shape[1] // k_ranges_of(weight)
@@ -166,23 +165,3 @@ def linear_multi(
 def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """One matrix: `[rows, k] x [n, k] -> [rows, n]`."""
     return linear_multi(x, [weight], None if out_dtype is None else [out_dtype])[0]
-
-
-def linear_ranges(x: Tensor, weight: Weight, ranges: range) -> Tensor:
-    """fp32 `[ranges, rows, n]`: the sums of some of the weight's ranges of K. `x` has the columns
-    of these alone. No kernel yet; `a4` would need the whole row for its scale."""
-    total, width = k_ranges_of(weight), weight.shape[1] // k_ranges_of(weight)
-    check_shape("linear_ranges", "x", x, "rows", len(ranges) * width)
-    check(
-        0 <= ranges.start < ranges.stop <= total and weight.shape[1] % total == 0,
-        "linear_ranges",
-        lambda: f"ranges {ranges} of a weight of {weight.shape[1]} columns in {total} ranges",
-    )
-    check(
-        x.device.type == "cpu" and activations_of(weight) != "a4",
-        "linear_ranges",
-        lambda: f"{activations_of(weight)} on {x.device}; expected a8 or a16 on a CPU",
-    )
-    if x.shape[0] == 0:
-        return x.new_empty(len(ranges), 0, weight.shape[0], dtype=torch.float32)
-    return _range_products(rounded(x, activations_of(weight)).float(), weight, ranges)

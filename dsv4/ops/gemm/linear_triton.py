@@ -72,10 +72,10 @@ def _range_sum(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first_range"])
 def _linear_kernel(
     x, x_stride, num_rows, num_columns, group_rows, total_steps,
-    words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps,
+    words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps, first_range,
     partials, counters,
     NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,8 +85,8 @@ def _linear_kernel(
 ):  # fmt: skip
     """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
     when matrix i has fp32 results. SWIZZLE row tiles run concurrently, for L2 reuse. An FP8 tile
-    has ROWS x BLOCK weights. PARTIAL: each range's partial sum is stored separately, times 128,
-    for `PartialSums`."""
+    has ROWS x BLOCK weights. PARTIAL: each range's partial sum is stored separately (NVFP4: times
+    128), for `PartialSums`; `x` begins at the columns of range `first_range`."""
     pid = tl.program_id(0)
     m_tile = tl.program_id(1)
     if SWIZZLE > 1:
@@ -112,6 +112,10 @@ def _linear_kernel(
     live_m = rm < num_rows
     group = (tile * BN) // group_rows
     x_rows = rm * x_stride + group * num_columns
+    from_range = split
+    if PARTIAL:
+        from_range = split + first_range
+        x_rows -= first_range * per_range * 128
     if FORMAT == 0 or FORMAT == 3:  # early: the first access misses the cache
         factors = select_matrix(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
         part_rows = select_matrix(parts, firsts, pid, NUM)
@@ -120,8 +124,8 @@ def _linear_kernel(
     is_last = count > 0
     if PARALLEL:
         total = _range_sum(
-            words_at, scales_at, tile, live_n, x, x_rows, live_m, split * per_range,
-            tl.minimum((split + 1) * per_range, total_steps), total_steps, num_columns,
+            words_at, scales_at, tile, live_n, x, x_rows, live_m, from_range * per_range,
+            tl.minimum((from_range + 1) * per_range, total_steps), total_steps, num_columns,
             FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, VARIANT, EVEN_K, E8M0, ASM,
         )  # fmt: skip
         if (not PARTIAL) and count > 1:
@@ -140,7 +144,8 @@ def _linear_kernel(
             total = total + part
     out_rows = rm.to(tl.int64)
     if PARTIAL:
-        total = total * 128.0
+        if FORMAT == 0 or FORMAT == 3:
+            total = total * 128.0
         out_rows += split * num_rows
     elif FORMAT == 0 or FORMAT == 3:
         total = total * factor[:, None]
@@ -271,9 +276,12 @@ def launch_key(weight) -> tuple[int, int, int, bool]:
     return fmt, 0, 0, False
 
 
-def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, partial=False) -> None:
+def launch(
+    x, weights, outs, *, num_groups=1, config=None, parallel=None, partial=False, some=None
+) -> None:
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
-    weight rows reads its own k columns. `partial`: outs are fp32 `[ranges, rows, n]`."""
+    weight rows reads its own k columns. `partial`: outs are fp32 `[ranges, rows, n]`, of all
+    ranges of K or of `some`, whose columns x then has alone."""
     fmt, tile_rows, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
@@ -285,6 +293,8 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, partia
     m_tiles = triton.cdiv(num_rows, config.bm)
     tiles = [triton.cdiv(w.shape[0], config.bn) for w in weights]
     splits = [split_k(w) for w in weights]
+    if some is not None:
+        splits = [(len(some), steps) for _, steps in splits]
     if parallel is None:
         # partial sums of many rows exceed the weights in bytes: split only if multiprocessors idle
         at_once = num_multiprocessors(x.device)
@@ -317,6 +327,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, parallel=None, partia
         tuple(firsts),
         tuple(count for count, _ in splits),
         tuple(steps for _, steps in splits),
+        0 if some is None else some.start,
         partials,
         counters,
         NUM=len(weights),

@@ -11,7 +11,7 @@ before its norm.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -164,6 +164,16 @@ def boundary_cases() -> Iterable[Case]:
     return _cases(with_update=True, head=False)
 
 
+def update_cases() -> Iterable[Case]:
+    def without_site(case: Case) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            return {name: a for name, a in case.build(generator).items() if name != "site"}
+
+        return replace(case, build=make)
+
+    return map(without_site, boundary_cases())
+
+
 def head_cases() -> Iterable[Case]:
     return _cases(with_update=True, head=True)
 
@@ -174,6 +184,12 @@ BOUNDARY = Op(
     mhc_boundary_reference,
     boundary_cases,
     kernels=(Kernel("dsv4.ops.mhc.mix_triton"),),
+)
+UPDATE = Op(
+    "mhc_update",
+    lambda **arguments: mhc_update_reference(**arguments),
+    update_cases,
+    kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),),
 )
 HEAD = Op("mhc_head", mhc_head_reference, head_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
 
@@ -209,10 +225,10 @@ def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mhc_update(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
-    """-> updated streams: the first half of `mhc_boundary`, at the end of a pipeline stage. By the
-    reference on any device: once a stage, not once a layer."""
-    _check_update(BOUNDARY, streams, y, post, comb)
-    return mhc_update_reference(streams, y, post, comb)
+    """-> updated streams: the first half of `mhc_boundary`, at the end of a pipeline stage."""
+    _check_update(UPDATE, streams, y, post, comb)
+    result: Tensor = UPDATE(streams.device, streams=streams, y=y, post=post, comb=comb)
+    return result
 
 
 def mhc_boundary(

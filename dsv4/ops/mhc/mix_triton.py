@@ -159,6 +159,12 @@ def choose_config(num_tokens: int, size: int) -> MixConfig:
 
 
 def supports(streams, site, y=None, post=None, comb=None) -> str | None:
+    if not site.fn.is_contiguous():
+        return f"fn has strides {site.fn.stride()}, kernels need it contiguous"
+    return stream_reason(streams, y, post, comb)
+
+
+def stream_reason(streams, y, post, comb) -> str | None:
     if streams.dtype not in (torch.float32, torch.bfloat16):
         return f"streams are {streams.dtype}, kernels know bfloat16 and float32"
     made = y
@@ -166,7 +172,7 @@ def supports(streams, site, y=None, post=None, comb=None) -> str | None:
         made = y.values
         if y.shape[0] > 1:
             return f"{y.shape[0]} rows in parts, kernels add those of one"
-    tensors = {"streams": streams, "fn": site.fn, "y": made, "post": post, "comb": comb}
+    tensors = {"streams": streams, "y": made, "post": post, "comb": comb}
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"

@@ -89,7 +89,7 @@ def _sum_parts(
 
 
 @triton.jit
-def _coefficients(post, comb, row64, live, N: tl.constexpr):
+def coefficients_of(post, comb, row64, live, N: tl.constexpr):
     """Per token and new stream: the coefficients of the old streams, then that of `y`."""
     found = ()
     for k in tl.static_range(N):
@@ -101,7 +101,7 @@ def _coefficients(post, comb, row64, live, N: tl.constexpr):
 
 
 @triton.jit
-def _old_streams(streams, at, mask, N: tl.constexpr, D: tl.constexpr):
+def old_streams(streams, at, mask, N: tl.constexpr, D: tl.constexpr):
     old = ()
     for j in tl.static_range(N):
         old = append(old, tl.load(streams + at + j * D, mask=mask, other=0.0).to(tl.float32))
@@ -109,7 +109,7 @@ def _old_streams(streams, at, mask, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _new_row(
+def new_row(
     y, factor, row64, channel, mask, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
     FACTORS: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def _new_row(
 
 
 @triton.jit
-def _new_stream(
+def new_stream(
     old, new, coefficients, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     v = tl.zeros((BM, BD), tl.float32)
@@ -164,15 +164,15 @@ def few_update_kernel(
     channel = chunk * BD + column % BD
     mask = live[:, None] & (channel < D)[None, :]
     at = (row64 * (N * D))[:, None] + channel[None, :]
-    v = _old_streams(streams, at, mask, N, D)
+    v = old_streams(streams, at, mask, N, D)
     if UPDATE:
         old = v
-        new = _new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, WIDTH, DT)
-        coefficients = _coefficients(post, comb, row64, live, N)
+        new = new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, WIDTH, DT)
+        coefficients = coefficients_of(post, comb, row64, live, N)
         tl.debug_barrier()  # otherwise loads of `fn` would wait for the streams
         v = ()
         for k in tl.static_range(N):
-            v = append(v, _new_stream(old, new, coefficients, k, N, TM, WIDTH).to(DT))
+            v = append(v, new_stream(old, new, coefficients, k, N, TM, WIDTH).to(DT))
     if TM == 1:
         stream = (column // BD)[None, :]
         low = tl.where(stream == 0, v[0], v[1])
@@ -225,7 +225,7 @@ def update_kernel(
     total_squares = tl.zeros((BM,), tl.float32)
     coefficients = ()
     if UPDATE:
-        coefficients = _coefficients(post, comb, row64, live, N)
+        coefficients = coefficients_of(post, comb, row64, live, N)
     for chunk in tl.range(part, part + COUNT * STRIDE, STRIDE, num_stages=STAGES):
         channel = chunk * BD + tl.arange(0, BD)
         inside = channel < D
@@ -234,16 +234,16 @@ def update_kernel(
         zero = tl.zeros((BM, RPAD), tl.float32)
         high, middle, low = zero, zero, zero
         squares = tl.zeros((BM, BD), tl.float32)
-        old = _old_streams(streams, at, mask, N, D)
+        old = old_streams(streams, at, mask, N, D)
         if UPDATE:
-            new = _new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, BD, DT)
+            new = new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, BD, DT)
         for k in tl.static_range(N):
             f_at = rows[None, :] * (N * D) + k * D + channel[:, None]
             f_mask = inside[:, None] & (rows < ROWS)[None, :]
             f = tl.load(fn + f_at, mask=f_mask, other=0.0)
             v = old[k]
             if UPDATE:
-                v = _new_stream(old, new, coefficients, k, N, BM, BD).to(DT)
+                v = new_stream(old, new, coefficients, k, N, BM, BD).to(DT)
                 if ONCE:
                     v = _made_once(v)
                 tl.store(out + at + k * D, v, mask=mask)

@@ -48,8 +48,7 @@ def experts_reference(
     limit: float,
 ) -> Tensor:
     by = Experts(w13, w2, shared_w13, shared_w2, limit)
-    parts = expert_parts(x, experts, weights, by, range(w13.shape[0]))
-    return sum_pairs(parts, shared_part(x, by), x.dtype)
+    return sum_pairs(pair_sums(x, experts, weights, by), shared_sums(x, by), x.dtype)
 
 
 def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,18 +60,10 @@ def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     return (total + shared).to(dtype)
 
 
-def shared_part(x: Tensor, by: "Experts") -> Tensor:
-    """fp32 `[tokens, size]`: what the shared expert gave, by the reference."""
-    if x.shape[0] == 0:
-        return x.float()
-    return expert_reference(x, by.shared_w13, by.shared_w2, None, by.limit)
-
-
-def expert_parts(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts", held: range) -> Tensor:
-    """fp32 `[tokens, chosen, size]`: what each chosen expert of `held` gave, zero elsewhere. `by`
-    has the routed experts of `held` alone. By the reference; there is no kernel yet."""
+def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts") -> Tensor:
+    """fp32 `[tokens, chosen, size]`: what each chosen expert gave, zero where it is negative."""
     chosen = experts.flatten().tolist()
-    visited = (place for place, expert in enumerate(chosen) if expert in held)
+    visited = (place for place, expert in enumerate(chosen) if expert >= 0)
     by_expert = sorted(visited, key=chosen.__getitem__)  # indices into `chosen`
     places = torch.tensor(by_expert, dtype=torch.int64, device=x.device)
     tokens = torch.div(places, experts.shape[1], rounding_mode="floor")
@@ -80,12 +71,19 @@ def expert_parts(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts", hel
     outputs, start = [], 0
     for expert, visits in groupby(by_expert, chosen.__getitem__):
         own = slice(start, start := start + len(list(visits)))
-        matrices = by.w13[expert - held.start], by.w2[expert - held.start]
+        matrices = by.w13[expert], by.w2[expert]
         outputs.append(expert_reference(rows[own], *matrices, row_weights[own], by.limit))
     parts = x.new_zeros(len(chosen), x.shape[1], dtype=torch.float32)
     if outputs:
         parts.index_copy_(0, places, torch.cat(outputs))
     return parts.view(*experts.shape, -1)
+
+
+def shared_sums(x: Tensor, by: "Experts") -> Tensor:
+    """fp32 `[tokens, size]`: what the shared expert gave."""
+    if x.shape[0] == 0:
+        return x.float()
+    return expert_reference(x, by.shared_w13, by.shared_w2, None, by.limit)
 
 
 def cases() -> Iterable[Case]:

@@ -117,6 +117,8 @@ def _up_kernel(
     place = tl.program_id(1)
     routed = place < chosen
     expert = tl.load(experts + place, mask=routed, other=0)
+    if expert < 0:  # on another rank
+        return
     weight = tl.load(weights + place, mask=routed, other=1.0)
     words += tl.where(routed, 0, shared_words)
     scales += tl.where(routed, 0, shared_scales)
@@ -166,6 +168,8 @@ def _down_kernel(
     split = tl.program_id(2)
     routed = place < chosen
     expert = tl.load(experts + place, mask=routed, other=0)
+    if expert < 0:
+        return
     factor = tl.load(factors + tl.where(routed, expert, shared_factors)) * 128.0
     tile = expert * expert_tiles + part
     words += tl.where(routed, 0, shared_words) + tile * total_steps * 2048

@@ -86,9 +86,9 @@ class Follower:
         self._link.send({"kind": "loaded"})
         message, _ = self._inbox.get()
         assert message["kind"] == "connect", message
-        model = connect(
-            layout, config, weights, settings, told["store"], told["timeout"], told["address"]
-        )
+        meeting = told["store"], told["timeout"], told["address"], told["comm"]
+        model = connect(layout, config, weights, settings, *meeting)
+        self._link.send({"kind": "connected"})
         runner = Runner(model, settings)
         self._link.send({"kind": "ready"})
         return runner
@@ -97,9 +97,12 @@ class Follower:
         """A `check` has a checksum for an answer."""
         numbers = command.numbers
         if command.kind == "step":
-            tokens, sequences, context, one_each = numbers
-            shape = StepShape(tokens, sequences, context, bool(one_each))
+            tokens, sequences, context, one_each, scored, width = numbers
+            kinds = bool(one_each), bool(scored), width
+            shape = StepShape(tokens, sequences, context, *kinds)
             runner.follow_step(shape, np.frombuffer(command.line, dtype=np.int64))
+        elif command.kind == "share":
+            runner.follow_share()
         elif command.kind == "score":
             runner.follow_score(numbers, np.frombuffer(command.line, dtype=np.int64))
         elif command.kind == "copy_page":

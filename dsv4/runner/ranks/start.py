@@ -5,7 +5,7 @@ import importlib
 import logging
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops import engine_ops
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import Team
-from dsv4.parallel.torch_comm import TorchComm
 from dsv4.runner.load import (
     LoadedModel,
     Model,
@@ -32,6 +31,7 @@ from dsv4.runner.load import (
     set_threads,
 )
 from dsv4.runner.ranks import FOLLOWER
+from dsv4.runner.ranks.devices import check_devices, choose_comm, device_of, open_comm
 from dsv4.runner.ranks.meeting import (
     find_members,
     head_host,
@@ -85,21 +85,25 @@ def _start_together(
 ) -> Transformer:
     choices, settings, config = prepared.choices, prepared.settings, prepared.config
     layout, folder, timeout = prepared.layout, str(prepared.folder), choices.step_timeout
+    kind = choose_comm(choices.comm, settings, layout, choices.nodes)
+    settings = replace(settings, device=device_of(settings.device, 0, 1))
     common = {
         "kind": "load",
         "tp": layout.tp,
         "pp": layout.pp,
         "stages": [(stage.start, stage.stop) for stage in layout.stages],
-        "settings": asdict(settings),
+        "comm": kind,
         "store": store,
         "timeout": timeout,
         "digest": digest(folder),
         "log_level": logging.getLogger().getEffectiveLevel(),
     }
+    each = layout.world // choices.nodes
     told = [
         {
             **common,
             "rank": rank,
+            "settings": asdict(replace(settings, device=device_of(settings.device, rank, each))),
             "folder": member.model or _shared_name(prepared.folder),
             "address": member.address or host,
         }
@@ -110,20 +114,15 @@ def _start_together(
     team.wait_for("loaded")
     team.tell([{"kind": "connect"}] * (layout.world - 1))
     with team.together():
-        model = connect(layout, config, weights, settings, store, timeout, host)
-    team.wait_for("ready")
-    team.ready()
+        model = connect(layout, config, weights, settings, store, timeout, host, kind)
+    team.wait_for("connected")
     return model
 
 
 def check_layout(prepared: PreparedModel) -> None:
     """Refuse what several ranks cannot do yet."""
     layout, settings = prepared.layout, prepared.settings
-    if settings.device != "cpu":
-        raise OptionError(
-            f"tp is {layout.tp} and pp {layout.pp} on {settings.device}: several ranks run on "
-            "CPUs only so far; use device=cpu, or tp=1 and pp=1"
-        )
+    check_devices(settings, layout, prepared.choices.nodes)
     if settings.prefix_disk is not None:
         raise OptionError("prefix_disk is not possible with several ranks yet; leave it out")
     if layout.tp > 1 and settings.activations["attention"] == "a4":
@@ -135,6 +134,8 @@ def load_rank(
 ) -> tuple[dict[str, Weight], ModelConfig]:
     config = ModelConfig.from_folder(Path(folder))
     set_threads(settings, config)
+    if settings.device != "cpu":
+        torch.cuda.set_device(settings.device)
     checkpoint = open_checkpoint(Path(folder), config)
     with engine_ops(settings.ops).active():
         return read_weights(checkpoint, settings, selection(layout, config), progress), config
@@ -148,11 +149,12 @@ def connect(
     store: str,
     timeout: float,
     address: str,
+    kind: str,
 ) -> Transformer:
     """Called by all ranks at once, when each has loaded, so none waits long. `address`: of this
-    rank, for the others."""
+    rank, for the others; `kind`: from `choose_comm`."""
     place = open_store(store, layout.world, timeout)
-    comm = TorchComm.gloo(layout, place, 2 * timeout, address)
+    comm = open_comm(kind, layout, settings, place, timeout, address)
     exchange = Exchange(layout, comm, config)
     return Transformer(config, weights, getattr(torch, settings.dtype), exchange)
 

@@ -1,0 +1,38 @@
+"""The numbers of chosen experts among those that a rank holds; -1 for experts of other ranks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+
+
+def own_experts_reference(experts: Tensor, held: range) -> Tensor:
+    local = experts - held.start
+    return torch.where((local >= 0) & (local < len(held)), local, -1)
+
+
+def cases() -> Iterable[Case]:
+    def build(tokens: int, chosen: int, held: range) -> Case:
+        def make(generator: torch.Generator) -> Arguments:
+            experts = torch.randint(-1, 16, (tokens, chosen), generator=generator)
+            return {"experts": experts, "held": held}
+
+        return Case(f"{tokens}x{chosen} of {held}", make, 0.0, 0.0)
+
+    yield build(1, 6, range(0, 4))
+    yield build(0, 6, range(0, 4))
+    yield build(777, 3, range(8, 16))
+
+
+OP = Op("own_experts", own_experts_reference, cases, (Kernel("dsv4.ops.comm.own_experts_triton"),))
+
+
+def own_experts(experts: Tensor, held: range) -> Tensor:
+    """`experts` int64 `[tokens, chosen]` -> the same of the rank's own numbers."""
+    check_shape(OP.name, "experts", experts, "tokens", "chosen")
+    found = experts.dtype
+    check(found == torch.int64, OP.name, lambda: f"experts are {found}, expected int64")
+    result: Tensor = OP(experts.device, experts=experts, held=held)
+    return result

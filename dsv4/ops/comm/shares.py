@@ -1,0 +1,135 @@
+"""What a rank computes of a half-block whose matrices it shares with others.
+
+    linear_ranges   some ranges of K of a matrix, for all rows
+    expert_sums     the chosen experts that the rank holds, and the shared one
+    shared_expert   the shared expert alone, for the rows that the rank owns
+
+Added in order, the shares of all ranks have the bits of `linear` and `experts`. On a GPU partial
+sums stay as the kernels of these ops leave them: not scaled yet, and by range of K.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.formats.quantized import Weight, activations_of, k_ranges_of
+from dsv4.ops.core.op import Case, Kernel, Op, check, check_shape
+from dsv4.ops.gemm.linear import range_products
+from dsv4.ops.gemm.quantize_rows import rounded
+from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.moe.experts import Experts, pair_sums, shared_sums
+
+
+@dataclass(frozen=True)
+class ExpertSums:
+    """`parts` fp32 `[tokens, places, ranges, size]`: one place per chosen expert, undefined where
+    the rank does not hold it, then the shared expert's if it is not in `extra`."""
+
+    parts: Tensor
+    extra: Tensor | None  # the shared expert's, fp32 `[tokens, size]`
+
+    def pairs(self, chosen: int) -> Tensor:
+        """fp32 `[tokens, chosen, size]`."""
+        return self.parts[:, :chosen].sum(2)
+
+    def shared(self) -> Tensor:
+        return self.parts[:, -1].sum(1) if self.extra is None else self.extra
+
+
+def linear_ranges_reference(x: Tensor, weight: Weight, some: range) -> PartialSums:
+    values = range_products(rounded(x, activations_of(weight)).float(), weight, some)
+    return PartialSums(values[None], None, x.dtype)
+
+
+def expert_sums_reference(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w13: Weight,
+    w2: Weight,
+    shared_w13: Weight,
+    shared_w2: Weight,
+    limit: float,
+    with_shared: bool,
+) -> ExpertSums:
+    by = Experts(w13, w2, shared_w13, shared_w2, limit)
+    extra = shared_sums(x, by) if with_shared else None
+    return ExpertSums(pair_sums(x, experts, weights, by).unsqueeze(2), extra)
+
+
+def _no_cases() -> Iterable[Case]:
+    """Their results are compared as what they add up to: tests/ops/kernels/test_shares.py."""
+    return ()
+
+
+LINEAR_RANGES = Op(
+    "linear_ranges",
+    linear_ranges_reference,
+    _no_cases,
+    (Kernel("dsv4.ops.comm.linear_ranges_triton"),),
+)
+EXPERT_SUMS = Op(
+    "expert_sums",
+    expert_sums_reference,
+    _no_cases,
+    (Kernel("dsv4.ops.comm.expert_sums_triton"),),
+)
+
+
+def linear_ranges(x: Tensor, weight: Weight, some: range) -> PartialSums:
+    """The sums of `some` of the weight's ranges of K. `x` has the columns of these alone. With
+    `a4` a range would need the whole row for its scale."""
+    name, total = LINEAR_RANGES.name, k_ranges_of(weight)
+    check_shape(name, "x", x, "rows", len(some) * (weight.shape[1] // total))
+    check(
+        0 <= some.start < some.stop <= total and weight.shape[1] % total == 0,
+        name,
+        lambda: f"ranges {some} of a weight of {weight.shape[1]} columns in {total} ranges",
+    )
+    check(
+        activations_of(weight) != "a4",
+        name,
+        lambda: "activations a4, expected a8 or a16",
+    )
+    if x.shape[0] == 0:
+        values = x.new_empty(1, len(some), 0, weight.shape[0], dtype=torch.float32)
+        return PartialSums(values, None, x.dtype)
+    result: PartialSums = LINEAR_RANGES(x.device, x=x, weight=weight, some=some)
+    return result
+
+
+def expert_sums(
+    x: Tensor, experts: Tensor, weights: Tensor, by: Experts, with_shared: bool
+) -> ExpertSums:
+    """`experts` are the rank's own numbers, negative where another rank has the expert; `by` has
+    the routed experts of this rank alone."""
+    if x.shape[0] == 0:
+        empty = torch.zeros(0, experts.shape[1], 1, x.shape[1], device=x.device)
+        return ExpertSums(empty, x.float() if with_shared else None)
+    result: ExpertSums = EXPERT_SUMS(
+        x.device, x=x, experts=experts, weights=weights, **vars(by), with_shared=with_shared
+    )
+    return result
+
+
+def shared_expert(x: Tensor, by: Experts) -> Tensor:
+    """fp32 `[tokens, size]`."""
+    if x.shape[0] == 0:
+        return x.float()
+    shared = by.shared_w13, by.shared_w2
+    result: Tensor = SHARED_EXPERT(x.device, x=x, w13=shared[0], w2=shared[1], limit=by.limit)
+    return result
+
+
+def shared_expert_reference(x: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
+    return shared_sums(x, Experts(w13, w2, w13, w2, limit))
+
+
+SHARED_EXPERT = Op(
+    "shared_expert",
+    shared_expert_reference,
+    _no_cases,
+    (Kernel("dsv4.ops.comm.shared_expert_triton"),),
+)

@@ -1,0 +1,249 @@
+# mypy: ignore-errors
+"""`Comm` through memory that the GPUs of a node share: one launch per exchange (push_triton.py).
+
+A `PushChannel` is a buffer of two halves and flag words, at equal offsets on all ranks of a group;
+torch's symmetric memory makes the peers' addresses. All channels exist before any graph is
+captured, and a wait that fails leaves its error word to the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed
+import torch.distributed._symmetric_memory
+from torch import Tensor
+
+from dsv4.ops.comm import push_triton
+from dsv4.ops.comm.push_triton import BLOCK, PROGRAMS
+from dsv4.ops.core.launch import interpreting, launch_options
+from dsv4.parallel.layout import RankLayout
+
+ALIGNED = 256
+
+
+@dataclass(frozen=True)
+class PushChannel:
+    """One rank's end: `addresses` of every rank's memory, as this rank sees them."""
+
+    place: int
+    addresses: Tensor  # [ranks] int64
+    half_bytes: int
+    rounds: Tensor  # [PROGRAMS] int32
+    error: Tensor  # [1] int32
+    limit_ns: int
+    memory: object = field(repr=False)  # keeps this rank's part of it alive
+    phases: dict[str, bool] = field(
+        default_factory=lambda: {"PUSH": True, "WAIT": True}, kw_only=True
+    )
+
+    @property
+    def size(self) -> int:
+        return self.addresses.shape[0]
+
+    def launch(self, kernel, before, between, *, phased=True, **constants) -> None:
+        """`before`: arguments in front of `addresses`; `between`: behind `place`."""
+        flags_at = 2 * self.half_bytes
+        constants |= self.phases if phased else {}
+        kernel[(PROGRAMS,)](
+            *before, self.addresses, self.rounds, self.error, self.place, *between,
+            self.half_bytes, flags_at, self.limit_ns, TP=self.size, PROGRAMS=PROGRAMS,
+            BLOCK=BLOCK, ASM=not interpreting(), **constants, **launch_options(8),
+        )  # fmt: skip
+
+
+def open_channel(
+    name: str, ranks: Sequence[int], rank: int, store, device: torch.device, half_bytes: int,
+    error: Tensor, limit_s: float,
+) -> PushChannel:  # fmt: skip
+    """Called by all `ranks` at once. torch's symmetric memory maps the peers' allocations."""
+    place = list(ranks).index(rank)
+    if len(ranks) == 1:
+        memory = torch.zeros(2 * half_bytes + 4 * PROGRAMS, dtype=torch.uint8, device=device)
+        addresses = [memory.data_ptr()]
+    else:
+        shared = torch.distributed._symmetric_memory._SymmetricMemory
+        name = f"dsv4 {name}"
+        prefix = torch.distributed.PrefixStore(name, store)
+        group = _process_group(name, prefix, place, len(ranks))
+        size = 2 * half_bytes + 4 * len(ranks) * PROGRAMS
+        held = shared.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        held.zero_()
+        torch.cuda.synchronize(device)  # a peer's flag must not be overwritten
+        handle = shared.rendezvous(held, name)
+        memory, addresses = (held, handle, group), list(handle.buffer_ptrs)
+    return PushChannel(
+        place=place,
+        addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+        half_bytes=half_bytes,
+        rounds=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        error=error,
+        limit_ns=int(limit_s * 1e9),
+        memory=memory,
+    )
+
+
+def _process_group(name: str, store, place: int, size: int):
+    """Registered under its name, by which symmetric memory finds its store; the backend only bears
+    the name."""
+    distributed = torch.distributed
+    gloo, group = distributed.ProcessGroupGloo, distributed.ProcessGroup(store, place, size)
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    made = gloo(distributed.PrefixStore("gloo", store), place, size, options)
+    group._register_backend(torch.device("cpu"), distributed.ProcessGroup.BackendType.GLOO, made)
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+    return group
+
+
+def open_comm(
+    layout: RankLayout,
+    store,
+    device: torch.device,
+    half_bytes: int,
+    shared_bytes: int,
+    limit_s: float,
+) -> "SymmetricComm":
+    """Channels are opened in one order on all ranks, so none waits for another in a circle."""
+    error = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def channel(name: str, ranks: Sequence[int], nbytes: int) -> PushChannel:
+        nbytes = -(-nbytes // ALIGNED) * ALIGNED
+        return open_channel(name, ranks, layout.rank, store, device, nbytes, error, limit_s)
+
+    world = channel("world", range(layout.world), shared_bytes * layout.world)
+    tensor = None
+    for stage in range(layout.pp):
+        group = range(stage * layout.tp, (stage + 1) * layout.tp)
+        if layout.rank in group and layout.tp > 1:
+            tensor = channel(f"stage {stage}", group, half_bytes)
+    links = [(rank, rank + layout.tp) for rank in range(layout.world - layout.tp)]
+    links += [(layout.logits_rank, 0)] if layout.pp > 1 else []
+    to, source = {}, {}
+    for pair in links:
+        if layout.rank in pair:
+            found = channel(f"link {pair[0]} {pair[1]}", pair, half_bytes)
+            if layout.rank == pair[0]:
+                to[pair[1]] = found
+            else:
+                source[pair[0]] = found
+    return SymmetricComm(tensor, world, to, source)
+
+
+class SymmetricPushes:
+    """What the ranks of a tensor group exchange in a layer."""
+
+    def __init__(self, channel: PushChannel) -> None:
+        self.channel = channel
+
+    def gather(self, out: Tensor, x: Tensor) -> None:
+        """As `Comm.gather`."""
+        words, held = _words(x), _words(out)
+        num, most = words.numel(), self._most(4 * self.channel.size)
+        for first in range(0, num, most):
+            arguments = (words, held), (num, first, min(first + most, num))
+            self.channel.launch(push_triton.gather_kernel, *arguments)
+
+    def to_owners(self, x: Tensor, per_owner: int) -> Tensor:
+        """Row t of `x` `[rows, width]` to rank `t // per_owner` -> `[own rows, ranks * width]`."""
+        num_rows, tp = x.shape[0], self.channel.size
+        out = x.new_empty(self._num_own(num_rows, per_owner), tp * x.shape[1])
+        words, held = _words(x), _words(out)
+        width = words.numel() // max(num_rows, 1)
+        most = self._most(4 * tp * width)
+        for first in range(0, per_owner, most):
+            span = first, min(first + most, per_owner)
+            arguments = (words, held), (num_rows, per_owner, *span, width)
+            self.channel.launch(push_triton.rows_kernel, *arguments)
+        return out
+
+    def _most(self, nbytes: int) -> int:
+        """How many items of this size a round can carry, a multiple of 4 if possible."""
+        most = self.channel.half_bytes // max(nbytes, 1)
+        assert most > 0, f"{nbytes} bytes do not fit {self.channel.half_bytes} of a channel"
+        return most // 4 * 4 or most
+
+    def _num_own(self, num_rows: int, per_owner: int) -> int:
+        return max(0, min(per_owner, num_rows - self.channel.place * per_owner))
+
+    def sum_ranges(self, values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`values` fp32 `[ranges of this rank, rows, size]` -> the rows that the ranges of all
+        ranks add up to, as `PartialSums.total` does."""
+        own, num_rows, size = values.shape
+        assert dtype == torch.bfloat16, dtype
+        y = torch.empty(num_rows, size, dtype=dtype, device=values.device)
+        assert num_rows <= self._most(4 * self.channel.size * own * size), values.shape
+        self.channel.launch(
+            push_triton.ranges_kernel, (values, y if factor is None else factor, y),
+            (num_rows, size), OWN=own, FACTORS=0 if factor is None else len(factor),
+        )  # fmt: skip
+        return y
+
+    def sum_pairs(
+        self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
+    ) -> Tensor:
+        """`parts` fp32 `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
+        -> sums of the owned rows (None: of all). `shared`: of these rows; None: the last place."""
+        num_rows, places, ranges, size = parts.shape
+        chosen, copies = experts.shape[1], per_owner is None
+        per_owner = num_rows if per_owner is None else per_owner
+        own = num_rows if copies else self._num_own(num_rows, per_owner)
+        y = torch.empty(own, size, dtype=torch.bfloat16, device=parts.device)
+        most = self._most(4 * chosen * size)
+        for first in range(0, per_owner, most):
+            self.channel.launch(
+                push_triton.pairs_kernel, (parts, experts, y if shared is None else shared, y),
+                (num_rows, per_owner, first, min(first + most, per_owner), size), CHOSEN=chosen,
+                PLACES=places, RANGES=ranges, EXTRA=shared is not None, COPIES=copies,
+            )  # fmt: skip
+        return y
+
+
+class SymmetricComm:
+    """`Comm` of one rank; `links`: channels of two, by the rank at the other end."""
+
+    def __init__(
+        self, tensor: PushChannel | None, world: PushChannel, to: dict[int, PushChannel],
+        source: dict[int, PushChannel],
+    ) -> None:  # fmt: skip
+        self.pushes = None if tensor is None else SymmetricPushes(tensor)
+        self._world, self._to, self._source = SymmetricPushes(world), to, source
+        self.error = world.error
+
+    def gather(self, out: Tensor, x: Tensor) -> None:
+        assert self.pushes is not None
+        self.pushes.gather(out, x)
+
+    def exchange(
+        self, out: Tensor, x: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> None:
+        raise AssertionError("rows go to their owners by `pushes`")
+
+    def share(self, x: Tensor) -> None:
+        x.copy_(self.all(x)[0])
+
+    def all(self, x: Tensor) -> Tensor:
+        """`[ranks of the world, *x.shape]`."""
+        out = x.new_empty(self._world.channel.size, *x.shape)
+        self._world.gather(out, x)
+        return out
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._transfer(push_triton.send_kernel, x, self._to[to])
+
+    def receive(self, out: Tensor, source: int) -> None:
+        self._transfer(push_triton.receive_kernel, out, self._source[source])
+
+    def _transfer(self, kernel, x: Tensor, channel: PushChannel) -> None:
+        words, most = _words(x), channel.half_bytes // 4
+        for first in range(0, words.numel(), most):
+            part = words[first : first + most]
+            channel.launch(kernel, (part,), (part.numel(),), phased=False)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same memory as 32-bit words."""
+    assert x.is_contiguous(), (x.shape, x.stride())
+    assert x.nbytes % 4 == 0, (x.shape, x.dtype)
+    return x.view(-1).view(torch.int32) if x.numel() else x.new_empty(0, dtype=torch.int32)

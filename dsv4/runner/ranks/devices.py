@@ -1,0 +1,91 @@
+"""Which GPU a rank has, and how the GPUs of a machine reach each other."""
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from dsv4.errors import OptionError, RankError
+from dsv4.parallel.comm import Comm
+from dsv4.parallel.layout import RankLayout
+from dsv4.parallel.torch_comm import TorchComm
+from dsv4.runner.settings import Settings
+
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own variable, for trying out
+HALF_BYTES = 64 << 20  # of a channel: more is exchanged in several rounds
+PROBE_WORDS = 1 << 20
+
+
+def device_of(device: str, rank: int, each: int) -> str:
+    """A rank's device, the place in its node of `each` ranks; one for all where torch may share
+    it."""
+    return device if device == "cpu" else f"cuda:{0 if _is_shared() else rank % each}"
+
+
+def check_devices(settings: Settings, layout: RankLayout, nodes: int) -> None:
+    """Refuse more ranks than GPUs before anything is read."""
+    if settings.device == "cpu":
+        return
+    each = layout.world // nodes
+    found, seen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if each > found and not _is_shared():
+        shown = f" (CUDA_VISIBLE_DEVICES={seen})" if seen is not None else ""
+        raise OptionError(
+            f"tp {layout.tp} x pp {layout.pp} are {each} ranks on a node, expected at most "
+            f"{found}, the GPUs that torch sees{shown}; lower tp or pp, or show it more GPUs"
+        )
+
+
+def choose_comm(asked: str, settings: Settings, layout: RankLayout, nodes: int) -> str:
+    """`symmetric` where every GPU may write to every other's memory, else `nccl`; `gloo` on CPUs.
+    Rank 0 decides for all."""
+    if nodes > 1 and asked == "symmetric":
+        raise OptionError(f"comm is 'symmetric' on {nodes} nodes, expected auto or nccl")
+    if settings.device == "cpu":
+        if asked not in ("auto", "gloo"):
+            raise OptionError(f"comm is {asked!r} on a CPU, expected auto or gloo")
+        return "gloo"
+    if asked == "gloo":
+        raise OptionError("comm is 'gloo' on GPUs, expected auto, symmetric or nccl")
+    if asked != "auto" or nodes > 1:
+        return "nccl" if nodes > 1 else asked
+    pairs = ((a, b) for a in range(layout.world) for b in range(layout.world) if a != b)
+    can = _is_shared() or all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    return "symmetric" if can else "nccl"
+
+
+def open_comm(
+    kind: str, layout: RankLayout, settings: Settings, store: Any, timeout: float, address: str
+) -> Comm:
+    """Called by all ranks at once."""
+    if kind == "gloo":
+        return TorchComm.gloo(layout, store, 2 * timeout, address)
+    device = torch.device(settings.device)
+    if kind == "nccl":
+        return TorchComm.nccl(layout, store, device, 2 * timeout)
+    module = importlib.import_module("dsv4.ops.comm.symmetric_triton")
+    tokens = max(8 * settings.max_sequences, 4 * PROBE_WORDS)
+    comm: Comm = module.open_comm(layout, store, device, HALF_BYTES, tokens, timeout)
+    _probe(comm, layout, device)
+    return comm
+
+
+def _probe(comm: Comm, layout: RankLayout, device: torch.device) -> None:
+    """A pattern of 4 MB from every rank to every other, before any weight depends on it."""
+    words = torch.arange(PROBE_WORDS, dtype=torch.int32, device=device)
+    mine = words * 40503 + layout.rank
+    found = comm.all(mine)  # type: ignore[attr-defined]
+    wrong = [r for r in range(layout.world) if not torch.equal(found[r], mine - layout.rank + r)]
+    assert comm.error is not None
+    late = int(comm.error)
+    if wrong or late:
+        raise RankError(
+            f"{device}: what rank {wrong[0] if wrong else late - 1} stored in its memory did not "
+            "arrive as it was sent, though the driver allows peer access; use comm=nccl, on PCIe "
+            "with NCCL_P2P_DISABLE=1 in the environment"
+        )
+
+
+def _is_shared() -> bool:
+    return os.environ.get(SHARED_GPU) == "1"

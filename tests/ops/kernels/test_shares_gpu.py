@@ -1,0 +1,169 @@
+"""What a rank computes, on a GPU: slices have the bits of the whole, at real models' sizes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import state_ops
+from dsv4.formats import fp8
+from dsv4.formats.quantized import Fp8BlockTensor, Weight, part_of_whole
+from dsv4.ops.comm.own_experts import own_experts
+from dsv4.ops.comm.shares import expert_sums, linear_ranges, shared_expert
+from dsv4.ops.core.arguments import same_bits
+from dsv4.ops.core.ragged import make_ragged
+from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.linear import linear
+from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
+from dsv4.ops.moe.experts import Experts, experts_ffn
+from dsv4.tools.bench_ops import SHAPES, random_fp4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ROWS = (1, 8, 33, 300)
+TP = (2, 4, 8)
+# hidden size, heads x head dim, query rank, output groups, inner size
+MODELS = {"flash": (4096, 64 * 512, 1024, 8, 2048), "pro": (7168, 128 * 512, 1536, 16, 3072)}
+
+
+def formats(rows: int, columns: int) -> Iterator[tuple[str, Weight]]:
+    yield "nvfp4", random_fp4(rows, columns)
+    values = torch.randn(rows, columns, device="cuda")
+    yield "fp8", Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128)
+    yield "bf16", values.bfloat16()
+
+
+def some_rows(weight: Any, first: int, last: int, whole: int) -> Weight:
+    """Rows of a matrix, as a rank has them after loading."""
+    if isinstance(weight, Tensor):
+        return part_of_whole(weight[first:last].contiguous(), whole)
+    if isinstance(weight, Fp8BlockTensor):
+        return part_of_whole(weight.row_range(first, last), whole)
+    tiles = slice(first // 64, last // 64)
+    packed, scale = weight.packed[tiles], weight.scale[tiles]
+    return part_of_whole(replace(weight, packed=packed, scale=scale, rows=last - first), whole)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_matrices_have_the_bits_of_the_whole(model: str) -> None:
+    _, queries, rank, _, _ = MODELS[model]
+    for name, weight in formats(queries, rank):
+        whole_weight = part_of_whole(weight, queries)
+        for rows in ROWS:
+            x = torch.randn(rows, rank, device="cuda").bfloat16()
+            whole = linear(x, whole_weight)
+            for tp in TP:
+                each = queries // tp
+                for i in (0, tp - 1):
+                    part = some_rows(weight, i * each, (i + 1) * each, queries)
+                    found = linear(x, part)
+                    assert torch.equal(found, whole[:, i * each : (i + 1) * each]), (name, rows, tp)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ranges_of_all_ranks_add_up_to_the_whole(model: str) -> None:
+    size, _, _, groups, _ = MODELS[model]
+    columns = groups * 1024
+    for name, weight in formats(size, columns):
+        wo_b = part_of_whole(weight, size, 8)
+        for rows in (1, 8, 33, 63):
+            x = torch.randn(rows, columns, device="cuda").bfloat16()
+            whole = linear(x, wo_b)
+            for tp in TP:
+                each = 8 // tp
+                parts = [
+                    linear_ranges(own.contiguous(), wo_b, range(i * each, (i + 1) * each))
+                    for i, own in enumerate(x.chunk(tp, 1))
+                ]
+                values = torch.cat([part.values for part in parts], 1)
+                found = PartialSums(values, parts[0].factor, x.dtype).total()
+                assert torch.equal(found, whole), (name, rows, tp)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_groups_have_the_bits_of_the_whole(model: str) -> None:
+    _, queries, _, groups, _ = MODELS[model]
+    whole_rows, columns = groups * 1024, queries // groups
+    for name, weight in formats(whole_rows, columns):
+        whole_weight = part_of_whole(weight, whole_rows)
+        for rows in ROWS:
+            x = torch.randn(rows, groups, columns, device="cuda").bfloat16()
+            whole = grouped_linear(x, whole_weight)
+            for tp in TP:
+                each, i = groups // tp, tp - 1
+                part = some_rows(weight, i * each * 1024, (i + 1) * each * 1024, whole_rows)
+                found = grouped_linear(x[:, i * each : (i + 1) * each].contiguous(), part)
+                wanted = whole.view(rows, groups, -1)[:, i * each : (i + 1) * each].flatten(1)
+                assert torch.equal(found.flatten(1), wanted), (name, rows, tp)
+
+
+@pytest.mark.parametrize("shared", ["nvfp4", "mxfp4", "fp8"])
+def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
+    size, inner, count, chosen = 1024, 1152, 32, 6
+    generator = torch.Generator().manual_seed(4)
+
+    def stack(rows: int, columns: int, paired: bool, number: int | None) -> Any:
+        if shared == "nvfp4":
+            return random_tiled(rows, columns, generator, count=number, paired=paired).to("cuda")
+        made = random_mxfp4(rows, columns, generator, count=number)
+        return tile_mxfp4(made, paired=paired).to("cuda")
+
+    def one(rows: int, columns: int, paired: bool) -> Any:
+        if shared != "fp8":
+            return stack(rows, columns, paired, None)
+        values = torch.randn(rows, columns, generator=generator).cuda() * 0.2
+        return Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128)
+
+    by = Experts(
+        stack(2 * inner, size, True, count), stack(size, inner, False, count),
+        one(2 * inner, size, True), one(size, inner, False), 10.0,
+    )  # fmt: skip
+    for rows in (1, 2, 8, 33, 300, 3000):
+        x = torch.randn(rows, size, device="cuda").bfloat16()
+        experts = torch.rand(rows, count, device="cuda").topk(chosen).indices.sort(1).values
+        weights = torch.rand(rows, chosen, device="cuda")
+        whole = experts_ffn(x, experts, weights, by)
+        alone = shared_expert(x, by)
+        for tp in TP:
+            each, total = count // tp, torch.zeros(rows, chosen, size, device="cuda")
+            for i in range(tp):
+                held = range(i * each, (i + 1) * each)
+                own = Experts(by.w13[held.start : held.stop], by.w2[held.start : held.stop],
+                              by.shared_w13, by.shared_w2, by.limit)  # fmt: skip
+                local = own_experts(experts, held)
+                made = expert_sums(x, local, weights, own, with_shared=True)
+                mine = local >= 0
+                total[mine] = made.pairs(chosen)[mine]
+                assert torch.equal(made.shared(), alone), (rows, tp)
+            added = torch.zeros(rows, size, device="cuda")
+            for place in range(chosen):
+                added = added + total[:, place]
+            assert torch.equal((added + alone).bfloat16(), whole), (rows, tp)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("model", ["flash", "pro"])
+def test_heads_have_the_bits_of_all_heads(model: str, ratio: int) -> None:
+    """The variant of attention depends on how many heads and queries there are; its bits do not."""
+    shape, device = SHAPES[model], torch.device("cuda")
+    topk = state_ops.TOPK[shape.name] if ratio == 4 else 0
+    for starts, counts in (([5000], [1]), ([90000, 700], [5, 300]), ([70000] * 8, [1] * 8)):
+        batch = make_ragged(starts, counts, list(range(len(starts))), device)
+        arguments = state_ops.attention_arguments(shape, batch, ratio, topk, "cuda")
+        kernel = import_module("dsv4.ops.attention.attention_triton")
+        whole, heads = kernel.run(**arguments), arguments["q"].shape[1]
+        for tp in TP:
+            each = heads // tp
+            for i in (0, tp - 1):
+                own = slice(i * each, (i + 1) * each)
+                q, sink = arguments["q"][:, own], arguments["sink"][own]
+                part = {**arguments, "q": q.contiguous(), "sink": sink.contiguous()}
+                assert kernel.supports(**part) is None
+                assert same_bits(kernel.run(**part), whole[:, own].contiguous()), (counts, tp, i)
