@@ -23,7 +23,7 @@ BANDS: dict[str, int] = {
     "ops": 2,
     **dict.fromkeys(("cache", "checkpoint", "chat", "sampling"), 3),
     **dict.fromkeys(("model", "scheduler", "testing"), 4),
-    "runner": 5,
+    "runner": 125,
     "pipeline": 6,
     "engine": 7,
     **dict.fromkeys(("server", "tools"), 8),
