@@ -23,7 +23,7 @@ BANDS: dict[str, int] = {
     "ops": 2,
     **dict.fromkeys(("cache", "checkpoint", "chat", "sampling"), 3),
     **dict.fromkeys(("model", "scheduler", "testing"), 4),
-    "runner": 125,
+    "runner": 5,
     "pipeline": 6,
     "engine": 7,
     **dict.fromkeys(("server", "tools"), 8),
@@ -90,7 +90,7 @@ LINE_BUDGET = {
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;
     # 750 for drafts
-    "runner": 3700,
+    "runner": 3820,  # 120 for ranks on GPUs
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     "tools": 8400,  # 200 for layouts over several GPUs, 200 for the doctor of ranks
