@@ -139,8 +139,8 @@ def test_the_journey_names_the_ops_of_a_block() -> None:
     named = {file for file, _ in hops(text)}
     for op in OPS.values():
         home = op.reference.__module__.replace(".", "/") + ".py"
-        if op.name in ("embed", "rms_norm", "rope", "sample"):
-            continue  # inside the functions that are named
+        if op.name in ("embed", "rms_norm", "rope", "sample", "own_experts"):
+            continue  # inside the functions that are named, or only on several ranks
         assert home in named, f"{op.name} in {home}"
 
 
