@@ -14,7 +14,7 @@ from dsv4.cache.state import StateTensors
 from dsv4.errors import KernelError
 from dsv4.runner import steps
 from dsv4.testing import small_config
-from dsv4.tools.doctor import cross
+from dsv4.tools.doctor import cross_check
 from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.report import model_conclusions
 from tests.tools.doctor.faults import FAULTS, Fault, in_layer, kernel
@@ -125,7 +125,7 @@ def test_cross_check_is_reduced_to_the_first_op(
 
 def test_large_results_are_compared_by_digests() -> None:
     subject = small_subject(prefix_cache=False)
-    with patch.object(cross, "_LARGE", 0), last_buffers_token():
+    with patch.object(cross_check, "_LARGE", 0), last_buffers_token():
         report = examine_model(subject)
     found = {item.name: item for item in report.crossings}
     wrong = found.pop("eager vs decode buffers")
