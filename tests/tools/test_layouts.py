@@ -181,6 +181,24 @@ def test_records_of_layouts(tmp_path: Path) -> None:
     assert measured("pro", "h200", 8, 1, tmp_path) == "nobody has run this"
 
 
+def test_slices_of_a_rank(tmp_path: Path) -> None:
+    """Through the references: the tool on any machine, no measurement."""
+    record = tmp_path / "slices.jsonl"
+    asked = ["parallel", "--slices", "trial", "--device", "cpu", "--tp", "1,2", "--layers", "3"]
+    asked += ["--batch", "1,3", "--prompt", "70", "--record", str(record)]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line).get("result") for line in record.read_text().splitlines()][1:]
+    assert [(row["tp"], row["what"], row["batch"]) for row in rows] == [
+        (tp, what, batch)
+        for tp in (1, 2)
+        for what, batch in (("slices decode", 1), ("slices decode", 3), ("slices prefill", 1))
+    ]
+    assert all(row["full_ms"] == pytest.approx(row["ms"] * 4 / 3, rel=1e-3) for row in rows)
+    assert rows[3]["weight_bytes"] < rows[0]["weight_bytes"]
+    assert "tp 2  prompt 70" in result.output
+
+
 app = typer.Typer()
 app.command("parallel")(parallel)
 app.command("other")(lambda: None)
@@ -197,6 +215,7 @@ def test_the_command_predicts() -> None:
     assert "100 GB/s, 12 us" in found["assumptions"][1]
     step = found["layouts"][0]["steps"]["1"]
     assert step["exchange_ms"] > 86 * 0.012  # two exchanges in each of 43 layers
+    assert found["layouts"][0]["weight_bytes"] == pytest.approx(80.5e9, rel=0.001)
     result = CliRunner().invoke(app, ["parallel"])
     assert isinstance(result.exception, OptionError)
     assert "dsv4 doctor --parallel" in str(result.exception)

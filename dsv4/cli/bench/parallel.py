@@ -2,19 +2,24 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from dsv4.cli.bench.steps import numbers
+from dsv4.cli.bench.steps import DEVICE, FITTING_LAYERS, LAYERS, RECORD, numbers
 from dsv4.errors import OptionError
+from dsv4.util.output import check_output
 from dsv4.util.sizes import size_text
 
 
 def parallel(
     predict: str = typer.Option("", help="Run nothing: flash or pro."),
+    slices: str = typer.Option(
+        "", help="Time one rank's slices on this GPU: flash, pro; trial on any machine."
+    ),
     gpu: str = typer.Option("h200", help="Whose rates to use."),
     tp: str = typer.Option("1,2,4,8", help="Ranks that share a layer."),
     pp: str = typer.Option("1", help="Stages."),
@@ -25,9 +30,12 @@ def parallel(
     batch: str = typer.Option("1,32", help="Sequences of a decode step."),
     prompt: int = typer.Option(8192, min=1, help="Tokens of a prompt."),
     weights: str = typer.Option("official", help="Formats of the weights, as for plan."),
+    layers: int = LAYERS,
+    device: str = DEVICE,
+    record: Path | None = RECORD,
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Predict the times of layouts over several GPUs; needs none.
+    """Predict the times of layouts over several GPUs, or time slices.
 
     Example: dsv4 bench parallel --predict flash --gpu h200 --tp 1,2,4,8 --batch 1,32
     """
@@ -35,12 +43,15 @@ def parallel(
     from dsv4.tools.plan import planned_model
     from dsv4.tools.speed.layouts import assumptions, plan_layouts
 
-    if not predict:
+    if bool(predict) == bool(slices):
         raise OptionError(
-            "give --predict flash or --predict pro; what this machine's ranks take is measured by "
-            "dsv4 doctor --parallel"
+            "give --predict flash (or pro), or --slices; what this machine's ranks take together "
+            "is measured by dsv4 doctor --parallel"
         )
     batches = numbers("batch", batch)
+    if slices:
+        _slices(slices, layers, numbers("tp", tp), batches, prompt, device, gpu, record)
+        return
     pairs = [(a, b) for b in numbers("pp", pp) for a in numbers("tp", tp)]
     most = max(a * b for a, b in pairs)
     cluster = Cluster.of(gpu, -(-most // nodes) * nodes, nodes, None, link)
@@ -63,6 +74,45 @@ def parallel(
     for row in rows:
         for line in lines_of(row):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _slices(
+    shape: str,
+    layers: int,
+    tps: list[int],
+    batches: list[int],
+    prompt: int,
+    device: str,
+    gpu: str,
+    record: Path | None,
+) -> None:
+    """Compute as measured, exchanges as predicted: the only figure that mixes both."""
+    from dsv4.runner.ranks.cluster import Cluster
+    from dsv4.tools.bench_ops import run_facts
+    from dsv4.tools.speed.layouts import exchange_ms
+    from dsv4.tools.speed.slices import measure_slices
+
+    check_output(files=(record,))
+    console, lines = Console(), [json.dumps({"run": run_facts()})]
+    cluster = Cluster.of(gpu, max(tps))
+    count = layers or FITTING_LAYERS.get(shape)
+    context = 200 if shape == "trial" else 4096
+    console.print("compute measured on one device, + exchange assumed (not run)", soft_wrap=True)
+    for row in measure_slices(shape, count, tps, batches, prompt, device, context):
+        rows = row.batch if row.what == "decode" else row.context
+        extra = 0.0 if shape == "trial" else exchange_ms(shape, cluster, row.tp, rows)
+        what = f"batch {row.batch}" if row.what == "decode" else f"prompt {row.context}"
+        console.print(
+            f"tp {row.tp}  {what:<12} {row.full_ms:9.3f} ms + {extra:.3f} = "
+            f"{row.full_ms + extra:.3f} ms ({row.layers} layers measured)",
+            highlight=False,
+        )
+        result = {**asdict(row), "what": f"slices {row.what}", "exchange_ms": round(extra, 4)}
+        lines.append(json.dumps({"result": result}))
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        console.print(f"recorded in {record}")
 
 
 def row_of(found: Any, model: str, gpu: str, prompt: int) -> dict[str, Any]:

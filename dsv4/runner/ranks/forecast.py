@@ -287,7 +287,7 @@ def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) 
     rate = cluster.gpu.read_gbs * READ_SHARE * 1e6  # bytes in a ms
     stages = [replace(layout, rank=stage * tp) for stage in range(layout.pp)]
     read = sum(sizes.read(stage, batch) for stage in stages) / rate
-    exchange = _exchange_ms(cluster, layout, config, batch) * config.num_layers
+    exchange = layer_exchange_ms(cluster, layout, config, batch) * config.num_layers
     if tp > 1:
         logits = batch * config.vocab_size * 4 * (tp - 1) / tp
         exchange += _transfer_ms(_group_link(cluster, tp), logits)
@@ -295,7 +295,9 @@ def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) 
     return StepTime(read, config.num_layers * LAYER_US / 1e3, exchange)
 
 
-def _exchange_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int) -> float:
+def layer_exchange_ms(
+    cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int
+) -> float:
     """Of one layer."""
     if layout.tp == 1:
         return 0.0
@@ -333,7 +335,7 @@ def _prompt(
     held = sum(sizes.held(stage) for stage in stages)
     chunks = -(-tokens // CHUNK)
     read = chunks * held / (cluster.gpu.read_gbs * READ_SHARE * 1e6)
-    exchange = _exchange_ms(cluster, layout, config, min(tokens, CHUNK)) * config.num_layers
+    exchange = layer_exchange_ms(cluster, layout, config, min(tokens, CHUNK)) * config.num_layers
     exchange += _boundaries_ms(cluster, layout, config, min(tokens, CHUNK))
     bound = "products" if compute > read else "reading weights"
     if exchange * chunks > max(compute, read):

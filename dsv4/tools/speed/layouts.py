@@ -12,7 +12,7 @@ from typing import Any
 from dsv4.cache.geometry import POOLS, Geometry
 from dsv4.checkpoint.names import parameters
 from dsv4.checkpoint.rank_slices import held_parts
-from dsv4.config import EngineConfig
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.choose import stage_rooms
@@ -24,6 +24,7 @@ from dsv4.runner.ranks.forecast import (
     Forecast,
     WeightSizes,
     forecast,
+    layer_exchange_ms,
     layouts,
     rank_stages,
     recommend,
@@ -135,6 +136,12 @@ def _ledger(
             token_bytes=sum(part.bytes_per_token(pool) for pool in POOLS),
             sequence_bytes=part.sequence_bytes(0),
         )
+
+
+def exchange_ms(model: str, cluster: Cluster, tp: int, rows: int) -> float:
+    """Of all layers of a step with this many rows."""
+    config = ModelConfig.builtin(model)
+    return layer_exchange_ms(cluster, RankLayout(tp), config, rows) * config.num_layers
 
 
 def assumptions(cluster: Cluster) -> list[str]:

@@ -53,12 +53,12 @@ def shape_config(shape: str, layers: int | None) -> ModelConfig:
 def random_table(config: ModelConfig, device: torch.device) -> dict[str, Weight]:
     """Every parameter under its canonical name; linears as tiled NVFP4, the rest in bf16."""
     return {
-        name: _random_weight(name, parameter, config, device)
+        name: random_weight(name, parameter, config, device)
         for name, parameter in parameters(config).items()
     }
 
 
-def _random_weight(
+def random_weight(
     name: str, parameter: Parameter, config: ModelConfig, device: torch.device
 ) -> Weight:
     shape = parameter.shape
