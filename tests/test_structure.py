@@ -93,8 +93,8 @@ LINE_BUDGET = {
     "runner": 3820,  # 120 for ranks on GPUs
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
-    "tools": 8400,  # 200 for layouts over several GPUs, 200 for the doctor of ranks
-    "cli": 2500,
+    "tools": 8700,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    "cli": 2700,  # 200 for plans over several GPUs and join
     "__main__.py": 10,
 }
 
