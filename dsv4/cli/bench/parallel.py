@@ -11,8 +11,8 @@ from rich.console import Console
 
 from dsv4.cli.bench.steps import DEVICE, FITTING_LAYERS, LAYERS, RECORD, numbers
 from dsv4.errors import OptionError
-from dsv4.util.output import check_output
 from dsv4.util.sizes import size_text
+from dsv4.util.writable import check_output
 
 
 def parallel(
