@@ -12,7 +12,7 @@ from rich.console import Console
 from dsv4.cli.bench.steps import DEVICE, FITTING_LAYERS, LAYERS, RECORD, numbers
 from dsv4.errors import OptionError
 from dsv4.util.sizes import size_text
-from dsv4.util.writable import check_output
+from dsv4.util.writable import check_writable
 
 
 def parallel(
@@ -92,7 +92,7 @@ def _slices(
     from dsv4.tools.speed.layouts import exchange_ms
     from dsv4.tools.speed.slices import measure_slices
 
-    check_output(files=(record,))
+    check_writable(files=(record,))
     console, lines = Console(), [json.dumps({"run": run_facts()})]
     cluster = Cluster.of(gpu, max(tps))
     count = layers or FITTING_LAYERS.get(shape)
