@@ -46,7 +46,7 @@ class EchoComm:
         out[:count].copy_(x[:count])
 
     def send(self, x: Tensor, to: int) -> None:
-        """Nobody is there."""
+        """There is no peer."""
 
     def receive(self, out: Tensor, source: int) -> None:
         out.zero_()
