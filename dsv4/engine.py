@@ -99,6 +99,7 @@ class Engine:
             self._prefix = PrefixCache(
                 pages, self._runner.state_copier, state.num_snapshots, disk_store(loaded, state)
             )
+        self.prefixes = self._prefix  # for a router: which ones are cached
         drafting = None
         if loaded.settings.draft != "off":
             drafting = Drafting(

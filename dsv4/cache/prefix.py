@@ -95,6 +95,10 @@ class PrefixCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._snapshots
 
+    def keys(self) -> list[bytes]:
+        """Of the snapshots in memory, least recently used first."""
+        return list(self._snapshots)
+
     # --- lookup -------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> Snapshot | None:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,12 @@ from prometheus_client.core import (
 from dsv4.cache.geometry import SHARED_TOKENS
 
 if TYPE_CHECKING:
-    from dsv4.server.worker.link import EngineLink
+    from dsv4.server.worker.link import RequestLink
 
 log = logging.getLogger("dsv4.requests")
 
 LAG_SECONDS = 0.05  # between two samples of the event loop
-_KEYS = itertools.count()
+_PROCESS, _KEYS = secrets.token_hex(4), itertools.count()
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _SHORT = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.3, 1, 3, 10)
 _TOKENS = tuple(4**power for power in range(11))
@@ -48,13 +49,14 @@ class RequestRecord:
     begin: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
-    key: str = field(default_factory=lambda: f"r{next(_KEYS)}")  # unlike the id, never used twice
+    # unlike the id, never used twice, also not by another web process of the same engine
+    key: str = field(default_factory=lambda: f"{_PROCESS}r{next(_KEYS)}")
 
 
-class _EngineMetrics:
+class EngineMetrics:
     """The engine's own metrics, read on request."""
 
-    def __init__(self, labels: dict[str, str], link: "EngineLink") -> None:
+    def __init__(self, labels: dict[str, str], link: "RequestLink") -> None:
         self._labels = labels
         self._link = link
 
@@ -137,10 +139,10 @@ class _EngineMetrics:
 
 
 class Metrics:
-    def __init__(self, model: str, link: "EngineLink") -> None:
+    def __init__(self, model: str, link: "RequestLink") -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model}
-        self._registry.register(_EngineMetrics(self._labels, link))
+        self._registry.register(EngineMetrics(self._labels, link))
         self._success = self._counter("request_success", "Finished requests", "finished_reason")
         self._rejected = self._counter("request_rejected", "Refused requests", "status")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens")

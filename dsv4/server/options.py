@@ -1,7 +1,12 @@
 """The operator's options, and limits on client requests."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+
+from dsv4.errors import OptionError
+
+log = logging.getLogger(__name__)
 
 # Limits of single fields are in `schemas.py`, those of conversations in `chat`.
 MAX_BODY_BYTES = 32 << 20
@@ -20,6 +25,8 @@ MAX_HEADER_BYTES = 64 << 10
 WRITE_SECONDS = 120.0  # a client that reads nothing for this long is disconnected
 KEEP_ALIVE_SECONDS = 10.0  # between keep-alive messages while an answer is pending
 
+_MAX_KEY_FILE_BYTES = 1 << 20
+
 # The publisher's defaults where a client sets no limit, clipped to the room in the context.
 DEFAULT_MAX_TOKENS = {"chat": 8192, "thinking": 65536}
 
@@ -37,3 +44,28 @@ class ServerOptions:
     max_waiting: int = 256
     drain_seconds: float = 30.0
     trace: Path | None = None  # prompts and raw outputs, one JSON object a line
+
+
+def clean_keys(keys: list[str], name: str) -> list[str]:
+    for key in keys:
+        if not key or " " in key or not key.isascii() or not key.isprintable():
+            raise OptionError(
+                f"{name}: found a key that is empty or has spaces or odd characters, expected "
+                "printable ASCII"
+            )
+    return keys
+
+
+def read_keys(path: Path | None, option: str) -> list[str]:
+    if path is None:
+        return []
+    try:
+        if path.stat().st_mode & 0o077:
+            log.warning("%s: %s can be read by others; chmod 600 keeps it yours", option, path)
+        text = path.read_bytes()[:_MAX_KEY_FILE_BYTES].decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{option}: cannot be read: {error}") from error
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys:
+        raise OptionError(f"{option}: {path} has no key in it, expected one on each line")
+    return clean_keys(keys, option)

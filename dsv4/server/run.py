@@ -45,7 +45,7 @@ def serve(
 
     `engine`: the Python arguments of the engine process.
     """
-    with _bind(options) as listener:
+    with bind(options) as listener:
         failure: list[Message] = []
 
         def hear(message: Message) -> None:
@@ -76,7 +76,7 @@ def address(listener: socket.socket, options: ServerOptions) -> str:
     return f"http://{host}:{listener.getsockname()[1]}"
 
 
-def _bind(options: ServerOptions) -> socket.socket:
+def bind(options: ServerOptions) -> socket.socket:
     """Bind the port before anything is loaded: a port in use fails at once."""
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)

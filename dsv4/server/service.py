@@ -26,7 +26,7 @@ from dsv4.server.options import (
     ServerOptions,
 )
 from dsv4.server.schemas import Body
-from dsv4.server.worker.link import EngineLink
+from dsv4.server.worker.link import RequestLink
 from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Service:
-    def __init__(self, model: str, options: ServerOptions, link: EngineLink) -> None:
+    def __init__(self, model: str, options: ServerOptions, link: RequestLink) -> None:
         folder = model_folder(model)
         has_tokenizer = (folder / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
@@ -121,6 +121,9 @@ class Service:
         unknown = sorted(extra.keys() - body.UNSUPPORTED.keys())
         if unknown:
             log.debug("fields without effect: %s", ", ".join(unknown)[:500])
+
+    async def metrics_text(self) -> bytes:
+        return self.metrics.text()
 
     def salt(self, own: str | None) -> str:
         """Prefixes are shared within a key; a client may partition its own further."""

@@ -13,3 +13,13 @@ def escape_arguments(record: logging.LogRecord) -> bool:
     if isinstance(record.args, tuple):
         record.args = tuple(escape(a) if isinstance(a, str) else a for a in record.args)
     return True
+
+
+def log_requests() -> None:
+    """One line per request on stderr, independent of the log level."""
+    logger = logging.getLogger("dsv4.requests")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.addFilter(escape_arguments)
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)

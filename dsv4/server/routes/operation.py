@@ -56,7 +56,7 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    text = request.app.state.service.metrics.text()
+    text = await request.app.state.service.metrics_text()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError
-from dsv4.request import Output, TokenLogprobs
+from dsv4.request import Request, TokenLogprobs
 from dsv4.server.api_error import ApiError, bad_request, internal_error
 from dsv4.server.worker.mailbox import Mailbox, Scores
 from dsv4.server.worker.wire import (
@@ -24,6 +25,7 @@ from dsv4.server.worker.wire import (
     output_from_wire,
     pack,
     pack_prompt,
+    request_to_wire,
 )
 
 log = logging.getLogger(__name__)
@@ -42,60 +44,46 @@ ENGINE = ("-m", "dsv4.server.worker.main")
 Notify = Callable[[Message], None]  # gets plan, progress, ready and failed
 
 
-class EngineLink:
-    """One engine process at a time. `state`: starting, ready, restarting, failed or stopped."""
+class RequestLink(ABC):
+    """Requests under way to an engine, wherever that runs, and the messages that answer them.
 
-    def __init__(
-        self,
-        model: str,
-        choices: dict[str, Any],
-        notify: Notify,
-        *,
-        max_waiting: int,
-        engine: tuple[str, ...] = ENGINE,
-    ) -> None:
-        level = logging.getLogger().getEffectiveLevel()
-        self._start_message: dict[str, Any] = {
-            "kind": "load",
-            "model": model,
-            "choices": choices,
-            "log_level": level,
-        }
-        self._notify = notify
+    `state`: starting, ready, restarting, failed or stopped.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._engine = engine
         self._live: dict[str, Mailbox] = {}
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._scores: dict[str, Scores] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._heard_at = self._turned_at = time.monotonic()
-        self._has_answered = False  # this process has answered a request
-        self._step_timeout: float = choices.get("step_timeout", EngineConfig.step_timeout)
         self.state = "starting"
         self.facts: Message = {}
         self.stats: Message = {}
         self.num_restarts = 0
+        self.prefix_keys = ""  # of the engine's cached prefixes, in hexadecimal
         # called with the seconds that a request waited and was computed before its first token
         self.on_first_token: Callable[[float, float], None] = lambda waited, computed: None
 
-    # --- requests -----------------------------------------------------------------------------
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def is_healthy(self) -> bool:
+        """An engine is loaded and its loop is running."""
+
+    @abstractmethod
+    def _submit(self, name: str, data: bytes, request: Request | None) -> None:
+        """Send a packed `add` (of this request) or `score` to an engine."""
+
+    @abstractmethod
+    def _tell_abort(self, name: str) -> None: ...
 
     @property
     def num_live(self) -> int:
         return len(self._live) + len(self._scores)
-
-    @property
-    def is_healthy(self) -> bool:
-        """The engine is loaded and its loop is running."""
-        return self.state == "ready" and self.is_responsive
-
-    @property
-    def is_responsive(self) -> bool:
-        now = time.monotonic()
-        is_turning = now - self._turned_at < max(self._step_timeout / 4, BEAT_LATE_SECONDS)
-        return is_turning and now - self._heard_at < BEAT_LATE_SECONDS
 
     def check_ready(self) -> None:
         if self.state != "ready":
@@ -121,13 +109,17 @@ class EngineLink:
     def open(self) -> Mailbox:
         return Mailbox(self)
 
-    async def send(self, name: str, data: bytes, box: Mailbox) -> None:
-        """Send `add` for a box and wait until the engine has taken or refused the request."""
+    async def send(self, request: Request, box: Mailbox) -> None:
+        """Submit a request and wait until an engine has taken or refused it."""
+        name = request.id
+        data = await pack_prompt(
+            request.prompt_ids,
+            lambda: {"kind": "add", "id": name, "request": request_to_wire(request)},
+        )
         self.check_ready()
-        assert self._writer is not None
         answer = asyncio.get_running_loop().create_future()
         self._live[name], self._answers[name] = box, answer
-        self._writer.write(data)
+        self._submit(name, data, request)
         try:
             await answer
         except BaseException:
@@ -140,9 +132,8 @@ class EngineLink:
             ids, lambda: {"kind": "score", "id": name, "ids": ids_to_wire(ids), "top": top}
         )
         self.check_ready()
-        assert self._writer is not None
         scores = self._scores[name] = Scores()
-        self._writer.write(data)
+        self._submit(name, data, None)
         try:
             message = await scores.answer
         finally:
@@ -161,19 +152,102 @@ class EngineLink:
         if self._live.pop(name, None) is not None:
             self._tell_abort(name)
 
+    def fail(self, name: str, error: ApiError) -> None:
+        """End one request with an error, also one that no engine has accepted yet."""
+        waiting: list[asyncio.Future[Any]] = []
+        if name in self._answers:
+            waiting.append(self._answers[name])
+        if name in self._scores:
+            waiting.append(self._scores[name].answer)
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(error)
+        box = self._live.get(name)
+        if box is not None:
+            box.fail(error)
+            self.forget(name)
+
+    def fail_all(self, error: ApiError) -> None:
+        for name in {**self._answers, **self._scores, **self._live}:
+            self.fail(name, error)
+
+    def _take_answer(self, message: Message) -> None:
+        name = message["id"]
+        if name in self._scores:
+            if message["kind"] != "accepted":
+                self._scores[name].take(message)
+        elif name in self._answers:
+            answer = self._answers.pop(name)
+            if answer.done():
+                return
+            if message["kind"] == "accepted":
+                answer.set_result(None)
+            elif message.get("busy"):
+                error = ApiError(503, message["error"], code="engine_busy", retry_after=5)
+                answer.set_exception(error)
+            else:
+                answer.set_exception(bad_request(RequestError(message["error"])))
+
+    def _take_outputs(self, messages: list[Message]) -> None:
+        for message in messages:
+            if "times" in message and message["id"].endswith("-0"):  # its first phase
+                self.on_first_token(*message["times"])
+            output = output_from_wire(message)
+            box = self._live.get(output.request_id)
+            if box is None:
+                continue  # aborted in the meantime
+            if output.finished:
+                del self._live[output.request_id]
+            if not box.take(output):
+                self.forget(output.request_id)
+
+
+class EngineLink(RequestLink):
+    """One engine process of this machine at a time."""
+
+    def __init__(
+        self,
+        model: str,
+        choices: dict[str, Any],
+        notify: Notify,
+        *,
+        max_waiting: int,
+        engine: tuple[str, ...] = ENGINE,
+    ) -> None:
+        super().__init__(max_waiting)
+        level = logging.getLogger().getEffectiveLevel()
+        self._start_message: dict[str, Any] = {
+            "kind": "load",
+            "model": model,
+            "choices": choices,
+            "log_level": level,
+        }
+        self._notify = notify
+        self._engine = engine
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._heard_at = self._turned_at = time.monotonic()
+        self._has_answered = False  # this process has answered a request
+        self._step_timeout: float = choices.get("step_timeout", EngineConfig.step_timeout)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.state == "ready" and self.is_responsive
+
+    @property
+    def is_responsive(self) -> bool:
+        now = time.monotonic()
+        is_turning = now - self._turned_at < max(self._step_timeout / 4, BEAT_LATE_SECONDS)
+        return is_turning and now - self._heard_at < BEAT_LATE_SECONDS
+
+    def _submit(self, name: str, data: bytes, request: Request | None) -> None:
+        assert self._writer is not None
+        self._writer.write(data)
+
     def _tell_abort(self, name: str) -> None:
         if self.state == "ready" and self._writer is not None:
             self._writer.write(pack({"kind": "abort", "id": name}))
-
-    def fail_all(self, error: ApiError) -> None:
-        # before `forget`: also what the engine has not accepted yet is waited for
-        answers: list[asyncio.Future[Any]] = list(self._answers.values())
-        for answer in answers + [scores.answer for scores in self._scores.values()]:
-            if not answer.done():
-                answer.set_exception(error)
-        for name, box in list(self._live.items()):
-            box.fail(error)
-            self.forget(name)
 
     # --- the process --------------------------------------------------------------------------
 
@@ -279,12 +353,14 @@ class EngineLink:
         if kind == "beat":
             return
         if kind == "outputs":
-            for output in message["outputs"]:
-                if "times" in output and output["id"].endswith("-0"):  # its first phase
-                    self.on_first_token(*output["times"])
-                self._take_output(output_from_wire(output))
+            self._has_answered |= any(
+                output.get("finish") in ("stop", "length") for output in message["outputs"]
+            )
+            self._take_outputs(message["outputs"])
         elif kind == "stats":
             self.stats = message["stats"]
+        elif kind == "prefixes":
+            self.prefix_keys = message["keys"]
         elif kind in ("accepted", "refused", "scores", "broken"):
             self._take_answer(message)
         else:
@@ -294,30 +370,3 @@ class EngineLink:
                 # Before the first success this is a user error; later, files may reappear.
                 self.state = "restarting" if self.facts else "failed"
             self._notify(message)
-
-    def _take_answer(self, message: Message) -> None:
-        name = message["id"]
-        if name in self._scores:
-            if message["kind"] != "accepted":
-                self._scores[name].take(message)
-        elif name in self._answers:
-            answer = self._answers.pop(name)
-            if answer.done():
-                return
-            if message["kind"] == "accepted":
-                answer.set_result(None)
-            elif message.get("busy"):
-                error = ApiError(503, message["error"], code="engine_busy", retry_after=5)
-                answer.set_exception(error)
-            else:
-                answer.set_exception(bad_request(RequestError(message["error"])))
-
-    def _take_output(self, output: Output) -> None:
-        box = self._live.get(output.request_id)
-        if box is None:
-            return  # aborted in the meantime
-        if output.finished:
-            del self._live[output.request_id]
-            self._has_answered |= output.finish_reason in ("stop", "length")
-        if not box.take(output):
-            self.forget(output.request_id)

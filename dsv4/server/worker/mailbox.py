@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.server.api_error import ApiError
-from dsv4.server.worker.wire import Message, logprobs_from_wire, pack_prompt, request_to_wire
+from dsv4.server.worker.wire import Message, logprobs_from_wire
 
 if TYPE_CHECKING:
-    from dsv4.server.worker.link import EngineLink
+    from dsv4.server.worker.link import RequestLink
 
 MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its request is aborted
 
@@ -16,7 +16,7 @@ MAX_UNREAD = 8192  # outputs that a slow client may leave unread before its requ
 class Mailbox:
     """Outputs of some requests in arrival order. Closing it aborts those still running."""
 
-    def __init__(self, link: "EngineLink") -> None:
+    def __init__(self, link: "RequestLink") -> None:
         self._link = link
         self._running: set[str] = set()
         self._outputs: dict[str, list[Output]] = {}  # by request, not yet read
@@ -29,11 +29,7 @@ class Mailbox:
         """Submit a request to the engine; returns when it is accepted, raises if it is refused."""
         self._running.add(request.id)
         self.num_tokens += len(request.prompt_ids)
-        data = await pack_prompt(
-            request.prompt_ids,
-            lambda: {"kind": "add", "id": request.id, "request": request_to_wire(request)},
-        )
-        await self._link.send(request.id, data, self)
+        await self._link.send(request, self)
 
     async def next(self, timeout: float) -> list[Output]:
         """New outputs, one per request: a late reader gets several steps' tokens at once. An empty

@@ -197,6 +197,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._scores: deque[_Scoring] = deque()
         self._stats_at = 0.0
+        self._prefixes = ""  # keys last reported
         self._watch = _Watch()
         engine.listeners.append(self._watch)
 
@@ -323,6 +324,11 @@ class Worker:
             steps = {"counts": watch.step_counts, "num_tokens": watch.num_tokens}
             message["stats"]["step_sizes"] = {"bounds": STEP_BOUNDS, **steps}
             self._channel.send(message)
+            prefixes = self._engine.prefixes
+            keys = b"".join(sorted(prefixes.keys())).hex() if prefixes is not None else ""
+            if keys != self._prefixes:
+                self._prefixes = keys
+                self._channel.send({"kind": "prefixes", "keys": keys})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it: `plan`,
 `progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`,
-`beat`.
+`prefixes`, `beat`.
 """
 
 import asyncio
