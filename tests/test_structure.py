@@ -27,8 +27,9 @@ BANDS: dict[str, int] = {
     "pipeline": 6,
     "engine": 7,
     **dict.fromkeys(("server", "tools"), 8),
-    "cli": 9,
-    "__main__": 10,
+    "deploy": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 
 # Inside `ops` imports point only to the left; `ops/__init__.py` is the table of all ops.
@@ -95,6 +96,7 @@ LINE_BUDGET = {
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     "tools": 8700,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
     "cli": 2700,  # 200 for plans over several GPUs and join
+    "deploy": 1000,
     "__main__.py": 10,
 }
 

@@ -43,17 +43,31 @@ def engine_options(
 
     `aliases`: alternative names of a field's option.
     """
+    return field_options(command, EngineConfig, "choices", "Engine", aliases)
+
+
+def field_options(
+    command: Callable[..., None],
+    config: type[Any],
+    into: str,
+    panel: str,
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+) -> Callable[..., None]:
+    """Add every field of a dataclass as an option; the command gets a dict as its argument `into`.
+
+    `panel`: the heading in the help.
+    """
     signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.name != "choices"]
+    own = [p for p in signature.parameters.values() if p.name != into]
     added = []
-    for item in fields(EngineConfig):
+    for item in fields(config):
         if item.name in signature.parameters:
             continue
         flag = "--" + item.name.replace("_", "-")
         own_name = f"{flag}/--no-{flag[2:]}" if item.type is bool else flag
         names = (own_name, *(aliases or {}).get(item.name, ()))
         option = typer.Option(
-            item.default, *names, help=item.metadata["help"], rich_help_panel="Engine"
+            item.default, *names, help=item.metadata["help"], rich_help_panel=panel
         )
         kind = str if item.default == "auto" else item.type  # a number or auto: read below
         added.append(
@@ -68,7 +82,7 @@ def engine_options(
         choices = {name: values.pop(name) for name in names_added}
         if str(choices.get("tp")).isdecimal():
             choices["tp"] = int(choices["tp"])
-        command(**values, choices=choices)
+        command(**values, **{into: choices})
 
     wrapper.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *added]}

@@ -1,6 +1,6 @@
 """`dsv4 serve`: the HTTP server and the web page."""
 
-import logging
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -10,25 +10,25 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from dsv4.cli.options import MODEL, engine_options
+from dsv4.cli.options import MODEL, engine_options, field_options
 from dsv4.cli.progress import ProgressBar
 from dsv4.config import EngineConfig
+from dsv4.deploy.options import RayOptions
 from dsv4.errors import OptionError
-from dsv4.util.logs import escape_arguments
+from dsv4.server.options import ServerOptions, clean_keys, read_keys
+from dsv4.util.logs import log_requests
 from dsv4.util.writable import check_writable
-
-log = logging.getLogger(__name__)
 
 # The same options under other servers' names.
 ALIASES = {
     "max_context": ("--max-model-len", "--context-length", "--ctx-size"),
     "max_sequences": ("--max-num-seqs", "--max-running-requests", "--parallel"),
 }
-_MAX_KEY_FILE_BYTES = 1 << 20
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve")(engine_options(serve, ALIASES))
+    with_ray = field_options(serve, RayOptions, "ray_choices", "Ray (with --ray)")
+    app.command("serve")(engine_options(with_ray, ALIASES))
 
 
 def serve(
@@ -53,29 +53,28 @@ def serve(
     max_waiting: int = typer.Option(256, min=0, help="Requests that may wait; others get 429."),
     drain_seconds: float = typer.Option(30.0, min=0, help="Time for running answers at the end."),
     trace: Path | None = typer.Option(None, help="Append prompts and raw outputs to this file."),
+    ray: bool = typer.Option(
+        False, "--ray", help="Several engines behind one address, on Ray Serve."
+    ),
     choices: dict[str, Any] | None = None,
+    ray_choices: dict[str, Any] | None = None,
 ) -> None:
     """Serve a model to OpenAI and Anthropic clients and the browser.
 
     Example: dsv4 serve --port 8000 --api-key-file keys.txt
     """
-    try:
-        from dsv4.server.options import ServerOptions
-        from dsv4.server.run import serve as run
-    except ModuleNotFoundError as error:
-        raise OptionError(
-            f"the server needs the package {error.name!r}, which is not installed; "
-            "install it with: pip install 'dsv4[server]'"
-        ) from error
-
+    ray_options = RayOptions(**(ray_choices or {}))
+    if not ray and ray_options != RayOptions():
+        raise OptionError("options about replicas need --ray")
+    run = _runner(ray_options if ray else None)
     _follow_torchrun(choices or {})
-    _clean_keys(api_key, "--api-key")
+    clean_keys(api_key, "--api-key")
     _hide_keys(api_key)
-    priority_keys = _read_keys(priority_key_file, "--priority-key-file")
+    priority_keys = read_keys(priority_key_file, "--priority-key-file")
     options = ServerOptions(
         host=host,
         port=port,
-        api_keys=(*api_key, *_read_keys(api_key_file, "--api-key-file"), *priority_keys),
+        api_keys=(*api_key, *read_keys(api_key_file, "--api-key-file"), *priority_keys),
         priority_keys=tuple(priority_keys),
         share_prefixes=share_prefixes,
         names=tuple(served_model_name),
@@ -86,9 +85,26 @@ def serve(
         trace=trace,
     )
     check_writable(files=(trace,))
-    _log_requests()
+    log_requests()
     with _Screen((served_model_name or [model])[0]) as screen:
-        run(model, choices or {}, options, screen.show)
+        run(model, choices or {}, options, notify=screen.show)
+
+
+def _runner(ray_options: RayOptions | None) -> Callable[..., None]:
+    """`serve` of the server or, with options about replicas, of the application on Ray."""
+    try:
+        if ray_options is not None:
+            from dsv4.deploy.ray import serve as on_ray
+
+            return functools.partial(on_ray, ray_options=ray_options)
+        from dsv4.server.run import serve as run
+    except ModuleNotFoundError as error:
+        what, extra = ("--ray", "ray") if error.name == "ray" else ("the server", "server")
+        raise OptionError(
+            f"{what} needs the package {error.name!r}, which is not installed; "
+            f"install it with: pip install 'dsv4[{extra}]'"
+        ) from error
+    return run
 
 
 def _follow_torchrun(choices: dict[str, Any]) -> None:
@@ -97,26 +113,6 @@ def _follow_torchrun(choices: dict[str, Any]) -> None:
         from dsv4.runner.ranks.start import follow_torchrun
 
         follow_torchrun(choices.get("join_timeout", EngineConfig.join_timeout))
-
-
-def _log_requests() -> None:
-    """One line per request on stderr, independent of the log level."""
-    logger = logging.getLogger("dsv4.requests")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handler.addFilter(escape_arguments)
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
-
-
-def _clean_keys(keys: list[str], name: str) -> list[str]:
-    for key in keys:
-        if not key or " " in key or not key.isascii() or not key.isprintable():
-            raise OptionError(
-                f"{name}: found a key that is empty or has spaces or odd characters, expected "
-                "printable ASCII"
-            )
-    return keys
 
 
 def _hide_keys(keys: list[str]) -> None:
@@ -129,21 +125,6 @@ def _hide_keys(keys: list[str]) -> None:
             del given[place]
     if given != sys.orig_argv:
         os.execve(sys.executable, given, {**os.environ, "DSV4_API_KEY": " ".join(keys)})
-
-
-def _read_keys(path: Path | None, option: str) -> list[str]:
-    if path is None:
-        return []
-    try:
-        if path.stat().st_mode & 0o077:
-            log.warning("%s: %s can be read by others; chmod 600 keeps it yours", option, path)
-        text = path.read_bytes()[:_MAX_KEY_FILE_BYTES].decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{option}: cannot be read: {error}") from error
-    keys = [line.strip() for line in text.splitlines() if line.strip()]
-    if not keys:
-        raise OptionError(f"{option}: {path} has no key in it, expected one on each line")
-    return _clean_keys(keys, option)
 
 
 def ready_lines(address: str, model: str, plan: str) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.server.browsing import chromium, visit
-from tests.server.support import Server
+from tests.server.support import RAY, Server
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def engine_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(engine_log: Path) -> Iterator[Server]:
     """A server whose engine follows a script: what comes out is known."""
-    running = Server(env={"FAKE_ENGINE_LOG": str(engine_log)}).wait()
+    running = Server(*RAY, env={"FAKE_ENGINE_LOG": str(engine_log)}).wait()
     yield running
     assert running.stop() == 0
 
@@ -25,7 +25,7 @@ def server(engine_log: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def tiny() -> Iterator[Server]:
     """A server with the embedded model."""
-    running = Server(fake=False).wait()
+    running = Server(*RAY, fake=False).wait()
     yield running
     assert running.stop() == 0
 

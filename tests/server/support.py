@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 REAL = (sys.executable, "-c", "from dsv4.cli import main; main()", "serve")
 FAKE = (sys.executable, str(HERE / "fake_server.py"), "serve")
+# `make ray` runs client tests through three replicas
+RAY = ("--ray", "--replicas", "3", "--replica-cpus", "0.1") if "DSV4_TEST_RAY" in os.environ else ()
 ASK = [{"role": "user", "content": "hi"}]
 PATIENCE_S = 120.0  # no claim about speed: a busy machine may take its time, a hang ends some day
 
@@ -30,7 +32,13 @@ class Server:
         self, *options: str, fake: bool = True, env: dict[str, str] | None = None, **popen: Any
     ) -> None:
         command = [*(FAKE if fake else REAL), "--port", "0", *options]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": "local",
+            **(env or {}),
+        }
         self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop
         popen.setdefault("stderr", self.file)
         self.process = subprocess.Popen(command, env=variables, cwd=ROOT, **popen)
