@@ -115,7 +115,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         room = state_memory("cpu", 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
     else:
-        stages = stage_rooms(sizes, layout, devices.cluster)
+        stages = stage_rooms(sizes, layout, devices.cluster(choices.nodes))
     settings = resolve(
         choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu, stages=stages
     )
@@ -193,14 +193,13 @@ def find_gpu(device: str) -> GpuFacts | None:
 
 
 def find_devices(device: str) -> Devices | None:
-    """The GPUs that a layout may use; None for a CPU or one GPU by its number."""
-    if device not in ("auto", "cuda") or not torch.cuda.is_available():
+    """The GPUs that ranks may use; None for a CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
         return None
     count = torch.cuda.device_count()
     totals = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
     free, total = torch.cuda.mem_get_info(0)  # of others this would take memory there
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return Devices(count, torch.cuda.get_device_name(0), min(totals) - (total - free), mask)
+    return Devices(count, torch.cuda.get_device_name(0), min(totals) - (total - free))
 
 
 def driver_version() -> tuple[int, int]:

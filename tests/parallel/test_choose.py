@@ -7,10 +7,12 @@ import pytest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, OptionError
+from dsv4.parallel.layout import RankLayout
 from dsv4.request import SamplingParams
 from dsv4.runner import load
 from dsv4.runner.ranks.choose import Devices, LayoutChoice, choose_layout, stage_rooms
 from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.devices import check_devices
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import resolve
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
@@ -20,6 +22,7 @@ FLASH = WeightSizes(
     ModelConfig.builtin("flash"),
     parameter_bytes(ModelConfig.builtin("flash"), scheme_named("official")),
 )
+PRO = ModelConfig.builtin("pro")
 H200 = Devices(2, "NVIDIA H200", 149 * GB)
 
 
@@ -50,17 +53,36 @@ def test_what_is_asked_for_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "words"),
+    ("mask", "words"),
     [
-        (H200, "the layout has 4 ranks on this node, 2 GPUs are visible; lower tp or pp"),
-        (replace(H200, mask="1,3"), "2 GPUs are visible (CUDA_VISIBLE_DEVICES is '1,3'); lower tp"),
-        (replace(H200, count=1, mask="0"), "1 GPUs are visible (CUDA_VISIBLE_DEVICES is '0')"),
+        (None, "tp 4 x pp 1 are 4 ranks on a node, expected at most 2, the GPUs that torch sees; "),
+        ("1,3", "the GPUs that torch sees (CUDA_VISIBLE_DEVICES=1,3); lower tp or pp, or show"),
     ],
 )
-def test_more_ranks_than_gpus(devices: Devices, words: str) -> None:
+def test_more_ranks_than_gpus(
+    monkeypatch: pytest.MonkeyPatch, mask: str | None, words: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    settings = resolve(EngineConfig(device="cuda"), FLASH.config, has_gpu=True, memory_bytes=2**62)
     with pytest.raises(OptionError) as error:
-        choose_layout(EngineConfig(tp=4), FLASH, devices)
+        check_devices(settings, RankLayout(4), 1)
     assert words in str(error.value)
+    check_devices(settings, RankLayout(4), 2)  # two on each of two nodes
+    check_devices(replace(settings, device="cpu"), RankLayout(4), 1)
+
+
+def test_auto_on_several_nodes_uses_them_all() -> None:
+    pro = WeightSizes(PRO, parameter_bytes(PRO, scheme_named("official")))
+    h100 = Devices(8, "NVIDIA H100 80GB HBM3", 84 * GB)
+    choices = EngineConfig(nodes=2, head="10.0.0.1:29500")
+    assert (choose_layout(choices, pro, h100).tp, choose_layout(choices, pro, h100).pp) == (8, 2)
+    one = Devices(1, "NVIDIA GB10", 109 * GB)
+    found = choose_layout(choices, FLASH, one)
+    assert found.tp * found.pp == 2
+    assert choose_layout(EngineConfig(device="cuda:1"), FLASH, H200) == LayoutChoice(1, 1)
 
 
 def test_too_little_memory() -> None:

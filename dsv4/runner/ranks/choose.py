@@ -16,20 +16,18 @@ UNKNOWN = GpuRates("unknown GPU", 0.0, 1000, 200, "pcie")  # only comparisons de
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPUs that CUDA shows. `memory`: free bytes of the smallest; `mask`: what
-    CUDA_VISIBLE_DEVICES says, if anything."""
+    """The GPUs that CUDA shows on this node. `memory`: free bytes of the smallest."""
 
     count: int
     name: str
     memory: int
-    mask: str | None = None
 
-    @property
-    def cluster(self) -> Cluster:
+    def cluster(self, nodes: int) -> Cluster:
+        """So many nodes like this one."""
         words = self.name.lower().replace(" ", "-")
         rates = next((gpu for key, gpu in GPUS.items() if key in words), UNKNOWN)
         link = LINKS["pcie" if "pcie" in words else rates.link]
-        return Cluster(rates, self.count, 1, self.memory, link)
+        return Cluster(rates, self.count * nodes, nodes, self.memory, link)
 
 
 @dataclass(frozen=True)
@@ -42,40 +40,29 @@ class LayoutChoice:
 def choose_layout(
     choices: EngineConfig, sizes: WeightSizes, devices: Devices | None
 ) -> LayoutChoice:
-    """`devices`: None on a CPU or for one named GPU."""
+    """`devices`: None on a CPU. A GPU that is named is used alone; with several nodes, all."""
+    nodes = choices.nodes
     if choices.tp != "auto":
-        if devices is not None:
-            check_devices(choices.world, devices)
         return LayoutChoice(choices.tp, choices.pp)
-    if devices is None or devices.count == 1:
+    is_named = choices.device.startswith("cuda:")
+    if devices is None or is_named or devices.count * nodes == 1:
         return LayoutChoice(1, choices.pp)
-    cluster, config = devices.cluster, sizes.config
+    cluster, config = devices.cluster(nodes), sizes.config
     roomy = resolve(choices, config, has_gpu=True, memory_bytes=2**62)
     found = [
         forecast(sizes, cluster, roomy.geometry(config), tp, pp)
         for tp, pp in layouts(config, cluster)
-        if choices.pp in (1, pp)
+        if choices.pp in (1, pp) and (nodes == 1 or tp * pp == cluster.gpus)
     ]
     if not found:
         raise OptionError(
-            f"pp is {choices.pp}, {devices.count} GPUs cannot be shared so; give tp, too"
+            f"pp is {choices.pp}, {cluster.gpus} GPUs cannot be shared so; give tp, too"
         )
     best, why = recommend(found, cluster)
     if best is None:
         raise CapacityError(why)
-    text = f"chosen tp {best.tp}, pp {best.pp} on {best.world} of {devices.count} GPUs: {why}"
+    text = f"chosen tp {best.tp}, pp {best.pp} on {best.world} of {cluster.gpus} GPUs: {why}"
     return LayoutChoice(best.tp, best.pp, text)
-
-
-def check_devices(num_ranks: int, devices: Devices) -> None:
-    """Refuse more ranks than this node has GPUs."""
-    if num_ranks > devices.count:
-        mask = devices.mask
-        masked = f" (CUDA_VISIBLE_DEVICES is {mask!r})" if mask is not None else ""
-        raise OptionError(
-            f"the layout has {num_ranks} ranks on this node, {devices.count} GPUs are visible"
-            f"{masked}; lower tp or pp, show all GPUs to every rank, or use more nodes"
-        )
 
 
 def stage_rooms(sizes: WeightSizes, layout: RankLayout, cluster: Cluster) -> Sequence[StageRoom]:
