@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,47 @@ def test_a_class_name_has_one_home() -> None:
     assert double_names({"a": "class Step: ...", "b": "class Step: ..."}) == ["Step: a, b"]
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in modules()}
     assert double_names(sources) == []
+
+
+# The first only names a type of the second, which holds it.
+TYPES_ONLY = {
+    ("dsv4.scheduler.sequence", "dsv4.scheduler.drafts"),
+    ("dsv4.server.worker.mailbox", "dsv4.server.worker.link"),
+}
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Modules by name -> those they import anywhere, functions and TYPE_CHECKING included."""
+    graph: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        found = graph.setdefault(name, set())
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inside & sources.keys() or {node.module}
+        allowed = {to for to in found if (name, to) not in TYPES_ONLY}
+        graph[name] = (allowed & sources.keys()) - {name, "dsv4"}  # `dsv4` imports lazily
+    return graph
+
+
+def first_cycle(sources: dict[str, str]) -> list[str]:
+    try:
+        TopologicalSorter(import_graph(sources)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    mutual = {"a": "from b import x", "b": "def f():\n    import a"}
+    assert first_cycle(mutual) in (["a", "b", "a"], ["b", "a", "b"])
+    sources = {}
+    for path in modules():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    assert first_cycle(sources) == []
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -54,8 +54,8 @@ def test_the_embedded_model_runs_on_block_scaled_products_alone(
         # mHC quantises its own rows: left are those of wo_a, wo_b, both w2 and, as the latent of
         # this model is too short for the norm to do it, wq_b
         assert names["_quantize_kernel"] == 6 * 5, names
-        assert names["_attend_scaled_kernel"] == 6, names
-        assert not {"_attend_kernel", "_tile_kernel", "_weights_kernel"} & names.keys()
+        assert names["_scaled_kernel"] == 6, names
+        assert not {"_loop_kernel", "_split_kernel", "_weights_kernel"} & names.keys()
         assert not {"_up_kernel", "_down_kernel"} & names.keys()
 
 

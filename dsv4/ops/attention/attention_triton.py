@@ -67,7 +67,7 @@ def _queries_of(item, q, num_heads, BH: tl.constexpr, DIM: tl.constexpr, ROPE: t
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
-def _attend_kernel(
+def _loop_kernel(
     q, sink, out, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, num_items, window, qk_scale,
@@ -165,10 +165,10 @@ class AttentionVariant:
     def __str__(self) -> str:
         """As `variant_costs.json` names them."""
         if self.two_pass:
-            return "passes"
+            return "two pass"
         if self.unpacked:
-            return "walk unpacked"
-        return f"{'split' if self.split else 'walk'} {self.heads}"
+            return "prefill"
+        return f"{'split' if self.split else 'loop'} {self.heads}"
 
 
 TWO_PASS = AttentionVariant(64, False, 4, 3, two_pass=True)
@@ -234,7 +234,7 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
         return {only: 0.0}
     cost, at_once = variant_costs(), num_multiprocessors(device)
 
-    def walking(name: str, items: int) -> float:
+    def looping(name: str, items: int) -> float:
         fixed, per_tile = cost[name]
         return (per_tile * tiles + fixed) * triton.cdiv(items, at_once)
 
@@ -244,8 +244,8 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
         return fixed + per_program * programs + per_wave * waves
 
     costs = {
-        AttentionVariant(16, False, 8, 3): walking("walk 16", blocks),
-        AttentionVariant(64, False, 8, 3, 128): walking("walk 64", wide),
+        AttentionVariant(16, False, 8, 3): looping("loop 16", blocks),
+        AttentionVariant(64, False, 8, 3, 128): looping("loop 64", wide),
     }
     if fits:
         costs[split] = together("split 16", blocks * tiles, 3)
@@ -253,11 +253,11 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
         whole = replace(split, heads=64, num_warps=8, channels=512)
         costs[whole] = together("split 64", rooms, 1)
     if rooms <= decode_two_pass_triton.MOST_ROOMS and heads % 64 == 0:
-        fixed, per_tile, alone, per_room = cost["passes"]
+        fixed, per_tile, alone, per_room = cost["two pass"]
         costs[TWO_PASS] = max(fixed + per_tile * tiles, alone + per_room * rooms)
     if sizes.unpacks:
         fixed, per_row = cost["unpacking"]
-        costs[UNPACKED] = walking("walk unpacked", wide) + fixed + per_row * sizes.num_rows
+        costs[UNPACKED] = looping("prefill", wide) + fixed + per_row * sizes.num_rows
     return costs
 
 
@@ -271,10 +271,10 @@ def variant_costs() -> dict[str, list[float]]:
 def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
     if pool.activations != "a16":
         return f"queries are to be {pool.activations}, here they stay as they are"
-    return form_reason(q, sink, pool, table, compressed, batch, window, frequencies)
+    return layout_reason(q, sink, pool, table, compressed, batch, window, frequencies)
 
 
-def form_reason(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
+def layout_reason(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
     """Why shapes, layouts or the device are not supported, or None."""
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
@@ -326,9 +326,9 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     config = config or choose_variant(q, pool, table, compressed, window, 2 * frequencies.shape[0])
     if config.unpacked:
         unpacked = unpack_triton.unpack(pool, table, compressed, batch, window, frequencies)
-        walk = import_module("dsv4.ops.attention.variants.prefill_gluon").walk
+        prefill = import_module("dsv4.ops.attention.variants.prefill_gluon").prefill
         given = (*unpacked, compressed, batch, window, frequencies, num_programs(q.device))
-        return walk(q, sink, *given, eps)
+        return prefill(q, sink, *given, eps)
     out = torch.empty_like(q)
     given = {
         "places": place_arguments(pool, table, compressed, batch),
@@ -339,7 +339,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     elif config.two_pass:
         decode_two_pass_triton.run(q, sink, out, window, frequencies, config, **given)
     else:
-        _walk(q, sink, out, window, frequencies, config, **given)
+        _loop(q, sink, out, window, frequencies, config, **given)
     return out
 
 
@@ -355,11 +355,11 @@ def compile_others(q, sink, pool, table, compressed, batch, window, frequencies,
         run(q, *given, chosen, 0.0 if eps is None else None)
 
 
-def _walk(q, sink, out, window, frequencies, config, places, constants) -> None:
+def _loop(q, sink, out, window, frequencies, config, places, constants) -> None:
     tokens, heads, dim = q.shape
     items = tokens * triton.cdiv(heads, config.heads)
     most_programs = num_programs(q.device) * (2 if config.num_warps == 4 else 1)
-    _attend_kernel[(min(items, most_programs),)](
+    _loop_kernel[(min(items, most_programs),)](
         q, sink, out, *places, frequencies, heads, tokens, items, window, dim**-0.5 * LOG2E.value,
         **constants, JOINED=num_joined(dim, 2 * frequencies.shape[0], config.channels),
         BH=config.heads, **launch_options(config.num_warps, config.num_stages),

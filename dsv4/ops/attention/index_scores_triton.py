@@ -217,7 +217,7 @@ def _store_scores(out, score, best, tile, visible, width, BN: tl.constexpr):
 
 
 @triton.jit
-def _walk_codes(
+def _score_codes(
     out, best, queries, weight, data, scale, table, visible, width, first, tiles, apart,
     PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
@@ -269,7 +269,7 @@ def _scores_kernel(
         else:
             queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
         if FORMAT == 4 and not NATIVE:
-            best = _walk_codes(
+            best = _score_codes(
                 out, best, queries, weight * 9223372036854775808.0, data, scale, table, visible,
                 width, first, tiles, apart, PAGE, H, DIM, BN, MT, ASM,
             )  # 2^63  # fmt: skip
@@ -308,7 +308,7 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     )
 
 
-def native_form_reason(pool) -> str | None:
+def native_keys_reason(pool) -> str | None:
     """Why keys are not multiplied as they are stored, or None."""
     if pool_format(pool) not in (INDEX_FP8, INDEX_FP4) or pool.dim % 128:
         return f"{pool.dim} numbers in {pool.format}, expected FP8 or FP4 and a multiple of 128"
@@ -319,7 +319,7 @@ def programs_of(tokens, table, pool, native=None) -> tuple[int, int, bool]:
     """Programs of a token, entries of a tile, whether keys are multiplied as they are stored; None:
     where the GPU can."""
     if native is None:
-        native = not interpreting() and native_form_reason(pool) is None
+        native = not interpreting() and native_keys_reason(pool) is None
     bn = 128 if native else BN
     tiles = triton.cdiv(table.shape[1] * pool.page_entries, bn)
     return min(tiles, max(1, PROGRAMS // max(tokens, 1))), bn, native

@@ -161,7 +161,7 @@ def _halvings(length):
 
 
 @triton.jit
-def _held(kept, at, live):
+def _load_kept(kept, at, live):
     """Keys and indices of candidates, as stored."""
     both = tl.load(kept + at, mask=live, other=0, cache_modifier=".cg")
     return (both >> 32).to(tl.uint32), both & 0xFFFFFFFF
@@ -178,7 +178,7 @@ def _candidates(kept, ends, tile, room, CHUNKS: tl.constexpr, BLOCK: tl.constexp
         begin = tl.where(end <= place, end, begin)
         chunk = tl.where(end <= place, chunk + (CHUNKS >> (i + 1)), chunk)
     total = tl.max(ends, axis=0)
-    return _held(kept, chunk.to(tl.int64) * room + place - begin, place < total)
+    return _load_kept(kept, chunk.to(tl.int64) * room + place - begin, place < total)
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _finish_row(
     """Select among the candidates: usually the FIRST of each chunk are all of them."""
     place = tl.arange(0, BLOCK)
     chunk = place // FIRST
-    key, index = _held(kept, chunk.to(tl.int64) * room + place % FIRST, chunk < num_chunks)
+    key, index = _load_kept(kept, chunk.to(tl.int64) * room + place % FIRST, chunk < num_chunks)
     ends = tl.zeros((CHUNKS,), tl.int32)
     tiles = tl.full((), 1, tl.int32)
     if is_crowded:
@@ -224,7 +224,7 @@ def _finish_row(
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_parts"])
-def _cut_kernel(
+def _select_chunk_kernel(
     scores, peaks, kept, counts, counters, out, width, topk, room, out_width, num_chunks, num_parts,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -306,7 +306,7 @@ def select_long(scores, topk, peaks, num_parts, out) -> None:
     first = max(1, min(first, CANDIDATES // across))
     room = max(first, topk)
     most = max(rows * chunks, at_once)  # fewer rows can have more chunks
-    _cut_kernel[(rows, chunks)](
+    _select_chunk_kernel[(rows, chunks)](
         scores, peaks,
         workspace(device, "select_kept", most * room, torch.int64),
         workspace(device, "select_counts", most, torch.int32),

@@ -3,8 +3,8 @@
 
 from dsv4.ops.comm.shares import ExpertSums
 from dsv4.ops.moe import experts_triton
-from dsv4.ops.moe.experts_triton import apart_part, launch
-from dsv4.ops.moe.shared_expert_triton import is_apart
+from dsv4.ops.moe.experts_triton import launch, separate_output
+from dsv4.ops.moe.shared_expert_triton import is_separate
 
 
 def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, with_shared) -> str | None:
@@ -14,8 +14,8 @@ def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, with_sh
 
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, with_shared):
     extra = None
-    if with_shared and is_apart(shared_w13, w13):
-        extra = apart_part(x, shared_w13, shared_w2, limit)
+    if with_shared and is_separate(shared_w13, w13):
+        extra = separate_output(x, shared_w13, shared_w2, limit)
     if not with_shared or extra is not None:
         shared_w13 = shared_w2 = None
     routed = (x, experts, weights, w13, w2)

@@ -3,12 +3,12 @@
 
 from dsv4.ops.core.launch import device_reason
 from dsv4.ops.moe import experts_triton
-from dsv4.ops.moe.experts_triton import apart_part
+from dsv4.ops.moe.experts_triton import separate_output
 
 
 def supports(x, w13, w2, limit) -> str | None:
-    return device_reason(x.device) or experts_triton.apart_reason(w13, w2)
+    return device_reason(x.device) or experts_triton.separate_reason(w13, w2)
 
 
 def run(x, w13, w2, limit):
-    return apart_part(x, w13, w2, limit)
+    return separate_output(x, w13, w2, limit)

@@ -4,13 +4,13 @@ has the bits of the two ops."""
 
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.moe import experts_single_token_triton, experts_triton, router_triton
-from dsv4.ops.moe.shared_expert_triton import is_apart
+from dsv4.ops.moe.shared_expert_triton import is_separate
 
 
 def supports(x, token_ids, gate, experts) -> str | None:
     if x.shape[0] != 1:
         return "more than one token"
-    if is_apart(experts.shared_w13, experts.w13):
+    if is_separate(experts.shared_w13, experts.w13):
         return "a shared expert in another format"
     matrices = (experts.w13, experts.w2, experts.shared_w13, experts.shared_w2)
     reason = router_triton.supports(x, token_ids=token_ids, **vars(gate))

@@ -185,9 +185,15 @@ BOUNDARY = Op(
     boundary_cases,
     kernels=(Kernel("dsv4.ops.mhc.mix_triton"),),
 )
+
+
+def _stage_end(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
+    return mhc_update_reference(streams, y, post, comb)  # which tests replace in all three ops
+
+
 UPDATE = Op(
     "mhc_update",
-    lambda **arguments: mhc_update_reference(**arguments),
+    _stage_end,
     update_cases,
     kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),),
 )

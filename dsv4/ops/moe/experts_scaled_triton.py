@@ -43,7 +43,7 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
         return "the experts do not ask for activations of few bits"
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    return experts_triton.apart_reason(shared_w13, shared_w2) or native_reason(x.device)
+    return experts_triton.separate_reason(shared_w13, shared_w2) or native_reason(x.device)
 
 
 def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
@@ -57,7 +57,7 @@ def launch(
     num_tokens, chosen = experts.shape
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
-    extra = experts_triton.apart_part(x, shared_w13, shared_w2, limit, ready)
+    extra = experts_triton.separate_output(x, shared_w13, shared_w2, limit, ready)
     table = group_by_expert(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)

@@ -20,7 +20,13 @@ from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe import experts_single_token_triton
 from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
-from dsv4.ops.moe.shared_expert_triton import combine, is_apart, shared_part, shared_reason, swiglu
+from dsv4.ops.moe.shared_expert_triton import (
+    combine,
+    is_separate,
+    shared_output,
+    shared_reason,
+    swiglu,
+)
 
 TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
@@ -252,8 +258,8 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
     named = {"w13": w13, "w2": w2}
-    if is_apart(shared_w13, w13):
-        reason = apart_reason(shared_w13, shared_w2)
+    if is_separate(shared_w13, w13):
+        reason = separate_reason(shared_w13, shared_w2)
         if reason is not None:
             return reason
     else:
@@ -265,12 +271,12 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
             return f"{name} is {type(weight).__name__}, w2 {type(w2).__name__}; expected one format"
         if weight.paired != name.endswith("w13"):
             return f"{name} is tiled for another use"
-    if not is_apart(shared_w13, w13) and shared_w2.columns != w2.columns:
+    if not is_separate(shared_w13, w13) and shared_w2.columns != w2.columns:
         return f"the shared expert is {shared_w2.columns} wide, the others {w2.columns}"
     return None
 
 
-def apart_reason(w13, w2) -> str | None:
+def separate_reason(w13, w2) -> str | None:
     """Why a shared expert in another format cannot run, or None."""
     if not isinstance(w13, TiledFp4):
         return shared_reason(w13, w2)
@@ -279,10 +285,10 @@ def apart_reason(w13, w2) -> str | None:
     return None
 
 
-def apart_part(x, w13, w2, limit, ready=None):
+def separate_output(x, w13, w2, limit, ready=None):
     """fp32 `[tokens, size]` of a shared expert in another format, whatever it is."""
     if not isinstance(w13, TiledFp4):
-        return shared_part(x, w13, w2, limit, ready)
+        return shared_output(x, w13, w2, limit, ready)
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
@@ -303,8 +309,8 @@ def launch(
     `x` for a shared expert in another format."""
     num_tokens, chosen = experts.shape
     extra = None
-    if shared_w13 is not None and is_apart(shared_w13, w13):
-        extra = apart_part(x, shared_w13, shared_w2, limit, ready)
+    if shared_w13 is not None and is_separate(shared_w13, w13):
+        extra = separate_output(x, shared_w13, shared_w2, limit, ready)
         shared_w13 = shared_w2 = None
     arguments = (x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
     if num_tokens == 1:

@@ -180,7 +180,7 @@ def _gate_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _choose_kernel(
+def _top_k_kernel(
     partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
     RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
@@ -246,7 +246,7 @@ def run(x, gate, bias, table, token_ids, num_chosen, scaling):
         size = num_rows * num_experts
         linear_triton.launch(x, [gate], [logits[:size].view(num_rows, num_experts)])
     if num_rows > 1:
-        _choose_kernel[(num_rows,)](
+        _top_k_kernel[(num_rows,)](
             logits, *places, num_rows, num_experts, scaling, **constants, **launch_options(1)
         )
     return places[-2:]

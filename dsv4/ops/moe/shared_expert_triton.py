@@ -30,7 +30,7 @@ def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     tl.store(z + row * inner + column, swiglu(gate, up, limit).to(tl.bfloat16), mask=live)
 
 
-def is_apart(shared_w13, w13) -> bool:
+def is_separate(shared_w13, w13) -> bool:
     """Whether the shared expert has another format and runs as two linear ops."""
     return not isinstance(shared_w13, TiledFp4) or type(shared_w13) is not type(w13)
 
@@ -55,7 +55,7 @@ def _multiply(x, weight, out, ready) -> None:
         linear_triton.launch(x, [weight], [out])
 
 
-def shared_part(x, w13, w2, limit, ready=None):
+def shared_output(x, w13, w2, limit, ready=None):
     """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or with low-precision activations.
     `ready`: rows of `x` already quantised by its producer."""
     tokens, inner = x.shape[0], w2.shape[1]

@@ -11,18 +11,19 @@ FAMILIES = {
         "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
         "_place_kernel", "_activate_kernel",
     ),
-    "router": ("_gate_kernel", "_choose_kernel"),
+    "router": ("_gate_kernel", "_top_k_kernel"),
     "linear": (
         "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
         "_quantize_kernel",
     ),
     "mhc": ("update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel"),
     "attention": (
-        "_attend_kernel", "_attend_scaled_kernel", "_merge_kernel", "_tile_kernel",
-        "_weights_kernel", "_values_kernel", "_unpack_kernel", "_walk_kernel",
+        "_loop_kernel", "_scaled_kernel", "_merge_kernel", "_split_kernel",
+        "_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel",
     ),
     "index": (
-        "_scores_kernel", "_select_kernel", "_peaks_kernel", "_cut_kernel", "_index_kernel",
+        "_scores_kernel", "_select_kernel", "_peaks_kernel", "_select_chunk_kernel",
+        "_index_kernel",
     ),
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",

@@ -16,6 +16,10 @@ from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.pool import allocate_pool
 
 ROOT = Path(__file__).parents[3]
+# variants have had other names since the record
+RENAMED = {
+    "walk 16": "loop 16", "walk 64": "loop 64", "walk unpacked": "prefill", "passes": "two pass",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -71,6 +75,7 @@ def test_the_variant_chosen_is_the_fastest_measured(monkeypatch: pytest.MonkeyPa
         sequences = row["tokens"] if row["what"] == "decode" else 1
         sizes = kernels.Sizes(row["tokens"], sequences, 64, 512, 64, 128, selected or held, held)
         costs = kernels.variants_of(sizes, True, torch.device("cpu"))
-        taken, chosen = row["us"], str(min(costs, key=costs.__getitem__))
+        taken = {RENAMED.get(name, name): us for name, us in row["us"].items()}
+        chosen = str(min(costs, key=costs.__getitem__))
         assert {str(config) for config in costs} == set(taken), row
         assert taken[chosen] < 1.1 * min(taken.values()), row

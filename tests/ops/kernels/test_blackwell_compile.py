@@ -52,7 +52,7 @@ def test_products_are_block_scaled(rows: list[dict[str, Any]]) -> None:
 
 def test_attention_multiplies_keys_as_they_are_stored(rows: list[dict[str, Any]]) -> None:
     """Scores block-scaled, rotary channels and values in 16 bits, nothing by older instructions."""
-    found = [row for row in rows if row["kernel"] == "_attend_scaled_kernel"]
+    found = [row for row in rows if row["kernel"] == "_scaled_kernel"]
     assert len(found) == 3
     for row in found:
         kinds = sorted(name.partition("kind::")[2] for name in row["products"])
@@ -89,7 +89,7 @@ def launches(capability: int) -> Iterator[Launch]:
     yield from attention_launches()
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
-    experts_triton.apart_part = lambda *_: None  # two products of `linear`
+    experts_triton.separate_output = lambda *_: None  # two products of `linear`
     # test_weight_compile compiles these two
     experts_scaled_triton.group_by_expert = lambda *_: some_route()
     experts_scaled_triton.combine = lambda *_: None

@@ -21,27 +21,27 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_append_kernel": ("STG", 0),
     "_prepare_kernel": ("SHFL", 0),
     "_index_kernel": ("SHFL", 24),  # once a program, for one more of them
-    "_attend_kernel": (
+    "_loop_kernel": (
         "HGMMA|HMMA",
         140,
     ),  # walking, Triton 3.9; 8 with 3.6 (docs/state-kernels.md)
-    "_tile_kernel": ("HGMMA|HMMA", 0),
+    "_split_kernel": ("HGMMA|HMMA", 0),
     "_merge_kernel": ("MUFU", 0),
     "_weights_kernel": ("HGMMA", 0),
     "_values_kernel": ("HGMMA", 0),
     "_unpack_kernel": ("STG", 0),
-    "_walk_kernel": ("HGMMA", 60),  # Triton 3.9; 0 with 3.6
+    "_prefill_kernel": ("HGMMA", 60),  # Triton 3.9; 0 with 3.6
     "_scores_kernel": ("HGMMA|HMMA", 0),
     "_select_kernel": ("SHFL|REDUX", 0),
     "_peaks_kernel": ("FMNMX", 0),
-    "_cut_kernel": ("SHFL|REDUX", 8),  # once, in the last program of a row
+    "_select_chunk_kernel": ("SHFL|REDUX", 8),  # once, in the last program of a row
     "_stats_kernel": ("MUFU", 0),
     "_candidates_kernel": ("MUFU", 0),
     "_filter_kernel": ("MUFU", 1),  # triton 3.9; the row's share is kept over both filters
     "_draw_kernel": ("IMAD", 0),
     "_best_kernel": ("SHFL", 0),
 }
-NOT_ON_100 = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_walk_kernel"}  # 64 heads
+NOT_ON_100 = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel"}  # 64 heads
 # What depends on the GPU are matrix products, one form of each; `make kernels` compiles all for
 # both.
 PRODUCTS = {

@@ -104,7 +104,7 @@ def _piece_sum(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "w_width", "c_width"])
-def _attend_scaled_kernel(
+def _scaled_kernel(
     q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, window, ratio, qk_scale,
@@ -199,7 +199,7 @@ def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> st
         return f"{q.dtype} queries and {pool.format} keys, expected bfloat16 and fp8"
     if rope_dim & (rope_dim - 1) or rope_dim > 64:
         return f"{rope_dim} rotated channels, expected a power of two up to 64"
-    return native_reason(q.device) or attention_triton.form_reason(
+    return native_reason(q.device) or attention_triton.layout_reason(
         q, sink, pool, table, compressed, batch, window, frequencies
     )
 
@@ -218,7 +218,7 @@ def run(q, sink, pool, table, compressed, batch, window, frequencies, config=Non
     room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
-    _attend_scaled_kernel[(blocks, tokens, num_tiles if config.split else 1)](
+    _scaled_kernel[(blocks, tokens, num_tiles if config.split else 1)](
         q, sink, out, acc, stats, batch.positions, batch.seq_idx,
         batch.positions if selected is None else selected, most,
         *entry_parts(pool), table, table.shape[1],

@@ -66,7 +66,7 @@ def _keys_and_scores(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "w_width", "c_width"])
-def _tile_kernel(
+def _split_kernel(
     raw, q, acc_out, stat_out, positions, seq_idx, selected, num_selected,
     w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
     frequencies, num_heads, num_tokens, window, qk_scale, eps,
@@ -159,7 +159,7 @@ def run(q, sink, out, window, frequencies, config, eps, places, constants) -> No
         size = max(q.numel(), most_tokens * heads * dim)
         ready = workspace(q.device, "prepared", size, q.dtype)
     count = len(pieces(dim, 2 * frequencies.shape[0]))
-    _tile_kernel[(triton.cdiv(heads, config.heads), tokens, num_tiles)](
+    _split_kernel[(triton.cdiv(heads, config.heads), tokens, num_tiles)](
         q,
         ready,
         sums,

@@ -120,7 +120,7 @@ def _weights_kernel(
 
 
 @triton.jit
-def _walk_values(
+def _sum_values(
     weights, stats, slots, sink, row, head, tiles, first, num_heads, num_tokens,
     w_data, w_tail, w_scale, c_data, c_tail, c_scale,
     TAIL: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
@@ -180,14 +180,14 @@ def _values_kernel(
     tiles = WT + tl.cdiv(tl.minimum((position + 1) // RATIO, most), BT)
     out_at = (row * num_heads + head)[:, None] * DIM + first + tl.arange(0, WIDTH)[None, :]
     if first < DIM - ROPE:
-        x = _walk_values(
+        x = _sum_values(
             weights, stats, slots, sink, row, head, tiles, first, num_heads, num_tokens,
             w_data, w_tail, w_scale, c_data, c_tail, c_scale,
             False, FORMAT, NOPE, DIM, WIDTH, BH, BT, WT, MT,
         )  # fmt: skip
         tl.store(out + out_at, x.to(out.dtype.element_ty))
     else:
-        x = _walk_values(
+        x = _sum_values(
             weights, stats, slots, sink, row, head, tiles, first, num_heads, num_tokens,
             w_data, w_tail, w_scale, c_data, c_tail, c_scale,
             FORMAT == 2, FORMAT, NOPE, DIM, WIDTH, BH, BT, WT, MT,

@@ -159,7 +159,7 @@ def _multiply(weights, tile, zero, PIECE: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_selected", "recent", "older_width"])
-def _walk_kernel(
+def _prefill_kernel(
     q, sink, out, entries, positions, seq_idx, selected, num_selected, frequencies, num_heads,
     num_items, recent, older_width, window, ratio, qk_scale, eps,
     SELECTED: gl.constexpr, WT: gl.constexpr, PREPARE: gl.constexpr,
@@ -295,7 +295,7 @@ def _walk_kernel(
         position, seq = next_position, next_seq
 
 
-def walk(q, sink, entries, recent, compressed, batch, window, frequencies, num_programs, eps):
+def prefill(q, sink, entries, recent, compressed, batch, window, frequencies, num_programs, eps):
     """`entries` and `recent` as returned by `unpack`; with `eps` queries are prepared here."""
     tokens, heads, dim = q.shape
     selected = None if compressed is None else compressed.selected
@@ -304,7 +304,7 @@ def walk(q, sink, entries, recent, compressed, batch, window, frequencies, num_p
         held = compressed.table.shape[1] * compressed.pool.page_entries
     out = torch.empty_like(q)
     items = tokens * triton.cdiv(heads, HEADS)
-    _walk_kernel[(min(items, num_programs),)](
+    _prefill_kernel[(min(items, num_programs),)](
         q.view(entries.dtype), sink, out, entries, batch.positions, batch.seq_idx,
         batch.positions if selected is None else selected,
         held if selected is None else selected.shape[1],
