@@ -225,7 +225,7 @@ def _check_model(c: ModelConfig) -> None:
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig as keyword arguments, for editors and type checkers."""
+    """EngineConfig's fields as keyword arguments, for editors; tests/test_package.py compares."""
 
     device: str
     dtype: str
@@ -243,8 +243,12 @@ class EngineOptions(TypedDict, total=False):
     audit_folder: str
     draft: str
     draft_tokens: int | None
-    tp: int
+    tp: int | Literal["auto"]
     pp: int
+    comm: str
+    nodes: int
+    head: str | None
+    join_timeout: float
     cuda_graphs: bool
     ops: str
     step_timeout: float

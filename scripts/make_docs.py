@@ -18,10 +18,10 @@ from typing import Any
 
 import typer
 
-from dsv4 import Engine, EngineConfig, SamplingParams, request
+from dsv4 import Engine, EngineConfig, ModelConfig, SamplingParams, errors, request
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.cli import app
-from dsv4.request import Completion, Guide, Output, Request, Stats
+from dsv4.request import Completion, Guide, Output, Request, Stats, TokenLogprobs
 from dsv4.sampling import guide_compiler
 from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
@@ -246,10 +246,14 @@ def python_page() -> str:
         parts.append(
             f"### `Engine.{name}`\n\n```python\n{head}\n```\n\n{inspect.cleandoc(text or '')}\n"
         )
-    for cls in (SamplingParams, Guide, EngineConfig, Request, Output, Completion, Stats):
+    shown = (SamplingParams, Guide, EngineConfig, Request, Output, Completion, TokenLogprobs, Stats)
+    for cls in shown:
         assert is_dataclass(cls)
         parts.append(f"## {cls.__name__}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
         parts.append(field_rows(cls))
+    text = inspect.cleandoc(ModelConfig.__doc__ or "")
+    parts.append(f"## ModelConfig\n\n{text} `Engine.config` holds the model's.\n")
+    parts.append(f"## Errors\n\n```text\n{inspect.cleandoc(errors.__doc__ or '')}\n```\n")
     return "\n".join(parts)
 
 

@@ -20,7 +20,7 @@ CLIENT = ROOT / "tests" / "typed_client.py"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # distributions whose module has another name
-MODULES = {"prometheus-client": "prometheus_client", "pytest-xdist": "xdist"}
+MODULES = {"pytest-xdist": "xdist", "pyyaml": "yaml"}
 # used without an import: test plug-ins, commands, what another package takes where it finds it
 NOT_IMPORTED = {
     "pytest-xdist": "make test",
@@ -56,6 +56,11 @@ def test_exports_are_the_classes_themselves() -> None:
         assert name in dir(dsv4)
     with pytest.raises(AttributeError, match="no attribute 'Enginee'"):
         dsv4.Enginee  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_every_export_is_documented() -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    assert [name for name in dsv4.__all__ if not re.search(rf"\b{name}\b", page)] == []
 
 
 def test_options_for_editors_are_those_of_the_config() -> None:
@@ -114,7 +119,7 @@ def test_predictions_need_no_checkout(wheel: Path, tmp_path: Path) -> None:
 def declared() -> set[str]:
     extras = PROJECT["optional-dependencies"].values()
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
-    return {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines}
+    return {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines} - {"dsv4"}  # its extras
 
 
 def imported(*folders: str) -> Iterator[str]:
@@ -124,6 +129,8 @@ def imported(*folders: str) -> Iterator[str]:
                 yield from (alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 yield node.module.split(".")[0]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+                yield str(ast.literal_eval(node.args[0]))
 
 
 def test_dependencies_are_used_and_declared() -> None:
