@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs test browser load attack chaos fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak ray release
+.PHONY: help demo serve docs test browser load attack chaos fuzz-server kernels clients lint fuzz clean fuzz-checkpoint soak drafts ray release
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -89,6 +89,9 @@ kernels: $(VENV)/.installed-dev ## only the tests that compile kernels for sm_90
 soak: $(VENV)/.installed-dev ## the engine for 20 minutes: thousands of random steps, then mixed traffic
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/test_engine_machine.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --minutes 20
+
+drafts: $(VENV)/.installed-dev ## 300 random schedules with drafts against the same requests without, bit for bit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/test_draft_schedules.py
 
 release: $(VENV)/.installed-dev ## build the wheel, check it in a new environment, write the text of the tag
 	@$(BIN)/python scripts/check_release.py

@@ -104,7 +104,7 @@ class Engine:
         if loaded.settings.draft != "off":
             drafting = Drafting(
                 loaded.settings.draft_tokens, self.config.vocab_size, self._allowed_drafts,
-                Lookup if loaded.draft is None else Given,
+                Lookup if loaded.draft is None else Given, self._runner.buffers.most_drafts,
             )  # fmt: skip
         self._drafting = drafting
         self._scheduler = Scheduler(
@@ -542,6 +542,8 @@ class Engine:
             stop_reason=stop_reason,
             error=error,
             num_cached=sequence.num_cached or 0,
+            num_drafted=sequence.num_drafted,
+            num_accepted=sequence.num_accepted,
         )
 
     def _audit_answer(self, audit: Audit, sequence: SequenceState, live: _LiveRequest) -> None:

@@ -110,6 +110,8 @@ class Pipeline:
         step.taken = [1] * len(step.sampled)
         if is_verified:
             step.going = list(range(len(step.sampled)))
+            for item in step.scheduled:
+                item.sequence.num_drafted += len(item.drafts)
         elif self._ahead is None:
             self._time(step)
         if is_verified or self._runner.drafter is not None:
@@ -134,6 +136,8 @@ class Pipeline:
             self._settle(step)
             return None
         outcome, sequences = StepOutcome(), [step.sampled[place] for place in step.going]
+        for sequence in sequences:
+            sequence.num_accepted += 1
         try:
             missing = [p for p in step.going if len(step.answers[p]) <= step.taken[p]]
             if missing:
@@ -205,7 +209,8 @@ class Pipeline:
             drafter.give(len(sequence.token_ids), found)
 
     def _time(self, step: InFlightStep) -> None:
-        if self._drafting is not None and all(item.samples for item in step.scheduled):
+        decodes = (item.num_new == 1 + len(item.drafts) for item in step.scheduled)
+        if self._drafting is not None and all(decodes):
             ms = (time.perf_counter() - step.begin) * 1e3
             self._drafting.times.observe(sum(item.num_new for item in step.scheduled), ms)
 

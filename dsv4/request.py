@@ -307,6 +307,8 @@ class Output:
     error: str | None = None  # why it was aborted or failed
     refused: bool = False  # the request is at fault, not the engine
     num_cached: int | None = None  # prompt tokens from the prefix cache; first and last output
+    num_drafted: int = 0  # of the whole answer, in the last output: drafts verified,
+    num_accepted: int = 0  # and of those, drafts that were right
 
     @property
     def finished(self) -> bool:

@@ -9,9 +9,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.load import LoadedModel, load_model
 from dsv4.scheduler.drafts import Lookup, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
+from dsv4.server.metrics import EngineMetrics
+from dsv4.server.worker.wire import output_from_wire, output_to_wire
 from dsv4.testing import _random_tensor, random_weights, write_checkpoint
 from tests.models import BYTE_TOKENIZER, quick_config, write_quick_model
 
@@ -253,6 +256,28 @@ def test_the_audit_runs_without_drafts(tmp_path: Path) -> None:
     assert stats.num_drafted > 0
 
 
+def test_counts_reach_usage_and_metrics() -> None:
+    engine = make_engine("lookup")
+    script(engine, "every third wrong", known("greedy"))
+    last = []
+    for request in requests_of("greedy"):
+        engine.add(request)
+    while engine.num_unfinished:
+        last += [output for output in engine.step() if output.finished]
+    stats = engine.stats()
+    assert sum(output.num_drafted for output in last) == stats.num_drafted > 0
+    assert sum(output.num_accepted for output in last) == stats.num_accepted > 0
+    for output in last:
+        assert output_from_wire(output_to_wire(output)) == output
+    link = Mock(stats=asdict(stats), is_healthy=True, num_restarts=0, facts={})
+    metrics = {m.name: m for m in EngineMetrics({"model_name": "m"}, link).collect()}
+    for name, value in (("drafts", stats.num_verified), ("draft_tokens", stats.num_drafted),
+                        ("accepted_tokens", stats.num_accepted)):  # fmt: skip
+        assert metrics[f"dsv4:spec_decode_num_{name}"].samples[0].value == value
+    places = metrics["dsv4:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [sample.value for sample in places] == list(stats.accepted_by_place)
+
+
 # --- MTP ----------------------------------------------------------------------------------------
 
 
@@ -393,7 +418,9 @@ def test_times_of_steps() -> None:
     assert times.at(3) == 14.0
     assert times.at(7) == 22.0
     times.observe(1, 10000.0)  # something else held it up
-    assert times.at(1) == 14.0
+    assert times.at(1) == 11.0
+    times.observe(1, 9.0)
+    assert times.at(1) == 10.0
 
 
 def test_options() -> None:

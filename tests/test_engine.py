@@ -33,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Engine:
-    return Engine.load(folder, max_context=300, max_sequences=3, chunk_tokens=32)
+    """One token a step, so that tests can count; tests/test_drafting.py has several."""
+    return Engine.load(folder, max_context=300, max_sequences=3, chunk_tokens=32, draft="off")
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
             assert len(submitted.sampled) == len(rows)
             places = [len(row.token_ids) - row.num_prompt for row in rows]
             drawn = [TokenLogprobs(tokens[place], 0.0) for place in places]
-            submitted.results = Mock(wait=lambda: drawn, failures={})
+            submitted.results = Mock(answers=lambda: [[one] for one in drawn], failures={})
 
         monkeypatch.setattr(engine._runner, "sample", sample)
 

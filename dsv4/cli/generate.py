@@ -104,9 +104,11 @@ def _run(
     if stats:
         decoding = time.perf_counter() - begin - first
         rate = (count - 1) / decoding if count > 1 else 0.0
+        found = engine.stats()
+        drafted = f", {found.num_accepted} of {found.num_drafted} drafts accepted"
         errors.print(
             f"{len(ids)} prompt tokens, {count} new ({reason}); first after {first:.2f} s, "
-            f"then {rate:.1f} tokens/s",
+            f"then {rate:.1f} tokens/s{drafted if found.num_verified else ''}",
             highlight=False,
         )
     if reason == "abort":

@@ -167,6 +167,8 @@ class VerifyBuffers:
         enough = next(w for w in DRAFT_WIDTHS if w > draft_tokens)
         self.widths = [w for w in DRAFT_WIDTHS if w <= enough]
         rows = max_sequences * enough
+        if device.type != "cpu":
+            rows = max(min(rows, MOST_DRAFT_ROWS), enough)  # the largest shape that there is
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -276,6 +278,16 @@ class StepBuffers:
             return StepShape(sum(counts), sequences, context, False, width=max(width, 2))
         width, batch = next(w for w in self.verify.widths if w >= width), self.batch(sequences)
         return StepShape(batch * width, batch, context, False, width=width)
+
+    def most_drafts(self, sequences: int) -> int:
+        """Drafts of each sequence for which there are shapes."""
+        if self.verify is None:
+            return 0
+        most, batch = self.verify.widths[-1], self.batch(sequences)
+        if self.pads:
+            fitting = [w for w in self.verify.widths if batch * w <= MOST_DRAFT_ROWS]
+            most = max(fitting, default=1)
+        return most - 1
 
     def batch(self, rows: int) -> int:
         """The smallest batch size, of rows to sample or sequences to decode, that fits `count`."""

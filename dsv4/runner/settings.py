@@ -135,7 +135,7 @@ def resolve(
         audit_folder=choices.audit_folder,
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
-        **_drafting(choices, config, on_gpu=on_gpu),
+        **_drafting(choices, config),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
 
@@ -143,13 +143,12 @@ def resolve(
 DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}
 
 
-def _drafting(choices: EngineConfig, config: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """The drafter. `auto` takes none on a GPU, where the cost of verify steps is not measured
-    yet, and none on several ranks."""
-    name = choices.draft
+def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
+    """The drafter. `auto` takes none as long as the cost of verify steps is not measured on a GPU:
+    it must never be slower than `off`."""
+    name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
     if name == "auto":
         name = "off"
-    has = config.draft_kind if config.num_draft_layers else ""
     if name == "dspark":
         raise OptionError("draft is 'dspark', which this version does not run; use lookup or off")
     if name == "mtp" and has != "mtp":

@@ -99,8 +99,11 @@ class StepTimes:
 
     def observe(self, rows: int, ms: float) -> None:
         known = self._ms.get(rows)
-        # a step that was held up by something else counts little
-        self._ms[rows] = ms if known is None else known + 0.2 * (min(ms, 3 * known) - known)
+        if known is None:
+            self._ms[rows] = ms
+        else:  # a step that was held up by something else counts little
+            weight = 0.5 if ms < known else 0.1
+            self._ms[rows] = known + weight * (min(ms, 2 * known) - known)
 
     def at(self, rows: int) -> float | None:
         """None: too little is known."""
@@ -165,9 +168,11 @@ class Drafting:
         vocab_size: int,
         allow: Callable[[SequenceState, list[int]], list[int]] = lambda sequence, drafts: drafts,
         make: Callable[[SequenceState], Drafter] = Lookup,
+        room: Callable[[int], int] = lambda num_sequences: 7,
     ) -> None:
-        """`allow`: the first drafts of a sequence, as many as its guide can follow."""
-        self._allow = allow
+        """`allow`: the first drafts of a sequence, as many as its guide can follow. `room`: drafts
+        of each sequence for which steps of so many sequences are prepared."""
+        self._allow, self._room = allow, room
         self.stats = DraftStats(accepted_by_place=[0] * most)
         self.times = StepTimes()
         self._most, self._vocab_size, self._make = most, vocab_size, make
@@ -203,7 +208,8 @@ class Drafting:
         if self.rests:
             self._rest -= self._rest > 0
             return [[] for _ in wanted]
-        found = [self._of(sequence, min(most, self._most)) for sequence, most in wanted]
+        limit = min(self._most, self._room(len(wanted)))
+        found = [self._of(sequence, min(most, limit)) for sequence, most in wanted]
         chances = [
             sequence.acceptance.survival(len(drafts)) if sequence.acceptance is not None else []
             for (sequence, _), drafts in zip(wanted, found, strict=True)
@@ -248,8 +254,6 @@ class Drafting:
         stats.num_drafts += 1
         stats.num_tokens += num_drafts
         stats.num_accepted += num_accepted
-        sequence.num_drafted += num_drafts
-        sequence.num_accepted += num_accepted
         for place in range(num_accepted):
             stats.accepted_by_place[place] += 1
         if sequence.acceptance is not None:

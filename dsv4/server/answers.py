@@ -47,7 +47,7 @@ class Choice:
         self._forced_deltas: list[Delta] = []
         self._call_ids: list[str] = []
         self.index = index
-        self.num_output = 0
+        self.num_output = self.num_drafted = self.num_accepted = 0
         self.total_logprob = 0.0  # of its tokens, if log-probabilities were requested
         self.num_reasoning = 0
         self.num_cached = 0
@@ -117,6 +117,8 @@ class Choice:
             self.num_cached = output.num_cached
         tokens = output.token_ids[:-1] if self._drops_end(output) else output.token_ids
         self.num_output += len(output.token_ids)
+        self.num_drafted += output.num_drafted
+        self.num_accepted += output.num_accepted
         for place, token in enumerate(tokens):
             logprobs = output.logprobs[place] if output.logprobs else None
             self.total_logprob += logprobs.logprob if logprobs else 0.0

@@ -85,6 +85,7 @@ class EngineMetrics:
         yield counter("step_surprises", surprises, stats["num_surprises"])
         yield counter("prefix_cache_queries", "Tokens looked up", stats["num_prefix_asked"])
         yield counter("prefix_cache_hits", "Tokens found", stats["num_prefix_hit"])
+        yield from self._drafts(counter, stats)
         yield counter("engine_steps", "Steps of the engine", stats["num_steps"])
         if "step_sizes" in stats:
             yield self._step_sizes(stats["step_sizes"])
@@ -109,6 +110,24 @@ class EngineMetrics:
                 metric.add_metric([*values, str(rank["rank"]), str(rank["node"])], rank[key])
             if ranks:
                 yield metric
+
+    def _drafts(self, counter: Callable[..., Metric], stats: dict[str, Any]) -> Iterable[Metric]:
+        """Under the names that vLLM uses."""
+        if not stats.get("accepted_by_place"):
+            return
+        yield counter("spec_decode_num_drafts", "Times drafts were verified", stats["num_verified"])
+        text = "Drafts that were verified"
+        yield counter("spec_decode_num_draft_tokens", text, stats["num_drafted"])
+        text = "Drafts that were right"
+        yield counter("spec_decode_num_accepted_tokens", text, stats["num_accepted"])
+        metric = CounterMetricFamily(
+            "dsv4:spec_decode_num_accepted_tokens_per_pos",
+            "The same by their place behind the newest token",
+            labels=[*self._labels, "position"],
+        )
+        for place, count in enumerate(stats["accepted_by_place"]):
+            metric.add_metric([*self._labels.values(), str(place)], count)
+        yield metric
 
     def _step_sizes(self, sizes: dict[str, Any]) -> Metric:
         text, names = "Tokens computed in one step", list(self._labels)

@@ -29,6 +29,9 @@ def decode(
     layers: int = LAYERS,
     batch: str = typer.Option("1,8,32,128", help="Sequences at once."),
     context: str = typer.Option("4096,131072,1048576", help="Tokens each of them has."),
+    width: str = typer.Option("", help="Also verify steps: rows of each sequence, like 2,4,6."),
+    routing: str = typer.Option("random", help="Tokens of these rows: random, or all the same."),
+    draft: str = typer.Option("", help="scripted:0.7: what they give at this acceptance."),
     device: str = DEVICE,
     compare: str = typer.Option("", help="'transformers': time its model too, 4 layers, batch 1."),
     record: Path | None = RECORD,
@@ -43,10 +46,21 @@ def decode(
     batches, contexts = numbers("batch", batch), numbers("context", context)
     if compare not in ("", "transformers"):
         raise OptionError(f"compare is {compare!r}, expected 'transformers'")
+    widths, acceptance = numbers("width", width) if width else [], _acceptance(draft)
+    if any(not 2 <= w <= 8 for w in widths):
+        raise OptionError(f"width {width!r}, expected numbers from 2 to 8")
+    if routing not in ("random", "same"):
+        raise OptionError(f"routing is {routing!r}, expected random or same")
     _check(shape, device)
-    rows = bench_decode(shape, _layers(shape, layers), batches, contexts, device)
-    total = len(batches) * len(contexts) + (2 if compare else 0)
-    _show(rows, total, record, plot, _comparison(shape, device) if compare else None)
+    chosen, same = _layers(shape, layers), routing == "same"
+    rows = bench_decode(shape, chosen, batches, contexts, device, widths, same)
+    total = len(batches) * len(contexts) * (1 + len(widths)) + (2 if compare else 0)
+    seen = _show(rows, total, record, plot, _comparison(shape, device) if compare else None)
+    if acceptance is not None:
+        from dsv4.tools.speed.report import drafting_lines
+
+        for line in drafting_lines(seen, acceptance):
+            Console().print(line, highlight=False, soft_wrap=True)
 
 
 def prefill(
@@ -67,6 +81,20 @@ def prefill(
     _check(shape, device)
     rows = bench_prefill(shape, _layers(shape, layers), lengths, device)
     _show(rows, len(lengths), record, plot)
+
+
+def _acceptance(draft: str) -> float | None:
+    """Of `scripted:0.7`."""
+    if not draft:
+        return None
+    kind, _, text = draft.partition(":")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if kind != "scripted" or not 0 <= value <= 1:
+        raise OptionError(f"draft is {draft!r}, expected scripted: and a chance, like scripted:0.7")
+    return value
 
 
 def _comparison(shape: str, device: str) -> "Iterator[Ceilings | StepResult]":
@@ -91,7 +119,7 @@ def _show(
     record: Path | None,
     plot: Path | None,
     more: "Iterator[Ceilings | StepResult] | None" = None,
-) -> None:
+) -> "list[Ceilings | StepResult]":
     from dsv4.tools.speed.report import lines_of, picture, write_record
     from dsv4.tools.speed.steps import StepResult
 
@@ -118,6 +146,7 @@ def _show(
     first = next((row for row in seen if isinstance(row, StepResult)), None)
     if plot is not None and first is not None:
         plot.write_text(picture(first), encoding="utf-8")
+    return seen
 
 
 def numbers(name: str, text: str) -> list[int]:

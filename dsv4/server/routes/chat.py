@@ -256,6 +256,14 @@ async def prompt_logprobs(
     return found
 
 
+def draft_usage(num_drafted: int, num_accepted: int) -> dict[str, int]:
+    """Drafts that became tokens of the answer, and those that were computed in vain."""
+    return {
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": num_drafted - num_accepted,
+    }
+
+
 def usage(answers: Answers) -> dict[str, Any]:
     choices = answers.choices
     num_prompt, num_cached = answers.record.num_prompt, choices[0].num_cached
@@ -266,7 +274,11 @@ def usage(answers: Answers) -> dict[str, Any]:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {
-            "reasoning_tokens": sum(choice.num_reasoning for choice in choices)
+            "reasoning_tokens": sum(choice.num_reasoning for choice in choices),
+            **draft_usage(
+                sum(choice.num_drafted for choice in choices),
+                sum(choice.num_accepted for choice in choices),
+            ),
         },
         "prompt_cache_hit_tokens": num_cached,
         "prompt_cache_miss_tokens": num_prompt - num_cached,

@@ -18,7 +18,7 @@ from dsv4.server.generation import body_guide, sampling_params
 from dsv4.server.json_route import make_router
 from dsv4.server.metrics import RequestRecord
 from dsv4.server.options import KEEP_ALIVE_SECONDS
-from dsv4.server.routes.chat import LEAST_LOGPROB, PromptLogprobs, prompt_logprobs
+from dsv4.server.routes.chat import LEAST_LOGPROB, PromptLogprobs, draft_usage, prompt_logprobs
 from dsv4.server.schemas import CompletionBody
 from dsv4.server.service import FINGERPRINT, Service, in_thread
 from dsv4.server.sse import DONE, KEEP_ALIVE, EventStream, event, while_connected, whole_answer
@@ -42,6 +42,8 @@ class _Answer:
     prompt_logprobs: PromptLogprobs | None = None
     total_logprob: float = 0.0
     num_output: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_cached: int = 0
     finish: str | None = None
     stop: str | int | None = None
@@ -231,6 +233,8 @@ class _Run:
         answer.logprobs += output.logprobs
         answer.total_logprob += sum(item.logprob for item in output.logprobs)
         answer.num_output += len(output.token_ids)
+        answer.num_drafted += output.num_drafted
+        answer.num_accepted += output.num_accepted
         answer.num_cached = max(answer.num_cached, output.num_cached or 0)
         answer.finish, answer.stop = output.finish_reason, output.stop_reason
         return answer
@@ -331,4 +335,8 @@ class _Run:
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": draft_usage(
+                sum(answer.num_drafted for answer in self._answers),
+                sum(answer.num_accepted for answer in self._answers),
+            ),
         }

@@ -117,10 +117,12 @@ def output_to_wire(output: Output) -> Message:
         message["stop"] = output.stop_reason
         message["error"] = output.error
         message["refused"] = output.refused
+        message["drafts"] = (output.num_drafted, output.num_accepted)
     return message
 
 
 def output_from_wire(message: Message) -> Output:
+    num_drafted, num_accepted = message.get("drafts", (0, 0))
     return Output(
         request_id=message["id"],
         token_ids=tuple(message["tokens"]),
@@ -131,6 +133,8 @@ def output_from_wire(message: Message) -> Output:
         error=message.get("error"),
         refused=message.get("refused", False),
         num_cached=message.get("cached"),
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
     )
 
 

@@ -19,8 +19,9 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.ops.kv.pool import PagedPool
+from dsv4.ops.sample.draft_rows import BLOCK
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
-from dsv4.runner.steps import forward, sample_tokens
+from dsv4.runner.steps import forward, sample_tokens, sample_verified
 from dsv4.tools.bench_ops import random_fp4
 
 POOL_BYTES = 3 * 10**8  # per layer: many times the L2 cache; sequences share pages
@@ -99,12 +100,14 @@ class FilledState:
     layers: list[LayerState]
     buffers: StepBuffers
     geometry: Geometry
+    width: int = 1  # rows of each sequence in a step: its newest token and drafts
 
     @property
     def shape(self) -> StepShape:
         """Of a decode step of all sequences."""
-        batch = self.buffers.max_sequences
-        return StepShape(batch, batch, self.buffers.contexts[-1], True)
+        batch, context = self.buffers.max_sequences, self.buffers.contexts[-1]
+        one_each = self.width == 1
+        return StepShape(batch * self.width, batch, context, one_each, width=self.width)
 
     def tables(self) -> tuple[Tensor, ...]:
         """`[sequences, columns]`, of window, csa and hca."""
@@ -113,11 +116,16 @@ class FilledState:
 
 
 def filled_state(
-    config: ModelConfig, batch: int, context: int, device: torch.device, chunk_tokens: int = 64
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    device: torch.device,
+    chunk_tokens: int = 64,
+    width: int = 1,
 ) -> FilledState:
     """Pages are drawn at random from pools that may be smaller than all sequences together."""
     geometry = Geometry(config, "fp8", "fp4", chunk_tokens)
-    buffers = StepBuffers(geometry, batch, context, device)
+    buffers = StepBuffers(geometry, batch, context, device, width - 1)
     buffers.contexts = [context]
     num_pages = {}
     for index, pool in enumerate(POOLS):
@@ -132,7 +140,7 @@ def filled_state(
     for layer in layers:
         for _, paged in layer.pools():
             fill(paged)
-    return FilledState(layers, buffers, geometry)
+    return FilledState(layers, buffers, geometry, width)
 
 
 def _num_pages(geometry: Geometry, pool: Pool, wanted: int) -> int:
@@ -157,16 +165,25 @@ def fill(pool: PagedPool) -> None:
         pool.parts["tail"].normal_()
 
 
-def start_at(state: FilledState, position: int) -> None:
-    """Every sequence reads a random token at `position` next, with default sampling."""
+def start_at(state: FilledState, position: int, *, same: bool = False) -> None:
+    """Every sequence reads a random token at `position` next, with default sampling. Drafts are
+    random, too, or all the `same` token, so that they visit the same experts."""
     buffers, batch = state.buffers, state.buffers.max_sequences
+    vocab_size, width = state.geometry.config.vocab_size, state.width
     buffers.step.line.zero_()
     at = step_line(state.shape).views(buffers.step.line)
     at["slots"].copy_(torch.arange(batch))
+    buffers.newest.random_(0, vocab_size)
+    if width > 1:
+        position = position // BLOCK * BLOCK  # all rows fit into a block
+        at["most"].fill_(position + width)
+        at["token_ids"].random_(0, vocab_size)
+        if same:
+            at["token_ids"].copy_(at["token_ids"][::width].repeat_interleave(width))
+    else:
+        at["ends"].fill_(position + 1)
+        at["token_ids"].fill_(NEWEST)
     at["starts"].fill_(position)
-    at["ends"].fill_(position + 1)
-    at["token_ids"].fill_(NEWEST)
-    buffers.newest.random_(0, state.geometry.config.vocab_size)
     settings = buffers.sampling(batch)
     settings.temperature.fill_(1.0)
     settings.top_p.fill_(0.95)
@@ -176,8 +193,11 @@ def start_at(state: FilledState, position: int) -> None:
 
 
 def decode_step(model: Transformer, layers: Sequence[LayerState], state: FilledState) -> None:
-    """Decode one token per sequence; positions advance by one."""
+    """Decode one token per sequence; positions advance by one. With drafts they stay."""
     forward(model, layers, state.buffers, state.shape)
+    if state.width > 1:
+        sample_verified(state.buffers, state.shape)
+        return
     sample_tokens(state.buffers, state.shape.tokens)
     line = step_line(state.shape)
     first, (last, count) = line.parts["starts"][0], line.parts["ends"]

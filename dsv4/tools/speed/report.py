@@ -15,7 +15,7 @@ ROW, LABEL, WIDTH = 22, 110, 560
 def lines_of(result: StepResult) -> list[str]:
     """A few lines for the terminal."""
     r = result
-    size = f"{r.batch} x {r.context}" if r.what == "decode" else f"{r.context} tokens"
+    size = f"{r.context} tokens" if r.what == "prefill" else f"{r.batch} x {r.context}"
     head = (
         f"{r.what} {r.shape} {r.layers} layers, {size}: {r.ms:.3f} ms (spread {r.spread_ms:.3f}), "
         f"floor {r.floor_ms:.3f}, x{r.ratio}, {size_text(r.gb_read * 1e9)} read"
@@ -34,6 +34,26 @@ def lines_of(result: StepResult) -> list[str]:
     if r.family_us:
         shares = ", ".join(f"{name} {us:.0f} us" for name, us in r.family_us.items())
         found.append(f"  shares: {shares}")
+    return found
+
+
+def drafting_lines(rows: Sequence[Ceilings | StepResult], acceptance: float) -> list[str]:
+    """What verify steps give if each draft is right with this chance, given those before it."""
+    found, plain = [], dict[tuple[int, int], float]()
+    for row in rows:
+        if not isinstance(row, StepResult):
+            continue
+        if row.what == "decode":
+            plain[row.batch, row.context] = row.full_ms
+        elif row.what.startswith("verify"):
+            width = int(row.what.split()[1])
+            tokens = sum(acceptance**place for place in range(width))
+            ms = row.full_ms / tokens
+            found.append(
+                f"  {row.batch} x {row.context}, width {width}, acceptance {acceptance:g}: "
+                f"{tokens:.2f} tokens a step, {ms:.3f} ms a token, "
+                f"x{plain[row.batch, row.context] / ms:.2f} (drafts cost nothing here)"
+            )
     return found
 
 

@@ -28,6 +28,7 @@ from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.mhc.mix import mhc_head
+from dsv4.ops.sample.draft_rows import BLOCK
 from dsv4.runner.steps import sample_tokens
 from dsv4.tools.bench_ops import Ceilings, elapsed_us, measure_ceilings
 from dsv4.tools.speed.model import (
@@ -47,7 +48,7 @@ REPLAYS = 20
 
 @dataclass(frozen=True)
 class StepResult:
-    what: str  # decode or prefill
+    what: str  # decode, prefill, or verify and the rows of each sequence
     shape: str
     layers: int
     batch: int  # sequences; for prefill 1
@@ -119,6 +120,33 @@ class Bench:
             kernels_of_layer=layer_kernels,
             layer_us=layer_us,
             family_us={k: round(v, 1) for k, v in profile.share_us.items()},
+        )
+
+    @torch.inference_mode()
+    def verify(self, batch: int, context: int, width: int, *, same: bool) -> StepResult:
+        """A step with `width` rows of each sequence: its newest token and drafts."""
+        state = filled_state(self.config, batch, context, self.device, width=width)
+
+        def step() -> None:
+            decode_step(self.model, state.layers, state)
+
+        start_at(state, max(context - BLOCK, 0), same=same)
+        compile_ahead(step, self.device)
+        replay = captured(step, self.device)
+        count = 1 if self.device.type == "cpu" else REPLAYS
+        times = []
+        for _ in range(3 if count > 1 else 1):
+            replay()
+            times.append(elapsed_ms(lambda: [replay() for _ in range(count)], self.device) / count)
+        visited = experts_used(step, self.config.num_experts)
+        families = step_bytes(self.config, self.sizes, batch * width, context, visited)
+        return self._result(
+            (f"verify {width}", batch, context, batch * width),
+            (statistics.median(times), max(times) - min(times), self._time_rest(state, batch)[0]),
+            families,
+            0.0,
+            experts_used=round(visited * self.config.num_experts, 1),
+            kernels=profile_step(replay, self.device).num_kernels,
         )
 
     @torch.inference_mode()
@@ -338,14 +366,24 @@ def elapsed_ms(action: Callable[[], object], device: torch.device) -> float:
 
 
 def bench_decode(
-    shape: str, layers: int | None, batches: Sequence[int], contexts: Sequence[int], device: str
+    shape: str,
+    layers: int | None,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    device: str,
+    widths: Sequence[int] = (),
+    same: bool = False,
 ) -> Iterator[Ceilings | StepResult]:
+    """`widths`: also steps with this many rows of each sequence."""
     bench = Bench(shape, layers, device)
     yield bench.ceilings
     for context in contexts:
         for batch in batches:
             yield bench.decode(batch, context)
             _give_back(bench.device)
+            for width in widths:
+                yield bench.verify(batch, context, width, same=same)
+                _give_back(bench.device)
 
 
 def bench_prefill(
