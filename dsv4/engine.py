@@ -100,12 +100,10 @@ class Engine:
                 pages, self._runner.state_copier, state.num_snapshots, disk_store(loaded, state)
             )
         self.prefixes = self._prefix  # for a router: which ones are cached
-        drafting = None
-        if loaded.settings.draft != "off":
-            drafting = Drafting(
-                loaded.settings.draft_tokens, self.config.vocab_size, self._allowed_drafts,
-                Lookup if loaded.draft is None else Given, self._runner.buffers.most_drafts,
-            )  # fmt: skip
+        most, make = loaded.settings.draft_tokens, Lookup if loaded.draft is None else Given
+        sizes = most, self.config.vocab_size
+        room = self._runner.buffers.most_drafts
+        drafting = Drafting(*sizes, self._allowed_drafts, make, room) if most else None
         self._drafting = drafting
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget(),
