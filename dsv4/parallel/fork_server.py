@@ -64,7 +64,12 @@ class ForkServer:
     def start(self, count: int, timeout: float) -> tuple[list[int], list[socket.socket]]:
         """So many ranks: their process ids and our ends of their sockets."""
         pairs = [socket.socketpair() for _ in range(count)]
-        pids = self.start_on([theirs for _, theirs in pairs], timeout)
+        try:
+            pids = self.start_on([theirs for _, theirs in pairs], timeout)
+        except BaseException:
+            for ours, _ in pairs:
+                ours.close()
+            raise
         return pids, [ours for ours, _ in pairs]
 
     def start_on(self, connections: Sequence[socket.socket], timeout: float) -> list[int]:
@@ -82,6 +87,7 @@ class ForkServer:
             with self._changed:
                 self._changed.wait_for(lambda: self._gone or len(self._started) > before, timeout)
                 if len(self._started) <= before:
+                    self._process.kill()  # and with it whatever it was about to start
                     why = "ended" if self._gone else f"gave no answer within {timeout:g} s"
                     raise RankError(f"the process that starts ranks {why}; is torch installed?")
                 return self._started[before]

@@ -4,6 +4,7 @@ The processes come from one fork server, so torch is imported once for all tests
 """
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from dsv4.config import EngineConfig
 from dsv4.engine import Engine
 from dsv4.errors import KernelError, OptionError, RankError
 from dsv4.parallel import team as team_module
+from dsv4.parallel.fork_server import ForkServer
 from dsv4.request import Request, SamplingParams
 from dsv4.runner.ranks import start, state_copier
 from dsv4.testing import random_weights, small_config, write_checkpoint
@@ -267,6 +269,31 @@ def test_starts_that_fail(folder: Path, faulty: None, loaded: list[Engine]) -> N
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was ended by signal 9"):
         load(folder, loaded, "dies")
     load(folder, loaded, "slow", step_timeout=1.0)  # slower than a step may be
+
+
+def test_ranks_that_never_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "FOLLOWER", "tests.parallel.never_ready")
+    monkeypatch.setattr(team_module, "START_SECONDS", 0.5)
+    with pytest.raises(RankError, match=r"the process that starts ranks gave no answer within 0.5"):
+        Engine.load(folder, device="cpu", tp=2)
+    server = ForkServer._known[os.getpid(), "tests.parallel.never_ready"]
+    assert server._process.wait(30) == -signal.SIGKILL
+
+
+def test_a_digest_of_what_ranks_have_in_common(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    same = start.digest(str(folder))
+    assert start.digest(str(copy)) == same
+    [file] = copy.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    for place in range(len(data) // 2, len(data), 512):  # values; the header is the same
+        data[place] ^= 1
+    file.write_bytes(data)
+    assert start.digest(str(copy)) != same
+    monkeypatch.setattr(start, "__version__", "another")
+    assert start.digest(str(folder)) != same
 
 
 @pytest.mark.parametrize(
