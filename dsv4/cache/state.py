@@ -1,7 +1,7 @@
 """All state tensors, at fixed addresses, and the copies that the prefix cache needs."""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -94,6 +94,29 @@ class StateTensors:
             part[index] = tensors[f"pages.{name}"].to(part.device)
         for number, saved in enumerate(self._saved):
             saved[row].copy_(tensors[f"rows.{number}"])
+
+    def parts(
+        self, tensors: dict[str, Tensor], pages: dict[Pool, list[int]]
+    ) -> Iterable[tuple[int, list[int], bytes]]:
+        """What `read` returned, as `write_part` takes it elsewhere: place, pages, bytes."""
+        names = [(f"pages.{name}", pages[pool]) for name, (pool, _) in self._pools.items()]
+        names += [(f"rows.{number}", [0]) for number in range(len(self._saved))]
+        for place, (name, held) in enumerate(names):
+            if held:
+                raw = tensors[name].contiguous().view(-1).view(torch.uint8)
+                yield place, held if name.startswith("pages.") else [], raw.numpy().tobytes()
+
+    @torch.inference_mode()
+    def write_part(self, place: int, row: int, pages: Sequence[int], data: bytes) -> None:
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        pools = list(self._pools.values())
+        if place < len(pools):
+            part = pools[place][1]
+            index = torch.tensor(pages, dtype=torch.int64, device=part.device)
+            part[index] = raw.view(part.dtype).view(len(pages), *part.shape[1:]).to(part.device)
+        else:
+            saved = self._saved[place - len(pools)]
+            saved[row].copy_(raw.view(saved.dtype).view(saved.shape[1:]))
 
     def shapes(self, counts: dict[Pool, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each tensor that `read` returns for this many pages."""

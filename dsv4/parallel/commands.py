@@ -31,6 +31,7 @@ COMMANDS: dict[str, int | None] = {
     "copy_page": 3,  # pool, source, target
     "save_rows": 2,  # slot, row
     "restore_rows": 2,  # row, slot
+    "write_state": None,  # tensor, row, pages; line: their bytes
     "check": 1,  # window page; the answer has its checksum
     "probe": 2,  # bytes, turns: ranks send each other patterns
     "end": 0,

@@ -120,6 +120,23 @@ def test_the_doctor_uses_many_gpus(gpus: int, layout: tuple[int, int]) -> None:
     )
 
 
+def test_prefixes_on_disk(folder: Path, tmp_path: Path) -> None:
+    """Written by one rank or by two, read by the other: the answers of a cold start."""
+    params = SamplingParams(max_tokens=6, temperature=0.8, seed=5, logprobs=3)
+    prompt = list(range(1, 200))
+    found = []
+    for turn, tp in enumerate((2, 2, 1)):
+        engine = Engine.load(folder, device="cpu", tp=tp, prefix_disk=str(tmp_path))
+        try:
+            [answer] = engine.generate([prompt], params)
+            found.append((answer.token_ids, answer.logprobs))
+            assert answer.num_cached == (0 if turn == 0 else 128)
+            engine.check_integrity()
+        finally:
+            engine.close()
+    assert found[0] == found[1] == found[2]
+
+
 def test_no_process_is_left_behind(folder: Path) -> None:
     engine = Engine.load(folder, device="cpu", tp=2, pp=2)
     pids = ranks_of(engine)
@@ -303,7 +320,7 @@ def test_a_digest_of_what_ranks_have_in_common(
         ({"pp": 4}, "pp is 4, expected 1 to 3, the model's layers"),
         ({"tp": 0}, "tp is 0, expected a whole number above 0"),
         ({"tp": "2"}, "tp is '2', expected a whole number"),
-        ({"tp": 2, "prefix_disk": "prefixes"}, "prefix_disk is not possible"),
+        ({"pp": 2, "prefix_disk": "prefixes"}, "prefix_disk is not possible with several stages"),
         ({"tp": 2, "activations": "a4"}, "activations=a4 is not possible"),
     ],
 )

@@ -111,6 +111,8 @@ class Follower:
             runner.state.save_rows(*numbers)
         elif command.kind == "restore_rows":
             runner.state.restore_rows(*numbers)
+        elif command.kind == "write_state":
+            runner.state.write_part(numbers[0], numbers[1], numbers[2:], command.line)
         elif command.kind == "check":
             return runner.state.checksum(*numbers)
         elif command.kind == "probe":

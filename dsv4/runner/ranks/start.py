@@ -123,8 +123,11 @@ def check_layout(prepared: PreparedModel) -> None:
     """Refuse what several ranks cannot do yet."""
     layout, settings = prepared.layout, prepared.settings
     check_devices(settings, layout, prepared.choices.nodes)
-    if settings.prefix_disk is not None:
-        raise OptionError("prefix_disk is not possible with several ranks yet; leave it out")
+    if settings.prefix_disk is not None and layout.pp > 1:
+        raise OptionError(
+            f"prefix_disk is not possible with several stages (pp is {layout.pp}): rank 0 has the "
+            "state of its own layers alone; leave it out or use tp"
+        )
     if layout.tp > 1 and settings.activations["attention"] == "a4":
         raise OptionError("activations=a4 is not possible with tp above 1 yet; use a8 or a16")
 

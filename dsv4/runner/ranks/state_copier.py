@@ -1,6 +1,6 @@
 """State on all ranks: the prefix cache's copies of it, and a check that ranks have the same."""
 
-from typing import Any
+from torch import Tensor
 
 from dsv4.cache.geometry import POOLS, Pool
 from dsv4.cache.pages import SequencePages
@@ -19,7 +19,8 @@ def check_state(team: Team | None, state: StateTensors, held: SequencePages) -> 
 
 
 class TeamStateCopier:
-    """Copies of state on all ranks. Reading and writing prefixes on disk is not possible yet."""
+    """Copies of state on all ranks. Prefixes are read from rank 0's state and written to all: with
+    one stage it has the same bytes everywhere."""
 
     def __init__(self, team: Team, state: StateTensors) -> None:
         self._team, self._state = team, state
@@ -36,8 +37,10 @@ class TeamStateCopier:
         self._team.command("restore_rows", (row, slot))
         self._state.restore_rows(row, slot)
 
-    def read(self, pages: dict[Pool, list[int]], row: int) -> dict[str, Any]:
-        raise AssertionError("prefix_disk is refused with several ranks")
+    def read(self, pages: dict[Pool, list[int]], row: int) -> dict[str, Tensor]:
+        return self._state.read(pages, row)
 
-    def write(self, tensors: dict[str, Any], pages: dict[Pool, list[int]], row: int) -> None:
-        raise AssertionError("prefix_disk is refused with several ranks")
+    def write(self, tensors: dict[str, Tensor], pages: dict[Pool, list[int]], row: int) -> None:
+        for place, held, data in self._state.parts(tensors, pages):
+            self._team.command("write_state", (place, row, *held), data)
+        self._state.write(tensors, pages, row)
