@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +45,6 @@ from dsv4.util.writable import check_writable
 log = logging.getLogger(__name__)
 
 STATE_SHARE = 0.25  # of free main memory, for the state of sequences
-SMALL_HIDDEN = 1024
 MOST_UNPACKED = 1 << 31  # elements of one parameter that a CPU keeps in fp32
 
 
@@ -141,7 +139,6 @@ def load_model(
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
     settings = prepared.settings
-    set_threads(settings, config)
     with engine_ops(settings.ops).active():
         tell_activations(checkpoint, prepared.choices.activations, prepared.gpu, settings)
         weights = read_weights(checkpoint, settings, progress=progress)
@@ -170,14 +167,6 @@ def _without_drafts(settings: Settings, error: CheckpointError) -> Settings:
     """Answers need no drafts: a damaged draft block is named, and left out."""
     log.warning("drafting is off: %s", error)
     return replace(settings, draft="off", draft_tokens=0)
-
-
-def set_threads(settings: Settings, config: ModelConfig) -> None:
-    """One thread for a small model on a CPU: its operations end before other threads wake, and on
-    a busy cluster waiting for them cost a factor of ten. OMP_NUM_THREADS takes precedence."""
-    is_small = settings.device == "cpu" and config.hidden_size <= SMALL_HIDDEN
-    if is_small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
 
 
 def find_gpu(device: str) -> GpuFacts | None:

@@ -39,7 +39,7 @@ from dsv4.runner.graphs import Graphs
 from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
-from dsv4.runner.settings import Settings
+from dsv4.runner.settings import Settings, wants_one_thread
 from dsv4.runner.steps import forward, sample_tokens, sample_verified, score, share
 from dsv4.runner.warmup import warm_up
 from dsv4.sampling import SamplingRow
@@ -90,15 +90,25 @@ class SubmittedStep:
 def _with_own_ops(
     method: Callable[Concatenate["Runner", P], R],
 ) -> Callable[Concatenate["Runner", P], R]:
-    """Ops run with this runner's settings and buffers, and without gradients."""
+    """Ops run with this runner's settings, buffers and threads, and without gradients."""
 
     @torch.inference_mode()
     @wraps(method)
     def run(self: "Runner", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.ops.active():
+        with self.ops.active(), _one_thread() if self._wants_one_thread else nullcontext():
             return method(self, *args, **kwargs)
 
     return run
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Runner:
@@ -116,6 +126,7 @@ class Runner:
         self.team = team
         self.model = model
         self.ops = engine_ops(settings.ops)
+        self._wants_one_thread = wants_one_thread(settings.device, config)
         self.device = numbered(settings.device)
         geometry = settings.geometry(config)
         num_pages = geometry.num_pages(

@@ -20,6 +20,7 @@ DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model al
 STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU's memory, for activations, workspaces, graphs
 StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
+SMALL_HIDDEN = 1024
 
 
 @dataclass(frozen=True)
@@ -191,3 +192,10 @@ def _fit(
 
 def _pick(choice: str, default: str) -> str:
     return default if choice == "auto" else choice
+
+
+def wants_one_thread(device: str, config: ModelConfig) -> bool:
+    """Operations of a small model on a CPU end before other threads wake, and on a busy machine
+    waiting for them cost a factor of ten. OMP_NUM_THREADS takes precedence."""
+    is_small = device == "cpu" and config.hidden_size <= SMALL_HIDDEN
+    return is_small and "OMP_NUM_THREADS" not in os.environ

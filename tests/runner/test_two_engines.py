@@ -65,6 +65,25 @@ def test_each_runs_the_ops_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"some": {"kernel"}, "none": {"reference"}}
 
 
+def test_a_small_model_leaves_the_threads_to_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread suits a small model, but only during its own steps."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    small = runner_with("auto")
+    monkeypatch.setattr("dsv4.runner.settings.SMALL_HIDDEN", 0)
+    large, before, seen = runner_with("auto"), torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for runner in (small, large):
+            pages = runner.pages.open()
+            with record(lambda *_: seen.append(torch.get_num_threads())):
+                runner.step([Chunk(pages, [1, 2, 3], 1)])
+            assert set(seen) == {1 if runner is small else 2}
+            assert torch.get_num_threads() == 2
+            seen.clear()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_second_warm_up_leaves_the_buffers_of_captured_graphs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -28,7 +28,6 @@ from dsv4.runner.load import (
     load_model,
     prepare,
     read_weights,
-    set_threads,
 )
 from dsv4.runner.ranks import FOLLOWER
 from dsv4.runner.ranks.devices import check_devices, choose_comm, device_of, open_comm
@@ -136,7 +135,6 @@ def load_rank(
     folder: str, settings: Settings, layout: RankLayout, progress: Progress | None
 ) -> tuple[dict[str, Weight], ModelConfig]:
     config = ModelConfig.from_folder(Path(folder))
-    set_threads(settings, config)
     if settings.device != "cpu":
         torch.cuda.set_device(settings.device)
     checkpoint = open_checkpoint(Path(folder), config)

@@ -26,9 +26,9 @@ from dsv4.ops import engine_ops
 from dsv4.parallel.comm import SingleRankComm
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.activations import width_of
-from dsv4.runner.load import find_gpu, read_weights, set_threads, tell_activations
+from dsv4.runner.load import find_gpu, read_weights, tell_activations
 from dsv4.runner.runner import Runner
-from dsv4.runner.settings import Settings, available_memory, resolve
+from dsv4.runner.settings import Settings, available_memory, resolve, wants_one_thread
 from dsv4.tools.doctor.plain.layer import Formats
 from dsv4.tools.doctor.plain.weights import PlainWeights
 from dsv4.util.models import model_folder
@@ -121,7 +121,8 @@ def open_subject(
         tokenizer = Tokenizer.from_folder(folder)
     token_ids = prompt_ids(config, tokenizer, prompt, tokens)
     settings = make_settings(config, choices, len(token_ids))
-    set_threads(settings, config)
+    if wants_one_thread(settings.device, config):
+        torch.set_num_threads(1)
     with engine_ops(settings.ops).active():
         tell_activations(checkpoint, choices.activations, find_gpu(choices.device), settings)
     if stream is None:

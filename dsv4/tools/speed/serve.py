@@ -14,7 +14,7 @@ from dsv4.chat.dialect import choose_dialect
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, OptionError
-from dsv4.runner.load import LoadedModel, find_gpu, set_threads, state_memory
+from dsv4.runner.load import LoadedModel, find_gpu, state_memory
 from dsv4.runner.settings import resolve
 from dsv4.tools.speed.model import random_model
 from dsv4.tools.speed.traffic import (
@@ -123,7 +123,6 @@ def random_engine(
     gpu = find_gpu(choices.device)
     choices = replace(choices, dtype="bfloat16")
     settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
-    set_threads(settings, config)
     nowhere = Path()  # no checkpoint
     dialect = choose_dialect(has_system_marker=False, folder=nowhere)
     engine = Engine(LoadedModel(model, settings, nowhere), None, dialect, progress)
