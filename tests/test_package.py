@@ -33,6 +33,7 @@ NOT_IMPORTED = {
 }
 # in environments of their own, made by the Makefile or asked for by the script that needs them
 ELSEWHERE = {"mkdocs", "playwright", "axe_playwright_python", "modelopt", "llmcompressor"}
+ELSEWHERE |= {"compose_spec", "kubernetes_validate"}  # make ray
 
 
 def test_type_checkers_see_the_exports() -> None:
@@ -78,6 +79,8 @@ def test_the_version_is_said_once() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
     assert len(re.findall(r"__version__ =", (ROOT / "dsv4" / "__init__.py").read_text())) == 1
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(dsv4.__version__)} - \d{{4}}-\d\d-\d\d$", changelog, re.M)
 
 
 @pytest.fixture(scope="module")
