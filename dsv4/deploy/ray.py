@@ -161,6 +161,8 @@ def _resources(
         log.warning("device: %s, as the cluster has it now", device)
     elif device not in ("cpu", "cuda"):
         raise OptionError(f"device is {device!r}, expected cpu or cuda: Ray assigns the GPUs")
+    if choices.get("nodes", 1) != 1:
+        raise OptionError(f"nodes is {choices['nodes']}, expected 1: a replica is on one machine")
     tp = choices.get("tp", 1)
     tp = 1 if tp == "auto" else tp  # Ray has to know how many GPUs to keep free
     pp = choices.get("pp", 1)

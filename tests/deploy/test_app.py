@@ -54,6 +54,7 @@ def test_ranks_of_a_replica_are_placed_together() -> None:
         ({"device": "cpu", "replicas": "many"}, "LEAST-MOST"),
         ({"device": "cpu", "max_sequences": "four"}, "max_sequences: found 'four'"),
         ({"device": "cuda:1"}, "Ray assigns the GPUs"),
+        ({"device": "cuda", "nodes": 2, "head": "a:1"}, "a replica is on one machine"),
         ({"device": "auto"}, "expected cpu or cuda"),
     ],
 )

@@ -232,3 +232,33 @@ def test_shutting_down_ends_running_streams_first() -> None:
     assert set(late) <= {200, 503}
     assert [outcome(item.result(PATIENCE_S)) for item in streams] == ["whole"] * 4
     assert end.result(2 * PATIENCE_S) == 0
+
+
+def test_conversations_return_to_the_replica_that_knows_them() -> None:
+    """The embedded model: the second turn finds the first one's tokens, every time."""
+    server = Server(*SMALL, "--replicas", "3", "--device", "cpu", fake=False).wait()
+    options: Any = {"reasoning_effort": "none", "temperature": 0, "max_tokens": 8}
+    try:
+        wait_for_replicas(server, 3)
+        talks = [
+            [{"role": "user", "content": f"Talk {n}. " + "The river is long. " * 60}]
+            for n in range(6)
+        ]
+        for talk in talks:
+            answer = server.post("/v1/chat/completions", {"messages": talk, **options}).json()
+            said = answer["choices"][0]["message"]["content"]
+            talk += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "And then?"},
+            ]
+        figures = [
+            server.post("/v1/chat/completions", {"messages": talk, **options}).json()["usage"]
+            for talk in talks
+        ]
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in figures]
+        assert all(usage["prompt_tokens"] > 256 for usage in figures)
+        assert all(count >= 256 for count in cached), cached
+        wait_for(lambda: server.stats()["num_running"] == 0)
+        assert server.stats()["num_prefix_hit"] > 0
+    finally:
+        assert server.stop() == 0

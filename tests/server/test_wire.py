@@ -372,3 +372,23 @@ def test_a_message_without_sense_restarts_the_engine(monkeypatch: pytest.MonkeyP
 
     asyncio.run(supervise())
     assert starts == 3
+
+
+def test_cached_prefixes_are_reported_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router of replicas looks for these keys; the message has up to some kilobytes."""
+    keys = [b"\xbb", b"\xaa"]
+    sent: list[Any] = []
+    engine = SimpleNamespace(listeners=[], prefixes=SimpleNamespace(keys=lambda: keys))
+    monkeypatch.setattr("dsv4.server.worker.main._stats", lambda _: {"kind": "stats", "stats": {}})
+    monkeypatch.setattr("dsv4.server.worker.main.STATS_SECONDS", 0.0)
+    worker = Worker(engine, SimpleNamespace(send=sent.append), SimpleNamespace())  # type: ignore[arg-type]
+    for _ in range(3):
+        worker._send_stats()
+    keys.pop()
+    worker._send_stats()
+    link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+    reports = [message for message in sent if message["kind"] == "prefixes"]
+    for message in reports:
+        link._take(message)
+    assert [message["keys"] for message in reports] == ["aabb", "bb"]
+    assert link.prefix_keys == "bb"
