@@ -116,14 +116,15 @@ def test_an_engine_without_options_uses_several_gpus(monkeypatch: pytest.MonkeyP
     memory = 3 * GB
     monkeypatch.setattr(load, "find_devices", lambda device: Devices(2, "NVIDIA H200", memory))
     assert load.prepare("tiny", EngineConfig()).layout.world == 1  # it fits one
-    memory = 2 * GB  # a step alone takes that
-    while memory < 3 * GB:
-        memory += 2 * 10**6
+    low, high, prepared = 2 * GB, 3 * GB, None  # a step alone takes 2 GB
+    while high - low > 10**6:  # the least that suffices does so because two share the weights
+        memory = (low + high) // 2
         try:
             prepared = load.prepare("tiny", EngineConfig(max_context=512, max_sequences=2))
-            break
+            high = memory
         except CapacityError:
-            continue
+            low = memory
+    assert prepared is not None
     assert prepared.layout.world == 2
     assert "; chosen tp " in str(prepared)
     engine = Engine.load(prepared)
