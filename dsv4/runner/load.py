@@ -103,12 +103,14 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     sizes = WeightSizes(
         config, {name: source.gpu_bytes for name, source in checkpoint.sources.items()}
     )
+    draft, damage = _find_draft(folder, config, choices)
+    draft_bytes = 0 if draft is None else draft.gpu_bytes
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
     layout, memory = sizes.layout(choice.tp, choice.pp), 0
     stages: Sequence[StageRoom] = ()
     if layout.world == 1:
-        memory = state_memory(choices.device, checkpoint.gpu_bytes, has_gpu=has_gpu)
+        memory = state_memory(choices.device, checkpoint.gpu_bytes + draft_bytes, has_gpu=has_gpu)
     elif devices is None:
         room = state_memory("cpu", 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
@@ -117,12 +119,8 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     settings = resolve(
         choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu, stages=stages
     )
-    draft = None
-    if settings.draft == "mtp":
-        try:
-            draft = open_draft(folder, config)
-        except CheckpointError as error:
-            settings = _without_drafts(settings, error)
+    if damage is not None:
+        settings = _without_drafts(settings, damage)
     return PreparedModel(
         folder, config, checkpoint, choices, settings, gpu, layout, choice.why, draft
     )
@@ -161,6 +159,18 @@ def load_model(
         except CheckpointError as error:
             settings = _without_drafts(settings, error)
     return LoadedModel(transformer, settings, folder, draft=draft)
+
+
+def _find_draft(
+    folder: Path, config: ModelConfig, choices: EngineConfig
+) -> tuple[Checkpoint | None, CheckpointError | None]:
+    """The draft blocks where they are asked for, or why they cannot be used."""
+    if choices.draft != "mtp" or config.draft_kind != "mtp" or not config.num_draft_layers:
+        return None, None
+    try:
+        return open_draft(folder, config), None
+    except CheckpointError as error:
+        return None, error
 
 
 def _without_drafts(settings: Settings, error: CheckpointError) -> Settings:

@@ -33,13 +33,15 @@ OPS = Path(__file__).parents[2] / "dsv4" / "ops"
 def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
     record, plot = tmp_path / "record.jsonl", tmp_path / "plot.svg"
     trial = ["--shape", "trial", "--device", "cpu", "--layers", "3", "--record", str(record)]
-    command = ["bench", "decode", *trial, "--batch", "1,3", "--context", "200", "--plot", str(plot)]
-    result = CliRunner().invoke(app, command)
+    command = ["bench", "decode", *trial, "--batch", "1", "--context", "200", "--plot", str(plot)]
+    result = CliRunner().invoke(app, [*command, "--width", "4", "--draft", "scripted:0.5"])
     assert result.exit_code == 0, result.output
     assert "timing steps (0 of 2 done)" in result.stderr
     assert re.search(r"timing steps \(1 of 2 done, .* left\)", result.stderr)
+    assert "width 4, acceptance 0.5: 1.88 tokens a step" in result.output
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert [next(iter(row)) for row in rows] == ["run", "ceilings", "result", "result"]
+    assert rows[3]["result"]["what"] == "verify 4"
     first = rows[2]["result"]
     assert (first["batch"], first["context"], first["layers"]) == (1, 200, 3)
     assert set(first["layer_us"]) == {"swa", "csa", "hca"}
@@ -72,6 +74,9 @@ def test_wrong_use() -> None:
         (["--batch", "0"], "above 0"),
         (["--compare", "others"], "transformers"),
         (["--shape", "trial", "--layers", "9"], "layers is 9"),
+        (["--width", "1"], "from 2 to 8"),
+        (["--routing", "others"], "expected random or same"),
+        (["--draft", "mtp"], "like scripted:0.7"),
     ):
         result = CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *options])
         assert isinstance(result.exception, OptionError), options
