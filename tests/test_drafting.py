@@ -27,6 +27,7 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.load import LoadedModel, load_model
+from dsv4.runner.settings import resolve
 from dsv4.scheduler.drafts import Lookup, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
 from dsv4.server.metrics import EngineMetrics
@@ -430,6 +431,9 @@ def test_options() -> None:
         EngineConfig(draft_tokens=8)
     with pytest.raises(OptionError, match="draft is 'dspark', which this version does not run"):
         Engine.load(folder(), device="cpu", draft="dspark")
+    spark = replace(quick_config(), num_draft_layers=3, draft_kind="dspark")
+    with pytest.raises(OptionError, match="but this checkpoint has dspark, 3 blocks"):
+        resolve(EngineConfig(draft="mtp"), spark, has_gpu=False, memory_bytes=2**30)
     plain_folder = write_quick_model(Path(tempfile.mkdtemp()))
     with pytest.raises(OptionError, match="draft is 'mtp', but this checkpoint has no draft"):
         Engine.load(plain_folder, device="cpu", draft="mtp")
