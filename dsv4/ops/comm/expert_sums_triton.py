@@ -19,4 +19,4 @@ def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, with_shared)
     if not with_shared or extra is not None:
         shared_w13 = shared_w2 = None
     routed = (x, experts, weights, w13, w2)
-    return ExpertSums(launch(*routed, shared_w13, shared_w2, limit, parts_only=True), extra)
+    return ExpertSums(launch(*routed, shared_w13, shared_w2, limit, partial=True), extra)

@@ -1,0 +1,107 @@
+"""A rank's shares of `wo_b` and of the experts in Triton's interpreter: they add up to the whole.
+
+This file is both the test and the program it starts (see test_weight_interpreter.py).
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.kernels.compiling import interpreted
+
+TP = 2
+
+
+@pytest.mark.parametrize("group", ["ranges", "experts"])
+def test_shares_add_up_to_the_whole(group: str) -> None:
+    interpreted("tests.ops.kernels.test_shares_interpreter", group)
+
+
+def check_ranges(rows: int) -> None:
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor, part_of_whole
+    from dsv4.ops.comm.shares import linear_ranges
+    from dsv4.ops.gemm.linear import linear
+    from dsv4.ops.gemm.split_k import PartialSums
+    from dsv4.ops.gemm.weights.tiled import random_tiled
+
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.randn(64, 512, generator=generator)
+    weights: list[Any] = [random_tiled(64, 512, generator), values.bfloat16()]
+    weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128)]
+    x = torch.randn(rows, 512, generator=generator).bfloat16()
+    for weight in weights:
+        wo_b = part_of_whole(weight, 64, 4)
+        parts = [
+            linear_ranges(own.contiguous(), wo_b, range(2 * i, 2 * i + 2))
+            for i, own in enumerate(x.chunk(TP, 1))
+        ]
+        sums = torch.cat([part.values for part in parts], 1)
+        assert sums.isfinite().all()
+        found = PartialSums(sums, parts[0].factor, x.dtype).total()
+        assert torch.equal(found, linear(x, wo_b)), type(weight)
+
+
+def check_experts(rows: int, *, mx: bool) -> None:
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.comm.own_experts import own_experts
+    from dsv4.ops.comm.shares import expert_sums, shared_expert
+    from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
+    from dsv4.ops.moe.experts import Experts, experts_ffn
+
+    size, inner, count, chosen = 128, 64, 4, 2
+    generator = torch.Generator().manual_seed(rows)
+
+    def matrix(rows: int, columns: int, paired: bool, number: int | None) -> Any:
+        if not mx:
+            return random_tiled(rows, columns, generator, count=number, paired=paired)
+        if number is None:  # as in official checkpoints
+            values = torch.randn(rows, columns, generator=generator) * 0.2
+            return Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)
+        made = random_mxfp4(rows, columns, generator, count=number)
+        return tile_mxfp4(made, paired=paired)
+
+    by = Experts(
+        matrix(2 * inner, size, True, count), matrix(size, inner, False, count),
+        matrix(2 * inner, size, True, None), matrix(size, inner, False, None), 10.0,
+    )  # fmt: skip
+    x = torch.randn(rows, size, generator=generator).bfloat16()
+    picks = torch.rand(rows, count, generator=generator).topk(chosen).indices.sort(1).values
+    weights = torch.rand(rows, chosen, generator=generator)
+    alone, total = shared_expert(x, by), torch.zeros(rows, chosen, size)
+    for rank in range(TP):
+        held = range(rank * count // TP, (rank + 1) * count // TP)
+        own = slice(held.start, held.stop)
+        mine = Experts(by.w13[own], by.w2[own], by.shared_w13, by.shared_w2, by.limit)
+        local = own_experts(picks, held)
+        made = expert_sums(x, local, weights, mine, with_shared=True)
+        assert torch.equal(made.shared(), alone)
+        total[local >= 0] = made.pairs(chosen)[local >= 0]
+        bare = expert_sums(x, local, weights, mine, with_shared=False)
+        assert torch.equal(bare.pairs(chosen)[local >= 0], total[local >= 0])
+    added = torch.zeros(rows, size)
+    for place in range(chosen):
+        added = added + total[:, place]
+    assert torch.equal((added + alone).bfloat16(), experts_ffn(x, picks, weights, by))
+
+
+def main(group: str) -> None:
+    import tests.ops.kernels.shim  # noqa: F401
+    from dsv4.ops.core.context import kernels_on_cpu
+
+    with kernels_on_cpu():
+        if group == "ranges":
+            for rows in (1, 5):
+                check_ranges(rows)
+        else:
+            for rows in (1, 3):
+                check_experts(rows, mx=False)
+                check_experts(rows, mx=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1])
