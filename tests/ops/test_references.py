@@ -434,6 +434,10 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("begin_step", "rows", lambda rows: tuple(map(more_rows, rows))),
     ("accept", "logits", more_rows),
     ("accept", "target", lambda t: replace(t, norms=more_rows(t.norms))),
+    ("draft_rows", "starts", more_rows),
+    ("draft_rows", "slots", more_rows),
+    ("verify", "inputs", more_rows),
+    ("verify", "ends", more_rows),
 ]
 
 
