@@ -22,11 +22,13 @@ from dsv4 import Engine, EngineConfig, ModelConfig, SamplingParams, errors, requ
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.cli import app
 from dsv4.request import Completion, Guide, Output, Request, Stats, TokenLogprobs
+from dsv4.runner.ranks.cluster import Cluster
 from dsv4.sampling import guide_compiler
 from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
 from dsv4.tools.plan import make_plan, planned_model
 from dsv4.tools.predict import MEASURED
+from dsv4.tools.speed.layouts import plan_layouts
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -59,9 +61,20 @@ def decode_result() -> Any:
 # --- the hardware table ---------------------------------------------------------------------------
 
 
-def cell(model: str, count: int, gigabytes: int, obstacle: str) -> str:
+def several(model: str, count: int, gpu: str) -> str:
+    """What `plan` recommends on several GPUs; none has been seen."""
+    plan = plan_layouts(planned_model(model, "official"), Cluster.of(gpu, count))
+    if plan.recommended is None:
+        most = min(max(s.weight_bytes for s in f.stages) for f in plan.forecasts)
+        return f"no: {most / 1e9:,.0f} GB of weights a GPU"
+    best = next(f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended)
+    options = [f"--{name} {n}" for name, n in (("tp", best.tp), ("pp", best.pp)) if n > 1]
+    return f"predicted: `{' '.join(options)}`, {best.steps[1].total:.1f} ms a token"
+
+
+def cell(model: str, count: int, gpu: str, gigabytes: int, obstacle: str) -> str:
     if count > 1:
-        return "not yet: this version uses one GPU"
+        return several(model, count, gpu.lower())
     plan = make_plan(planned_model(model, "official"), gigabytes * 10**9)
     if not plan.possible:
         return f"no: {sum(plan.weight_bytes.values()) / 1e9:,.0f} GB of weights"
@@ -76,7 +89,8 @@ def hardware_rows() -> Iterator[tuple[str, str, str]]:
     for name, size, counts, obstacle in GPUS:
         answers: dict[tuple[str, str], list[str]] = {}
         for count in counts:
-            pair = cell("flash", count, size, obstacle), cell("pro", count, size, obstacle)
+            flash, pro = (cell(model, count, name, size, obstacle) for model in ("flash", "pro"))
+            pair = flash, pro
             answers.setdefault(pair, []).append(str(count))
         for (flash, pro), same in answers.items():
             yield f"{' or '.join(same)} x {name}", flash, pro
