@@ -129,7 +129,8 @@ class _Report:
     def add(self, row: "Row", stage: StageStatus) -> None:
         from dsv4.tools.bench_ops import run_facts
 
-        kind = {"LoadResult": "load"}.get(type(row).__name__, type(row).__name__.lower())
+        names = {"IdleLatency": "alone", "LoadResult": "load"}  # as records have them
+        kind = names.get(type(row).__name__, type(row).__name__.lower())
         line = json.dumps({kind: asdict(row)})
         stage.pause()
         sys.stdout.write((line if self._as_json else text_of(row)) + "\n")

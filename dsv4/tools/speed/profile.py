@@ -9,14 +9,14 @@ import torch
 FAMILIES = {
     "experts": (
         "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
-        "_place_kernel", "_activate_kernel",
+        "_place_kernel", "_activate_kernel", "_own_kernel",
     ),
     "router": ("_gate_kernel", "_top_k_kernel"),
     "linear": (
         "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
-        "_quantize_kernel",
+        "_quantize_kernel", "_norm_quantize_kernel",
     ),
-    "mhc": ("update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel"),
+    "mhc": ("update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel"),
     "attention": (
         "_loop_kernel", "_scaled_kernel", "_merge_kernel", "_split_kernel",
         "_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel",
@@ -28,10 +28,15 @@ FAMILIES = {
     "state": (
         "_kv_store_kernel", "_close_kernel", "_append_kernel", "_prepare_kernel",
         "_rms_norm_kernel", "_state_kernel", "_queries_kernel", "_pages_kernel", "_begin_kernel",
+        "_rows_kernel",
     ),
     "sample": (
         "_stats_kernel", "_candidates_kernel", "_filter_kernel", "_draw_kernel", "_best_kernel",
-        "_accept_kernel", "_embed_kernel",
+        "_accept_kernel", "_embed_kernel", "_verify_kernel",
+    ),
+    "exchange": (
+        "gather_kernel", "rows_kernel", "ranges_kernel", "pairs_kernel", "send_kernel",
+        "receive_kernel",
     ),
 }  # fmt: skip
 
