@@ -16,7 +16,9 @@ FAMILIES = {
         "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
         "_quantize_kernel", "_norm_quantize_kernel",
     ),
-    "mhc": ("update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel"),
+    "mhc": (
+        "update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel",
+    ),
     "attention": (
         "_loop_kernel", "_scaled_kernel", "_merge_kernel", "_split_kernel",
         "_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel",
