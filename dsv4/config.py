@@ -243,6 +243,8 @@ class EngineOptions(TypedDict, total=False):
     audit_folder: str
     draft: str
     draft_tokens: int | None
+    expert_memory: str | float
+    expert_profile: str | None
     tp: int | Literal["auto"]
     pp: int
     comm: str
@@ -294,6 +296,12 @@ class EngineConfig:
     draft_tokens: int | None = field(
         default=None, metadata={"help": "most drafts of a sequence in a step: 1 to 7"}
     )
+    expert_memory: str | float = field(
+        default="auto", metadata={"help": "experts kept on the GPU: auto (what fits), all, or GB"}
+    )
+    expert_profile: str | None = field(
+        default=None, metadata={"help": "file that keeps which experts are used most"}
+    )
     tp: int | Literal["auto"] = field(
         default="auto",
         metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
@@ -331,6 +339,8 @@ class EngineConfig:
         most = self.draft_tokens
         if most is not None and (type(most) is not int or not 1 <= most <= MAX_DRAFT_TOKENS):
             raise OptionError(f"draft_tokens is {most!r}, expected 1 to {MAX_DRAFT_TOKENS}")
+        if self.expert_memory not in ("auto", "all") and not 0 < self.expert_bytes < 1 << 62:
+            raise OptionError(f"expert_memory is {self.expert_memory!r}, expected auto, all or GB")
         for name in ("tp", "pp", "nodes"):
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and (name, value) != ("tp", "auto"):
@@ -346,8 +356,10 @@ class EngineConfig:
             raise OptionError(f"audit_share is {share!r}, expected a number from 0 to 1")
         if not isinstance(self.audit_folder, str):
             raise OptionError(f"audit_folder is {self.audit_folder!r}, expected a folder's path")
-        if self.prefix_disk is not None and not isinstance(self.prefix_disk, str):
-            raise OptionError(f"prefix_disk is {self.prefix_disk!r}, expected a folder's path")
+        for name, kind in (("prefix_disk", "folder"), ("expert_profile", "file")):
+            path = getattr(self, name)
+            if path is not None and not isinstance(path, str):
+                raise OptionError(f"{name} is {path!r}, expected a {kind}'s path")
         for name in ("step_timeout", "join_timeout"):
             limit = getattr(self, name)
             if type(limit) not in (int, float) or not 0 < limit < math.inf:
@@ -364,6 +376,12 @@ class EngineConfig:
     def world(self) -> int:
         """Ranks; one while `auto` is not resolved."""
         return (1 if self.tp == "auto" else self.tp) * self.pp
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of GPU memory for experts; 0 where `expert_memory` is no size."""
+        size = re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]{1,2})?", str(self.expert_memory))
+        return int(float(size[0]) * 1e9) if size else 0
 
     @classmethod
     def make(cls, **choices: Unpack[EngineOptions]) -> "EngineConfig":

@@ -91,8 +91,9 @@ class Engine:
         self.dialect = dialect
         self.listeners: list[Listener] = []  # receive every event; see `dsv4/util/events.py`
         self._runner = Runner(
-            loaded.model, loaded.settings, warm_up_progress, loaded.team, loaded.draft
-        )
+            loaded.model, loaded.settings, warm_up_progress, loaded.team, loaded.draft,
+            loaded.swapper,
+        )  # fmt: skip
         pages, state = self._runner.pages, self._runner.state
         self._prefix = None
         if loaded.settings.prefix_cache:
@@ -326,8 +327,7 @@ class Engine:
             self._prefix.flush()
         if "_guides" in self.__dict__:  # created on first use
             self._guides.close()
-        if self._runner.team is not None:
-            self._runner.team.close()
+        self._runner.close()
 
     @property
     def failure(self) -> Dsv4Error | None:

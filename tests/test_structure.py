@@ -82,7 +82,8 @@ LINE_BUDGET = {
     # told everything by one line of integers, padding and drawing with every option on the device
     # 130 for references over ranks, 130 for MXFP4 as it is stored, 400 for drafts, 830 for ranks on
     # GPUs (comm)
-    "ops": 14060,
+    # 230 for experts found by a table
+    "ops": 14290,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -92,7 +93,8 @@ LINE_BUDGET = {
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;
     # 750 for drafts
-    "runner": 3820,  # 120 for ranks on GPUs
+    # 700 for experts in host memory: what fits, moving them, which ones stay
+    "runner": 4590,  # 120 for ranks on GPUs
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     "tools": 8700,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks

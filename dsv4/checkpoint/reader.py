@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,8 @@ from dsv4.formats.quantized import Mxfp4Tensor, Weight
 from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
+
+PIECE_BYTES = 5 * 10**8  # of a stack of experts that is read in pieces
 
 
 @dataclass
@@ -92,8 +94,11 @@ class Checkpoint:
         mxfp4_as_nvfp4: bool | Callable[[str], bool] = False,
         progress: Progress | None = None,
         report: LoadReport | None = None,
+        *,
+        in_pieces: bool = False,
     ) -> Iterator[tuple[str, Weight]]:
-        """Like `load`, one parameter at a time: host memory never holds the whole model."""
+        """Like `load`, one parameter at a time: host memory never holds the whole model. With
+        `in_pieces`, stacks of experts come some experts at a time, in order."""
         select = select or Selection()
         slices = self.slices(select)
         chosen = [self.sources[name] for name in slices]
@@ -108,8 +113,13 @@ class Checkpoint:
             if progress is not None:
                 progress(done, total)
 
-        for source in chosen:
-            weight = assemble(source, files, slices[source.name], advance)
+        pieces = (
+            (source, piece)
+            for source in chosen
+            for piece in (_pieces if in_pieces else _whole)(source, slices[source.name])
+        )
+        for source, cut in pieces:
+            weight = assemble(source, files, cut, advance)
             if isinstance(weight, torch.Tensor):
                 weight = _convert(weight, source, dtype)
             elif isinstance(weight, Mxfp4Tensor) and casts(source.name):
@@ -146,6 +156,22 @@ class Checkpoint:
     @staticmethod
     def _nbytes(source: Source, cut: WeightSlice) -> int:
         return sum(cut.nbytes(matrix) for matrix in source.matrices if cut.wants(matrix))
+
+
+def _whole(source: Source, cut: WeightSlice) -> list[WeightSlice]:
+    return [cut]
+
+
+def _pieces(source: Source, cut: WeightSlice) -> list[WeightSlice]:
+    """A stack of experts, some at a time."""
+    experts = sorted({m.expert for m in source.matrices if m.expert is not None and cut.wants(m)})
+    if not experts:
+        return [cut]
+    count = max(1, PIECE_BYTES * len(source.matrices) // source.num_parts // source.nbytes)
+    return [
+        replace(cut, experts=range(start, min(start + count, experts[-1] + 1)))
+        for start in range(experts[0], experts[-1] + 1, count)
+    ]
 
 
 def _convert(weight: torch.Tensor, source: Source, dtype: torch.dtype | None) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The feed-forward half of a block: a router, its experts, and the shared expert."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor
 
 from dsv4.config import ModelConfig
@@ -7,6 +9,7 @@ from dsv4.model.exchange import SingleRank
 from dsv4.model.weights import Weights
 from dsv4.ops.mhc.mix import MixSite, Residual
 from dsv4.ops.moe.experts import Experts
+from dsv4.ops.moe.placed import PlacedExperts
 from dsv4.ops.moe.router import Gate
 
 
@@ -31,4 +34,10 @@ class MoE:
         self, residual: Residual, site: MixSite, token_ids: Tensor, sharing: SingleRank
     ) -> Residual:
         """Collapse the streams at `site`, then run router and experts."""
-        return sharing.experts(residual, site, token_ids, (self.gate, self.experts))
+        with self._around():
+            return sharing.experts(residual, site, token_ids, (self.gate, self.experts))
+
+    def _around(self) -> AbstractContextManager[None]:
+        """Where experts are placed, a step may have brought some here for this layer."""
+        w13 = self.experts.w13
+        return w13.table.around_layer() if isinstance(w13, PlacedExperts) else nullcontext()

@@ -25,6 +25,7 @@ from dsv4.model.moe import MoE
 from dsv4.model.weights import Weights
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.mhc.mix import Residual, Update
+from dsv4.ops.moe.placed import PlacedExperts
 from dsv4.parallel.comm import SingleRankComm
 from dsv4.parallel.layout import RankLayout
 
@@ -145,6 +146,8 @@ def _likeness(value: Any) -> Any:
     """A key that is equal for two parts of the model that launch the same kernels."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride()
+    if isinstance(value, PlacedExperts):
+        return value.shape, value.activations, _likeness(value.table.beside)
     if isinstance(value, list | tuple):
         return tuple(map(_likeness, value))
     if hasattr(value, "__dict__"):

@@ -2,9 +2,11 @@
 
 import ctypes
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -34,6 +36,17 @@ from dsv4.runner.activations import (
     fallbacks,
     width_of,
 )
+from dsv4.runner.experts.budget import check_host_memory
+from dsv4.runner.experts.choose import (
+    ExpertChoice,
+    WeightBytes,
+    choose_experts,
+    choose_on_cpu,
+    refuse_ranks,
+)
+from dsv4.runner.experts.host_memory import free_host_memory
+from dsv4.runner.experts.place import PlacedWeights, open_experts
+from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.ranks.choose import Devices, choose_layout, stage_rooms
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import Settings, StageRoom, available_memory, resolve, step_bytes
@@ -55,6 +68,7 @@ class LoadedModel:
     folder: Path
     team: Team | None = None  # the other ranks, where there are any
     draft: MtpBlock | None = None
+    swapper: Swapper | None = None  # where experts do not all fit
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class PreparedModel:
     layout: RankLayout = RankLayout()  # noqa: RUF009  # frozen; rank 0's
     layout_why: str = ""  # where tp=auto chose it
     draft: Checkpoint | None = None  # its draft blocks, where they are used
+    experts: ExpertChoice | None = None  # with one rank
 
     def __str__(self) -> str:
         s = self.settings
@@ -81,18 +96,23 @@ class PreparedModel:
         why = choose_activations(self.choices.activations, self.gpu).why
         where = s.device if world == 1 else f"{world} ranks (tp {tp}, pp {pp}) on {s.device}"
         weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
+        budget = None if self.experts is None else self.experts.budget
+        placed = "" if budget is None else f"; {budget}"
         return (
             f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {where}; "
             f"{chosen}{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
             f"{size_text(state)} of state{each} (kv {s.kv_format}, index {s.index_format}); "
-            f"activations {s.activations_text}: {why}"
+            f"activations {s.activations_text}: {why}{placed}"
         )
 
 
 def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     """Read headers, measure memory and resolve settings; the only place that decides them."""
     disk, audit = choices.prefix_disk, choices.audit_folder if choices.audit_share else None
-    check_writable(folders=tuple(Path(path) for path in (disk, audit) if path is not None))
+    profile = None if choices.expert_profile is None else Path(choices.expert_profile)
+    check_writable(
+        files=(profile,), folders=tuple(Path(path) for path in (disk, audit) if path is not None)
+    )
     folder = model_folder(name)
     config = ModelConfig.from_folder(folder)
     checkpoint = open_checkpoint(folder, config)
@@ -107,23 +127,55 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     draft_bytes = 0 if draft is None else draft.gpu_bytes
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
-    layout, memory = sizes.layout(choice.tp, choice.pp), 0
+    layout = sizes.layout(choice.tp, choice.pp)
     stages: Sequence[StageRoom] = ()
+    experts = None
     if layout.world == 1:
-        memory = state_memory(choices.device, checkpoint.gpu_bytes + draft_bytes, has_gpu=has_gpu)
+        experts = _choose_experts(choices, config, checkpoint, draft_bytes, gpu)
     elif devices is None:
         room = state_memory("cpu", 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
     else:
         stages = stage_rooms(sizes, layout, devices.cluster(choices.nodes))
-    settings = resolve(
-        choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu, stages=stages
-    )
+    if experts is not None:
+        settings = experts.settings
+    else:
+        refuse_ranks(choices)
+        settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=0, gpu=gpu, stages=stages)
     if damage is not None:
         settings = _without_drafts(settings, damage)
     return PreparedModel(
-        folder, config, checkpoint, choices, settings, gpu, layout, choice.why, draft
+        folder, config, checkpoint, choices, settings, gpu, layout, choice.why, draft, experts
     )
+
+
+def _choose_experts(
+    choices: EngineConfig,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    draft_bytes: int,
+    gpu: GpuFacts | None,
+) -> ExpertChoice:
+    """Settings of one rank, and which experts stay on its GPU."""
+    has_gpu = torch.cuda.is_available()
+    on_cpu = choices.device == "cpu" or not has_gpu
+    routed = [s for s in checkpoint.sources.values() if s.parameter.group == "routed experts"]
+    total = checkpoint.gpu_bytes + draft_bytes
+    unpacked = sum(4 * math.prod(s.parameter.shape) for s in routed)  # as a CPU keeps them
+    sizes = WeightBytes(total, unpacked if on_cpu else sum(s.gpu_bytes for s in routed))
+
+    def resolved(choices: EngineConfig, memory: int) -> Settings:
+        return resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
+
+    if on_cpu:
+        settings = resolved(choices, int(available_memory() * STATE_SHARE))
+        found = choose_on_cpu(choices, config, sizes, settings)
+    else:
+        memory = torch.cuda.mem_get_info("cuda" if choices.device == "auto" else choices.device)
+        found = choose_experts(choices, config, sizes, *memory, resolved)
+    if found.budget is not None:
+        check_host_memory(found.budget, free_host_memory())
+    return found
 
 
 Model = str | Path | PreparedModel
@@ -136,10 +188,18 @@ def load_model(
     begin = time.perf_counter()
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
-    settings = prepared.settings
+    settings, placed = prepared.settings, None
     with engine_ops(settings.ops).active():
         tell_activations(checkpoint, prepared.choices.activations, prepared.gpu, settings)
-        weights = read_weights(checkpoint, settings, progress=progress)
+        if prepared.experts is not None and prepared.experts.budget is not None:
+            examples = partial(_one_expert, checkpoint, settings)
+            placed = open_experts(prepared.experts, config, settings, examples)
+        try:
+            weights = read_weights(checkpoint, settings, progress=progress, placed=placed)
+        except BaseException:
+            if placed is not None:
+                placed.swapper.residency.close()
+            raise
     seconds = time.perf_counter() - begin
     log.info(
         "%s: %s layout, %d parameters, %s in %.1f s, %d tensors knowingly ignored",
@@ -158,7 +218,17 @@ def load_model(
             log.info("draft block: %s", size_text(prepared.draft.nbytes))
         except CheckpointError as error:
             settings = _without_drafts(settings, error)
-    return LoadedModel(transformer, settings, folder, draft=draft)
+    swapper = None if placed is None else placed.swapper
+    return LoadedModel(transformer, settings, folder, draft=draft, swapper=swapper)
+
+
+def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Weight]:
+    """w13 and w2 of one expert, as the others will be."""
+    names = [f"layers.0.ffn.experts.{name}" for name in ("w13", "w2")]
+    select = Selection(names=frozenset(names), experts=range(1))
+    found = read_weights(checkpoint, settings, select)
+    w13, w2 = (found[name] for name in names)
+    return w13[0], w2[0]
 
 
 def _find_draft(
@@ -251,10 +321,11 @@ def read_weights(
     settings: Settings,
     select: Selection | None = None,
     progress: Progress | None = None,
+    placed: PlacedWeights | None = None,
 ) -> dict[str, Weight]:
     """All weights, on a GPU as the kernels read them: matrices in the activations' dtype, 4-bit
     weights repacked one at a time so that only one exists twice. Each carries the precision of
-    its activations."""
+    its activations. Experts may be `placed`: some at a time, each where its table says."""
     on_cpu = settings.device == "cpu"
     stream = checkpoint.stream(
         dtype=None if on_cpu else getattr(torch, settings.dtype),
@@ -262,14 +333,17 @@ def read_weights(
         select=select,
         mxfp4_as_nvfp4=lambda name: not (on_cpu or stays_mxfp4(name)),
         progress=progress,
+        in_pieces=placed is not None,
     )
     weights: dict[str, Weight] = {}
     for name, weight in stream:
         if not isinstance(weight, torch.Tensor):
             width = width_of(checkpoint.sources[name], settings.activations)
             weight = replace(weight, activations=width)
-        weights[name] = _expand(name, weight) if on_cpu else repack(name, weight)
-    return weights
+        weight = _expand(name, weight) if on_cpu else repack(name, weight)
+        if placed is None or not placed.take(name, weight):
+            weights[name] = weight
+    return weights if placed is None else weights | placed.weights()
 
 
 def _expand(name: str, weight: Weight) -> Weight:

@@ -35,6 +35,7 @@ from dsv4.runner.compile_guard import CompileGuard, numbered
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.drafts.device import DeviceDrafter, Newest
 from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
+from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
@@ -119,11 +120,13 @@ class Runner:
         progress: Progress | None = None,
         team: Team | None = None,
         draft: MtpBlock | None = None,
+        swapper: Swapper | None = None,
     ) -> None:
         """With `cuda_graphs` the warm-up runs here and reports to `progress`. A `team` of other
         ranks runs every step, too; on these a runner is told by `follow_step` and the like."""
         config, layers = model.config, model.exchange.layout.layers(model.config)
         self.team = team
+        self.swapper = swapper
         self.model = model
         self.ops = engine_ops(settings.ops)
         self._wants_one_thread = wants_one_thread(settings.device, config)
@@ -290,6 +293,8 @@ class Runner:
         counts: list[int],
         started: Started | None = None,
     ) -> None:
+        if self.swapper is not None:
+            self.swapper.between_steps()
         with self._grown(chunks, counts) as growth:
             self._send(shape, chunks, counts, self._new_pages(chunks, growth))
             with self._together():
@@ -371,13 +376,31 @@ class Runner:
 
     def _run_once(self, key: Key) -> None:
         if isinstance(key, StepShape):
-            forward(self.model, self.state.layers, self.buffers, key, self._streams)
+            with self._staged(key.tokens):
+                forward(self.model, self.state.layers, self.buffers, key, self._streams)
         elif isinstance(key, DraftPart):
             self._run_draft_part(key)
         elif isinstance(key, int):
             sample_tokens(self.buffers, key)
         else:
             share(self.model, self.buffers)
+
+    def _staged(self, rows: int) -> AbstractContextManager[None]:
+        """Experts that are missing on the GPU are copied there ahead of steps with many rows."""
+        return nullcontext() if self.swapper is None else self.swapper.residency.step(rows)
+
+    def _is_staged(self, key: Key) -> bool:
+        """Copies change from step to step, so these are no graphs."""
+        if self.swapper is None or not isinstance(key, StepShape):
+            return False
+        return key.tokens >= self.swapper.residency.staged_rows
+
+    def close(self) -> None:
+        """End the other ranks, and give back the host memory of experts; no step may follow."""
+        if self.swapper is not None:
+            self.swapper.close()
+        if self.team is not None:
+            self.team.close()
 
     # --- host inputs of a step ----------------------------------------------------------------
 
@@ -494,7 +517,8 @@ class Runner:
         return numbers, np.array(line, dtype=np.int64)
 
     def _score(self, numbers: Sequence[int], line: Any) -> Tensor:
-        with self.guard.watch(strict=False):
+        rows = sum(numbers[4 + numbers[0] : 4 + 2 * numbers[0]])
+        with self.guard.watch(strict=False), self._staged(rows):
             return score(self.model, self.state.layers, numbers, line, self.device)
 
     # --- before the first step ----------------------------------------------------------------
@@ -517,11 +541,12 @@ class Runner:
                 else:
                     self._run_once(key)
 
+        captured = [key for key in keys if not self._is_staged(key)]
         warm_up(
             self.device,
             [partial(compiled, key) for key in keys],
-            partial(graphs.capture, [(key, partial(self._run_once, key)) for key in keys]),
-            len(keys),
+            partial(graphs.capture, [(key, partial(self._run_once, key)) for key in captured]),
+            len(captured),
             progress,
         )
         for line in self.plan.summary():

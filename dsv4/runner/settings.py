@@ -45,6 +45,7 @@ class Settings:
     ops: str
     draft: str = "off"
     draft_tokens: int = 0
+    expert_profile: str | None = None
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -136,6 +137,7 @@ def resolve(
         audit_folder=choices.audit_folder,
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
+        expert_profile=choices.expert_profile,
         **_drafting(choices, config),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))

@@ -24,6 +24,7 @@ from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.weights.scaled import random_scaled
 from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
+from dsv4.ops.moe.placed import PlacedExperts
 
 
 def expert_reference(
@@ -48,6 +49,8 @@ def experts_reference(
     limit: float,
 ) -> Tensor:
     by = Experts(w13, w2, shared_w13, shared_w2, limit)
+    if isinstance(w13, PlacedExperts):
+        w13.table.visited(experts)
     return sum_pairs(pair_sums(x, experts, weights, by), shared_sums(x, by), x.dtype)
 
 

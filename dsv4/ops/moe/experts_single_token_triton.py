@@ -17,6 +17,7 @@ from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import dot_nvfp4, scale_pairs, unpack_group
 from dsv4.ops.gemm.split_k import num_ranges
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4
+from dsv4.ops.moe.placed import stack_of, table_of
 from dsv4.ops.moe.router_triton import gate_program, prepare
 from dsv4.ops.moe.shared_expert_triton import swiglu
 
@@ -108,12 +109,14 @@ def _up_program(
 @triton.jit
 def _up_kernel(
     x, z, experts, weights, words, scales, factors, shared_words: tl.int64,
-    shared_scales: tl.int64, shared_factors: tl.int64,
+    shared_scales: tl.int64, shared_factors: tl.int64, places, counts,
     chosen, size, inner, limit, total_steps, expert_tiles,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*`: offsets of the shared expert's weights; it has the last place."""
+    """`shared_*`: offsets of the shared expert's weights; it has the last place. `places` and
+    `counts`: an expert table's (PLACED)."""
     place = tl.program_id(1)
     routed = place < chosen
     expert = tl.load(experts + place, mask=routed, other=0)
@@ -123,10 +126,15 @@ def _up_kernel(
     words += tl.where(routed, 0, shared_words)
     scales += tl.where(routed, 0, shared_scales)
     factors += tl.where(routed, 0, shared_factors)
+    if PLACED:
+        at = tl.load(places + expert, mask=routed, other=0)
+        words += at
+        scales += at
+        tl.atomic_add(counts + expert, 1, mask=routed & (tl.program_id(0) == 0))
     _up_program(
         tl.program_id(0), place, expert, weight, tl.where(routed, PARTS, SHARED_PARTS),
-        x, z, words, scales, factors, size, inner, limit, total_steps, expert_tiles,
-        RANGES, BN, STAGES, EVEN, ASM, MX,
+        x, z, words, scales, factors, size, inner, limit, total_steps,
+        0 if PLACED else expert_tiles, RANGES, BN, STAGES, EVEN, ASM, MX,
     )  # fmt: skip
 
 
@@ -158,9 +166,9 @@ def _gate_kernel(
 @triton.jit
 def _down_kernel(
     z, parts_at, experts, words, scales, factors, shared_words: tl.int64,
-    shared_scales: tl.int64, shared_factors: tl.int64,
+    shared_scales: tl.int64, shared_factors: tl.int64, places,
     chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Stores split-K partial sums; the consumer reduces them."""
     part = tl.program_id(0)
@@ -171,7 +179,11 @@ def _down_kernel(
     if expert < 0:
         return
     factor = tl.load(factors + tl.where(routed, expert, shared_factors)) * 128.0
-    tile = expert * expert_tiles + part
+    tile = part if PLACED else expert * expert_tiles + part
+    if PLACED:
+        at = tl.load(places + expert, mask=routed, other=0)
+        words += at
+        scales += at
     words += tl.where(routed, 0, shared_words) + tile * total_steps * 2048
     scales += tl.where(routed, 0, shared_scales) + tile * total_steps * (128 if MX else 256)
     only = tl.arange(0, 8)
@@ -188,15 +200,17 @@ def _down_kernel(
 def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
     """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert (which
     may be None) last."""
-    chosen, shared = experts.shape[1], shared_w13 is not None
+    chosen, shared, table = experts.shape[1], shared_w13 is not None, table_of(w13)
+    w13, w2 = stack_of(w13), stack_of(w2)
     z = _between(x, chosen, w2)
     programs, constants = _up_constants(w13, UP_ROWS)
     _up_kernel[(programs, chosen + shared)](
-        x, z, experts, weights, *expert_weights(w13, shared_w13), chosen, w2.rows, w2.columns,
-        limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
-        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1, **constants,
+        x, z, experts, weights, *expert_weights(w13, shared_w13), *table, chosen, w2.rows,
+        w2.columns, limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
+        PLACED=table[0] is not None, **constants,
     )  # fmt: skip
-    return _down(z, experts, w2, shared_w2)
+    return _down(z, experts, w2, shared_w2, table[0])
 
 
 def launch_routed(
@@ -204,6 +218,7 @@ def launch_routed(
 ):
     """`router` and `launch`, with the shared expert's up-projection overlapping the gate."""
     num_experts, size = gate.shape
+    table_at, w13, w2 = table_of(w13), stack_of(w13), stack_of(w2)
     ranges, per_range = num_ranges(num_experts, size)
     logits, places, constants = prepare(x, gate, bias, table, token_ids, num_chosen, ranges)
     experts, weights = places[-2:]
@@ -220,25 +235,26 @@ def launch_routed(
     )  # fmt: skip
     programs, up_constants = _up_constants(w13, UP_ROWS)
     _up_kernel[(programs, num_chosen)](
-        x, z, experts, weights, *expert_weights(w13, None), num_chosen, size, w2.columns, limit,
-        w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1], SHARED_PARTS=1,
-        **up_constants,
+        x, z, experts, weights, *expert_weights(w13, None), *table_at, num_chosen, size,
+        w2.columns, limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=1, PLACED=table_at[0] is not None, **up_constants,
     )  # fmt: skip
-    return _down(z, experts, w2, shared_w2)
+    return _down(z, experts, w2, shared_w2, table_at[0])
 
 
 def _between(x, chosen, w2):
     return workspace(x.device, "experts_z", (chosen + 1) * w2.columns, torch.bfloat16)
 
 
-def _down(z, experts, w2, shared_w2):
+def _down(z, experts, w2, shared_w2, places):
     chosen, ranges = experts.shape[1], num_expert_ranges(w2)
     shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
     parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
     _down_kernel[(triton.cdiv(w2.rows, 64), shape[0], ranges)](
-        z, parts, experts, *expert_weights(w2, shared_w2), chosen, w2.rows, w2.columns,
+        z, parts, experts, *expert_weights(w2, shared_w2), places, chosen, w2.rows, w2.columns,
         w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
-        EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), MX=is_mx(w2), **launch_options(2),
+        EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), MX=is_mx(w2),
+        PLACED=places is not None, **launch_options(2),
     )  # fmt: skip
     return parts[: math.prod(shape)].view(shape)
 

@@ -20,6 +20,7 @@ from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe import experts_single_token_triton
 from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+from dsv4.ops.moe.placed import stack_of, table_of
 from dsv4.ops.moe.shared_expert_triton import (
     combine,
     is_separate,
@@ -49,17 +50,31 @@ def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _weights_at(
-    expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles,
-    BN: tl.constexpr, MX: tl.constexpr,
+    expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
+    BN: tl.constexpr, MX: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Where the weights of a program's columns begin, of an expert or of the shared one, whose lie
     `shared_*` elements behind."""
     is_shared = expert == num_experts
-    first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
-    first += tl.program_id(0) * (BN // 64)
-    word_at = tl.where(is_shared, shared_words, 0) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, 0) + first * total_steps * (128 if MX else 256)
+    if PLACED:
+        at = tl.load(places + expert, mask=expert < num_experts, other=0)
+        first = tl.program_id(0).to(tl.int64) * (BN // 64)
+    else:
+        at = 0
+        first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
+        first += tl.program_id(0) * (BN // 64)
+    word_at = tl.where(is_shared, shared_words, at) + first * total_steps * 2048
+    scale_at = tl.where(is_shared, shared_scales, at) + first * total_steps * (128 if MX else 256)
     return word_at, scale_at
+
+
+@triton.jit
+def _count_visit(counts, tile_expert, expert, num_experts):
+    """One program of an expert's first tile counts the step."""
+    tile = tl.program_id(1)
+    before = tl.load(tile_expert + tile - 1, mask=tile > 0, other=-1)
+    is_first = (before != expert) & (expert < num_experts) & (tl.program_id(0) == 0)
+    tl.atomic_add(counts + expert, 1, mask=is_first)
 
 
 @triton.jit
@@ -139,11 +154,12 @@ def _up_rows(
 def _up_kernel(
     x, x_stride, z, weights, sorted_pairs, tile_expert, tile_start, tile_end,
     words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
-    shared_factors: tl.int64,
+    shared_factors: tl.int64, places, counts,
     num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tile_expert + tl.program_id(1))
     start = tl.load(tile_start + tl.program_id(1))
@@ -155,9 +171,12 @@ def _up_kernel(
     parts = tl.where(is_shared, SHARED_PARTS, PARTS)
     gate_factor = tl.load(factors + at) * 128.0
     up_factor = tl.load(factors + at + parts - 1) * 128.0
+    if PLACED:
+        _count_visit(counts, tile_expert, expert, num_experts)
     word_at, scale_at = _weights_at(
-        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN, MX
-    )
+        expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
+        BN, MX, PLACED,
+    )  # fmt: skip
     for i in tl.static_range(len(tile_heights(BM))):
         if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
             _up_rows(
@@ -196,10 +215,11 @@ def _down_rows(
 def _down_kernel(
     z, parts_at, sorted_pairs, tile_expert, tile_start, tile_end,
     words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
-    shared_factors: tl.int64,
-    num_pairs, chosen, places, num_experts, size, inner, total_steps, expert_tiles,
+    shared_factors: tl.int64, places,
+    num_pairs, chosen, num_places, num_experts, size, inner, total_steps, expert_tiles,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
     K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    PLACED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tile_expert + tl.program_id(1))
     start = tl.load(tile_start + tl.program_id(1))
@@ -209,13 +229,14 @@ def _down_kernel(
     is_shared = expert == num_experts
     factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
     word_at, scale_at = _weights_at(
-        expert, shared_words, shared_scales, num_experts, total_steps, expert_tiles, BN, MX
-    )
+        expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
+        BN, MX, PLACED,
+    )  # fmt: skip
     for i in tl.static_range(len(tile_heights(BM))):
         if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
             _down_rows(
                 z, parts_at, sorted_pairs, words + word_at, scales + scale_at, factor,
-                start, end, num_pairs, chosen, places, size, inner, total_steps,
+                start, end, num_pairs, chosen, num_places, size, inner, total_steps,
                 tile_heights(BM)[i], BN, STAGES, VARIANT, K_RANGES, EVEN_K, ASM, MX,
             )  # fmt: skip
 
@@ -257,6 +278,7 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
         return reason
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
+    w13, w2 = stack_of(w13), stack_of(w2)
     named = {"w13": w13, "w2": w2}
     if is_separate(shared_w13, w13):
         reason = separate_reason(shared_w13, shared_w2)
@@ -328,6 +350,8 @@ def launch(
 def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
     """fp32 partial sums `[tokens, places, 1, size]`."""
     num_tokens, chosen = experts.shape
+    places_at, counts = table_of(w13)
+    w13, w2 = stack_of(w13), stack_of(w2)
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
     shared = shared_w13 is not None
     table = group_by_expert(experts, num_experts, config.bm, shared=shared)
@@ -341,16 +365,17 @@ def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, co
         "STAGES": config.num_stages,
         "VARIANT": config.variant,
     }
-    common |= {"ASM": not interpreting(), "MX": is_mx(w2), **launch_options(config.num_warps)}
+    common |= {"ASM": not interpreting(), "MX": is_mx(w2), "PLACED": places_at is not None}
+    common |= launch_options(config.num_warps)
     _up_kernel[(triton.cdiv(2 * inner, config.bn), table.num_tiles)](
-        x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13),
+        x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13), places_at, counts,
         num_pairs, chosen, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
         K_RANGES=num_expert_ranges(w13), PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
         EVEN_K=size % 128 == 0, **common,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(size, config.bn), table.num_tiles)](
-        z, parts, *tiles, *expert_weights(w2, shared_w2),
+        z, parts, *tiles, *expert_weights(w2, shared_w2), places_at,
         num_pairs, chosen, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
         K_RANGES=num_expert_ranges(w2), EVEN_K=inner % 128 == 0, **common,
     )  # fmt: skip

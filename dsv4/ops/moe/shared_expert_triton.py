@@ -10,6 +10,7 @@ from dsv4.ops.core.launch import launch_options, native_reason
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.gemm.weights.tiled import TiledFp4
+from dsv4.ops.moe.placed import stack_of
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
 
 def is_separate(shared_w13, w13) -> bool:
     """Whether the shared expert has another format and runs as two linear ops."""
-    return not isinstance(shared_w13, TiledFp4) or type(shared_w13) is not type(w13)
+    return not isinstance(shared_w13, TiledFp4) or type(shared_w13) is not type(stack_of(w13))
 
 
 def shared_reason(w13, w2) -> str | None:

@@ -1,0 +1,134 @@
+"""Whether all experts stay on the GPU, and what else that decides. Pure, shared by the engine and
+`plan`; no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import CapacityError, OptionError
+from dsv4.runner.experts.budget import ExpertBudget, fit_experts
+from dsv4.runner.settings import Settings, step_bytes
+from dsv4.util.sizes import size_text
+
+STATE_SHARE = 0.06  # of a GPU, for state where experts compete with it and no size was asked for
+LEAST_CONTEXT = 32768  # tokens that a sequence must have for all experts to stay
+CHUNK_TOKENS, SMALL_CHUNK = 8192, 4096  # of a prompt in a step: layers take longer than copies
+LARGE_GPU = 10**11
+BLOCK_MULTIPLE = 256
+
+Resolve = Callable[[EngineConfig, int], Settings]  # choices, and bytes for state
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """On a GPU. `experts`: routed ones of the main layers."""
+
+    total: int
+    experts: int
+
+    def block(self, config: ModelConfig) -> int:
+        each = -(-self.experts // (config.num_layers * config.num_experts))
+        return -(-each // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    settings: Settings
+    budget: ExpertBudget | None  # None: all stay
+    room: int = 0  # bytes of GPU memory for experts
+
+
+def choose_experts(
+    choices: EngineConfig,
+    config: ModelConfig,
+    weights: WeightBytes,
+    free: int,
+    total: int,
+    resolve: Resolve,
+) -> ExpertChoice:
+    """On one GPU with `free` of `total` bytes."""
+    left = free - weights.total - step_bytes(total)
+    asked = choices.expert_bytes
+    if not asked:
+        found = _all_resident(choices, config, left, resolve)
+        if isinstance(found, Settings):
+            return ExpertChoice(found, None)
+        if choices.expert_memory == "all":
+            if isinstance(found, CapacityError):
+                raise found
+            raise CapacityError(
+                f"the weights take {size_text(weights.total)} and a step about "
+                f"{size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
+                f"{size_text(total)} free; use expert_memory=auto, smaller weights, fewer layers "
+                "or another GPU"
+            )
+    room = left + weights.experts
+    if room <= 0:
+        raise CapacityError(
+            f"the weights without experts take {size_text(weights.total - weights.experts)} and a "
+            f"step about {size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
+            f"{size_text(total)} free; use another GPU or several"
+        )
+    large = total >= LARGE_GPU
+    tokens = choices.chunk_tokens or (CHUNK_TOKENS if large else SMALL_CHUNK)
+    if choices.max_context is not None:
+        tokens = min(tokens, choices.max_context)
+    choices = replace(choices, chunk_tokens=tokens)
+    settings = _beside_experts(choices, room - asked if asked else room, total, asked, resolve)
+    sizes = settings.max_context, settings.max_sequences, settings.state_tokens
+    room = asked or room - settings.geometry(config).state_bytes(*sizes)
+    counts = config.num_layers, config.num_experts, weights.block(config)
+    budget = fit_experts(room, *counts, config.num_experts_per_tok)
+    return ExpertChoice(settings if budget is None else _without_few_bits(settings), budget, room)
+
+
+def _all_resident(
+    choices: EngineConfig, config: ModelConfig, left: int, resolve: Resolve
+) -> Settings | CapacityError | None:
+    """Settings with all experts on the GPU; or why not."""
+    if left <= 0:
+        return None
+    try:
+        found = resolve(choices, left)
+    except CapacityError as error:
+        return error
+    asked = choices.max_context is not None or choices.expert_memory == "all"
+    enough = min(LEAST_CONTEXT, config.max_positions)
+    return found if asked or found.max_context >= enough else None
+
+
+def _beside_experts(
+    choices: EngineConfig, room: int, total: int, asked: int, resolve: Resolve
+) -> Settings:
+    """With a size of experts, the state has the rest; without one, a share of the GPU, or what was
+    asked for."""
+    if asked:
+        return resolve(choices, room)
+    try:
+        return resolve(choices, min(room, int(STATE_SHARE * total)))
+    except CapacityError:
+        return resolve(choices, room)
+
+
+def _without_few_bits(settings: Settings) -> Settings:
+    """Tables are read by kernels with 16-bit activations."""
+    return replace(settings, activations={**settings.activations, "routed experts": "a16"})
+
+
+def choose_on_cpu(
+    choices: EngineConfig, config: ModelConfig, weights: WeightBytes, settings: Settings
+) -> ExpertChoice:
+    """Everything is main memory there: experts are divided only on request, for tests."""
+    if not choices.expert_bytes:
+        return ExpertChoice(settings, None)
+    counts = config.num_layers, config.num_experts, weights.block(config)
+    budget = fit_experts(choices.expert_bytes, *counts, config.num_experts_per_tok)
+    return ExpertChoice(settings, budget, choices.expert_bytes)
+
+
+def refuse_ranks(choices: EngineConfig) -> None:
+    if choices.expert_bytes:
+        raise OptionError(
+            f"expert_memory is {choices.expert_memory!r} with tp x pp = {choices.world}; experts "
+            "in host memory are for one rank, use expert_memory=auto or tp=1 and pp=1"
+        )

@@ -1,0 +1,87 @@
+"""Loading experts into their places, some at a time, with no second copy of a layer."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dsv4.config import ModelConfig
+from dsv4.errors import CheckpointError
+from dsv4.formats.quantized import Weight
+from dsv4.ops.gemm.weights.tiled import TiledFp4
+from dsv4.ops.moe.placed import BlockLayout
+from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_experts
+from dsv4.runner.experts.choose import ExpertChoice
+from dsv4.runner.experts.host_memory import free_host_memory
+from dsv4.runner.experts.residency import Residency
+from dsv4.runner.experts.swapper import Swapper
+from dsv4.runner.experts.use import ExpertUse, read_profile
+from dsv4.runner.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_MATRICES = ("w13", "w2")
+
+
+class PlacedWeights:
+    """Takes the routed experts out of a stream of weights."""
+
+    def __init__(self, swapper: Swapper) -> None:
+        self.swapper = swapper
+        self._next: dict[tuple[int, int], int] = {}  # expert, by layer and matrix
+
+    def take(self, name: str, weight: Weight) -> bool:
+        """Put some of a layer's experts into their places; False if these are no experts."""
+        parts = name.split(".")
+        if parts[0] != "layers" or parts[2:4] != ["ffn", "experts"]:
+            return False
+        key = int(parts[1]), _MATRICES.index(parts[4])
+        self._next[key] = self.swapper.residency.fill(*key, self._next.get(key, 0), weight)
+        return True
+
+    def weights(self) -> dict[str, Weight]:
+        """Under their names, once all are read."""
+        residency = self.swapper.residency
+        found: dict[str, Weight] = {}
+        for layer in range(residency.budget.num_layers):
+            for matrix, weight in zip(_MATRICES, residency.experts(layer), strict=True):
+                found[f"layers.{layer}.ffn.experts.{matrix}"] = weight
+        return found
+
+
+def open_experts(
+    choice: ExpertChoice,
+    config: ModelConfig,
+    settings: Settings,
+    examples: Callable[[], tuple[Weight, Weight]],
+) -> PlacedWeights:
+    """Slots, host memory and tables, before the first expert is read."""
+    w13, w2 = examples()
+    if settings.device != "cpu" and not (isinstance(w13, TiledFp4) and isinstance(w2, TiledFp4)):
+        raise CheckpointError(
+            f"experts are {type(w13).__name__}; those in host memory must be MXFP4 or NVFP4: use "
+            "the official checkpoint, `dsv4 convert`, or several GPUs (tp)"
+        )
+    layout = BlockLayout.of(w13, w2)
+    counts = config.num_layers, config.num_experts, layout.nbytes
+    budget = fit_experts(choice.room, *counts, config.num_experts_per_tok) or _all_but_one(*counts)
+    path = None if settings.expert_profile is None else Path(settings.expert_profile)
+    return PlacedWeights(make_swapper(layout, budget, path, torch.device(settings.device)))
+
+
+def _all_but_one(layers: int, experts: int, block_bytes: int) -> ExpertBudget:
+    """Stored smaller than planned: everything but one would fit."""
+    return ExpertBudget(layers, experts, block_bytes, layers * experts - 1, 1)
+
+
+def make_swapper(
+    layout: BlockLayout, budget: ExpertBudget, profile: Path | None, device: torch.device
+) -> Swapper:
+    shape = budget.num_layers, budget.num_experts
+    use = ExpertUse(np.zeros(shape) if profile is None else read_profile(profile, *shape))
+    log.info("%s", budget)
+    check_host_memory(budget, free_host_memory())
+    residency = Residency(layout, budget, use.first_residents(budget.slots), device)
+    return Swapper(residency, use, profile)

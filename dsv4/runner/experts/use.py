@@ -1,0 +1,108 @@
+"""Which experts are worth their slot: how often steps visit them, kept in a profile."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsv4.errors import OptionError
+
+FORMAT = "dsv4 expert profile 1"
+KEPT = 0.98  # of the past, with every reading of the counts
+GAIN = 1.2  # a missing expert must be visited this much more often than the one it replaces
+LEAST_VISITS = 2.0  # and by at least as many visits
+MAX_PROFILE_BYTES = 1 << 26
+
+
+class ExpertUse:
+    """Decaying counts of visits, `[layers, experts]`."""
+
+    def __init__(self, visits: Any) -> None:
+        self.visits = visits
+        self._seen = np.zeros(visits.shape, dtype=np.int32)
+
+    def read(self, counts: Any) -> None:
+        """New counts from the device, int32 that may have wrapped."""
+        with np.errstate(over="ignore"):
+            new = counts - self._seen
+        self._seen = counts.copy()
+        self.visits = self.visits * KEPT + new
+
+    def first_residents(self, slots: int) -> Any:
+        """bool `[layers, experts]`: the most visited; where none is known, even over the layers."""
+        layers, experts = self.visits.shape
+        layer, expert = np.divmod(np.arange(layers * experts), experts)
+        order = np.lexsort((layer, expert, -self.visits.ravel()))
+        found = np.zeros(layers * experts, dtype=bool)
+        found[order[:slots]] = True
+        return found.reshape(layers, experts)
+
+    def swaps(self, resident: Any, most: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """(leaves, comes), the most useful first."""
+        visits, experts = self.visits.ravel(), self.visits.shape[1]
+        inside = np.flatnonzero(resident.ravel())
+        outside = np.flatnonzero(~resident.ravel())
+        inside = inside[np.argsort(visits[inside], kind="stable")][:most]
+        outside = outside[np.argsort(-visits[outside], kind="stable")][:most]
+        found = []
+        for leaves, comes in zip(inside.tolist(), outside.tolist(), strict=False):
+            gain = visits[comes] - visits[leaves]
+            if visits[comes] <= GAIN * visits[leaves] or gain < LEAST_VISITS:
+                break
+            found.append((divmod(leaves, experts), divmod(comes, experts)))
+        return found
+
+
+def write_profile(path: Path, visits: Any) -> None:
+    """Whole or not at all."""
+    rows = [[round(float(value), 3) for value in row] for row in visits]
+    layers, experts = visits.shape
+    text = json.dumps({"format": FORMAT, "layers": layers, "experts": experts, "visits": rows})
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_profile(path: Path, layers: int, experts: int) -> Any:
+    """Visits `[layers, experts]`; nothing where the file does not exist yet."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PROFILE_BYTES + 1)
+    except FileNotFoundError:
+        return np.zeros((layers, experts))
+    except OSError as error:
+        raise OptionError(f"expert_profile {path} cannot be read: {error}") from error
+    try:
+        if len(data) > MAX_PROFILE_BYTES:
+            raise ValueError(f"more than {MAX_PROFILE_BYTES} bytes")
+        found = json.loads(data)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        shape = found["layers"], found["experts"]
+        visits = np.array(found["visits"], dtype=np.float64)
+        good = visits.shape == shape and bool(np.isfinite(visits).all()) and visits.min() >= 0
+        if not good:
+            raise ValueError("its visits are not numbers from 0 on, a row for each layer")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise OptionError(
+            f"expert_profile {path} is no profile of experts ({error}); give another file, or "
+            "delete it to start without one"
+        ) from error
+    if shape != (layers, experts):
+        raise OptionError(
+            f"expert_profile {path} is of another model: {shape[0]} layers of {shape[1]} experts, "
+            f"this one has {layers} of {experts}; give a file of its own"
+        )
+    return visits
+
+
+def zipf(experts: int, exponent: float) -> list[float]:
+    """The chance of each expert, by rank."""
+    weights = [rank**-exponent for rank in range(1, experts + 1)]
+    return [weight / math.fsum(weights) for weight in weights]

@@ -1,0 +1,247 @@
+"""Experts that do not all fit: the same answers, whatever stays and whatever moves."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsv4.checkpoint import reader
+from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.engine import Engine
+from dsv4.errors import CapacityError, CheckpointError, OptionError
+from dsv4.request import SamplingParams
+from dsv4.runner import load
+from dsv4.runner.experts import host_memory
+from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_experts
+from dsv4.runner.experts.residency import Residency
+from dsv4.runner.experts.swapper import READ_EVERY, Swapper
+from dsv4.runner.experts.use import ExpertUse, read_profile, write_profile
+from tests.models import write_fast_model
+
+GB = 3e-4  # 12 of the model's 18 experts
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fast_model(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[Any]:
+    return answers(Engine.load(folder))
+
+
+def answers(engine: Engine) -> list[Any]:
+    """A batch, then a prompt whose beginning is cached, then a score."""
+    long = list(range(1, 60))
+    found = engine.generate([long, [5, 6, 7], [9] * 20], PARAMS)
+    found += engine.generate([[*long, 3, 4]], PARAMS)
+    scores = torch.cat(list(engine.score(long)))
+    return [*((done.token_ids, done.logprobs) for done in found), scores.tolist()]
+
+
+def swapper_of(engine: Engine) -> Swapper:
+    swapper = engine._runner.swapper
+    assert swapper is not None
+    return swapper
+
+
+def swap_at_random(engine: Engine) -> None:
+    """Another expert leaves before every step; some swaps take several steps."""
+    swapper, rng = swapper_of(engine), random.Random(0)
+
+    def between_steps() -> None:
+        residency = swapper.residency
+        if residency.is_moving and (rng.random() < 0.3 or not residency.finish_swap()):
+            return
+        inside, outside = (
+            np.argwhere(m).tolist() for m in (residency.resident, ~residency.resident)
+        )
+        residency.begin_swap(tuple(rng.choice(inside)), tuple(rng.choice(outside)))
+        swapper.num_swaps += 1
+
+    swapper.between_steps = between_steps  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("staged_rows", [1, 8, 10**6])
+def test_answers_do_not_depend_on_places(folder: Path, wanted: list[Any], staged_rows: int) -> None:
+    engine = Engine.load(folder, expert_memory=GB)
+    swapper = swapper_of(engine)
+    assert 0 < swapper.residency.budget.missing < swapper.residency.budget.total
+    swapper.residency.staged_rows = staged_rows
+    swap_at_random(engine)
+    assert answers(engine) == wanted
+    assert swapper.num_swaps > 10
+    assert int(swapper.residency.resident.sum()) == swapper.residency.budget.slots
+    engine.check_integrity()
+    engine.close()
+
+
+def test_blocks_are_found_by_the_offsets_that_kernels_read(folder: Path) -> None:
+    engine = Engine.load(folder, expert_memory=GB)
+    swap_at_random(engine)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
+    residency = swapper_of(engine).residency
+    base = residency.pool[0].data_ptr()
+    seen = set()
+    for layer, table in enumerate(residency.tables):
+        assert table.offsets.data_ptr() == residency.offsets[layer].data_ptr()
+        for expert, block in enumerate(table.blocks):
+            assert base + 2 * int(table.offsets[expert]) == block.data_ptr()
+            in_pool = 0 <= block.data_ptr() - base < residency.pool.nbytes
+            assert in_pool == residency.resident[layer, expert]
+            seen.add(block.data_ptr())
+    assert len(seen) == residency.budget.total
+    engine.close()
+    assert not residency.host.blocks
+
+
+def test_what_is_visited_most_becomes_resident(folder: Path, tmp_path: Path) -> None:
+    """Hash layers choose by token: one token alone visits the same experts in every step."""
+    path = tmp_path / "profile.json"
+    engine = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path))
+    swapper = swapper_of(engine)
+    swapper._time_share = 1e9
+    bias = SamplingParams(max_tokens=4 * READ_EVERY, logit_bias={7: 100.0}, stop_ids=())
+    engine.generate([[7]], bias)
+    experts = engine._runner.model.blocks[0].ffn.gate.table
+    assert experts is not None
+    visited = experts[7].tolist()
+    assert swapper.residency.resident[0, visited].all()
+    assert swapper.num_swaps > 0
+    engine.close()
+    again = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path))
+    assert swapper_of(again).residency.resident[0, visited].all()
+    assert read_profile(path, 3, 6)[0, visited].min() > READ_EVERY
+    again.close()
+
+
+def test_even_over_the_layers_without_a_profile() -> None:
+    found = ExpertUse(np.zeros((4, 8))).first_residents(14)
+    assert sorted(found.sum(1)) == [3, 3, 4, 4]
+
+
+def test_swaps_need_a_reason() -> None:
+    use = ExpertUse(np.array([[9.0, 0.0, 5.0], [4.0, 8.0, 0.0]]))
+    resident = np.array([[True, True, False], [False, False, True]])
+    assert use.swaps(resident, 9) == [((0, 1), (1, 1)), ((1, 2), (0, 2))]  # 4 for 9: no
+    assert use.swaps(resident, 1) == [((0, 1), (1, 1))]
+    counts = np.array([[2**31 - 1, 0, 0], [0, 0, 0]], dtype=np.int32)
+    use.read(counts)
+    before = use.visits[0, 0]
+    counts[0, 0] = -(2**31) + 2  # three more: it has wrapped
+    use.read(counts)
+    assert use.visits[0, 0] == pytest.approx(before * 0.98 + 3)
+
+
+def test_profiles_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    visits = np.array([[0.5, 3.0], [1.0, 0.0]])
+    assert not read_profile(path, 2, 2).any()  # none yet
+    write_profile(path, visits)
+    assert (read_profile(path, 2, 2) == visits).all()
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+    with pytest.raises(OptionError, match="another model: 2 layers of 2 experts"):
+        read_profile(path, 43, 256)
+    for text in ("{", "[]", '{"format": "other"}', path.read_text().replace("0.5", "NaN")):
+        path.write_text(text)
+        with pytest.raises(OptionError, match="is no profile of experts"):
+            read_profile(path, 2, 2)
+
+
+def test_as_many_stay_as_fit() -> None:
+    budget = fit_experts(131 * 10**9, 43, 256, 13_369_344, 6)
+    assert budget is not None
+    assert budget.gpu_bytes <= 131 * 10**9 < budget.gpu_bytes + 2 * budget.block_bytes
+    assert budget.slots + budget.missing == 43 * 256
+    assert budget.staged * 43 >= 1.25 * budget.missing
+    assert fit_experts(148 * 10**9, 43, 256, 13_369_344, 6) is None
+    with pytest.raises(CapacityError, match="hold 7, expected at least the 6"):
+        fit_experts(10**8, 43, 256, 13_369_344, 6)
+    check_host_memory(budget, budget.host_bytes + 4 * 10**9)
+    with pytest.raises(CapacityError, match="of host memory"):
+        check_host_memory(budget, budget.host_bytes + 3 * 10**9)
+
+
+@pytest.mark.parametrize("value", ["some", "0", "-3", "nan", "inf", None, "1e30"])
+def test_expert_memory_is_checked(folder: Path, value: Any) -> None:
+    with pytest.raises(OptionError, match="expected auto, all or GB"):
+        Engine.load(folder, expert_memory=value)
+
+
+def test_too_little_host_memory_ends_before_loading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "free_host_memory", lambda: 10**9)
+    monkeypatch.setattr(MappedFiles, "tensor", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(CapacityError, match="of host memory"):
+        Engine.load(folder, expert_memory=GB)
+
+
+def test_a_container_limits_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(host_memory, "_LIMITS", tuple(map(str, paths)))
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 1000)
+    assert host_memory.free_host_memory() == 1000
+    for text, free in (("900", 600), ("max", 1000), ("5000", 1000)):
+        paths[0].write_text(f"{text}\n")
+        paths[1].write_text("300\n")
+        assert host_memory.free_host_memory() == free
+
+
+def test_a_file_that_cannot_be_read_gives_memory_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Residency] = []
+    real_close, real_tensor, count = Residency.close, MappedFiles.tensor, 0
+
+    def failing(self: MappedFiles, info: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count > 60:
+            raise CheckpointError(f"{info.file}: cannot be mapped")
+        return real_tensor(self, info)
+
+    def close(self: Residency) -> None:
+        closed.append(self)
+        real_close(self)
+
+    monkeypatch.setattr(MappedFiles, "tensor", failing)
+    monkeypatch.setattr(Residency, "close", close)
+    with pytest.raises(CheckpointError, match="cannot be mapped"):
+        Engine.load(folder, expert_memory=GB)
+    assert len(closed) == 1
+    assert not closed[0].host.blocks
+
+
+def test_experts_are_read_some_at_a_time(folder: Path) -> None:
+    most, seen = 0, []
+    fill = Residency.fill
+
+    def filled(self: Residency, layer: int, which: int, first: int, stack: Any) -> int:
+        nonlocal most
+        most = max(most, stack.shape[0])
+        return fill(self, layer, which, first, stack)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Residency, "fill", filled)
+        patch.setattr(reader, "PIECE_BYTES", 40_000)
+        engine = Engine.load(folder, expert_memory=GB, progress=lambda *at: seen.append(at))
+    assert 1 <= most < 6
+    assert seen[-1][0] == seen[-1][1]
+    whole = Engine.load(folder)
+    for ours, other in zip(engine._runner.model.blocks, whole._runner.model.blocks, strict=True):
+        for name in ("w13", "w2"):
+            found, wanted = (getattr(b.ffn.experts, name) for b in (ours, other))
+            assert torch.equal(found.dequantize(), wanted)
+    engine.close()
+
+
+def test_the_plan_of_experts_is_one_line() -> None:
+    line = str(ExpertBudget(43, 256, 13_369_344, 9000, 59))
+    assert line.startswith("experts: 9,000 of 11,008 (82 %) stay in 121.9")
+    assert "\n" not in line
