@@ -50,9 +50,9 @@ def swapper_of(engine: Engine) -> Swapper:
     return swapper
 
 
-def swap_at_random(engine: Engine) -> None:
+def swap_at_random(swapper: Swapper) -> None:
     """Another expert leaves before every step; some swaps take several steps."""
-    swapper, rng = swapper_of(engine), random.Random(0)
+    rng = random.Random(0)
 
     def between_steps() -> None:
         residency = swapper.residency
@@ -73,7 +73,7 @@ def test_answers_do_not_depend_on_places(folder: Path, wanted: list[Any], staged
     swapper = swapper_of(engine)
     assert 0 < swapper.residency.budget.missing < swapper.residency.budget.total
     swapper.residency.staged_rows = staged_rows
-    swap_at_random(engine)
+    swap_at_random(swapper_of(engine))
     assert answers(engine) == wanted
     assert swapper.num_swaps > 10
     assert int(swapper.residency.resident.sum()) == swapper.residency.budget.slots
@@ -83,7 +83,7 @@ def test_answers_do_not_depend_on_places(folder: Path, wanted: list[Any], staged
 
 def test_blocks_are_found_by_the_offsets_that_kernels_read(folder: Path) -> None:
     engine = Engine.load(folder, expert_memory=GB)
-    swap_at_random(engine)
+    swap_at_random(swapper_of(engine))
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=10))
     residency = swapper_of(engine).residency
     base = residency.pool[0].data_ptr()

@@ -23,6 +23,7 @@ from dsv4.tools.speed.model import (
     start_at,
     step_bytes,
 )
+from dsv4.tools.speed.placed import PlacedBench
 from dsv4.tools.speed.profile import FAMILIES, family_of
 from dsv4.tools.speed.report import picture
 from dsv4.tools.speed.steps import StepResult, experts_used
@@ -51,6 +52,38 @@ def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert rows[2]["result"]["what"] == "prefill"
+
+
+def test_decode_with_experts_in_host_memory(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    trial = ["--shape", "trial", "--device", "cpu", "--layers", "2", "--record", str(record)]
+    trial += ["--expert-memory", "0.0001", "--routing", "even,zipf:1.5", "--settle", "2"]
+    command = ["bench", "decode", *trial, "--batch", "1", "--context", "99", "--prompt", "40"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "% resident" in result.output
+    rows = [json.loads(line)["result"] for line in record.read_text().splitlines()[1:]]
+    timed = [(row["what"], row["routing"]) for row in rows if "what" in row]
+    assert timed == [("decode", "even"), ("decode", "zipf:1.5"), ("prompt", "even")]
+    assert 0 < rows[1]["resident_share"] < 1
+    assert rows[1]["missing_mb"] > 0
+    for routing in ("zipf", "zipf:x", "zipf:-1", "odd"):
+        result = CliRunner().invoke(app, [*command, "--routing", routing])
+        assert isinstance(result.exception, OptionError)
+
+
+def test_zipf_routing_is_what_it_says() -> None:
+    bench = PlacedBench("trial", 1, "cpu", "all")
+    shares = {}
+    for routing in ("even", "zipf:1"):
+        bench.route(routing)
+        table = bench.model.blocks[0].ffn.gate.table
+        assert table is not None
+        assert (table.sort(1).values.diff(dim=1) > 0).all()  # two different experts
+        counts = torch.bincount(table.flatten(), minlength=8).double()
+        shares[routing] = (counts / counts.sum()).sort(descending=True).values
+    assert shares["even"][0] < 0.16
+    assert shares["zipf:1"][0] > 0.25  # 0.37 of the first draw
 
 
 @torch.inference_mode()

@@ -1,9 +1,9 @@
 """`dsv4 bench decode` and `dsv4 bench prefill`: whole steps on this machine."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -30,8 +30,13 @@ def decode(
     batch: str = typer.Option("1,8,32,128", help="Sequences at once."),
     context: str = typer.Option("4096,131072,1048576", help="Tokens each of them has."),
     width: str = typer.Option("", help="Also verify steps: rows of each sequence, like 2,4,6."),
-    routing: str = typer.Option("random", help="Tokens of these rows: random, or all the same."),
+    routing: str = typer.Option(
+        "random", help="Tokens of these rows: random, or the same; of experts: even,zipf:1.0."
+    ),
     draft: str = typer.Option("", help="scripted:0.7: what they give at this acceptance."),
+    expert_memory: str = typer.Option("", help="Only so many experts on the GPU: auto, all, GB."),
+    settle: int = typer.Option(2000, min=0, help="Steps in which they settle before timing."),
+    prompt: str = typer.Option("", help="Then also prompts of so many tokens."),
     device: str = DEVICE,
     compare: str = typer.Option("", help="'transformers': time its model too, 4 layers, batch 1."),
     record: Path | None = RECORD,
@@ -44,6 +49,16 @@ def decode(
     from dsv4.tools.speed.steps import bench_decode
 
     batches, contexts = numbers("batch", batch), numbers("context", context)
+    if expert_memory:
+        _check(shape, device)
+        cases = [(b, c) for c in contexts for b in batches]
+        prompts = numbers("prompt", prompt) if prompt else []
+        given = "even" if routing == "random" else routing
+        _show_placed(
+            shape, layers or None, cases, prompts, given.split(","), settle, device, expert_memory,
+            record=record,
+        )  # fmt: skip
+        return
     if compare not in ("", "transformers"):
         raise OptionError(f"compare is {compare!r}, expected 'transformers'")
     widths, acceptance = numbers("width", width) if width else [], _acceptance(draft)
@@ -81,6 +96,26 @@ def prefill(
     _check(shape, device)
     rows = bench_prefill(shape, _layers(shape, layers), lengths, device)
     _show(rows, len(lengths), record, plot)
+
+
+def _show_placed(*case: Any, record: Path | None) -> None:
+    """Where experts do not all fit the GPU."""
+    from dsv4.tools.speed.placed import bench_placed, exponent_of, line_of
+    from dsv4.tools.speed.report import write_record
+
+    check_writable(files=(record,))
+    for routing in case[4]:
+        exponent_of(routing)
+    stage, rows = StageStatus(Console(stderr=True)), list[dict[str, object]]()
+    stage("making random weights")
+    for row in bench_placed(*case):
+        stage.pause()
+        Console().print(line_of(row), highlight=False, soft_wrap=True)
+        rows.append(asdict(row))
+        if record is not None:
+            write_record(record, rows)
+        stage("timing steps")
+    stage.pause()
 
 
 def _acceptance(draft: str) -> float | None:

@@ -1,0 +1,338 @@
+"""Times steps of a model whose experts do not all fit the GPU, under routing that is known.
+
+Weights are random in the official formats, made where they stay: no checkpoint is read. Every layer
+chooses its experts by token from a table, so that routing is even or follows Zipf's law exactly.
+Steps are queued one ahead, as in the engine, with swaps between them.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.checkpoint.names import Parameter, parameters
+from dsv4.config import EngineConfig
+from dsv4.errors import OptionError
+from dsv4.formats.quantized import Fp8BlockTensor, Weight
+from dsv4.model.transformer import Transformer
+from dsv4.runner.experts.budget import ExpertBudget
+from dsv4.runner.experts.choose import ExpertChoice, WeightBytes, choose_experts, choose_on_cpu
+from dsv4.runner.experts.place import PlacedWeights, open_experts
+from dsv4.runner.experts.swapper import Swapper
+from dsv4.runner.settings import Settings, resolve
+from dsv4.runner.settings import step_bytes as kept_free
+from dsv4.tools.bench_ops import random_fp4
+from dsv4.tools.plan_weights import parameter_bytes, scheme_named
+from dsv4.tools.speed.model import (
+    FilledState,
+    decode_step,
+    filled_state,
+    random_weight,
+    shape_config,
+    start_at,
+)
+from dsv4.tools.speed.steps import captured, compile_ahead, prompt_inputs
+
+PIECE = 32  # experts made at a time
+TIMED = 100  # steps
+FP8_TILE = 128
+SEQUENCES, CONTEXT = 4, 131072  # that the GPU keeps room for
+
+
+@dataclass(frozen=True)
+class PlacedResult:
+    what: str  # decode or prompt
+    routing: str
+    shape: str
+    layers: int
+    batch: int
+    context: int
+    ms: float
+    spread_ms: float
+    tokens_per_s: float
+    resident_share: float
+    missing_mb: float  # read over the bus in a step, or copied ahead of a prompt
+    missing_gbs: float  # these bytes over the whole time
+    num_swaps: int  # since the model was made
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """What was made, and where it is."""
+
+    line: str
+    seconds: float
+    gpu_gb: float  # used, of the whole GPU
+    planned_gb: float
+    step_gb: float  # kept free beside that
+
+
+class PlacedBench:
+    def __init__(self, shape: str, layers: int | None, device: str, expert_memory: str) -> None:
+        begin = time.perf_counter()
+        self.device, self.shape = torch.device(device), shape
+        config = shape_config(shape, layers)
+        self.config = replace(config, num_hash_layers=config.num_layers)
+        self.choices = EngineConfig(
+            device=device, kv_format="fp8", index_format="fp4", max_sequences=SEQUENCES,
+            max_context=min(CONTEXT, config.max_positions), expert_memory=expert_memory,
+        )  # fmt: skip
+        self.choice, self.planned = self._choose()
+        torch.manual_seed(0)
+        self.swapper: Swapper | None = None
+        placed = None
+        if self.choice.budget is not None:
+            placed = open_experts(self.choice, self.config, self.choice.settings, self._one_expert)
+            self.swapper = placed.swapper
+        self.model = Transformer(self.config, self._weights(placed), torch.bfloat16)
+        self._synchronize()
+        self.seconds = time.perf_counter() - begin
+
+    def _choose(self) -> tuple[ExpertChoice, int]:
+        """And the bytes of GPU memory that this plans, without what a step keeps free."""
+        nbytes = parameter_bytes(self.config, scheme_named("official"))
+        routed = sum(size for name, size in nbytes.items() if ".ffn.experts." in name)
+        weights = WeightBytes(sum(nbytes.values()), routed)
+        config, has_gpu = self.config, self.device.type == "cuda"
+
+        def resolved(choices: EngineConfig, memory: int) -> Settings:
+            return resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory)
+
+        if has_gpu:
+            torch.cuda.empty_cache()
+            memory = torch.cuda.mem_get_info(self.device)
+            found = choose_experts(self.choices, config, weights, *memory, resolved)
+        else:
+            settings = resolved(self.choices, 2**40)
+            found = choose_on_cpu(self.choices, config, weights, settings)
+        s = found.settings
+        sizes = s.max_context, s.max_sequences, s.state_tokens
+        experts = routed if found.budget is None else found.budget.gpu_bytes
+        state = s.geometry(config).state_bytes(*sizes)
+        return found, weights.total - routed + experts + state
+
+    @property
+    def budget(self) -> ExpertBudget | None:
+        return None if self.swapper is None else self.swapper.residency.budget
+
+    def made(self) -> PlacedModel:
+        used = kept = 0
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            used, kept = total - free, kept_free(total)
+        line = str(self.budget) if self.budget else "experts: all stay on the GPU"
+        sizes = (round(size / 1e9, 2) for size in (used, self.planned, kept))
+        return PlacedModel(line, round(self.seconds, 1), *sizes)
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def _one_expert(self) -> tuple[Weight, Weight]:
+        c = self.config
+        w13 = random_fp4(
+            2 * c.moe_intermediate_size, c.hidden_size, None, True, self.device, mx=True
+        )
+        return w13, random_fp4(
+            c.hidden_size, c.moe_intermediate_size, None, False, self.device, mx=True
+        )
+
+    def _weights(self, placed: PlacedWeights | None) -> dict[str, Weight]:
+        found: dict[str, Weight] = {}
+        for name, parameter in parameters(self.config).items():
+            if placed is None or ".ffn.experts." not in name:
+                found[name] = self._weight(name, parameter)
+                continue
+            count, rows, columns = parameter.shape
+            for first in range(0, count, PIECE):
+                some = min(PIECE, count - first)
+                stack = random_fp4(rows, columns, some, name.endswith("w13"), self.device, mx=True)
+                placed.take(name, stack)
+        return found if placed is None else found | placed.weights()
+
+    def _weight(self, name: str, parameter: Parameter) -> Weight:
+        """In the format of the official checkpoint."""
+        *lead, rows, columns = (0, *parameter.shape)
+        label = scheme_named("official").format_of(name, parameter)
+        if parameter.kind != "linear" or label not in ("mxfp4", "fp8", "bf16"):
+            return random_weight(name, parameter, self.config, self.device)
+        if label == "mxfp4":
+            weight: Weight = random_fp4(
+                rows, columns, lead[1], name.endswith("w13"), self.device, mx=True
+            )
+            return weight
+        if label == "bf16":
+            return 0.02 * torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16)
+        codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8, device=self.device)
+        codes |= torch.randint_like(codes, 0, 2) << 7
+        grid = math.ceil(rows / FP8_TILE), math.ceil(columns / FP8_TILE)
+        scale = torch.full(grid, 114, dtype=torch.uint8, device=self.device)  # 2^-13
+        return Fp8BlockTensor(codes.view(torch.float8_e4m3fn), scale, FP8_TILE)
+
+    def route(self, routing: str) -> None:
+        """Every layer's table anew: `even`, or `zipf:` and an exponent, each layer with its own
+        order of experts."""
+        exponent, count = exponent_of(routing), self.config.num_experts
+        ranks = torch.arange(1, count + 1, device=self.device).log()
+        for block in self.model.blocks:
+            table = block.ffn.gate.table
+            assert table is not None
+            order = torch.randperm(count, device=self.device)
+            for part in torch.split(table, 1 << 14):
+                noise = -torch.rand(len(part), count, device=self.device).log().neg().log()
+                chosen = (noise - exponent * ranks).topk(table.shape[1], dim=1).indices
+                part.copy_(order[chosen])
+
+    # --- steps --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def decode(self, batch: int, context: int, routing: str, settle: int) -> PlacedResult:
+        self.route(routing)
+        state = filled_state(self.config, batch, context, self.device)
+        start = max(context - settle - 4 * TIMED - 8, 0)
+        start_at(state, start)
+
+        def step() -> None:
+            decode_step(self.model, state.layers, state)
+
+        compile_ahead(step, self.device)
+        replay = captured(step, self.device)
+        start_at(state, start)
+        self._run(replay, settle)
+        count = TIMED if self.device.type == "cuda" else 2
+        visits = self._missing_visits()
+        times = [self._run(replay, count) / count for _ in range(3)]
+        missing = (self._missing_visits() - visits) / (3 * count)
+        return self._result("decode", routing, (batch, context, batch), times, missing)
+
+    def _run(self, replay: Callable[[], object], count: int) -> float:
+        """Milliseconds of so many steps; the host is one ahead, and swaps between them."""
+        queued: list[Any] = []
+        begin = time.perf_counter()
+        for _ in range(count):
+            if self.swapper is not None:
+                self.swapper.between_steps()
+            replay()
+            if self.device.type == "cuda":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                queued.append(event)
+                if len(queued) > 1:
+                    queued.pop(0).synchronize()
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    @torch.inference_mode()
+    def prompt(self, tokens: int, routing: str) -> PlacedResult:
+        self.route(routing)
+        state = filled_state(self.config, 1, tokens, self.device, chunk_tokens=tokens)
+        inputs = prompt_inputs(state, tokens)
+        compile_ahead(lambda: self.model(inputs, state.layers), self.device)
+        self._prompt(inputs, state)
+        times = [self._prompt(inputs, state) for _ in range(3)]
+        missing = 0 if self.budget is None else self.budget.missing
+        return self._result("prompt", routing, (1, tokens, tokens), times, missing)
+
+    def _prompt(self, inputs: Any, state: FilledState) -> float:
+        self._synchronize()
+        begin = time.perf_counter()
+        if self.swapper is None:
+            self.model(inputs, state.layers)
+        else:
+            with self.swapper.residency.step(inputs.token_ids.shape[0]):
+                self.model(inputs, state.layers)
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    def _missing_visits(self) -> int:
+        """Visits so far of experts that are missing now."""
+        if self.swapper is None:
+            return 0
+        residency = self.swapper.residency
+        counts = residency.counts[:, : self.config.num_experts].cpu()
+        missing: Tensor = counts[torch.from_numpy(~residency.resident)]
+        return int(missing.sum())
+
+    def _result(
+        self,
+        what: str,
+        routing: str,
+        case: tuple[int, int, int],
+        times: Sequence[float],
+        missing: float,
+    ) -> PlacedResult:
+        batch, context, tokens = case
+        ms, budget = statistics.median(times), self.budget
+        nbytes = missing * budget.block_bytes if budget else 0.0
+        return PlacedResult(
+            what, routing, self.shape, self.config.num_layers, batch, context, round(ms, 3),
+            round(max(times) - min(times), 3), round(tokens / ms * 1e3, 1),
+            round(budget.resident_share, 4) if budget else 1.0, round(nbytes / 1e6, 1),
+            round(nbytes / ms / 1e6, 1), self.swapper.num_swaps if self.swapper else 0,
+        )  # fmt: skip
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def exponent_of(routing: str) -> float:
+    """0 for `even`, 1.0 for `zipf:1.0`."""
+    kind, _, text = routing.partition(":")
+    try:
+        found = 0.0 if routing == "even" else float(text)
+    except ValueError:
+        found = -1.0
+    if (kind != "zipf" and routing != "even") or not 0 <= found <= 10:
+        raise OptionError(f"routing is {routing!r}, expected even, or zipf and an exponent: zipf:1")
+    return found
+
+
+def bench_placed(
+    shape: str,
+    layers: int | None,
+    cases: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    routings: Sequence[str],
+    settle: int,
+    device: str,
+    expert_memory: str,
+) -> Iterator[PlacedModel | PlacedResult]:
+    """`cases`: batch and context of decode steps."""
+    bench = PlacedBench(shape, layers, device, expert_memory)
+    yield bench.made()
+    try:
+        for routing in routings:
+            for index, (batch, context) in enumerate(cases):
+                yield bench.decode(batch, context, routing, 1 if index else settle)
+                _give_back(bench.device)
+        for tokens in prompts:
+            yield bench.prompt(tokens, routings[0])
+            _give_back(bench.device)
+        yield bench.made()
+    finally:
+        if bench.swapper is not None:
+            bench.swapper.close()
+
+
+def _give_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def line_of(row: PlacedModel | PlacedResult) -> str:
+    if isinstance(row, PlacedModel):
+        return (
+            f"{row.line}; after {row.seconds:g} s, {row.gpu_gb:g} GB of the GPU are used, planned "
+            f"were {row.planned_gb:g} GB and {row.step_gb:g} GB for a step"
+        )
+    size = f"{row.context} tokens" if row.what == "prompt" else f"{row.batch} x {row.context}"
+    return (
+        f"{row.what} {row.shape} {row.layers} layers, {size}, {row.routing}: {row.ms:.3f} ms "
+        f"(spread {row.spread_ms:.3f}), {row.tokens_per_s} tok/s, "
+        f"{100 * row.resident_share:.1f} % resident, {row.missing_mb:g} MB from the host "
+        f"({row.missing_gbs:g} GB/s), {row.num_swaps} swaps"
+    )
