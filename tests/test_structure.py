@@ -97,7 +97,8 @@ LINE_BUDGET = {
     "runner": 4590,  # 120 for ranks on GPUs
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
-    "tools": 8700,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    # 450 for experts in host memory: their bench and plan
+    "tools": 9150,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
     "cli": 2700,  # 200 for plans over several GPUs and join
     "deploy": 1000,
     "__main__.py": 10,

@@ -40,9 +40,10 @@ class HostMemory:
         except BaseException:
             self.close()
             raise
+        self.seconds = time.perf_counter() - begin
         if pinned:
-            seconds = time.perf_counter() - begin
-            log.info("pinned %s of host memory in %.1f s", size_text(count * block_bytes), seconds)
+            whole = size_text(count * block_bytes)
+            log.info("pinned %s of host memory in %.1f s", whole, self.seconds)
 
     def _area(self, nbytes: int) -> Tensor:
         try:

@@ -67,6 +67,7 @@ class PlacedModel:
 
     line: str
     seconds: float
+    pinning_s: float
     gpu_gb: float  # used, of the whole GPU
     planned_gb: float
     step_gb: float  # kept free beside that
@@ -127,7 +128,8 @@ class PlacedBench:
             used, kept = total - free, kept_free(total)
         line = str(self.budget) if self.budget else "experts: all stay on the GPU"
         sizes = (round(size / 1e9, 2) for size in (used, self.planned, kept))
-        return PlacedModel(line, round(self.seconds, 1), *sizes)
+        pinning = self.swapper.residency.host.seconds if self.swapper else 0.0
+        return PlacedModel(line, round(self.seconds, 1), round(pinning, 1), *sizes)
 
     # --- weights ------------------------------------------------------------------------------
 
@@ -326,8 +328,9 @@ def _give_back(device: torch.device) -> None:
 def line_of(row: PlacedModel | PlacedResult) -> str:
     if isinstance(row, PlacedModel):
         return (
-            f"{row.line}; after {row.seconds:g} s, {row.gpu_gb:g} GB of the GPU are used, planned "
-            f"were {row.planned_gb:g} GB and {row.step_gb:g} GB for a step"
+            f"{row.line}; after {row.seconds:g} s ({row.pinning_s:g} of them pinning), "
+            f"{row.gpu_gb:g} GB of the GPU are used, planned were {row.planned_gb:g} GB "
+            f"and {row.step_gb:g} GB for a step"
         )
     size = f"{row.context} tokens" if row.what == "prompt" else f"{row.batch} x {row.context}"
     return (
