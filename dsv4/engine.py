@@ -108,7 +108,7 @@ class Engine:
         self._drafting = drafting
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget(),
-            None if drafting is None else drafting.propose,
+            None if drafting is None else drafting.propose, self._runner.num_lanes,
         )  # fmt: skip
         self._pipeline = Pipeline(
             self._scheduler,

@@ -8,9 +8,13 @@ submitted too, but sampled only once that token is known.
 A step with drafts gives several tokens of a sequence. They are taken in rounds: `take` returns the
 first of each, and once the engine has accepted it, `next_round` the next one of those sequences
 whose draft was the token that was accepted. No step runs ahead of such a step.
+
+With several stages (`pp`), as many steps as stages are in flight, the *lanes*: of different
+sequences, or of chunks of one prompt. A sequence whose token is in flight is in no other step.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -70,23 +74,26 @@ class Pipeline:
         """`sampling_row` returns how to sample a sequence's next token, given what is known now."""
         self._drafting = drafting
         self._accepting: InFlightStep | None = None  # its tokens are being accepted
-        self.runs_ahead = runner.device.type == "cuda"
+        self.runs_ahead = runner.runs_ahead
         self._scheduler, self._runner = scheduler, runner
         self._is_live, self._sampling_row, self._is_guided = is_live, sampling_row, is_guided
         self._ahead: InFlightStep | None = None  # submitted, not read yet
+        self._lanes: deque[InFlightStep] = deque()  # with several stages: submitted, not sampled
 
     def take(self) -> StepOutcome:
         """Read the oldest step, after submitting the next one where that is possible."""
         outcome = StepOutcome(clock=[time.perf_counter()])
         step, self._ahead = self._ahead, None
-        if step is None or not any(self._is_live(item.sequence) for item in step.scheduled):
+        if self._runner.num_lanes > 1:
+            step = self._next_lane(outcome.failures)
+        elif step is None or not self._live_of(step):
             step = self._start(outcome.failures)
         if step is None:
             return outcome
         outcome.clock.append(time.perf_counter())
         step.begin = outcome.clock[0]
         is_verified = step.submitted.verify is not None
-        if not is_verified:
+        if not is_verified and self._runner.num_lanes == 1:
             self._scheduler.done(step.scheduled)
             if self._may_run_ahead:
                 self._ahead = self._start(outcome.failures)
@@ -117,6 +124,18 @@ class Pipeline:
         if is_verified or self._runner.drafter is not None:
             self._accepting = step
         return outcome
+
+    def _next_lane(self, failures: list[Failure]) -> InFlightStep | None:
+        """The oldest step in flight, once every stage has something to do. Logits of steps whose
+        requests were all aborted arrive in between and are dropped."""
+        self._lanes = deque(step for step in self._lanes if self._live_of(step))
+        while len(self._lanes) < self._runner.num_lanes:
+            step = self._submit(failures)
+            if step is None:
+                break
+            self._scheduler.done(step.scheduled)  # before a later step changes their state
+            self._lanes.append(step)
+        return self._sample_step(self._lanes.popleft(), failures) if self._lanes else None
 
     @property
     def _may_run_ahead(self) -> bool:
@@ -229,7 +248,13 @@ class Pipeline:
             self._scheduler.preempt(sequence)
 
     def _start(self, failures: list[Failure]) -> InFlightStep | None:
-        """Submit the next step."""
+        """Submit the next step, and its sampling unless that depends on tokens in flight."""
+        step = self._submit(failures)
+        if step is None or any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):
+            return step
+        return self._sample_step(step, failures)
+
+    def _submit(self, failures: list[Failure]) -> InFlightStep | None:
         try:
             scheduled = self._scheduler.next_step()
         except StallError as error:
@@ -251,10 +276,9 @@ class Pipeline:
             return None
         sampled = [item.sequence for item in scheduled if item.samples]
         step = InFlightStep(scheduled, sampled, chunks, submitted)
-        waits = any(s.num_pending > 0 and self._is_guided(s) for s in step.sampled)
         for sequence in step.sampled:
             sequence.num_pending += 1
-        return step if waits else self._sample_step(step, failures)
+        return step
 
     def _sample_step(self, step: InFlightStep, failures: list[Failure]) -> InFlightStep | None:
         try:

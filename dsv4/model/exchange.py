@@ -26,12 +26,12 @@ from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
 from dsv4.ops.moe.experts import Experts, sum_pairs
 from dsv4.ops.moe.router import Gate, router
+from dsv4.parallel.channels import ROWS_FROM
 from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout, k_ranges
 
 Moe = tuple[Gate, Experts]
 Matrices = tuple[list[Weight], list[torch.dtype]]  # and the dtypes of their results
-ROWS_FROM = 64  # rows of a step from which ranks own rows; the bits are the same on both sides
 
 
 class SingleRank:

@@ -106,19 +106,31 @@ class Transformer:
         """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens. Of several
         ranks the first has them, and those of the last stage; the others have no rows. `streams`:
         where the final streams of all rows are wanted; only on one rank."""
+        logits, layout = self.run_stage(step, state, streams), self.exchange.layout
+        if layout.rank == 0 and layout.pp > 1:
+            rows = step.token_ids if step.logits_rows is None else step.logits_rows
+            logits = logits.new_empty(len(rows), self.config.vocab_size)
+            self.exchange.comm.receive_logits(logits)()
+        return logits
+
+    def run_stage(
+        self, step: StepInputs, state: Sequence[LayerState], streams: Tensor | None = None
+    ) -> Tensor:
+        """This rank's part of a step: it does not wait for later stages. Logits of the last stage,
+        which sends them to rank 0; no rows on others."""
         layout, sharing = self.exchange.layout, self.exchange.sharing(step.token_ids.shape[0])
         residual = Residual(self._streams(step, sharing))
         for layer, block in enumerate(self.blocks):
             residual = block(residual, step, state[layer], sharing)
         if not layout.is_last:
             self.exchange.comm.send(finish(residual), layout.rank + layout.tp)
-            return self._received_logits(step)
+            return torch.empty((0, self.config.vocab_size), device=step.token_ids.device)
         if streams is not None:
             streams[: step.token_ids.shape[0]].copy_(finish(residual))
         hidden = sharing.hidden(residual, self.head_site, step.logits_rows)
         logits = self.exchange.logits(hidden, self.head)
         if layout.pp > 1 and layout.rank == layout.logits_rank:
-            self.exchange.comm.send(logits, 0)
+            self.exchange.comm.send_logits(logits)
         return logits
 
     def _streams(self, step: StepInputs, sharing: SingleRank) -> Tensor:
@@ -132,14 +144,6 @@ class Transformer:
         )
         self.exchange.comm.receive(streams, layout.rank - layout.tp)
         return streams
-
-    def _received_logits(self, step: StepInputs) -> Tensor:
-        layout, rows = self.exchange.layout, step.logits_rows
-        count = len(step.token_ids if rows is None else rows) if layout.rank == 0 else 0
-        logits = torch.empty((count, self.config.vocab_size), device=step.token_ids.device)
-        if layout.rank == 0:
-            self.exchange.comm.receive(logits, layout.logits_rank)
-        return logits
 
 
 def _likeness(value: Any) -> Any:

@@ -7,7 +7,7 @@ not depend on how a library would have reduced them, nor on the number of ranks.
 `send` and `receive` are between two ranks of the world. Tensors travel as bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -61,6 +61,13 @@ class Comm(Protocol):
 
     def receive(self, out: Tensor, source: int) -> None: ...
 
+    def receive_logits(self, out: Tensor) -> Callable[[], None]:
+        """On rank 0, of the last stage: begin; the call returned ends it. So the last stage need
+        not wait for rank 0, which may be sending the next step. They arrive in order."""
+        ...
+
+    def send_logits(self, x: Tensor) -> None: ...
+
     def share(self, x: Tensor) -> None:
         """Rank 0's `x` on every rank of the world."""
         ...
@@ -84,6 +91,12 @@ class SingleRankComm:
 
     def receive(self, out: Tensor, source: int) -> None:
         raise AssertionError(f"a rank alone receives from {source}")
+
+    def receive_logits(self, out: Tensor) -> Callable[[], None]:
+        raise AssertionError("a rank alone has its logits")
+
+    def send_logits(self, x: Tensor) -> None:
+        raise AssertionError("a rank alone has its logits")
 
     def share(self, x: Tensor) -> None:
         pass

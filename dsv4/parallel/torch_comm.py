@@ -1,6 +1,6 @@
 """`Comm` over torch's process groups: Gloo on CPUs, NCCL on GPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,12 +12,14 @@ from dsv4.parallel.layout import RankLayout
 
 
 class TorchComm:
-    """Over torch's process groups: `world` of all ranks, `group` of this one's stage."""
+    """Over torch's process groups: `world` of all ranks, `group` of this one's stage, `logits` of
+    rank 0 and the one that sends it logits. That is a group of its own, because NCCL brings what a
+    group sends and receives in one order: logits would wait for the streams of the next step."""
 
     pushes = error = None
 
-    def __init__(self, layout: RankLayout, world: Any, group: Any) -> None:
-        self._layout, self._world, self._group = layout, world, group
+    def __init__(self, layout: RankLayout, world: Any, group: Any, logits: Any) -> None:
+        self._layout, self._world, self._group, self._logits = layout, world, group, logits
 
     @classmethod
     def gloo(
@@ -35,9 +37,7 @@ class TorchComm:
             options._timeout = timedelta(seconds=timeout)
             return gloo(distributed.PrefixStore(name, store), rank, size, options)
 
-        world = group("world", layout.rank, layout.world)
-        stage = group(f"stage {layout.stage}", layout.tp_rank, layout.tp)
-        return cls(layout, world, stage)
+        return cls(layout, *_groups(layout, group))
 
     @classmethod
     def nccl(
@@ -55,9 +55,7 @@ class TorchComm:
             made.eager_connect_single_device(device)
             return made
 
-        world = group("world", layout.rank, layout.world)
-        stage = group(f"stage {layout.stage}", layout.tp_rank, layout.tp)
-        comm = cls(layout, world, stage)
+        comm = cls(layout, *_groups(layout, group))
         word = torch.zeros(1, dtype=torch.int64, device=device)
         comm.share(word)
         comm.gather(word.new_empty(layout.tp, 1), word)
@@ -84,5 +82,22 @@ class TorchComm:
         if out.numel():
             self._world.recv([as_bytes(out)], source, 0).wait()
 
+    def receive_logits(self, out: Tensor) -> Callable[[], None]:
+        wait: Callable[[], None] = self._logits.recv([as_bytes(out)], 1, 0).wait
+        return wait
+
+    def send_logits(self, x: Tensor) -> None:
+        self._logits.send([as_bytes(x)], 0, 0).wait()
+
     def share(self, x: Tensor) -> None:
         share_by_mail(self, self._layout, x)
+
+
+def _groups(layout: RankLayout, make: Callable[[str, int, int], Any]) -> tuple[Any, Any, Any]:
+    """Made in one order on all ranks, so none waits for another in a circle."""
+    world = make("world", layout.rank, layout.world)
+    stage = make(f"stage {layout.stage}", layout.tp_rank, layout.tp)
+    ends, logits = (0, layout.logits_rank), None
+    if layout.pp > 1 and layout.rank in ends:
+        logits = make("logits", ends.index(layout.rank), 2)
+    return world, stage, logits

@@ -136,7 +136,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         room = state_memory("cpu", 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
     else:
-        stages = stage_rooms(sizes, layout, devices.cluster(choices.nodes))
+        stages = stage_rooms(sizes, layout, devices.cluster(choices.nodes), choices)
     if experts is not None:
         settings = experts.settings
     else:

@@ -38,6 +38,7 @@ from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
+from dsv4.runner.ranks.lanes import LogitsInFlight
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings, wants_one_thread
@@ -77,6 +78,7 @@ class SubmittedStep:
     chunks: list[Chunk]  # in the order of their rows
     results: PendingResults | None = None
     verify: Verify | None = None  # its rows of drafts
+    logits: Tensor | None = None  # of several stages: on their way to rank 0
 
     @property
     def is_sampled(self) -> bool:
@@ -151,6 +153,10 @@ class Runner:
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
         self._sampling = SamplingRows(self.buffers, model.exchange.comm.error)
+        layout = model.exchange.layout
+        self._in_flight: LogitsInFlight | None = None
+        if layout.pp > 1 and layout.rank == 0:
+            self._in_flight = LogitsInFlight(model, self.device)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
@@ -161,6 +167,17 @@ class Runner:
         if team is not None:
             team.wait_for("ready")
             team.ready()
+
+    @property
+    def num_lanes(self) -> int:
+        """Steps that can be in flight at once, each of other sequences: one for each stage."""
+        return self.model.exchange.layout.pp
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be submitted before the tokens of the last one are known. With
+        several stages other sequences keep the device busy."""
+        return self.device.type == "cuda" and self.num_lanes == 1
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -186,10 +203,10 @@ class Runner:
         shape, verify = self._shape(chunks, counts, longest), None
         if shape.width > 1:
             verify = Verify(shape, counts)
-        self._queue(shape, chunks, counts, started)
+        logits = self._queue(shape, chunks, counts, started)
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
         positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
-        return SubmittedStep(sampled, positions, shape, list(chunks), verify=verify)
+        return SubmittedStep(sampled, positions, shape, list(chunks), None, verify, logits)
 
     @torch.inference_mode()
     def draft(
@@ -224,7 +241,9 @@ class Runner:
     @_with_own_ops
     def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
         """Queue the sampling of a step: one token per sequence in `submitted.sampled`. Of drafts,
-        this is the first row of each sequence, or all of them where no row needs the host."""
+        this is the first row of each sequence, or all of them where no row needs the host. With
+        several stages this waits for the last one."""
+        self._receive(submitted.shape, submitted.logits)
         if submitted.verify is not None and samples_together(rows, self.device):
             self._sampling.prepare(
                 rows, submitted.sampled, submitted.positions, submitted.verify.places
@@ -246,7 +265,7 @@ class Runner:
         if rows:
             owners = [sampled[place] for place in places]
             self._run(self._sampling.prepare(rows, owners, [positions[place] for place in places]))
-            if self.team is not None and self.device.type == "cuda":
+            if self.team is not None and self.runs_ahead:
                 self.team.command("share")
                 self._run(SHARE)
         submitted.results = self._sampling.read_back(rows)
@@ -268,11 +287,14 @@ class Runner:
             count = chunk.num_logits
             if count == len(chunk.token_ids) <= self.scored_tokens:
                 shape = self.buffers.scored_shape(chunk.pages.length + count)
-                self._queue(shape, chunks, [count])
+                self._receive(shape, self._queue(shape, chunks, [count]))
                 return self.buffers.scores[:count].clone()
         counts = [len(chunk.token_ids) for chunk in chunks]
         with self._grown(chunks, counts):
             numbers, line = self._score_line(chunks)
+            if self._in_flight is not None:
+                with self._together():
+                    self._in_flight.wait_for_all()
             if self.team is not None:
                 self.team.command("score", numbers, line.tobytes())
             with self._together():
@@ -292,18 +314,37 @@ class Runner:
         chunks: Sequence[Chunk],
         counts: list[int],
         started: Started | None = None,
-    ) -> None:
+    ) -> Tensor | None:
+        """With several stages: where the logits will be, see `_receive`."""
         if self.swapper is not None:
             self.swapper.between_steps()
+        logits = None
         with self._grown(chunks, counts) as growth:
+            if self._in_flight is not None:
+                with self._together():
+                    self._in_flight.make_room()
             self._send(shape, chunks, counts, self._new_pages(chunks, growth))
             with self._together():
                 self._run(shape)
+                if self._in_flight is not None:
+                    logits = self._in_flight.expect(len(self.buffers.logits_of(shape)))
             check_state(self.team, self.state, chunks[0].pages)
             if started is not None:
                 started()
             for chunk in chunks:
                 self._written[chunk.pages.slot] = chunk.pages
+        return logits
+
+    def _receive(self, shape: StepShape, logits: Tensor | None) -> None:
+        """Those that `_queue` returned."""
+        if logits is None:
+            return
+        assert self._in_flight is not None
+        assert self.team is not None
+        self.team.check()
+        with self.team.together(), self.guard.watch(strict=False):
+            self._in_flight.wait_for(logits)
+            self.buffers.logits_of(shape).copy_(logits)
 
     @contextmanager
     def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[Growth]:
@@ -530,7 +571,7 @@ class Runner:
         keys: list[Key] = [*buffers.shapes(), *reversed(buffers.batches)]
         keys += self._draft_parts()
         alone = self.model.exchange.layout.world == 1
-        keys += [] if alone else [SHARE]
+        keys += [] if alone or self.num_lanes > 1 else [SHARE]
         few, some = self.model.distinct()
         layers = [self.state.layers[i] for i in some]
 
@@ -538,6 +579,10 @@ class Runner:
             with nullcontext() if isinstance(key, str) else self.plan.recording(key):
                 if isinstance(key, StepShape):
                     forward(few, layers, buffers, key, self._streams)
+                    if self._in_flight is not None:
+                        self._in_flight.wait_for(
+                            self._in_flight.expect(len(buffers.logits_of(key)))
+                        )
                 else:
                     self._run_once(key)
 

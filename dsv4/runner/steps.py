@@ -38,7 +38,6 @@ def forward(
     at = step_line(shape).views(buffers.step.line)
     inputs, verify = buffers.inputs(shape), buffers.verify
     sent, seq_idx, token_ids = at["token_ids"], inputs.batch.seq_idx, inputs.token_ids
-    out = buffers.scores if shape.scored else buffers.logits
     if shape.width > 1:
         assert verify is not None
         draft_rows(
@@ -46,7 +45,6 @@ def forward(
             SlotDrafts(buffers.newest, verify.lengths, verify.drafts), buffers.vocab_size,
             verify.laid_out(shape),
         )  # fmt: skip
-        out = verify.logits
         # the rows are there already; only page tables are left to write
         sent, seq_idx = at["slots"], buffers.rows[: shape.sequences]
         token_ids = verify.unused[: shape.sequences]
@@ -62,8 +60,8 @@ def forward(
         token_ids=token_ids,
         rows=buffers.tables(shape),
     )
-    logits = model(inputs, state, None if shape.scored else streams)
-    out[: logits.shape[0]].copy_(logits)
+    logits = model.run_stage(inputs, state, None if shape.scored else streams)
+    buffers.logits_of(shape)[: logits.shape[0]].copy_(logits)
 
 
 def sample_tokens(buffers: StepBuffers, rows: int) -> None:

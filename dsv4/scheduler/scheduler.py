@@ -62,10 +62,12 @@ class Scheduler:
         emit: Callable[[str, SequenceState], None] = lambda kind, sequence: None,
         budget: Callable[[int], int] | None = None,
         propose: Propose | None = None,
+        lanes: int = 1,
     ) -> None:
         """`budget`: prompt tokens allowed in a step, by its number of decoding sequences.
-        `propose`: drafts of sequences, given how many each can take."""
-        self._pages = pages
+        `propose`: drafts of sequences, given how many each can take. `lanes`: steps in flight at
+        once, which share the decoding sequences."""
+        self._pages, self._lanes = pages, lanes
         self._propose = propose
         self._budget = budget
         self._chunk_tokens = chunk_tokens
@@ -295,12 +297,11 @@ class Scheduler:
     # --- token budget -------------------------------------------------------------------------
 
     def _plan(self) -> list[ScheduledTokens]:
-        scheduled, prompts = [], []
-        for sequence in self._running:
-            if sequence.num_left > 1:
-                prompts.append(sequence)
-            elif not sequence.num_pending or not sequence.is_last_pending:
-                scheduled.append(ScheduledTokens(sequence, 1, samples=True))
+        prompts = [sequence for sequence in self._running if sequence.num_left > 1]
+        decoding = [sequence for sequence in self._running if sequence.num_left <= 1]
+        most = -(-len(decoding) // self._lanes)
+        ready = [s for s in decoding if not s.num_pending or self._may_run_ahead(s)]
+        scheduled = [ScheduledTokens(sequence, 1, samples=True) for sequence in ready[:most]]
         if not prompts:
             return scheduled
         prompts.sort(key=lambda s: (s.last_served, s.rank))
@@ -316,6 +317,10 @@ class Scheduler:
                     ScheduledTokens(sequence, count, samples, inside[0] if inside else 0)
                 )
         return scheduled
+
+    def _may_run_ahead(self, sequence: SequenceState) -> bool:
+        """Whether its next token may be computed before the one in flight is known."""
+        return self._lanes == 1 and not sequence.is_last_pending
 
     def _fits(self, scheduled: list[ScheduledTokens]) -> bool:
         growing = []

@@ -37,7 +37,22 @@ class Faulty(follower.Follower):
             raise ValueError("a wrong number")
         if command.number == 3 and self.fault == "alike":
             raise KernelError("the same everywhere")
+        if self.fault == f"waits in command {command.number}":
+            comm: Any = runner.model.exchange.comm
+            right = comm.receive
+            comm.receive = lambda *rest: (right(*rest), self._wait_for_the_next())
+            try:
+                return super().execute(runner, command)
+            finally:
+                comm.receive = right
         return super().execute(runner, command)
+
+    def _wait_for_the_next(self) -> None:
+        limit = time.monotonic() + 20.0
+        while self._inbox.empty():
+            if time.monotonic() > limit:
+                raise KernelError("the next step did not begin meanwhile")
+            time.sleep(0.001)
 
 
 def main(connection: socket.socket) -> int:

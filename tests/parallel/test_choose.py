@@ -33,7 +33,7 @@ H200 = Devices(2, "NVIDIA H200", 149 * GB)
         (replace(H200, count=1), (1, 1)),
         (H200, (2, 1)),
         (replace(H200, count=8), (8, 1)),
-        (Devices(4, "NVIDIA H100 PCIe", 84 * GB), (4, 1)),
+        (Devices(4, "NVIDIA H100 PCIe", 84 * GB), (1, 4)),
         (Devices(3, "Some GPU", 84 * GB), (1, 3)),  # two would leave one idle; three are stages
     ],
 )
@@ -92,7 +92,7 @@ def test_too_little_memory() -> None:
         choose_layout(EngineConfig(pp=3), FLASH, H200)
     cluster = replace(Cluster.of("h200", 2), memory=40 * GB)
     with pytest.raises(CapacityError, match=r"a rank of stage 0 has 80.[45]. GB of weights"):
-        stage_rooms(FLASH, FLASH.layout(2, 1), cluster)
+        stage_rooms(FLASH, FLASH.layout(2, 1), cluster, EngineConfig())
 
 
 def test_state_is_sized_for_each_stage() -> None:
@@ -101,7 +101,7 @@ def test_state_is_sized_for_each_stage() -> None:
     choices = EngineConfig(device="cuda", max_context=1_000_000)
     found = []
     for tp, pp in ((2, 1), (1, 2)):
-        rooms = stage_rooms(FLASH, FLASH.layout(tp, pp), cluster)
+        rooms = stage_rooms(FLASH, FLASH.layout(tp, pp), cluster, choices)
         settings = resolve(choices, FLASH.config, has_gpu=True, memory_bytes=0, stages=rooms)
         geometry = settings.geometry(FLASH.config)
         for layers, room in rooms:

@@ -31,8 +31,9 @@ from dsv4.ops.core.ragged import make_ragged
 from dsv4.parallel.comm import Comm, SingleRankComm
 from dsv4.parallel.layout import RankLayout, balance
 from dsv4.parallel.probe import probe
-from dsv4.parallel.threads import ThreadComm, ThreadWorld
+from dsv4.runner.ranks.lanes import LogitsInFlight
 from dsv4.testing import as_dtype, random_weights, small_config
+from tests.parallel.threads import ThreadComm, ThreadWorld
 
 CPU = torch.device("cpu")
 CONFIG = small_config(
@@ -101,9 +102,20 @@ class Rank:
 
     @torch.inference_mode()
     def run(self) -> list[Tensor]:
-        return [self.step(work, seed) for seed, work in enumerate(STEPS)]
+        """Logits of each step; rank 0 begins as many steps as there are stages before it waits."""
+        found, lanes = [], LogitsInFlight(self.model, CPU)
+        for seed, work in enumerate(STEPS):
+            inputs = self.inputs(work, seed)
+            if self.layout.rank or self.layout.pp == 1:
+                found.append(self.model(inputs, self.state.layers))
+                continue
+            lanes.make_room()
+            self.model.run_stage(inputs, self.state.layers)
+            found.append(lanes.expect(len(work)))
+        lanes.wait_for_all()
+        return found
 
-    def step(self, work: tuple[tuple[int, int], ...], seed: int) -> Tensor:
+    def inputs(self, work: tuple[tuple[int, int], ...], seed: int) -> StepInputs:
         if seed == 2:  # slot 2 goes on from slot 0's snapshot
             self.state.save_rows(1, 0)
             self.state.restore_rows(0, 2)
@@ -121,7 +133,7 @@ class Rank:
         )
         for slot, count in work:
             self.lengths[slot] += count
-        return self.model(inputs, self.state.layers)
+        return inputs
 
     def state_bytes(self) -> list[list[Tensor]]:
         """By layer."""
@@ -327,14 +339,14 @@ def head_collapse_at_each_boundary(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_missing_on_later_stages(patch: pytest.MonkeyPatch) -> None:
-    right = Transformer.__call__
+    right = Transformer.run_stage
 
-    def call(self: Transformer, step: StepInputs, state: Any) -> Tensor:
+    def run_stage(self: Transformer, step: StepInputs, *rest: Any) -> Tensor:
         if not self.exchange.layout.is_first:
             step = replace(step, token_ids=torch.zeros_like(step.token_ids))
-        return right(self, step, state)
+        return right(self, step, *rest)
 
-    patch.setattr(Transformer, "__call__", call)
+    patch.setattr(Transformer, "run_stage", run_stage)
 
 
 def a_stale_round(patch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ class Simulator:
         state_tokens: int | None = None,
         prefix: bool = True,
         store: Any = None,
+        lanes: int = 1,
     ) -> None:
         geometry = Geometry(quick_config(), "fp32", "fp32", chunk_tokens, 4 if prefix else 0)
         num_pages = geometry.num_pages(CONTEXT, max_sequences, state_tokens)
@@ -44,7 +45,11 @@ class Simulator:
             self.prefix = PrefixCache(self.pages, NoTensors(), 4 * max_sequences, store)
         self.told: list[tuple[str, str]] = []
         self.scheduler = Scheduler(
-            self.pages, chunk_tokens, self.prefix, lambda k, s: self.told.append((k, s.request.id))
+            self.pages,
+            chunk_tokens,
+            self.prefix,
+            lambda k, s: self.told.append((k, s.request.id)),
+            lanes=lanes,
         )
         self.finished: list[str] = []
 

@@ -12,6 +12,8 @@ from dsv4.cache.geometry import Geometry
 from dsv4.cli.bench.parallel import parallel
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
+from dsv4.parallel.channels import channel_bytes
+from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
     WeightSizes,
@@ -21,6 +23,7 @@ from dsv4.runner.ranks.forecast import (
     recommend,
     visited,
 )
+from dsv4.testing import small_config
 from dsv4.tools.plan import planned_model
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
 from dsv4.tools.speed.layouts import RECORDS, LayoutPlan, measured, plan_layouts
@@ -142,6 +145,32 @@ def test_stages_hold_the_model_between_them() -> None:
     assert sum(stage.token_bytes for stage in plan.stages) == pytest.approx(
         sum(one.bytes_per_token(pool) for pool in ("csa", "hca"))
     )
+
+
+def test_stages_work_at_the_same_time() -> None:
+    """Four chunks through two stages take two and a half times one chunk through both; of two
+    sequences each stage has one."""
+    sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
+    cluster, geometry = Cluster.of("b200", 2), Geometry(FLASH, "fp8", "fp8", 2048)
+    one, two = (forecast(sizes, cluster, geometry, 1, pp, (1, 2)) for pp in (1, 2))
+    assert two.prompt_compute_ms == pytest.approx(one.prompt_compute_ms * 2.5 / 4)
+    assert two.steps[1].read == pytest.approx(one.steps[1].read)
+    assert one.steps[1].read <= two.steps[2].read < one.steps[2].read
+
+
+def test_buffers_of_exchanges_follow_the_model() -> None:
+    """By hand for a tp 2 rank of Flash: pairs of half a chunk do not fit a half of 64 MiB, so they
+    go in rounds; a small model needs less than its weights."""
+    flash = channel_bytes(FLASH, RankLayout(2), 2048, 32)
+    assert flash.tensor == 64 << 20
+    assert flash.held(RankLayout(2)) == 2 * ((64 << 20) + 2 * (256 << 10))
+    stages = (range(20), range(20, 43))
+    last = RankLayout(1, 2, 1, stages)
+    logits, streams = 32 * 129280 * 4, 64 << 20
+    found = channel_bytes(FLASH, last, 2048, 32)
+    assert found.held(last) == 2 * (2 * (256 << 10) + streams + logits)
+    small = channel_bytes(small_config(), RankLayout(2), 256, 4)
+    assert small.tensor < 1 << 20
 
 
 def test_more_exchange_time_makes_stages_better() -> None:

@@ -6,8 +6,9 @@ torch's symmetric memory makes the peers' addresses. All channels exist before a
 captured, and a wait that fails leaves its error word to the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed
@@ -17,9 +18,8 @@ from torch import Tensor
 from dsv4.ops.comm import push_triton
 from dsv4.ops.comm.push_triton import BLOCK, PROGRAMS
 from dsv4.ops.core.launch import interpreting, launch_options
+from dsv4.parallel.channels import ChannelBytes
 from dsv4.parallel.layout import RankLayout
-
-ALIGNED = 256
 
 
 @dataclass(frozen=True)
@@ -101,29 +101,28 @@ def open_comm(
     layout: RankLayout,
     store,
     device: torch.device,
-    half_bytes: int,
-    shared_bytes: int,
+    nbytes: ChannelBytes,
     limit_s: float,
 ) -> "SymmetricComm":
     """Channels are opened in one order on all ranks, so none waits for another in a circle."""
     error = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def channel(name: str, ranks: Sequence[int], nbytes: int) -> PushChannel:
-        nbytes = -(-nbytes // ALIGNED) * ALIGNED
-        return open_channel(name, ranks, layout.rank, store, device, nbytes, error, limit_s)
+    def channel(name: str, ranks: Sequence[int], half: int) -> PushChannel:
+        return open_channel(name, ranks, layout.rank, store, device, half, error, limit_s)
 
-    world = channel("world", range(layout.world), shared_bytes * layout.world)
+    world = channel("world", range(layout.world), nbytes.world)
     tensor = None
     for stage in range(layout.pp):
         group = range(stage * layout.tp, (stage + 1) * layout.tp)
         if layout.rank in group and layout.tp > 1:
-            tensor = channel(f"stage {stage}", group, half_bytes)
-    links = [(rank, rank + layout.tp) for rank in range(layout.world - layout.tp)]
-    links += [(layout.logits_rank, 0)] if layout.pp > 1 else []
+            tensor = channel(f"stage {stage}", group, nbytes.tensor)
+    stages = [(rank, rank + layout.tp) for rank in range(layout.world - layout.tp)]
+    links = dict.fromkeys(stages, nbytes.streams)
+    links |= {(layout.logits_rank, 0): nbytes.logits} if layout.pp > 1 else {}
     to, source = {}, {}
-    for pair in links:
+    for pair, half in links.items():
         if layout.rank in pair:
-            found = channel(f"link {pair[0]} {pair[1]}", pair, half_bytes)
+            found = channel(f"link {pair[0]} {pair[1]}", pair, half)
             if layout.rank == pair[0]:
                 to[pair[1]] = found
             else:
@@ -234,6 +233,15 @@ class SymmetricComm:
 
     def receive(self, out: Tensor, source: int) -> None:
         self._transfer(push_triton.receive_kernel, out, self._source[source])
+
+    def receive_logits(self, out: Tensor) -> Callable[[], None]:
+        """The launch waits in the stream: it belongs behind all that need not wait. The channel
+        holds two rounds, so the last stage goes on meanwhile."""
+        [source] = self._source  # no stage lies before the first
+        return partial(self.receive, out, source)
+
+    def send_logits(self, x: Tensor) -> None:
+        self.send(x, 0)
 
     def _transfer(self, kernel, x: Tensor, channel: PushChannel) -> None:
         words, most = _words(x), channel.half_bytes // 4

@@ -7,7 +7,15 @@ from dsv4.config import EngineConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster, GpuRates
-from dsv4.runner.ranks.forecast import WeightSizes, forecast, layouts, rank_stages, recommend
+from dsv4.runner.ranks.forecast import (
+    CHUNK,
+    SEQUENCES,
+    WeightSizes,
+    forecast,
+    layouts,
+    rank_stages,
+    recommend,
+)
 from dsv4.runner.settings import StageRoom, resolve
 from dsv4.util.sizes import size_text
 
@@ -65,10 +73,13 @@ def choose_layout(
     return LayoutChoice(best.tp, best.pp, text)
 
 
-def stage_rooms(sizes: WeightSizes, layout: RankLayout, cluster: Cluster) -> Sequence[StageRoom]:
+def stage_rooms(
+    sizes: WeightSizes, layout: RankLayout, cluster: Cluster, choices: EngineConfig
+) -> Sequence[StageRoom]:
     """Layers of each stage, and the bytes that weights and a step leave there on a GPU."""
-    rooms = []
-    for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
+    chunk = min(choices.chunk_tokens or CHUNK, choices.max_context or sizes.config.max_positions)
+    rooms, most = [], (chunk, choices.max_sequences or SEQUENCES)
+    for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout, *most)):
         if free <= 0:
             raise CapacityError(
                 f"a rank of stage {stage} has {size_text(weights)} of weights and "

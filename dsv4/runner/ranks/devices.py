@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from dsv4.config import ModelConfig
 from dsv4.errors import OptionError, RankError
+from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.torch_comm import TorchComm
 from dsv4.runner.settings import Settings
 
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own variable, for trying out
-HALF_BYTES = 64 << 20  # of a channel: more is exchanged in several rounds
 PROBE_WORDS = 1 << 20
 
 
@@ -56,7 +57,13 @@ def choose_comm(asked: str, settings: Settings, layout: RankLayout, nodes: int) 
 
 
 def open_comm(
-    kind: str, layout: RankLayout, settings: Settings, store: Any, timeout: float, address: str
+    kind: str,
+    layout: RankLayout,
+    config: ModelConfig,
+    settings: Settings,
+    store: Any,
+    timeout: float,
+    address: str,
 ) -> Comm:
     """Called by all ranks at once."""
     if kind == "gloo":
@@ -65,8 +72,8 @@ def open_comm(
     if kind == "nccl":
         return TorchComm.nccl(layout, store, device, 2 * timeout)
     module = importlib.import_module("dsv4.ops.comm.symmetric_triton")
-    tokens = max(8 * settings.max_sequences, 4 * PROBE_WORDS)
-    comm: Comm = module.open_comm(layout, store, device, HALF_BYTES, tokens, timeout)
+    nbytes = channel_bytes(config, layout, settings.chunk_tokens, settings.max_sequences)
+    comm: Comm = module.open_comm(layout, store, device, nbytes, timeout)
     _probe(comm, layout, device)
     return comm
 

@@ -17,15 +17,17 @@ from dsv4.cache.geometry import POOLS, Geometry
 from dsv4.checkpoint.names import parameters
 from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.config import ModelConfig
+from dsv4.parallel.channels import ROWS_FROM, channel_bytes
 from dsv4.parallel.layout import RankLayout, balance, k_ranges
 from dsv4.runner.ranks.cluster import Cluster, Interconnect
-from dsv4.runner.settings import step_bytes
+from dsv4.runner.settings import GPU_CHUNK, GPU_SEQUENCES, step_bytes
 from dsv4.util.sizes import size_text
 
 READ_SHARE, COMPUTE_SHARE, LAYER_US = 0.74, 0.41, 53.0
-ROWS_FROM, CHUNK = 64, 2048  # rows from which ranks own rows; prompt tokens of a step
-LEAST_TOKENS, SEQUENCES = 32768, 32  # of state, for a layout to be of use
-ANSWERS, ANSWER_TOKENS, PROMPT_TOKENS = 32, 256, 2048  # the work that layouts are compared by
+CHUNK = GPU_CHUNK  # prompt tokens of a step
+LEAST_TOKENS, SEQUENCES = 32768, GPU_SEQUENCES  # of state, for a layout to be of use
+# the work that layouts are compared by: so many answers at once, and some one by one
+ANSWERS, ALONE, ANSWER_TOKENS, PROMPT_TOKENS = 32, 4, 256, 2048
 _SHARED = ("attn.wq_b.weight", "attn.wo_a.weight", "attn.wo_b.weight", "attn.attn_sink")
 DRAWS = 200  # of experts, to find the fullest rank's expected number
 
@@ -99,7 +101,7 @@ class WeightSizes:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of a step over all stages."""
+    """Milliseconds in which every sequence gets a token."""
 
     read: float
     layers: float
@@ -178,18 +180,20 @@ def forecast(
     prompt: int = 8192,
 ) -> Forecast:
     layout = sizes.layout(tp, pp)
-    steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, ANSWERS}}
+    steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, 1, ANSWERS}}
     compute, exchange, bound = _prompt(sizes, cluster, layout, prompt)
-    job = ANSWERS * PROMPT_TOKENS / prompt * (compute + exchange)
-    job += ANSWER_TOKENS * steps[ANSWERS].total
-    config = sizes.config
+    chunks, config = -(-prompt // CHUNK), sizes.config
+    together, alone = (_overlapped(n * PROMPT_TOKENS // CHUNK, pp) for n in (ANSWERS, 1))
+    job = (together + ALONE * alone) * (compute + exchange) / chunks
+    job += ANSWER_TOKENS * (steps[ANSWERS].total + ALONE * steps[1].total)
+    shown = _overlapped(chunks, pp) / chunks
     return Forecast(
         tp,
         pp,
         tuple(_stages(sizes, cluster, geometry, layout)),
         {batch: steps[batch] for batch in batches},
-        compute,
-        exchange,
+        compute * shown,
+        exchange * shown,
         bound,
         {rows: received_bytes(config, tp, rows) / 1e6 for rows in (*batches, prompt)},
         {batch: visited(config.num_experts, config.num_experts_per_tok, batch, tp)
@@ -213,8 +217,8 @@ def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast
     best = min(inside, key=lambda found: (found.job_s, found.world))
     others = len(fitting) - 1
     why = (
-        f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} in "
-        f"{best.job_s:.1f} s, the least of {others + 1} layouts that fit"
+        f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} at once and "
+        f"{ALONE} one by one in {best.job_s:.1f} s, the least of {others + 1} layouts that fit"
         if others
         else "the only layout that fits"
     )
@@ -227,15 +231,17 @@ def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast
 
 
 def rank_stages(
-    sizes: WeightSizes, cluster: Cluster, layout: RankLayout
+    sizes: WeightSizes,
+    cluster: Cluster,
+    layout: RankLayout,
+    chunk_tokens: int = CHUNK,
+    max_sequences: int = SEQUENCES,
 ) -> Iterator[tuple[int, int, int]]:
     """Of a rank of each stage: bytes of weights, of exchange buffers, and what is left."""
-    config, width = sizes.config, sizes.config.hidden_size * 4
-    parts = config.num_experts_per_tok + 1
-    copies = 2 * (k_ranges(config) + parts) * (ROWS_FROM - 1) * width  # two, used in turn
-    exchange = max(copies, -(-CHUNK // layout.tp) * parts * width) if layout.tp > 1 else 0
+    channels = channel_bytes(sizes.config, layout, chunk_tokens, max_sequences)
     for stage in range(layout.pp):
-        held = sizes.held(replace(layout, rank=stage * layout.tp))
+        first = replace(layout, rank=stage * layout.tp)
+        held, exchange = sizes.held(first), channels.held(first)
         yield held, exchange, cluster.memory - held - exchange - step_bytes(cluster.memory)
 
 
@@ -282,11 +288,22 @@ def visited(num_experts: int, chosen: int, batch: int, tp: int) -> float:
 # --- times ----------------------------------------------------------------------------------------
 
 
+def _overlapped(chunks: int, pp: int) -> float:
+    """The time of so many chunks, in that of one through all stages: each stage begins the next
+    chunk when it has passed on the last."""
+    return 1 + (chunks - 1) / pp
+
+
 def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) -> StepTime:
+    """Each stage has an equal share of the sequences at a time: they take as long as one share
+    through all stages, or as the slowest stage takes for all."""
     config, tp = sizes.config, layout.tp
     rate = cluster.gpu.read_gbs * READ_SHARE * 1e6  # bytes in a ms
+    lanes = min(layout.pp, batch)
+    batch = -(-batch // lanes)
     stages = [replace(layout, rank=stage * tp) for stage in range(layout.pp)]
-    read = sum(sizes.read(stage, batch) for stage in stages) / rate
+    reads = [sizes.read(stage, batch) / rate for stage in stages]
+    read = max(sum(reads), lanes * max(reads))
     exchange = layer_exchange_ms(cluster, layout, config, batch) * config.num_layers
     if tp > 1:
         logits = batch * config.vocab_size * 4 * (tp - 1) / tp
@@ -327,7 +344,7 @@ def _transfer_ms(link: Interconnect, nbytes: float) -> float:
 def _prompt(
     sizes: WeightSizes, cluster: Cluster, layout: RankLayout, tokens: int
 ) -> tuple[float, float, str]:
-    """Compute and exchange in ms, and what bounds the former."""
+    """Compute and exchange in ms, one chunk after the other, and what bounds the former."""
     config, tp = sizes.config, layout.tp
     whole, shared = prompt_flops(config, tokens)
     compute = (whole + shared / tp) / (cluster.gpu.tflops * COMPUTE_SHARE * 1e9)

@@ -155,7 +155,7 @@ def connect(
     """Called by all ranks at once, when each has loaded, so none waits long. `address`: of this
     rank, for the others; `kind`: from `choose_comm`."""
     place = open_store(store, layout.world, timeout)
-    comm = open_comm(kind, layout, settings, place, timeout, address)
+    comm = open_comm(kind, layout, config, settings, place, timeout, address)
     exchange = Exchange(layout, comm, config)
     return Transformer(config, weights, getattr(torch, settings.dtype), exchange)
 

@@ -100,7 +100,7 @@ def plan_layouts(
     layout = sizes.layout(*shown)
     settings, state = None, 0
     try:
-        rooms = stage_rooms(sizes, layout, cluster)
+        rooms = stage_rooms(sizes, layout, cluster, choices)
         settings = resolve(choices, config, has_gpu=True, memory_bytes=0, stages=rooms)
         held = settings.geometry(config)
         limits = settings.max_context, settings.max_sequences, settings.state_tokens

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Queue
 from typing import TypeVar
 
@@ -95,6 +96,12 @@ class ThreadComm:
 
     def receive(self, out: Tensor, source: int) -> None:
         out.copy_(self._mail[source, self._layout.rank].get(timeout=self._timeout))
+
+    def receive_logits(self, out: Tensor) -> Callable[[], None]:
+        return partial(self.receive, out, self._layout.logits_rank)
+
+    def send_logits(self, x: Tensor) -> None:
+        self.send(x, 0)
 
     def share(self, x: Tensor) -> None:
         share_by_mail(self, self._layout, x)

@@ -1,0 +1,60 @@
+"""Buffers between GPUs that write to each other's memory: how large each is. No torch.
+
+One function for the plan and for the engine. A channel has two halves, used in turn; what does not
+fit a half is exchanged in several rounds.
+"""
+
+from dataclasses import dataclass
+
+from dsv4.config import ModelConfig
+from dsv4.parallel.layout import RankLayout, k_ranges
+
+ROWS_FROM = 64  # rows of a step from which ranks own rows; the bits are the same on both sides
+MOST_BYTES = 64 << 20  # of a half
+ALIGNED = 256
+SHARED_BYTES = 256 << 10  # of each rank in the channel of all
+
+
+@dataclass(frozen=True)
+class ChannelBytes:
+    """Of half a channel: inside a tensor group, from stage to stage, of the logits back to rank 0,
+    and between all ranks."""
+
+    tensor: int
+    streams: int
+    logits: int
+    world: int
+
+    def held(self, layout: RankLayout) -> int:
+        """Of both halves of every channel of a rank."""
+        ends = (0, layout.logits_rank)
+        used = [self.world if layout.world > 1 else 0, self.tensor if layout.tp > 1 else 0]
+        used += [0 if layout.is_first else self.streams, 0 if layout.is_last else self.streams]
+        used += [self.logits if layout.pp > 1 and layout.rank in ends else 0]
+        return 2 * sum(used)
+
+
+def channel_bytes(
+    config: ModelConfig, layout: RankLayout, chunk_tokens: int, max_sequences: int
+) -> ChannelBytes:
+    """For steps of so many prompt tokens and sequences. Sums over ranges of K need one round. So do
+    logits: the last stage must never wait for rank 0, which may be sending it the next step."""
+    c, tp, width = config, layout.tp, config.hidden_size
+    rows = chunk_tokens + max_sequences - 1
+    logits = max_sequences * c.vocab_size * 4
+    few = min(ROWS_FROM - 1, rows)
+    ranges, pairs = few * k_ranges(c) * width * 4, c.num_experts_per_tok * width * 4
+    groups = c.o_groups * c.o_lora_rank * 2
+    own = -(-rows // tp)
+    widest = max(few * pairs, own * pairs, own * groups, own * tp * width * 2, logits)
+    streams = own * c.hc_mult * width * 2
+
+    def aligned(nbytes: int) -> int:
+        return -(-nbytes // ALIGNED) * ALIGNED
+
+    return ChannelBytes(
+        aligned(max(ranges, min(widest, MOST_BYTES))),
+        aligned(min(streams, MOST_BYTES)),
+        aligned(logits),
+        aligned(SHARED_BYTES * layout.world),
+    )
