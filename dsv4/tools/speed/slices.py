@@ -52,7 +52,7 @@ class EchoComm:
         out.zero_()
 
     def receive_logits(self, out: Tensor) -> Callable[[], None]:
-        return out.zero_
+        return lambda: None
 
     def send_logits(self, x: Tensor) -> None:
         """There is no peer."""
