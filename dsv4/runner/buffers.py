@@ -362,13 +362,6 @@ class StepBuffers:
             logits_rows=at["logits_rows"] if shape.kind == "prompt" else None,
         )
 
-    def logits_of(self, shape: StepShape) -> Tensor:
-        """Where those of a step are, one row for each token or sequence."""
-        if shape.width > 1:
-            assert self.verify is not None
-            return self.verify.logits[: shape.tokens]
-        return self.scores if shape.scored else self.logits[: shape.sequences]
-
     def sampling(self, rows: int) -> SampleInputs:
         at = sampling_line(rows).views(self.sampling_stage.line)
         real = {name: at[name].view(torch.float32)[:rows] for name in _REAL}

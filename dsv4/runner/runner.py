@@ -42,7 +42,7 @@ from dsv4.runner.ranks.lanes import LogitsInFlight
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings, wants_one_thread
-from dsv4.runner.steps import forward, sample_tokens, sample_verified, score, share
+from dsv4.runner.steps import forward, logits_of, sample_tokens, sample_verified, score, share
 from dsv4.runner.warmup import warm_up
 from dsv4.sampling import SamplingRow
 from dsv4.util.progress import Progress
@@ -153,10 +153,7 @@ class Runner:
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
         self._sampling = SamplingRows(self.buffers, model.exchange.comm.error)
-        layout = model.exchange.layout
-        self._in_flight: LogitsInFlight | None = None
-        if layout.pp > 1 and layout.rank == 0:
-            self._in_flight = LogitsInFlight(model, self.device)
+        self._in_flight = LogitsInFlight(model, self.device)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
@@ -292,12 +289,10 @@ class Runner:
         counts = [len(chunk.token_ids) for chunk in chunks]
         with self._grown(chunks, counts):
             numbers, line = self._score_line(chunks)
-            if self._in_flight is not None:
-                with self._together():
-                    self._in_flight.wait_for_all()
             if self.team is not None:
                 self.team.command("score", numbers, line.tobytes())
             with self._together():
+                self._in_flight.wait_for_all()
                 logits = self._score(numbers, line)
         for chunk in chunks:  # the slots' tables were not written
             self._written[chunk.pages.slot] = None
@@ -318,16 +313,12 @@ class Runner:
         """With several stages: where the logits will be, see `_receive`."""
         if self.swapper is not None:
             self.swapper.between_steps()
-        logits = None
         with self._grown(chunks, counts) as growth:
-            if self._in_flight is not None:
-                with self._together():
-                    self._in_flight.make_room()
             self._send(shape, chunks, counts, self._new_pages(chunks, growth))
             with self._together():
+                self._in_flight.make_room()
                 self._run(shape)
-                if self._in_flight is not None:
-                    logits = self._in_flight.expect(len(self.buffers.logits_of(shape)))
+                logits = self._in_flight.expect(len(logits_of(self.buffers, shape)))
             check_state(self.team, self.state, chunks[0].pages)
             if started is not None:
                 started()
@@ -339,12 +330,11 @@ class Runner:
         """Those that `_queue` returned."""
         if logits is None:
             return
-        assert self._in_flight is not None
         assert self.team is not None
         self.team.check()
         with self.team.together(), self.guard.watch(strict=False):
             self._in_flight.wait_for(logits)
-            self.buffers.logits_of(shape).copy_(logits)
+            logits_of(self.buffers, shape).copy_(logits)
 
     @contextmanager
     def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[Growth]:
@@ -579,10 +569,7 @@ class Runner:
             with nullcontext() if isinstance(key, str) else self.plan.recording(key):
                 if isinstance(key, StepShape):
                     forward(few, layers, buffers, key, self._streams)
-                    if self._in_flight is not None:
-                        self._in_flight.wait_for(
-                            self._in_flight.expect(len(buffers.logits_of(key)))
-                        )
+                    self._in_flight.wait_for(self._in_flight.expect(len(logits_of(buffers, key))))
                 else:
                     self._run_once(key)
 

@@ -61,7 +61,15 @@ def forward(
         rows=buffers.tables(shape),
     )
     logits = model.run_stage(inputs, state, None if shape.scored else streams)
-    buffers.logits_of(shape)[: logits.shape[0]].copy_(logits)
+    logits_of(buffers, shape)[: logits.shape[0]].copy_(logits)
+
+
+def logits_of(buffers: StepBuffers, shape: StepShape) -> Tensor:
+    """Where those of a step are, one row for each token or sequence."""
+    if shape.width > 1:
+        assert buffers.verify is not None
+        return buffers.verify.logits[: shape.tokens]
+    return buffers.scores if shape.scored else buffers.logits[: shape.sequences]
 
 
 def sample_tokens(buffers: StepBuffers, rows: int) -> None:

@@ -111,7 +111,9 @@ class Rank:
                 continue
             lanes.make_room()
             self.model.run_stage(inputs, self.state.layers)
-            found.append(lanes.expect(len(work)))
+            logits = lanes.expect(len(work))
+            assert logits is not None
+            found.append(logits)
         lanes.wait_for_all()
         return found
 
