@@ -87,7 +87,7 @@ class Pipeline:
         if self._runner.num_lanes > 1:
             step = self._next_lane(outcome.failures)
         elif step is None or not self._live_of(step):
-            step = self._start(outcome.failures)
+            step = self._sample_early(self._start(outcome.failures), outcome.failures)
         if step is None:
             return outcome
         outcome.clock.append(time.perf_counter())
@@ -96,7 +96,7 @@ class Pipeline:
         if not is_verified and self._runner.num_lanes == 1:
             self._scheduler.done(step.scheduled)
             if self._may_run_ahead:
-                self._ahead = self._start(outcome.failures)
+                self._ahead = self._sample_early(self._start(outcome.failures), outcome.failures)
         try:
             step.answers = self._runner.read(step.submitted)
             results = [answer[0] for answer in step.answers]
@@ -130,7 +130,7 @@ class Pipeline:
         requests were all aborted arrive in between and are dropped."""
         self._lanes = deque(step for step in self._lanes if self._live_of(step))
         while len(self._lanes) < self._runner.num_lanes:
-            step = self._submit(failures)
+            step = self._start(failures)
             if step is None:
                 break
             self._scheduler.done(step.scheduled)  # before a later step changes their state
@@ -248,13 +248,7 @@ class Pipeline:
             self._scheduler.preempt(sequence)
 
     def _start(self, failures: list[Failure]) -> InFlightStep | None:
-        """Submit the next step, and its sampling unless that depends on tokens in flight."""
-        step = self._submit(failures)
-        if step is None or any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):
-            return step
-        return self._sample_step(step, failures)
-
-    def _submit(self, failures: list[Failure]) -> InFlightStep | None:
+        """Submit the next step."""
         try:
             scheduled = self._scheduler.next_step()
         except StallError as error:
@@ -279,6 +273,14 @@ class Pipeline:
         for sequence in step.sampled:
             sequence.num_pending += 1
         return step
+
+    def _sample_early(
+        self, step: InFlightStep | None, failures: list[Failure]
+    ) -> InFlightStep | None:
+        """Unless that depends on tokens in flight."""
+        if step is None or any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):
+            return step
+        return self._sample_step(step, failures)
 
     def _sample_step(self, step: InFlightStep, failures: list[Failure]) -> InFlightStep | None:
         try:
