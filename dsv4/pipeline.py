@@ -87,7 +87,7 @@ class Pipeline:
         if self._runner.num_lanes > 1:
             step = self._next_lane(outcome.failures)
         elif step is None or not self._live_of(step):
-            step = self._sample_early(self._start(outcome.failures), outcome.failures)
+            step = self._sample_step(self._start(outcome.failures), outcome.failures, early=True)
         if step is None:
             return outcome
         outcome.clock.append(time.perf_counter())
@@ -96,7 +96,8 @@ class Pipeline:
         if not is_verified and self._runner.num_lanes == 1:
             self._scheduler.done(step.scheduled)
             if self._may_run_ahead:
-                self._ahead = self._sample_early(self._start(outcome.failures), outcome.failures)
+                following = self._start(outcome.failures)
+                self._ahead = self._sample_step(following, outcome.failures, early=True)
         try:
             step.answers = self._runner.read(step.submitted)
             results = [answer[0] for answer in step.answers]
@@ -274,19 +275,17 @@ class Pipeline:
             sequence.num_pending += 1
         return step
 
-    def _sample_early(
-        self, step: InFlightStep | None, failures: list[Failure]
+    def _sample_step(
+        self, step: InFlightStep | None, failures: list[Failure], *, early: bool = False
     ) -> InFlightStep | None:
-        """Unless that depends on tokens in flight."""
-        if step is None or any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):
+        """With `early`: unless that depends on tokens in flight."""
+        if step is None:
+            return None
+        if early and any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):
             return step
-        return self._sample_step(step, failures)
-
-    def _sample_step(self, step: InFlightStep, failures: list[Failure]) -> InFlightStep | None:
         try:
-            self._runner.sample(
-                step.submitted, [self._sampling_row(sequence) for sequence in step.sampled]
-            )
+            rows = [self._sampling_row(sequence) for sequence in step.sampled]
+            self._runner.sample(step.submitted, rows)
         except Exception as error:
             failures.append((self._live_of(step), error))
             return None
