@@ -130,7 +130,7 @@ def test_a_wrong_call_would_be_seen() -> None:
     page = (ROOT / "docs" / "journey.md").read_text()
     moved = page.replace("| `Engine._start` | R12 |", "| `Engine._start` | R11 |")
     assert "R13: Worker._take does not call Engine._start" in missing_calls(moved)
-    assert missing_calls(page.replace("`model(inputs,`", "`model(pages,`"))
+    assert missing_calls(page.replace("`model.run_stage(inputs,`", "`model.run_stage(pages,`"))
     assert missing_calls(page.replace('"kind": "outputs"', '"kind": "out"'))
 
 
