@@ -48,6 +48,9 @@ GPUS = (
 )
 
 
+RATES = {"H200": "h200", "B200": "b200", "RTX PRO 6000": "rtx-pro-6000"}  # with a bus
+
+
 def results(name: str) -> list[Any]:
     lines = [json.loads(line) for line in (RECORDS / name).read_text().splitlines()]
     return [line.get("result", line) for line in lines]
@@ -75,9 +78,20 @@ def several(model: str, count: int, gpu: str) -> str:
 def cell(model: str, count: int, gpu: str, gigabytes: int, obstacle: str) -> str:
     if count > 1:
         return several(model, count, gpu.lower())
-    plan = make_plan(planned_model(model, "official"), gigabytes * 10**9)
+    subject, rates = planned_model(model, "official"), RATES.get(gpu)
+    plan = make_plan(
+        subject, gigabytes * 10**9, gpu=rates or "h200", host_bytes=None if rates else 0
+    )
     if not plan.possible:
-        return f"no: {sum(plan.weight_bytes.values()) / 1e9:,.0f} GB of weights"
+        return f"no: {sum(subject.groups.values()) / 1e9:,.0f} GB of weights"
+    if plan.experts is not None:
+        e = plan.experts
+        even, skewed = (ms[1] for ms in e.step_ms.values())
+        text = (
+            f"predicted: {100 * e.resident_share:.0f} % of the experts on the GPU, others in "
+            f"{e.host_bytes / 1e9:,.0f} GB of host memory, {skewed:.0f} to {even:.0f} ms a token"
+        )
+        return f"{text}; {obstacle}" if obstacle else text
     longest = max(fit.context for fit in plan.fits if fit.sequences)
     context = f"{longest // 2**20}M" if longest >= 2**20 else f"{longest // 2**10}k"
     fits = f"fits with {context} tokens"

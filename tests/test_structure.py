@@ -93,8 +93,8 @@ LINE_BUDGET = {
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;
     # 750 for drafts
-    # 700 for experts in host memory: what fits, moving them, which ones stay
-    "runner": 4700,  # 120 for ranks on GPUs, 90 for several steps in flight
+    # 800 for experts in host memory: what fits, moving them, which ones stay
+    "runner": 4800,  # 120 for ranks on GPUs, 90 for several steps in flight
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan

@@ -12,7 +12,8 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster
 from dsv4.runner.settings import Settings
-from dsv4.tools.plan import CONTEXTS, Plan, make_plan, planned_model
+from dsv4.tools.plan import CONTEXTS, Plan, PlannedModel, make_plan, planned_model
+from dsv4.tools.plan_experts import lines_of
 from dsv4.tools.speed.layouts import LayoutPlan, assumptions, plan_layouts
 from dsv4.util.models import model_folder
 from dsv4.util.sizes import size_text
@@ -48,6 +49,9 @@ def plan(
     kv_format: str = typer.Option("auto", help="auto, fp8, bf16 or fp32."),
     index_format: str = typer.Option("auto", help="auto, fp4, fp8, bf16 or fp32."),
     chunk_tokens: int | None = typer.Option(None, help="Prompt tokens in one step."),
+    expert_memory: str = typer.Option("auto", help="Experts on a single GPU: auto, all, or GB."),
+    host_memory: float | None = typer.Option(None, min=0, help="GB for the others; else enough."),
+    zipf: float = typer.Option(1.0, min=0, max=10, help="Skew of routing to predict times for."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Show what the engine does with a GPU, and how much fits.
@@ -67,6 +71,7 @@ def plan(
         chunk_tokens=chunk_tokens,
         max_sequences=users,
         max_context=context[0] if users is not None and context else None,
+        expert_memory=expert_memory,
         tp="auto" if tp is None and pp == 1 else tp or 1,
         pp=pp,
     )
@@ -78,8 +83,18 @@ def plan(
     if choices.world > 1:
         raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
     contexts = tuple(sorted(context)) or CONTEXTS
-    result = make_plan(subject, cluster.memory, choices, contexts=contexts)
-    _show(result, as_json=as_json)
+    _show(_on_one(subject, cluster, choices, contexts, gpu, host_memory, zipf), as_json=as_json)
+
+
+def _on_one(
+    subject: PlannedModel, cluster: Cluster, choices: EngineConfig, contexts: tuple[int, ...],
+    gpu: str, host_memory: float | None, zipf: float,
+) -> Plan:  # fmt: skip
+    host_bytes = None if host_memory is None else int(host_memory * 1e9)
+    return make_plan(
+        subject, cluster.memory, choices, contexts=contexts, gpu=gpu, host_bytes=host_bytes,
+        zipf=zipf,
+    )  # fmt: skip
 
 
 def _show(result: Plan | LayoutPlan, *, as_json: bool) -> None:
@@ -127,6 +142,9 @@ def _print(result: Plan, console: Console) -> None:
         fits.add_row(f"{fit.context:,}", size_text(fit.sequence_bytes), count)
     console.print(fits)
     _print_settings(result.settings, result.state_bytes, "", console)
+    if result.experts is not None:
+        lines = [*lines_of(result.experts), "times are predicted from 51 GB/s over the bus"]
+        console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
     for line in result.advice:
         console.print(f"[yellow]it would not start:[/] {escape(line)}")
 

@@ -162,7 +162,8 @@ def _choose_experts(
     routed = [s for s in checkpoint.sources.values() if s.parameter.group == "routed experts"]
     total = checkpoint.gpu_bytes + draft_bytes
     unpacked = sum(4 * math.prod(s.parameter.shape) for s in routed)  # as a CPU keeps them
-    sizes = WeightBytes(total, unpacked if on_cpu else sum(s.gpu_bytes for s in routed))
+    in_memory = unpacked if on_cpu else sum(s.gpu_bytes for s in routed)
+    sizes = WeightBytes(total, in_memory, frozenset(s.format for s in routed))
 
     def resolved(choices: EngineConfig, memory: int) -> Settings:
         return resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)

@@ -14,7 +14,11 @@ from dsv4.checkpoint.findings import raise_errors
 from dsv4.checkpoint.manifest import build_manifest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
+from dsv4.runner.experts.budget import check_host_memory
+from dsv4.runner.experts.choose import ExpertChoice, WeightBytes, choose_experts
+from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.settings import Settings, resolve, step_bytes
+from dsv4.tools.plan_experts import ExpertPlan, plan_experts
 from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
 from dsv4.util.sizes import size_text
 
@@ -46,6 +50,7 @@ class Plan:
     fixed_bytes: dict[str, int]  # per sequence, at any length
     fits: list[Fit]
     advice: list[str]
+    experts: ExpertPlan | None = None  # where they do not all fit
 
     @property
     def possible(self) -> bool:
@@ -65,6 +70,12 @@ class PlannedModel:
     groups: dict[str, int]
     checkpoint_bytes: int
     nbytes: dict[str, int]  # of each parameter on a GPU
+    formats: frozenset[str]  # of routed experts
+
+    @property
+    def sizes(self) -> WeightBytes:
+        experts = sum(size for name, size in self.nbytes.items() if ".ffn.experts." in name)
+        return WeightBytes(sum(self.groups.values()), experts, self.formats)
 
 
 def planned_model(model: str, weights: str | None, folder: Path | None = None) -> PlannedModel:
@@ -83,7 +94,9 @@ def planned_model(model: str, weights: str | None, folder: Path | None = None) -
     layout = manifest.layout.name if manifest.layout else "mixed"
     on_disk = sum(info.nbytes for info in manifest.scan.tensors.values())
     nbytes = {name: source.gpu_bytes for name, source in manifest.sources.items()}
-    return PlannedModel(model, config, layout, groups, on_disk, nbytes)
+    routed = (s for s in manifest.sources.values() if s.parameter.group == "routed experts")
+    formats = frozenset(source.format for source in routed)
+    return PlannedModel(model, config, layout, groups, on_disk, nbytes, formats)
 
 
 def make_plan(
@@ -92,19 +105,30 @@ def make_plan(
     choices: EngineConfig | None = None,
     *,
     contexts: tuple[int, ...] = CONTEXTS,
+    gpu: str = "h200",
+    host_bytes: int | None = None,
+    zipf: float = 1.0,
 ) -> Plan:
-    """The plan of an engine with these choices on a GPU with this much free memory."""
+    """The plan of an engine with these choices on a GPU with this much free memory. `gpu`: whose
+    rates predict times where experts do not all fit, with routing of the exponent `zipf`;
+    `host_bytes`: free main memory, None: enough."""
     if not 10**9 <= gpu_bytes <= 10**13:
         raise OptionError(f"memory is {size_text(gpu_bytes)}, expected 1 to 10000 GB")
     if not contexts or min(contexts) < 1:
         raise OptionError(f"contexts are {list(contexts)}, expected numbers above 0")
     choices = replace(choices or EngineConfig(), device="cuda")
     config = subject.config
-    free = _free(subject, gpu_bytes)
     roomy = _settings(choices, config, 2**62)
     assert roomy is not None
     geometry = roomy.geometry(config)
-    settings = _settings(choices, config, free)
+    choice, refused = _choose(subject, gpu_bytes, choices, host_bytes)
+    settings, experts = choice.settings if choice else None, None
+    groups = dict(subject.groups)
+    if choice is not None and choice.budget is not None:
+        cluster = Cluster.of(gpu, 1, memory=gpu_bytes)
+        experts = plan_experts(subject.nbytes, config, cluster, choice, zipf)
+        groups["routed experts"] = experts.gpu_bytes
+    free = gpu_bytes - sum(groups.values()) - step_bytes(gpu_bytes)
     fits = [
         Fit(context, geometry.sequence_bytes(context), most_sequences(geometry, context, free))
         for context in contexts
@@ -115,7 +139,7 @@ def make_plan(
         weights=subject.weights,
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=subject.checkpoint_bytes,
-        weight_bytes=subject.groups,
+        weight_bytes=groups,
         step_bytes=step_bytes(gpu_bytes),
         free_bytes=free,
         settings=settings,
@@ -127,8 +151,31 @@ def make_plan(
             "compressor rows": geometry.slot_bytes(),
         },
         fits=fits,
-        advice=[] if settings else _advice(subject, gpu_bytes, choices, roomy),
+        advice=[] if settings else refused or _advice(subject, gpu_bytes, choices, roomy),
+        experts=experts,
     )
+
+
+def _choose(
+    subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, host_bytes: int | None
+) -> tuple[ExpertChoice | None, list[str]]:
+    """The engine's choice, or None; and why not, where it is about experts."""
+
+    def resolved(choices: EngineConfig, memory: int) -> Settings:
+        return resolve(choices, subject.config, has_gpu=True, memory_bytes=memory)
+
+    try:
+        found = choose_experts(
+            choices, subject.config, subject.sizes, gpu_bytes, gpu_bytes, resolved
+        )
+    except CapacityError as error:
+        return None, [str(error)] if choices.expert_bytes else []
+    if found.budget is not None and host_bytes is not None:
+        try:
+            check_host_memory(found.budget, host_bytes)
+        except CapacityError as error:
+            return None, [str(error)]
+    return found, []
 
 
 def _free(subject: PlannedModel, gpu_bytes: int) -> int:
@@ -200,5 +247,5 @@ def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> PlannedModel:
     on_disk = sum(weight_bytes(config, scheme, draft=True).values())
     return PlannedModel(
         name, config, scheme.name, weight_bytes(config, scheme), on_disk,
-        parameter_bytes(config, scheme),
+        parameter_bytes(config, scheme), frozenset((scheme.experts,)),
     )  # fmt: skip

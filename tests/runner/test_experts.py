@@ -183,14 +183,14 @@ def test_too_little_host_memory_ends_before_loading(
 
 
 def test_a_container_limits_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(host_memory, "_LIMITS", tuple(map(str, paths)))
+    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
     monkeypatch.setattr(host_memory, "available_memory", lambda: 1000)
     assert host_memory.free_host_memory() == 1000
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 150\nactive_file 250\n")
     for text, free in (("900", 600), ("max", 1000), ("5000", 1000)):
-        paths[0].write_text(f"{text}\n")
-        paths[1].write_text("300\n")
-        assert host_memory.free_host_memory() == free
+        (tmp_path / "memory.max").write_text(f"{text}\n")
+        assert host_memory.free_host_memory() == free  # pages of files give way
 
 
 def test_a_file_that_cannot_be_read_gives_memory_back(

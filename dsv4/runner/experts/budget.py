@@ -11,6 +11,7 @@ from dsv4.util.sizes import size_text
 
 STAGED_ROOM = 1.25  # a staging buffer, in missing experts of an average layer
 MOST_STAGED = 8  # at most one of so many blocks
+BUS_GBS, COPY_GBS = 51.0, 53.0  # kernels and the copy engine read host memory (H200, PCIe 5 x16)
 LOAD_BYTES = 4 * 10**9  # of host memory, while loading
 
 

@@ -10,7 +10,7 @@ from dsv4.runner.experts.budget import ExpertBudget, fit_experts
 from dsv4.runner.settings import Settings, step_bytes
 from dsv4.util.sizes import size_text
 
-STATE_SHARE = 0.06  # of a GPU, for state where experts compete with it and no size was asked for
+STATE_SHARE = 0.02  # of a GPU, for state where experts compete with it and no size was asked for
 LEAST_CONTEXT = 32768  # tokens that a sequence must have for all experts to stay
 CHUNK_TOKENS, SMALL_CHUNK = 8192, 4096  # of a prompt in a step: layers take longer than copies
 LARGE_GPU = 10**11
@@ -21,10 +21,16 @@ Resolve = Callable[[EngineConfig, int], Settings]  # choices, and bytes for stat
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """On a GPU. `experts`: routed ones of the main layers."""
+    """On a GPU. `experts`: routed ones of the main layers; `formats`: theirs."""
 
     total: int
     experts: int
+    formats: frozenset[str] = frozenset()
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether kernels find experts by a table."""
+        return self.formats <= {"mxfp4", "nvfp4"}
 
     def block(self, config: ModelConfig) -> int:
         each = -(-self.experts // (config.num_layers * config.num_experts))
@@ -53,15 +59,20 @@ def choose_experts(
         found = _all_resident(choices, config, left, resolve)
         if isinstance(found, Settings):
             return ExpertChoice(found, None)
-        if choices.expert_memory == "all":
+        if choices.expert_memory == "all" or not weights.can_leave:
             if isinstance(found, CapacityError):
                 raise found
             raise CapacityError(
                 f"the weights take {size_text(weights.total)} and a step about "
                 f"{size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
-                f"{size_text(total)} free; use expert_memory=auto, smaller weights, fewer layers "
-                "or another GPU"
+                f"{size_text(total)} free; use MXFP4 or NVFP4 experts and expert_memory=auto, "
+                "fewer layers, or another GPU"
             )
+    elif not weights.can_leave:
+        raise CapacityError(
+            f"expert_memory is {choices.expert_memory!r}, but experts are stored as "
+            f"{', '.join(sorted(weights.formats))}; only MXFP4 and NVFP4 are read from host memory"
+        )
     room = left + weights.experts
     if room <= 0:
         raise CapacityError(

@@ -7,6 +7,7 @@ of two and keep them.
 import logging
 import mmap
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 AREA_BYTES = 16 << 30
 _MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+CONTAINER = Path("/sys/fs/cgroup")
+_RECLAIMED = ("inactive_file", "active_file")  # pages of files, which give way
 
 
 class HostMemory:
@@ -31,6 +33,7 @@ class HostMemory:
         self._pinned = pinned
         self._areas: list[Tensor] = []
         self.blocks: list[Tensor] = []
+        self._give_back = weakref.finalize(self, _give_back, self._areas, pinned)
         begin, per_area = time.perf_counter(), max(1, AREA_BYTES // block_bytes)
         try:
             for first in range(0, count, per_area):
@@ -67,10 +70,14 @@ class HostMemory:
     def close(self) -> None:
         """Give the memory back; nothing may read it any more."""
         self.blocks.clear()
-        while self._areas:
-            area = self._areas.pop()
-            if self._pinned:
-                _runtime().cudaHostUnregister(area.data_ptr())
+        self._give_back()
+
+
+def _give_back(areas: list[Tensor], pinned: bool) -> None:
+    while areas:
+        area = areas.pop()
+        if pinned:
+            _runtime().cudaHostUnregister(area.data_ptr())
 
 
 def _runtime() -> Any:
@@ -87,7 +94,12 @@ def _exhausted(nbytes: int, why: str) -> CapacityError:
 def free_host_memory() -> int:
     """Without swapping, and within the limit of a container."""
     try:
-        most, used = (int(Path(path).read_text()) for path in _LIMITS)
+        most, used = (
+            int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current")
+        )
+        lines = (CONTAINER / "memory.stat").read_text().splitlines()
+        found = dict(line.split() for line in lines)
+        used -= sum(int(found.get(name, 0)) for name in _RECLAIMED)
     except (OSError, ValueError):  # no container, or no limit ("max")
         return available_memory()
     return min(available_memory(), most - used)

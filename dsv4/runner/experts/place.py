@@ -8,9 +8,7 @@ import numpy as np
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.errors import CheckpointError
 from dsv4.formats.quantized import Weight
-from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe.placed import BlockLayout
 from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_experts
 from dsv4.runner.experts.choose import ExpertChoice
@@ -58,13 +56,7 @@ def open_experts(
     examples: Callable[[], tuple[Weight, Weight]],
 ) -> PlacedWeights:
     """Slots, host memory and tables, before the first expert is read."""
-    w13, w2 = examples()
-    if settings.device != "cpu" and not (isinstance(w13, TiledFp4) and isinstance(w2, TiledFp4)):
-        raise CheckpointError(
-            f"experts are {type(w13).__name__}; those in host memory must be MXFP4 or NVFP4: use "
-            "the official checkpoint, `dsv4 convert`, or several GPUs (tp)"
-        )
-    layout = BlockLayout.of(w13, w2)
+    layout = BlockLayout.of(*examples())
     counts = config.num_layers, config.num_experts, layout.nbytes
     budget = fit_experts(choice.room, *counts, config.num_experts_per_tok) or _all_but_one(*counts)
     path = None if settings.expert_profile is None else Path(settings.expert_profile)

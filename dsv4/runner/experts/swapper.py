@@ -4,6 +4,7 @@ One swap is in flight at a time, and copies may take at most a small share of th
 take, since both use the bus. Counts are read back without waiting for them.
 """
 
+import atexit
 import logging
 import time
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 
+from dsv4.runner.experts.budget import COPY_GBS
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.use import ExpertUse, write_profile
 
 log = logging.getLogger(__name__)
 
 TIME_SHARE = 0.02  # of steps, for copies
-BUS_GBS = 50.0
 READ_EVERY = 32  # steps
 MOST_PLANNED = 64  # swaps, until counts are read again
 
@@ -33,7 +34,7 @@ class Swapper:
         self.residency, self.use, self.profile = residency, use, profile
         self.num_swaps = 0
         self._time_share = time_share
-        self._swap_s = residency.budget.block_bytes / BUS_GBS / 1e9
+        self._swap_s = residency.budget.block_bytes / COPY_GBS / 1e9
         self._credit_s, self._last = 0.0, time.perf_counter()
         self._steps = 0
         self._planned: list[Any] = []
@@ -41,6 +42,8 @@ class Swapper:
         pinned = residency.on_gpu
         self._counts = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         self._arriving: Any = None
+        if profile is not None:
+            atexit.register(self.save)
 
     def between_steps(self) -> None:
         """Before a step is queued: microseconds."""
@@ -80,4 +83,5 @@ class Swapper:
 
     def close(self) -> None:
         self.save()
+        atexit.unregister(self.save)
         self.residency.close()

@@ -1,0 +1,116 @@
+"""What experts in host memory cost: predicted times of steps and prompts. No torch.
+
+A decode step takes what it would with all experts on the GPU, and the bytes of missing experts over
+the bus on top. A prompt copies all missing experts once per chunk, beside its products. Rates over
+the bus were measured on an H200's machine (PCIe 5 x16) and are assumed for other GPUs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from dsv4.config import ModelConfig
+from dsv4.errors import OptionError
+from dsv4.runner.experts.budget import BUS_GBS, COPY_GBS, ExpertBudget
+from dsv4.runner.experts.choose import ExpertChoice
+from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.forecast import WeightSizes, forecast
+
+BATCHES, PROMPT = (1, 32), 8192
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Milliseconds are predicted. Keys of `step_ms`: routing, then sequences of a step."""
+
+    budget: ExpertBudget
+    resident_share: float
+    gpu_bytes: int
+    host_bytes: int
+    step_ms: dict[str, dict[int, float]]
+    all_resident_ms: dict[int, float]
+    prompt_ms: float
+    all_resident_prompt_ms: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_experts(
+    nbytes: dict[str, int],
+    config: ModelConfig,
+    cluster: Cluster,
+    choice: ExpertChoice,
+    exponent: float = 1.0,
+) -> ExpertPlan:
+    """`nbytes`: of each parameter on a GPU; `exponent`: of skewed routing."""
+    if not 0 <= exponent <= 10:
+        raise OptionError(f"zipf is {exponent:g}, expected an exponent from 0 to 10")
+    budget = choice.budget
+    assert budget is not None
+    geometry = choice.settings.geometry(config)
+    found = forecast(WeightSizes(config, nbytes), cluster, geometry, 1, 1, BATCHES, PROMPT)
+    resident = {batch: found.steps[batch].total for batch in BATCHES}
+    steps = {
+        name: {
+            batch: resident[batch] + missing_bytes(budget, config, batch, skew) / BUS_GBS / 1e6
+            for batch in BATCHES
+        }
+        for name, skew in (("even", 0.0), (f"zipf {exponent:g}", exponent))
+    }
+    chunks = -(-PROMPT // choice.settings.chunk_tokens)
+    staged = min(budget.missing, budget.staged * budget.num_layers) * budget.block_bytes
+    in_place = budget.missing * budget.block_bytes - staged
+    prompt = max(found.prompt_ms, chunks * staged / COPY_GBS / 1e6)
+    prompt += chunks * in_place / BUS_GBS / 1e6
+    return ExpertPlan(
+        budget, budget.resident_share, budget.gpu_bytes, budget.host_bytes, steps, resident,
+        prompt, found.prompt_ms,
+    )  # fmt: skip
+
+
+def missing_bytes(budget: ExpertBudget, config: ModelConfig, batch: int, exponent: float) -> float:
+    """Over the bus in a step of so many sequences, once the most visited experts are resident."""
+    chances = visit_chances(config.num_experts, config.num_experts_per_tok, exponent)
+    kept = budget.slots / budget.num_layers  # of each layer, the first by rank
+    total = 0.0
+    for rank, chance in enumerate(chances):
+        share = min(max(rank + 1 - kept, 0.0), 1.0) if exponent else 1 - budget.resident_share
+        total += share * (1 - (1 - chance) ** batch)
+    return total * budget.num_layers * budget.block_bytes
+
+
+@cache
+def visit_chances(experts: int, chosen: int, exponent: float) -> Sequence[float]:
+    """By rank, the chance that a token visits an expert: draws without return, each proportional to
+    rank ** -exponent. As if experts arrived at random times until `chosen` are there."""
+    weights = [rank**-exponent for rank in range(1, experts + 1)]
+    if chosen == experts:
+        return [1.0] * experts
+    low, high = 0.0, 1.0
+
+    def chances(time: float) -> list[float]:
+        return [-math.expm1(-time * weight) for weight in weights]
+
+    while sum(chances(high)) < chosen:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(chances(middle)) < chosen else (low, middle)
+    return chances(high)
+
+
+def lines_of(plan: ExpertPlan) -> list[str]:
+    """For the terminal."""
+    found = [str(plan.budget)]
+    for batch, resident in plan.all_resident_ms.items():
+        times = ", ".join(f"{ms[batch]:.1f} ms ({name})" for name, ms in plan.step_ms.items())
+        what = "a token of one sequence" if batch == 1 else f"a step of {batch} sequences"
+        found.append(f"{what}: {times}; {resident:.1f} ms with all experts on the GPU")
+    found.append(
+        f"a prompt of {PROMPT:,} tokens: {plan.prompt_ms:.0f} ms; "
+        f"{plan.all_resident_prompt_ms:.0f} ms with all experts on the GPU"
+    )
+    return found
