@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from dsv4.checkpoint.names import parameters
 from dsv4.cli import app
+from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
+from dsv4.request import SamplingParams
 from dsv4.tools.plan_weights import scheme_named, weight_bytes
 from dsv4.tools.speed.model import (
     decode_step,
@@ -26,6 +28,7 @@ from dsv4.tools.speed.model import (
 from dsv4.tools.speed.placed import PlacedBench
 from dsv4.tools.speed.profile import FAMILIES, family_of
 from dsv4.tools.speed.report import picture
+from dsv4.tools.speed.serve import random_engine
 from dsv4.tools.speed.steps import StepResult, experts_used
 
 OPS = Path(__file__).parents[2] / "dsv4" / "ops"
@@ -57,19 +60,41 @@ def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
 def test_decode_with_experts_in_host_memory(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     trial = ["--shape", "trial", "--device", "cpu", "--layers", "2", "--record", str(record)]
-    trial += ["--expert-memory", "0.0001", "--routing", "even,zipf:1.5", "--settle", "2"]
+    plot = tmp_path / "plot.svg"
+    trial += [
+        "--plot",
+        str(plot),
+        "--expert-memory",
+        "0.0001,0.00012",
+        "--routing",
+        "even,zipf:1.5",
+        "--settle",
+        "2",
+    ]
     command = ["bench", "decode", *trial, "--batch", "1", "--context", "99", "--prompt", "40"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "% resident" in result.output
     rows = [json.loads(line)["result"] for line in record.read_text().splitlines()[1:]]
     timed = [(row["what"], row["routing"]) for row in rows if "what" in row]
-    assert timed == [("decode", "even"), ("decode", "zipf:1.5"), ("prompt", "even")]
+    assert timed == [("decode", "even"), ("decode", "zipf:1.5"), ("prompt", "even")] * 2
+    ElementTree.fromstring(plot.read_text())
     assert 0 < rows[1]["resident_share"] < 1
     assert rows[1]["missing_mb"] > 0
     for routing in ("zipf", "zipf:x", "zipf:-1", "odd"):
         result = CliRunner().invoke(app, [*command, "--routing", routing])
         assert isinstance(result.exception, OptionError)
+
+
+def test_an_engine_of_random_weights_places_experts() -> None:
+    choices = EngineConfig(
+        device="cpu", expert_memory=0.0001, max_context=128, max_sequences=2, cuda_graphs=False
+    )
+    engine, _ = random_engine("trial", shape_config("trial", 2), choices)
+    assert engine._runner.swapper is not None
+    [answer] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, stop_ids=()))
+    assert len(answer.token_ids) == 3
+    engine.close()
 
 
 def test_zipf_routing_is_what_it_says() -> None:

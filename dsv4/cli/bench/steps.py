@@ -34,7 +34,7 @@ def decode(
         "random", help="Tokens of these rows: random, or the same; of experts: even,zipf:1.0."
     ),
     draft: str = typer.Option("", help="scripted:0.7: what they give at this acceptance."),
-    expert_memory: str = typer.Option("", help="Only so many experts on the GPU: auto, all, GB."),
+    expert_memory: str = typer.Option("", help="Not all experts on the GPU: auto, or GB,GB."),
     settle: int = typer.Option(2000, min=0, help="Steps in which they settle before timing."),
     prompt: str = typer.Option("", help="Then also prompts of so many tokens."),
     device: str = DEVICE,
@@ -54,10 +54,14 @@ def decode(
         cases = [(b, c) for c in contexts for b in batches]
         prompts = numbers("prompt", prompt) if prompt else []
         given = "even" if routing == "random" else routing
-        _show_placed(
-            shape, layers or None, cases, prompts, given.split(","), settle, device, expert_memory,
-            record=record,
-        )  # fmt: skip
+        case: dict[str, Any] = {
+            "shape": shape,
+            "layers": layers or None,
+            "cases": cases,
+            "prompts": prompts,
+        }
+        case |= {"routings": given.split(","), "settle": settle, "device": device}
+        _show_placed(case, expert_memory.split(","), record, plot)
         return
     if compare not in ("", "transformers"):
         raise OptionError(f"compare is {compare!r}, expected 'transformers'")
@@ -98,24 +102,29 @@ def prefill(
     _show(rows, len(lengths), record, plot)
 
 
-def _show_placed(*case: Any, record: Path | None) -> None:
-    """Where experts do not all fit the GPU."""
-    from dsv4.tools.speed.placed import bench_placed, exponent_of, line_of
+def _show_placed(
+    case: dict[str, Any], sizes: list[str], record: Path | None, plot: Path | None
+) -> None:
+    """Where experts do not all fit the GPU, with one size of its memory for them after another."""
+    from dsv4.tools.speed.placed import bench_placed, exponent_of, line_of, picture
     from dsv4.tools.speed.report import write_record
 
-    check_writable(files=(record,))
-    for routing in case[4]:
+    check_writable(files=(record, plot))
+    for routing in case["routings"]:
         exponent_of(routing)
-    stage, rows = StageStatus(Console(stderr=True)), list[dict[str, object]]()
-    stage("making random weights")
-    for row in bench_placed(*case):
-        stage.pause()
-        Console().print(line_of(row), highlight=False, soft_wrap=True)
-        rows.append(asdict(row))
-        if record is not None:
-            write_record(record, rows)
-        stage("timing steps")
+    stage, rows = StageStatus(Console(stderr=True)), []
+    for size in sizes:
+        stage("making random weights")
+        for row in bench_placed(**case, expert_memory=size):
+            stage.pause()
+            Console().print(line_of(row), highlight=False, soft_wrap=True)
+            rows.append(row)
+            if record is not None:
+                write_record(record, [asdict(row) for row in rows])
+            stage("timing steps")
     stage.pause()
+    if plot is not None:
+        plot.write_text(picture(rows), encoding="utf-8")
 
 
 def _acceptance(draft: str) -> float | None:

@@ -73,7 +73,7 @@ def make_swapper(
 ) -> Swapper:
     shape = budget.num_layers, budget.num_experts
     use = ExpertUse(np.zeros(shape) if profile is None else read_profile(profile, *shape))
-    log.info("%s", budget)
+    log.warning("%s", budget)  # said at every start: it decides the speed
     check_host_memory(budget, free_host_memory())
     residency = Residency(layout, budget, use.first_residents(budget.slots), device)
     return Swapper(residency, use, profile)

@@ -5,6 +5,7 @@ chooses its experts by token from a table, so that routing is even or follows Zi
 Steps are queued one ahead, as in the engine, with swaps between them.
 """
 
+import gc
 import math
 import statistics
 import time
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.names import Parameter, parameters
-from dsv4.config import EngineConfig
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Weight
 from dsv4.model.transformer import Transformer
@@ -73,16 +74,12 @@ class PlacedModel:
     step_gb: float  # kept free beside that
 
 
-class PlacedBench:
-    def __init__(self, shape: str, layers: int | None, device: str, expert_memory: str) -> None:
+class RandomPlaced:
+    """A model with random weights whose experts are placed as the engine would."""
+
+    def __init__(self, config: ModelConfig, choices: EngineConfig, device: torch.device) -> None:
         begin = time.perf_counter()
-        self.device, self.shape = torch.device(device), shape
-        config = shape_config(shape, layers)
-        self.config = replace(config, num_hash_layers=config.num_layers)
-        self.choices = EngineConfig(
-            device=device, kv_format="fp8", index_format="fp4", max_sequences=SEQUENCES,
-            max_context=min(CONTEXT, config.max_positions), expert_memory=expert_memory,
-        )  # fmt: skip
+        self.config, self.choices, self.device = config, choices, device
         self.choice, self.planned = self._choose()
         torch.manual_seed(0)
         self.swapper: Swapper | None = None
@@ -120,18 +117,6 @@ class PlacedBench:
     @property
     def budget(self) -> ExpertBudget | None:
         return None if self.swapper is None else self.swapper.residency.budget
-
-    def made(self) -> PlacedModel:
-        used = kept = 0
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            used, kept = total - free, kept_free(total)
-        line = str(self.budget) if self.budget else "experts: all stay on the GPU"
-        sizes = (round(size / 1e9, 2) for size in (used, self.planned, kept))
-        pinning = self.swapper.residency.host.seconds if self.swapper else 0.0
-        return PlacedModel(line, round(self.seconds, 1), round(pinning, 1), *sizes)
-
-    # --- weights ------------------------------------------------------------------------------
 
     def _one_expert(self) -> tuple[Weight, Weight]:
         c = self.config
@@ -174,6 +159,31 @@ class PlacedBench:
         scale = torch.full(grid, 114, dtype=torch.uint8, device=self.device)  # 2^-13
         return Fp8BlockTensor(codes.view(torch.float8_e4m3fn), scale, FP8_TILE)
 
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class PlacedBench(RandomPlaced):
+    def __init__(self, shape: str, layers: int | None, device: str, expert_memory: str) -> None:
+        self.shape, config = shape, shape_config(shape, layers)
+        choices = EngineConfig(
+            device=device, kv_format="fp8", index_format="fp4", max_sequences=SEQUENCES,
+            max_context=min(CONTEXT, config.max_positions), expert_memory=expert_memory,
+        )  # fmt: skip
+        hashed = replace(config, num_hash_layers=config.num_layers)
+        super().__init__(hashed, choices, torch.device(device))
+
+    def made(self) -> PlacedModel:
+        used = kept = 0
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            used, kept = total - free, kept_free(total)
+        line = str(self.budget) if self.budget else "experts: all stay on the GPU"
+        sizes = (round(size / 1e9, 2) for size in (used, self.planned, kept))
+        pinning = self.swapper.residency.host.seconds if self.swapper else 0.0
+        return PlacedModel(line, round(self.seconds, 1), round(pinning, 1), *sizes)
+
     def route(self, routing: str) -> None:
         """Every layer's table anew: `even`, or `zipf:` and an exponent, each layer with its own
         order of experts."""
@@ -187,8 +197,6 @@ class PlacedBench:
                 noise = -torch.rand(len(part), count, device=self.device).log().neg().log()
                 chosen = (noise - exponent * ranks).topk(table.shape[1], dim=1).indices
                 part.copy_(order[chosen])
-
-    # --- steps --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, routing: str, settle: int) -> PlacedResult:
@@ -276,10 +284,6 @@ class PlacedBench:
             round(nbytes / ms / 1e6, 1), self.swapper.num_swaps if self.swapper else 0,
         )  # fmt: skip
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def exponent_of(routing: str) -> float:
     """0 for `even`, 1.0 for `zipf:1.0`."""
@@ -318,6 +322,9 @@ def bench_placed(
     finally:
         if bench.swapper is not None:
             bench.swapper.close()
+        del bench
+        gc.collect()  # tables and what moves experts know each other
+        _give_back(torch.device(device))
 
 
 def _give_back(device: torch.device) -> None:
@@ -339,3 +346,36 @@ def line_of(row: PlacedModel | PlacedResult) -> str:
         f"{100 * row.resident_share:.1f} % resident, {row.missing_mb:g} MB from the host "
         f"({row.missing_gbs:g} GB/s), {row.num_swaps} swaps"
     )
+
+
+def picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
+    """An SVG: milliseconds a token of one sequence against the share of resident experts."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:
+            found.setdefault(row.routing, []).append((row.resident_share, row.ms))
+    most = max((ms for points in found.values() for _, ms in points), default=1.0)
+    wide, high, left, top = 520, 260, 50, 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 160}" height="{high + 70}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<text x="4" y="14">ms a token by share of experts on the GPU (0 to {most:.0f} ms)</text>',
+        f'<path d="M{left} {top}V{top + high}H{left + wide}" fill="none" stroke="#444"/>',
+    ]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        x = left + wide * share
+        parts.append(f'<text x="{x:.0f}" y="{top + high + 16}">{100 * share:.0f} %</text>')
+    for (routing, points), color in zip(
+        found.items(), ("#b03030", "#7aa6c2", "#555"), strict=False
+    ):
+        places = [
+            (left + wide * share, top + high * (1 - ms / most), ms) for share, ms in sorted(points)
+        ]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}"/>')
+        for x, y, ms in places:
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+            parts.append(f'<text x="{x + 5:.1f}" y="{y - 4:.1f}">{ms:.1f}</text>')
+        x, y, _ = places[-1]
+        parts.append(f'<text x="{x + 40:.1f}" y="{y:.1f}" fill="{color}">{routing}</text>')
+    return "\n".join([*parts, "</svg>\n"])

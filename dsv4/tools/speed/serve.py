@@ -17,6 +17,7 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.load import LoadedModel, find_gpu, state_memory
 from dsv4.runner.settings import resolve
 from dsv4.tools.speed.model import random_model
+from dsv4.tools.speed.placed import RandomPlaced
 from dsv4.tools.speed.traffic import (
     MAX_LOAD_S,
     Arrival,
@@ -109,23 +110,29 @@ def random_engine(
     if choices.dtype == "float32":
         raise OptionError("dtype is float32, expected bfloat16: random weights have no other")
     begin = time.perf_counter()
-    try:
-        model, _ = random_model(config, torch.device(device))
-    except torch.cuda.OutOfMemoryError as error:
-        raise CapacityError(
-            f"{config.num_layers} layers of {shape} do not fit the GPU; lower --layers"
-        ) from error
-    if has_gpu:
-        torch.cuda.empty_cache()  # free the generator's memory
+    choices, nowhere = replace(choices, dtype="bfloat16"), Path()  # no checkpoint
+    if choices.expert_memory != "auto":
+        placed = RandomPlaced(config, choices, torch.device(device))
+        settings, swapper = placed.choice.settings, placed.swapper
+        loaded = LoadedModel(placed.model, settings, nowhere, swapper=swapper)
+    else:
+        try:
+            model, _ = random_model(config, torch.device(device))
+        except torch.cuda.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{config.num_layers} layers of {shape} do not fit the GPU; lower --layers, or "
+                "give --expert-memory in GB"
+            ) from error
+        if has_gpu:
+            torch.cuda.empty_cache()  # free the generator's memory
+        memory = state_memory(choices.device, 0, has_gpu=has_gpu)
+        gpu = find_gpu(choices.device)
+        settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
+        loaded = LoadedModel(model, settings, nowhere)
     weights_s = time.perf_counter() - begin
     begin = time.perf_counter()
-    memory = state_memory(choices.device, 0, has_gpu=has_gpu)
-    gpu = find_gpu(choices.device)
-    choices = replace(choices, dtype="bfloat16")
-    settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
-    nowhere = Path()  # no checkpoint
     dialect = choose_dialect(has_system_marker=False, folder=nowhere)
-    engine = Engine(LoadedModel(model, settings, nowhere), None, dialect, progress)
+    engine = Engine(loaded, None, dialect, progress)
     ready_s = time.perf_counter() - begin
     name = f"{shape}, {config.num_layers} random layers"
     return engine, Ready(name, str(settings), round(ready_s, 2), round(weights_s, 2))
