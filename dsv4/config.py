@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from dsv4.errors import ConfigError, OptionError
 from dsv4.util.config_json import read_fields
+from dsv4.util.draft_shape import DSparkShape
 
 LayerKind = Literal["swa", "csa", "hca"]
 KIND_OF_RATIO: dict[int, LayerKind] = {0: "swa", 4: "csa", 128: "hca"}
@@ -37,6 +38,7 @@ class ModelConfig:
     compress_ratios: tuple[int, ...] = (0, 0, *([4, 128] * 20), 4)  # one per backbone block
     num_draft_layers: int = 1
     draft_kind: Literal["mtp", "dspark"] = "mtp"
+    dspark: DSparkShape = DSparkShape()  # noqa: RUF009  # frozen
     rope_theta: float = 10000.0
     compress_rope_theta: float = 160000.0
     yarn_factor: float = 16.0
@@ -291,7 +293,8 @@ class EngineConfig:
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
     draft: str = field(
-        default="auto", metadata={"help": "tokens proposed and verified: auto, off, lookup or mtp"}
+        default="auto",
+        metadata={"help": "tokens proposed and verified: auto, off, lookup, mtp, dspark"},
     )
     draft_tokens: int | None = field(
         default=None, metadata={"help": "most drafts of a sequence in a step: 1 to 7"}

@@ -102,9 +102,9 @@ class Engine:
             )
         self.prefixes = self._prefix  # for a router: which ones are cached
         most, make = loaded.settings.draft_tokens, Lookup if loaded.draft is None else Given
-        sizes = most, self.config.vocab_size
-        room = self._runner.buffers.most_drafts
-        drafting = Drafting(*sizes, self._allowed_drafts, make, room) if most else None
+        sizes, room = (most, self.config.vocab_size), self._runner.buffers.most_drafts
+        how = {"learns": loaded.settings.draft_auto, "peeks": make is Lookup}
+        drafting = Drafting(*sizes, self._allowed_drafts, make, room, **how) if most else None
         self._drafting = drafting
         self._scheduler = Scheduler(
             pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget(),

@@ -15,12 +15,12 @@ sequences, or of chunks of one prompt. A sequence whose token is in flight is in
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dsv4.errors import StallError
+from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.request import TokenLogprobs
-from dsv4.runner.drafts.device import Newest
 from dsv4.runner.runner import PENDING, Chunk, Runner, SubmittedStep
 from dsv4.sampling import SamplingRow
 from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
@@ -45,6 +45,8 @@ class InFlightStep:
     going: list[int] = field(default_factory=list)  # places whose drafts were right so far
     taken: list[int] = field(default_factory=list)  # tokens of each place
     begin: float = 0.0
+    is_plain: bool = True  # no drafts are made behind it
+    is_ahead: bool = False  # submitted before the step before it was read
 
     @property
     def drafts(self) -> list[tuple[int, ...]]:
@@ -79,6 +81,7 @@ class Pipeline:
         self._is_live, self._sampling_row, self._is_guided = is_live, sampling_row, is_guided
         self._ahead: InFlightStep | None = None  # submitted, not read yet
         self._lanes: deque[InFlightStep] = deque()  # with several stages: submitted, not sampled
+        self._settled = (False, 0.0)  # whether the last step ran ahead, and when it was done
 
     def take(self) -> StepOutcome:
         """Read the oldest step, after submitting the next one where that is possible."""
@@ -98,6 +101,8 @@ class Pipeline:
             if self._may_run_ahead:
                 following = self._start(outcome.failures)
                 self._ahead = self._sample_step(following, outcome.failures, early=True)
+                if self._ahead is not None:
+                    self._ahead.is_ahead = True
         try:
             step.answers = self._runner.read(step.submitted)
             results = [answer[0] for answer in step.answers]
@@ -120,9 +125,7 @@ class Pipeline:
             step.going = list(range(len(step.sampled)))
             for item in step.scheduled:
                 item.sequence.num_drafted += len(item.drafts)
-        elif self._ahead is None:
-            self._time(step)
-        if is_verified or self._runner.drafter is not None:
+        if self._drafting is not None:
             self._accepting = step
         return outcome
 
@@ -141,9 +144,7 @@ class Pipeline:
     @property
     def _may_run_ahead(self) -> bool:
         """Drafts follow from the tokens of the step before, which the host must know."""
-        if not self.runs_ahead or self._runner.drafter is not None:
-            return False
-        return self._drafting is None or self._drafting.rests
+        return self.runs_ahead and (self._drafting is None or self._drafting.rests)
 
     def next_round(self) -> StepOutcome | None:
         """The next tokens of a step with drafts, once those before are accepted; None: it has no
@@ -197,42 +198,63 @@ class Pipeline:
                 if item.sequence.pages is not None:  # otherwise it has ended
                     self._runner.pages.retract(item.sequence.pages, item.num_new - count)
             self._scheduler.done(step.scheduled, has_tokens=True)
-            self._time(step)
-        if self._runner.drafter is not None and not drafting.is_off:
-            begin = time.perf_counter()
-            try:
-                self._make_drafts(drafting, step)
-            except Exception as error:  # answers go on without drafts
-                drafting.switch_off(error)
-            drafting.draft_ms += 0.2 * ((time.perf_counter() - begin) * 1e3 - drafting.draft_ms)
+        if not step.submitted.is_drawn:
+            places = [place for place, s in enumerate(step.sampled) if self._is_live(s)]
+            self._queue_drafts(step, places, step.taken)
+        self._take_drafts(step)
+        if step.is_plain:
+            drafting.pass_step([s for s in step.sampled if self._is_live(s)])
+        self._time(drafting, step)
 
-    def _make_drafts(self, drafting: Drafting, step: InFlightStep) -> None:
-        """By a block of the model, which must see every token; drafts where they are wanted."""
-        items = {id(chunk): item for chunk, item in zip(step.chunks, step.scheduled, strict=True)}
-        following, newest, sequences, first = [], [], [], 0
-        for chunk in step.submitted.chunks:
-            item = items[id(chunk)]
-            sequence, pages, start = item.sequence, item.sequence.pages, chunk.start
-            ids = sequence.token_ids[start + 1 : start + 1 + item.num_new]
-            following.append([*ids, *[0] * (item.num_new - len(ids))])
-            wanted = item.samples and sequence.may_draft and not drafting.rests
-            if wanted and pages is chunk.pages and self._is_live(sequence):
-                row = pages.length - 1
-                newest.append(Newest(first + row - start, row, pages, sequence.token_ids[-1]))
-                sequences.append(sequence)
-            first += item.num_new
-        rows = [replace(self._sampling_row(sequence), mask=None) for sequence in sequences]
-        drafts = self._runner.draft(step.submitted, following, newest, rows)
-        for sequence, found in zip(sequences, drafts, strict=False):
-            drafter = drafting.drafter_of(sequence)
-            assert isinstance(drafter, Given)
-            drafter.give(len(sequence.token_ids), found)
+    def _queue_drafts(
+        self, step: InFlightStep, places: list[int], counts: Sequence[int] = ()
+    ) -> None:
+        """By blocks of the model, which must see every token; drafts where they are wanted."""
+        drafting = self._drafting
+        if drafting is None or self._runner.drafter is None or drafting.is_off:
+            return
+        if step.is_plain or not any(step.sampled[place].may_draft for place in places):
+            places = []
+        if not places and not drafting.needs_keys and step.submitted.shape.one_each:
+            return
+        try:
+            rows = []
+            if counts:
+                sampling = (self._sampling_row(step.sampled[place]) for place in places)
+                rows = [replace(row, mask=None) for row in sampling]
+            self._runner.queue_drafts(step.submitted, places, counts, rows)
+        except Exception as error:  # answers go on without drafts
+            drafting.switch_off(error)
 
-    def _time(self, step: InFlightStep) -> None:
-        decodes = (item.num_new == 1 + len(item.drafts) for item in step.scheduled)
-        if self._drafting is not None and all(decodes):
-            ms = (time.perf_counter() - step.begin) * 1e3
-            self._drafting.times.observe(sum(item.num_new for item in step.scheduled), ms)
+    def _take_drafts(self, step: InFlightStep) -> None:
+        drafting, pending = self._drafting, step.submitted.drafts
+        if drafting is None or pending is None:
+            return
+        try:
+            for place, found in pending.wait().items():
+                sequence = step.sampled[place]
+                if self._is_live(sequence) and sequence.may_draft:
+                    drafter = drafting.drafter_of(sequence)
+                    assert isinstance(drafter, Given)
+                    drafter.give(len(sequence.token_ids), found.token_ids, found.chances)
+        except Exception as error:
+            drafting.switch_off(error)
+
+    def _time(self, drafting: Drafting, step: InFlightStep) -> None:
+        """Of a step that ran ahead, the time since the one before it was taken."""
+        now = time.perf_counter()
+        before, self._settled = self._settled, (step.is_ahead, now)
+        if not all(item.num_new == 1 + len(item.drafts) for item in step.scheduled):
+            return
+        begin = step.begin
+        if step.is_ahead:
+            if not before[0]:
+                return
+            begin = before[1]
+        rows = sum(item.num_new for item in step.scheduled)
+        sequences = [item.sequence for item in step.scheduled]
+        ms = (now - begin) * 1e3
+        drafting.time_step(sequences, rows, sum(step.taken), ms, plain=step.is_plain)
 
     def sample_ahead(self) -> list[Failure]:
         """Sample the step in flight if it waited for the tokens just taken."""
@@ -270,7 +292,8 @@ class Pipeline:
             failures.append(([item.sequence for item in scheduled], error))
             return None
         sampled = [item.sequence for item in scheduled if item.samples]
-        step = InFlightStep(scheduled, sampled, chunks, submitted)
+        is_plain = self._drafting is None or self._drafting.rests
+        step = InFlightStep(scheduled, sampled, chunks, submitted, is_plain=is_plain)
         for sequence in step.sampled:
             sequence.num_pending += 1
         return step
@@ -289,6 +312,8 @@ class Pipeline:
         except Exception as error:
             failures.append((self._live_of(step), error))
             return None
+        if step.submitted.is_drawn:
+            self._queue_drafts(step, list(range(len(step.sampled))))
         return step
 
     def _live_of(self, step: InFlightStep) -> list[SequenceState]:
@@ -303,4 +328,6 @@ def _chunk(item: ScheduledTokens) -> Chunk:
     if item.drafts:
         new = [*new[:1], *item.drafts]
     wanted = 1 if item.samples else 0
-    return Chunk(sequence.pages, new, wanted, item.keep_len, item.keep_row, len(item.drafts), start)
+    following = NEWEST if item.samples else sequence.token_ids[start + item.num_new]
+    kept = item.keep_len, item.keep_row
+    return Chunk(sequence.pages, new, wanted, *kept, len(item.drafts), following)

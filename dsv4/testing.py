@@ -161,6 +161,17 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": c.bos_id,
         "eos_token_id": list(c.eos_ids),
         "tie_word_embeddings": False,
+        **(_dspark_json(c) if c.draft_kind == "dspark" else {}),
+    }
+
+
+def _dspark_json(config: ModelConfig) -> dict[str, Any]:
+    d = config.dspark
+    return {
+        "dspark_block_size": d.block,
+        "dspark_noise_token_id": d.noise_id,
+        "dspark_target_layer_ids": list(d.targets),
+        "dspark_markov_rank": d.rank,
     }
 
 

@@ -1,7 +1,7 @@
 """Random schedules with drafts, over all formats and options: the bits of each request without.
 
 Requests with shared beginnings arrive at random times, some are aborted, pages run short. Drafts
-come from lookup, from the MTP block, or from a script that is wrong as often as it likes. Steps
+come from lookup, from draft blocks, or from a script that is wrong as often as it likes. Steps
 have the shapes of a CPU or those of a GPU. A few schedules here, 300 under `make drafts`.
 """
 
@@ -58,7 +58,7 @@ def plain(formats: tuple[str, str, str], kind: int) -> Completion:
 
 def run(seed: int, patch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    formats, draft = FORMATS[seed % len(FORMATS)], rng.choice(("lookup", "lookup", "mtp"))
+    formats, draft = FORMATS[seed % len(FORMATS)], rng.choice(("lookup", "mtp", "dspark"))
     engine = engine_of(formats, draft)
     kinds = rng.sample(range(KINDS), rng.randint(2, 5))
     right = {kind: plain(formats, kind) for kind in kinds}

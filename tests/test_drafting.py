@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import logging
+import operator
 import random
 import re
 import shutil
@@ -26,13 +27,15 @@ from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError
 from dsv4.request import Completion, Guide, Request, join_outputs
+from dsv4.runner.drafts.device import DeviceDrafter
 from dsv4.runner.load import LoadedModel, load_model
 from dsv4.runner.settings import resolve
-from dsv4.scheduler.drafts import Lookup, StepTimes, num_worth
+from dsv4.scheduler.drafts import Acceptance, Drafting, Given, Lookup, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
 from dsv4.server.metrics import EngineMetrics
 from dsv4.server.worker.wire import output_from_wire, output_to_wire
 from dsv4.testing import _random_tensor, random_weights, write_checkpoint
+from dsv4.util.draft_shape import DSparkShape
 from tests.models import BYTE_TOKENIZER, quick_config, write_quick_model
 
 MOST = 7
@@ -40,10 +43,17 @@ VOCABULARY = 271
 END, MARKER = 257, 258
 
 
+SPARK = DSparkShape(block=5, noise_id=266, targets=(1, 0), rank=4)
+KINDS: dict[str, dict[str, Any]] = {
+    "mtp": {"num_draft_layers": 1},
+    "dspark": {"num_draft_layers": 2, "draft_kind": "dspark", "dspark": SPARK},
+}
+
+
 @functools.cache
-def folder() -> Path:
-    """A quick model with a draft block of random weights."""
-    found, config = Path(tempfile.mkdtemp()), replace(quick_config(), num_draft_layers=1)
+def folder(kind: str = "mtp") -> Path:
+    """A quick model with draft blocks of random weights."""
+    found, config = Path(tempfile.mkdtemp()), replace(quick_config(), **KINDS[kind])
     generator = torch.Generator().manual_seed(2)
     weights = random_weights(config, 0)
     for name, parameter in draft_parameters(config).items():
@@ -56,21 +66,33 @@ def folder() -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    for draft in ("off", "lookup", "mtp"):
+    for draft in ("off", "lookup", "mtp", "dspark"):
         shared_engine(draft).close()
 
 
 @functools.cache
-def loaded(**choices: object) -> LoadedModel:
-    return load_model(str(folder()), EngineConfig.make(device="cpu", **choices))
+def loaded(kind: str, **choices: object) -> LoadedModel:
+    return load_model(str(folder(kind)), EngineConfig.make(device="cpu", draft=kind, **choices))
 
 
-def make_engine(draft: str = "off", **choices: Any) -> Engine:
-    found = loaded(draft="mtp", **{"max_sequences": 4, "max_context": 512, **choices})
-    settings = replace(found.settings, draft=draft, draft_tokens=MOST if draft != "off" else 0)
-    found = replace(found, draft=found.draft if draft == "mtp" else None)
+def make_engine(draft: str = "off", most: int = MOST, **choices: Any) -> Engine:
+    kind = draft if draft in KINDS else "mtp"
+    found = loaded(kind, **{"max_sequences": 4, "max_context": 512, **choices})
+    most = {"off": 0, "dspark": min(most, SPARK.block)}.get(draft, most)
+    settings = replace(found.settings, draft=draft, draft_tokens=most)
+    found = replace(found, draft=found.draft if draft in KINDS else None)
     dialect = choose_dialect(has_system_marker=False, folder=folder())
-    return Engine(replace(found, settings=settings), Tokenizer.from_folder(folder()), dialect)
+    engine = Engine(replace(found, settings=settings), Tokenizer.from_folder(folder()), dialect)
+    if engine._drafting is not None:
+        verify_everything(engine._drafting)
+    return engine
+
+
+def verify_everything(drafting: Drafting) -> None:
+    """As long as no cost is known, every draft is taken."""
+    drafting.times = drafting.plain = StepTimes()
+    drafting.time_step = Mock()  # type: ignore[method-assign]
+    drafting._rest, drafting._waits = 0, False
 
 
 # --- drafters -----------------------------------------------------------------------------------
@@ -119,7 +141,7 @@ def script(engine: Engine, kind: str, answers: dict[tuple[int, ...], Sequence[in
         return Scripted([*prompt, *answers.get(key, ())], CHANGES[kind])
 
     engine._drafting._make = make  # type: ignore[assignment]
-    engine._drafting.times = StepTimes({1: 1.0, 100: 1.0})  # rows cost nothing: all are verified
+    verify_everything(engine._drafting)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -198,6 +220,7 @@ def test_every_drafter_gives_the_same_answers(option: str) -> None:
         script(engine, kind, known(option))
         check(engine, option)
     check(shared_engine("mtp"), option)
+    check(shared_engine("dspark"), option)
 
 
 @pytest.mark.parametrize("option", ["seeded", "filters", "bias", "stop strings", "penalties"])
@@ -211,6 +234,31 @@ def test_rows_drawn_together_on_padded_steps(option: str, monkeypatch: pytest.Mo
         check(engine, option)
     stats = engine.stats()
     assert stats.num_drafted > stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_do_not_depend_on_where_rows_are_drawn(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row by the host, or at once on padded steps as on a GPU: the same drafts follow."""
+    given: list[list[tuple[int, list[int]]]] = []
+    for on_device in (False, True):
+        monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", on_device)
+        engine = make_engine(kind, 2)
+        engine._runner.buffers.pads = on_device
+        given.append([])
+
+        class Noted(Given):
+            def give(self, length: int, drafts: list[int], chances: Sequence[float] = ()) -> None:
+                given[-1].append((length, drafts))
+                super().give(length, drafts, chances)
+
+        assert engine._drafting is not None
+        engine._drafting._make = Noted
+        for option in ("seeded", "penalties"):
+            check(engine, option)
+        assert engine.stats().num_drafted > 0
+    assert given[0] == given[1]
 
 
 def test_right_drafts_save_steps() -> None:
@@ -296,6 +344,29 @@ def test_the_embedded_model_drafts_for_itself() -> None:
     assert stats.accepted_by_place[0] >= 0.85 * stats.num_verified > 10
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_of_the_target_hits_more_often_than_other_noise(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random blocks know nothing of the model, but at temperature 1 both follow the noise."""
+    real, shares = DeviceDrafter._draw, []
+
+    def other_noise(self: DeviceDrafter, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return real(self, logits, at + 100_000)
+
+    for draw in (real, other_noise):
+        monkeypatch.setattr(DeviceDrafter, "_draw", draw)
+        engine = make_engine(kind, 1)
+        params = SamplingParams(max_tokens=30, temperature=1.0, stop_ids=())
+        for seed in range(4):
+            engine.add(Request(str(seed), (1, 2, 3), replace(params, seed=seed)))
+        while engine.num_unfinished:
+            engine.step()
+        stats = engine.stats()
+        shares.append(stats.accepted_by_place[0] / stats.num_verified)
+    assert shares[0] > shares[1] + 0.1
+
+
 def changed_copy(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
     target = tmp_path / "model"
     shutil.copytree(folder(), target)
@@ -355,7 +426,7 @@ def test_a_block_that_fails_switches_drafting_off(
         calls.append(arguments)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine._runner, "draft", fails)
+    monkeypatch.setattr(engine._runner, "queue_drafts", fails)
     check(engine, "greedy")
     assert len(calls) == 1
     assert [r.message for r in caplog.records if "drafting" in r.message] == [
@@ -410,6 +481,88 @@ def test_drafts_are_verified_while_they_pay() -> None:
     assert num_worth([[0.9, 0.5, 0.4]], lambda rows: {1: 1.0, 2: 2.0, 3: 3.0, 4: 1.5}[rows]) == [3]
 
 
+def test_no_choice_is_predicted_to_be_slower_than_plain_steps() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        count, base, row = rng.randint(1, 9), rng.uniform(1, 9), rng.choice((0.0, 0.05, 0.5, 3.0))
+        plain = base * rng.uniform(0.7, 1.0)
+
+        def cost(
+            rows: int, n: int = count, p: float = plain, b: float = base, r: float = row
+        ) -> float:
+            return p if rows == n else b + r * (rows - n)
+
+        chances = [
+            list(
+                itertools.accumulate((rng.random() for _ in range(rng.randint(0, 7))), operator.mul)
+            )
+            for _ in range(count)
+        ]
+        taken = num_worth(chances, cost)
+        tokens = count + sum(sum(some[:n]) for some, n in zip(chances, taken, strict=True))
+        assert tokens / cost(count + sum(taken)) >= count / plain - 1e-12
+
+
+def simulate(hit: float, plain_ms: float, draft_ms: float, row_ms: float, tokens: int) -> float:
+    """Time of an answer against plain decoding, by a drafter that is right with a chance."""
+    rng, given, drafting = random.Random(1), Given(), Drafting(5, 100, learns=True)
+    drafting._make = lambda sequence: given
+    sequence = SequenceState(Request("a", (1, 2, 3), SamplingParams(max_tokens=tokens)), 0)
+    total, made = 0.0, 0
+    while made < tokens:
+        drafts = drafting.propose([(sequence, 7)])[0]
+        plain = drafting.rests
+        accepted = next((i for i in range(len(drafts)) if rng.random() >= hit), len(drafts))
+        sequence.token_ids += [1] * (accepted + 1)
+        ms = plain_ms if plain else plain_ms + draft_ms + row_ms * len(drafts)
+        ms *= rng.uniform(0.95, 1.05)
+        drafting.observe(sequence, len(drafts), accepted)
+        drafting.time_step([sequence], 1 + len(drafts), 1 + accepted, ms, plain=plain)
+        if plain:
+            drafting.pass_step([sequence])
+        else:
+            given.give(len(sequence.token_ids), [1] * 5)
+        total, made = total + ms, made + 1 + accepted
+    return total / (made * plain_ms)
+
+
+@pytest.mark.parametrize("costs", [(4.7, 0.8, 0.9), (11.5, 0.4, 2.5), (26.7, 1.0, 0.5)])
+def test_drafts_that_never_hit_cost_little(costs: tuple[float, float, float]) -> None:
+    assert simulate(0.0, *costs, tokens=6_000) < 1.01
+    assert simulate(0.0, *costs, tokens=800) < 1.02  # the first trial of all
+    for hit in (0.3, 0.5):
+        assert simulate(hit, *costs, tokens=6_000) < 1.015
+
+
+def test_drafts_that_hit_pay() -> None:
+    assert simulate(0.8, 4.7, 0.8, 0.7, tokens=4_000) < 0.65  # five drafts: 0.66 at most
+    assert simulate(0.6, 4.7, 0.4, 0.7, tokens=4_000) < 0.85
+
+
+def test_a_drafters_own_chances_are_scaled_by_what_came_true() -> None:
+    acceptance = Acceptance(2)
+    for _ in range(60):  # says 0.9, is right every third time
+        for right in (1, 0, 0):
+            acceptance.survival(1, [0.9])
+            acceptance.observe(1, right)
+    assert 0.2 < acceptance.survival(1, [0.9])[0] < 0.5
+    assert acceptance.survival(1, [0.3])[0] < 0.2
+
+
+def test_lookup_waits_for_something_to_propose() -> None:
+    drafting = Drafting(4, 100, peeks=True)
+    sequence = SequenceState(Request("a", tuple(range(20)), SamplingParams()), 0)
+    for _ in range(5):
+        assert drafting.propose([(sequence, 7)]) == [[]]
+    assert drafting.rests
+    drafting.pass_step([sequence])
+    assert drafting.rests
+    sequence.token_ids += [4, 5, 6]
+    drafting.pass_step([sequence])
+    assert not drafting.rests
+    assert drafting.propose([(sequence, 7)]) == [[7, 8, 9, 10]]
+
+
 def test_times_of_steps() -> None:
     times = StepTimes()
     assert times.at(1) is None
@@ -429,11 +582,16 @@ def test_options() -> None:
         EngineConfig(draft="eagle")
     with pytest.raises(OptionError, match="draft_tokens is 8, expected 1 to 7"):
         EngineConfig(draft_tokens=8)
-    with pytest.raises(OptionError, match="draft is 'dspark', which this version does not run"):
+    with pytest.raises(
+        OptionError, match="'dspark', but this checkpoint has mtp, 1 blocks; use mtp"
+    ):
         Engine.load(folder(), device="cpu", draft="dspark")
     spark = replace(quick_config(), num_draft_layers=3, draft_kind="dspark")
     with pytest.raises(OptionError, match="but this checkpoint has dspark, 3 blocks"):
         resolve(EngineConfig(draft="mtp"), spark, has_gpu=False, memory_bytes=2**30)
+    choices = EngineConfig(draft="dspark", draft_tokens=6)
+    with pytest.raises(OptionError, match=r"draft_tokens is 6, but .* trained for blocks of 5"):
+        resolve(choices, spark, has_gpu=False, memory_bytes=2**30)
     plain_folder = write_quick_model(Path(tempfile.mkdtemp()))
     with pytest.raises(OptionError, match="draft is 'mtp', but this checkpoint has no draft"):
         Engine.load(plain_folder, device="cpu", draft="mtp")

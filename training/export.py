@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4.checkpoint.names import Parameter
 from dsv4.config import ModelConfig
 from dsv4.formats import nvfp4
 from dsv4.testing import config_json
@@ -44,10 +45,12 @@ def _joined(prefix: str, matrix: Tensor) -> dict[str, Tensor]:
     return _nvfp4(f"{prefix}.w1", gate, global_) | _nvfp4(f"{prefix}.w3", up, global_)
 
 
-def tensors(config: ModelConfig, table: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everything the file holds, under official names."""
+def tensors(
+    config: ModelConfig, table: dict[str, Tensor], wanted: dict[str, Parameter] | None = None
+) -> dict[str, Tensor]:
+    """Everything the file holds, under official names, or those `wanted` of it."""
     out: dict[str, Tensor] = {}
-    for name, parameter in all_parameters(config).items():
+    for name, parameter in (wanted or all_parameters(config)).items():
         weight = table[name].detach().cpu()
         module, _, leaf = name.rpartition(".")
         if leaf in ("w13", "w2"):

@@ -47,9 +47,15 @@ class Geometry:
     spare_tokens: int = 0  # of the window, behind a step's tokens: where such blocks guess
 
     @property
+    def lookback(self) -> int:
+        """Tokens of the window that a sequence needs; drafters see one more than the next token
+        does, since they draft behind the newest that is stored."""
+        return self.config.sliding_window - 1 + (self.spare_tokens > 0)
+
+    @property
     def window_columns(self) -> int:
         """Width of the window's page table: a ring that holds the window and one chunk."""
-        tokens = self.config.sliding_window - 1 + max(self.chunk_tokens, MOST_DRAFT_ROWS)
+        tokens = self.lookback + max(self.chunk_tokens, MOST_DRAFT_ROWS)
         return -(-(tokens + self.spare_tokens) // PAGE_ENTRIES["window"]) + 1
 
     def pages_needed(self, pool: Pool, start: int, end: int) -> range:
@@ -63,11 +69,11 @@ class Geometry:
 
     def oldest_column(self, length: int) -> int:
         """The window's first page that a sequence of `length` tokens still needs."""
-        return max(length - self.config.sliding_window + 1, 0) // PAGE_ENTRIES["window"]
+        return max(length - self.lookback, 0) // PAGE_ENTRIES["window"]
 
     def last_use(self, column: int) -> int:
         """The length up to which a window page is needed."""
-        return (column + 1) * PAGE_ENTRIES["window"] + self.config.sliding_window - 2
+        return (column + 1) * PAGE_ENTRIES["window"] + self.lookback - 1
 
     def most_tokens(self, columns: dict[Pool, int]) -> int:
         """The longest sequence for which pages up to these columns suffice."""
@@ -86,7 +92,7 @@ class Geometry:
         """Most pages a sequence of up to `max_context` tokens holds; see also `chunk_pages`."""
         if pool == "window":
             page = PAGE_ENTRIES["window"]
-            spanned = -(-(self.config.sliding_window - 1) // page) + 2 + (self.spare_tokens > 0)
+            spanned = -(-self.lookback // page) + 2 + (self.spare_tokens > 0)
             return min(spanned, -(-max_context // page))
         return len(self.pages_needed(pool, 0, max_context))
 

@@ -157,7 +157,7 @@ def _fill(
         for module, expert, part, shape in wanted:
             found = modules.get((module, expert))
             if found is None:
-                missing.append(_spell(module, expert, name))
+                missing += [] if parameter.is_optional else [_spell(module, expert, name)]
                 continue
             used.add((module, expert))
             stored_or = detect(found, shape, block, may_quantize=parameter.kind == "linear")

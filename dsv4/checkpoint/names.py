@@ -26,6 +26,7 @@ class Parameter:
     kind: Kind
     group: str  # for reports: embedding, attention, compressor, indexer, experts, ...
     limit: int = 0  # a table's ids are below this
+    is_optional: bool = False
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
@@ -40,9 +41,9 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     return out
 
 
-def draft_parameters(config: ModelConfig, markov_rank: int = 256) -> dict[str, Parameter]:
-    """The same for the draft blocks `mtp.i.`; `check` reads them, the engine does not run them."""
-    c = config
+def draft_parameters(config: ModelConfig) -> dict[str, Parameter]:
+    """The same for the draft blocks `mtp.i.`."""
+    c, markov_rank = config, config.dspark.rank
     out: dict[str, Parameter] = {}
     norm = Parameter((c.hidden_size,), "norm", "draft")
     for index in range(c.num_draft_layers):
@@ -56,7 +57,7 @@ def draft_parameters(config: ModelConfig, markov_rank: int = 256) -> dict[str, P
                 out[f"{prefix}{name}.weight"] = norm
             out.update(_head_mix(c, prefix))
         elif index == 0:
-            taps = 3 * c.hidden_size  # the concatenated outputs of three target layers
+            taps = len(c.dspark.targets) * c.hidden_size  # outputs of these blocks, side by side
             out[prefix + "main_proj.weight"] = Parameter((c.hidden_size, taps), "linear", "draft")
             out[prefix + "main_norm.weight"] = norm
         if c.draft_kind == "dspark" and index == c.num_draft_layers - 1:
@@ -65,7 +66,9 @@ def draft_parameters(config: ModelConfig, markov_rank: int = 256) -> dict[str, P
             markov = Parameter((c.vocab_size, markov_rank), "plain", "draft")
             out[prefix + "markov_head.markov_w1.weight"] = markov
             out[prefix + "markov_head.markov_w2.weight"] = markov
-            confidence = Parameter((1, c.hidden_size + markov_rank), "plain", "draft")
+            confidence = Parameter(
+                (1, c.hidden_size + markov_rank), "plain", "draft", is_optional=True
+            )
             out[prefix + "confidence_head.proj.weight"] = confidence
     return out
 

@@ -1,16 +1,10 @@
-"""The MTP block of a checkpoint: a guess at the token after the next one.
+"""The draft blocks of a checkpoint: guesses at the tokens after the next one.
 
-Row p takes the final streams of token p, all of them, and the id of token p + 1:
-
-    X0[s] = W_e RMS(Emb[t_(p+1)]) + W_h RMS(X[s])          each stream on its own
-    X1    = Block(X0)        window only, plain rope at position p, router with a bias, own keys
-    logits of t_(p+2) = W_head RMS(HeadMix(X1))            embedding and head are the model's
-
-A second guess takes X1 in place of X and the first guess in place of the token, at p + 1. The block
-attends to its own keys of the last tokens, so every token of a sequence has to pass `keys`.
+They are window-only blocks with keys of their own, so every token of a sequence has to pass `keys`;
+embedding and head are the model's. Nothing here can change an answer (docs/drafting.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,15 +17,32 @@ from dsv4.model.inputs import StepInputs
 from dsv4.model.mhc import collapse_head, finish, mix_site
 from dsv4.model.transformer import Block, Transformer
 from dsv4.model.weights import Weights
+from dsv4.ops.attention.attention import Visible, attention
+from dsv4.ops.attention.query import query_prepare
+from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.embed import embed
-from dsv4.ops.gemm.linear import linear
+from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
-from dsv4.ops.mhc.mix import Residual
+from dsv4.ops.kv.rope import rope
+from dsv4.ops.mhc.mix import Residual, Update
 from dsv4.ops.norm.rms_norm import rms_norm
+from dsv4.ops.sample.draft_rows import MOST_DRAFTS
 from dsv4.parallel.layout import RankLayout
+
+CONFIDENCE = "confidence_head.proj.weight"
 
 
 class MtpBlock:
+    """Row p takes the final streams of token p, all of them, and the id of token p + 1:
+
+        X0[s] = W_e RMS(Emb[t_(p+1)]) + W_h RMS(X[s])      each stream on its own
+        X1    = Block(X0)    window only, plain rope at position p, router with a bias, own keys
+        logits of t_(p+2) = W_head RMS(HeadMix(X1))
+
+    A second guess takes X1 in place of X and the first guess in place of the token, at p + 1.
+    """
+
     def __init__(self, model: Transformer, table: Mapping[str, Weight]) -> None:
         """`table`: the block's parameters under their canonical names."""
         config, everything = model.config, Weights(table)
@@ -72,3 +83,138 @@ class MtpBlock:
         e = linear(rms_norm(e, self.enorm, self.eps), self.e_proj)
         h = rms_norm(streams.reshape(-1, size), self.hnorm, self.eps)
         return e.unsqueeze(1) + linear(h, self.h_proj).view(streams.shape)
+
+
+class DSpark:
+    """Draft blocks that guess several tokens at once.
+
+        m[p] = outputs of some backbone blocks at p, each its mean over the streams, side by side
+        z[p] = RMS(W_main m[p])
+        context key of stage i at p = rope_p(RMS(W_kv^i z[p]))                   every token
+        rows at p + 1 ...: t_(p+1), then noise tokens, embedded, through all stages; each sees the
+        window's context keys up to p and the keys of all these rows, also of those behind it
+        h[j] = HeadMix(X[j]);  base[j] = W_head RMS(h[j])
+        d[0] = t_(p+1);  logits of t_(p+2+j) = base[j] + M2 M1[d[j]];  d[j+1] drawn from them
+        chance of d[j+1], if those before are right = sigmoid(w_c [h[j]; M1[d[j]]])
+
+    The number of rows belongs to the training, so all are computed however few drafts are wanted.
+    """
+
+    def __init__(self, model: Transformer, table: Mapping[str, Weight]) -> None:
+        config, shape, everything = model.config, model.config.dspark, Weights(table)
+        if not 1 <= shape.block <= MOST_DRAFTS:
+            raise CheckpointError(
+                f"dspark_block_size is {shape.block}, expected 1 to {MOST_DRAFTS}"
+            )
+        if not 0 <= shape.noise_id < config.vocab_size:
+            raise CheckpointError(
+                f"dspark_noise_token_id is {shape.noise_id}, the vocabulary has {config.vocab_size}"
+            )
+        if not shape.targets or not all(0 <= t < config.num_layers for t in shape.targets):
+            raise CheckpointError(
+                f"dspark_target_layer_ids is {list(shape.targets)}, the model has "
+                f"{config.num_layers} layers"
+            )
+        stages = [everything.under(f"mtp.{i}.") for i in range(config.num_draft_layers)]
+        first, last = stages[0], stages[-1]
+        self.model, self.eps, self.shape = model, config.rms_norm_eps, shape
+        self.window = config.sliding_window
+        self.main_proj = first.take("main_proj.weight")
+        self.main_norm = first.tensor("main_norm.weight")
+        self.stages = [Block(config, 0, one, RankLayout(), hashed=False) for one in stages]
+        self.head_site = mix_site(config, last, "hc_head", "norm")
+        self.markov_in = last.tensor("markov_head.markov_w1.weight")
+        self.markov_out = last.take("markov_head.markov_w2.weight")
+        self.confidence: Tensor | None = None
+        if CONFIDENCE in last:
+            self.confidence = last.tensor(CONFIDENCE).float().flatten()
+        if everything.left:
+            raise CheckpointError(f"unused weights: {sorted(everything.left)[:5]}")
+
+    def keys(self, taps: Tensor, step: StepInputs, states: Sequence[SwaState]) -> None:
+        """Store the context keys; `taps` `[rows, targets, size]`."""
+        z = rms_norm(linear(taps.flatten(1), self.main_proj), self.main_norm, self.eps)
+        matrices = [stage.attention.wkv for stage in self.stages]
+        every = linear_multi(z, matrices, [z.dtype] * len(matrices))
+        for stage, kv, state in zip(self.stages, every, states, strict=True):
+            self._store(stage, kv, step.batch, step.window_table, state)
+
+    def __call__(
+        self, anchors: Tensor, positions: Tensor, slots: Tensor, table: Tensor,
+        states: Sequence[SwaState],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Newest tokens `[sequences]` and the positions before them -> `[sequences, block, ...]`:
+        fp32 logits without the Markov head, and the rows it and the chances come from."""
+        count, block = anchors.shape[0], self.shape.block
+        ids = torch.full((count, block), self.shape.noise_id, device=anchors.device)
+        ids[:, 0] = anchors
+        offsets = torch.arange(1, block + 1, device=anchors.device)
+        own = (positions.unsqueeze(1) + offsets).flatten()
+        last, slots = ((x.repeat_interleave(block)) for x in (positions + block, slots))
+        rows, table = torch.arange(count * block, device=own.device), table.index_select(0, slots)
+        # every row is a sequence of its own here: all of a block see the same keys
+        batch = Ragged(own, rows, rows, own, own + 1, slots)
+        seen = Ragged(last, rows, rows, last, last + 1, slots)
+        config, ids = self.model.config, ids.flatten()
+        residual = Residual(embed(ids, self.model.embedding, config.hc_mult, self.model.dtype))
+        for stage, state in zip(self.stages, states, strict=True):
+            residual = self._attend(stage, residual, batch, seen, table, state)
+            residual = stage.ffn(residual, stage.ffn_site, ids, SingleRank())
+        hidden = self._collapse(finish(residual))
+        normed = rms_norm(hidden.to(self.model.dtype), self.head_site.norm, self.eps)
+        base = linear(normed, self.model.head, torch.float32)
+        return base.view(count, block, -1), hidden.view(count, block, -1)
+
+    def after(self, base: Tensor, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """One row of each sequence and the token before it -> logits, and the chance that what is
+        drawn from them is right, 1 where nothing is known."""
+        embedded = self.markov_in.index_select(0, token_ids)
+        logits = base + linear(embedded, self.markov_out, torch.float32)
+        if self.confidence is None:
+            return logits, torch.ones_like(logits[:, 0])
+        row = torch.cat((hidden, embedded.float()), dim=1)
+        return logits, torch.sigmoid((row * self.confidence).sum(1))
+
+    def _attend(
+        self, stage: Block, residual: Residual, batch: Ragged, seen: Ragged, table: Tensor,
+        state: SwaState,
+    ) -> Residual:  # fmt: skip
+        """As `Block.attend`, but with the keys of all rows of the block; rotations are undone at
+        the position up to which a row sees, so the rest of the way to its own is made up for."""
+        a, by = stage.attention, stage.attention.inputs(residual.streams.dtype)
+        mixed = SingleRank().mix_linear(residual, stage.attention_site, by)
+        streams, post, comb, (latent, kv) = mixed
+        self._store(stage, kv, batch, table, state)
+        q = linear(rms_norm(latent, a.q_norm, self.eps), a.wq_b)
+        q = q.view(-1, a.num_heads, a.head_dim)
+        q = query_prepare(q, batch.positions, a.frequencies, self.eps)
+        to = Visible(
+            a.sink, state.window, table, None, seen, self.window + self.shape.block, a.frequencies
+        )
+        out = rope(attention(q, to), seen.positions - batch.positions, a.frequencies, inverse=False)
+        grouped = grouped_linear(out.view(len(out), a.num_groups, -1), a.wo_a)
+        return Residual(streams, Update(SingleRank().project(grouped, a.wo_b), post, comb))
+
+    def _store(
+        self, stage: Block, kv: Tensor, batch: Ragged, table: Tensor, state: SwaState
+    ) -> None:
+        a = stage.attention
+        kv_store(
+            WindowKey(kv, a.kv_norm, a.frequencies, self.eps, batch, state.window, table)
+        )  # fmt: skip
+
+    def _collapse(self, streams: Tensor) -> Tensor:
+        """HeadMix without its norm, fp32: the chances read it as it is."""
+        site, flat = self.head_site, streams.flatten(1).float()
+        inverse_rms = flat.square().mean(-1, keepdim=True).add(site.eps).rsqrt()
+        logits = flat @ site.fn.T * inverse_rms * site.row_scale + site.base
+        weights = torch.sigmoid(logits) + site.hc_eps
+        return (streams.float() * weights.unsqueeze(-1)).sum(1)
+
+
+DraftModel = MtpBlock | DSpark
+
+
+def draft_model(model: Transformer, table: Mapping[str, Weight]) -> DraftModel:
+    """The checkpoint's draft blocks; `table`: their parameters under canonical names."""
+    return (DSpark if model.config.draft_kind == "dspark" else MtpBlock)(model, table)

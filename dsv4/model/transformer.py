@@ -8,6 +8,7 @@ is fused with its consumer, so that the row is quantised where it is computed.
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +57,27 @@ class Block:
         return Residual(streams, Update(y, post, comb))
 
 
+@dataclass(frozen=True)
+class DraftTaps:
+    """What a drafter reads of the rows of a step: the output streams of some blocks."""
+
+    layers: tuple[int, ...]
+    rows: Tensor  # [rows, streams, size]; `means`: [rows, layers, size], means over the streams
+    means: bool = False
+
+    def take(self, layer: int, residual: Residual) -> None:
+        for place in (place for place, wanted in enumerate(self.layers) if wanted == layer):
+            streams = finish(residual)
+            if self.means:
+                self.rows[: len(streams), place].copy_(streams.float().mean(1))
+            else:
+                self.rows[: len(streams)].copy_(streams)
+
+    def of_last(self, num_layers: int) -> "DraftTaps":
+        """For a model of so few layers that it has none of these."""
+        return replace(self, layers=(num_layers - 1,) * len(self.layers))
+
+
 class Transformer:
     def __init__(
         self,
@@ -101,12 +123,12 @@ class Transformer:
         return few, list(found.values())
 
     def __call__(
-        self, step: StepInputs, state: Sequence[LayerState], streams: Tensor | None = None
+        self, step: StepInputs, state: Sequence[LayerState], taps: DraftTaps | None = None
     ) -> Tensor:
         """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens. Of several
-        ranks the first has them, and those of the last stage; the others have no rows. `streams`:
-        where the final streams of all rows are wanted; only on one rank."""
-        logits, layout = self.run_stage(step, state, streams), self.exchange.layout
+        ranks the first has them, and those of the last stage; the others have no rows. `taps`:
+        written for a drafter; only on one rank."""
+        logits, layout = self.run_stage(step, state, taps), self.exchange.layout
         if layout.rank == 0 and layout.pp > 1:
             rows = step.token_ids if step.logits_rows is None else step.logits_rows
             logits = logits.new_empty(len(rows), self.config.vocab_size)
@@ -114,7 +136,7 @@ class Transformer:
         return logits
 
     def run_stage(
-        self, step: StepInputs, state: Sequence[LayerState], streams: Tensor | None = None
+        self, step: StepInputs, state: Sequence[LayerState], taps: DraftTaps | None = None
     ) -> Tensor:
         """This rank's part of a step: it does not wait for later stages. Logits of the last stage,
         which sends them to rank 0; no rows on others."""
@@ -122,11 +144,11 @@ class Transformer:
         residual = Residual(self._streams(step, sharing))
         for layer, block in enumerate(self.blocks):
             residual = block(residual, step, state[layer], sharing)
+            if taps is not None:
+                taps.take(layer, residual)
         if not layout.is_last:
             self.exchange.comm.send(finish(residual), layout.rank + layout.tp)
             return torch.empty((0, self.config.vocab_size), device=step.token_ids.device)
-        if streams is not None:
-            streams[: step.token_ids.shape[0]].copy_(finish(residual))
         hidden = sharing.hidden(residual, self.head_site, step.logits_rows)
         logits = self.exchange.logits(hidden, self.head)
         if layout.pp > 1 and layout.rank == layout.logits_rank:

@@ -20,6 +20,9 @@ class Weights:
     def under(self, prefix: str) -> "Weights":
         return Weights(self._table, self._prefix + prefix, self.left)
 
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._table
+
     def take(self, name: str) -> Weight:
         full = self._prefix + name
         self.left.remove(full)

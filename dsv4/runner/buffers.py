@@ -111,7 +111,7 @@ def step_line(shape: StepShape) -> LineLayout:
     )
     each = ("slots", "starts", "ends", "first_rows", "keep_ends", "keep_rows", "logits_rows")
     return LineLayout.of(
-        **dict.fromkeys(each, sequences),
+        **dict.fromkeys((*each, "next_ids"), sequences),
         **dict.fromkeys(("token_ids", "positions", "seq_idx"), tokens),
         num_pages=1,
         places=new,
@@ -195,7 +195,7 @@ class VerifyBuffers:
         out, rows = self.laid_out(shape), shape.tokens
         batch = Ragged(
             out.positions[:rows], out.seq_idx[:rows], out.first_rows, out.starts, out.ends, slots,
-            is_padded=True,
+            is_padded=True, is_few=True,
         )  # fmt: skip
         return out.token_ids[:rows], batch
 

@@ -17,11 +17,11 @@ from dsv4.cache.disk import DiskStore
 from dsv4.cache.fingerprint import fingerprint
 from dsv4.cache.state import StateTensors
 from dsv4.checkpoint.rank_slices import Selection
-from dsv4.checkpoint.reader import Checkpoint, open_checkpoint, open_draft
+from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, CheckpointError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
-from dsv4.model.draft import MtpBlock
+from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
 from dsv4.ops import engine_ops
 from dsv4.ops.core.op import warn_unless_strict
@@ -36,6 +36,7 @@ from dsv4.runner.activations import (
     fallbacks,
     width_of,
 )
+from dsv4.runner.drafts.load import find_draft, without_drafts
 from dsv4.runner.experts.budget import check_host_memory
 from dsv4.runner.experts.choose import (
     ExpertChoice,
@@ -49,7 +50,13 @@ from dsv4.runner.experts.place import PlacedWeights, open_experts
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.ranks.choose import Devices, choose_layout, stage_rooms
 from dsv4.runner.ranks.forecast import WeightSizes
-from dsv4.runner.settings import Settings, StageRoom, available_memory, resolve, step_bytes
+from dsv4.runner.settings import (
+    Settings,
+    StageRoom,
+    available_memory,
+    resolve,
+    step_bytes,
+)
 from dsv4.util.models import model_folder
 from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
@@ -67,7 +74,7 @@ class LoadedModel:
     settings: Settings
     folder: Path
     team: Team | None = None  # the other ranks, where there are any
-    draft: MtpBlock | None = None
+    draft: DraftModel | None = None
     swapper: Swapper | None = None  # where experts do not all fit
 
 
@@ -102,7 +109,16 @@ class PreparedModel:
             f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {where}; "
             f"{chosen}{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
             f"{size_text(state)} of state{each} (kv {s.kv_format}, index {s.index_format}); "
-            f"activations {s.activations_text}: {why}{placed}"
+            f"activations {s.activations_text}: {why}{placed}; draft {self._drafter}"
+        )
+
+    @property
+    def _drafter(self) -> str:
+        name, used = self.settings.draft, self.draft
+        if used is None:
+            return name
+        return (
+            f"{name}, {size_text(used.nbytes if self.settings.device == 'cpu' else used.gpu_bytes)}"
         )
 
 
@@ -123,15 +139,21 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     sizes = WeightSizes(
         config, {name: source.gpu_bytes for name, source in checkpoint.sources.items()}
     )
-    draft, damage = _find_draft(folder, config, choices)
-    draft_bytes = 0 if draft is None else draft.gpu_bytes
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
+    draft, damage = find_draft(checkpoint, folder, config, choices)
     layout = sizes.layout(choice.tp, choice.pp)
     stages: Sequence[StageRoom] = ()
     experts = None
     if layout.world == 1:
+        draft_bytes = 0 if draft is None else draft.gpu_bytes
         experts = _choose_experts(choices, config, checkpoint, draft_bytes, gpu)
+        if draft is not None and choices.draft == "auto" and gpu and experts.budget is not None:
+            draft, damage = (
+                None,
+                CapacityError("with its draft blocks the model does not fit the GPU"),
+            )
+            experts = _choose_experts(choices, config, checkpoint, 0, gpu)
     elif devices is None:
         room = state_memory("cpu", 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
@@ -143,7 +165,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         refuse_ranks(choices)
         settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=0, gpu=gpu, stages=stages)
     if damage is not None:
-        settings = _without_drafts(settings, damage)
+        settings = without_drafts(settings, damage)
     return PreparedModel(
         folder, config, checkpoint, choices, settings, gpu, layout, choice.why, draft, experts
     )
@@ -215,10 +237,10 @@ def load_model(
     draft = None
     if prepared.draft is not None:
         try:
-            draft = MtpBlock(transformer, read_weights(prepared.draft, settings))
+            draft = draft_model(transformer, read_weights(prepared.draft, settings))
             log.info("draft block: %s", size_text(prepared.draft.nbytes))
         except CheckpointError as error:
-            settings = _without_drafts(settings, error)
+            settings = without_drafts(settings, error)
     swapper = None if placed is None else placed.swapper
     return LoadedModel(transformer, settings, folder, draft=draft, swapper=swapper)
 
@@ -230,24 +252,6 @@ def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Wei
     found = read_weights(checkpoint, settings, select)
     w13, w2 = (found[name] for name in names)
     return w13[0], w2[0]
-
-
-def _find_draft(
-    folder: Path, config: ModelConfig, choices: EngineConfig
-) -> tuple[Checkpoint | None, CheckpointError | None]:
-    """The draft blocks where they are asked for, or why they cannot be used."""
-    if choices.draft != "mtp" or config.draft_kind != "mtp" or not config.num_draft_layers:
-        return None, None
-    try:
-        return open_draft(folder, config), None
-    except CheckpointError as error:
-        return None, error
-
-
-def _without_drafts(settings: Settings, error: CheckpointError) -> Settings:
-    """Answers need no drafts: a damaged draft block is named, and left out."""
-    log.warning("drafting is off: %s", error)
-    return replace(settings, draft="off", draft_tokens=0)
 
 
 def find_gpu(device: str) -> GpuFacts | None:
@@ -363,7 +367,7 @@ def _expand(name: str, weight: Weight) -> Weight:
     if not weight.is_floating_point():
         return weight
     weight = weight.float()
-    if weight.dim() < 2 or name == "embed.weight" or name.endswith(".ape"):
+    if weight.dim() < 2 or name.endswith(("embed.weight", ".ape", "markov_w1.weight")):
         return weight  # rows are looked up in these
     return weight.mT.contiguous().mT
 

@@ -11,7 +11,7 @@ token, and pages that were reassigned are overwritten later by their new owners.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,8 +24,8 @@ from dsv4.cache.pages import Growth, SequencePages, StatePages
 from dsv4.cache.prefix import StateCopier
 from dsv4.cache.state import StateTensors
 from dsv4.errors import CapacityError, KernelError
-from dsv4.model.draft import MtpBlock
-from dsv4.model.transformer import Transformer
+from dsv4.model.draft import DraftModel
+from dsv4.model.transformer import DraftTaps, Transformer
 from dsv4.ops import engine_ops
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.parallel.team import Team
@@ -33,7 +33,7 @@ from dsv4.request import TokenLogprobs
 from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.compile_guard import CompileGuard, numbered
 from dsv4.runner.cost import StepCosts
-from dsv4.runner.drafts.device import DeviceDrafter, Newest
+from dsv4.runner.drafts.device import DeviceDrafter, PendingDrafts, device_drafter, draft_parts
 from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.graphs import Graphs
@@ -65,7 +65,7 @@ class Chunk:
     keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
     keep_row: int = 0
     num_drafts: int = 0  # of the last tokens, which may be rejected: `StatePages.retract`
-    start: int = 0  # position of the first token, for drafters
+    next_id: int = NEWEST  # the token behind them, for drafters, where it is known
 
 
 @dataclass
@@ -79,10 +79,16 @@ class SubmittedStep:
     results: PendingResults | None = None
     verify: Verify | None = None  # its rows of drafts
     logits: Tensor | None = None  # of several stages: on their way to rank 0
+    drafts: PendingDrafts | None = None  # made behind its tokens
 
     @property
     def is_sampled(self) -> bool:
         return self.results is not None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the device knows all its tokens; otherwise the host draws row by row."""
+        return self.results is not None and (self.verify is None or self.results.counts is not None)
 
     @property
     def failures(self) -> dict[int, Exception]:
@@ -121,7 +127,7 @@ class Runner:
         settings: Settings,
         progress: Progress | None = None,
         team: Team | None = None,
-        draft: MtpBlock | None = None,
+        draft: DraftModel | None = None,
         swapper: Swapper | None = None,
     ) -> None:
         """With `cuda_graphs` the warm-up runs here and reports to `progress`. A `team` of other
@@ -147,8 +153,8 @@ class Runner:
         )  # fmt: skip
         self.drafter: DeviceDrafter | None = None
         if draft is not None:
-            block = self.state.drafts[0]
-            self.drafter = DeviceDrafter(draft, block, self.buffers, settings.draft_tokens)
+            drafts = self.state.drafts, self.buffers, settings.draft_tokens
+            self.drafter = device_drafter(draft, *drafts)
         self.guard = CompileGuard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
@@ -205,29 +211,29 @@ class Runner:
         positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
         return SubmittedStep(sampled, positions, shape, list(chunks), None, verify, logits)
 
-    @torch.inference_mode()
-    def draft(
+    @_with_own_ops
+    def queue_drafts(
         self,
         submitted: SubmittedStep,
-        following: Sequence[Sequence[int]],
-        newest: Sequence[Newest],
-        rows: Sequence[SamplingRow],
-    ) -> list[list[int]]:
-        """Drafts by a block of the model, after a step whose tokens are known. `following`: the
-        token after each row, by chunk; `newest` and `rows`: of the sequences that want drafts."""
-        drafter, shape = self.drafter, submitted.shape
+        places: Sequence[int],
+        counts: Sequence[int] = (),
+        rows: Sequence[SamplingRow] = (),
+    ) -> None:
+        """Queue drafts behind the tokens of a step, for its sequences at `places`; none: only store
+        the keys. Where the host has drawn: `counts`, tokens of each sequence that count, and
+        `rows`, how to sample those at `places`."""
+        drafter = self.drafter
         assert drafter is not None
-        drafter.send_following(shape, following)
+        drafter.send(places, counts)
+        shape = replace(submitted.shape, context=self.buffers.contexts[0])  # all alike
         self._run(DraftPart("draft keys", shape))
-        if not newest:
-            return []
-        wanted = drafter.shape(len(newest))
-        drafter.send_newest(newest, wanted.sequences)
-        owners = [one.pages for one in newest]
-        self._sampling.prepare(rows, owners, [0] * len(rows), wanted.sequences)
-        self._run(DraftPart("drafts", wanted))
-        found: list[list[int]] = drafter.drafts[: len(newest)].tolist()
-        return found
+        if places:
+            wanted = drafter.shape(len(places))
+            if counts:
+                owners = [submitted.sampled[place] for place in places]
+                self._sampling.prepare(rows, owners, [0] * len(rows), wanted.sequences)
+            self._run(DraftPart("drafts", wanted))
+            submitted.drafts = drafter.read(places)
 
     def _shape(self, chunks: Sequence[Chunk], counts: list[int], longest: int) -> StepShape:
         if any(chunk.num_drafts for chunk in chunks):
@@ -373,8 +379,8 @@ class Runner:
         self._score(numbers, line)
 
     @property
-    def _streams(self) -> Tensor | None:
-        return None if self.drafter is None else self.drafter.streams
+    def _taps(self) -> DraftTaps | None:
+        return None if self.drafter is None else self.drafter.taps
 
     def _run_draft_part(self, part: DraftPart) -> None:
         if part.kind == "verify sampling":
@@ -382,17 +388,6 @@ class Runner:
             return
         assert self.drafter is not None
         (self.drafter.keys if part.kind == "draft keys" else self.drafter.tokens)(part.shape)
-
-    def _draft_parts(self) -> list[Key]:
-        """What drafting adds to steps of every shape."""
-        shapes = self.buffers.draft_shapes(self.buffers.contexts[:1])
-        keys: list[Key] = [DraftPart("verify sampling", shape) for shape in shapes]
-        if self.drafter is not None:
-            shapes = [shape for shape in self.buffers.shapes() if not shape.scored]
-            keys += [DraftPart("draft keys", shape) for shape in shapes]
-            counts = reversed(self.buffers.batches)
-            keys += [DraftPart("drafts", self.drafter.shape(count)) for count in counts]
-        return keys
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.team is None else self.team.together()
@@ -408,7 +403,7 @@ class Runner:
     def _run_once(self, key: Key) -> None:
         if isinstance(key, StepShape):
             with self._staged(key.tokens):
-                forward(self.model, self.state.layers, self.buffers, key, self._streams)
+                forward(self.model, self.state.layers, self.buffers, key, self._taps)
         elif isinstance(key, DraftPart):
             self._run_draft_part(key)
         elif isinstance(key, int):
@@ -480,6 +475,7 @@ class Runner:
             "slots": [chunk.pages.slot for chunk in chunks],
             "starts": starts,
             "ends": ends,
+            "next_ids": [chunk.next_id for chunk in chunks],
         }
         for name in at.keys() & columns.keys():
             at[name][:n] = columns[name]
@@ -559,16 +555,17 @@ class Runner:
         """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()
         keys: list[Key] = [*buffers.shapes(), *reversed(buffers.batches)]
-        keys += self._draft_parts()
+        keys += draft_parts(buffers, self.drafter)
         alone = self.model.exchange.layout.world == 1
         keys += [] if alone or self.num_lanes > 1 else [SHARE]
         few, some = self.model.distinct()
         layers = [self.state.layers[i] for i in some]
+        taps = None if self._taps is None else self._taps.of_last(len(some))
 
         def compiled(key: Key) -> None:
             with nullcontext() if isinstance(key, str) else self.plan.recording(key):
                 if isinstance(key, StepShape):
-                    forward(few, layers, buffers, key, self._streams)
+                    forward(few, layers, buffers, key, taps)
                     self._in_flight.wait_for(self._in_flight.expect(len(logits_of(buffers, key))))
                 else:
                     self._run_once(key)

@@ -149,10 +149,10 @@ class SamplingRows:
         buffers, count = self._buffers, sum(n for _, n in rows)
         pending = PendingResults(count, None, failures=self._failures)
         if count:
-            pending.tokens = _to_host(source.sampled[:count])
-            pending.chosen = _to_host(source.chosen[:count])
+            pending.tokens = to_host(source.sampled[:count])
+            pending.chosen = to_host(source.chosen[:count])
         if isinstance(source, VerifyBuffers):
-            pending.counts = _to_host(source.counts[:num_counts])
+            pending.counts = to_host(source.counts[:num_counts])
         first = 0
         for place, (row, count) in enumerate(rows):
             first += count
@@ -162,18 +162,18 @@ class SamplingRows:
                 most = min(row.params.logprobs, buffers.vocab_size)
                 for index in range(first - count, first):
                     best, ids = torch.topk(source.logits[index], most)
-                    pending.tops[index] = (_to_host(ids), _to_host(best - source.norms[index]))
+                    pending.tops[index] = (to_host(ids), to_host(best - source.norms[index]))
             except Exception as error:
                 pending.failures[place] = error
         if self._error is not None:
-            pending.error = _to_host(self._error)
+            pending.error = to_host(self._error)
         if buffers.device.type == "cuda":
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()
         return pending
 
 
-def _to_host(values: Tensor) -> Tensor:
+def to_host(values: Tensor) -> Tensor:
     if not values.is_cuda:
         return values.clone()
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

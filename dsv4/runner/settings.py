@@ -46,6 +46,7 @@ class Settings:
     draft: str = "off"
     draft_tokens: int = 0
     expert_profile: str | None = None
+    draft_auto: bool = False  # chosen here, not by the user
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -65,6 +66,10 @@ class Settings:
         on_gpu = self.device != "cpu"
         return query_width(self.activations, self.kv_format, self.dtype, on_gpu=on_gpu)
 
+    def _guessed_tokens(self, config: ModelConfig) -> int:
+        """Positions behind a sequence for which a drafter stores keys."""
+        return config.dspark.block if self.draft == "dspark" else self.draft_tokens
+
     def geometry(self, config: ModelConfig) -> Geometry:
         kept = KEPT_PREFIXES if self.prefix_cache else 0
         formats = self.kv_format, self.index_format
@@ -72,7 +77,7 @@ class Settings:
         return Geometry(
             config, *formats, self.chunk_tokens, kept, self.query_width,
             draft_layers=config.num_draft_layers * drafts,
-            spare_tokens=self.draft_tokens * drafts,
+            spare_tokens=self._guessed_tokens(config) * drafts,
         )  # fmt: skip
 
 
@@ -143,24 +148,33 @@ def resolve(
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
 
 
-DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}
+DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}  # dspark: its block
 
 
 def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
-    """The drafter. `auto` takes none as long as the cost of verify steps is not measured on a GPU:
-    it must never be slower than `off`."""
+    """The drafter; `auto`: the checkpoint's own, or lookup. Whether its drafts pay is seen while it
+    runs (dsv4/scheduler/drafts.py)."""
     name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
-    if name == "auto":
-        name = "off"
-    if name == "dspark":
-        raise OptionError("draft is 'dspark', which this version does not run; use lookup or off")
-    if name == "mtp" and has != "mtp":
+    is_auto = name == "auto"
+    if is_auto:
+        name = "off" if choices.world > 1 else has or "lookup"
+    if name in ("mtp", "dspark") and has != name:
         found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"
-        raise OptionError(f"draft is 'mtp', but this checkpoint has {found}; use lookup or off")
+        use = f"{has}, lookup" if has else "lookup"
+        raise OptionError(f"draft is {name!r}, but this checkpoint has {found}; use {use} or off")
     if name != "off" and choices.world > 1:
         raise OptionError(f"draft is {name!r}, which runs on one rank only; use draft=off")
-    most = choices.draft_tokens or DRAFT_TOKENS[name]
-    return {"draft": name, "draft_tokens": most if name != "off" else 0}
+    block = config.dspark.block
+    most = choices.draft_tokens or DRAFT_TOKENS.get(name, block)
+    if is_auto and name == "dspark":
+        most = min(most, block)
+    if name == "dspark" and most > block:
+        raise OptionError(
+            f"draft_tokens is {most}, but this checkpoint's dspark was trained for blocks of "
+            f"{block}, and more drafts would be worse ones; lower it"
+        )
+    tokens = most if name != "off" else 0
+    return {"draft": name, "draft_tokens": tokens, "draft_auto": is_auto}
 
 
 def _fit(

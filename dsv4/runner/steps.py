@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4.cache.kinds import LayerState
 from dsv4.model.inputs import StepInputs
-from dsv4.model.transformer import Transformer
+from dsv4.model.transformer import DraftTaps, Transformer
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.begin_step import begin_step
 from dsv4.ops.sample.accept import Sampled, accept
@@ -31,10 +31,10 @@ def forward(
     state: Sequence[LayerState],
     buffers: StepBuffers,
     shape: StepShape,
-    streams: Tensor | None = None,
+    taps: DraftTaps | None = None,
 ) -> None:
-    """No data-dependent branch, no wait, no allocation that outlives the step. `streams`: where a
-    drafter reads the final streams of the rows."""
+    """No data-dependent branch, no wait, no allocation that outlives the step. `taps`: what a
+    drafter reads of the rows."""
     at = step_line(shape).views(buffers.step.line)
     inputs, verify = buffers.inputs(shape), buffers.verify
     sent, seq_idx, token_ids = at["token_ids"], inputs.batch.seq_idx, inputs.token_ids
@@ -60,7 +60,7 @@ def forward(
         token_ids=token_ids,
         rows=buffers.tables(shape),
     )
-    logits = model.run_stage(inputs, state, None if shape.scored else streams)
+    logits = model.run_stage(inputs, state, None if shape.scored else taps)
     logits_of(buffers, shape)[: logits.shape[0]].copy_(logits)
 
 

@@ -3,8 +3,11 @@
 A drafter proposes; the step verifies (docs/drafting.md). Nothing here can change an answer, only
 how many tokens a step adds to it. Verifying costs time, so drafts are taken in the order of their
 survival, the chance that they and all before them are right, as long as the step's tokens per
-millisecond grow. Costs of steps are measured while they run; survival is the acceptance of the
-sequence's own drafts in each place, with old ones forgotten.
+millisecond grow beyond those of plain decoding. Costs of steps are measured while they run;
+survival is the acceptance of the sequence's own drafts in each place, with old ones forgotten.
+
+Where drafts do not pay, drafting *rests*: steps are plain ones, which also tells what these cost.
+A rest is twice as long as the one before it if drafts did not pay in between.
 """
 
 import itertools
@@ -13,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.scheduler.sequence import SequenceState
 
 log = logging.getLogger(__name__)
@@ -22,7 +26,11 @@ MOST_INDEXED = 8192  # newest tokens of a sequence in which a drafter looks
 INDEXED_AT_ONCE = 2048  # tokens of a long prompt that are indexed in one step
 PRIOR = 0.7  # acceptance of a place before anything is known
 FORGET = 0.15  # weight of the newest observation
-REST_AFTER, REST_STEPS = 32, 256  # steps without a draft worth its cost, and steps of rest then
+REST_AFTER = 4  # steps in a row without a draft worth its cost
+REST_STEPS, LONGEST_REST = 256, 4096
+LEARN_STEPS = 8  # plain ones, where their cost is not known
+PAYS_AFTER = 64  # steps with drafts after which they are taken to pay
+GAIN_WEIGHT, LEAST_GAIN = 0.1, 0.97  # of the newest step; tokens per ms against plain decoding
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
 
@@ -66,29 +74,40 @@ class Given:
 
     def __init__(self, sequence: SequenceState | None = None) -> None:
         self._at, self._drafts = 0, list[int]()
+        self.chances: Sequence[float] = ()  # of each, if those before are right; empty: unknown
 
-    def give(self, length: int, drafts: list[int]) -> None:
+    def give(self, length: int, drafts: list[int], chances: Sequence[float] = ()) -> None:
         """To follow the first `length` tokens."""
-        self._at, self._drafts = length, drafts
+        self._at, self._drafts, self.chances = length, drafts, chances
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         return self._drafts[:most] if len(tokens) == self._at else []
 
 
 class Acceptance:
-    """How often the drafts of a sequence were right, by place, given that those before were."""
+    """How often the drafts of a sequence were right, by place, given that those before were. Where
+    a drafter tells chances itself, they are scaled by how they turned out."""
 
     def __init__(self, places: int) -> None:
         self._rates = [PRIOR] * places
+        self._told = [PRIOR] * places  # what the drafter said on average
+        self._proposed: Sequence[float] = ()
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         for place in range(min(num_drafts, num_accepted + 1)):
             right = place < num_accepted
             self._rates[place] += FORGET * (right - self._rates[place])
+            if place < len(self._proposed):
+                self._told[place] += FORGET * (self._proposed[place] - self._told[place])
 
-    def survival(self, num_drafts: int) -> list[float]:
+    def survival(self, num_drafts: int, chances: Sequence[float] = ()) -> list[float]:
         """Of each draft, the chance that it is accepted."""
-        return list(itertools.accumulate(self._rates[:num_drafts], lambda a, b: a * b))
+        self._proposed = chances[:num_drafts]
+        rates = self._rates[:num_drafts]
+        for place, chance in enumerate(self._proposed):
+            scale = rates[place] / max(self._told[place], 0.01)
+            rates[place] = min(chance * scale, 1.0)
+        return list(itertools.accumulate(rates, lambda a, b: a * b))
 
 
 class StepTimes:
@@ -118,6 +137,15 @@ class StepTimes:
                 return low
             (a, low), (b, high) = known[:2] if rows < a else known[-2:]
         return max(low + (high - low) * (rows - a) / (b - a), 0.0)
+
+    def near(self, rows: int) -> float | None:
+        """Of about as many rows: measured ones within a factor of two; None: there are none."""
+        if rows in self._ms:
+            return self._ms[rows]
+        known = [(r, ms) for r, ms in sorted(self._ms.items()) if r <= 2 * rows and rows <= 2 * r]
+        if not known:
+            return None
+        return self.at(rows) if len(known) > 1 else known[0][1]
 
 
 def num_worth(
@@ -169,16 +197,24 @@ class Drafting:
         allow: Callable[[SequenceState, list[int]], list[int]] = lambda sequence, drafts: drafts,
         make: Callable[[SequenceState], Drafter] = Lookup,
         room: Callable[[int], int] = lambda num_sequences: 7,
+        *,
+        learns: bool = False,
+        peeks: bool = False,
     ) -> None:
         """`allow`: the first drafts of a sequence, as many as its guide can follow. `room`: drafts
-        of each sequence for which steps of so many sequences are prepared."""
-        self._allow, self._room = allow, room
+        of each sequence for which steps of so many sequences are prepared. `learns`: no drafts
+        until it is known what plain steps cost. `peeks`: drafters need no step to propose, so that
+        plain steps run until one has something."""
+        self._allow, self._room, self._learns, self._peeks = allow, room, learns, peeks
         self.stats = DraftStats(accepted_by_place=[0] * most)
-        self.times = StepTimes()
+        self.times = StepTimes()  # of steps with drafts, the making of the next ones included
+        self.plain = StepTimes()  # of steps during a rest
         self._most, self._vocab_size, self._make = most, vocab_size, make
-        self.draft_ms = 0.0  # to make the drafts of a step, where the model makes them
         self._num_idle = 0  # steps since drafts were last worth their cost
         self._rest = 0  # steps left of a rest
+        self._waits = False  # until a drafter has something to propose
+        self._next_rest = REST_STEPS
+        self._gain, self._num_paid = 1.0, 0  # tokens per ms against plain ones, since the last rest
         self.is_off = False
         self._warned = False
 
@@ -194,8 +230,14 @@ class Drafting:
 
     @property
     def rests(self) -> bool:
-        """Whether no drafts are proposed, since they do not pay now."""
-        return self._rest > 0 or self.is_off
+        """Whether no drafts are proposed, since they do not pay now or there are none."""
+        return self._rest > 0 or self._waits or self.is_off
+
+    def pass_step(self, sequences: Sequence[SequenceState]) -> None:
+        """A plain step of these sequences is done, and its tokens are known."""
+        self._rest -= self._rest > 0
+        if self._waits and any(self._of(sequence, 1) for sequence in sequences):
+            self._waits = False
 
     def switch_off(self, error: Exception) -> None:
         """For good: the drafter of all sequences has failed. Answers go on without drafts."""
@@ -205,26 +247,62 @@ class Drafting:
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """Drafts of each sequence, at most as many as it can take."""
+        plain, nothing = self.plain.near(len(wanted)), [list[int]() for _ in wanted]
         if self.rests:
-            self._rest -= self._rest > 0
-            return [[] for _ in wanted]
+            return nothing
         limit = min(self._most, self._room(len(wanted)))
+        if not limit or (self._learns and plain is None):
+            self._rest = LEARN_STEPS if limit else REST_STEPS
+            return nothing
         found = [self._of(sequence, min(most, limit)) for sequence, most in wanted]
         chances = [
-            sequence.acceptance.survival(len(drafts)) if sequence.acceptance is not None else []
+            sequence.acceptance.survival(len(drafts), getattr(sequence.drafter, "chances", ()))
+            if sequence.acceptance is not None
+            else []
             for (sequence, _), drafts in zip(wanted, found, strict=True)
         ]
-        counts = num_worth(chances, lambda rows: self._cost(rows, len(wanted)))
-        self._num_idle = 0 if any(counts) or not any(found) else self._num_idle + 1
-        if self._num_idle >= REST_AFTER:
-            self._num_idle, self._rest = 0, REST_STEPS
-            for sequence, _ in wanted:  # tried again afterwards
-                sequence.acceptance = None
+
+        def cost(rows: int) -> float | None:
+            return plain if rows == len(wanted) and plain is not None else self.times.at(rows)
+
+        counts = num_worth(chances, cost)
+        self._num_idle = 0 if any(counts) else self._num_idle + 1
+        if self._num_idle >= REST_AFTER and self._peeks and not any(found):
+            self._waits, self._num_idle = True, 0
+        elif self._num_idle >= REST_AFTER:
+            self._begin_rest([sequence for sequence, _ in wanted])
         return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
 
-    def _cost(self, rows: int, plain: int) -> float | None:
-        ms = self.times.at(rows)
-        return ms if ms is None or rows == plain else ms + self.draft_ms
+    def _begin_rest(self, sequences: Sequence[SequenceState]) -> None:
+        if self._num_paid >= PAYS_AFTER:
+            self._next_rest = REST_STEPS
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+        self._num_idle, self._num_paid, self._gain = 0, 0, 1.0
+        for sequence in sequences:  # tried again afterwards
+            sequence.acceptance = None
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether blocks that draft have to see the tokens of plain steps: the rest may end before
+        their window has passed."""
+        return not self.is_off and self._rest <= SHARED_TOKENS
+
+    def time_step(
+        self, sequences: Sequence[SequenceState], rows: int, tokens: int, ms: float, *, plain: bool
+    ) -> None:
+        """A step in which all decode took so long: of so many rows, with so many new tokens."""
+        if plain:
+            self.plain.observe(len(sequences), ms)
+            return
+        self.times.observe(rows, ms)
+        before = self.plain.near(len(sequences))
+        if before is None or ms <= 0 or self.rests:
+            return
+        gain = tokens / len(sequences) * before / ms
+        self._gain += GAIN_WEIGHT * (min(gain, 8.0) - self._gain)
+        self._num_paid += 1
+        if self._gain < LEAST_GAIN:
+            self._begin_rest(sequences)
 
     def _of(self, sequence: SequenceState, most: int) -> list[int]:
         if most < 1 or not sequence.may_draft:

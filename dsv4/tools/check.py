@@ -110,20 +110,19 @@ def _check(name: str, title: str, findings: list[Finding], undecided: str = "") 
 
 
 def _check_draft(manifest: Manifest) -> list[Finding]:
-    """The engine does not run draft blocks, but a partial one means a damaged download."""
+    """Answers need no draft blocks, but a partial one means a damaged download."""
     found = {n.removeprefix("model.") for n in manifest.scan.tensors if "mtp." in n[:10]}
     found = {name for name in found if name.startswith("mtp.")}
     if not found or manifest.scan.unread:  # the rest may be in an unreadable file
         return []
-    rank = manifest.scan.config.get("dspark_markov_rank", 256)
     config = manifest.config
     blocks = len({name.split(".")[1] for name in found})
     if blocks != config.num_draft_layers:
         message = f"{blocks} draft blocks, config.json says {config.num_draft_layers}"
         return [Finding("error", "draft", message, cause="a shard of the draft is missing")]
     missing = []
-    for name in names.draft_parameters(config, rank):
-        wanted = _draft_names(name, config.num_experts)
+    for name, parameter in names.draft_parameters(config).items():
+        wanted = [] if parameter.is_optional else _draft_names(name, config.num_experts)
         missing += [item for item in wanted if item not in found and not _packed(item, found)]
     return [
         Finding("error", "draft", f"is missing ({len(missing)} of the draft are)", name)

@@ -76,14 +76,12 @@ def _measure(name: str, parameter: Parameter, scheme: Scheme) -> tuple[int, int]
     return nbytes, matrices * _TENSORS.get(label, 1)
 
 
-def weight_bytes(
-    config: ModelConfig, scheme: Scheme, *, draft: bool = False, markov_rank: int = 256
-) -> dict[str, int]:
+def weight_bytes(config: ModelConfig, scheme: Scheme, *, draft: bool = False) -> dict[str, int]:
     """Bytes by parameter group; with `draft` also the draft blocks, as stored on disk."""
     groups: dict[str, int] = defaultdict(int)
     chosen = dict(parameters(config))
     if draft:
-        chosen |= draft_parameters(config, markov_rank)
+        chosen |= draft_parameters(config)
     for name, parameter in chosen.items():
         groups[parameter.group] += _measure(name, parameter, scheme)[0]
     return dict(groups)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4.errors import ConfigError
+from dsv4.util.draft_shape import read_drafter
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +268,6 @@ class _ConfigReader:
 
     def _ratios(self, num_layers: int) -> dict[str, Any]:
         """`compress_ratios` ends with the draft blocks' entries; `layer_types` has none."""
-        kind = "dspark" if "dspark_block_size" in self.data else "mtp"
         listed = self.data.get("compress_ratios")
         if listed is None:
             types = self.data.get("layer_types")
@@ -289,7 +289,7 @@ class _ConfigReader:
             return {
                 "compress_ratios": tuple(ratios),
                 "num_draft_layers": num_draft,
-                "draft_kind": kind,
+                **read_drafter(self.data),
             }
         if not isinstance(listed, list) or not all(type(r) is int for r in listed):
             raise ConfigError(f"compress_ratios is {listed!r}, expected a list of integers")
@@ -306,7 +306,7 @@ class _ConfigReader:
         return {
             "compress_ratios": tuple(listed[:num_layers]),
             "num_draft_layers": len(listed) - num_layers,
-            "draft_kind": kind,
+            **read_drafter(self.data),
         }
 
     def _check_rates(self) -> None:

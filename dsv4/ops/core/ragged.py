@@ -24,6 +24,7 @@ class Ragged:
     slots: Tensor  # [sequences] slot of the sequence's fixed-size state
     keep: "Kept | None" = None
     is_padded: bool = False  # may contain padding, so rows and sequences need not match
+    is_few: bool = False  # at most 8 rows of a sequence, none beyond the next multiple of 128
 
     @property
     def device(self) -> torch.device:
@@ -37,6 +38,12 @@ class Ragged:
     def one_each(self) -> bool:
         """Whether row `i` is the only new token of sequence `i`."""
         return not self.is_padded and self.num_tokens == self.starts.shape[0]
+
+    @property
+    def appends_at_once(self) -> bool:
+        """Whether rows of compressors that its tokens overwrite are none that its blocks read: of
+        16 (ratio 4) a block reads the 7 before the step's tokens, of 128 those of its own block."""
+        return self.one_each or self.is_few
 
 
 @dataclass(frozen=True)

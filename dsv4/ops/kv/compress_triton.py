@@ -2,8 +2,8 @@
 """`compress` on a GPU: a program takes a few tokens and writes entries for those that end a block.
 
 State rows that a block still needs are overwritten by later tokens of the same step, so one launch
-closes blocks and a second stores the newest tokens. With one new token per sequence there is no
-such row, and the first launch does both.
+closes blocks and a second stores the newest tokens. With one or a few new tokens per sequence there
+is no such row (`Ragged.appends_at_once`), and the first launch does both.
 """
 
 import torch
@@ -226,9 +226,9 @@ def supports(
 def run(
     values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
 ) -> None:
-    one_each = batch.one_each
+    at_once = batch.appends_at_once
     sizes = state_sizes(ratio, values, state)
-    group = 1 if one_each else GROUP
+    group = 1 if at_once else GROUP
     _close_kernel[(triton.cdiv(batch.num_tokens, group),)](
         values,
         gates,
@@ -256,7 +256,7 @@ def run(
         DT=tl_dtype(dtype),
         **launch_options(ROW_WARPS),
     )
-    if not one_each:
+    if not at_once:
         keep, starts = batch.keep, batch.starts
         keeps = keep is not None and state.kept_values is not None
         _append_kernel[(starts.shape[0], state.rows + (ratio if keeps else 0))](

@@ -1,106 +1,227 @@
-"""Drafts by a block of the checkpoint itself, in the same parts as a step.
+"""Drafts by blocks of the checkpoint itself, in the same parts as a step.
 
-After each step `keys` stores the block's keys of the step's tokens, since it attends to its own;
-then `tokens` makes the drafts of all sequences, one row each and one pass for each draft. They are
-drawn with the noise that the target will use for the same token: where the block's distribution is
-close to the model's, so is what is drawn. Both parts are pure functions of fixed buffers.
+Once a step is sampled, `keys` stores the blocks' keys of its tokens and notes where each sequence
+ends now; then `tokens` makes the drafts of all sequences. Both are pure functions of fixed buffers
+and need no host between them and the sampling: what was drawn and how many drafts were right is on
+the device. Drafts are drawn with the noise that the target will use for the same token: where the
+block's distribution is close to the model's, so is what is drawn.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.kinds import SwaState
-from dsv4.cache.pages import SequencePages
-from dsv4.model.draft import MtpBlock
+from dsv4.model.draft import DraftModel, DSpark, MtpBlock
 from dsv4.model.inputs import StepInputs
+from dsv4.model.transformer import DraftTaps
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.sample.sample import MASK, SampleInputs, sample
-from dsv4.runner.buffers import LineLayout, StagedLine, StepBuffers, StepShape
+from dsv4.ops.sample.sample import MASK, sample
+from dsv4.runner.buffers import StagedLine, StepBuffers, StepShape, step_line
+from dsv4.runner.plan import DraftPart
+from dsv4.runner.sampling_rows import to_host
 
 
 @dataclass(frozen=True)
-class Newest:
-    """A sequence's newest token, and where its state ends."""
+class Drafted:
+    """Drafts of a sequence, and the chance of each if those before it are right; empty: unknown."""
 
-    row: int  # of the step, whose streams the block reads
-    position: int  # of that row
-    pages: SequencePages
-    token_id: int
-
-    @property
-    def slot(self) -> int:
-        return self.pages.slot
+    token_ids: list[int]
+    chances: list[float]
 
 
-def draft_line(sequences: int) -> LineLayout:
-    names = ("rows", "positions", "slots", "token_ids", "sources")
-    return LineLayout.of(**dict.fromkeys(names, sequences))
+@dataclass
+class PendingDrafts:
+    """Drafts being copied to the host; `places`: of their sequences in the step."""
+
+    places: list[int]
+    token_ids: Tensor
+    chances: Tensor | None = None
+    event: Any = None  # torch.cuda.Event, or None on a CPU
+
+    def wait(self) -> dict[int, Drafted]:
+        if self.event is not None:
+            self.event.synchronize()
+        chances: list[list[float]] = [[] for _ in self.places]
+        if self.chances is not None:
+            chances = self.chances.tolist()
+        made = zip(self.token_ids.tolist(), chances, strict=True)
+        return {place: Drafted(*one) for place, one in zip(self.places, made, strict=True)}
 
 
-class DeviceDrafter:
+class DeviceDrafter(ABC):
+    taps: DraftTaps
+    has_chances = False
+
     def __init__(
-        self, block: MtpBlock, state: SwaState, buffers: StepBuffers, num_drafts: int
+        self, dtype: torch.dtype, states: Sequence[SwaState], buffers: StepBuffers, num_drafts: int
     ) -> None:
         assert buffers.verify is not None
-        config, device, count = block.model.config, buffers.device, buffers.max_sequences
-        self.block, self.num_drafts = block, num_drafts
-        self._state, self._buffers = state, buffers
-        rows = max(buffers.tokens[-1], buffers.verify.logits.shape[0])
-        size = (rows, config.hc_mult, config.hidden_size)
-        self.streams = torch.zeros(size, dtype=block.model.dtype, device=device)
-        self._following = StagedLine(rows, device)
-        self._newest = StagedLine(draft_line(count).length, device)
-        self.drafts = torch.zeros(count, num_drafts, dtype=torch.int64, device=device)
+        count, device = buffers.max_sequences, buffers.device
+        self.num_drafts, self.dtype = num_drafts, dtype
+        self._states, self._buffers, self._verify = states, buffers, buffers.verify
+        self._line = StagedLine(2 * count, device)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        # of each sequence of a step: its last row that counts, and that row's position
+        self._rows, self._positions, self._slots = ints(count), ints(count), ints(count)
+        self.drafts = ints(count, num_drafts)
+        self.chances = torch.ones(count, num_drafts, device=device)
 
     def shape(self, count: int) -> StepShape:
         """Of the drafts of so many sequences."""
         batch = self._buffers.batch(count)
         return StepShape(batch, batch, 0, True, width=self.num_drafts)
 
-    def send_following(self, shape: StepShape, ids: Sequence[Sequence[int]]) -> None:
-        """The token after each row of a step, by sequence."""
-        line = [token for some in ids for token in some]
-        array = self._following.array()
-        array[: len(line)] = line
-        array[len(line) : shape.tokens] = line[0] if shape.one_each else -1
-        self._following.send(shape.tokens)
-
-    def send_newest(self, newest: Sequence[Newest], sequences: int) -> None:
-        at = draft_line(sequences).views(self._newest.array())
-        count = len(newest)
-        for name, field in (("rows", "row"), ("positions", "position"), ("slots", "slot"),
-                            ("token_ids", "token_id")):  # fmt: skip
-            at[name][:count] = [getattr(one, field) for one in newest]
-            at[name][count:] = getattr(newest[0], field)  # padding rows duplicate row 0
-        at["sources"][:count] = range(count)
-        at["sources"][count:] = 0
-        self._newest.send(draft_line(sequences).length)
+    def send(self, places: Sequence[int], counts: Sequence[int]) -> None:
+        """Which sequences of a step get drafts; `counts`: tokens of each sequence that count, where
+        the device does not know."""
+        array, n = self._line.array(), len(self.drafts)
+        array[:n] = places[0] if places else 0  # padding rows duplicate the first
+        array[: len(places)] = places
+        array[n : n + len(counts)] = counts
+        self._line.send(2 * n)
+        if counts:
+            self._verify.counts[: len(counts)].copy_(self._line.line[n : n + len(counts)])
 
     def keys(self, shape: StepShape) -> None:
-        inputs, rows = self._buffers.inputs(shape), shape.tokens
-        following = self._following.line[:rows]
-        self.block.keys(self.streams[:rows], following, inputs, self._state)
+        """Of the rows of a step, with what was drawn from them. Page tables come from the slots, so
+        that the step's context does not matter."""
+        inputs, n = self._buffers.inputs(shape), shape.sequences
+        batch = inputs.batch
+        inputs = replace(inputs, window_table=self._tables().index_select(0, batch.slots))
+        ends = batch.starts + self._verify.counts[:n] if shape.width > 1 else batch.ends
+        real = ends > batch.starts
+        self._positions[:n].copy_(torch.where(real, ends - 1, ends[0] - 1))
+        rows = batch.first_rows + ends - 1 - batch.starts
+        self._rows[:n].copy_(torch.where(real, rows, rows[0]))
+        self._slots[:n].copy_(torch.where(real, batch.slots, batch.slots[0]))
+        self._store(shape, inputs)
 
     def tokens(self, shape: StepShape) -> None:
-        buffers, n = self._buffers, shape.sequences
-        at = draft_line(n).views(self._newest.line)
-        settings = buffers.sampling(n)
-        table = buffers.slot_tables.table(0, buffers.max_sequences).index_select(0, at["slots"])
-        streams = self.streams.index_select(0, at["rows"])
-        token_ids, rows = at["token_ids"], buffers.rows[:n]
-        for number in range(shape.width):
-            positions = at["positions"] + number
-            batch = Ragged(positions, rows, rows, positions, positions + 1, at["slots"])
-            step = StepInputs(token_ids, batch, table, table, table, None)
-            logits, streams = self.block(streams, token_ids, step, self._state)
-            token_ids = self._draw(logits, replace(settings, positions=positions + 2))
-            token_ids = token_ids.index_select(0, at["sources"])
-            self.drafts[:n, number].copy_(token_ids)
+        n = shape.sequences
+        places = self._line.line[:n]
+        rows, positions, slots = (
+            part.index_select(0, places) for part in (self._rows, self._positions, self._slots)
+        )
+        self._draft(n, rows, positions, slots)
 
-    def _draw(self, logits: Tensor, settings: SampleInputs) -> Tensor:
-        """As the target will be drawn, but for its guide, whose mask is not known yet."""
-        tokens, _ = sample(logits, replace(settings, flags=settings.flags & ~MASK))
-        return tokens.clamp(0, logits.shape[1] - 1)
+    def read(self, places: Sequence[int]) -> PendingDrafts:
+        """Start copying the drafts of these sequences to the host, without waiting."""
+        n = len(places)
+        pending = PendingDrafts(list(places), to_host(self.drafts[:n]))
+        if self.has_chances:
+            pending.chances = to_host(self.chances[:n])
+        if self.drafts.is_cuda:
+            pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pending.event.record()
+        return pending
+
+    @abstractmethod
+    def _store(self, shape: StepShape, inputs: StepInputs) -> None: ...
+
+    @abstractmethod
+    def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write the drafts of `n` sequences: behind these rows of the step, at these positions."""
+
+    def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """As the target will be drawn, but for its guide, whose mask is not known yet. What is
+        drawn in padding rows belongs to the sequence that they duplicate."""
+        settings = self._buffers.sampling(logits.shape[0])
+        settings = replace(settings, positions=positions, flags=settings.flags & ~MASK)
+        tokens, _ = sample(logits, settings)
+        first = self._buffers.rows[: logits.shape[0]]
+        first = torch.where(settings.slots >= 0, first, 0)
+        return tokens.clamp(0, logits.shape[1] - 1).index_select(0, first)
+
+    def _tables(self) -> Tensor:
+        return self._buffers.slot_tables.table(0, self._buffers.max_sequences)
+
+    def _tap_rows(self, *size: int) -> Tensor:
+        rows = max(self._buffers.tokens[-1], self._verify.logits.shape[0])
+        return torch.zeros(rows, *size, dtype=self.dtype, device=self._buffers.device)
+
+
+class MtpDrafter(DeviceDrafter):
+    def __init__(self, block: MtpBlock, *drafts: Any) -> None:
+        config = block.model.config
+        super().__init__(block.model.dtype, *drafts)
+        rows = self._tap_rows(config.hc_mult, config.hidden_size)
+        self.block, self.taps = block, DraftTaps((config.num_layers - 1,), rows)
+
+    def _store(self, shape: StepShape, inputs: StepInputs) -> None:
+        following = self._following(shape, inputs)
+        streams = self.taps.rows[: shape.tokens]
+        self.block.keys(streams, following, inputs, self._states[0])
+
+    def _following(self, shape: StepShape, inputs: StepInputs) -> Tensor:
+        """The token after each row: the next row's, and behind a sequence's last one the newest."""
+        batch, n, newest = inputs.batch, shape.sequences, self._buffers.newest
+        behind = newest.index_select(0, batch.slots)
+        if shape.width == 1:
+            sent = step_line(shape).views(self._buffers.step.line)["next_ids"]
+            behind = torch.where(sent >= 0, sent, behind)
+        if shape.one_each:
+            return behind
+        is_last = batch.positions == self._positions[:n].index_select(0, batch.seq_idx)
+        last = behind.index_select(0, batch.seq_idx)
+        following = torch.where(is_last, last, inputs.token_ids.roll(-1))
+        return torch.where(batch.positions < 0, -1, following)
+
+    def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        streams = self.taps.rows.index_select(0, rows)
+        token_ids = self._buffers.newest.index_select(0, slots)
+        table, order = self._tables().index_select(0, slots), self._buffers.rows[:n]
+        for number in range(self.num_drafts):
+            batch = Ragged(positions, order, order, positions, positions + 1, slots)
+            step = StepInputs(token_ids, batch, table, table, table, None)
+            logits, streams = self.block(streams, token_ids, step, self._states[0])
+            token_ids = self._draw(logits, positions + 2)
+            self.drafts[:n, number].copy_(token_ids)
+            positions = positions + 1
+
+
+class DSparkDrafter(DeviceDrafter):
+    def __init__(self, block: DSpark, *drafts: Any) -> None:
+        config, targets = block.model.config, block.shape.targets
+        super().__init__(block.model.dtype, *drafts)
+        rows = self._tap_rows(len(targets), config.hidden_size)
+        self.block, self.taps = block, DraftTaps(targets, rows, means=True)
+        self.has_chances = block.confidence is not None
+
+    def _store(self, shape: StepShape, inputs: StepInputs) -> None:
+        self.block.keys(self.taps.rows[: shape.tokens], inputs, self._states)
+
+    def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        token_ids = self._buffers.newest.index_select(0, slots)
+        base, hidden = self.block(token_ids, positions, slots, self._tables(), self._states)
+        for number in range(self.num_drafts):
+            logits, chances = self.block.after(base[:, number], hidden[:, number], token_ids)
+            token_ids = self._draw(logits, positions + 2 + number)
+            self.drafts[:n, number].copy_(token_ids)
+            self.chances[:n, number].copy_(chances)
+
+
+def device_drafter(
+    draft: DraftModel, states: Sequence[SwaState], buffers: StepBuffers, num_drafts: int
+) -> DeviceDrafter:
+    if isinstance(draft, DSpark):
+        return DSparkDrafter(draft, states, buffers, num_drafts)
+    return MtpDrafter(draft, states, buffers, num_drafts)
+
+
+def draft_parts(buffers: StepBuffers, drafter: DeviceDrafter | None) -> list[DraftPart]:
+    """What drafting adds to steps of every shape; the step's context does not matter."""
+    first = buffers.contexts[0]
+    parts = [DraftPart("verify sampling", shape) for shape in buffers.draft_shapes([first])]
+    if drafter is not None:
+        shapes = (shape for shape in buffers.shapes() if not shape.scored)
+        parts += [DraftPart("draft keys", shape) for shape in shapes if shape.context == first]
+        parts += [DraftPart("drafts", drafter.shape(n)) for n in reversed(buffers.batches)]
+    return parts

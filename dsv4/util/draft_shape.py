@@ -1,0 +1,42 @@
+"""What config.json says about draft blocks beyond what it says about all blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DSparkShape:
+    block: int = 5  # rows that are drafted together
+    noise_id: int = 128799  # the token of those whose own is not known
+    targets: tuple[int, ...] = (40, 41, 42)  # backbone blocks whose output they read
+    rank: int = 256  # of the Markov head
+
+
+_NAMES = {
+    "block": "dspark_block_size",
+    "noise_id": "dspark_noise_token_id",
+    "rank": "dspark_markov_rank",
+}
+
+
+def read_drafter(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig. Values that no block can have are found when the blocks are made:
+    answers need no drafts."""
+    if "dspark_block_size" not in data:
+        return {"draft_kind": "mtp"}
+    found: dict[str, Any] = {}
+    for field, name in _NAMES.items():
+        if name in data:
+            if type(data[name]) is not int:
+                raise ConfigError(f"{name} is {str(data[name])[:40]}, expected an integer")
+            found[field] = data[name]
+    targets = data.get("dspark_target_layer_ids", [])
+    if not isinstance(targets, list) or not all(type(item) is int for item in targets):
+        said = str(targets)[:80]
+        raise ConfigError(f"dspark_target_layer_ids is {said}, expected a list of integers")
+    if targets:
+        found["targets"] = tuple(targets)
+    return {"draft_kind": "dspark", "dspark": DSparkShape(**found)}
