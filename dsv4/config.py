@@ -292,10 +292,7 @@ class EngineConfig:
     audit_folder: str = field(
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
-    draft: str = field(
-        default="auto",
-        metadata={"help": "tokens proposed and verified: auto, off, lookup, mtp, dspark"},
-    )
+    draft: str = field(default="auto", metadata={"help": "auto, off, lookup, mtp or dspark"})
     draft_tokens: int | None = field(
         default=None, metadata={"help": "most drafts of a sequence in a step: 1 to 7"}
     )

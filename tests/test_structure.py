@@ -70,12 +70,12 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
     "engine.py": 600,
-    "pipeline.py": 320,
+    "pipeline.py": 340,  # 20 for drafts that are made on the device, and their times
     "config.py": 400,  # options of ranks and nodes, of drafts
     "request.py": 420,
     "errors.py": 80,
     "testing.py": 300,
-    "util": 700,  # most of it config.json in three spellings, and its mistakes
+    "util": 730,  # most of it config.json in three spellings, and its mistakes
     "formats": 1500,
     "parallel": 1600,  # 300 for other nodes: keys, joining, torchrun
     # a third of it forms for few rows, whose bits are those of many; 350 lines for steps that are
@@ -94,7 +94,8 @@ LINE_BUDGET = {
     # 150 for where ranks meet;
     # 750 for drafts
     # 800 for experts in host memory: what fits, moving them, which ones stay
-    "runner": 4800,  # 120 for ranks on GPUs, 90 for several steps in flight
+    # 100 for DSpark
+    "runner": 4900,  # 120 for ranks on GPUs, 90 for several steps in flight
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
