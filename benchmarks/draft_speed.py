@@ -2,8 +2,8 @@
 
     python benchmarks/draft_speed.py --layers 30 --batch 1 --acceptance 0.6,0.7,0.8 --record FILE
 
-An engine without drafts answers first. Then an engine with a draft block of the checkpoint's shape
-answers the same requests: the block runs as always, its drafts are replaced by the right tokens,
+An engine without drafts answers first. Then an engine with draft blocks of the checkpoint's shape
+answers the same requests under `auto`: blocks run as always, drafts are replaced by right tokens,
 each changed with the chance `1 - acceptance`. Answers must be equal. Random weights route every
 token independently, where real neighbours share experts: `--experts 9.7` correlates the embedding
 until two rows of a step visit that many (docs/drafting.md). One line of the record per run.
@@ -25,13 +25,13 @@ from dsv4 import Engine, SamplingParams
 from dsv4.chat.dialect import choose_dialect
 from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.model.draft import MtpBlock
+from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
 from dsv4.request import Request
 from dsv4.runner.load import LoadedModel
 from dsv4.runner.settings import resolve
 from dsv4.scheduler import SequenceState
-from dsv4.scheduler.drafts import Given
+from dsv4.scheduler.drafts import REST_STEPS, Drafting, Given
 from dsv4.tools.bench_ops import run_facts
 from dsv4.tools.speed.model import (
     decode_step,
@@ -126,12 +126,28 @@ def make_engine(loaded: LoadedModel, choices: dict[str, Any], memory: int) -> En
     return Engine(replace(loaded, settings=settings), None, dialect)
 
 
-def draft_block(model: Transformer, config: ModelConfig, device: torch.device) -> MtpBlock:
+def draft_blocks(model: Transformer, config: ModelConfig, device: torch.device) -> DraftModel:
     table = {
         name: random_weight(name, parameter, config, device)
         for name, parameter in draft_parameters(config).items()
     }
-    return MtpBlock(model, table)
+    return draft_model(model, table)
+
+
+def with_drafter(config: ModelConfig, kind: str) -> ModelConfig:
+    if kind == "mtp":
+        return replace(config, num_draft_layers=1, draft_kind="mtp")
+    count = config.num_layers
+    shape = replace(
+        config.dspark, targets=(count - 3, count - 2, count - 1), noise_id=config.vocab_size - 1
+    )
+    return replace(config, num_draft_layers=3, draft_kind="dspark", dspark=shape)
+
+
+def forget(drafting: Drafting) -> None:
+    """What drafts gave in the run before; what steps cost is kept."""
+    drafting._rest, drafting._next_rest, drafting._waits = 0, REST_STEPS, False
+    drafting._gain, drafting._num_paid, drafting._num_idle = 1.0, 0, 0
 
 
 def main() -> None:
@@ -141,16 +157,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=384, help="of each answer")
     parser.add_argument("--acceptance", default="0.6,0.7,0.8")
+    parser.add_argument("--drafter", default="mtp", choices=("mtp", "dspark"))
     parser.add_argument("--draft-tokens", default="1,3,5")
     parser.add_argument("--experts", type=float, default=0.0, help="that two rows visit")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
-    config = replace(shape_config(args.shape, args.layers), num_draft_layers=1, draft_kind="mtp")
+    config = with_drafter(shape_config(args.shape, args.layers), args.drafter)
     with torch.inference_mode():
         model, _ = random_model(config, device)
-        block = draft_block(model, config, device)
+        block = draft_blocks(model, config, device)
         overlap = correlate(model, args.experts) if args.experts else {}
     lines: list[dict[str, Any]] = [{"run": run_facts()}]
     facts = {"shape": args.shape, "layers": config.num_layers, "batch": args.batch, **overlap}
@@ -182,7 +199,7 @@ def main() -> None:
     for most in map(int, args.draft_tokens.split(",")):
         engine = make_engine(
             replace(loaded, draft=block),
-            {**choices, "draft": "mtp", "draft_tokens": most},
+            {**choices, "draft": "auto", "draft_tokens": most},
             memory,
         )
         for acceptance in map(float, args.acceptance.split(",")):
@@ -194,13 +211,16 @@ def main() -> None:
                 return Replaced(known, chance, sequence.seed, config.vocab_size)
 
             drafting._make = replaced
+            forget(drafting)
             run(engine, wanted)  # learns what steps cost
             before = engine.stats()
+            forget(drafting)
             answers, ms, steps = run(engine, wanted)
             after = engine.stats()
             different += answers != truth
             tell(
-                draft="mtp", draft_tokens=most, acceptance=acceptance, ms_per_token=round(ms, 4),
+                draft=args.drafter, draft_tokens=most, acceptance=acceptance,
+                ms_per_token=round(ms, 4),
                 speedup=round(plain / ms, 3), tokens_per_step=round(args.tokens / steps, 2),
                 drafted=after.num_drafted - before.num_drafted,
                 accepted=after.num_accepted - before.num_accepted, same=answers == truth,
