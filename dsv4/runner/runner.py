@@ -104,7 +104,9 @@ def _with_own_ops(
     @torch.inference_mode()
     @wraps(method)
     def run(self: "Runner", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.ops.active(), _one_thread() if self._wants_one_thread else nullcontext():
+        threads = _one_thread() if self._wants_one_thread else nullcontext()
+        # as in torch, Inf and NaN are results, not warnings
+        with self.ops.active(), threads, np.errstate(all="ignore"):
             return method(self, *args, **kwargs)
 
     return run

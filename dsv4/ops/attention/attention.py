@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
 from dsv4.formats.spec import Activations
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
@@ -232,6 +232,7 @@ OP = Op(
         Kernel("dsv4.ops.attention.attention_triton"),
         Kernel("dsv4.ops.attention.variants.attention_scaled_triton"),
     ),
+    on_cpu=CpuForm("attention", "attention"),
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.core.rows import ROW_TILE, pad_rows
 from dsv4.ops.kv.pool import (
@@ -142,6 +142,7 @@ SELECT = Op(
     index_select_reference,
     select_cases,
     kernels=(Kernel("dsv4.ops.attention.index_select_triton"),),
+    on_cpu=CpuForm("attention", "index_select"),
 )
 
 

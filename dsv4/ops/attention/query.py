@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -58,12 +58,14 @@ PREPARE = Op(
     query_prepare_reference,
     query_cases,
     kernels=(Kernel("dsv4.ops.attention.query_triton"),),
+    on_cpu=CpuForm("attention", "query_prepare"),
 )
 INDEX = Op(
     "index_query",
     index_query_reference,
     index_cases,
     kernels=(Kernel("dsv4.ops.attention.query_triton"),),
+    on_cpu=CpuForm("attention", "index_query"),
 )
 
 

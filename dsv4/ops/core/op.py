@@ -1,9 +1,10 @@
 """The registry: an op is its PyTorch reference; kernels register against it.
 
-On a CPU the reference runs. On a GPU the first kernel that supports the arguments runs; where
-none does, the reference runs with one warning that names the op and the reason, or strict mode
-(`kernels_only`) raises. `DSV4_OPS` (or `EngineConfig.ops`) forces ops to their reference for
-bisection: `reference` for all of them, or a comma list of names.
+On a CPU the reference runs, or a faster form with the same bits (`on_cpu`). On a GPU the first
+kernel that supports the arguments runs; where none does, the reference runs with one warning that
+names the op and the reason, or strict mode (`kernels_only`) raises. `DSV4_OPS` (or
+`EngineConfig.ops`) forces ops to their reference for bisection: `reference` for all of them, or a
+comma list of names.
 """
 
 import importlib
@@ -76,6 +77,22 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class CpuForm:
+    """A function of `dsv4/ops/cpu` with the signature and the bits of a reference, faster where
+    rows are few; imported on its first use."""
+
+    module: str
+    name: str
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(
+            importlib.import_module(f"dsv4.ops.cpu.{self.module}"), self.name
+        )
+        return found
+
+
+@dataclass(frozen=True)
 class Op(Generic[P, R]):
     """The reference's signature is the op's: mypy checks calls against it, and kernels take the
     same arguments."""
@@ -85,21 +102,27 @@ class Op(Generic[P, R]):
     cases: Callable[[], Iterable[Case]]
     kernels: tuple[Kernel, ...] = ()
     mutates: tuple[str, ...] = ()  # arguments written in place
+    on_cpu: CpuForm | None = None
 
     def __call__(self, device: torch.device, /, *_: P.args, **arguments: P.kwargs) -> R:
         """Arguments are keywords. The public function has checked them; an observer may wrap the
         call."""
-        observer = current().observer
-        if observer is None:
+        context = current()
+        if context.observer is None:
             return self.run(device, arguments)
-        result: R = observer(self, arguments, lambda: self.run(device, arguments))
+        result: R = context.observer(self, arguments, lambda: self.run(device, arguments))
         return result
 
     def run(self, device: torch.device, arguments: Arguments) -> R:
         """Run the kernel or reference that the context selects on `device`."""
         context = current()
-        on_cpu = device.type == "cpu" and not context.kernels_on_cpu
-        if on_cpu or context.engine.forces_reference(self.name):
+        forced = context.engine.forces_reference(self.name)
+        if device.type == "cpu" and not context.kernels_on_cpu and not forced and self.on_cpu:
+            if context.recorder is not None:
+                context.tell((self.name,), lambda: "cpu")
+            faster: R = self.on_cpu.function(**arguments)
+            return faster
+        if forced or (device.type == "cpu" and not context.kernels_on_cpu):
             return self._run_reference(arguments)
         reasons = []
         for kernel in self.kernels:
@@ -184,7 +207,11 @@ def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
 def check_shape(op: str, name: str, tensor: Any, *expected: int | str) -> None:
     """`expected`: the size of each dimension, or its name where any size is right."""
     found = tuple(tensor.shape)
-    pairs = zip(found, expected, strict=False)
-    if len(found) != len(expected) or any(n != m for n, m in pairs if not isinstance(m, str)):
+    if found == expected:
+        return
+    is_wrong = len(found) != len(expected)
+    for n, m in zip(found, expected, strict=False):
+        is_wrong |= n != m and not isinstance(m, str)
+    if is_wrong:
         wanted = ", ".join(map(str, expected))
         raise KernelError(f"{op}: {name} has shape {found}, expected [{wanted}]")

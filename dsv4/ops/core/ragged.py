@@ -1,6 +1,8 @@
 """The ragged batch: several sequences, each with consecutive rows of new tokens."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,11 @@ class Ragged:
     keep: "Kept | None" = None
     is_padded: bool = False  # may contain padding, so rows and sequences need not match
     is_few: bool = False  # at most 8 rows of a sequence, none beyond the next multiple of 128
+
+    @cached_property
+    def shared(self) -> dict[Any, Any]:
+        """What the layers of a step share on a CPU. The tensors do not change while it runs."""
+        return {}
 
     @property
     def device(self) -> torch.device:

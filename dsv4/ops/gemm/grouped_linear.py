@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight, activations_of
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
@@ -66,6 +66,7 @@ OP = Op(
     grouped_linear_reference,
     cases,
     (Kernel("dsv4.ops.gemm.grouped_linear_triton"),),
+    on_cpu=CpuForm("products", "grouped_linear"),
 )
 
 

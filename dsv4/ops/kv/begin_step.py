@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
+from dsv4.errors import KernelError
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 
 NEWEST = -2
 
@@ -103,15 +104,14 @@ def begin_step(
 ) -> None:
     """Write the first `num_pages` of `pages` to `places` in the tables; then write `token_ids`
     `[tokens]` and `rows`, one table `[sequences, columns]` of each kind."""
-    for name, tensor, like in (("token_ids", token_ids, sent), ("seq_idx", seq_idx, sent)):
-        found, expected = tuple(tensor.shape), tuple(like.shape)
-        check(found == expected, OP.name, f"{name} has shape {found}, expected {expected}")
+    for name, tensor in (("token_ids", token_ids), ("seq_idx", seq_idx)):
+        check_shape(OP.name, name, tensor, *sent.shape)
     for target, width in zip(rows, tables.widths, strict=True):
-        check(
-            target.shape[0] == slots.shape[0] and target.shape[1] <= width,
-            OP.name,
-            f"rows have shape {tuple(target.shape)}, expected [{slots.shape[0]}, up to {width}]",
-        )
+        if target.shape[0] != slots.shape[0] or target.shape[1] > width:
+            wanted = f"[{slots.shape[0]}, up to {width}]"
+            raise KernelError(
+                f"{OP.name}: rows have shape {tuple(target.shape)}, expected {wanted}"
+            )
     OP(
         sent.device,
         tables=tables,

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.errors import KernelError
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.formats.spec import CSA_ROWS
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.core.rows import softmax
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
@@ -192,6 +193,7 @@ OP = Op(
     cases,
     kernels=(Kernel("dsv4.ops.kv.compress_triton"),),
     mutates=("state", "pool"),
+    on_cpu=CpuForm("kv", "compress"),
 )
 
 
@@ -220,12 +222,9 @@ def compress(block: Compression) -> None:
     check(ratio in (4, 128), OP.name, lambda: f"ratio is {ratio}, expected 4 or 128")
     width = block.norm.shape[0] * (2 if overlaps(ratio) else 1)
     for name, tensor in (("values", block.values), ("gates", block.gates)):
-        check(
-            tensor.shape == (batch.num_tokens, width) and tensor.dtype == torch.float32,
-            OP.name,
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected float32 "
-            f"({batch.num_tokens}, {width})",
-        )
+        check_shape(OP.name, name, tensor, batch.num_tokens, width)
+        if tensor.dtype != torch.float32:
+            raise KernelError(f"{OP.name}: {name} is {tensor.dtype}, expected float32")
     check_shape(OP.name, "ape", block.ape, ratio, width)
     check_shape(OP.name, "state", block.state.values, "slots", state_rows(ratio), width)
     if batch.num_tokens == 0:

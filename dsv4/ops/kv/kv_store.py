@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
@@ -66,6 +66,7 @@ OP = Op(
     kv_store_reference,
     cases,
     kernels=(Kernel("dsv4.ops.kv.kv_store_triton"),),
+    on_cpu=CpuForm("kv", "kv_store"),
     mutates=("pool",),
 )
 

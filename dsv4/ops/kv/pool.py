@@ -129,7 +129,11 @@ def unpack(pool: PagedPool, parts: dict[str, Tensor]) -> Tensor:
 
 def store(pool: PagedPool, pages: Tensor, offsets: Tensor, x: Tensor) -> None:
     """Write entries `[m, dim]` at `pages`, `offsets` `[m]`."""
-    entries = pages * pool.page_entries + offsets
+    store_at(pool, pages * pool.page_entries + offsets, x)
+
+
+def store_at(pool: PagedPool, entries: Tensor, x: Tensor) -> None:
+    """Write entries `[m, dim]` at `entries` `[m]`, counted over all pages."""
     for name, part in pack(pool, x).items():
         target = pool.parts[name]
         if part.dtype == torch.float8_e4m3fn:  # index assignment is not defined for fp8
@@ -139,7 +143,11 @@ def store(pool: PagedPool, pages: Tensor, offsets: Tensor, x: Tensor) -> None:
 
 def load(pool: PagedPool, pages: Tensor, offsets: Tensor) -> Tensor:
     """Read entries as fp32, `[..., dim]`."""
-    entries = pages * pool.page_entries + offsets
+    return load_at(pool, pages * pool.page_entries + offsets)
+
+
+def load_at(pool: PagedPool, entries: Tensor) -> Tensor:
+    """Read entries, counted over all pages, as fp32 `[..., dim]`."""
     gathered = {}
     for name, part in pool.parts.items():
         stored = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, sigmoid, softmax
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -178,12 +178,14 @@ def head_cases() -> Iterable[Case]:
     return _cases(with_update=True, head=True)
 
 
-PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
+KERNELS = (Kernel("dsv4.ops.mhc.mix_triton"),)
+PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, KERNELS, on_cpu=CpuForm("mix", "mhc_pre"))
 BOUNDARY = Op(
     "mhc_boundary",
     mhc_boundary_reference,
     boundary_cases,
-    kernels=(Kernel("dsv4.ops.mhc.mix_triton"),),
+    KERNELS,
+    on_cpu=CpuForm("mix", "mhc_boundary"),
 )
 
 
@@ -197,7 +199,7 @@ UPDATE = Op(
     update_cases,
     kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),),
 )
-HEAD = Op("mhc_head", mhc_head_reference, head_cases, kernels=(Kernel("dsv4.ops.mhc.mix_triton"),))
+HEAD = Op("mhc_head", mhc_head_reference, head_cases, KERNELS, on_cpu=CpuForm("mix", "mhc_head"))
 
 
 def _check(op: AnyOp, streams: Tensor, site: MixSite, head: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, softplus
 
 LEAST_TOTAL = 1e-30  # scores of a table's experts may all be zero: weights 0, not NaN
@@ -73,7 +73,8 @@ def cases() -> Iterable[Case]:
         yield build(70, 128, 24, 3, hashed, torch.bfloat16)
 
 
-OP = Op("router", router_reference, cases, (Kernel("dsv4.ops.moe.router_triton"),))
+KERNELS = (Kernel("dsv4.ops.moe.router_triton"),)
+OP = Op("router", router_reference, cases, KERNELS, on_cpu=CpuForm("moe", "router"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check_shape
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -39,7 +39,8 @@ def cases() -> Iterable[Case]:
         yield build(257, 7168, True, dtype, 1e-4)
 
 
-OP = Op("rms_norm", rms_norm_reference, cases, kernels=(Kernel("dsv4.ops.norm.rms_norm_triton"),))
+KERNELS = (Kernel("dsv4.ops.norm.rms_norm_triton"),)
+OP = Op("rms_norm", rms_norm_reference, cases, KERNELS, on_cpu=CpuForm("products", "rms_norm"))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.sample.random import uniform_rows
 
 PENALTIES, BIAS, MASK = 1, 2, 4  # flags
@@ -152,14 +152,9 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     for item in fields(inputs):
         tensor = getattr(inputs, item.name)
         if item.name not in WIDE:
-            found = tuple(tensor.shape)
-            check(found == (rows,), OP.name, f"{item.name} has shape {found}, not {(rows,)}")
+            check_shape(OP.name, item.name, tensor, rows)
         elif tensor is not None:
-            check(
-                tensor.dim() == 2 and tensor.shape[1] == widths[item.name],
-                OP.name,
-                f"{item.name} has shape {tuple(tensor.shape)}, not [slots, {widths[item.name]}]",
-            )
+            check_shape(OP.name, item.name, tensor, "slots", widths[item.name])
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device), logits.sum(1)
     return OP(logits.device, logits=logits, inputs=inputs)

@@ -1,0 +1,104 @@
+"""What few rows store, on a CPU: window keys and compressed entries."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.ops.core.ragged import Ragged
+from dsv4.ops.cpu.arrays import Array, exp, normed, tensor
+from dsv4.ops.cpu.step import entry_rows, few_rows, once, rotate, rotation, rounded_to
+from dsv4.ops.kv.compress import CompressorState, compress_reference, overlaps
+from dsv4.ops.kv.kv_store import kv_store_reference
+from dsv4.ops.kv.pool import PagedPool, store_at
+
+
+def kv_store(
+    kv: Tensor,
+    norm: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    batch: Ragged,
+    pool: PagedPool,
+    table: Tensor,
+) -> None:
+    if not few_rows(batch):
+        kv_store_reference(kv, norm, frequencies, eps, batch, pool, table)
+        return
+    keys = rounded_to(kv.dtype, normed(kv, norm, eps))
+    rotate(keys, rotation(batch.positions, frequencies))
+    size = pool.page_entries
+    where = once(
+        batch,
+        ("key", id(table), size),
+        lambda: entry_rows(table, size, batch.seq_idx.numpy(), batch.positions.numpy()),
+    )
+    store_at(pool, where, tensor(keys).to(kv.dtype))
+
+
+def compress(
+    values: Tensor,
+    gates: Tensor,
+    ape: Tensor,
+    norm: Tensor,
+    frequencies: Tensor,
+    eps: float,
+    ratio: int,
+    dtype: torch.dtype,
+    state: CompressorState,
+    batch: Ragged,
+    pool: PagedPool,
+    table: Tensor,
+) -> None:
+    """The rows are stored first: every token of a block that closes is then in the state. With
+    ratio 128 a row behind it would have taken the place of the first."""
+    if not few_rows(batch) or batch.keep is not None or (ratio > 4 and not batch.one_each):
+        compress_reference(
+            values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
+        )
+        return
+    positions = batch.positions.numpy()
+    width, size = values.shape[1], state.rows
+    held_values, held_gates = (
+        held.numpy().reshape(-1, width) for held in (state.values, state.gates)
+    )
+    slots, rows, closing = once(
+        batch, ("compressor", ratio, size), lambda: _places(batch, ratio, size)
+    )
+    held_values[rows] = values.numpy()
+    held_gates[rows] = gates.numpy() + ape.numpy()[positions % ratio]
+    if not len(closing):
+        return
+    last = positions[closing]
+    v, z = (_block(held, slots[closing], last, ratio, size) for held in (held_values, held_gates))
+    if overlaps(ratio) and (last < ratio).any():
+        before = last < ratio
+        v[before, :ratio], z[before, :ratio] = 0.0, -np.inf
+    z -= z.max(1, keepdims=True)
+    weights = exp(z)
+    weights /= tensor(weights).sum(1, keepdim=True).numpy()
+    weights *= v
+    entries = tensor(weights).sum(1).to(dtype)
+    keys = rounded_to(dtype, normed(entries, norm, eps))
+    block = last // ratio
+    rotate(keys, rotation(tensor(block * ratio), frequencies))
+    where = entry_rows(table, pool.page_entries, batch.seq_idx.numpy()[closing], block)
+    store_at(pool, where, tensor(keys).to(dtype))
+
+
+def _places(batch: Ragged, ratio: int, size: int) -> tuple[Array, Array, Array]:
+    """Of each row its slot and its place in the state; the rows that close a block."""
+    positions = batch.positions.numpy()
+    slots = batch.slots.numpy().take(batch.seq_idx.numpy())
+    closing = np.flatnonzero((positions + 1) % ratio == 0)
+    return slots, slots * size + positions % size, closing
+
+
+def _block(held: Array, slots: Array, last: Array, ratio: int, size: int) -> Array:
+    """What an entry reads: `[blocks, tokens, dim]`."""
+    count = 2 * ratio if overlaps(ratio) else ratio
+    tokens = last[:, None] + np.arange(1 - count, 1)
+    found = held.take(slots[:, None] * size + tokens % size, axis=0)
+    if not overlaps(ratio):
+        return found
+    dim = held.shape[1] // 2
+    return np.concatenate((found[:, :ratio, :dim], found[:, ratio:, dim:]), axis=1)

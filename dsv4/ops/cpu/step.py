@@ -1,0 +1,78 @@
+"""What all layers of a step of few rows share on a CPU: angles, and where entries are stored."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.core.ragged import Ragged
+from dsv4.ops.core.rows import ROW_TILE
+from dsv4.ops.cpu.arrays import Array, tensor
+
+MOST_ROTATIONS = 64
+
+T = TypeVar("T")
+_rotations: dict[tuple[int, ...], tuple[Tensor, Array, Array]] = {}
+
+
+def few_rows(batch: Ragged) -> bool:
+    """Whether all rows fit into one tile, and none is padding."""
+    if batch.num_tokens > ROW_TILE:
+        return False
+    return once(batch, ("few",), lambda: min(batch.positions.tolist(), default=-1) >= 0)
+
+
+def once(batch: Ragged, key: tuple[object, ...], compute: Callable[[], T]) -> T:
+    """A value that `key` determines for this step."""
+    found: T | None = batch.shared.get(key)
+    if found is None:
+        found = batch.shared[key] = compute()
+    return found
+
+
+def entry_rows(table: Tensor, page_entries: int, seq: Array, entries: Array) -> Tensor:
+    """Where `entries` of the sequences `seq` are, counted over all pages; shapes broadcast."""
+    width = table.shape[1]
+    column = entries // page_entries
+    column %= width
+    pages = table.numpy().take(column + seq * width)
+    pages *= page_entries
+    pages += entries % page_entries
+    return tensor(pages)
+
+
+def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Array, Array]:
+    """cos and sin of the angles, `[tokens, rope_dim / 2]`, as `rope` takes them."""
+    key = (id(frequencies), *positions.tolist())
+    found = _rotations.get(key)
+    if found is None or found[0] is not frequencies:
+        if len(_rotations) >= MOST_ROTATIONS:
+            _rotations.clear()
+        angles = positions.float().unsqueeze(-1) * frequencies
+        found = frequencies, angles.cos().numpy(), angles.sin().numpy()
+        _rotations[key] = found
+    return found[1:]
+
+
+def rotate(x: Array, by: tuple[Array, Array], inverse: bool = False) -> None:
+    """`rope` in place, `[tokens, dim]` or `[tokens, heads, dim]`."""
+    cos, sin = by
+    if x.ndim == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    first = x.shape[-1] - 2 * cos.shape[-1]
+    u, v = x[..., first::2], x[..., first + 1 :: 2]
+    u_sin, v_sin = u * sin, v * sin
+    u *= cos
+    v *= cos
+    if inverse:
+        u += v_sin
+        v -= u_sin
+    else:
+        u -= v_sin
+        v += u_sin
+
+
+def rounded_to(dtype: torch.dtype, x: Array) -> Array:
+    """`x` with the precision of `dtype`, in fp32 again."""
+    return x if dtype == torch.float32 else tensor(x).to(dtype).float().numpy()

@@ -1,0 +1,118 @@
+"""The forms of ops for few rows on a CPU give the bits of their references."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.formats.quantized import UnpackedTensor
+from dsv4.formats.spec import Activations
+from dsv4.ops import OPS, AnyOp
+from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.ragged import make_ragged
+from dsv4.ops.kv.compress import CompressorState, state_rows
+from tests.ops.test_references import build
+
+FORMS = {name: op for name, op in OPS.items() if op.on_cpu is not None}
+ROWS = (1, 2, 5, 8)
+
+
+def check(op: AnyOp, arguments: dict[str, Any]) -> None:
+    """Results and everything that is written in place."""
+    assert op.on_cpu is not None
+    mine = copied(arguments)
+    with torch.inference_mode():
+        wanted, found = op.reference(**arguments), op.on_cpu.function(**mine)
+    written = [[a[name] for name in op.mutates] for a in (arguments, mine)]
+    for (path, a), (_, b) in zip(
+        leaves([wanted, written[0]]), leaves([found, written[1]]), strict=True
+    ):
+        assert same_bits(a, b), (op.name, path)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_cases(name: str) -> None:
+    """More rows than one tile has go to the reference; empty inputs never arrive."""
+    for case in FORMS[name].cases():
+        for seed in (0, 1):
+            arguments = build(case, seed)
+            if all(tensor.numel() for _, tensor in leaves(arguments)):
+                check(FORMS[name], arguments)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_mixing(rows: int, dtype: torch.dtype) -> None:
+    case = next(iter(OPS["mhc_boundary"].cases()))
+    site = build(case)["site"]
+    given = {"streams": random(rows, 4, 64).to(dtype) * 20, "y": random(rows, 64).to(dtype)}
+    given |= {"post": random(rows, 4).sigmoid(), "comb": random(rows, 4, 4).softmax(1)}
+    check(OPS["mhc_boundary"], {**given, "site": site})
+    check(OPS["mhc_pre"], {"streams": given["streams"], "site": site})
+
+
+@pytest.mark.parametrize("width", ["a16", "a8", "a4"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_products(rows: int, width: Activations) -> None:
+    """Ranges of K, rounded inputs, few columns, several matrices."""
+    x = random(rows, 96).bfloat16()
+    ranges = UnpackedTensor(random(40, 96), activations=width, k_ranges=3)
+    weights = [ranges, random(3, 96), UnpackedTensor(random(24, 96), activations=width)]
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
+    check(OPS["linear"], {"x": x, "weights": weights, "out_dtypes": dtypes})
+    groups = UnpackedTensor(random(48, 32), activations=width)
+    check(OPS["grouped_linear"], {"x": x.view(rows, 3, 32), "weight": groups})
+
+
+@pytest.mark.parametrize("width", ["a16", "a8"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_experts(rows: int, width: Activations) -> None:
+    """Rows that share an expert, and a padding row."""
+    experts = torch.stack([torch.tensor([row % 3, 3 + row % 2]) for row in range(rows)])
+    experts[-1] = -1 if rows > 2 else experts[-1]
+    matrices = {
+        "w13": random(5, 128, 96) * 0.2,
+        "w2": random(5, 96, 64) * 0.2,
+        "shared_w13": random(128, 96) * 0.2,
+        "shared_w2": random(96, 64) * 0.2,
+    }
+    given = {name: UnpackedTensor(w, activations=width) for name, w in matrices.items()}
+    weights = random(rows, 2).sigmoid()
+    x = random(rows, 96).bfloat16()
+    arguments = {"x": x, "experts": experts, "weights": weights, "limit": 1.5, **given}
+    found = [run(**arguments) for run in (OPS["experts"].reference, OPS["experts"].on_cpu.function)]
+    real = experts[:, 0] >= 0  # the result of a padding row is undefined
+    assert same_bits(found[0][real], found[1][real])
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_compressor_over_steps(ratio: int) -> None:
+    """From the first token on, one row a step, then several of one sequence: blocks that close,
+    with and without one before them."""
+    op = OPS["compress"]
+    case = next(case for case in op.cases() if case.name.startswith(f"ratio {ratio} kv fp32"))
+    arguments = build(case)
+    width, device = arguments["ape"].shape[1], torch.device("cpu")
+    shape = 2, state_rows(ratio), width
+    starts = [*range(9)] if ratio == 4 else [126, 127, 128]
+    arguments["table"] = torch.tensor([[3, 1], [0, 2]])[:, : arguments["table"].shape[1]]
+    arguments["pool"] = copied(arguments["pool"], lambda part: part.repeat(9, 1, 1))
+    arguments["state"] = CompressorState(random(*shape), random(*shape, seed=1))
+    for first in starts:
+        for begins, new in (([first, first + 2], [1, 1]), ([first, first + 1], [3, 2])):
+            batch = make_ragged(begins, new, [1, 0], device)
+            arguments |= {"batch": batch, "values": random(sum(new), width, seed=first)}
+            arguments["gates"] = random(sum(new), width, seed=first + 9) * 3
+            check(op, copied(arguments))
+            op.reference(**arguments)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_signatures(name: str) -> None:
+    wanted = inspect.signature(FORMS[name].reference)
+    assert inspect.signature(FORMS[name].on_cpu.function) == wanted
