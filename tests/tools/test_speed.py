@@ -77,7 +77,7 @@ def test_decode_with_experts_in_host_memory(tmp_path: Path) -> None:
     assert "% resident" in result.output
     rows = [json.loads(line)["result"] for line in record.read_text().splitlines()[1:]]
     timed = [(row["what"], row["routing"]) for row in rows if "what" in row]
-    assert timed == [("decode", "even"), ("decode", "zipf:1.5"), ("prompt", "even")] * 2
+    assert timed == [("decode", "even"), ("decode", "zipf:1.5"), ("prompt", "zipf:1.5")] * 2
     ElementTree.fromstring(plot.read_text())
     assert 0 < rows[1]["resident_share"] < 1
     assert rows[1]["missing_mb"] > 0

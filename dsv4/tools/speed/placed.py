@@ -200,7 +200,7 @@ class PlacedBench(RandomPlaced):
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, routing: str, settle: int) -> PlacedResult:
-        self.route(routing)
+        """`routing`: as `route` made it."""
         state = filled_state(self.config, batch, context, self.device)
         start = max(context - settle - 4 * TIMED - 8, 0)
         start_at(state, start)
@@ -237,7 +237,6 @@ class PlacedBench(RandomPlaced):
 
     @torch.inference_mode()
     def prompt(self, tokens: int, routing: str) -> PlacedResult:
-        self.route(routing)
         state = filled_state(self.config, 1, tokens, self.device, chunk_tokens=tokens)
         inputs = prompt_inputs(state, tokens)
         compile_ahead(lambda: self.model(inputs, state.layers), self.device)
@@ -312,11 +311,12 @@ def bench_placed(
     yield bench.made()
     try:
         for routing in routings:
+            bench.route(routing)
             for index, (batch, context) in enumerate(cases):
                 yield bench.decode(batch, context, routing, 1 if index else settle)
                 _give_back(bench.device)
         for tokens in prompts:
-            yield bench.prompt(tokens, routings[0])
+            yield bench.prompt(tokens, routings[-1])
             _give_back(bench.device)
         yield bench.made()
     finally:
