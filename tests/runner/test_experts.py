@@ -14,11 +14,12 @@ from dsv4.engine import Engine
 from dsv4.errors import CapacityError, CheckpointError, OptionError
 from dsv4.request import SamplingParams
 from dsv4.runner import load
-from dsv4.runner.experts import host_memory
+from dsv4.runner.experts import host_memory, swapper
 from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_experts
 from dsv4.runner.experts.residency import Residency
-from dsv4.runner.experts.swapper import READ_EVERY, Swapper
+from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.experts.use import ExpertUse, read_profile, write_profile
+from tests.checkpoint import writers
 from tests.models import write_fast_model
 
 GB = 3e-4  # 12 of the model's 18 experts
@@ -81,6 +82,30 @@ def test_answers_do_not_depend_on_places(folder: Path, wanted: list[Any], staged
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("layout", "most", "activations"),
+    [("official", 0, "a16"), ("modelopt-experts", 0, "a8"), ("official", 1 << 31, "a8")],
+)
+def test_stored_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, most: int, activations: str
+) -> None:
+    """Packed experts, with and without global scales, and unpacked ones with rounded inputs."""
+    monkeypatch.setattr(load, "MOST_UNPACKED", most)
+    writers.save(writers.made(layout), tmp_path)
+    params, found = SamplingParams(max_tokens=5, temperature=0, logprobs=1, stop_ids=()), []
+    for memory in ("all", 0.0016):
+        engine = Engine.load(
+            tmp_path, expert_memory=memory, activations=activations, max_context=128
+        )
+        if memory != "all":
+            swapper_of(engine).residency.staged_rows = 5
+            swap_at_random(swapper_of(engine))
+        answers = engine.generate([[1, 2, 3, 4, 5, 6, 7], [3]], params)
+        found.append([(done.token_ids, done.logprobs) for done in answers])
+        engine.close()
+    assert found[0] == found[1]
+
+
 def test_blocks_are_found_by_the_offsets_that_kernels_read(folder: Path) -> None:
     engine = Engine.load(folder, expert_memory=GB)
     swap_at_random(swapper_of(engine))
@@ -100,23 +125,26 @@ def test_blocks_are_found_by_the_offsets_that_kernels_read(folder: Path) -> None
     assert not residency.host.blocks
 
 
-def test_what_is_visited_most_becomes_resident(folder: Path, tmp_path: Path) -> None:
+def test_what_is_visited_most_becomes_resident(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hash layers choose by token: one token alone visits the same experts in every step."""
+    monkeypatch.setattr(swapper, "READ_EVERY", 8)
     path = tmp_path / "profile.json"
     engine = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path))
-    swapper = swapper_of(engine)
-    swapper._time_share = 1e9
-    bias = SamplingParams(max_tokens=4 * READ_EVERY, logit_bias={7: 100.0}, stop_ids=())
+    found = swapper_of(engine)
+    found._time_share = 1e9
+    bias = SamplingParams(max_tokens=36, logit_bias={7: 100.0}, stop_ids=())
     engine.generate([[7]], bias)
     experts = engine._runner.model.blocks[0].ffn.gate.table
     assert experts is not None
     visited = experts[7].tolist()
-    assert swapper.residency.resident[0, visited].all()
-    assert swapper.num_swaps > 0
+    assert found.residency.resident[0, visited].all()
+    assert found.num_swaps > 0
     engine.close()
     again = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path))
     assert swapper_of(again).residency.resident[0, visited].all()
-    assert read_profile(path, 3, 6)[0, visited].min() > READ_EVERY
+    assert read_profile(path, 3, 6)[0, visited].min() > 30
     again.close()
 
 

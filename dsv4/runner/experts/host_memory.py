@@ -34,6 +34,8 @@ class HostMemory:
         self._areas: list[Tensor] = []
         self.blocks: list[Tensor] = []
         self._give_back = weakref.finalize(self, _give_back, self._areas, pinned)
+        if pinned and count * block_bytes >= AREA_BYTES:
+            log.warning("pinning %s of host memory", size_text(count * block_bytes))  # seconds
         begin, per_area = time.perf_counter(), max(1, AREA_BYTES // block_bytes)
         try:
             for first in range(0, count, per_area):
