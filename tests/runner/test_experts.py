@@ -131,7 +131,7 @@ def test_what_is_visited_most_becomes_resident(
     """Hash layers choose by token: one token alone visits the same experts in every step."""
     monkeypatch.setattr(swapper, "READ_EVERY", 8)
     path = tmp_path / "profile.json"
-    engine = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path))
+    engine = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path), draft="off")
     found = swapper_of(engine)
     found._time_share = 1e9
     bias = SamplingParams(max_tokens=36, logit_bias={7: 100.0}, stop_ids=())
