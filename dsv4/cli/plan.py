@@ -112,7 +112,7 @@ def _print(result: Plan, console: Console) -> None:
     loaded = sum(result.weight_bytes.values())
     console.print(
         f"[bold]{escape(result.model)}[/], {result.weights} weights: "
-        f"{size_text(result.checkpoint_bytes)} on disk, {size_text(loaded)} loaded (no draft); "
+        f"{size_text(result.checkpoint_bytes)} on disk, {size_text(loaded)} loaded; "
         f"one GPU of {result.gpu_bytes / 1e9:g} GB"
     )
     table = Table("on the GPU", "bytes", "", title_justify="left")

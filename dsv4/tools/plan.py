@@ -71,6 +71,7 @@ class PlannedModel:
     checkpoint_bytes: int
     nbytes: dict[str, int]  # of each parameter on a GPU
     formats: frozenset[str]  # of routed experts
+    draft_bytes: int = 0  # of draft blocks on a GPU, where they are whole
 
     @property
     def sizes(self) -> WeightBytes:
@@ -96,7 +97,10 @@ def planned_model(model: str, weights: str | None, folder: Path | None = None) -
     nbytes = {name: source.gpu_bytes for name, source in manifest.sources.items()}
     routed = (s for s in manifest.sources.values() if s.parameter.group == "routed experts")
     formats = frozenset(source.format for source in routed)
-    return PlannedModel(model, config, layout, groups, on_disk, nbytes, formats)
+    blocks = build_manifest(folder, config, LAYOUTS.values(), is_draft=True)
+    whole = config.num_draft_layers > 0 and not any(f.level == "error" for f in blocks.findings)
+    draft = sum(source.gpu_bytes for source in blocks.sources.values()) if whole else 0
+    return PlannedModel(model, config, layout, groups, on_disk, nbytes, formats, draft)
 
 
 def make_plan(
@@ -117,6 +121,7 @@ def make_plan(
     if not contexts or min(contexts) < 1:
         raise OptionError(f"contexts are {list(contexts)}, expected numbers above 0")
     choices = replace(choices or EngineConfig(), device="cuda")
+    subject, choices = _with_draft(subject, gpu_bytes, choices, host_bytes)
     config = subject.config
     roomy = _settings(choices, config, 2**62)
     assert roomy is not None
@@ -154,6 +159,21 @@ def make_plan(
         advice=[] if settings else refused or _advice(subject, gpu_bytes, choices, roomy),
         experts=experts,
     )
+
+
+def _with_draft(
+    subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, host_bytes: int | None
+) -> tuple[PlannedModel, EngineConfig]:
+    """Draft blocks as the engine takes them: with `auto` only if all weights fit beside them."""
+    roomy = _settings(choices, subject.config, 2**62)
+    if roomy is None or roomy.draft not in ("mtp", "dspark"):
+        return subject, choices
+    drafted = replace(subject, groups={**subject.groups, "draft": subject.draft_bytes})
+    if choices.draft == "auto":
+        found, _ = _choose(drafted, gpu_bytes, choices, host_bytes)
+        if not subject.draft_bytes or found is None or found.budget is not None:
+            return subject, replace(choices, draft="lookup")
+    return drafted, choices
 
 
 def _choose(
@@ -244,8 +264,9 @@ def _advice(
 
 
 def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> PlannedModel:
-    on_disk = sum(weight_bytes(config, scheme, draft=True).values())
+    groups, on_disk = weight_bytes(config, scheme), weight_bytes(config, scheme, draft=True)
+    total = sum(on_disk.values())
     return PlannedModel(
-        name, config, scheme.name, weight_bytes(config, scheme), on_disk,
-        parameter_bytes(config, scheme), frozenset((scheme.experts,)),
+        name, config, scheme.name, groups, total, parameter_bytes(config, scheme),
+        frozenset((scheme.experts,)), total - sum(groups.values()),
     )  # fmt: skip
