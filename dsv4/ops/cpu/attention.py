@@ -70,10 +70,8 @@ def attention(
         return attention_reference(q, sink, pool, table, compressed, batch, window, frequencies)
     size = pool.page_entries
     own = once(
-        batch,
-        ("window", id(table), size, window),
-        lambda: (_window(batch, pool, table, window),),
-    )[0]
+        batch, ("window", size, window), lambda: _window(batch, pool, table, window), of=table
+    )
     tiles = [] if own is None else [(pool, *own[1:])]
     if compressed is not None:
         tiles += [tile for tile in _compressed(batch, compressed) if tile is not None]

@@ -29,8 +29,9 @@ def kv_store(
     size = pool.page_entries
     where = once(
         batch,
-        ("key", id(table), size),
+        ("key", size),
         lambda: entry_rows(table, size, batch.seq_idx.numpy(), batch.positions.numpy()),
+        of=table,
     )
     store_at(pool, where, tensor(keys).to(kv.dtype))
 

@@ -23,12 +23,14 @@ def few_rows(batch: Ragged) -> bool:
     return once(batch, ("few",), lambda: min(batch.positions.tolist(), default=-1) >= 0)
 
 
-def once(batch: Ragged, key: tuple[object, ...], compute: Callable[[], T]) -> T:
-    """A value that `key` determines for this step."""
-    found: T | None = batch.shared.get(key)
+def once(
+    batch: Ragged, key: tuple[object, ...], compute: Callable[[], T], of: Tensor | None = None
+) -> T:
+    """A value that `key` and the tensor `of` determine for this step."""
+    found: tuple[T, Tensor | None] | None = batch.shared.get((*key, id(of)))
     if found is None:
-        found = batch.shared[key] = compute()
-    return found
+        found = batch.shared[(*key, id(of))] = compute(), of  # held: no other has its id then
+    return found[0]
 
 
 def entry_rows(table: Tensor, page_entries: int, seq: Array, entries: Array) -> Tensor:
