@@ -294,10 +294,9 @@ class Engine:
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:
-        team = self._runner.team
+        team, prefix = self._runner.team, self._prefix
         pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
         used = {name: a.num_pages - a.num_available for name, a in pools.items()}
-        prefix = self._prefix
         return Stats(
             num_waiting=len(self._live) - self._scheduler.num_running,
             num_running=self._scheduler.num_running,
@@ -316,6 +315,7 @@ class Engine:
             num_audited=self._audit.num_audited if self._audit else 0,
             num_differences=self._audit.num_differences if self._audit else 0,
             **({} if self._drafting is None else self._drafting.counts()),
+            **self._runner.expert_stats(),
             ranks=team.report() if team is not None else (),
         )
 

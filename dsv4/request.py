@@ -376,6 +376,8 @@ class Stats:
     num_drafted: int = 0  # drafts that were verified
     num_accepted: int = 0  # of those, drafts that were right
     accepted_by_place: tuple[int, ...] = ()  # the same by their place behind the newest token
+    experts_missing: int = 0  # in host memory, where not all fit the GPU
+    num_swaps: int = 0  # of such experts for resident ones
     ranks: tuple[dict[str, float], ...] = ()  # beside rank 0: rank, node, pid, silent_s, behind
 
 

@@ -423,6 +423,13 @@ class Runner:
             return False
         return key.tokens >= self.swapper.residency.staged_rows
 
+    def expert_stats(self) -> dict[str, Any]:
+        """Fields of `Stats`."""
+        if (swapper := self.swapper) is None:
+            return {}
+        missing = swapper.residency.budget.missing
+        return {"experts_missing": missing, "num_swaps": swapper.num_swaps}
+
     def close(self) -> None:
         """End the other ranks, and give back the host memory of experts; no step may follow."""
         if self.swapper is not None:

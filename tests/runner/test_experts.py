@@ -76,7 +76,9 @@ def test_answers_do_not_depend_on_places(folder: Path, wanted: list[Any], staged
     swapper.residency.staged_rows = staged_rows
     swap_at_random(swapper_of(engine))
     assert answers(engine) == wanted
-    assert swapper.num_swaps > 10
+    stats = engine.stats()
+    assert stats.num_swaps == swapper.num_swaps > 10
+    assert stats.experts_missing == swapper.residency.budget.missing
     assert int(swapper.residency.resident.sum()) == swapper.residency.budget.slots
     engine.check_integrity()
     engine.close()
