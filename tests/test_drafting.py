@@ -27,7 +27,7 @@ from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError
 from dsv4.request import Completion, Guide, Request, join_outputs
-from dsv4.runner.drafts.device import DeviceDrafter
+from dsv4.runner.drafts.device import DeviceDrafter, draft_parts
 from dsv4.runner.load import LoadedModel, load_model
 from dsv4.runner.settings import resolve
 from dsv4.scheduler.drafts import Acceptance, Drafting, Given, Lookup, StepTimes, num_worth
@@ -342,6 +342,18 @@ def test_the_embedded_model_drafts_for_itself() -> None:
         stats = engine.stats()
     assert answers[:2] == answers[2:]
     assert stats.accepted_by_place[0] >= 0.85 * stats.num_verified > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_drafting_run_before_the_first_step(kind: str) -> None:
+    """As the warm-up of a GPU runs them: on buffers that nothing was sent to."""
+    runner = make_engine(kind, 2)._runner
+    runner.buffers.pads = True
+    parts = draft_parts(runner.buffers, runner.drafter)
+    assert {part.kind for part in parts} == {"verify sampling", "draft keys", "drafts"}
+    with torch.inference_mode():
+        for part in parts:
+            runner._run_once(part)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,7 +69,7 @@ class DraftTaps:
         for place in (place for place, wanted in enumerate(self.layers) if wanted == layer):
             streams = finish(residual)
             if self.means:
-                self.rows[: len(streams), place].copy_(streams.float().mean(1))
+                self.rows[: len(streams), place].copy_(streams.mean(1, dtype=torch.float32))
             else:
                 self.rows[: len(streams)].copy_(streams)
 

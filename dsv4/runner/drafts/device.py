@@ -98,8 +98,9 @@ class DeviceDrafter(ABC):
         inputs = replace(inputs, window_table=self._tables().index_select(0, batch.slots))
         ends = batch.starts + self._verify.counts[:n] if shape.width > 1 else batch.ends
         real = ends > batch.starts
-        self._positions[:n].copy_(torch.where(real, ends - 1, ends[0] - 1))
-        rows = batch.first_rows + ends - 1 - batch.starts
+        last = (ends - 1).clamp(min=0)  # before the first step there is none
+        rows = (batch.first_rows + last - batch.starts).clamp(min=0)
+        self._positions[:n].copy_(torch.where(real, last, last[0]))
         self._rows[:n].copy_(torch.where(real, rows, rows[0]))
         self._slots[:n].copy_(torch.where(real, batch.slots, batch.slots[0]))
         self._store(shape, inputs)
