@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention.index_select_triton import sort_key
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options, native_reason
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, native_reason
 from dsv4.ops.kv.entry_device import (
     FP32,
     INDEX_FP4,
@@ -245,13 +246,14 @@ def _scores_kernel(
     q, weights, out, peaks, positions, seq_idx, data, scale, table, table_width, width, num_heads,
     topk, PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
-    NATIVE: tl.constexpr, ASM: tl.constexpr,
+    NATIVE: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf. `peaks`
     gets the maximum over these tiles' columns that are PARTS apart; PARTS 0: no peaks."""
     first = tl.program_id(0)
     apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
+    depend(DEPENDENT)
     visible = (tl.load(positions + row).to(tl.int32) + 1) // 4
     out += row * width
     tiles = tl.cdiv(tl.minimum(visible, width), BN)
@@ -342,6 +344,6 @@ def run(q, weights, pool, table, batch, topk, native=None, peaks=None, parts=0):
         scale, table, table.shape[1], width, heads, topk,
         PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim, BN=bn,
         PARTS=parts, FORMAT=fmt, STAGES=STAGES, MT=mt, NATIVE=native, ASM=not interpreting(),
-        **launch_options(4),
+        **dependent_options(q.device, 4),
     )  # fmt: skip
     return out

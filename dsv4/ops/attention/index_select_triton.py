@@ -14,7 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import device_reason, launch_options, num_multiprocessors
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import (
+    dependent_options,
+    device_reason,
+    launch_options,
+    num_multiprocessors,
+)
 from dsv4.ops.core.workspace import workspace
 
 ONE = 4096  # longest row that one program handles
@@ -111,10 +117,13 @@ def _fill(out, kept, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _select_kernel(scores, out, width, topk, out_width, BLOCK: tl.constexpr):
+def _select_kernel(
+    scores, out, width, topk, out_width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """The `topk` best of a row that fits one program."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
+    depend(DEPENDENT)
     score = tl.load(scores + row * width + place, mask=place < width, other=float("-inf"))
     key = sort_key(score)
     bit = tl.full((), 0x20000000, tl.uint32)
@@ -227,12 +236,13 @@ def _finish_row(
 def _select_chunk_kernel(
     scores, peaks, kept, counts, counters, out, width, topk, room, out_width, num_chunks, num_parts,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Keep keys that reach the bound, at most `topk` per chunk; the row's last program selects."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
+    depend(DEPENDENT)
     score = tl.load(scores + row * width + place, mask=place < width, other=float("-inf"))
     low, top = _bound(peaks + row * num_parts, num_parts, topk, PARTS)
     key = sort_key(score)
@@ -313,7 +323,7 @@ def select_long(scores, topk, peaks, num_parts, out) -> None:
         workspace(device, "select_counters", rows, torch.int32),
         out, width, topk, room, out.shape[1], chunks, num_parts,
         PARTS=triton.next_power_of_2(num_parts), CHUNK=chunk, CHUNKS=across, FIRST=first,
-        BLOCK=triton.next_power_of_2(chunks * first), **launch_options(warps),
+        BLOCK=triton.next_power_of_2(chunks * first), **dependent_options(device, warps),
     )  # fmt: skip
 
 
@@ -325,6 +335,12 @@ def run(scores, topk):
         return out
     block, warps = choose_config(width)
     _select_kernel[(rows,)](
-        scores, out, width, topk, out.shape[1], BLOCK=block, **launch_options(warps)
+        scores,
+        out,
+        width,
+        topk,
+        out.shape[1],
+        BLOCK=block,
+        **dependent_options(scores.device, warps),
     )
     return out

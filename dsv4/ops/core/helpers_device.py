@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -42,3 +43,13 @@ def times_rounded(x, factor, ASM: tl.constexpr):
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
         )
     return x * factor
+
+
+@triton.jit
+def depend(DEPENDENT: tl.constexpr):
+    """Programs that started early wait until the launch before theirs is complete, then the next
+    launch may start. Before this call a kernel may read weights and what was written two launches
+    ago, and it writes nothing."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import ROW_WARPS, launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import ROW_WARPS, dependent_options
 from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, store_row
 from dsv4.ops.kv import compress_triton, kv_store_triton
 from dsv4.ops.kv.compress_triton import block_sizes, close_block, state_sizes
@@ -36,12 +37,14 @@ def _state_kernel(
     SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
     I_FORMAT: tl.constexpr, I_NOPE: tl.constexpr, I_DIM: tl.constexpr, I_PAD: tl.constexpr,
     I_SCALES: tl.constexpr, I_LOG: tl.constexpr, I_FACTOR: tl.constexpr,
-    ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr
+    ROPE: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr, DT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`c_*` are the entries' compressor and pool, `i_*` the index keys'; both use one table. BITS 4
     or 8: also store the latent quantised (gemm/quantize_rows_triton.py)."""
     row = tl.program_id(0)
     job = tl.program_id(1)
+    depend(DEPENDENT)
     if job == 0:
         own = row.to(tl.int64)
         value = norm_row(x, x_weight, x_out, own, x_stride, eps, SIZE, SIZE_PAD, True)
@@ -131,8 +134,7 @@ def run(latent, norm, key, blocks, rows=None):
         **sizes, I_WIDTH=width, I_WPAD=triton.next_power_of_2(width),
         **pool_constants(window), **{f"I_{name}": index[name] for name in _SHARED},
         ROPE=2 * key.frequencies.shape[0], **row_constants(rows), DT=tl_dtype(kv.dtype),
-        
-        **launch_options(ROW_WARPS),
+        **dependent_options(x.device, ROW_WARPS),
     )  # fmt: skip
     return out
 

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from dsv4.ops.attention import query_triton
 from dsv4.ops.attention.query_triton import HEADS, index_constants, index_heads, prepare_heads
-from dsv4.ops.core.launch import interpreting, launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, interpreting
 
 MOST_TOKENS = 128  # beyond, a launch more costs nothing, and index heads alone are faster
 
@@ -21,11 +22,12 @@ def _queries_kernel(
     num_heads, num_index_heads,
     BH: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     INDEX_DIM: tl.constexpr, INDEX_PAD: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
-    LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr
+    LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first BLOCKS programs of a token handle attention's heads."""
     row = tl.program_id(0)
     block = tl.program_id(1)
+    depend(DEPENDENT)
     if block < BLOCKS:
         prepare_heads(
             q, out, positions, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE, ASM
@@ -70,6 +72,6 @@ def run(queries, index_q, head_weights, scale, positions, frequencies, index_for
         INDEX_DIM=index_q.shape[2], INDEX_PAD=triton.next_power_of_2(index_q.shape[2]),
         ROPE=2 * frequencies.shape[0], ASM=not interpreting(),
         **index_constants(index_q, index_format),
-        **launch_options(4),
+        **dependent_options(q.device, 4),
     )  # fmt: skip
     return replace(queries, q=out, is_prepared=True), index_out, weights_out

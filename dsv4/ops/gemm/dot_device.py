@@ -60,24 +60,25 @@ def scale_pairs(codes, ASM: tl.constexpr, MX: tl.constexpr = False):
             (codes >> 16 & 0xFF) * 0x800080,
             (codes >> 24 & 0xFF) * 0x800080,
         )
-    first = codes.to(tl.int32)
-    second = (codes >> 32).to(tl.int32)
-    if ASM:
-        return (
-            tl.inline_asm_elementwise(_LOW_CODES, "=r,r", [first], tl.int32, True, 1),
-            tl.inline_asm_elementwise(_LOW_CODES, "=r,r", [second], tl.int32, True, 1),
-            tl.inline_asm_elementwise(_HIGH_CODES, "=r,r", [first], tl.int32, True, 1),
-            tl.inline_asm_elementwise(_HIGH_CODES, "=r,r", [second], tl.int32, True, 1),
-        )
     else:
-        mask = 0x0FF00FF0
-        top = 0x70007000
-        return (
-            (first << 4) & mask | top,
-            (second << 4) & mask | top,
-            (first >> 4) & mask | top,
-            (second >> 4) & mask | top,
-        )
+        first = codes.to(tl.int32)
+        second = (codes >> 32).to(tl.int32)
+        if ASM:
+            return (
+                tl.inline_asm_elementwise(_LOW_CODES, "=r,r", [first], tl.int32, True, 1),
+                tl.inline_asm_elementwise(_LOW_CODES, "=r,r", [second], tl.int32, True, 1),
+                tl.inline_asm_elementwise(_HIGH_CODES, "=r,r", [first], tl.int32, True, 1),
+                tl.inline_asm_elementwise(_HIGH_CODES, "=r,r", [second], tl.int32, True, 1),
+            )
+        else:
+            mask = 0x0FF00FF0
+            top = 0x70007000
+            return (
+                (first << 4) & mask | top,
+                (second << 4) & mask | top,
+                (first >> 4) & mask | top,
+                (second >> 4) & mask | top,
+            )
 
 
 @triton.jit

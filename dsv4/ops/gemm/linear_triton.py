@@ -7,6 +7,7 @@ ranges. Same sums, same bits.
 """
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import groupby
 
 import torch
@@ -14,7 +15,13 @@ import triton
 import triton.language as tl
 
 from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options, num_multiprocessors
+from dsv4.ops.core.launch import (
+    device_reason,
+    interpreting,
+    launch_options,
+    num_multiprocessors,
+    streams,
+)
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import (
     dot_bf16,
@@ -23,12 +30,13 @@ from dsv4.ops.gemm.dot_device import (
     dot_nvfp4,
     finish_ranges,
     select_matrix,
-    whole_tile,
 )
 from dsv4.ops.gemm.split_k import split_k
+from dsv4.ops.gemm.weights.expand_triton import expand
 from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
 
 MAX_MATRICES = 8
+STREAM_ROWS = 8
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
 EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights are dequantised to bf16 first
 
@@ -170,20 +178,6 @@ def _linear_kernel(
             tl.store(out_bf16 + offsets, narrow, mask=mask)
 
 
-@triton.jit
-def _expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
-    """One tile as bf16 without its global."""
-    step = tl.program_id(0)
-    row_tile = tl.program_id(1).to(tl.int64)
-    rn = tl.arange(0, 64)
-    tile = row_tile * total_steps + step
-    w_ptrs = words + tile * 2048 + (rn * 16)[:, None] + tl.arange(0, 16)[None, :]
-    code = tl.load(codes.to(tl.pointer_type(tl.int64), bitcast=True) + tile * 64 + rn)
-    weights = whole_tile(tl.load(w_ptrs), tl.load(w_ptrs + 1024), code, 64, ASM)
-    row = (row_tile * 64 + rn) * (total_steps * 128) + step * 128
-    tl.store(out + row[:, None] + tl.arange(0, 128)[None, :], weights)
-
-
 @dataclass(frozen=True)
 class LinearConfig:
     bm: int  # input rows per program
@@ -286,7 +280,8 @@ def launch(
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
     if fmt == NVFP4 and _expands(num_rows, columns, config):
-        fmt, data = EXPANDED, _expand(weights)
+        fmt, data = EXPANDED, expand(weights)
+    streaming = config is None and parallel is not False and _is_stream(x, fmt, columns)
     config = config or choose_config(num_rows, fmt)
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows must be in one group
@@ -295,6 +290,8 @@ def launch(
     splits = [split_k(w) for w in weights]
     if some is not None:
         splits = [(len(some), steps) for _, steps in splits]
+    if streaming:
+        parallel = True
     if parallel is None:
         # partial sums of many rows exceed the weights in bytes: split only if multiprocessors idle
         at_once = num_multiprocessors(x.device)
@@ -309,7 +306,7 @@ def launch(
     partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
     counters = workspace(x.device, "counters", size, torch.int32)
     f32 = sum(1 << i for i, out in enumerate(outs) if out.dtype == torch.float32)
-    _linear_kernel[grid](
+    arguments = (
         x,
         x.stride(0),
         num_rows,
@@ -330,6 +327,19 @@ def launch(
         0 if some is None else some.start,
         partials,
         counters,
+    )
+    if streaming:
+        module = import_module("dsv4.ops.gemm.variants.stream_gluon")
+        longest = max(steps for _, steps in splits) * 128 if num_rows == 1 else 0
+        lengths = [n for c, n in splits for n in (n, triton.cdiv(columns, 128) - (c - 1) * n)]
+        module.linear_stream[grid](
+            *arguments, NUM=len(weights), F32=f32, PARTIAL=partial, SPLIT=split,
+            COLUMNS=triton.next_power_of_2(longest) if longest else 0,
+            **module.ring_options(x.device, total, module.STAGES, lengths, longest),
+        )  # fmt: skip
+        return
+    _linear_kernel[grid](
+        *arguments,
         NUM=len(weights),
         F32=f32,
         FORMAT=fmt,
@@ -350,23 +360,17 @@ def launch(
     )
 
 
+def _is_stream(x, fmt: int, columns: int) -> bool:
+    """Whether `stream_gluon` multiplies: few rows, which it copies 16 bytes at a time."""
+    if fmt != NVFP4 or x.shape[0] > STREAM_ROWS or columns % 128 or not streams(x.device):
+        return False
+    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+
+
 def _expands(num_rows: int, columns: int, config: LinearConfig | None) -> bool:
     if config is not None:
         return config.variant == EXPANDED
     return num_rows >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
-
-
-def _expand(weights: list[TiledNvfp4]) -> list[torch.Tensor]:
-    """Dequantise the weights to bf16 in a workspace; a launch with many rows rereads them."""
-    sizes = [4 * weight.packed.numel() for weight in weights]
-    room = workspace(weights[0].device, "expanded", sum(sizes), torch.bfloat16)
-    outs = list(room[: sum(sizes)].split(sizes))
-    for weight, out in zip(weights, outs, strict=True):
-        row_tiles, steps = weight.packed.shape[:2]
-        _expand_kernel[(steps, row_tiles)](
-            weight.packed, weight.scale, out, steps, ASM=not interpreting(), **launch_options(4)
-        )
-    return outs
 
 
 def _data(weight):

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import append
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.helpers_device import append, depend
+from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, store_row
 from dsv4.ops.gemm.split_k import PartialSums
@@ -85,7 +85,7 @@ def _mix_kernel(
     N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
     ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, BITS: tl.constexpr,
-    TILED: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+    TILED: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: also
     store the row quantised, as in gemm/quantize_rows_triton.py.
@@ -95,6 +95,7 @@ def _mix_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, RPAD)
+    depend(DEPENDENT)
     found = _load_sums(partials, token, num_tokens, row, RPAD, G, MEMBERS, TILE)
     if (not BESIDE) or tl.program_id(1) == 0:
         channel = tl.arange(0, PAD)
@@ -227,7 +228,7 @@ def _update(config, grid, shape, members, streams, site, y, post, comb, new, par
     if config.bm == 16 and n == 4 and narrow:
         few_update_kernel[grid](
             *tensors, tokens, TM=1 if tokens == 1 else 16, ONCE=not interpreting(),
-            **shape, **tile, **options,
+            **shape, **tile, **dependent_options(streams.device, config.num_warps),
         )  # fmt: skip
     else:
         update_kernel[grid](
@@ -273,7 +274,7 @@ def _mix(config, shape, members, streams, site, partials, rows):
         HEAD=head,
         **turns,
         **row_constants(rows),
-        **launch_options(config.mix_warps),
+        **dependent_options(streams.device, config.mix_warps),
     )
     if n == 4 and not (head or beside):
         comb_kernel[(triton.cdiv(tokens, 32),)](

@@ -14,7 +14,7 @@ squares uses the same order.
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.helpers_device import append, depend
 
 CHANNELS = 32
 GROUPS = 8
@@ -139,7 +139,8 @@ def few_update_kernel(
     streams, y, factor, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
     UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
-    TM: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
+    TM: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of TM tokens (1 or BM), four bf16 streams; same result as `update_kernel`.
 
@@ -160,6 +161,7 @@ def few_update_kernel(
     f_channel = chunk * BD + group % (BD // 16) * 16 + place
     f_at = fn + row * (N * D) + group // (BD // 16) * D + f_channel
     f = tl.load(f_at, mask=(row < ROWS) & (f_channel < D), other=0.0)
+    depend(DEPENDENT)
     column = tl.arange(0, WIDTH)
     channel = chunk * BD + column % BD
     mask = live[:, None] & (channel < D)[None, :]

@@ -7,12 +7,14 @@ the shared expert's up-projection overlaps it in the same launch.
 """
 
 import math
+from importlib import import_module
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import interpreting, launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, interpreting, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import dot_nvfp4, scale_pairs, unpack_group
 from dsv4.ops.gemm.split_k import num_ranges
@@ -113,12 +115,13 @@ def _up_kernel(
     chosen, size, inner, limit, total_steps, expert_tiles,
     PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
-    PLACED: tl.constexpr,
+    PLACED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`shared_*`: offsets of the shared expert's weights; it has the last place. `places` and
     `counts`: an expert table's (PLACED)."""
     place = tl.program_id(1)
     routed = place < chosen
+    depend(DEPENDENT)
     expert = tl.load(experts + place, mask=routed, other=0)
     if expert < 0:  # on another rank
         return
@@ -145,11 +148,12 @@ def _gate_kernel(
     CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, GATE_RANGES: tl.constexpr,
     GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
-    MX: tl.constexpr,
+    MX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The gate, whose last program selects experts; and the shared expert's up-projection."""
     pid = tl.program_id(0)
     programs = gate_tiles * GATE_RANGES
+    depend(DEPENDENT)
     if pid < programs:
         gate_program(
             pid // GATE_RANGES, pid % GATE_RANGES, 0, programs, x, 0, gate, partials, counters,
@@ -169,12 +173,14 @@ def _down_kernel(
     shared_scales: tl.int64, shared_factors: tl.int64, places,
     chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr, PLACED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Stores split-K partial sums; the consumer reduces them."""
     part = tl.program_id(0)
     place = tl.program_id(1)
     split = tl.program_id(2)
     routed = place < chosen
+    depend(DEPENDENT)
     expert = tl.load(experts + place, mask=routed, other=0)
     if expert < 0:
         return
@@ -209,6 +215,7 @@ def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
         w2.columns, limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
         PLACED=table[0] is not None, **constants,
+        **dependent_options(x.device, 2),
     )  # fmt: skip
     return _down(z, experts, w2, shared_w2, table[0])
 
@@ -232,12 +239,17 @@ def launch_routed(
         w2.columns, limit, w13.num_steps, CHOSEN=num_chosen, HASHED=table is not None,
         BE=constants["BE"], GATE_RANGES=ranges, GATE_ROWS=GATE_ROWS,
         PARTS=shared_w13.global_scale.shape[0], EVEN_K=size % 128 == 0, **shared_constants,
+        **dependent_options(x.device, 2),
     )  # fmt: skip
+    if table_at[0] is None and w13.columns % 128 == w2.columns % 128 == 0 and streams(x.device):
+        module = import_module("dsv4.ops.moe.experts_stream_gluon")
+        return module.run(x, z, experts, weights, w13, w2, shared_w2, limit)
     programs, up_constants = _up_constants(w13, UP_ROWS)
     _up_kernel[(programs, num_chosen)](
         x, z, experts, weights, *expert_weights(w13, None), *table_at, num_chosen, size,
         w2.columns, limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=1, PLACED=table_at[0] is not None, **up_constants,
+        **dependent_options(x.device, 2),
     )  # fmt: skip
     return _down(z, experts, w2, shared_w2, table_at[0])
 
@@ -254,7 +266,7 @@ def _down(z, experts, w2, shared_w2, places):
         z, parts, experts, *expert_weights(w2, shared_w2), places, chosen, w2.rows, w2.columns,
         w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
         EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), MX=is_mx(w2),
-        PLACED=places is not None, **launch_options(2),
+        PLACED=places is not None, **dependent_options(z.device, 2),
     )  # fmt: skip
     return parts[: math.prod(shape)].view(shape)
 
@@ -281,7 +293,7 @@ def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
     constants = {"RANGES": ranges, "BN": rows, "STAGES": stages, "ASM": not interpreting()}
     constants["EVEN"] = w13.columns % (128 * ranges) == 0
     constants["MX"] = is_mx(w13)
-    return triton.cdiv(w13.rows, rows), constants | launch_options(2)
+    return triton.cdiv(w13.rows, rows), constants
 
 
 def expert_weights(weight, shared):

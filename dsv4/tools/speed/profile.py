@@ -9,12 +9,12 @@ import torch
 FAMILIES = {
     "experts": (
         "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
-        "_place_kernel", "_activate_kernel", "_own_kernel",
+        "_place_kernel", "_activate_kernel", "_own_kernel", "up_stream", "down_stream",
     ),
     "router": ("_gate_kernel", "_top_k_kernel"),
     "linear": (
         "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
-        "_quantize_kernel", "_norm_quantize_kernel",
+        "_quantize_kernel", "_norm_quantize_kernel", "linear_stream",
     ),
     "mhc": (
         "update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel",

@@ -19,10 +19,12 @@ def test_kernels_compile(capability: int) -> None:
     rows = compiled_facts("tests.ops.kernels.test_weight_compile", capability)
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"}
+    if capability == 90:
+        assert kernels >= {"linear_stream", "up_stream", "down_stream"}
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         check_limits(row, 20)
-        if row["kernel"] in ("_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"):
+        if row["kernel"].endswith(("_linear_kernel", "_up_kernel", "_gate_kernel", "_stream")):
             assert MATRIX.search(" ".join(row["mix"])), f"{label}: no matrix instruction"
         if capability == 90 and HOT.search(row["case"]) and counts_are_known():
             assert row["hot_reloads"] == 0, f"{label}: {row['hot_reloads']} reloads in a loop"
@@ -30,9 +32,51 @@ def test_kernels_compile(capability: int) -> None:
 
 def launches(capability: int) -> Iterator[Launch]:
     """On sm_100 one form of each kernel, to save time; the other forms are read on sm_90."""
+    if capability == 90:
+        as_on_hopper()
+        yield from stream_launches()
     for name, launch in all_launches():
         if (name in EVERY_KERNEL) if capability == 100 else (name != "experts 8 decode"):
             yield name, launch
+
+
+def as_on_hopper() -> None:
+    """Launches take the kernels for few rows that `streams` asks a GPU for."""
+    from dsv4.ops.core import launch
+    from dsv4.ops.gemm import linear_triton
+    from dsv4.ops.moe import experts_single_token_triton
+
+    for module in (launch, linear_triton, experts_single_token_triton):
+        module.streams = lambda device: True  # type: ignore[attr-defined]
+
+
+def stream_launches() -> Iterator[Launch]:
+    """K in several ranges, one or several rows; experts of both formats."""
+    from dsv4.ops.fused.linear_partial_sums_triton import run as partial_sums
+    from dsv4.ops.gemm import linear_triton
+    from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
+    from dsv4.ops.moe import experts_stream_gluon
+
+    generator = torch.Generator().manual_seed(0)
+    for columns, rows in ((2048, 1), (2048, 8), (1152, 3)):
+        matrix = random_tiled(256, columns, generator)
+        x = torch.zeros(rows, columns, dtype=torch.bfloat16)
+        dtypes = [torch.bfloat16, torch.float32]
+        yield f"stream {columns} {rows}", lambda a=(x, [matrix] * 2, dtypes): linear_triton.run(*a)
+    one = torch.zeros(1, 2048, dtype=torch.bfloat16)
+    matrix = random_tiled(256, 2048, generator)
+    yield "stream of partial sums", lambda: partial_sums(one, matrix)
+    up, down = (random_mxfp4(*shape, generator, count=2) for shape in ((512, 2048), (256, 256)))
+    both = (
+        (random_tiled(512, 2048, generator, count=2, paired=True),
+         random_tiled(256, 256, generator, count=2)),
+        (tile_mxfp4(up, paired=True), tile_mxfp4(down)),
+    )  # fmt: skip
+    for w13, w2 in both:
+        ids, z = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(768, dtype=torch.bfloat16)
+        given = (one, z, ids, torch.zeros(1, 2), w13, w2, w2[0], 10.0)
+        name = f"stream of experts {type(w2).__name__}"
+        yield name, lambda a=given: experts_stream_gluon.run(*a)
 
 
 def all_launches() -> Iterator[Launch]:

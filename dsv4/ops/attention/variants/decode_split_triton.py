@@ -39,8 +39,8 @@ from dsv4.ops.attention.tile_device import (
     widen_tile,
 )
 from dsv4.ops.attention.variants.merge_triton import merge_tiles
-from dsv4.ops.core.helpers_device import append
-from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.helpers_device import append, depend
+from dsv4.ops.core.launch import dependent_options
 from dsv4.ops.core.workspace import workspace
 
 GROUP = 4  # pieces of keys converted together; more would displace a third program
@@ -74,6 +74,7 @@ def _split_kernel(
     ROPE: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
     BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
     GROUP: tl.constexpr, WHOLE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A block of heads, a token and a tile. PREPARE: queries are prepared from `raw` first; all
     programs of the same heads write equal values. WHOLE: all channels form one product."""
@@ -85,6 +86,7 @@ def _split_kernel(
     position = tl.load(positions + row).to(tl.int32)
     seq = tl.load(seq_idx + row).to(tl.int64)
     q_at = (row * num_heads + head)[:, None] * DIM
+    depend(DEPENDENT)
     if PREPARE or WHOLE:
         turned = load_heads(raw, num_heads, row, block, BH, DIM, DIM)
     else:
@@ -176,7 +178,7 @@ def run(q, sink, out, window, frequencies, config, eps, places, constants) -> No
         BH=config.heads,
         GROUP=gcd(GROUP, count),
         WHOLE=config.channels == dim and num_joined(dim, 2 * frequencies.shape[0], dim) == count,
-        **launch_options(config.num_warps, config.num_stages),
+        **dependent_options(q.device, config.num_warps, config.num_stages),
     )
     ratio, tile = constants["RATIO"], constants["BT"]
     merge_tiles(q, sink, out, sums, stats, places[0], frequencies, window, most, ratio, tile)

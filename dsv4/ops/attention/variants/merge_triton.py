@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention.tile_device import BT, LOG2E, add_tile
-from dsv4.ops.core.helpers_device import append
-from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.helpers_device import append, depend
+from dsv4.ops.core.launch import dependent_options
 from dsv4.ops.kv.rope_device import rope_angles, rotate
 
 SHORT = (4, 12, 24)  # tiles of short lists, loaded and merged without a loop
@@ -61,7 +61,7 @@ def _merge_kernel(
     sums, stats, sink, out, positions, frequencies, num_tokens, num_heads, most,
     RATIO: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
     BT: tl.constexpr, WT: tl.constexpr, AHEAD: tl.constexpr,
-    LONG: tl.constexpr
+    LONG: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`stats`: per tile and head, the maximum (low half) and the sum of weights. LONG: there may be
     more than AHEAD tiles."""
@@ -71,6 +71,7 @@ def _merge_kernel(
     channel = part * WIDTH + tl.arange(0, WIDTH)
     position = tl.load(positions + row).to(tl.int32)
     best = tl.load(sink + head).to(tl.float32) * LOG2E
+    depend(DEPENDENT)
     apart = num_heads * num_tokens
     mine = row * num_heads + head
     stats += mine
@@ -143,5 +144,5 @@ def merge_tiles(
         WT=triton.cdiv(window, tile),
         AHEAD=ahead,
         LONG=ahead not in SHORT,
-        **launch_options(max(1, width // of_warp)),
+        **dependent_options(q.device, max(1, width // of_warp)),
     )

@@ -1,0 +1,277 @@
+# mypy: ignore-errors
+"""Products of few rows on sm_90 that keep weights flowing: variant 0 of `dot_nvfp4`, in Gluon.
+
+A program copies weights into a ring in shared memory before it waits for the launch before it:
+weights depend on no launch. Products, their operands and their order are those of `dot_nvfp4`.
+
+Two rules keep early starts safe. Nothing is written before the wait. And of what other launches
+wrote, only `experts_stream_gluon` reads before it, what is two launches old: the launch between
+lets it start only after its own wait.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dsv4.ops.core.launch import num_multiprocessors
+from dsv4.ops.gemm.dot_device import scale_pairs, select_matrix, unpack_slot
+
+commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
+if hasattr(async_copy, "async_load"):
+    begin_copy, barrier = async_copy.async_load, gl.barrier
+else:  # triton 3.6
+    begin_copy, barrier = async_copy.async_copy_global_to_shared, gl.thread_barrier
+unpack, pairs_of, select = (gluon.jit(f.fn) for f in (unpack_slot, scale_pairs, select_matrix))
+
+SHARED_BYTES = 227 * 1024  # of a multiprocessor
+STAGES = 4
+NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # than triton 3.6
+TILE = gl.constexpr(64)
+ROWS = gl.constexpr(8)  # of the input, at most
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+A = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
+B = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
+SCALES = gl.constexpr(gl.SliceLayout(1, A.value))
+COPY_WORDS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+COPY_CODES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+OUT = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [2, 2], [0, 1]))
+COPY_INPUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _copy_weights(words_room, codes_room, words, codes, step, STAGES: gl.constexpr):
+    """A tile, whose words and codes each lie in one piece, into its place of the ring."""
+    row = gl.arange(0, 2 * TILE, layout=gl.SliceLayout(1, COPY_WORDS))
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_WORDS))
+    inside = gl.expand_dims(row * 16, 1) + gl.expand_dims(word, 0)
+    begin_copy(words_room.index(step % STAGES), words + step * 2048 + inside)
+    at = gl.arange(0, TILE, layout=COPY_CODES)
+    begin_copy(codes_room.index(step % STAGES), codes + step * TILE + at)
+
+
+@gluon.jit
+def _copy_input(room, x, x_stride, num_rows, step, STAGES: gl.constexpr):
+    """Rows that do not exist stay what they are: their sums are never stored."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY_INPUT))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, COPY_INPUT))
+    at = gl.expand_dims(row * x_stride, 1) + gl.expand_dims(step * 128 + column, 0)
+    live = gl.expand_dims(row < num_rows, 1) & (gl.expand_dims(column, 0) >= 0)
+    begin_copy(room.index(step % STAGES), x + at, mask=live)
+
+
+@gluon.jit
+def _multiply(acc, words_room, codes, input_room, first, PER_STEP: gl.constexpr, MX: gl.constexpr):
+    """Add a tile's product, 16 columns at a time. `input_room`: one row of which `first` is the
+    first column of the tile, or the tile's columns of eight rows."""
+    pairs = pairs_of(codes, True, MX)
+    for half in gl.static_range(2):
+        words = words_room.slice(half * TILE, TILE, dim=0).load(A)
+        for slot in gl.static_range(4):
+            both = pairs[half * 2 + slot // 2]
+            scale = (both if slot % 2 == 0 else both >> 16).to(gl.int16)
+            scale = gl.expand_dims(scale.to(gl.bfloat16, bitcast=True), 1)
+            weight = unpack(words, slot, True) * scale
+            if PER_STEP:
+                part = input_room.slice(half * 64 + slot * 16, 16, dim=1).permute((1, 0)).load(B)
+            else:
+                part = input_room.index(first // 16 + half * 4 + slot).load(gl.SliceLayout(1, B))
+                part, _ = gl.broadcast(gl.expand_dims(part, 1), gl.zeros([1, ROWS], gl.bfloat16, B))
+            acc = mma_v2(weight, part, acc)
+    return acc
+
+
+@gluon.jit
+def begin_stream(
+    words, codes, steps, STAGES: gl.constexpr, PAD: gl.constexpr, UNROLL: gl.constexpr,
+    MX: gl.constexpr,
+):  # fmt: skip
+    """A ring of STAGES tiles of weights, the first of them on their way. PAD: room of that many
+    more, so that no multiprocessor gets more programs than its share: those of a launch that starts
+    early would crowd where the one before it ends first."""
+    words_room = gl.allocate_shared_memory(
+        gl.int16, [STAGES + PAD, 2 * TILE, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    )
+    codes_room = gl.allocate_shared_memory(
+        gl.int32 if MX else gl.int64, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    for step in gl.static_range(STAGES):
+        if step < steps:
+            _copy_weights(words_room, codes_room, words, codes, step, STAGES)
+        if step % UNROLL == UNROLL - 1:
+            commit_group()
+    return words_room, codes_room
+
+
+@gluon.jit
+def load_row(x, columns, COLUMNS: gl.constexpr):
+    """A row of `columns`, at most COLUMNS, into shared memory."""
+    room = gl.allocate_shared_memory(
+        gl.bfloat16, [COLUMNS // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    group = gl.expand_dims(gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(1, WHOLE)) * 16, 1)
+    at = group + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, WHOLE)), 0)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if NEWER:
+        plain = room.reinterpret(gl.bfloat16, [COLUMNS // 16, 16], PLAIN)
+    else:
+        plain = room._reinterpret(gl.bfloat16, [COLUMNS // 16, 16], PLAIN)
+    plain.store(gl.load(x + at, mask=at < columns, other=0.0))
+    return room
+
+
+@gluon.jit
+def stream_row(
+    words_room, codes_room, row_room, words, codes, first, last, steps,
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, MX: gl.constexpr,
+):  # fmt: skip
+    """fp32 `[64, 8]`, all columns equal: the tiles `first` to `last` of `steps` times a row."""
+    acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
+    for step in range(first, last, UNROLL):
+        wait_group(STAGES // UNROLL - 1)
+        barrier()
+        for i in gl.static_range(UNROLL):
+            place = (step + i) % STAGES
+            found = codes_room.index(place).load(SCALES)
+            at = (step + i) * 128
+            acc = _multiply(acc, words_room.index(place), found, row_room, at, False, MX)
+        barrier()
+        for i in gl.static_range(UNROLL):
+            if step + i + STAGES < steps:
+                _copy_weights(words_room, codes_room, words, codes, step + i + STAGES, STAGES)
+        commit_group()
+    return acc
+
+
+@gluon.jit
+def _stream_rows(
+    words_room, codes_room, words, codes, x, x_stride, num_rows, steps,
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, MX: gl.constexpr,
+):  # fmt: skip
+    """fp32 `[64, 8]`: all `steps` tiles times up to eight rows."""
+    input_room = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, ROWS, 128], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
+    for step in gl.static_range(STAGES):
+        if step < steps:
+            _copy_input(input_room, x, x_stride, num_rows, step, STAGES)
+        if step % UNROLL == UNROLL - 1:
+            commit_group()
+    acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
+    for step in range(0, steps, UNROLL):
+        wait_group(STAGES // UNROLL - 1)
+        barrier()
+        for i in gl.static_range(UNROLL):
+            place = (step + i) % STAGES
+            found = codes_room.index(place).load(SCALES)
+            inputs = input_room.index(place)
+            acc = _multiply(acc, words_room.index(place), found, inputs, 0, True, MX)
+        barrier()
+        for i in gl.static_range(UNROLL):
+            following = step + i + STAGES
+            if following < steps:
+                _copy_weights(words_room, codes_room, words, codes, following, STAGES)
+                _copy_input(input_room, x, x_stride, num_rows, following, STAGES)
+        commit_group()
+    return acc
+
+
+@gluon.jit(do_not_specialize=["num_rows", "first_range"])
+def linear_stream(
+    x, x_stride, num_rows, num_columns, group_rows, total_steps,
+    words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps, first_range,
+    partials, counters,
+    NUM: gl.constexpr, F32: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
+    SPLIT: gl.constexpr, COLUMNS: gl.constexpr, PAD: gl.constexpr, UNROLL: gl.constexpr,
+):  # fmt: skip
+    """`_linear_kernel` of `linear_triton` for NVFP4, up to eight rows and split K."""
+    pid = gl.program_id(0)
+    size = select(sizes, firsts, pid, NUM)
+    count = select(ranges, firsts, pid, NUM)
+    per_range = select(range_steps, firsts, pid, NUM)
+    tile = pid - select(firsts, firsts, pid, NUM)
+    split = tile % count
+    tile = tile // count
+    first = (split + first_range) * per_range
+    steps = gl.minimum(per_range, total_steps - first)
+    at = tile.to(gl.int64) * total_steps + first
+    w = select(words, firsts, pid, NUM).to(gl.pointer_type(gl.int16)) + at * 2048
+    s = select(scales, firsts, pid, NUM).to(gl.pointer_type(gl.int64)) + at * TILE
+    group = tile * TILE // group_rows
+    x += group * num_columns + split * per_range * 128
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, OUT)
+    rn = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)
+    rm = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    factors = select(globals_, firsts, pid, NUM).to(gl.pointer_type(gl.float32))
+    part_rows = select(parts, firsts, pid, NUM)
+    factor = gl.load(factors + rn // part_rows, mask=rn < size, other=0.0) * 128.0
+    w = gl.multiple_of(w, 64)
+    s = gl.multiple_of(s, 64)
+    gdc_launch_dependents()
+    words_room, codes_room = begin_stream(w, s, steps, STAGES, PAD, UNROLL, False)
+    gdc_wait()
+    if COLUMNS > 0:
+        row = load_row(x, steps * 128, COLUMNS)
+        total = stream_row(
+            words_room, codes_room, row, w, s, 0, steps, steps, STAGES, UNROLL, False
+        )
+    else:
+        total = _stream_rows(
+            words_room, codes_room, w, s, x, x_stride, num_rows, steps, STAGES, UNROLL, False
+        )
+    total = gl.convert_layout(total, OUT)
+    is_last = count > 0
+    live = gl.expand_dims(rm < num_rows, 0)
+    if SPLIT:  # noqa: SIM102 - a branch that never runs does not compile
+        if count > 1:
+            inside = gl.expand_dims(gl.arange(0, TILE, layout=LAYOUT), 1) + gl.expand_dims(
+                rm * TILE, 0
+            )
+            base = partials + (pid - split).to(gl.int64) * (TILE * ROWS)
+            gl.store(base + split * (TILE * ROWS) + inside, total, mask=live & (inside >= 0))
+            barrier()
+            arrived = gl.atomic_add(counters + (pid - split), 1, sem="acq_rel")
+            is_last = arrived == count - 1
+            total = gl.zeros([TILE, ROWS], gl.float32, OUT)
+            if is_last:
+                for first_of in range(0, count, 8):
+                    for index in gl.static_range(8):
+                        present = live & (first_of + index < count) & (inside >= 0)
+                        ptrs = base + (first_of + index) * (TILE * ROWS) + inside
+                        total += gl.load(ptrs, mask=present, other=0.0, cache_modifier=".cg")
+                gl.store(counters + (pid - split), 0)
+    out_rows = rm.to(gl.int64)
+    if PARTIAL:
+        total = total * 128.0
+        out_rows += split * num_rows
+    else:
+        total = total * gl.expand_dims(factor, 1)
+    out = select(outs, firsts, pid, NUM)
+    out_f32 = gl.multiple_of(out.to(gl.pointer_type(gl.float32)), 16)
+    out_bf16 = gl.multiple_of(out.to(gl.pointer_type(gl.bfloat16)), 16)
+    offsets = gl.expand_dims(out_rows, 0) * size + gl.expand_dims(rn, 1)
+    mask = gl.expand_dims(rn < gl.where(is_last, size, 0), 1) & live
+    if F32 == 0:
+        gl.store(out_bf16 + offsets, total.to(gl.bfloat16), mask=mask)
+    elif F32 == 2**NUM - 1:
+        gl.store(out_f32 + offsets, total, mask=mask)
+    else:
+        wide = gl.where(pid >= 0, F32 % 2, 0)
+        for i in gl.static_range(1, NUM):
+            wide = gl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
+        if wide == 1:
+            gl.store(out_f32 + offsets, total, mask=mask)
+        else:
+            gl.store(out_bf16 + offsets, total.to(gl.bfloat16), mask=mask)
+
+
+def ring_options(device, programs, stages, lengths, columns) -> dict[str, object]:
+    """Constants and launch options of a kernel with a ring. `lengths`: steps that programs take;
+    `columns`: of a row that they keep, 0 for several rows."""
+    unroll = 1 if any(length % 2 for length in lengths) else 2
+    share = -(-programs // num_multiprocessors(device))
+    used = 1024 + stages * (4608 if columns else 4608 + 2048) + 2 * columns
+    pad = max(0, SHARED_BYTES // share - used) // 4096
+    return {"STAGES": stages, "PAD": pad, "UNROLL": unroll, "launch_pdl": True, "num_warps": 4}

@@ -1,0 +1,141 @@
+# mypy: ignore-errors
+"""Experts of a single token on sm_90 as streams of weights (gemm/variants/stream_gluon.py): the sums of
+`experts_single_token_triton`, in the same order.
+
+Which experts a token visits is known only when the gate is complete: the up-projection waits for it
+and the down-projection, a launch later, does not.
+"""
+
+import math
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.variants.stream_gluon import (
+    OUT,
+    SUMS,
+    TILE,
+    begin_stream,
+    load_row,
+    ring_options,
+    stream_row,
+)
+from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
+from dsv4.ops.moe.shared_expert_triton import swiglu
+
+activate = gluon.jit(swiglu.fn)
+HALF = gl.constexpr(32)
+UP_STAGES, DOWN_STAGES = 8, 4
+
+
+@gluon.jit
+def _tile_at(words, scales, tile, steps, MX: gl.constexpr):
+    """Addresses of the words and codes of a row tile."""
+    words += tile.to(gl.int64) * steps * 2048
+    scales += tile.to(gl.int64) * steps * (128 if MX else 256)
+    codes = scales.to(gl.pointer_type(gl.int32 if MX else gl.int64), bitcast=True)
+    return gl.multiple_of(words, 64), gl.multiple_of(codes, 64)
+
+
+@gluon.jit
+def up_stream(
+    x, z, experts, weights, words, scales, factors, inner, limit, total_steps, expert_tiles,
+    PARTS: gl.constexpr, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
+    UNROLL: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
+):  # fmt: skip
+    """32 activations of an expert, from as many gate rows and up rows of a tile."""
+    part = gl.program_id(0)
+    place = gl.program_id(1)
+    row = load_row(x, total_steps * 128, COLUMNS)  # written two launches before
+    gdc_wait()
+    gdc_launch_dependents()
+    expert = gl.load(experts + place)
+    if expert >= 0:  # otherwise on another rank
+        words, codes = _tile_at(words, scales, expert * expert_tiles + part, total_steps, MX)
+        words_room, codes_room = begin_stream(words, codes, total_steps, STAGES, PAD, UNROLL, MX)
+        gate_factor = gl.load(factors + expert * PARTS) * 128.0
+        up_factor = gl.load(factors + expert * PARTS + PARTS - 1) * 128.0
+        weight = gl.load(weights + place)
+        total = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, SUMS))
+        per_range = gl.cdiv(total_steps, RANGES)
+        for index in gl.static_range(RANGES):
+            acc = stream_row(
+                words_room, codes_room, row, words, codes, index * per_range,
+                gl.minimum((index + 1) * per_range, total_steps), total_steps, STAGES, UNROLL, MX,
+            )  # fmt: skip
+            total = total + gl.max(acc, 1)  # all columns are equal
+        room = gl.allocate_shared_memory(gl.float32, [TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        room.store(total)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        gate = room.slice(0, HALF).load(LAYOUT)
+        up = room.slice(HALF, HALF).load(LAYOUT)
+        result = activate(gate * gate_factor, up * up_factor, limit) * weight
+        column = part * HALF + gl.arange(0, HALF, layout=LAYOUT)
+        gl.store(z + place * inner + column, result.to(gl.bfloat16), mask=column < inner)
+
+
+@gluon.jit
+def down_stream(
+    z, parts_at, experts, words, scales, factors, shared_words: gl.int64,
+    shared_scales: gl.int64, shared_factors: gl.int64, chosen, size, inner, total_steps,
+    expert_tiles, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
+    UNROLL: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
+):  # fmt: skip
+    """Stores split-K partial sums; the consumer reduces them."""
+    part = gl.program_id(0)
+    place = gl.program_id(1)
+    split = gl.program_id(2)
+    routed = place < chosen
+    expert = gl.load(experts + place, mask=routed, other=0)  # written two launches before
+    if expert >= 0:
+        factor = gl.load(factors + gl.where(routed, expert, shared_factors)) * 128.0
+        words += gl.where(routed, 0, shared_words)
+        scales += gl.where(routed, 0, shared_scales)
+        words, codes = _tile_at(words, scales, expert * expert_tiles + part, total_steps, MX)
+        per_range = gl.cdiv(total_steps, RANGES)
+        first = split * per_range
+        steps = gl.minimum(per_range, total_steps - first)
+        words += first * 2048
+        codes += first * TILE
+        gdc_launch_dependents()
+        words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, UNROLL, MX)
+        gdc_wait()
+        row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS)
+        acc = stream_row(
+            words_room, codes_room, row, words, codes, 0, steps, steps, STAGES, UNROLL, MX
+        )
+        sums = gl.convert_layout(acc, OUT)
+        column = gl.expand_dims(part * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT)), 1)
+        only = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, OUT)), 0)
+        out = parts_at + (place * RANGES + split) * size
+        gl.store(out + column + only, sums * factor, mask=(column < size) & (only < 1))
+
+
+def run(x, z, experts, weights, w13, w2, shared_w2, limit):
+    """fp32 `[places, ranges, size]` of one row, whose gate was the launch before; `z` has the
+    shared expert's activations already."""
+    chosen, ranges, size = experts.shape[1], num_expert_ranges(w13), w13.num_steps
+    grid = (triton.cdiv(w13.rows, 64), chosen)
+    columns = triton.next_power_of_2(w13.columns)
+    lengths = (triton.cdiv(size, ranges), size)
+    up_stream[grid](
+        x, z, experts, weights, *expert_weights(w13, None)[:3], w2.columns, limit, size,
+        w13.packed.shape[1], PARTS=w13.global_scale.shape[1], RANGES=ranges, COLUMNS=columns,
+        MX=is_mx(w13), **ring_options(x.device, math.prod(grid), UP_STAGES, lengths, columns),
+    )  # fmt: skip
+    ranges, size = num_expert_ranges(w2), w2.num_steps
+    shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
+    parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
+    grid = (triton.cdiv(w2.rows, 64), shape[0], ranges)
+    lengths = (triton.cdiv(size, ranges), size)
+    columns = triton.next_power_of_2(lengths[0] * 128)
+    down_stream[grid](
+        z, parts, experts, *expert_weights(w2, shared_w2), chosen, w2.rows, w2.columns, size,
+        w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
+        **ring_options(x.device, math.prod(grid), DOWN_STAGES, lengths, columns),
+    )  # fmt: skip
+    return parts[: math.prod(shape)].view(shape)
