@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Experts of a single token on sm_90 as streams of weights (gemm/variants/stream_gluon.py): the sums of
-`experts_single_token_triton`, in the same order.
+"""Experts of a single token on sm_90 as streams of weights (gemm/variants/stream_gluon.py): the
+sums of `experts_single_token_triton`, in the same order.
 
 Which experts a token visits is known only when the gate is complete: the up-projection waits for it
 and the down-projection, a launch later, does not.
