@@ -45,6 +45,7 @@ def make_runner(
         max_sequences=sequences,
         max_context=context,
         chunk_tokens=64,
+        draft="off",
     )
     settings = resolve(choices, CONFIG, has_gpu=False, memory_bytes=2**32)
     weights = random_weights(CONFIG, 5)
