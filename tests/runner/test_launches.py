@@ -74,6 +74,13 @@ def test_the_plan_says_what_serves_what(launches: dict[str, list[str]]) -> None:
     assert any(fused in line for line in launches["tiny a4 plan"])
 
 
+def test_drafts_take_the_launches_of_a_batch(launches: dict[str, list[str]]) -> None:
+    """Four rows of one sequence, and four sequences: the same kernels in every kind of layer."""
+    for kind in ("swa", "csa", "hca"):
+        assert launches[f"{kind} verify"] == launches[f"{kind} batch"]
+        assert "_state_kernel" in launches[f"{kind} verify"]
+
+
 def test_norms_and_boundaries_quantise_their_rows(launches: dict[str, list[str]]) -> None:
     """At Flash's widths nothing reads a row again to quantise it for wq_a, wkv and wq_b."""
     for kind in ("swa", "csa", "hca"):
@@ -172,6 +179,12 @@ def main() -> None:
         once, twice = launched([place]), launched([place, place])
         counts[str(kind)] = sorted((Counter(twice) - Counter(once)).elements())
         counts["rest"] = sorted((Counter(once) - Counter(counts[str(kind)])).elements())
+    batch, drafts = filled_state(config, 4, 4096, cpu), filled_state(config, 1, 4096, cpu, width=4)
+    for name, some in (("batch", batch), ("verify", drafts)):
+        start_at(some, 4000)
+        for place, kind in enumerate(config.kinds):
+            once, twice = (launched([place] * count, some) for count in (1, 2))
+            counts[f"{kind} {name}"] = sorted((Counter(twice) - Counter(once)).elements())
     long = filled_state(config, 1, 65536, cpu)
     start_at(long, 65000)
     once, twice = (launched(places, long) for places in ([1], [1, 1]))

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`rms_norm`, `kv_store` and `compress` in one launch, with one new token per sequence.
+"""`rms_norm`, `kv_store` and `compress` in one launch, with one or a few new tokens per sequence.
 
 A program is a token and a job: 0 the latent's norm, 1 the window key, 2 the entry, 3 the index key.
 Each job runs its op's kernel code with the same tile and number of warps, so the bits are the same.
@@ -24,7 +24,7 @@ _SHARED = ("FORMAT", "NOPE", "DIM", "PAD", "SCALES", "LOG", "FACTOR")
 
 @triton.jit(do_not_specialize=["w_width", "c_width"])
 def _state_kernel(
-    x, x_stride, x_weight, x_out, eps, frequencies, positions, seq_idx, slots,
+    x, x_stride, x_weight, x_out, eps, frequencies, positions, seq_idx, slots, starts, first_rows,
     kv, kv_stride, kv_norm, w_table, w_width, w_entries, w_data, w_tail, w_scale,
     c_values, c_gates, c_ape, c_norm, c_state_v, c_state_z, c_data, c_tail, c_scale,
     i_values, i_gates, i_ape, i_norm, i_state_v, i_state_z, i_data, i_tail, i_scale,
@@ -62,20 +62,21 @@ def _state_kernel(
         position = tl.load(positions + row).to(tl.int32)
         seq = tl.load(seq_idx + row).to(tl.int64)
         state_row = tl.load(slots + seq).to(tl.int64) * ROWS
-        first_row = row.to(tl.int64)
+        start = tl.load(starts + seq).to(tl.int32)
+        first_row = tl.load(first_rows + seq).to(tl.int64)
         if JOBS > 2:  # noqa: SIM102 - decided by the compiler
-            if job == 2:
+            if (job == 2) & (position >= 0):
                 close_block(
                     c_values, c_gates, c_ape, c_norm, frequencies, c_state_v, c_state_z, row,
-                    position, seq, position, first_row, state_row, c_table, c_width, c_entries,
+                    position, seq, start, first_row, state_row, c_table, c_width, c_entries,
                     eps, c_data, c_tail, c_scale, RATIO, ROWS, SLOTS, STEP, OVERLAP, WIDTH, WPAD,
                     True, FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, ROPE, DT,
                 )  # fmt: skip
         if JOBS > 3:  # noqa: SIM102
-            if job == 3:
+            if (job == 3) & (position >= 0):
                 close_block(
                     i_values, i_gates, i_ape, i_norm, frequencies, i_state_v, i_state_z, row,
-                    position, seq, position, first_row, state_row, c_table, c_width, c_entries,
+                    position, seq, start, first_row, state_row, c_table, c_width, c_entries,
                     eps, i_data, i_tail, i_scale, RATIO, ROWS, SLOTS, STEP, OVERLAP, I_WIDTH,
                     I_WPAD, True, I_FORMAT, I_NOPE, I_DIM, I_PAD, I_SCALES, I_LOG, I_FACTOR,
                     ROPE, DT,
@@ -84,8 +85,8 @@ def _state_kernel(
 
 def supports(latent, norm, key, blocks) -> str | None:
     batch = key.batch
-    if not batch.one_each or batch.num_tokens == 0:
-        return "not one new token for each sequence"
+    if not batch.appends_at_once or batch.num_tokens == 0:
+        return "not one or a few new tokens for each sequence"
     if norm is None or latent.dim() != 2:
         return "the latent's norm has no weight"
     reason = rms_norm_triton.supports(latent, norm, key.eps)
@@ -125,7 +126,8 @@ def run(latent, norm, key, blocks, rows=None):
     table = first.table if first else key.table
     _state_kernel[(batch.num_tokens, 2 + len(blocks))](
         x, x.stride(0), norm, out, key.eps, key.frequencies, batch.positions,
-        batch.seq_idx, batch.slots, kv, kv.stride(0), key.norm, key.table,
+        batch.seq_idx, batch.slots, batch.starts, batch.first_rows, kv, kv.stride(0), key.norm,
+        key.table,
         key.table.shape[1], window.page_entries, *pool_tensors(window),
         *_block_tensors(first, kv), *_block_tensors(second, kv),
         table, table.shape[1], (first.pool if first else window).page_entries,

@@ -6,6 +6,7 @@ own process: this file is both the test and the program it starts.
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,6 +153,24 @@ def check_compress_forms() -> None:
 
 def check_state_prepare() -> None:
     """One launch leaves the same bits as the ops one by one, with and without compressors."""
+    for is_few in (False, True):
+        check_state_of(is_few)
+
+
+def drafts_batch():  # type: ignore[no-untyped-def]
+    """Eight rows that close two blocks, three that close one of 128, and two of padding."""
+    from dsv4.ops.core.ragged import Ragged, make_ragged
+
+    batch = make_ragged([13, 125], [8, 3], [1, 0], torch.device("cpu"))
+    nothing = torch.full((2,), -1)
+    return Ragged(
+        torch.cat((batch.positions, nothing)), torch.cat((batch.seq_idx, nothing + 2)),
+        batch.first_rows, batch.starts, batch.ends, batch.slots, is_padded=True, is_few=True,
+    )  # fmt: skip
+
+
+def check_state_of(is_few: bool) -> None:
+    """Few rows of drafts, against the ops that take prompts of any length."""
     from dsv4.ops import OPS
     from dsv4.ops.core.arguments import copied, leaves, same_bits
     from dsv4.ops.core.ragged import make_ragged
@@ -162,10 +181,14 @@ def check_state_prepare() -> None:
     fused = importlib.import_module("dsv4.ops.fused.norm_store_triton")
     generator = torch.Generator().manual_seed(6)
     batch = make_ragged([6, 127], [1, 1], [1, 0], torch.device("cpu"))
+    if is_few:
+        batch = drafts_batch()
+    rows = batch.num_tokens
     frequencies = rope_frequencies(16, 10000.0)
     key = case_arguments("kv_store", "fp8 [0, 4096]+[1, 1]", generator)
-    key |= {"batch": batch, "frequencies": frequencies, "kv": key["kv"].bfloat16()}
-    norm = {"x": torch.randn(2, 96, generator=generator).bfloat16(), "eps": 1e-6}
+    kv = torch.randn(rows, key["kv"].shape[1], generator=generator).bfloat16()
+    key |= {"batch": batch, "frequencies": frequencies, "kv": kv}
+    norm = {"x": torch.randn(rows, 96, generator=generator).bfloat16(), "eps": 1e-6}
     norm["weight"] = torch.rand(96, generator=generator)
     for ratio in (0, 4, 128):
         blocks = []
@@ -184,7 +207,7 @@ def check_state_prepare() -> None:
         alone = kernel_module("rms_norm").run(**norm)
         kernel_module("kv_store").run(**together["key"])
         for block in blocks:
-            kernel_module("compress").run(**block)
+            kernel_module("compress").run(**{**block, "batch": replace(batch, is_few=False)})
         assert same_bits(out, alone)
         for path, value in leaves({"key": together["key"]["pool"], "blocks": blocks}):
             found = dict(leaves({"key": mine["key"]["pool"], "blocks": mine["blocks"]}))[path]
@@ -215,7 +238,8 @@ def compress_arguments(ratio, is_index, batch, frequencies, generator):  # type:
         return torch.randn(shape, generator=generator)
 
     return {
-        "values": normal(2, width), "gates": normal(2, width), "ape": normal(ratio, width),
+        "values": normal(batch.num_tokens, width), "gates": normal(batch.num_tokens, width),
+        "ape": normal(ratio, width),
         "norm": torch.rand(dim, generator=generator), "frequencies": frequencies, "eps": 1e-6,
         "ratio": ratio, "dtype": torch.bfloat16,
         "state": CompressorState(normal(*state), normal(*state)), "batch": batch,
@@ -435,6 +459,8 @@ def check_choose() -> None:
             arguments = {**case.build(torch.Generator().manual_seed(4)), "topk": topk}
             is_decode = arguments["batch"].num_tokens == arguments["batch"].starts.shape[0]
             assert (fused.supports(**arguments) is None) == is_decode
+            few = replace(arguments["batch"], is_few=True)
+            assert fused.supports(**{**arguments, "batch": few}) is None
             wanted = select.run(scores.run(**copied(arguments)), topk)
             compare(f"choose {case.name} {topk}", wanted, fused.run(**arguments), 0.0, 0.0)
 
