@@ -99,6 +99,7 @@ class Residency:
             torch.cuda.synchronize(self.device)
         for table in self.tables:
             table.blocks.clear()
+        self._spare_block = self._spare_slot
         self.host.close()
 
     # --- swaps --------------------------------------------------------------------------------
