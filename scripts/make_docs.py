@@ -35,7 +35,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 DECODE = "2026-11-17_h200_decode_flash.jsonl"
 COMPARE = "2026-11-17_h200_compare.jsonl"
 MEMORY = "2026-11-17_h200_memory.jsonl"
-TINY = "2026-11-16_tiny_cpu_speed.jsonl"
+TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 
 # GPU, GB (10^9 bytes; an H200's as its driver reports them, the others' nominal), numbers of
 # them, what stands in the way of one

@@ -52,19 +52,20 @@ def compress(
 ) -> None:
     """The rows are stored first: every token of a block that closes is then in the state. With
     ratio 128 a row behind it would have taken the place of the first."""
-    if not few_rows(batch) or batch.keep is not None or (ratio > 4 and not batch.one_each):
+    is_few = few_rows(batch) and batch.keep is None
+    if is_few:
+        size = state.rows
+        slots, rows, closing = once(
+            batch, ("compressor", ratio, size), lambda: _places(batch, ratio, size)
+        )
+        is_few = overlaps(ratio) or batch.one_each or not len(closing)
+    if not is_few:
         compress_reference(
             values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
         )
         return
-    positions = batch.positions.numpy()
-    width, size = values.shape[1], state.rows
-    held_values, held_gates = (
-        held.numpy().reshape(-1, width) for held in (state.values, state.gates)
-    )
-    slots, rows, closing = once(
-        batch, ("compressor", ratio, size), lambda: _places(batch, ratio, size)
-    )
+    positions, width = batch.positions.numpy(), values.shape[1]
+    held_values, held_gates = (held.view(-1, width).numpy() for held in (state.values, state.gates))
     held_values[rows] = values.numpy()
     held_gates[rows] = gates.numpy() + ape.numpy()[positions % ratio]
     if not len(closing):
