@@ -46,11 +46,11 @@ def cases(shape: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def variants(arguments: dict[str, Any]) -> dict[kernels.AttentionVariant, float]:
-    q, pool, table = arguments["q"], arguments["pool"], arguments["table"]
-    compressed, entries = arguments["compressed"], most_entries(arguments["compressed"])
+    q, to = arguments["q"], arguments["to"]
+    compressed, entries = to.compressed, most_entries(to.compressed)
     held = 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
-    sizes = kernels.Sizes(q.shape[0], table.shape[0], *q.shape[1:], ROPE, WINDOW, entries, held)
-    return kernels.variants_of(sizes, is_narrow(q, pool), q.device)
+    sizes = kernels.Sizes(q.shape[0], to.table.shape[0], *q.shape[1:], ROPE, WINDOW, entries, held)
+    return kernels.variants_of(sizes, is_narrow(q, to.pool), q.device)
 
 
 @torch.inference_mode()

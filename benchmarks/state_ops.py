@@ -14,10 +14,11 @@ from torch import Tensor
 from dsv4.cache.geometry import PAGE_ENTRIES
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops import OPS
-from dsv4.ops.attention.attention import Compressed
+from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.core.op import Arguments
 from dsv4.ops.core.ragged import Ragged, make_ragged
-from dsv4.ops.kv.compress import CompressorState, state_rows
+from dsv4.ops.kv.compress import Compression, CompressorState, state_rows
+from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import PagedPool, allocate_pool
 from dsv4.ops.kv.rope import yarn_frequencies
 from dsv4.ops.mhc.mix import MixSite
@@ -92,37 +93,37 @@ def mhc_arguments(shape: ModelShape, tokens: int, device: str, head: bool = Fals
 
 
 def kv_arguments(batch: Ragged, device: str, pages: int = 512) -> Arguments:
-    return {
-        "kv": torch.randn(batch.num_tokens, DIM, device=device).bfloat16(),
-        "norm": torch.ones(DIM, device=device),
-        "frequencies": frequencies(device),
-        "eps": 1e-6,
-        "batch": batch,
-        "pool": random_pool(pages, PAGE_ENTRIES["window"], device),
-        "table": random_table(batch.starts.shape[0], 131, pages, device),
-    }
+    key = WindowKey(
+        kv=torch.randn(batch.num_tokens, DIM, device=device).bfloat16(),
+        norm=torch.ones(DIM, device=device),
+        frequencies=frequencies(device),
+        eps=1e-6,
+        batch=batch,
+        pool=random_pool(pages, PAGE_ENTRIES["window"], device),
+        table=random_table(batch.starts.shape[0], 131, pages, device),
+    )
+    return {"key": key}
 
 
 def compress_arguments(batch: Ragged, ratio: int, index: bool, device: str) -> Arguments:
     dim = INDEX_DIM if index else DIM
     width, sequences = dim * (2 if ratio == 4 else 1), batch.starts.shape[0]
     state = (sequences, state_rows(ratio), width)
-    return {
-        "values": torch.randn(batch.num_tokens, width, device=device),
-        "gates": torch.randn(batch.num_tokens, width, device=device),
-        "ape": torch.randn(ratio, width, device=device),
-        "norm": torch.ones(dim, device=device),
-        "frequencies": frequencies(device),
-        "eps": 1e-6,
-        "ratio": ratio,
-        "dtype": torch.bfloat16,
-        "state": CompressorState(
-            torch.randn(state, device=device), torch.randn(state, device=device)
-        ),
-        "batch": batch,
-        "pool": random_pool(512, 32, device, index),
-        "table": random_table(sequences, int(batch.ends.max()) // ratio // 32 + 1, 512, device),
-    }
+    block = Compression(
+        values=torch.randn(batch.num_tokens, width, device=device),
+        gates=torch.randn(batch.num_tokens, width, device=device),
+        ape=torch.randn(ratio, width, device=device),
+        norm=torch.ones(dim, device=device),
+        frequencies=frequencies(device),
+        eps=1e-6,
+        ratio=ratio,
+        dtype=torch.bfloat16,
+        state=CompressorState(torch.randn(state, device=device), torch.randn(state, device=device)),
+        batch=batch,
+        pool=random_pool(512, 32, device, index),
+        table=random_table(sequences, int(batch.ends.max()) // ratio // 32 + 1, 512, device),
+    )
+    return {"block": block}
 
 
 def random_selection(batch: Ragged, topk: int) -> Tensor:
@@ -150,16 +151,17 @@ def attention_arguments(
         selected = random_selection(batch, topk) if topk else None
         table = random_table(sequences, columns, pages, device)
         compressed = Compressed(random_pool(pages, 32, device), table, ratio, selected)
-    return {
-        "q": torch.randn(batch.num_tokens, shape.heads, DIM, device=device).bfloat16(),
-        "sink": torch.randn(shape.heads, device=device),
-        "pool": random_pool(pages // 2, 64, device),
-        "table": random_table(sequences, 131, pages // 2, device),
-        "compressed": compressed,
-        "batch": batch,
-        "window": WINDOW,
-        "frequencies": frequencies(device),
-    }
+    q = torch.randn(batch.num_tokens, shape.heads, DIM, device=device).bfloat16()
+    to = Visible(
+        sink=torch.randn(shape.heads, device=device),
+        pool=random_pool(pages // 2, 64, device),
+        table=random_table(sequences, 131, pages // 2, device),
+        compressed=compressed,
+        batch=batch,
+        window=WINDOW,
+        frequencies=frequencies(device),
+    )
+    return {"q": q, "to": to}
 
 
 def query_arguments(

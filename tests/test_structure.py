@@ -81,14 +81,11 @@ LINE_BUDGET = {
     "util": 730,  # most of it config.json in three spellings, and its mistakes
     "formats": 1500,
     "parallel": 1600,  # 300 for other nodes: keys, joining, torchrun
-    # a third of it forms for few rows, whose bits are those of many; 350 lines for steps that are
-    # told everything by one line of integers, padding and drawing with every option on the device
-    # 130 for references over ranks, 130 for MXFP4 as it is stored, 400 for drafts, 830 for ranks on
-    # GPUs (comm)
-    # 230 for experts found by a table
-    # 820 for forms of the references for few rows on a CPU
-    # 460 for streams of weights on Hopper (variants/stream_gluon, experts_stream_gluon)
-    "ops": 15640,
+    # Without what other issues added in files of their own (OPS_OF_OTHER_ISSUES). The rest still
+    # holds 130 lines of references over ranks and 130 of MXFP4 as it is stored; issue 24 wants
+    # 10,500 without them. New files of another issue go into that list and its budget.
+    "ops": 12310,
+    "ops of other issues": 2880,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -109,6 +106,23 @@ LINE_BUDGET = {
     "deploy": 1000,
     "__main__.py": 10,
 }
+
+
+# Files of `ops` that came with other issues than its own order (24): ranks on GPUs, drafts, steps
+# that are told everything by one line of integers, pipeline stages, experts in host memory,
+# forms of references for few rows on a CPU, streams of weights on Hopper.
+OPS_OF_OTHER_ISSUES = (
+    "comm/*.py",
+    "cpu/*.py",
+    "gemm/variants/stream_gluon.py",
+    "kv/begin_step*.py",
+    "mhc/stage_end_triton.py",
+    "moe/experts_stream_gluon.py",
+    "moe/placed.py",
+    "sample/accept*.py",
+    "sample/draft_rows*.py",
+    "sample/verify*.py",
+)
 
 
 def modules() -> list[Path]:
@@ -209,6 +223,22 @@ def size_complaints(path: Path, source: str) -> list[str]:
     return complaints
 
 
+MAX_PARAMETERS = 30
+
+
+def parameter_complaints(path: Path, source: str) -> list[str]:
+    """Kernels, and functions that they call, take what belongs together as named tuples."""
+    where, complaints = path.relative_to(ROOT), []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        is_kernel = any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+        count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+        if is_kernel and count > MAX_PARAMETERS:
+            complaints.append(f"{where}: {node.name} has {count} parameters")
+    return complaints
+
+
 FUSED = "dsv4.ops.fused"
 NOT_IN_THE_MODEL = {".attempt(", ".run(", "Arguments", "dict[str, Any]"}
 
@@ -272,6 +302,7 @@ RULES = {
     "exchange": exchange_complaints,
     "triton": triton_complaints,
     "sizes": size_complaints,
+    "parameters": parameter_complaints,
     "plain": plain_complaints,
 }
 
@@ -357,6 +388,11 @@ def test_every_module_keeps_the_rules(rule: str) -> None:
     assert not found, "\n".join(found)
 
 
+def kernel_of(count: int) -> str:
+    names = ", ".join(f"a{i}" for i in range(count))
+    return f'@triton.jit(do_not_specialize=["a0"])\ndef f({names}):\n    pass\n'
+
+
 @pytest.mark.parametrize(
     ("rule", "path", "source", "says"),
     [
@@ -412,6 +448,7 @@ def test_every_module_keeps_the_rules(rule: str) -> None:
         ("sizes", "ops/x.py", '"""Words."""\n' * 401, "must say why"),
         ("sizes", "ops/x.py", "def f():\n" + "    pass\n" * 59, "f has 60 lines"),
         ("sizes", "ops/x_triton.py", "def f():\n" + "    pass\n" * 149, "f has 150 lines"),
+        ("parameters", "ops/x_triton.py", kernel_of(31), "f has 31 parameters"),
     ],
 )
 def test_the_rules_see_violations(rule: str, path: str, source: str, says: str) -> None:
@@ -437,6 +474,7 @@ def test_the_rules_see_violations(rule: str, path: str, source: str, says: str) 
         ("exchange", "model/exchange.py", "self.comm.gather(out, x)"),
         ("sizes", "ops/x.py", '"""Long because it is a table."""\n' * 401),
         ("sizes", "ops/x_triton.py", "def f():\n" + "    pass\n" * 100),
+        ("parameters", "ops/x_triton.py", kernel_of(30)),
     ],
 )
 def test_the_rules_leave_good_code_alone(rule: str, path: str, source: str) -> None:
@@ -451,8 +489,13 @@ def test_folders_stay_small() -> None:
 
 def test_line_budget(capsys: pytest.CaptureFixture[str]) -> None:
     lines: Counter[str] = Counter()
+    found = {name: set((PACKAGE / "ops").glob(name)) for name in OPS_OF_OTHER_ISSUES}
+    assert all(found.values()), "a file of OPS_OF_OTHER_ISSUES is gone"
+    of_other_issues = set().union(*found.values())
     for path in modules():
         top = path.relative_to(PACKAGE).parts[0]
+        if path in of_other_issues:
+            top = "ops of other issues"
         lines[top] += len(path.read_text().splitlines())
     with capsys.disabled():
         sys.stdout.write(

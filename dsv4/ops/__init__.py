@@ -11,7 +11,6 @@ from dsv4.ops.core.op import AnyOp, Case, Kernel, Op
 from dsv4.ops.gemm.embed import OP as EMBED
 from dsv4.ops.gemm.grouped_linear import OP as GROUPED_LINEAR
 from dsv4.ops.gemm.linear import OP as LINEAR
-from dsv4.ops.gemm.quantize_rows import OP as QUANTIZE_ROWS
 from dsv4.ops.kv.begin_step import OP as BEGIN_STEP
 from dsv4.ops.kv.compress import OP as COMPRESS
 from dsv4.ops.kv.kv_store import OP as KV_STORE
@@ -39,7 +38,6 @@ OPS: dict[str, AnyOp] = {
         MHC_BOUNDARY,
         MHC_HEAD,
         MHC_UPDATE,
-        QUANTIZE_ROWS,
         LINEAR,
         GROUPED_LINEAR,
         ROPE,

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from importlib import import_module, metadata
@@ -180,10 +180,12 @@ def experts_work(
         def call(
             x: Tensor = x, e: Tensor = experts, r: Tensor = routing, w13: Any = w13, w2: Any = w2
         ) -> object:
+            by: Any = Experts(weights.w13, weights.w2, w13, w2, 10.0)
             if shared and configs is None:
-                return experts_ffn(x, e, r, Experts(weights.w13, weights.w2, w13, w2, 10.0))
-            one, two = (w13, w2) if shared else (None, None)
-            return kernel.launch(x, e, r, weights.w13, weights.w2, one, two, 10.0, **configs or {})
+                return experts_ffn(x, e, r, by)
+            if not shared:
+                by = replace(by, shared_w13=None, shared_w2=None)
+            return kernel.launch(x, e, r, by, **configs or {})
 
         calls.append(call)
     is_mx = isinstance(weights.w2, TiledMxfp4)

@@ -1,6 +1,7 @@
 """The forms of ops for few rows on a CPU give the bits of their references."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dsv4.ops.core.arguments import copied, leaves, same_bits
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.core.rows import ROW_TILE
 from dsv4.ops.kv.compress import CompressorState, state_rows
+from dsv4.ops.moe.experts import Experts
 from dsv4.ops.sample.sample import SampleInputs
 from tests.ops.test_references import build, num_rows
 
@@ -26,7 +28,7 @@ def check(op: AnyOp, arguments: dict[str, Any]) -> None:
     mine = copied(arguments)
     with torch.inference_mode():
         wanted, found = op.reference(**arguments), op.on_cpu.function(**mine)
-    written = [[a[name] for name in op.mutates] for a in (arguments, mine)]
+    written = [op.written(arguments), op.written(mine)]
     for (path, a), (_, b) in zip(
         leaves([wanted, written[0]]), leaves([found, written[1]]), strict=True
     ):
@@ -83,9 +85,10 @@ def test_experts(rows: int, width: Activations) -> None:
         "shared_w2": random(96, 64) * 0.2,
     }
     given = {name: UnpackedTensor(w, activations=width) for name, w in matrices.items()}
+    by = Experts(**given, limit=1.5)
     weights = random(rows, 2).sigmoid()
     x = random(rows, 96).bfloat16()
-    arguments = {"x": x, "experts": experts, "weights": weights, "limit": 1.5, **given}
+    arguments = {"x": x, "experts": experts, "weights": weights, "by": by}
     found = [run(**arguments) for run in (OPS["experts"].reference, OPS["experts"].on_cpu.function)]
     real = experts[:, 0] >= 0  # the result of a padding row is undefined
     assert same_bits(found[0][real], found[1][real])
@@ -97,20 +100,24 @@ def test_compressor_over_steps(ratio: int) -> None:
     with and without one before them."""
     op = OPS["compress"]
     case = next(case for case in op.cases() if case.name.startswith(f"ratio {ratio} kv fp32"))
-    arguments = build(case)
-    width, device = arguments["ape"].shape[1], torch.device("cpu")
+    block = build(case)["block"]
+    width, device = block.ape.shape[1], torch.device("cpu")
     shape = 2, state_rows(ratio), width
     starts = [*range(9)] if ratio == 4 else [126, 127, 128]
-    arguments["table"] = torch.tensor([[3, 1], [0, 2]])[:, : arguments["table"].shape[1]]
-    arguments["pool"] = copied(arguments["pool"], lambda part: part.repeat(9, 1, 1))
-    arguments["state"] = CompressorState(random(*shape), random(*shape, seed=1))
+    block = replace(
+        block,
+        table=torch.tensor([[3, 1], [0, 2]])[:, : block.table.shape[1]],
+        pool=copied(block.pool, lambda part: part.repeat(9, 1, 1)),
+        state=CompressorState(random(*shape), random(*shape, seed=1)),
+    )
     for first in starts:
         for begins, new in (([first, first + 2], [1, 1]), ([first, first + 1], [3, 2])):
             batch = make_ragged(begins, new, [1, 0], device)
-            arguments |= {"batch": batch, "values": random(sum(new), width, seed=first)}
-            arguments["gates"] = random(sum(new), width, seed=first + 9) * 3
-            check(op, copied(arguments))
-            op.reference(**arguments)
+            values = random(sum(new), width, seed=first)
+            gates = random(sum(new), width, seed=first + 9) * 3
+            block = replace(block, batch=batch, values=values, gates=gates)
+            check(op, copied({"block": block}))
+            op.reference(block=block)
 
 
 @pytest.mark.parametrize("has_filters", [False, True])

@@ -1,7 +1,7 @@
 """Every case of every op: it runs, repeats, keeps its hands off, and rows stand alone."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,24 +11,23 @@ from torch import Tensor
 from dsv4.errors import KernelError
 from dsv4.ops import OPS, Case
 from dsv4.ops.attention import index
-from dsv4.ops.attention.attention import Visible, attention
+from dsv4.ops.attention.attention import attention
 from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
 from dsv4.ops.comm.own_experts import own_experts
-from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.arguments import argument, changed_argument, copied, leaves, same_bits
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
-from dsv4.ops.gemm.quantize_rows import quantize_rows
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.begin_step import begin_step
-from dsv4.ops.kv.compress import Compression, compress
-from dsv4.ops.kv.kv_store import WindowKey, kv_store
+from dsv4.ops.kv.compress import compress
+from dsv4.ops.kv.kv_store import kv_store
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.kv.rope import rope
 from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre, mhc_update
-from dsv4.ops.moe.experts import Experts, experts_ffn
-from dsv4.ops.moe.router import Gate, router
+from dsv4.ops.moe.experts import experts_ffn
+from dsv4.ops.moe.router import router
 from dsv4.ops.norm.rms_norm import rms_norm
 from dsv4.ops.sample.accept import accept
 from dsv4.ops.sample.draft_rows import draft_rows
@@ -45,19 +44,18 @@ PUBLIC: dict[str, Callable[..., Any]] = {
     "mhc_boundary": mhc_boundary,
     "mhc_head": mhc_head,
     "mhc_update": mhc_update,
-    "quantize_rows": quantize_rows,
     "linear": linear_multi,
     "grouped_linear": grouped_linear,
     "rope": rope,
     "query_prepare": query_prepare,
-    "kv_store": lambda **a: kv_store(WindowKey(**a)),
-    "compress": lambda **a: compress(Compression(**a)),
+    "kv_store": kv_store,
+    "compress": compress,
     "index_query": index_query,
     "index_scores": index_scores,
     "index_select": index_select,
-    "attention": lambda q, **a: attention(q, Visible(**a)),
-    "router": lambda x, token_ids, **a: router(x, token_ids, Gate(**a)),
-    "experts": lambda x, experts, weights, **a: experts_ffn(x, experts, weights, Experts(**a)),
+    "attention": attention,
+    "router": router,
+    "experts": experts_ffn,
     "own_experts": own_experts,
     "sample": sample,
     "accept": accept,
@@ -75,8 +73,9 @@ def build(case: Case, seed: int = 0) -> Arguments:
 
 
 def num_rows(name: str, a: Arguments) -> int:
-    if "batch" in a:
-        return a["batch"].num_tokens
+    for holder in (a, *map(vars, filter(is_dataclass, a.values()))):
+        if "batch" in holder:
+            return holder["batch"].num_tokens  # type: ignore[no-any-return]
     return a[FIRST[name] if name in FIRST else ROWS[name][0]].shape[0]
 
 
@@ -88,7 +87,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "mhc_boundary": ("streams", "y", "post", "comb"),
     "mhc_head": ("streams", "y", "post", "comb"),
     "mhc_update": ("streams", "y", "post", "comb"),
-    "quantize_rows": ("x",),
     "linear": ("x",),
     "grouped_linear": ("x",),
     "rope": ("x", "positions"),
@@ -134,10 +132,6 @@ def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], tor
         }[name]
     if name == "own_experts":
         return [((rows, a["experts"].shape[1]), int64)]
-    if name == "quantize_rows":
-        k = a["x"].shape[1]
-        parts = (((rows, k // 2), torch.uint8), ((rows, k // 16), torch.float8_e4m3fn))
-        return [*parts, ((rows,), fp32)]
     if name == "linear":
         pairs = zip(a["weights"], a["out_dtypes"], strict=True)
         return [((rows, weight.shape[0]), dtype) for weight, dtype in pairs]
@@ -149,7 +143,7 @@ def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], tor
     if name == "index_select":
         return [((rows, min(a["topk"], a["scores"].shape[1])), int64)]
     if name == "router":
-        return [((rows, a["num_chosen"]), int64), ((rows, a["num_chosen"]), fp32)]
+        return [((rows, a["by"].num_chosen), int64), ((rows, a["by"].num_chosen), fp32)]
     if name == "sample":
         return [((rows,), int64), ((rows,), fp32)]
     same = a["q"] if "q" in a else a["x"]
@@ -182,7 +176,7 @@ def test_a_case_runs_and_repeats(name: str, case: Case) -> None:
     ):
         assert same_bits(new, twin), path
         if not same_bits(old, new):
-            written.add(path.split(".")[0].split("[")[0])
+            written.add(declared(name, path))
     assert written <= set(OPS[name].mutates)
 
 
@@ -195,8 +189,14 @@ def test_declared_arguments_are_written(name: str) -> None:
         results_of(name, arguments)
         for (path, old), (_, new) in zip(leaves(before), leaves(arguments), strict=True):
             if not same_bits(old, new):
-                written.add(path.split(".")[0].split("[")[0])
+                written.add(declared(name, path))
     assert written == set(OPS[name].mutates)
+
+
+def declared(name: str, path: str) -> str:
+    """The declared argument that a path belongs to, or the path."""
+    found = (m for m in OPS[name].mutates if path == m or path.startswith((f"{m}.", f"{m}[")))
+    return next(found, path)
 
 
 @pytest.mark.parametrize(("name", "case"), [c for c in CASES if c.values[0] in ROWS])
@@ -274,15 +274,16 @@ def places(table: Tensor, sequence: int, entries: list[int], size: int) -> set[t
 @pytest.mark.parametrize("case", list(OPS["attention"].cases()), ids=lambda c: c.name)
 def test_attention_reads_only_what_a_query_sees(case: Case) -> None:
     arguments = build(case)
-    batch, pool, compressed = arguments["batch"], arguments["pool"], arguments["compressed"]
+    to = arguments["to"]
+    batch, pool, compressed = to.batch, to.pool, to.compressed
     clean = PUBLIC["attention"](**arguments)
     in_window: set[tuple[int, int]] = set()
     in_entries: set[tuple[int, int]] = set()
     for row, (p, seq) in enumerate(
         zip(batch.positions.tolist(), batch.seq_idx.tolist(), strict=True)
     ):
-        seen = [j for j in range(p - arguments["window"] + 1, p + 1) if j >= 0]
-        in_window |= places(arguments["table"], seq, seen, pool.page_entries)
+        seen = [j for j in range(p - to.window + 1, p + 1) if j >= 0]
+        in_window |= places(to.table, seq, seen, pool.page_entries)
         if compressed is not None:
             if compressed.selected is None:
                 entries = list(range((p + 1) // compressed.ratio))
@@ -315,8 +316,8 @@ def test_index_scores_read_only_visible_keys(case: Case) -> None:
 @pytest.mark.parametrize("case", list(OPS["compress"].cases()), ids=lambda c: c.name)
 def test_compress_reads_only_rows_of_earlier_tokens(case: Case) -> None:
     """Rows of tokens before the beginning, and rows no open block needs, may hold anything."""
-    arguments, clean = build(case), build(case)
-    batch, state, ratio = arguments["batch"], arguments["state"], arguments["ratio"]
+    block, clean = build(case)["block"], build(case)["block"]
+    batch, state, ratio = block.batch, block.state, block.ratio
     keep = torch.zeros(state.values.shape[:2], dtype=torch.bool)
     for start, slot in zip(batch.starts.tolist(), batch.slots.tolist(), strict=True):
         open_block = start - start % ratio
@@ -325,26 +326,23 @@ def test_compress_reads_only_rows_of_earlier_tokens(case: Case) -> None:
             keep[slot, token % state.rows] = True
     for tensor in (state.values, state.gates):
         poison(tensor, keep)
-    compress(Compression(**arguments))
-    compress(Compression(**clean))
-    for name, part in arguments["pool"].parts.items():
-        assert same_bits(part, clean["pool"].parts[name]), name
+    compress(block)
+    compress(clean)
+    for name, part in block.pool.parts.items():
+        assert same_bits(part, clean.pool.parts[name]), name
 
 
 @pytest.mark.parametrize("name", ["kv_store", "compress"])
 def test_only_the_new_entries_are_written(name: str) -> None:
     for case in OPS[name].cases():
-        arguments = build(case)
-        before = copied(arguments["pool"])
-        batch, pool = arguments["batch"], arguments["pool"]
-        PUBLIC[name](**arguments)
-        ratio = arguments.get("ratio", 1)
+        ((_, given),) = build(case).items()
+        before, batch, pool = copied(given.pool), given.batch, given.pool
+        PUBLIC[name](given)
+        ratio = getattr(given, "ratio", 1)
         touched = torch.zeros(pool.data.shape[:2], dtype=torch.bool)
         for p, seq in zip(batch.positions.tolist(), batch.seq_idx.tolist(), strict=True):
             if (p + 1) % ratio == 0:
-                for page, offset in places(
-                    arguments["table"], seq, [p // ratio], pool.page_entries
-                ):
+                for page, offset in places(given.table, seq, [p // ratio], pool.page_entries):
                     touched[page, offset] = True
         for part in pool.parts:
             old, new = (t.parts[part].view(torch.uint8)[~touched] for t in (before, pool))
@@ -380,8 +378,6 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("mhc_head", "comb", more_rows),
     ("mhc_update", "y", more_rows),
     ("mhc_update", "post", narrower),
-    ("quantize_rows", "x", narrower),
-    ("quantize_rows", "x", lambda t: t.flatten()),
     ("linear", "x", lambda t: t.unsqueeze(0)),
     ("linear", "weights", lambda ws: [narrower(w) for w in ws]),
     ("linear", "weights", lambda ws: [w[0] for w in ws]),
@@ -397,29 +393,29 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("index_query", "q", lambda t: t[0]),
     ("index_query", "positions", more_rows),
     ("index_query", "index_format", lambda _: "int8"),
-    ("kv_store", "kv", narrower),
-    ("kv_store", "kv", more_rows),
-    ("kv_store", "table", lambda t: t[0]),
-    ("compress", "values", narrower),
-    ("compress", "gates", more_rows),
-    ("compress", "values", lambda t: t.double()),
-    ("compress", "ape", lambda t: t[:-1]),
-    ("compress", "ratio", lambda _: 8),
+    ("kv_store", "key.kv", narrower),
+    ("kv_store", "key.kv", more_rows),
+    ("kv_store", "key.table", lambda t: t[0]),
+    ("compress", "block.values", narrower),
+    ("compress", "block.gates", more_rows),
+    ("compress", "block.values", lambda t: t.double()),
+    ("compress", "block.ape", lambda t: t[:-1]),
+    ("compress", "block.ratio", lambda _: 8),
     ("index_scores", "weights", narrower),
     ("index_scores", "q", narrower),
     ("index_select", "scores", lambda t: t[0]),
     ("index_select", "topk", lambda _: 0),
     ("attention", "q", more_rows),
     ("attention", "q", narrower),
-    ("attention", "sink", narrower),
-    ("router", "gate", narrower),
-    ("router", "bias", narrower),
+    ("attention", "to.sink", narrower),
+    ("router", "by.gate", narrower),
+    ("router", "by.bias", narrower),
     ("router", "token_ids", more_rows),
-    ("router", "num_chosen", lambda _: 1000),
-    ("experts", "w13", narrower),
-    ("experts", "w2", narrower),
-    ("experts", "shared_w13", narrower),
-    ("experts", "shared_w2", lambda t: t[:-1]),
+    ("router", "by.num_chosen", lambda _: 1000),
+    ("experts", "by.w13", narrower),
+    ("experts", "by.w2", narrower),
+    ("experts", "by.shared_w13", narrower),
+    ("experts", "by.shared_w2", lambda t: t[:-1]),
     ("experts", "experts", more_rows),
     ("experts", "weights", narrower),
     ("own_experts", "experts", lambda t: t[0]),
@@ -446,15 +442,16 @@ def test_every_op_checks_its_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "change"), WRONG, ids=[f"{i}-{n}-{a}" for i, (n, a, _) in enumerate(WRONG)]
+    ("name", "path", "change"), WRONG, ids=[f"{i}-{n}-{a}" for i, (n, a, _) in enumerate(WRONG)]
 )
-def test_wrong_shapes_are_refused_by_name(name: str, argument: str, change: Any) -> None:
+def test_wrong_shapes_are_refused_by_name(name: str, path: str, change: Any) -> None:
     for case in OPS[name].cases():
         arguments = build(case)
-        if num_rows(name, arguments) and arguments[argument] is not None:
+        if num_rows(name, arguments) and argument(arguments, path) is not None:
             break
+    arguments = changed_argument(arguments, path, change(argument(arguments, path)))
     with pytest.raises(KernelError) as caught:
-        PUBLIC[name](**{**arguments, argument: change(arguments[argument])})
+        PUBLIC[name](**arguments)
     assert str(caught.value).startswith(f"{name}: ")
 
 

@@ -102,12 +102,14 @@ def test_heads_do_not_depend_on_the_other_heads() -> None:
         given["q"] = torch.randn(
             *given["q"].shape[:1], 8, given["q"].shape[2], generator=generator
         ).to(given["q"].dtype)
-        given["sink"] = torch.randn(8, generator=generator)
-        whole = attention_op.attention_reference(**given)
+        q, to = given["q"], replace(given["to"], sink=torch.randn(8, generator=generator))
+        whole = attention_op.attention_reference(q, to)
         for tp in (2, 4, 8):
-            pairs = zip(given["q"].chunk(tp, 1), given["sink"].chunk(tp), strict=True)
-            parts = [attention_op.attention_reference(**{**given, "q": q, "sink": sink})
-                     for q, sink in pairs]  # fmt: skip
+            pairs = zip(q.chunk(tp, 1), to.sink.chunk(tp), strict=True)
+            parts = [
+                attention_op.attention_reference(some, replace(to, sink=sink))
+                for some, sink in pairs
+            ]
             assert torch.equal(torch.cat(parts, 1), whole), case.name
 
 

@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_compiled_elsewhere(tmp_path: Path) -> None:
-    """Pointers in tuples, constants, options: described well enough to give the same key."""
-    assert _run(tmp_path, "whole") == ["_embed_kernel True", "_linear_kernel True"]
+    """Tuples of pointers, named or not, constants, options: described well enough for one key."""
+    assert _run(tmp_path, "whole") == [
+        "_embed_kernel True", "_kv_store_kernel True", "_linear_kernel True",
+    ]  # fmt: skip
 
 
 def test_a_process_that_dies(tmp_path: Path) -> None:
@@ -34,8 +36,11 @@ def _run(folder: Path, story: str) -> list[str]:
 
 
 def main(story: str) -> None:
+    from benchmarks.state_ops import kv_arguments
     from dsv4.ops.core import compile_triton
+    from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.gemm import embed_triton, linear_triton
+    from dsv4.ops.kv import kv_store_triton
     from tests.ops.kernels.compiling import install_driver
 
     install_driver(90)
@@ -55,6 +60,7 @@ def main(story: str) -> None:
         embed_triton.run(torch.zeros(3, dtype=torch.int64), weight, 4, torch.bfloat16)
         if story == "whole":
             linear_triton.run(x, [weight, weight], [torch.float32] * 2)
+            kv_store_triton.run(**kv_arguments(make_ragged([0], [1], [0], x.device), "cpu", 4))
     compile_triton.__name__ = program
 
 

@@ -151,6 +151,7 @@ def main() -> None:
     from dsv4.ops.gemm.linear import linear_multi
     from dsv4.ops.gemm.weights.scaled import ScaledTensor, padded
     from dsv4.ops.moe import experts_scaled_triton
+    from dsv4.ops.moe.experts import Experts
     from dsv4.ops.moe.router import Gate, router
     from dsv4.tools.bench_ops import random_fp4
 
@@ -201,7 +202,7 @@ def main() -> None:
             "router": lambda: router(x, ids, Gate(gate, bias, None, s.chosen, 1.5)),
             "embed": lambda: embed(ids, table, 4, torch.bfloat16),
             "experts+shared": lambda: experts_scaled_triton.launch(
-                x, *choice, *routed, *shared, 10.0, ready=scaled.ready_rows(x, up)
+                x, *choice, Experts(*routed, *shared, 10.0), ready=scaled.ready_rows(x, up)
             ),
             "mhc_boundary": lambda: run("mhc_boundary", state.mhc_arguments(s, tokens, "cpu")),
         }
@@ -212,7 +213,8 @@ def main() -> None:
         csa = state.attention_arguments(s, near, 4, s.topk, "cpu", 4)
         hca = state.attention_arguments(s, long, 128, 0, "cpu", 4)
         for given in (csa, hca):
-            given["pool"] = replace(given["pool"], activations="a8")
+            to = given["to"]
+            given["to"] = replace(to, pool=replace(to.pool, activations="a8"))
         return {
             "head": lambda: linear_multi(zeros(tokens, s.hidden), [zeros(1000, s.hidden)]),
             "attention csa": lambda: run("attention", csa),

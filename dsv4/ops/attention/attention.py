@@ -43,6 +43,19 @@ class Compressed:
     selected: Tensor | None  # [tokens, k] entry numbers, ascending, -1 where there is none
 
 
+@dataclass(frozen=True)
+class Visible:
+    """What queries attend to; window keys are in `pool` under `table`."""
+
+    sink: Tensor
+    pool: PagedPool
+    table: Tensor
+    compressed: Compressed | None
+    batch: Ragged
+    window: int
+    frequencies: Tensor
+
+
 def _pad_to_tiles(entries: Tensor) -> Tensor:
     """`entries` with -1 appended up to a multiple of KEY_TILE."""
     return torch.nn.functional.pad(entries, (0, -entries.shape[1] % KEY_TILE), value=-1)
@@ -114,22 +127,13 @@ def _attend(
     return out / total
 
 
-def attention_reference(
-    q: Tensor,
-    sink: Tensor,
-    pool: PagedPool,
-    table: Tensor,
-    compressed: Compressed | None,
-    batch: Ragged,
-    window: int,
-    frequencies: Tensor,
-) -> Tensor:
-    positions, heads = batch.positions, q.shape[1]
+def attention_reference(q: Tensor, to: Visible) -> Tensor:
+    positions, heads, sink, compressed = to.batch.positions, q.shape[1], to.sink, to.compressed
     if heads % HEAD_TILE:
         missing = -heads % HEAD_TILE
         q = torch.cat([q, q.new_zeros(q.shape[0], missing, q.shape[2])], dim=1)
         sink = torch.cat([sink, sink.new_zeros(missing)])
-    sources = [(pool, table, _window_entries(positions, window))]
+    sources = [(to.pool, to.table, _window_entries(positions, to.window))]
     if compressed is not None:
         entries = _compressed_entries(compressed, positions)
         sources += [
@@ -140,11 +144,11 @@ def attention_reference(
     for at in range(0, q.shape[0], QUERIES_AT_ONCE):
         rows = slice(at, at + QUERIES_AT_ONCE)
         tiles = [(pool, table, entries[rows]) for pool, table, entries in sources]
-        wide_q = _as_multiplied(q[rows], 2 * frequencies.shape[0], pool.activations)
-        seq, scale = batch.seq_idx[rows], q.shape[2] ** -0.5
+        wide_q = _as_multiplied(q[rows], 2 * to.frequencies.shape[0], to.pool.activations)
+        seq, scale = to.batch.seq_idx[rows], q.shape[2] ** -0.5
         parts.append(_attend(q[rows], wide_q, sink.float(), tiles, seq, scale))
     out = torch.cat(parts)[:, :heads].to(q.dtype)
-    return rope_reference(out, positions, frequencies, inverse=True)
+    return rope_reference(out, positions, to.frequencies, inverse=True)
 
 
 def _filled(
@@ -188,16 +192,16 @@ def cases() -> Iterable[Case]:
                 entries = _filled(generator, fmt, dim, count * blocks, 8, width)
                 compressed = Compressed(entries, table, ratio, selected)
             q = torch.randn(batch.num_tokens, heads, dim, generator=generator)
-            return {
-                "q": q if width == "a16" else q.bfloat16(),
-                "sink": torch.randn(heads, generator=generator),
-                "pool": _filled(generator, fmt, dim, count * columns, 8, width),
-                "table": pages,
-                "compressed": compressed,
-                "batch": batch,
-                "window": window,
-                "frequencies": rope_frequencies(16, 10000.0),
-            }
+            to = Visible(
+                sink=torch.randn(heads, generator=generator),
+                pool=_filled(generator, fmt, dim, count * columns, 8, width),
+                table=pages,
+                compressed=compressed,
+                batch=batch,
+                window=window,
+                frequencies=rope_frequencies(16, 10000.0),
+            )
+            return {"q": q if width == "a16" else q.bfloat16(), "to": to}
 
         name = f"{fmt} {starts}+{new} heads {heads} window {window} ratio {ratio} top {topk}"
         if width == "a16":
@@ -236,23 +240,10 @@ OP = Op(
 )
 
 
-@dataclass(frozen=True)
-class Visible:
-    """What queries attend to; window keys are in `pool` under `table`."""
-
-    sink: Tensor
-    pool: PagedPool
-    table: Tensor
-    compressed: Compressed | None
-    batch: Ragged
-    window: int
-    frequencies: Tensor
-
-
 def attention(q: Tensor, to: Visible) -> Tensor:
     """`q` `[tokens, heads, dim]` -> the same shape."""
     check_shape(OP.name, "q", q, to.batch.num_tokens, "heads", to.pool.dim)
     check_shape(OP.name, "sink", to.sink, q.shape[1])
     if q.shape[0] == 0:
         return torch.empty_like(q)
-    return OP(q.device, q=q, **vars(to))
+    return OP(q.device, q=q, to=to)

@@ -37,14 +37,14 @@ from dsv4.ops.attention.tile_device import (
     load_queries,
     most_entries,
     num_joined,
-    num_pieces,
     piece_first,
     pieces,
-    place_arguments,
-    place_constants,
+    ratio_of,
     slots_of,
     tile_choice,
+    tile_format,
     tile_pages,
+    tile_places,
     tile_slots,
     tile_weights,
     widen_queries,
@@ -54,96 +54,90 @@ from dsv4.ops.attention.variants import decode_split_triton, decode_two_pass_tri
 from dsv4.ops.attention.variants.merge_triton import tiles_ahead
 from dsv4.ops.core.helpers_device import append
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options, num_multiprocessors
-from dsv4.ops.kv.entry_device import FP8, index_tensors_reason, pool_format, pool_reason
+from dsv4.ops.kv.entry_device import (
+    FP8,
+    index_tensors_reason,
+    nope_dim,
+    pool_format,
+    pool_reason,
+)
 
 
 @triton.jit
-def _queries_of(item, q, num_heads, BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr):
+def _queries_of(item, q, num_heads, BH: tl.constexpr, T: tl.constexpr):
     blocks = tl.cdiv(num_heads, BH)
     row = (item // blocks).to(tl.int64)
     head = (item % blocks) * BH + tl.arange(0, BH)
-    q_at = (row * num_heads + head)[:, None] * DIM
-    return load_queries(q, q_at, head < num_heads, DIM, ROPE)
+    q_at = (row * num_heads + head)[:, None] * T.dim
+    return load_queries(q, q_at, head < num_heads, T)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
 def _loop_kernel(
-    q, sink, out, positions, seq_idx, selected, num_selected,
-    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
-    frequencies, num_heads, num_tokens, num_items, window, qk_scale,
-    RATIO: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr, JOINED: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    MT: tl.constexpr, ASM: tl.constexpr,
+    q, sink, out, at, num_selected, w_width, c_width, frequencies, num_heads, num_tokens, num_items,
+    window, qk_scale, RATIO: tl.constexpr, JOINED: tl.constexpr, BH: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Items are (token, block of heads), heads fastest."""
     blocks = tl.cdiv(num_heads, BH)
-    COUNT: tl.constexpr = num_pieces(DIM, ROPE) // JOINED
-    found = _queries_of(tl.program_id(0), q, num_heads, BH, DIM, ROPE)
-    queries = widen_queries(found, JOINED, MT)
+    COUNT: tl.constexpr = len(pieces(T.dim, T.rope)) // JOINED
+    found = _queries_of(tl.program_id(0), q, num_heads, BH, T)
+    queries = widen_queries(found, JOINED, T.mt)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = (item // blocks).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
         live = head < num_heads
-        q_at = (row * num_heads + head)[:, None] * DIM
-        position = tl.load(positions + row).to(tl.int32)
-        seq = tl.load(seq_idx + row).to(tl.int64)
+        q_at = (row * num_heads + head)[:, None] * T.dim
+        position = tl.load(at.positions + row).to(tl.int32)
+        seq = tl.load(at.seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // RATIO, num_selected)
-        tiles = WT + tl.cdiv(visible, BT)
+        tiles = T.wt + tl.cdiv(visible, T.bt)
         best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
         total = tl.full((BH,), 1.0, tl.float32)
         sums = ()
         for i in tl.static_range(COUNT):
-            zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
+            zero = tl.zeros((BH, chunk_width(T.dim, T.rope, JOINED, i)), tl.float32)
             sums = append(sums, zero)
         slot, present = tile_slots(
-            0, position, visible, seq, row, window, selected, num_selected,
-            w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
-        )  # fmt: skip
+            0, position, visible, seq, row, window, at, num_selected, w_width, c_width, T
+        )
         # prefetched: pages of the next tile and the selection of the one after
-        older = tile_choice(1, visible, row, selected, num_selected, WT, BT, SELECTED)
+        older = tile_choice(1, visible, row, at, num_selected, T)
         page, inside, next_present = tile_pages(
-            1, older, position, seq, window, w_table, w_width, c_table, c_width,
-            WT, BT, W_ENTRIES, C_ENTRIES,
-        )  # fmt: skip
-        older = tile_choice(2, visible, row, selected, num_selected, WT, BT, SELECTED)
+            1, older, position, seq, window, at, w_width, c_width, T
+        )
+        older = tile_choice(2, visible, row, at, num_selected, T)
         for step in tl.range(0, tiles):
-            stored, scales = fetch_tile(
-                slot, step < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
-                FORMAT, NOPE, DIM, ROPE,
-            )  # fmt: skip
-            slot = slots_of(step + 1, page, inside, WT, W_ENTRIES, C_ENTRIES)
+            stored, scales = fetch_tile(slot, step < T.wt, at, T)
+            slot = slots_of(step + 1, page, inside, T)
             page, inside, later_present = tile_pages(
-                step + 2, older, position, seq, window, w_table, w_width,
-                c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES,
-            )  # fmt: skip
-            older = tile_choice(step + 3, visible, row, selected, num_selected, WT, BT, SELECTED)
-            keys = widen_tile(stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH == 16)
+                step + 2, older, position, seq, window, at, w_width, c_width, T
+            )
+            older = tile_choice(step + 3, visible, row, at, num_selected, T)
+            keys = widen_tile(stored, scales, JOINED, T, T.asm and BH == 16)
             weights, part, top = tile_weights(
-                queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+                queries, keys, present, num_tokens, qk_scale, JOINED, BH, T
             )
             best, total, old_share, new_share = add_tile(best, total, top, part)
             grown = ()
             for i in tl.static_range(COUNT):
-                zero = tl.zeros((BH, chunk_width(DIM, ROPE, JOINED, i)), tl.float32)
-                acc = dot(weights, keys[i], zero, MT)
+                zero = tl.zeros((BH, chunk_width(T.dim, T.rope, JOINED, i)), tl.float32)
+                acc = dot(weights, keys[i], zero, T.mt)
                 before = sums[i] * old_share[:, None]
                 grown = append(grown, tl.fma(acc, new_share[:, None] + zero, before))
             sums = grown
             present = next_present & (step + 1 < tiles)
             next_present = later_present
         following = tl.minimum(item + tl.num_programs(0), num_items - 1)
-        found = _queries_of(following, q, num_heads, BH, DIM, ROPE)
+        found = _queries_of(following, q, num_heads, BH, T)
         scale = 1.0 / total
         for i in tl.static_range(COUNT):
             finish_piece(
                 sums[i], scale, out, q_at, live, position, frequencies,
-                piece_first(DIM, ROPE, i * JOINED), chunk_width(DIM, ROPE, JOINED, i),
-                BH, DIM, ROPE,
+                piece_first(T.dim, T.rope, i * JOINED), BH, T,
             )  # fmt: skip
         # loop-carried: the compiler keeps only such ones, or those loaded unchanged,
         # in shared memory for all tiles; others go through registers for each tile
-        queries = widen_queries(found, JOINED, MT)
+        queries = widen_queries(found, JOINED, T.mt)
 
 
 def num_programs(device: torch.device) -> int:
@@ -268,31 +262,31 @@ def variant_costs() -> dict[str, list[float]]:
     return json.loads(text)["sm_90"]["microseconds"]
 
 
-def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
-    if pool.activations != "a16":
-        return f"queries are to be {pool.activations}, here they stay as they are"
-    return layout_reason(q, sink, pool, table, compressed, batch, window, frequencies)
+def supports(q, to) -> str | None:
+    if to.pool.activations != "a16":
+        return f"queries are to be {to.pool.activations}, here they stay as they are"
+    return layout_reason(q, to)
 
 
-def layout_reason(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
+def layout_reason(q, to) -> str | None:
     """Why shapes, layouts or the device are not supported, or None."""
+    pool, older, rope_dim = to.pool, to.compressed, 2 * to.frequencies.shape[0]
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
-    if min(pieces(pool.dim, 2 * frequencies.shape[0]), default=0) < 16:
-        return f"entries of {pool.dim} with {2 * frequencies.shape[0]} rotated, not multiples of 16"
-    tensors = {"table": table, "positions": batch.positions, "seq_idx": batch.seq_idx}
+    if min(pieces(pool.dim, rope_dim), default=0) < 16:
+        return f"entries of {pool.dim} with {rope_dim} rotated, not multiples of 16"
+    tensors = {"table": to.table, "positions": to.batch.positions, "seq_idx": to.batch.seq_idx}
     pools = [pool]
-    if compressed is not None:
-        pools.append(compressed.pool)
-        tensors["compressed table"] = compressed.table
-        if compressed.selected is not None:
-            tensors["selected"] = compressed.selected
-        if compressed.pool.format != pool.format or compressed.pool.dim != pool.dim:
-            return f"window in {pool.format}, compressed entries in {compressed.pool.format}"
+    if older is not None:
+        pools.append(older.pool)
+        tensors["compressed table"] = older.table
+        if older.selected is not None:
+            tensors["selected"] = older.selected
+        if older.pool.format != pool.format or older.pool.dim != pool.dim:
+            return f"window in {pool.format}, compressed entries in {older.pool.format}"
     for each in pools:
-        tail = each.parts["tail"].shape[-1] if "tail" in each.parts else None
-        if tail not in (None, 2 * frequencies.shape[0]):
-            return f"entries keep {tail} channels apart, {frequencies.shape[0]} frequencies"
+        if nope_dim(each) not in (each.dim, each.dim - rope_dim):
+            return f"entries keep {each.dim - nope_dim(each)} channels apart, {rope_dim} rotated"
         if "scale" in each.parts and each.parts["scale"].shape[-1] != 8:
             return f"{each.parts['scale'].shape[-1]} scale bytes an entry, kernels read 8"
         reason = pool_reason(each)
@@ -301,66 +295,60 @@ def layout_reason(q, sink, pool, table, compressed, batch, window, frequencies) 
     return device_reason(q.device) or index_tensors_reason(**tensors)
 
 
-def choose_variant(
-    q, pool, table, compressed, window, rope_dim, *, unpacked=True
-) -> AttentionVariant:
+def choose_variant(q, to, *, unpacked=True) -> AttentionVariant:
     """The fastest variant; `unpacked`: whether entries may be."""
-    held = 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
-    entries = most_entries(compressed)
-    sizes = Sizes(q.shape[0], table.shape[0], *q.shape[1:], rope_dim, window, entries, held)
-    costs = variants_of(sizes, is_narrow(q, pool), q.device)
+    older, rope_dim = to.compressed, 2 * to.frequencies.shape[0]
+    held = 0 if older is None else older.table.shape[1] * older.pool.page_entries
+    entries = most_entries(older)
+    sizes = Sizes(q.shape[0], to.table.shape[0], *q.shape[1:], rope_dim, to.window, entries, held)
+    costs = variants_of(sizes, is_narrow(q, to.pool), q.device)
     if not unpacked:
         costs.pop(UNPACKED, None)
     config = min(costs, key=costs.get)
-    if pool_format(pool) == FP8 or config.two_pass:
+    if pool_format(to.pool) == FP8 or config.two_pass:
         return config
     return replace(config, num_stages=min(config.num_stages, 2))  # three do not fit
 
 
-def variant(q, pool, table, compressed, window, frequencies, **others) -> str:
-    return str(choose_variant(q, pool, table, compressed, window, 2 * frequencies.shape[0]))
+def variant(q, to) -> str:
+    return str(choose_variant(q, to))
 
 
-def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None, eps=None):
+def run(q, to, config=None, eps=None):
     """With `eps` the queries are raw projections, and `query_prepare` is fused."""
-    config = config or choose_variant(q, pool, table, compressed, window, 2 * frequencies.shape[0])
+    config = config or choose_variant(q, to)
     if config.unpacked:
-        unpacked = unpack_triton.unpack(pool, table, compressed, batch, window, frequencies)
+        entries, recent = unpack_triton.unpack(q, to)
         prefill = import_module("dsv4.ops.attention.variants.prefill_gluon").prefill
-        given = (*unpacked, compressed, batch, window, frequencies, num_programs(q.device))
-        return prefill(q, sink, *given, eps)
+        return prefill(q, to, entries, recent, num_programs(q.device), eps)
     out = torch.empty_like(q)
-    given = {
-        "places": place_arguments(pool, table, compressed, batch),
-        "constants": place_constants(q, pool, compressed, window, frequencies),
-    }
     if config.split:
-        decode_split_triton.run(q, sink, out, window, frequencies, config, eps, **given)
+        decode_split_triton.run(q, to, out, config, eps)
     elif config.two_pass:
-        decode_two_pass_triton.run(q, sink, out, window, frequencies, config, **given)
+        decode_two_pass_triton.run(q, to, out, config)
     else:
-        _loop(q, sink, out, window, frequencies, config, **given)
+        _loop(q, to, out, config)
     return out
 
 
-def compile_others(q, sink, pool, table, compressed, batch, window, frequencies, eps=None) -> None:
+def compile_others(q, to, eps=None) -> None:
     """The same tokens over more sequences may have too many entries to unpack; fewer tokens have
     their queries prepared here, or not."""
-    sizes = (q, pool, table, compressed, window, 2 * frequencies.shape[0])
-    chosen = choose_variant(*sizes)
+    chosen = choose_variant(q, to)
     if chosen.unpacked:
-        given = (sink, pool, table, compressed, batch, window, frequencies)
-        ready = query_triton.run(q, batch.positions, frequencies, 0.0)
-        run(ready, *given, choose_variant(*sizes, unpacked=False))
-        run(q, *given, chosen, 0.0 if eps is None else None)
+        ready = query_triton.run(q, to.batch.positions, to.frequencies, 0.0)
+        run(ready, to, choose_variant(q, to, unpacked=False))
+        run(q, to, chosen, 0.0 if eps is None else None)
 
 
-def _loop(q, sink, out, window, frequencies, config, places, constants) -> None:
+def _loop(q, to, out, config) -> None:
     tokens, heads, dim = q.shape
     items = tokens * triton.cdiv(heads, config.heads)
     most_programs = num_programs(q.device) * (2 if config.num_warps == 4 else 1)
+    places, counts = tile_places(to)
     _loop_kernel[(min(items, most_programs),)](
-        q, sink, out, *places, frequencies, heads, tokens, items, window, dim**-0.5 * LOG2E.value,
-        **constants, JOINED=num_joined(dim, 2 * frequencies.shape[0], config.channels),
-        BH=config.heads, **launch_options(config.num_warps, config.num_stages),
+        q, to.sink, out, places, *counts, to.frequencies, heads, tokens, items, to.window,
+        dim**-0.5 * LOG2E.value, RATIO=ratio_of(to),
+        JOINED=num_joined(dim, 2 * to.frequencies.shape[0], config.channels), BH=config.heads,
+        T=tile_format(q, to), **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip

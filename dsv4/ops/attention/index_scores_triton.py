@@ -19,12 +19,12 @@ from dsv4.ops.kv.entry_device import (
     FP32,
     INDEX_FP4,
     INDEX_FP8,
+    entry_pool,
     fp4_groups,
     fp8_groups,
     index_tensors_reason,
     pool_format,
     pool_reason,
-    pool_tensors,
     power_of_two,
     scale_byte,
 )
@@ -334,7 +334,7 @@ def run(q, weights, pool, table, batch, topk, native=None, peaks=None, parts=0):
     width = table.shape[1] * pool.page_entries
     fmt = pool_format(pool)
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
-    data, _, scale = pool_tensors(pool)
+    data, _, scale = entry_pool(pool)
     if q.dtype == torch.float32 or fmt == FP32:
         mt = tl.float32
     else:

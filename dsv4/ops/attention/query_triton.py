@@ -1,8 +1,6 @@
 # mypy: ignore-errors
 """`query_prepare` and `index_query` on a GPU: a program per token and block of heads."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -18,25 +16,26 @@ from dsv4.ops.kv.entry_device import (
     power_of_two,
     scale_byte,
 )
-from dsv4.ops.kv.rope_device import rope_angles, rope_tile, rotate
+from dsv4.ops.kv.rope_device import rope_tile
 
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
 INDEX_HEADS = 32  # one per thread of a warp
+FORMATS = {"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}
 REGISTERS = 168  # per such thread: twelve warps per multiprocessor
 
 
 @triton.jit
-def _places(num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+def _places(num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr):
     head = block * BH + tl.arange(0, BH)
-    channel = tl.arange(0, PAD)
+    channel = tl.arange(0, triton.next_power_of_2(DIM))
     at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
     return at, (head < num_heads)[:, None] & (channel < DIM)[None, :]
 
 
 @triton.jit
-def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+def load_heads(q, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr):
     """A block of a token's heads, as projected."""
-    at, mask = _places(num_heads, row, block, BH, DIM, PAD)
+    at, mask = _places(num_heads, row, block, BH, DIM)
     return tl.load(q + at, mask=mask, other=0.0)
 
 
@@ -50,61 +49,53 @@ def norm_heads(found, eps, DIM: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def turn_heads(
-    normed, position, frequencies, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    ROPE: tl.constexpr, ASM: tl.constexpr,
+    normed, position, frequencies, BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.arange(0, PAD // 2)
-    live, sine, cosine = rope_angles(pair, position, frequencies, 1.0, DIM - ROPE, DIM)
-    x = rotate(normed.to(tl.float32), live, sine, cosine, BH, PAD)
+    PAD: tl.constexpr = triton.next_power_of_2(DIM)
+    x = rope_tile(normed.to(tl.float32), position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
     return narrow(x, normed.dtype, ASM)
 
 
 @triton.jit
-def store_heads(
-    x, out, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr
-):
-    at, mask = _places(num_heads, row, block, BH, DIM, PAD)
+def store_heads(x, out, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr):
+    at, mask = _places(num_heads, row, block, BH, DIM)
     tl.store(out + at, x, mask=mask)
 
 
 @triton.jit
 def prepare_heads(
-    q, out, positions, frequencies, eps, num_heads, row, block,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
+    q, out, positions, frequencies, eps, num_heads, row, block, BH: tl.constexpr,
+    DIM: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     position = tl.load(positions + row)
-    found = load_heads(q, num_heads, row, block, BH, DIM, PAD)
+    found = load_heads(q, num_heads, row, block, BH, DIM)
     x = norm_heads(found, eps, DIM, ASM)
-    x = turn_heads(x, position, frequencies, BH, DIM, PAD, ROPE, ASM)
-    store_heads(x, out, num_heads, row, block, BH, DIM, PAD)
+    x = turn_heads(x, position, frequencies, BH, DIM, ROPE, ASM)
+    store_heads(x, out, num_heads, row, block, BH, DIM)
 
 
 @triton.jit
 def index_heads(
-    q, out, positions, frequencies, num_heads, row, block,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr,
-    ALONE: tl.constexpr,
+    q, out, positions, frequencies, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4. ALONE: one warp, row per thread."""
     position = tl.load(positions + row)
-    head = block * BH + tl.arange(0, BH)
-    channel = tl.arange(0, PAD)
-    at = ((row.to(tl.int64) * num_heads + head) * DIM)[:, None] + channel[None, :]
-    mask = (head < num_heads)[:, None] & (channel < DIM)[None, :]
+    at, mask = _places(num_heads, row, block, BH, DIM)
+    PAD: tl.constexpr = triton.next_power_of_2(DIM)
     x = widen(tl.load(q + at, mask=mask, other=0.0), ASM)
     x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
     x = narrow(x, q.dtype.element_ty, ASM)
     if FORMAT >= 3 and ALONE:
-        x = hadamard_rows(x, FACTOR, LOG, BH, DIM, ASM)
+        x = hadamard_rows(x, BH, DIM, ASM)
     elif FORMAT >= 3:
-        x = hadamard_tile(widen(x, ASM), FACTOR, LOG, BH, DIM)
-        x = narrow(x, q.dtype.element_ty, ASM)
+        x = narrow(hadamard_tile(widen(x, ASM), BH, DIM), q.dtype.element_ty, ASM)
     x = widen(x, ASM)
     if FORMAT == 1:
         x = x.to(tl.bfloat16).to(tl.float32)
     if FORMAT == 3:
-        codes, exponent = fp8_groups(x, channel[None, :] >= 0)
+        codes, exponent = fp8_groups(x, tl.arange(0, PAD)[None, :] >= 0)
         x = codes.to(tl.float32) * power_of_two(scale_byte(exponent))[:, None]
     if FORMAT == 4:
         x = fp4_rounded(x.reshape(BH * DIM // 32, 32)).reshape(BH, DIM)
@@ -113,28 +104,29 @@ def index_heads(
 
 @triton.jit
 def _prepare_kernel(
-    q, out, positions, frequencies, eps, num_heads,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, ASM: tl.constexpr
+    q, out, positions, frequencies, eps, num_heads, BH: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     prepare_heads(
         q, out, positions, frequencies, eps, num_heads, tl.program_id(0), tl.program_id(1),
-        BH, DIM, PAD, ROPE, ASM,
+        BH, DIM, ROPE, ASM,
     )  # fmt: skip
 
 
 @triton.jit
 def _index_kernel(
-    q, out, positions, frequencies, num_heads,
-    BH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-    FORMAT: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr
+    q, out, positions, frequencies, num_heads, BH: tl.constexpr, DIM: tl.constexpr,
+    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     index_heads(
         q, out, positions, frequencies, num_heads, tl.program_id(0), tl.program_id(1),
-        BH, DIM, PAD, ROPE, FORMAT, LOG, FACTOR, ASM, True,
+        BH, DIM, ROPE, FORMAT, ASM, True,
     )  # fmt: skip
 
 
-def _supports(q, positions, frequencies) -> str | None:
+def supports(q, positions, frequencies, eps=None, index_format=None) -> str | None:
+    if index_format in ("fp4", "fp8") and (not is_power_of_two(q.shape[2]) or q.shape[2] < 32):
+        return f"{q.shape[2]} channels, the rotation needs a power of two from 32 on"
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
     if q.shape[2] % 2 or not positions.is_contiguous():
@@ -142,42 +134,17 @@ def _supports(q, positions, frequencies) -> str | None:
     return device_reason(q.device)
 
 
-def _sizes(q, frequencies) -> dict[str, object]:
-    dim = q.shape[2]
-    return {
-        "DIM": dim,
-        "PAD": triton.next_power_of_2(dim),
-        "ROPE": 2 * frequencies.shape[0],
-        "ASM": not interpreting(),
-    }
-
-
-def index_constants(q, index_format) -> dict[str, object]:
-    dim = q.shape[2]
-    return {
-        "FORMAT": {"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}[index_format],
-        "LOG": dim.bit_length() - 1,
-        "FACTOR": 1.0 / math.sqrt(dim),
-    }
-
-
-def supports(q, positions, frequencies, eps=None, index_format=None) -> str | None:
-    if index_format in ("fp4", "fp8") and (not is_power_of_two(q.shape[2]) or q.shape[2] < 32):
-        return f"{q.shape[2]} channels, the rotation needs a power of two from 32 on"
-    return _supports(q, positions, frequencies)
-
-
 def run(q, positions, frequencies, eps=None, index_format=None):
     """`query_prepare` with `eps`, `index_query` with `index_format`."""
     out = torch.empty_like(q)
+    sizes = {"DIM": q.shape[2], "ROPE": 2 * frequencies.shape[0], "ASM": not interpreting()}
     if index_format is None:
         _prepare_kernel[(q.shape[0], triton.cdiv(q.shape[1], HEADS))](
-            q, out, positions, frequencies, eps, q.shape[1], BH=HEADS,
-            **_sizes(q, frequencies), **launch_options(4),
-        )  # fmt: skip
+            q, out, positions, frequencies, eps, q.shape[1], BH=HEADS, **sizes, **launch_options(4)
+        )
         return out
     _index_kernel[(q.shape[0], triton.cdiv(q.shape[1], INDEX_HEADS))](
-        q, out, positions, frequencies, q.shape[1], BH=INDEX_HEADS, **_sizes(q, frequencies),
-        **index_constants(q, index_format), **launch_options(1, maxnreg=REGISTERS),
+        q, out, positions, frequencies, q.shape[1], BH=INDEX_HEADS, **sizes,
+        FORMAT=FORMATS[index_format], **launch_options(1, maxnreg=REGISTERS),
     )  # fmt: skip
     return out

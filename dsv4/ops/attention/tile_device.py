@@ -1,6 +1,8 @@
 # mypy: ignore-errors
 """Device code for one attention tile: entry addresses, softmax, and merging with other tiles."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,15 +12,44 @@ from dsv4.ops.core.launch import interpreting
 from dsv4.ops.kv.entry_device import (
     FP8,
     FP32,
-    pool_constants,
+    EntryPool,
+    entry_pool,
+    nope_dim,
     pool_format,
-    pool_tensors,
     power_of_two,
 )
 from dsv4.ops.kv.rope_device import rope_tile
 
 BT = 64  # entries per tile; changing it changes bits
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class TilePlaces(NamedTuple):
+    """Where the entries of queries are: `w_*` those of the window, `c_*` compressed ones."""
+
+    positions: torch.Tensor
+    seq_idx: torch.Tensor
+    chosen: torch.Tensor  # [tokens, k] selected entries
+    w_pool: EntryPool  # scale bytes of an entry as one integer
+    w_table: torch.Tensor
+    c_pool: EntryPool
+    c_table: torch.Tensor
+
+
+class TileFormat(NamedTuple):
+    """Constants of a kernel that reads tiles of entries."""
+
+    kind: int
+    nope: int
+    dim: int
+    rope: int
+    selected: bool  # not all visible entries, but those in `chosen`
+    bt: int  # entries per tile
+    wt: int  # tiles of the window, before the others
+    w_entries: int  # of a page
+    c_entries: int
+    mt: tl.dtype  # of products
+    asm: bool
 
 
 @triton.constexpr_function
@@ -31,16 +62,6 @@ def pieces(dim, rope_dim):
             widths.append(min(64, 1 << (left.bit_length() - 1)))
             left -= widths[-1]
     return tuple(widths)
-
-
-@triton.constexpr_function
-def num_pieces(dim, rope_dim):
-    return len(pieces(dim, rope_dim))
-
-
-@triton.constexpr_function
-def piece_width(dim, rope_dim, index):
-    return pieces(dim, rope_dim)[index]
 
 
 @triton.constexpr_function
@@ -75,34 +96,28 @@ def to_half(x, MT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _fetch_piece(
-    data, tail, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-    NOPE: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+def _fetch_piece(pool, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr):
     """Channels FIRST to FIRST + WIDTH of the entries at `slot`, as stored."""
     channel = FIRST + tl.arange(0, WIDTH)[None, :]
-    if FORMAT != 2:
-        x = tl.load(data + slot[:, None] * DIM + channel)
-    elif FIRST >= NOPE:
-        x = tl.load(tail + slot[:, None] * (DIM - NOPE) + (channel - NOPE))
+    if T.kind != 2:
+        x = tl.load(pool.data + slot[:, None] * T.dim + channel)
+    elif T.nope <= FIRST:
+        x = tl.load(pool.tail + slot[:, None] * (T.dim - T.nope) + (channel - T.nope))
     else:
-        x = tl.load(data + slot[:, None] * NOPE + channel)
+        x = tl.load(pool.data + slot[:, None] * T.nope + channel)
     return x
 
 
 @triton.jit
-def widen_piece(
-    x, scales, FIRST: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, MT: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """The result of `_fetch_piece`, in MT.
+def widen_piece(x, scales, FIRST: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """The result of `_fetch_piece`, in T.mt.
 
     `scales` (int64): the scale bytes of each entry, the first group in the lowest byte.
     """
-    if FORMAT == 2 and FIRST < NOPE:
-        return widen_codes(x, scales, FIRST // 64, MT, ASM)
+    if T.kind == 2 and T.nope > FIRST:
+        return widen_codes(x, scales, FIRST // 64, T.mt, ASM)
     else:
-        return to_half(x, MT, ASM)
+        return to_half(x, T.mt, ASM)
 
 
 @triton.jit
@@ -114,20 +129,17 @@ def widen_codes(x, scales, group, MT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_piece(
-    data, tail, scales, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-    NOPE: tl.constexpr, DIM: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    x = _fetch_piece(data, tail, slot, FIRST, WIDTH, FORMAT, NOPE, DIM)
-    return widen_piece(x, scales, FIRST, FORMAT, NOPE, MT, ASM)
+def load_piece(pool, scales, slot, FIRST: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr):
+    x = _fetch_piece(pool, slot, FIRST, WIDTH, T)
+    return widen_piece(x, scales, FIRST, T, False)
 
 
 @triton.jit
-def load_queries(q, q_at, live, DIM: tl.constexpr, ROPE: tl.constexpr):
+def load_queries(q, q_at, live, T: tl.constexpr):
     """Queries by piece, as stored."""
     found = ()
-    for i in tl.static_range(num_pieces(DIM, ROPE)):
-        channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
+    for i in tl.static_range(len(pieces(T.dim, T.rope))):
+        channel = piece_first(T.dim, T.rope, i) + tl.arange(0, pieces(T.dim, T.rope)[i])
         x = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
         found = append(found, x)
     return found
@@ -142,35 +154,33 @@ def widen_queries(found, JOINED: tl.constexpr, MT: tl.constexpr):
 
 
 @triton.jit
-def fetch_tile(
-    slot, in_window, w_data, w_tail, w_scale, c_data, c_tail, c_scale,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
+def pool_of(in_window, at):
+    """The pool of a tile's entries."""
+    data = tl.where(in_window, at.w_pool.data, at.c_pool.data)
+    tail = tl.where(in_window, at.w_pool.tail, at.c_pool.tail)
+    return EntryPool(data, tail, tl.where(in_window, at.w_pool.scale, at.c_pool.scale))
+
+
+@triton.jit
+def fetch_tile(slot, in_window, at, T: tl.constexpr):
     """The entries at `slot` as stored, by piece, and their scale bytes."""
-    data = tl.where(in_window, w_data, c_data)
-    tail = tl.where(in_window, w_tail, c_tail)
+    pool = pool_of(in_window, at)
     scales = slot
-    if FORMAT == 2:
-        scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
+    if T.kind == 2:
+        scales = tl.load(pool.scale + slot)
     stored = ()
-    for i in tl.static_range(num_pieces(DIM, ROPE)):
-        x = _fetch_piece(
-            data, tail, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
-            FORMAT, NOPE, DIM,
-        )  # fmt: skip
+    for i in tl.static_range(len(pieces(T.dim, T.rope))):
+        x = _fetch_piece(pool, slot, piece_first(T.dim, T.rope, i), pieces(T.dim, T.rope)[i], T)
         stored = append(stored, x)
     return stored, scales
 
 
 @triton.jit
-def widen_tile(
-    stored, scales, JOINED: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr,
-    DIM: tl.constexpr, ROPE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The result of `fetch_tile` in MT, with JOINED pieces per matrix."""
+def widen_tile(stored, scales, JOINED: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """The result of `fetch_tile` in T.mt, with JOINED pieces per matrix."""
     keys = ()
-    for i in tl.static_range(num_pieces(DIM, ROPE)):
-        k = widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
+    for i in tl.static_range(len(pieces(T.dim, T.rope))):
+        k = widen_piece(stored[i], scales, piece_first(T.dim, T.rope, i), T, ASM)
         keys = append(keys, k)
     return join_pieces(keys, JOINED)
 
@@ -187,7 +197,7 @@ def num_joined(dim, rope_dim, channels):
 @triton.constexpr_function
 def chunk_width(dim, rope_dim, joined, index):
     """Width of `joined` concatenated pieces."""
-    return joined * piece_width(dim, rope_dim, index * joined)
+    return joined * pieces(dim, rope_dim)[index * joined]
 
 
 @triton.jit
@@ -216,69 +226,55 @@ def dot(a, b, acc, MT: tl.constexpr):
 
 
 @triton.jit
-def tile_choice(
-    tile, visible, row, selected, num_selected, WT: tl.constexpr, BT: tl.constexpr,
-    SELECTED: tl.constexpr,
-):  # fmt: skip
+def tile_choice(tile, visible, row, at, num_selected, T: tl.constexpr):
     """The compressed entries of a tile, -1 for none."""
-    j = (tile - WT) * BT + tl.arange(0, BT)
-    if SELECTED:
+    j = (tile - T.wt) * T.bt + tl.arange(0, T.bt)
+    if T.selected:
         live = (j >= 0) & (j < num_selected)
-        older = tl.load(selected + row * num_selected + j, mask=live, other=-1).to(tl.int32)
+        older = tl.load(at.chosen + row * num_selected + j, mask=live, other=-1).to(tl.int32)
     else:
         older = tl.where(j < visible, j, -1)
     return older
 
 
 @triton.jit
-def tile_pages(
-    tile, older, position, seq, window, w_table, w_width, c_table, c_width,
-    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-):  # fmt: skip
+def tile_pages(tile, older, position, seq, window, at, w_width, c_width, T: tl.constexpr):
     """Pages of a tile's entries, their offsets inside, and a mask of those present.
 
     Masked slots read a valid dummy entry, so no NaN is loaded: the newest of the window, or the
     first compressed one.
     """
-    in_window = tile < WT
-    i = tile * BT + tl.arange(0, BT)
+    in_window = tile < T.wt
+    i = tile * T.bt + tl.arange(0, T.bt)
     recent = tl.where(i < window, position + 1 - window + i, -1)
     entry = tl.where(in_window, recent, older)
     present = entry >= 0
     entry = tl.where(present, entry, tl.where(in_window, position, 0))
-    page = tl.where(in_window, entry // W_ENTRIES, entry // C_ENTRIES)
-    inside = tl.where(in_window, entry % W_ENTRIES, entry % C_ENTRIES)
+    page = tl.where(in_window, entry // T.w_entries, entry // T.c_entries)
+    inside = tl.where(in_window, entry % T.w_entries, entry % T.c_entries)
     width = tl.where(in_window, w_width, c_width)
-    table = tl.where(in_window, w_table, c_table) + seq * width
+    table = tl.where(in_window, at.w_table, at.c_table) + seq * width
     # the window's table is a ring; one division suffices, since entries span less than one turn
-    oldest = tl.where(in_window, tl.maximum(position + 1 - window, 0) // W_ENTRIES, 0)
+    oldest = tl.where(in_window, tl.maximum(position + 1 - window, 0) // T.w_entries, 0)
     place = page - oldest + oldest % width
     place = tl.where(place >= width, place - width, place)
     return tl.load(table + place), inside, present
 
 
 @triton.jit
-def slots_of(
-    tile, page, inside, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr
-):
+def slots_of(tile, page, inside, T: tl.constexpr):
     """Entry offsets (int64) from the pool's start, in entries."""
-    return page.to(tl.int64) * tl.where(tile < WT, W_ENTRIES, C_ENTRIES) + inside
+    return page.to(tl.int64) * tl.where(tile < T.wt, T.w_entries, T.c_entries) + inside
 
 
 @triton.jit
 def tile_slots(
-    tile, position, visible, seq, row, window, selected, num_selected,
-    w_table, w_width, c_table, c_width,
-    WT: tl.constexpr, BT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    SELECTED: tl.constexpr,
-):  # fmt: skip
+    tile, position, visible, seq, row, window, at, num_selected, w_width, c_width, T: tl.constexpr
+):
     """Offsets of a tile's entries, and a mask of those present."""
-    older = tile_choice(tile, visible, row, selected, num_selected, WT, BT, SELECTED)
-    page, inside, present = tile_pages(
-        tile, older, position, seq, window, w_table, w_width, c_table, c_width,
-        WT, BT, W_ENTRIES, C_ENTRIES,
-    )  # fmt: skip
-    return slots_of(tile, page, inside, WT, W_ENTRIES, C_ENTRIES), present
+    older = tile_choice(tile, visible, row, at, num_selected, T)
+    page, inside, present = tile_pages(tile, older, position, seq, window, at, w_width, c_width, T)
+    return slots_of(tile, page, inside, T), present
 
 
 @triton.jit
@@ -292,7 +288,7 @@ def softmax(scores, present, qk_scale, MT: tl.constexpr):
 @triton.jit
 def tile_weights(
     queries, keys, present, num_tokens, qk_scale, JOINED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, MT: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Softmax of one tile: weights, their sum `[BH]`, maximum.
 
@@ -300,19 +296,20 @@ def tile_weights(
     product's result multiplied again assigns rows to warpgroups, and 64 rows are one warpgroup's
     worth, so both would compute all scores.
     """
-    scores = tl.zeros((BH, BT), tl.float32)
-    weights = tl.zeros((BH, BT), MT)
+    ENTRIES: tl.constexpr = T.bt
+    scores = tl.zeros((BH, ENTRIES), tl.float32)
+    weights = tl.zeros((BH, ENTRIES), T.mt)
     top = tl.zeros((BH,), tl.float32)
     for i in tl.static_range(len(keys)):
         if JOINED == 1:
-            scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
+            scores = dot(queries[i], tl.trans(keys[i]), scores, T.mt)
         elif num_tokens > i - 64:
-            scores = dot(queries[i], tl.trans(keys[i]), scores, MT)
+            scores = dot(queries[i], tl.trans(keys[i]), scores, T.mt)
             if i == len(keys) - 1:
-                weights, top = softmax(scores, present, qk_scale, MT)
+                weights, top = softmax(scores, present, qk_scale, T.mt)
     if JOINED == 1:
-        weights, top = softmax(scores, present, qk_scale, MT)
-    return weights, weights_sum(weights, BH, BT, MT), top
+        weights, top = softmax(scores, present, qk_scale, T.mt)
+    return weights, weights_sum(weights, BH, T.bt, T.mt), top
 
 
 @triton.jit
@@ -334,14 +331,15 @@ def add_tile(best, total, top, part):
 
 @triton.jit
 def finish_piece(
-    acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    BH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
+    acc, scale, out, q_at, live, position, frequencies, FIRST: tl.constexpr, BH: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Divide by the sum of weights, rotate the rotary channels back, store."""
+    WIDTH: tl.constexpr = acc.shape[1]
     x = (acc * scale[:, None]).to(out.dtype.element_ty)
-    if FIRST + WIDTH > DIM - ROPE:
-        TURNED: tl.constexpr = max(DIM - ROPE - FIRST, 0)
-        table = frequencies + max(FIRST - (DIM - ROPE), 0) // 2
+    if T.dim - T.rope < FIRST + WIDTH:
+        TURNED: tl.constexpr = max(T.dim - T.rope - FIRST, 0)
+        table = frequencies + max(FIRST - (T.dim - T.rope), 0) // 2
         x = rope_tile(x.to(tl.float32), position, table, -1.0, BH, TURNED, WIDTH, WIDTH)
     channel = FIRST + tl.arange(0, WIDTH)
     tl.store(out + q_at + channel[None, :], x.to(out.dtype.element_ty), mask=live[:, None])
@@ -360,36 +358,40 @@ def most_entries(compressed) -> int:
     return compressed.table.shape[1] * compressed.pool.page_entries
 
 
-def entry_parts(pool):
+def tile_pool(pool) -> EntryPool:
     """data, tail and the scale bytes of an entry as one integer."""
-    data, tail, scale = pool_tensors(pool)
-    return data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data
+    data, tail, scale = entry_pool(pool)
+    return EntryPool(data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data)
 
 
-def place_arguments(pool, table, compressed, batch) -> tuple:
-    """Entry locations as kernel arguments: from `positions` to `c_width`."""
-    other = pool if compressed is None else compressed.pool
-    other_table = table if compressed is None else compressed.table
-    selected = None if compressed is None else compressed.selected
-    return (
-        batch.positions, batch.seq_idx, batch.positions if selected is None else selected,
-        most_entries(compressed), *entry_parts(pool), table, table.shape[1],
-        *entry_parts(other), other_table, other_table.shape[1],
+def tile_places(to) -> tuple[TilePlaces, tuple[int, int, int]]:
+    """Entry locations as kernel arguments; the most entries of a query, widths of the tables."""
+    older, positions = to.compressed or to, to.batch.positions
+    selected = None if to.compressed is None else to.compressed.selected
+    places = TilePlaces(
+        positions, to.batch.seq_idx, positions if selected is None else selected,
+        tile_pool(to.pool), to.table, tile_pool(older.pool), older.table,
     )  # fmt: skip
+    return places, (most_entries(to.compressed), to.table.shape[1], older.table.shape[1])
 
 
-def place_constants(q, pool, compressed, window, frequencies) -> dict[str, object]:
-    constants = pool_constants(pool)
+def tile_format(q, to, bt: int = BT) -> TileFormat:
+    pool, older = to.pool, to.compressed or to
     narrow = tl.float16 if pool_format(pool) == FP8 else tl.bfloat16
-    return {
-        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
-        "ROPE": 2 * frequencies.shape[0],
-        "RATIO": 1 if compressed is None else compressed.ratio,
-        "SELECTED": compressed is not None and compressed.selected is not None,
-        "BT": BT,
-        "WT": triton.cdiv(window, BT),
-        "W_ENTRIES": pool.page_entries,
-        "C_ENTRIES": (pool if compressed is None else compressed.pool).page_entries,
-        "MT": narrow if is_narrow(q, pool) else tl.float32,
-        "ASM": not interpreting(),
-    }
+    return TileFormat(
+        kind=pool_format(pool),
+        nope=nope_dim(pool),
+        dim=pool.dim,
+        rope=2 * to.frequencies.shape[0],
+        selected=to.compressed is not None and to.compressed.selected is not None,
+        bt=bt,
+        wt=triton.cdiv(to.window, bt),
+        w_entries=pool.page_entries,
+        c_entries=older.pool.page_entries,
+        mt=narrow if is_narrow(q, pool) else tl.float32,
+        asm=not interpreting(),
+    )
+
+
+def ratio_of(to) -> int:
+    return 1 if to.compressed is None else to.compressed.ratio

@@ -44,17 +44,8 @@ def linear_ranges_reference(x: Tensor, weight: Weight, some: range) -> PartialSu
 
 
 def expert_sums_reference(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w13: Weight,
-    w2: Weight,
-    shared_w13: Weight,
-    shared_w2: Weight,
-    limit: float,
-    with_shared: bool,
+    x: Tensor, experts: Tensor, weights: Tensor, by: Experts, with_shared: bool
 ) -> ExpertSums:
-    by = Experts(w13, w2, shared_w13, shared_w2, limit)
     extra = shared_sums(x, by) if with_shared else None
     return ExpertSums(pair_sums(x, experts, weights, by).unsqueeze(2), extra)
 
@@ -109,7 +100,7 @@ def expert_sums(
         empty = torch.zeros(0, experts.shape[1], 1, x.shape[1], device=x.device)
         return ExpertSums(empty, x.float() if with_shared else None)
     result: ExpertSums = EXPERT_SUMS(
-        x.device, x=x, experts=experts, weights=weights, **vars(by), with_shared=with_shared
+        x.device, x=x, experts=experts, weights=weights, by=by, with_shared=with_shared
     )
     return result
 

@@ -1,7 +1,7 @@
 """Traverses an op's arguments: tensors, or dataclasses and lists of tensors."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,19 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for place, part in enumerate(value):
             yield from leaves(part, f"{path}[{place}]")
+
+
+def argument(arguments: Any, path: str) -> Any:
+    """`block.state` of an op's arguments."""
+    for name in path.split("."):
+        arguments = arguments[name] if isinstance(arguments, dict) else getattr(arguments, name)
+    return arguments
+
+
+def changed_argument(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The arguments with another `x` or `block.values`."""
+    name, _, field = path.partition(".")
+    return {**arguments, name: replace(arguments[name], **{field: value}) if field else value}
 
 
 def copied(value: Any, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:

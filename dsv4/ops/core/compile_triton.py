@@ -172,8 +172,10 @@ def _told(value):
     """JSON of the values that decide a kernel; a tuple is not a list."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if type(value) is tuple:
-        return {"tuple": [_told(item) for item in value]}
+    if isinstance(value, tuple):
+        told, kind = [_told(item) for item in value], type(value)
+        name = [kind.__module__, kind.__name__]
+        return {"tuple": told} if kind is tuple else {"named": [*name, told]}
     if type(value) is list:
         return [_told(item) for item in value]
     if isinstance(value, dict):
@@ -195,6 +197,8 @@ def _heard(value):
     ((kind, inner),) = value.items()
     if kind == "tuple":
         return tuple(_heard(item) for item in inner)
+    if kind == "named":
+        return getattr(import_module(inner[0]), inner[1])(*map(_heard, inner[2]))
     if kind == "dict":
         return {_heard(key): _heard(item) for key, item in inner}
     if kind == "dtype":

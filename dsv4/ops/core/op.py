@@ -18,6 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from dsv4.errors import KernelError
+from dsv4.ops.core.arguments import argument
 from dsv4.ops.core.context import current
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Op(Generic[P, R]):
     reference: Callable[P, R]
     cases: Callable[[], Iterable[Case]]
     kernels: tuple[Kernel, ...] = ()
-    mutates: tuple[str, ...] = ()  # arguments written in place
+    mutates: tuple[str, ...] = ()  # paths of arguments written in place
     on_cpu: CpuForm | None = None
 
     def __call__(self, device: torch.device, /, *_: P.args, **arguments: P.kwargs) -> R:
@@ -136,6 +137,10 @@ class Op(Generic[P, R]):
         message = f"op {self.name} runs its slow reference on {device}: {why}"
         warn_unless_strict(message, about=message)
         return self._run_reference(arguments)
+
+    def written(self, arguments: Arguments) -> Arguments:
+        """What a call with these arguments writes in place, by path."""
+        return {path: argument(arguments, path) for path in self.mutates}
 
     def _run_reference(self, arguments: Arguments) -> R:
         current().tell((self.name,), lambda: "reference")

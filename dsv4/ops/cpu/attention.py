@@ -7,6 +7,7 @@ from dsv4.ops.attention.attention import (
     HEAD_TILE,
     KEY_TILE,
     Compressed,
+    Visible,
     _as_multiplied,
     _by_heads,
     attention_reference,
@@ -56,28 +57,20 @@ def _compressed(batch: Ragged, compressed: Compressed) -> list[Tile | None]:
     ]
 
 
-def attention(
-    q: Tensor,
-    sink: Tensor,
-    pool: PagedPool,
-    table: Tensor,
-    compressed: Compressed | None,
-    batch: Ragged,
-    window: int,
-    frequencies: Tensor,
-) -> Tensor:
+def attention(q: Tensor, to: Visible) -> Tensor:
+    batch, pool, table, window = to.batch, to.pool, to.table, to.window
     if not few_rows(batch) or q.shape[1] % HEAD_TILE:
-        return attention_reference(q, sink, pool, table, compressed, batch, window, frequencies)
+        return attention_reference(q, to)
     size = pool.page_entries
     own = once(
         batch, ("window", size, window), lambda: _window(batch, pool, table, window), of=table
     )
     tiles = [] if own is None else [(pool, *own[1:])]
-    if compressed is not None:
-        tiles += [tile for tile in _compressed(batch, compressed) if tile is not None]
-    rounded_q = _as_multiplied(q, 2 * frequencies.shape[0], pool.activations)
+    if to.compressed is not None:
+        tiles += [tile for tile in _compressed(batch, to.compressed) if tile is not None]
+    rounded_q = _as_multiplied(q, 2 * to.frequencies.shape[0], pool.activations)
     wide_q = tensor(rounded_q.numpy() * fp32(q.shape[2] ** -0.5))
-    top = sink.float().numpy().reshape(1, -1, 1)
+    top = to.sink.float().numpy().reshape(1, -1, 1)
     out, total = np.zeros(q.shape, dtype=np.float32), fp32(1.0)
     for pool, rows, absent in tiles:
         keys = load_at(pool, rows)
@@ -96,7 +89,7 @@ def attention(
         top = new_top
     out /= total
     out = rounded_to(q.dtype, out)
-    rotate(out, rotation(batch.positions, frequencies), inverse=True)
+    rotate(out, rotation(batch.positions, to.frequencies), inverse=True)
     return tensor(out).to(q.dtype)
 
 

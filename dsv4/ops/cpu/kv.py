@@ -1,31 +1,22 @@
 """What few rows store, on a CPU: window keys and compressed entries."""
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.cpu.arrays import Array, exp, normed, tensor
 from dsv4.ops.cpu.step import entry_rows, few_rows, once, rotate, rotation, rounded_to
-from dsv4.ops.kv.compress import CompressorState, compress_reference, overlaps
-from dsv4.ops.kv.kv_store import kv_store_reference
-from dsv4.ops.kv.pool import PagedPool, store_at
+from dsv4.ops.kv.compress import Compression, compress_reference, overlaps
+from dsv4.ops.kv.kv_store import WindowKey, kv_store_reference
+from dsv4.ops.kv.pool import store_at
 
 
-def kv_store(
-    kv: Tensor,
-    norm: Tensor,
-    frequencies: Tensor,
-    eps: float,
-    batch: Ragged,
-    pool: PagedPool,
-    table: Tensor,
-) -> None:
+def kv_store(key: WindowKey) -> None:
+    kv, batch, pool, table = key.kv, key.batch, key.pool, key.table
     if not few_rows(batch):
-        kv_store_reference(kv, norm, frequencies, eps, batch, pool, table)
+        kv_store_reference(key)
         return
-    keys = rounded_to(kv.dtype, normed(kv, norm, eps))
-    rotate(keys, rotation(batch.positions, frequencies))
+    keys = rounded_to(kv.dtype, normed(kv, key.norm, key.eps))
+    rotate(keys, rotation(batch.positions, key.frequencies))
     size = pool.page_entries
     where = once(
         batch,
@@ -36,22 +27,10 @@ def kv_store(
     store_at(pool, where, tensor(keys).to(kv.dtype))
 
 
-def compress(
-    values: Tensor,
-    gates: Tensor,
-    ape: Tensor,
-    norm: Tensor,
-    frequencies: Tensor,
-    eps: float,
-    ratio: int,
-    dtype: torch.dtype,
-    state: CompressorState,
-    batch: Ragged,
-    pool: PagedPool,
-    table: Tensor,
-) -> None:
+def compress(block: Compression) -> None:
     """The rows are stored first: every token of a block that closes is then in the state. With
     ratio 128 a row behind it would have taken the place of the first."""
+    values, state, batch, ratio = block.values, block.state, block.batch, block.ratio
     is_few = few_rows(batch) and batch.keep is None
     if is_few:
         size = state.rows
@@ -60,14 +39,12 @@ def compress(
         )
         is_few = overlaps(ratio) or batch.one_each or not len(closing)
     if not is_few:
-        compress_reference(
-            values, gates, ape, norm, frequencies, eps, ratio, dtype, state, batch, pool, table
-        )
+        compress_reference(block)
         return
     positions, width = batch.positions.numpy(), values.shape[1]
     held_values, held_gates = (held.view(-1, width).numpy() for held in (state.values, state.gates))
     held_values[rows] = values.numpy()
-    held_gates[rows] = gates.numpy() + ape.numpy()[positions % ratio]
+    held_gates[rows] = block.gates.numpy() + block.ape.numpy()[positions % ratio]
     if not len(closing):
         return
     last = positions[closing]
@@ -79,12 +56,12 @@ def compress(
     weights = exp(z)
     weights /= tensor(weights).sum(1, keepdim=True).numpy()
     weights *= v
-    entries = tensor(weights).sum(1).to(dtype)
-    keys = rounded_to(dtype, normed(entries, norm, eps))
-    block = last // ratio
-    rotate(keys, rotation(tensor(block * ratio), frequencies))
-    where = entry_rows(table, pool.page_entries, batch.seq_idx.numpy()[closing], block)
-    store_at(pool, where, tensor(keys).to(dtype))
+    entries = tensor(weights).sum(1).to(block.dtype)
+    keys = rounded_to(block.dtype, normed(entries, block.norm, block.eps))
+    numbers, page = last // ratio, block.pool.page_entries
+    rotate(keys, rotation(tensor(numbers * ratio), block.frequencies))
+    where = entry_rows(block.table, page, batch.seq_idx.numpy()[closing], numbers)
+    store_at(block.pool, where, tensor(keys).to(block.dtype))
 
 
 def _places(batch: Ragged, ratio: int, size: int) -> tuple[Array, Array, Array]:

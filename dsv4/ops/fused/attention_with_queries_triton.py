@@ -16,28 +16,23 @@ def supports(queries, to) -> str | None:
         return "the queries are prepared"
     if q.shape[0] == 0 or q.shape[2] & (q.shape[2] - 1) or q.shape[2] > 512:
         return f"q has shape {tuple(q.shape)}"
-    config = _config(q, to)
+    config = attention_triton.choose_variant(q, to)
     if not (config.split or config.unpacked):
         return "many programs would prepare the same queries"
     reason = query_triton.supports(q, to.batch.positions, to.frequencies)
-    return reason or attention_triton.supports(q, **vars(to))
-
-
-def _config(q, to) -> attention_triton.AttentionVariant:
-    places = (to.pool, to.table, to.compressed, to.window)
-    return attention_triton.choose_variant(q, *places, 2 * to.frequencies.shape[0])
+    return reason or attention_triton.supports(q, to)
 
 
 def variant(queries, to) -> str:
-    return str(_config(queries.q, to))
+    return attention_triton.variant(queries.q, to)
 
 
 def compile_others(queries, to) -> None:
-    attention_triton.compile_others(queries.q, **vars(to), eps=queries.eps)
+    attention_triton.compile_others(queries.q, to, queries.eps)
 
 
 def run(queries, to):
-    config = _config(queries.q, to)
+    config = attention_triton.choose_variant(queries.q, to)
     if config.heads == query_triton.HEADS:  # more have 512 channels, summed equally by 8 warps
         config = replace(config, num_warps=ROW_WARPS)
-    return attention_triton.run(queries.q, **vars(to), config=config, eps=queries.eps)
+    return attention_triton.run(queries.q, to, config, queries.eps)

@@ -22,17 +22,16 @@ def supports(residual, site, token_ids, gate, experts) -> str | None:
     if not _readers(experts):
         return "no weight asks for activations of few bits"
     x = residual.streams[:, 0]  # of the row's kind
-    matrices = (experts.w13, experts.w2, experts.shared_w13, experts.shared_w2)
     return (
         row_reason(residual, site)
         or linear_scaled_triton.rows_reason(x)
-        or router_triton.supports(x, token_ids=token_ids, **vars(gate))
-        or _kernels(experts).weights_reason(x, *matrices)
+        or router_triton.supports(x, token_ids, gate)
+        or _kernels(experts).weights_reason(x, experts)
     )
 
 
 def run(residual, site, token_ids, gate, experts) -> Residual:
     streams, x, post, comb, rows = mix_quantized(residual, site, _readers(experts)[0])
-    chosen, weights = router_triton.run(x, token_ids=token_ids, **vars(gate))
-    y = _kernels(experts).launch(x, chosen, weights, **vars(experts), ready=rows)
+    chosen, weights = router_triton.run(x, token_ids, gate)
+    y = _kernels(experts).launch(x, chosen, weights, experts, ready=rows)
     return Residual(streams, Update(y, post, comb))

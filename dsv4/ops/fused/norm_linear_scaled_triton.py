@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dsv4.ops.core.launch import ROW_WARPS, launch_options
 from dsv4.ops.gemm import linear_scaled_triton
-from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, row_fits, store_row
+from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_fits, row_format, store_row
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.norm import rms_norm_triton
 from dsv4.ops.norm.rms_norm_triton import norm_row
@@ -17,12 +17,12 @@ from dsv4.ops.norm.rms_norm_triton import norm_row
 
 @triton.jit
 def _norm_quantize_kernel(
-    x, weight, out, x_stride, eps, codes, scales, row_scale, columns, SIZE: tl.constexpr,
-    PAD: tl.constexpr, WEIGHTED: tl.constexpr, BITS: tl.constexpr, TILED: tl.constexpr
+    x, weight, out, x_stride, eps, rows, SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
+    Q: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    value = norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
-    store_row(value, codes, scales, row_scale, row, 1, columns, PAD, TILED, BITS == 8)
+    value = norm_row(x, weight, out, row, x_stride, eps, SIZE, WEIGHTED)
+    store_row(value, rows, row, Q)
 
 
 def products_reason(latent, weights) -> str | None:
@@ -56,8 +56,8 @@ def run(latent, norm, eps, weights):
 def norm_quantize(x, weight, eps, rows):
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm_quantize_kernel[(x.shape[0],)](
-        x, x if weight is None else weight, out, x.stride(0), eps, *row_buffers(rows, x),
-        SIZE=x.shape[1], PAD=triton.next_power_of_2(x.shape[1]), WEIGHTED=weight is not None,
-        **row_constants(rows), **launch_options(ROW_WARPS),
+        x, x if weight is None else weight, out, x.stride(0), eps, row_buffers(rows, x),
+        SIZE=x.shape[1], WEIGHTED=weight is not None, Q=row_format(rows),
+        **launch_options(ROW_WARPS),
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention import query_triton
-from dsv4.ops.attention.query_triton import HEADS, index_constants, index_heads, prepare_heads
+from dsv4.ops.attention.query_triton import FORMATS, HEADS, index_heads, prepare_heads
 from dsv4.ops.core.helpers_device import depend
 from dsv4.ops.core.launch import dependent_options, interpreting
 
@@ -19,10 +19,9 @@ MOST_TOKENS = 128  # beyond, a launch more costs nothing, and index heads alone 
 @triton.jit
 def _queries_kernel(
     q, out, index_q, index_out, weights, weights_out, positions, frequencies, eps, scale,
-    num_heads, num_index_heads,
-    BH: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    INDEX_DIM: tl.constexpr, INDEX_PAD: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
-    LOG: tl.constexpr, FACTOR: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    num_heads, num_index_heads, BH: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr,
+    INDEX_DIM: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The first BLOCKS programs of a token handle attention's heads."""
     row = tl.program_id(0)
@@ -30,12 +29,12 @@ def _queries_kernel(
     depend(DEPENDENT)
     if block < BLOCKS:
         prepare_heads(
-            q, out, positions, frequencies, eps, num_heads, row, block, BH, DIM, PAD, ROPE, ASM
+            q, out, positions, frequencies, eps, num_heads, row, block, BH, DIM, ROPE, ASM
         )
     else:
         index_heads(
             index_q, index_out, positions, frequencies, num_index_heads, row, block - BLOCKS,
-            BH, INDEX_DIM, INDEX_PAD, ROPE, FORMAT, LOG, FACTOR, ASM, False,
+            BH, INDEX_DIM, ROPE, FORMAT, ASM, False,
         )  # fmt: skip
         head = (block - BLOCKS) * BH + tl.arange(0, BH)
         at = row.to(tl.int64) * num_index_heads + head
@@ -68,10 +67,8 @@ def run(queries, index_q, head_weights, scale, positions, frequencies, index_for
     _queries_kernel[grid](
         q, out, index_q, index_out, head_weights, weights_out, positions, frequencies,
         queries.eps, scale, q.shape[1], index_q.shape[1],
-        BH=HEADS, BLOCKS=blocks, DIM=q.shape[2], PAD=triton.next_power_of_2(q.shape[2]),
-        INDEX_DIM=index_q.shape[2], INDEX_PAD=triton.next_power_of_2(index_q.shape[2]),
-        ROPE=2 * frequencies.shape[0], ASM=not interpreting(),
-        **index_constants(index_q, index_format),
+        BH=HEADS, BLOCKS=blocks, DIM=q.shape[2], INDEX_DIM=index_q.shape[2],
+        ROPE=2 * frequencies.shape[0], FORMAT=FORMATS[index_format], ASM=not interpreting(),
         **dependent_options(q.device, 4),
     )  # fmt: skip
     return replace(queries, q=out, is_prepared=True), index_out, weights_out

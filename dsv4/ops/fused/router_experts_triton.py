@@ -10,14 +10,12 @@ from dsv4.ops.moe.shared_expert_triton import is_separate
 def supports(x, token_ids, gate, experts) -> str | None:
     if x.shape[0] != 1:
         return "more than one token"
-    if is_separate(experts.shared_w13, experts.w13):
+    if is_separate(experts):
         return "a shared expert in another format"
-    matrices = (experts.w13, experts.w2, experts.shared_w13, experts.shared_w2)
-    reason = router_triton.supports(x, token_ids=token_ids, **vars(gate))
-    return reason or experts_triton.weights_reason(x, *matrices)
+    reason = router_triton.supports(x, token_ids, gate)
+    return reason or experts_triton.weights_reason(x, experts)
 
 
 def run(x, token_ids, gate, experts) -> PartialSums:
-    given = {"token_ids": token_ids, **vars(gate), **vars(experts)}
-    parts = experts_single_token_triton.launch_routed(x, **given)
+    parts = experts_single_token_triton.launch_routed(x, token_ids, gate, experts)
     return PartialSums(parts[:, :, None], None, x.dtype)

@@ -6,6 +6,8 @@ summed separately, and ranges are added in ascending order. Every variant of a k
 many) keeps that order, so a row's bits are always the same.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -330,6 +332,50 @@ def finish_ranges(
                 total += tl.load(part_ptrs, mask=present, other=0.0, cache_modifier=".cg")
         tl.store(counters + slot, 0)
     return total, is_last
+
+
+class Matrices(NamedTuple):
+    """The matrices of a launch, a number of each: addresses, then sizes."""
+
+    words: tuple[int, ...]
+    scales: tuple[int, ...]
+    factors: tuple[int, ...]
+    outs: tuple[int, ...]
+    sizes: tuple[int, ...]  # rows of weights
+    parts: tuple[int, ...]  # rows under one factor
+    firsts: tuple[int, ...]  # first program
+    ranges: tuple[int, ...]  # of K
+    range_steps: tuple[int, ...]
+
+
+def matrices(data, scales, factors, outs, sizes, parts, programs, splits) -> Matrices:
+    """`programs` of each matrix; `splits`: its ranges of K and the steps in each."""
+    addresses = (
+        tuple(tensor.data_ptr() for tensor in tensors) for tensors in (data, scales, factors, outs)
+    )
+    firsts = tuple(sum(programs[:i]) for i in range(len(programs)))
+    return Matrices(*addresses, tuple(sizes), tuple(parts), firsts, *zip(*splits, strict=True))
+
+
+@triton.jit
+def store_typed(total, out, offsets, mask, wide):
+    """fp32 results if `wide`, else bf16; `out` is an address: allocations are aligned, but a
+    pointer cast from an integer does not carry that."""
+    out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
+    out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
+    if wide:
+        tl.store(out_f32 + offsets, total, mask=mask)
+    else:
+        tl.store(out_bf16 + offsets, total.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def is_wide(m, pid, F32: tl.constexpr, NUM: tl.constexpr):
+    """Whether program `pid`'s matrix has fp32 results: bit i of F32 is set for matrix i."""
+    wide = tl.where(pid >= 0, F32 % 2, 0)
+    for i in tl.static_range(1, NUM):
+        wide = tl.where(pid >= m.firsts[i], (F32 >> i) % 2, wide)
+    return wide == 1
 
 
 @triton.jit

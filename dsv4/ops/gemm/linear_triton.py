@@ -9,6 +9,7 @@ ranges. Same sums, same bits.
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +30,10 @@ from dsv4.ops.gemm.dot_device import (
     dot_fp8,
     dot_nvfp4,
     finish_ranges,
+    is_wide,
+    matrices,
     select_matrix,
+    store_typed,
 )
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.expand_triton import expand
@@ -41,60 +45,71 @@ NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
 EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights are dequantised to bf16 first
 
 
+class LinearTile(NamedTuple):
+    """Constants of a launch: a program's tile, and the format of its weights."""
+
+    kind: int
+    bm: int
+    bn: int
+    bk: int  # columns of an FP8 product
+    block: int  # an FP8 tile has `tile_rows` x `block` weights
+    tile_rows: int
+    stages: int
+    variant: int
+    even_k: bool
+    e8m0: bool
+    asm: bool
+
+
 @triton.jit
 def _range_sum(
     words, scales, tile, live_n, x, x_rows, live_m, first, last, total_steps, num_columns,
-    FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
-    EVEN_K: tl.constexpr, E8M0: tl.constexpr, ASM: tl.constexpr,
+    L: tl.constexpr,
 ):  # fmt: skip
     """The sum over one range of K, for any format; `words` and `scales` are addresses."""
-    row = tile.to(tl.int64) * BN
-    if FORMAT == 0:
+    row = tile.to(tl.int64) * L.bn
+    if L.kind == 0:
         w = words.to(tl.pointer_type(tl.int16)) + row * total_steps * 32
         s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
         acc = dot_nvfp4(
             tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, (x_rows,), (live_m,), first, last,
-            total_steps, num_columns, BN, STAGES, VARIANT, EVEN_K, ASM,
+            total_steps, num_columns, L.bn, L.stages, L.variant, L.even_k, L.asm,
         )[0]  # fmt: skip
-    elif FORMAT == 3:
+    elif L.kind == 3:
         w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
         acc = dot_expanded(
             tl.multiple_of(w, 64), x, x_rows, live_m, first, last, total_steps, num_columns,
-            BN, BM, STAGES, EVEN_K,
+            L.bn, L.bm, L.stages, L.even_k,
         )  # fmt: skip
-    elif FORMAT == 1:
+    elif L.kind == 1:
         w = tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
         acc = dot_bf16(
-            w, live_n, x, x_rows, live_m, first, last, num_columns, BN, BM, STAGES, EVEN_K
+            w, live_n, x, x_rows, live_m, first, last, num_columns, L.bn, L.bm, L.stages, L.even_k
         )
     else:
         w = tl.multiple_of(words.to(tl.pointer_type(tl.float8e4nv)), 16) + row * num_columns
-        SCALE: tl.constexpr = tl.uint8 if E8M0 else tl.float32
+        SCALE: tl.constexpr = tl.uint8 if L.e8m0 else tl.float32
         s = scales.to(tl.pointer_type(SCALE))
-        scale_rows = (row + tl.arange(0, BN)) // ROWS * tl.cdiv(num_columns, BLOCK)
+        scale_rows = (row + tl.arange(0, L.bn)) // L.tile_rows * tl.cdiv(num_columns, L.block)
         acc = dot_fp8(
             w, s, scale_rows, live_n, x, x_rows, live_m, first, last, num_columns,
-            BN, BM, BK, BLOCK, STAGES, EVEN_K, E8M0,
+            L.bn, L.bm, L.bk, L.block, L.stages, L.even_k, L.e8m0,
         )  # fmt: skip
     return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_range"])
 def _linear_kernel(
-    x, x_stride, num_rows, num_columns, group_rows, total_steps,
-    words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps, first_range,
-    partials, counters,
-    NUM: tl.constexpr, F32: tl.constexpr, FORMAT: tl.constexpr, PARALLEL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr, EVEN_K: tl.constexpr,
-    E8M0: tl.constexpr, SWIZZLE: tl.constexpr, PARTIAL: tl.constexpr,
-    ASM: tl.constexpr,
+    x, x_stride, num_rows, num_columns, group_rows, total_steps, m, first_range, partials,
+    counters, NUM: tl.constexpr, F32: tl.constexpr, PARALLEL: tl.constexpr,
+    SWIZZLE: tl.constexpr, PARTIAL: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
-    when matrix i has fp32 results. SWIZZLE row tiles run concurrently, for L2 reuse. An FP8 tile
-    has ROWS x BLOCK weights. PARTIAL: each range's partial sum is stored separately (NVFP4: times
-    128), for `PartialSums`; `x` begins at the columns of range `first_range`."""
+    """`F32`: see `is_wide`. SWIZZLE row tiles run concurrently, for L2 reuse. PARTIAL: each range's
+    partial sum is stored separately (NVFP4: times 128), for `PartialSums`; `x` begins at the
+    columns of range `first_range`."""
+    BN: tl.constexpr = L.bn
+    BM: tl.constexpr = L.bm
+    FP4: tl.constexpr = L.kind == 0 or L.kind == 3
     pid = tl.program_id(0)
     m_tile = tl.program_id(1)
     if SWIZZLE > 1:
@@ -104,16 +119,16 @@ def _linear_kernel(
         side = tl.minimum(tl.num_programs(1) - first_m, SWIZZLE)
         m_tile = first_m + place % width % side
         pid = place % width // side
-    size = select_matrix(sizes, firsts, pid, NUM)
-    count = select_matrix(ranges, firsts, pid, NUM)
-    per_range = select_matrix(range_steps, firsts, pid, NUM)
-    tile = pid - select_matrix(firsts, firsts, pid, NUM)
+    size = select_matrix(m.sizes, m.firsts, pid, NUM)
+    count = select_matrix(m.ranges, m.firsts, pid, NUM)
+    per_range = select_matrix(m.range_steps, m.firsts, pid, NUM)
+    tile = pid - select_matrix(m.firsts, m.firsts, pid, NUM)
     split = 0
     if PARALLEL:
         split = tile % count
         tile = tile // count
-    words_at = select_matrix(words, firsts, pid, NUM)
-    scales_at = select_matrix(scales, firsts, pid, NUM)
+    words_at = select_matrix(m.words, m.firsts, pid, NUM)
+    scales_at = select_matrix(m.scales, m.firsts, pid, NUM)
     rn = tile * BN + tl.arange(0, BN)
     live_n = rn < size
     rm = m_tile * BM + tl.arange(0, BM)
@@ -124,17 +139,16 @@ def _linear_kernel(
     if PARTIAL:
         from_range = split + first_range
         x_rows -= first_range * per_range * 128
-    if FORMAT == 0 or FORMAT == 3:  # early: the first access misses the cache
-        factors = select_matrix(globals_, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
-        part_rows = select_matrix(parts, firsts, pid, NUM)
+    if FP4:  # early: the first access misses the cache
+        factors = select_matrix(m.factors, m.firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+        part_rows = select_matrix(m.parts, m.firsts, pid, NUM)
         factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
 
     is_last = count > 0
     if PARALLEL:
         total = _range_sum(
             words_at, scales_at, tile, live_n, x, x_rows, live_m, from_range * per_range,
-            tl.minimum((from_range + 1) * per_range, total_steps), total_steps, num_columns,
-            FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, VARIANT, EVEN_K, E8M0, ASM,
+            tl.minimum((from_range + 1) * per_range, total_steps), total_steps, num_columns, L,
         )  # fmt: skip
         if (not PARTIAL) and count > 1:
             slot = m_tile * tl.num_programs(0) + pid - split
@@ -146,36 +160,25 @@ def _linear_kernel(
         for index in tl.range(0, count):
             part = _range_sum(
                 words_at, scales_at, tile, live_n, x, x_rows, live_m, index * per_range,
-                tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns,
-                FORMAT, BM, BN, BK, BLOCK, ROWS, STAGES, VARIANT, EVEN_K, E8M0, ASM,
+                tl.minimum((index + 1) * per_range, total_steps), total_steps, num_columns, L,
             )  # fmt: skip
             total = total + part
     out_rows = rm.to(tl.int64)
     if PARTIAL:
-        if FORMAT == 0 or FORMAT == 3:
+        if FP4:
             total = total * 128.0
         out_rows += split * num_rows
-    elif FORMAT == 0 or FORMAT == 3:
+    elif FP4:
         total = total * factor[:, None]
-    out = select_matrix(outs, firsts, pid, NUM)
-    # allocations are aligned, but a pointer cast from an integer does not carry that
-    out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
-    out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
+    out = select_matrix(m.outs, m.firsts, pid, NUM)
     offsets = out_rows[None, :] * size + rn[:, None]
     mask = (rn < tl.where(is_last, size, 0))[:, None] & live_m[None, :]
     if F32 == 0:
-        tl.store(out_bf16 + offsets, total.to(tl.bfloat16), mask=mask)
+        store_typed(total, out, offsets, mask, False)
     elif F32 == 2**NUM - 1:
-        tl.store(out_f32 + offsets, total, mask=mask)
+        store_typed(total, out, offsets, mask, True)
     else:
-        wide = tl.where(pid >= 0, F32 % 2, 0)
-        for i in tl.static_range(1, NUM):
-            wide = tl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
-        if wide == 1:
-            tl.store(out_f32 + offsets, total, mask=mask)
-        else:
-            narrow = total.to(tl.bfloat16)
-            tl.store(out_bf16 + offsets, narrow, mask=mask)
+        store_typed(total, out, offsets, mask, is_wide(m, pid, F32, NUM))
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,6 @@ def launch(
         least = at_once * 3 // 4 + 1 if fmt == EXPANDED else 2 * at_once
         parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in splits)
     programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, splits, strict=True)]
-    firsts = [sum(programs[:i]) for i in range(len(programs))]
     total = sum(programs)
     grid = (total, m_tiles)
     split = parallel and not partial and any(count > 1 for count, _ in splits)
@@ -306,58 +308,36 @@ def launch(
     partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
     counters = workspace(x.device, "counters", size, torch.int32)
     f32 = sum(1 << i for i, out in enumerate(outs) if out.dtype == torch.float32)
-    arguments = (
-        x,
-        x.stride(0),
-        num_rows,
-        columns,
-        weights[0].shape[0] // num_groups if num_groups > 1 else 2**30,
-        triton.cdiv(columns, 128),
-        tuple(item.data_ptr() for item in data),
-        tuple(_scale(w).data_ptr() for w in weights),
-        tuple(_factor(w).data_ptr() for w in weights),
-        tuple(out.data_ptr() for out in outs),
-        tuple(w.shape[0] for w in weights),
-        tuple(
-            w.shape[0] // _factor(w).shape[-1] if fmt in (NVFP4, EXPANDED) else 1 for w in weights
-        ),
-        tuple(firsts),
-        tuple(count for count, _ in splits),
-        tuple(steps for _, steps in splits),
-        0 if some is None else some.start,
-        partials,
-        counters,
-    )
+    factors = [_factor(w) for w in weights]
+    sizes, is_fp4 = [w.shape[0] for w in weights], fmt in (NVFP4, EXPANDED)
+    pairs = zip(sizes, factors, strict=True)
+    parts = [size // factor.shape[-1] if is_fp4 else 1 for size, factor in pairs]
+    tile = LinearTile(
+        fmt, config.bm, config.bn, 128 if block % 128 == 0 else 32, max(block, 1),
+        max(tile_rows, 1), config.num_stages, config.variant, columns % 128 == 0, e8m0,
+        not interpreting(),
+    )  # fmt: skip
+    rows = (
+        x, x.stride(0), num_rows, columns,
+        weights[0].shape[0] // num_groups if num_groups > 1 else 2**30, triton.cdiv(columns, 128),
+    )  # fmt: skip
+    found = matrices(data, map(_scale, weights), factors, outs, sizes, parts, programs, splits)
+    sums = (0 if some is None else some.start, partials, counters)
     if streaming:
         module = import_module("dsv4.ops.gemm.variants.stream_gluon")
         longest = max(steps for _, steps in splits) * 128 if num_rows == 1 else 0
         lengths = [n for c, n in splits for n in (n, triton.cdiv(columns, 128) - (c - 1) * n)]
         module.linear_stream[grid](
-            *arguments, NUM=len(weights), F32=f32, PARTIAL=partial, SPLIT=split,
+            *rows, *found, *sums, NUM=len(weights), F32=f32, PARTIAL=partial, SPLIT=split,
             COLUMNS=triton.next_power_of_2(longest) if longest else 0,
             **module.ring_options(x.device, total, module.STAGES, lengths, longest),
         )  # fmt: skip
         return
     _linear_kernel[grid](
-        *arguments,
-        NUM=len(weights),
-        F32=f32,
-        FORMAT=fmt,
-        PARALLEL=parallel,
-        BM=config.bm,
-        BN=config.bn,
-        BK=128 if block % 128 == 0 else 32,
-        BLOCK=max(block, 1),
-        ROWS=max(tile_rows, 1),
-        STAGES=config.num_stages,
-        VARIANT=config.variant,
-        EVEN_K=columns % 128 == 0,
-        E8M0=e8m0,
-        SWIZZLE=8 if fmt == EXPANDED and not split else 1,
-        PARTIAL=partial,
-        ASM=not interpreting(),
+        *rows, found, *sums, NUM=len(weights), F32=f32, PARALLEL=parallel,
+        SWIZZLE=8 if fmt == EXPANDED and not split else 1, PARTIAL=partial, L=tile,
         **launch_options(config.num_warps),
-    )
+    )  # fmt: skip
 
 
 def _is_stream(x, fmt: int, columns: int) -> bool:

@@ -4,25 +4,41 @@
 One program holds a row in registers: first the largest magnitude, then scales and codes; nothing is
 read twice and the host never waits. It quantises the row itself, or SwiGLU of gate and up, rounded
 to bf16 first like the op it replaces. Kernels that already hold a row (mHC's mix, RMS norm)
-quantise it with `store_row`; `row_buffers` and `row_constants` are their arguments.
+quantise it with `store_row`; `row_buffers` and `row_format` are their arguments.
 
 A product needs rows padded to a multiple of 256 columns, and with many rows the scales in the order
 of weights/scaled.py; `QuantizedRows` describes the buffers. Row i may be that of a routed pair.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
+from dsv4.ops.core.launch import ROW_WARPS, launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.quantize_rows import SIXTH, SMALLEST_AMAX, TOP, Fp4Rows
+from dsv4.ops.gemm.quantize_rows import SIXTH, SMALLEST_AMAX, TOP
 from dsv4.ops.gemm.weights.scaled import COLUMN_MULTIPLE, ROWS
 
 PLAIN, SWIGLU = 0, 1
 _TOP, _SIXTH, _SMALLEST = (tl.constexpr(value) for value in (TOP, SIXTH, SMALLEST_AMAX))
+
+
+class RowBuffers(NamedTuple):
+    """Where a kernel stores the rows it quantises; any tensors if it does not."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    row_scale: torch.Tensor
+    columns: int
+    fold: int  # rows concatenated into one row of the product
+
+
+class RowFormat(NamedTuple):
+    bits: int  # 4: a4, 8: a8, 0: none are stored
+    tiled: bool
 
 
 @triton.jit
@@ -66,12 +82,10 @@ def _scale_at(row, fold, group, num_groups, TILED: tl.constexpr):
 
 
 @triton.jit
-def _store_fp4(
-    value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr
-):  # fmt: skip
-    """Codes, scales and the row's scale of `value` `[PAD / 16, 16]`; see gemm/quantize_rows.py."""
-    GROUPS: tl.constexpr = PAD // 16
-    num_groups = columns // 16
+def _store_fp4(value, rows, row, TILED: tl.constexpr):
+    """Codes, scales and the row's scale of `value` `[groups, 16]`; see gemm/quantize_rows.py."""
+    GROUPS: tl.constexpr = value.shape[0]
+    num_groups = rows.columns // 16
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # as integers Inf and NaN are the largest; a float maximum would skip NaN
     top = tl.max(tl.max(bits, axis=1), axis=0)
@@ -79,7 +93,7 @@ def _store_fp4(
     amax = tl.maximum(top.to(tl.float32, bitcast=True), _SMALLEST)
     amax = tl.where(finite, amax, 1.0)
     inverse = tl.div_rn(_TOP, amax)
-    tl.store(row_scale + row, tl.where(finite, tl.div_rn(amax, _TOP), float("nan")))
+    tl.store(rows.row_scale + row, tl.where(finite, tl.div_rn(amax, _TOP), float("nan")))
     largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True) * inverse * _SIXTH
     largest = tl.where(finite, tl.minimum(tl.maximum(largest, 0.001953125), 448.0), 0.001953125)
     scale = largest.to(tl.float8e4nv)
@@ -89,50 +103,42 @@ def _store_fp4(
     low, high = tl.split(pairs)
     group = tl.arange(0, GROUPS)
     live = group < num_groups
-    code_at = codes + row * (num_groups * 8) + group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    code_at = rows.codes + row * (num_groups * 8) + group[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(code_at, (low | (high << 4)).to(tl.uint8), mask=live[:, None])
-    at = _scale_at(row, fold, group, num_groups, TILED)
-    tl.store(scales + at, scale.to(tl.uint8, bitcast=True), mask=live)
+    at = _scale_at(row, rows.fold, group, num_groups, TILED)
+    tl.store(rows.scales + at, scale.to(tl.uint8, bitcast=True), mask=live)
 
 
 @triton.jit
-def _store_mxfp8(
-    value, codes, scales, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr
-):  # fmt: skip
-    """E4M3 codes and E8M0 scales of `value` `[PAD / 32, 32]`; see formats/fp8.py."""
+def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
+    """E4M3 codes and E8M0 scales of `value` `[groups, 32]`; see formats/fp8.py."""
     bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
     power = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # of 448: 8, 1.75
     inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
-    group = tl.arange(0, PAD // 32)
-    live = group < columns // 32
-    at = codes + row * columns + group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    group = tl.arange(0, value.shape[0])
+    live = group < rows.columns // 32
+    at = rows.codes + row * rows.columns + group[:, None] * 32 + tl.arange(0, 32)[None, :]
     code = (value * inverse[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(at, code, mask=live[:, None])
-    at = _scale_at(row, fold, group, columns // 32, TILED)
-    tl.store(scales + at, (power + 127).to(tl.uint8), mask=live)
+    at = _scale_at(row, rows.fold, group, rows.columns // 32, TILED)
+    tl.store(rows.scales + at, (power + 127).to(tl.uint8), mask=live)
 
 
 @triton.jit
-def store_row(
-    value, codes, scales, row_scale, row, fold, columns, PAD: tl.constexpr, TILED: tl.constexpr,
-    A8: tl.constexpr,
-):  # fmt: skip
-    """Quantise and store a row `[PAD]`, fp32, zero past its end; PAD is at least `columns`."""
-    if A8:
-        value = value.reshape(PAD // 32, 32)
-        _store_mxfp8(value, codes, scales, row, fold, columns, PAD, TILED)
+def store_row(value, rows, row, Q: tl.constexpr):
+    """Quantise and store a row, fp32, padded with zeros to at least its columns."""
+    if Q.bits == 8:
+        _store_mxfp8(value.reshape(value.shape[0] // 32, 32), rows, row, Q.tiled)
     else:
-        value = value.reshape(PAD // 16, 16)
-        _store_fp4(value, codes, scales, row_scale, row, fold, columns, PAD, TILED)
+        _store_fp4(value.reshape(value.shape[0] // 16, 16), rows, row, Q.tiled)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
-    x, weight, codes, scales, row_scale, x_stride, size, columns, num_rows, fold, limit,
-    sorted_pairs, tile_expert, tile_start, tile_end, chosen,
+    x, weight, rows, x_stride, size, num_rows, limit, route, chosen,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
-    PAD: tl.constexpr, TILED: tl.constexpr, A8: tl.constexpr
+    PAD: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """BM > 0: row i is row `i % BM` of routed tile `i // BM`; its source is its pair's token, or
     with SwiGLU its place among the sorted pairs. ROUTED: the weight is the pair's."""
@@ -144,11 +150,11 @@ def _quantize_kernel(
         at = row.to(tl.int32)
         if BM > 0:
             tile = row // BM
-            expert = tl.load(tile_expert + tile)
-            at = tl.load(tile_start + tile) + (row % BM).to(tl.int32)
-            end = tl.load(tile_end + tile)
+            expert = tl.load(route.tile_expert + tile)
+            at = tl.load(route.tile_start + tile) + (row % BM).to(tl.int32)
+            end = tl.load(route.tile_end + tile)
             present = (expert >= 0) & (at < end)
-        pair = tl.load(sorted_pairs + at, mask=present, other=0)
+        pair = tl.load(route.sorted_pairs + at, mask=present, other=0)
         source = (at if SOURCE == 1 else pair // chosen).to(tl.int64)
         own = weight + pair
     if present:
@@ -156,7 +162,7 @@ def _quantize_kernel(
         value = _source_row(
             x, own, source, x_stride, size, limit, column, column < size, SOURCE, WEIGHTED
         )  # fmt: skip
-        store_row(value, codes, scales, row_scale, row, fold, columns, PAD, TILED, A8)
+        store_row(value, rows, row, Q)
 
 
 @dataclass(frozen=True)
@@ -203,17 +209,15 @@ def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Qu
     )
 
 
-def row_buffers(rows: QuantizedRows | None, unused):
+def row_buffers(rows: QuantizedRows | None, unused) -> RowBuffers:
     """Arguments of a kernel that may quantise the rows it computes."""
     if rows is None:
-        return unused, unused, unused, 0
-    return rows.codes, rows.scales, rows.row_scale, rows.columns
+        return RowBuffers(unused, unused, unused, 0, 1)
+    return RowBuffers(rows.codes, rows.scales, rows.row_scale, rows.columns, rows.fold)
 
 
-def row_constants(rows: QuantizedRows | None) -> dict[str, object]:
-    if rows is None:
-        return {"BITS": 0, "TILED": False}
-    return {"BITS": 8 if rows.a8 else 4, "TILED": rows.tiled}
+def row_format(rows: QuantizedRows | None) -> RowFormat:
+    return RowFormat(0, False) if rows is None else RowFormat(8 if rows.a8 else 4, rows.tiled)
 
 
 def fill_rows(
@@ -222,42 +226,10 @@ def fill_rows(
 ) -> None:  # fmt: skip
     """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`. With a `route`
     these are pairs, in sorted order or (`bm`) by tiles."""
-    table = (x, x, x, x)
-    if route is not None:
-        table = (route.sorted_pairs, route.tile_expert, route.tile_start, route.tile_end)
     pad = max(triton.next_power_of_2(rows.columns), COLUMN_MULTIPLE)
     _quantize_kernel[(rows.num_rows,)](
-        x, x if weight is None else weight, rows.codes, rows.scales, rows.row_scale,
-        x.stride(0), size or x.shape[1], rows.columns, rows.num_rows, rows.fold, limit, *table,
-        chosen,
-        SOURCE=source, WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad,
-        TILED=rows.tiled, A8=rows.a8,
+        x, x if weight is None else weight, row_buffers(rows, x), x.stride(0), size or x.shape[1],
+        rows.num_rows, limit, (x,) if route is None else route.table, chosen, SOURCE=source,
+        WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad, Q=row_format(rows),
         **launch_options(ROW_WARPS if pad <= 8192 else 8),
     )  # fmt: skip
-
-
-def supports(x) -> str | None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1:
-        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 or float32 rows"
-    return device_reason(x.device)
-
-
-def _new_rows(x) -> QuantizedRows:
-    count, size = x.shape
-    return QuantizedRows(
-        torch.empty(count, size // 2, dtype=torch.uint8, device=x.device),
-        torch.empty(count, size // 16, dtype=torch.uint8, device=x.device),
-        torch.empty(count, dtype=torch.float32, device=x.device),
-        count,
-        size,
-    )
-
-
-def _fp4_rows(rows: QuantizedRows) -> Fp4Rows:
-    return Fp4Rows(rows.codes, rows.scales.view(torch.float8_e4m3fn), rows.row_scale)
-
-
-def run(x) -> Fp4Rows:
-    rows = _new_rows(x)
-    fill_rows(rows, x)
-    return _fp4_rows(rows)

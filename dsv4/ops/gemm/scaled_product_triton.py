@@ -22,7 +22,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.dot_device import finish_ranges, select_matrix
+from dsv4.ops.gemm.dot_device import (
+    finish_ranges,
+    is_wide,
+    matrices,
+    select_matrix,
+    store_typed,
+)
+from dsv4.ops.gemm.quantize_rows_triton import row_buffers
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.scaled import ROWS
 
@@ -97,58 +104,41 @@ def _few_sum(
 
 
 @triton.jit
-def _tile_of(index, tile_expert, tile_start, tile_end, sorted_pairs, BN: tl.constexpr):
+def _tile_of(index, route, BN: tl.constexpr):
     """(expert, mask of the live rows, their sorted places, their pairs) of a routed tile."""
-    expert = tl.load(tile_expert + index)
-    at = tl.load(tile_start + index) + tl.arange(0, BN)
-    live = (at < tl.load(tile_end + index)) & (expert >= 0)
-    return expert, live, at, tl.load(sorted_pairs + at, mask=live, other=0)
-
-
-@triton.jit
-def _store_tile(total, out, out_rows, rn, mask, size, wide):
-    """fp32 results if `wide`, else bf16; `out` is an address."""
-    out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
-    out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
-    offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
-    if wide:
-        tl.store(out_f32 + offsets, total, mask=mask)
-    else:
-        tl.store(out_bf16 + offsets, total.to(tl.bfloat16), mask=mask)
+    expert = tl.load(route.tile_expert + index)
+    at = tl.load(route.tile_start + index) + tl.arange(0, BN)
+    live = (at < tl.load(route.tile_end + index)) & (expert >= 0)
+    return expert, live, at, tl.load(route.sorted_pairs + at, mask=live, other=0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    codes, x_scales, row_scale, num_rows, fold, group_rows, k_steps,
-    words, scales, factors, outs, sizes, parts, firsts, ranges, range_steps,
-    partials, counters, sorted_pairs, tile_expert, tile_start, tile_end, chosen,
+    x, num_rows, group_rows, k_steps, m, partials, counters, route, chosen,
     NUM: tl.constexpr, F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr,
-    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
+    BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`firsts`: first program of each matrix; `parts`: rows under one global; `F32`: bit i set
-    when matrix i has fp32 results. Each group of weight rows reads its own of `fold` rows; a routed
-    pair reads its token's row (`chosen` pairs each), or with 0 its own in sorted order."""
+    """`F32`: see `is_wide`. Each group of weight rows reads its own of `x.fold` rows; a routed pair
+    reads its token's row (`chosen` pairs each), or with 0 its own in sorted order."""
     pid = tl.program_id(0)
-    count = select_matrix(ranges, firsts, pid, NUM)
-    per_range = select_matrix(range_steps, firsts, pid, NUM)
-    index = pid - select_matrix(firsts, firsts, pid, NUM)
+    count = select_matrix(m.ranges, m.firsts, pid, NUM)
+    per_range = select_matrix(m.range_steps, m.firsts, pid, NUM)
+    index = pid - select_matrix(m.firsts, m.firsts, pid, NUM)
     split = index % count
     tile = index // count
-    size = select_matrix(sizes, firsts, pid, NUM)
-    part_rows = select_matrix(parts, firsts, pid, NUM)
+    size = select_matrix(m.sizes, m.firsts, pid, NUM)
+    part_rows = select_matrix(m.parts, m.firsts, pid, NUM)
     row_tiles = tl.cdiv(size, 128)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     expert = 0
     live = place < num_rows
     out_rows = place
     if ROUTED:
-        expert, live, sorted_rows, pairs = _tile_of(
-            tl.program_id(1), tile_expert, tile_start, tile_end, sorted_pairs, BN
-        )
+        expert, live, sorted_rows, pairs = _tile_of(tl.program_id(1), route, BN)
         if expert < 0:
             return
         out_rows = pairs if TO_PAIRS else sorted_rows
-    rows = place * fold + tile * 128 // group_rows
+    rows = place * x.fold + tile * 128 // group_rows
     if ROUTED:
         rows = tl.where(chosen > 0, pairs // tl.maximum(chosen, 1), sorted_rows)
         rows = tl.where(live, rows, 0)
@@ -156,29 +146,28 @@ def _few_rows_kernel(
     first_row = expert.to(tl.int64) * row_tiles + tile if ROUTED else tile.to(tl.int64)
     WB: tl.constexpr = 128 if W8 or not A8 else 64
     CHUNKS: tl.constexpr = 1 if A8 else 4
-    w = select_matrix(words, firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
-    s = select_matrix(scales, firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
+    w = select_matrix(m.words, m.firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
+    s = select_matrix(m.scales, m.firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
     w = tl.multiple_of(w + first_row * 128 * k_steps * WB, 128)
     s = tl.multiple_of(s + first_row * k_steps * (CHUNKS * 512), 128)
     total = _few_sum(
-        w, s, codes, x_scales, rows.to(tl.int64), split * per_range,
+        w, s, x.codes, x.scales, rows.to(tl.int64), split * per_range,
         tl.minimum((split + 1) * per_range, k_steps), k_steps, BN, A8, W8, STAGES,
     )  # fmt: skip
     is_last = count > 0
     if count > 1:
         slot = tl.program_id(1) * tl.num_programs(0) + pid - split
         total, is_last = finish_ranges(total, live, partials, counters, slot, split, count, 128, BN)
-    at = select_matrix(factors, firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+    at = select_matrix(m.factors, m.firsts, pid, NUM).to(tl.pointer_type(tl.float32))
     at += expert * tl.cdiv(size, part_rows)
     factor = tl.load(at + rn // part_rows, mask=rn < size, other=0.0)
     total = total * factor[:, None]
     if not A8:
-        total = total * tl.load(row_scale + rows, mask=live, other=0.0)[None, :]
+        total = total * tl.load(x.row_scale + rows, mask=live, other=0.0)[None, :]
     mask = (rn < tl.where(is_last, size, 0))[:, None] & live[None, :]
-    wide = tl.where(pid >= 0, F32 % 2, 0)
-    for i in tl.static_range(1, NUM):
-        wide = tl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
-    _store_tile(total, select_matrix(outs, firsts, pid, NUM), out_rows, rn, mask, size, wide == 1)
+    offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
+    out = select_matrix(m.outs, m.firsts, pid, NUM)
+    store_typed(total, out, offsets, mask, is_wide(m, pid, F32, NUM))
 
 
 @triton.jit
@@ -203,8 +192,7 @@ def _many_sum(
 @triton.jit(do_not_specialize=["num_rows"])
 def _many_rows_kernel(
     w_desc, s_desc, x_desc, xs_desc, row_scale, num_rows, fold, group_rows, k_steps,
-    factors, out, size, part_rows, count, per_range,
-    sorted_pairs, tile_expert, tile_start, tile_end,
+    factors, out, size, part_rows, count, per_range, route,
     F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr, RANGES: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
@@ -215,9 +203,7 @@ def _many_rows_kernel(
     out_rows = place
     expert = 0
     if ROUTED:
-        expert, live, sorted_rows, pairs = _tile_of(
-            tl.program_id(1), tile_expert, tile_start, tile_end, sorted_pairs, BN
-        )
+        expert, live, sorted_rows, pairs = _tile_of(tl.program_id(1), route, BN)
         if expert < 0:
             return
         out_rows = pairs if TO_PAIRS else sorted_rows
@@ -246,7 +232,8 @@ def _many_rows_kernel(
         own = tl.load(row_scale + place * fold + group, mask=live, other=0.0)
         total = total * own[None, :]
     mask = (rn < size)[:, None] & live[None, :]
-    _store_tile(total, out, out_rows, rn, mask, size, F32)
+    offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
+    store_typed(total, out, offsets, mask, F32)
 
 
 @dataclass(frozen=True)
@@ -281,12 +268,6 @@ def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
     return triton.cdiv(steps, per_range), per_range
 
 
-def _route_table(route, unused):
-    if route is None:
-        return (unused,) * 4
-    return route.sorted_pairs, route.tile_expert, route.tile_start, route.tile_end
-
-
 def _group_rows(rows, weight) -> int:
     return weight.rows // rows.fold if rows.fold > 1 else 2**30
 
@@ -309,22 +290,17 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
     device = rows.codes.device
     partials = workspace(device, "partials", size * ROWS * config.bn, torch.float32)
     counters = workspace(device, "counters", size, torch.int32)
+    factors = [w.global_scale for w in weights]
+    sizes = [w.rows for w in weights]
+    parts = [size // factor.shape[-1] for size, factor in zip(sizes, factors, strict=True)]
+    data, scales = zip(*((w.data, w.scale) for w in weights), strict=True)
     _few_rows_kernel[grid](
-        rows.codes, rows.scales, rows.row_scale, num_rows, rows.fold,
-        _group_rows(rows, weights[0]), k_steps,
-        tuple(w.data.data_ptr() for w in weights),
-        tuple(w.scale.data_ptr() for w in weights),
-        tuple(w.global_scale.data_ptr() for w in weights),
-        tuple(out.data_ptr() for out in outs),
-        tuple(w.rows for w in weights),
-        tuple(w.rows // w.global_scale.shape[-1] for w in weights),
-        tuple(sum(programs[:i]) for i in range(len(programs))),
-        tuple(count for count, _ in splits),
-        tuple(steps for _, steps in splits),
-        partials, counters, *_route_table(route, rows.codes), chosen,
+        row_buffers(rows, None), num_rows, _group_rows(rows, weights[0]), k_steps,
+        matrices(data, scales, factors, outs, sizes, parts, programs, splits),
+        partials, counters, (rows.codes,) if route is None else route.table, chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
         ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
-        W8=weights[0].element_bits == 8, STAGES=config.num_stages, 
+        W8=weights[0].element_bits == 8, STAGES=config.num_stages,
         **launch_options(config.num_warps),
     )  # fmt: skip
 
@@ -351,7 +327,7 @@ def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> Non
         rows.row_scale, num_rows, rows.fold, _group_rows(rows, weight), k_steps,
         weight.global_scale, out.data_ptr(), weight.rows,
         weight.rows // weight.global_scale.shape[-1], count, units * per_unit,
-        *_route_table(route, rows.codes),
+        (rows.codes,) if route is None else route.table,
         F32=out.dtype == torch.float32, ROUTED=route is not None, TO_PAIRS=to_pairs,
         RANGES=count, BN=config.bn, A8=rows.a8, W8=weight.element_bits == 8,
         STAGES=config.num_stages, **launch_options(config.num_warps),

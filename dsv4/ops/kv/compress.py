@@ -49,6 +49,25 @@ class CompressorState:
         return self.values.shape[1]
 
 
+@dataclass(frozen=True)
+class Compression:
+    """`values`, `gates` `[tokens, width]` fp32; `dtype`: the activation dtype that an entry is
+    rounded to before its norm. `state` and `pool` are written in place."""
+
+    values: Tensor
+    gates: Tensor
+    ape: Tensor
+    norm: Tensor
+    frequencies: Tensor
+    eps: float
+    ratio: int
+    dtype: torch.dtype
+    state: CompressorState
+    batch: Ragged
+    pool: PagedPool
+    table: Tensor
+
+
 def overlaps(ratio: int) -> bool:
     """Whether an entry also reads the previous block; its projections are then twice as wide."""
     return ratio == 4
@@ -73,14 +92,8 @@ def _gather(new: Tensor, old: Tensor, batch: Ragged, seq: Tensor, tokens: Tensor
     return torch.where(is_new, new[rows.clamp(0, new.shape[0] - 1)], from_state)
 
 
-def _entries(
-    values: Tensor,
-    gates: Tensor,
-    state: CompressorState,
-    batch: Ragged,
-    ratio: int,
-    closing: Tensor,
-) -> Tensor:
+def _entries(block: Compression, gates: Tensor, closing: Tensor) -> Tensor:
+    values, state, batch, ratio = block.values, block.state, block.batch, block.ratio
     seq, last = batch.seq_idx[closing], batch.positions[closing]
     first = (last + 1 - ratio).unsqueeze(1)
     own = first + torch.arange(ratio, device=last.device)
@@ -100,29 +113,17 @@ def _entries(
     )
 
 
-def compress_reference(
-    values: Tensor,
-    gates: Tensor,
-    ape: Tensor,
-    norm: Tensor,
-    frequencies: Tensor,
-    eps: float,
-    ratio: int,
-    dtype: torch.dtype,
-    state: CompressorState,
-    batch: Ragged,
-    pool: PagedPool,
-    table: Tensor,
-) -> None:
-    positions, seq_idx = batch.positions, batch.seq_idx
-    gates = gates + ape.index_select(0, positions % ratio)
+def compress_reference(block: Compression) -> None:
+    state, batch, ratio, pool = block.state, block.batch, block.ratio, block.pool
+    positions, seq_idx, values = batch.positions, batch.seq_idx, block.values
+    gates = block.gates + block.ape.index_select(0, positions % ratio)
     closing = torch.nonzero(((positions + 1) % ratio == 0) & (positions >= 0)).squeeze(1)
     if closing.numel():
-        entries = _entries(values, gates, state, batch, ratio, closing).to(dtype)
-        entries = rms_norm_reference(entries, norm, eps)
-        block = torch.div(positions[closing], ratio, rounding_mode="floor")
-        entries = rope_reference(entries, block * ratio, frequencies, inverse=False)
-        where = locate(table, seq_idx[closing], block, pool.page_entries)
+        entries = _entries(block, gates, closing).to(block.dtype)
+        entries = rms_norm_reference(entries, block.norm, block.eps)
+        number = torch.div(positions[closing], ratio, rounding_mode="floor")
+        entries = rope_reference(entries, number * ratio, block.frequencies, inverse=False)
+        where = locate(block.table, seq_idx[closing], number, pool.page_entries)
         store(pool, *where, entries)
     if batch.keep is not None and state.kept_values is not None:
         _keep(values, gates, state, batch)
@@ -157,23 +158,24 @@ def cases() -> Iterable[Case]:
             shape = (count, state_rows(ratio), width)
             tables = -(-max(s + n for s, n in zip(starts, new, strict=True)) // (ratio * 4)) + 1
             parts = index_entry(entry_format, dim) if is_index else kv_entry(entry_format, dim, 16)
-            return {
-                "values": torch.randn(batch.num_tokens, width, generator=generator),
-                "gates": torch.randn(batch.num_tokens, width, generator=generator) * 3,
-                "ape": torch.randn(ratio, width, generator=generator),
-                "norm": torch.rand(dim, generator=generator) + 0.5,
-                "frequencies": rope_frequencies(16, 10000.0),
-                "eps": 1e-6,
-                "ratio": ratio,
-                "dtype": torch.float32,
-                "state": CompressorState(
+            block = Compression(
+                values=torch.randn(batch.num_tokens, width, generator=generator),
+                gates=torch.randn(batch.num_tokens, width, generator=generator) * 3,
+                ape=torch.randn(ratio, width, generator=generator),
+                norm=torch.rand(dim, generator=generator) + 0.5,
+                frequencies=rope_frequencies(16, 10000.0),
+                eps=1e-6,
+                ratio=ratio,
+                dtype=torch.float32,
+                state=CompressorState(
                     torch.randn(shape, generator=generator),
                     torch.randn(shape, generator=generator),
                 ),
-                "batch": batch,
-                "pool": allocate_pool(entry_format, is_index, parts, (count * tables, 4), "cpu"),
-                "table": torch.randperm(count * tables, generator=generator).view(count, tables),
-            }
+                batch=batch,
+                pool=allocate_pool(entry_format, is_index, parts, (count * tables, 4), "cpu"),
+                table=torch.randperm(count * tables, generator=generator).view(count, tables),
+            )
+            return {"block": block}
 
         kind = "index" if is_index else "kv"
         return Case(f"ratio {ratio} {kind} {entry_format} {starts}+{new}", make, 1e-2, 1e-2)
@@ -192,28 +194,9 @@ OP = Op(
     compress_reference,
     cases,
     kernels=(Kernel("dsv4.ops.kv.compress_triton"),),
-    mutates=("state", "pool"),
+    mutates=("block.state", "block.pool"),
     on_cpu=CpuForm("kv", "compress"),
 )
-
-
-@dataclass(frozen=True)
-class Compression:
-    """`values`, `gates` `[tokens, width]` fp32; `dtype`: the activation dtype that an entry is
-    rounded to before its norm. `state` and `pool` are written in place."""
-
-    values: Tensor
-    gates: Tensor
-    ape: Tensor
-    norm: Tensor
-    frequencies: Tensor
-    eps: float
-    ratio: int
-    dtype: torch.dtype
-    state: CompressorState
-    batch: Ragged
-    pool: PagedPool
-    table: Tensor
 
 
 def compress(block: Compression) -> None:
@@ -229,4 +212,4 @@ def compress(block: Compression) -> None:
     check_shape(OP.name, "state", block.state.values, "slots", state_rows(ratio), width)
     if batch.num_tokens == 0:
         return
-    OP(block.values.device, **vars(block))
+    OP(block.values.device, block=block)

@@ -6,6 +6,7 @@ them. Nothing here depends on how many rows a launch has.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,30 +18,37 @@ from dsv4.ops.kv.rope_device import rope_tile
 FP32, BF16, FP8, INDEX_FP8, INDEX_FP4 = 0, 1, 2, 3, 4
 
 
+@triton.constexpr_function
+def _rounds(dim):
+    return dim.bit_length() - 1
+
+
+@triton.constexpr_function
+def _unit(dim):
+    return 1.0 / math.sqrt(dim)
+
+
 @triton.jit
-def hadamard_tile(x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr):
+def hadamard_tile(x, R: tl.constexpr, DIM: tl.constexpr):
     """Orthonormal rotation of fp32 `[R, DIM]`, with the reference's sums.
 
-    Each round moves the lowest index bit to the top; after LOG rounds the order is restored.
+    Each round moves the lowest index bit to the top; after the last one the order is restored.
     """
-    for _ in tl.static_range(LOG):
+    for _ in tl.static_range(_rounds(DIM)):
         u, v = tl.split(x.reshape(R, DIM // 2, 2))
         x = tl.trans(tl.join(u + v, u - v), 0, 2, 1).reshape(R, DIM)
-    return x * FACTOR
+    return x * _unit(DIM)
 
 
 @triton.jit
-def hadamard_rows(
-    x, FACTOR: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
+def hadamard_rows(x, R: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
     """`hadamard_tile` of `[R, DIM]` in its own dtype, with one warp: in the transposed layout each
     thread holds one row, and data leaves registers only for the two transpositions."""
     y = widen(tl.trans(x), ASM)
-    for _ in tl.static_range(LOG):
+    for _ in tl.static_range(_rounds(DIM)):
         u, v = tl.split(tl.trans(y.reshape(DIM // 2, 2, R), 0, 2, 1))
         y = tl.trans(tl.join(u + v, u - v), 2, 0, 1).reshape(DIM, R)
-    return tl.trans(narrow(y * FACTOR, x.dtype, ASM))
+    return tl.trans(narrow(y * _unit(DIM), x.dtype, ASM))
 
 
 @triton.jit
@@ -105,53 +113,68 @@ def fp4_rounded(x):
     return value.to(tl.float32, bitcast=True) * power_of_two(scale_byte(exponent))[:, None]
 
 
+class EntryPool(NamedTuple):
+    """A pool's tensors as kernel arguments; FP8 as bytes, a dummy for a missing part."""
+
+    data: torch.Tensor
+    tail: torch.Tensor
+    scale: torch.Tensor
+
+
+class EntryFormat(NamedTuple):
+    """Constants of a kernel that stores entries."""
+
+    kind: int
+    nope: int
+    dim: int
+    pad: int
+    scales: int
+    rope: int
+    dtype: tl.dtype  # of the activations
+
+
 @triton.jit
-def _store_kv_fp8(
-    x, data, tail, scale, slot, NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    SCALES: tl.constexpr,
-):  # fmt: skip
-    channel = tl.arange(0, PAD // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    live = channel < NOPE
-    groups = x.reshape(PAD // 64, 64)
+def _store_kv_fp8(x, pool, slot, F: tl.constexpr):
+    channel = tl.arange(0, F.pad // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    live = channel < F.nope
+    groups = x.reshape(F.pad // 64, 64)
     codes, exponent = fp8_groups(groups, live)
-    tl.store(data + slot * NOPE + channel, codes.to(tl.uint8, bitcast=True), mask=live)
-    tail_ptrs = tail + slot * (DIM - NOPE) + channel - NOPE
-    tl.store(tail_ptrs, groups.to(tl.bfloat16), mask=(channel >= NOPE) & (channel < DIM))
-    group = tl.arange(0, PAD // 64)
-    NUM: tl.constexpr = (NOPE + 63) // 64
-    tl.store(scale + slot * SCALES + group, scale_byte(exponent).to(tl.uint8), mask=group < NUM)
-    pad = tl.arange(0, 8) + SCALES - 8
-    tl.store(scale + slot * SCALES + pad, (pad * 0).to(tl.uint8), mask=pad >= NUM)
+    tl.store(pool.data + slot * F.nope + channel, codes.to(tl.uint8, bitcast=True), mask=live)
+    tail_ptrs = pool.tail + slot * (F.dim - F.nope) + channel - F.nope
+    tl.store(tail_ptrs, groups.to(tl.bfloat16), mask=(channel >= F.nope) & (channel < F.dim))
+    group = tl.arange(0, F.pad // 64)
+    NUM: tl.constexpr = (F.nope + 63) // 64
+    scales = pool.scale + slot * F.scales
+    tl.store(scales + group, scale_byte(exponent).to(tl.uint8), mask=group < NUM)
+    pad = tl.arange(0, 8) + F.scales - 8
+    tl.store(scales + pad, (pad * 0).to(tl.uint8), mask=pad >= NUM)
 
 
 @triton.jit
-def store_entry(
-    x, data, tail, scale, slot, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, SCALES: tl.constexpr, LOG: tl.constexpr, FACTOR: tl.constexpr,
-    DT: tl.constexpr,
-):  # fmt: skip
-    """Write one row, fp32 `[1, PAD]` rounded to DT, as entry `slot` (int64) of a pool."""
-    if FORMAT == 0 or FORMAT == 1:
-        channel = tl.arange(0, PAD)[None, :]
-        out = data + slot * DIM + channel
-        tl.store(out, x.to(data.dtype.element_ty), mask=channel < DIM)
-    elif FORMAT == 2:
-        _store_kv_fp8(x, data, tail, scale, slot, NOPE, DIM, PAD, SCALES)
+def store_entry(x, pool, slot, F: tl.constexpr):
+    """Write one row, fp32 `[1, pad]` rounded to F.dtype, as entry `slot` (int64) of a pool."""
+    if F.kind == 0 or F.kind == 1:
+        channel = tl.arange(0, F.pad)[None, :]
+        out = pool.data + slot * F.dim + channel
+        tl.store(out, x.to(pool.data.dtype.element_ty), mask=channel < F.dim)
+    elif F.kind == 2:
+        _store_kv_fp8(x, pool, slot, F)
     else:
-        x = hadamard_tile(x, FACTOR, LOG, 1, DIM).to(DT).to(tl.float32)
-        if FORMAT == 3:
-            channel = tl.arange(0, DIM)[None, :]
+        x = hadamard_tile(x, 1, F.dim).to(F.dtype).to(tl.float32)
+        if F.kind == 3:
+            channel = tl.arange(0, F.dim)[None, :]
             codes, exponent = fp8_groups(x, channel >= 0)
-            tl.store(data + slot * DIM + channel, codes.to(tl.uint8, bitcast=True))
+            tl.store(pool.data + slot * F.dim + channel, codes.to(tl.uint8, bitcast=True))
             one = tl.arange(0, 1)
-            tl.store(scale + slot + one, power_of_two(scale_byte(exponent)))
+            tl.store(pool.scale + slot + one, power_of_two(scale_byte(exponent)))
         else:
-            codes, exponent = fp4_groups(x.reshape(DIM // 32, 32))
-            low, high = tl.split(codes.reshape(DIM // 2, 2))
+            codes, exponent = fp4_groups(x.reshape(F.dim // 32, 32))
+            low, high = tl.split(codes.reshape(F.dim // 2, 2))
             packed = (low | (high << 4)).to(tl.uint8)
-            tl.store(data + slot * (DIM // 2) + tl.arange(0, DIM // 2), packed)
-            group = tl.arange(0, DIM // 32)
-            tl.store(scale + slot * (DIM // 32) + group, scale_byte(exponent).to(tl.uint8))
+            tl.store(pool.data + slot * (F.dim // 2) + tl.arange(0, F.dim // 2), packed)
+            group = tl.arange(0, F.dim // 32)
+            scales = pool.scale + slot * (F.dim // 32)
+            tl.store(scales + group, scale_byte(exponent).to(tl.uint8))
 
 
 @triton.jit
@@ -164,20 +187,14 @@ def entry_slot(table, table_width, seq, entry, page_entries):
 
 
 @triton.jit
-def finish_entry(
-    x, norm, frequencies, position, eps, data, tail, scale, slot, FORMAT: tl.constexpr,
-    NOPE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SCALES: tl.constexpr,
-    LOG: tl.constexpr, FACTOR: tl.constexpr, ROPE: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """Norm with weight, rope at `position`, storage; `x` fp32 `[1, PAD]`, zero past DIM."""
-    channel = tl.arange(0, PAD)
-    weight = tl.load(norm + channel, mask=channel < DIM, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    x = (x * inverse[:, None] * weight[None, :]).to(DT).to(tl.float32)
-    x = rope_tile(x, position, frequencies, 1.0, 1, DIM - ROPE, DIM, PAD).to(DT).to(tl.float32)
-    store_entry(
-        x, data, tail, scale, slot, FORMAT, NOPE, DIM, PAD, SCALES, LOG, FACTOR, DT
-    )  # fmt: skip
+def finish_entry(x, norm, frequencies, position, eps, pool, slot, F: tl.constexpr):
+    """Norm with weight, rope at `position`, storage; `x` fp32 `[1, pad]`, zero past the entry."""
+    channel = tl.arange(0, F.pad)
+    weight = tl.load(norm + channel, mask=channel < F.dim, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / F.dim + eps)
+    x = (x * inverse[:, None] * weight[None, :]).to(F.dtype).to(tl.float32)
+    x = rope_tile(x, position, frequencies, 1.0, 1, F.dim - F.rope, F.dim, F.pad)
+    store_entry(x.to(F.dtype).to(tl.float32), pool, slot, F)
 
 
 def pool_format(pool) -> int:
@@ -206,29 +223,30 @@ def pool_reason(pool) -> str | None:
     return None
 
 
-def pool_tensors(pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """data, tail and scale as kernel arguments; FP8 as bytes, a dummy for a missing part."""
+def entry_pool(pool) -> EntryPool:
     data = pool.data
     if data.dtype == torch.float8_e4m3fn:
         data = data.view(torch.uint8)
-    return data, pool.parts.get("tail", data), pool.parts.get("scale", data)
+    return EntryPool(data, pool.parts.get("tail", data), pool.parts.get("scale", data))
 
 
-def pool_constants(pool) -> dict[str, object]:
+def nope_dim(pool) -> int:
+    """Channels before those that are stored apart."""
+    return pool.data.shape[-1] if "tail" in pool.parts else pool.dim
+
+
+def entry_format(pool, frequencies, dtype: torch.dtype) -> EntryFormat:
     dim = pool.dim
-    return {
-        "FORMAT": pool_format(pool),
-        "NOPE": pool.data.shape[-1] if "tail" in pool.parts else dim,
-        "DIM": dim,
-        "PAD": max(triton.next_power_of_2(dim), 64) if not pool.is_index else row_pad(dim),
-        "SCALES": pool.parts["scale"].shape[-1] if "scale" in pool.parts else 0,
-        "LOG": dim.bit_length() - 1,
-        "FACTOR": 1.0 / math.sqrt(dim),
-    }
-
-
-def row_pad(size: int) -> int:
-    return triton.next_power_of_2(size)
+    pad = triton.next_power_of_2(dim)
+    return EntryFormat(
+        kind=pool_format(pool),
+        nope=nope_dim(pool),
+        dim=dim,
+        pad=pad if pool.is_index else max(pad, 64),
+        scales=pool.parts["scale"].shape[-1] if "scale" in pool.parts else 0,
+        rope=2 * frequencies.shape[0],
+        dtype=tl_dtype(dtype),
+    )
 
 
 def tl_dtype(dtype: torch.dtype):

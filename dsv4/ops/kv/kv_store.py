@@ -17,22 +17,27 @@ from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
 
 
-def kv_store_reference(
-    kv: Tensor,
-    norm: Tensor,
-    frequencies: Tensor,
-    eps: float,
-    batch: Ragged,
-    pool: PagedPool,
-    table: Tensor,
-) -> None:
-    positions, seq_idx = batch.positions, batch.seq_idx
-    if batch.is_padded:
+@dataclass(frozen=True)
+class WindowKey:
+    """`kv` `[tokens, dim]`: the projection before its norm; `pool` is written in place."""
+
+    kv: Tensor
+    norm: Tensor
+    frequencies: Tensor
+    eps: float
+    batch: Ragged
+    pool: PagedPool
+    table: Tensor
+
+
+def kv_store_reference(key: WindowKey) -> None:
+    kv, positions, seq_idx = key.kv, key.batch.positions, key.batch.seq_idx
+    if key.batch.is_padded:
         real = positions >= 0
         kv, positions, seq_idx = kv[real], positions[real], seq_idx[real]
-    keys = rms_norm_reference(kv, norm, eps)
-    keys = rope_reference(keys, positions, frequencies, inverse=False)
-    store(pool, *locate(table, seq_idx, positions, pool.page_entries), keys)
+    keys = rms_norm_reference(kv, key.norm, key.eps)
+    keys = rope_reference(keys, positions, key.frequencies, inverse=False)
+    store(key.pool, *locate(key.table, seq_idx, positions, key.pool.page_entries), keys)
 
 
 def cases() -> Iterable[Case]:
@@ -43,15 +48,16 @@ def cases() -> Iterable[Case]:
             pool = allocate_pool(
                 kv_format, False, kv_entry(kv_format, dim, 16), (len(starts) * 5, 8), "cpu"
             )
-            return {
-                "kv": torch.randn(batch.num_tokens, dim, generator=generator) * 4,
-                "norm": torch.rand(dim, generator=generator) + 0.5,
-                "frequencies": rope_frequencies(16, 10000.0),
-                "eps": 1e-6,
-                "batch": batch,
-                "pool": pool,
-                "table": pages,
-            }
+            key = WindowKey(
+                kv=torch.randn(batch.num_tokens, dim, generator=generator) * 4,
+                norm=torch.rand(dim, generator=generator) + 0.5,
+                frequencies=rope_frequencies(16, 10000.0),
+                eps=1e-6,
+                batch=batch,
+                pool=pool,
+                table=pages,
+            )
+            return {"key": key}
 
         return Case(f"{kv_format} {starts}+{num_new} dim {dim}", make, 1e-2, 1e-2)
 
@@ -67,21 +73,8 @@ OP = Op(
     cases,
     kernels=(Kernel("dsv4.ops.kv.kv_store_triton"),),
     on_cpu=CpuForm("kv", "kv_store"),
-    mutates=("pool",),
+    mutates=("key.pool",),
 )
-
-
-@dataclass(frozen=True)
-class WindowKey:
-    """`kv` `[tokens, dim]`: the projection before its norm; `pool` is written in place."""
-
-    kv: Tensor
-    norm: Tensor
-    frequencies: Tensor
-    eps: float
-    batch: Ragged
-    pool: PagedPool
-    table: Tensor
 
 
 def kv_store(key: WindowKey) -> None:
@@ -89,4 +82,4 @@ def kv_store(key: WindowKey) -> None:
     check_shape(OP.name, "table", key.table, key.batch.starts.shape[0], "columns")
     if key.kv.shape[0] == 0:
         return
-    OP(key.kv.device, **vars(key))
+    OP(key.kv.device, key=key)

@@ -15,7 +15,7 @@ import triton.language as tl
 from dsv4.ops.core.helpers_device import append, depend
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_constants, store_row
+from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_format, store_row
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn, sinkhorn4
 from dsv4.ops.mhc.update_triton import (
@@ -81,13 +81,12 @@ def _store_post(post, gate, row, N: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
     streams, partials, base, scale, norm, x, post, comb, logits, num_tokens, eps, hc_eps,
-    codes, code_scales, row_scale, columns,
-    N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    rows, N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
-    ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, BITS: tl.constexpr,
-    TILED: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, Q: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One token: coefficients from the sums of the projection, collapse, norm. BITS 4 or 8: also
+    """One token: coefficients from the sums of the projection, collapse, norm. With Q.bits also
     store the row quantised, as in gemm/quantize_rows_triton.py.
 
     BESIDE: a second row of programs runs Sinkhorn while the first collapses. Otherwise 4 x 4
@@ -113,11 +112,8 @@ def _mix_kernel(
         mixed = mixed.to(DT).to(tl.float32)
         mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
         tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
-        if BITS > 0:
-            row_value = mixed.to(DT).to(tl.float32)
-            store_row(
-                row_value, codes, code_scales, row_scale, token, 1, columns, PAD, TILED, BITS == 8
-            )
+        if Q.bits > 0:
+            store_row(mixed.to(DT).to(tl.float32), rows, token, Q)
         if (not BESIDE) and (not HEAD):
             _store_post(post + token * N, gate, row, N)
             if N == 4:
@@ -263,7 +259,7 @@ def _mix(config, shape, members, streams, site, partials, rows):
         tokens,
         site.eps,
         site.hc_eps,
-        *row_buffers(rows, x),
+        row_buffers(rows, x),
         **shape,
         NP=triton.next_power_of_2(n),
         PAD=triton.next_power_of_2(size),
@@ -273,7 +269,7 @@ def _mix(config, shape, members, streams, site, partials, rows):
         BESIDE=beside,
         HEAD=head,
         **turns,
-        **row_constants(rows),
+        Q=row_format(rows),
         **dependent_options(streams.device, config.mix_warps),
     )
     if n == 4 and not (head or beside):

@@ -27,6 +27,17 @@ from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
 from dsv4.ops.moe.placed import PlacedExperts
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one block; the first axis of `w13` and `w2` is the expert."""
+
+    w13: Weight
+    w2: Weight
+    shared_w13: Weight
+    shared_w2: Weight
+    limit: float
+
+
 def expert_reference(
     x: Tensor, w13: Weight, w2: Weight, weight: Tensor | None, limit: float
 ) -> Tensor:
@@ -38,19 +49,9 @@ def expert_reference(
     return matmul_rows(rounded(z.to(x.dtype), activations_of(w2)), dense(w2))
 
 
-def experts_reference(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    w13: Weight,
-    w2: Weight,
-    shared_w13: Weight,
-    shared_w2: Weight,
-    limit: float,
-) -> Tensor:
-    by = Experts(w13, w2, shared_w13, shared_w2, limit)
-    if isinstance(w13, PlacedExperts):
-        w13.table.visited(experts)
+def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
+    if isinstance(by.w13, PlacedExperts):
+        by.w13.table.visited(experts)
     return sum_pairs(pair_sums(x, experts, weights, by), shared_sums(x, by), x.dtype)
 
 
@@ -63,7 +64,7 @@ def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     return (total + shared).to(dtype)
 
 
-def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts") -> Tensor:
+def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
     """fp32 `[tokens, chosen, size]`: what each chosen expert gave, zero where it is negative."""
     chosen = experts.flatten().tolist()
     visited = (place for place, expert in enumerate(chosen) if expert >= 0)
@@ -82,7 +83,7 @@ def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: "Experts") -> Ten
     return parts.view(*experts.shape, -1)
 
 
-def shared_sums(x: Tensor, by: "Experts") -> Tensor:
+def shared_sums(x: Tensor, by: Experts) -> Tensor:
     """fp32 `[tokens, size]`: what the shared expert gave."""
     if x.shape[0] == 0:
         return x.float()
@@ -98,11 +99,13 @@ def cases() -> Iterable[Case]:
                 "x": torch.randn(tokens, size, generator=generator),
                 "experts": experts,
                 "weights": torch.rand(tokens, chosen, generator=generator),
-                "w13": torch.randn(count, 2 * inner, size, generator=generator) * 0.2,
-                "w2": torch.randn(count, size, inner, generator=generator) * 0.2,
-                "shared_w13": torch.randn(2 * inner, size, generator=generator) * 0.2,
-                "shared_w2": torch.randn(size, inner, generator=generator) * 0.2,
-                "limit": limit,
+                "by": Experts(
+                    torch.randn(count, 2 * inner, size, generator=generator) * 0.2,
+                    torch.randn(count, size, inner, generator=generator) * 0.2,
+                    torch.randn(2 * inner, size, generator=generator) * 0.2,
+                    torch.randn(size, inner, generator=generator) * 0.2,
+                    limit,
+                ),
             }
 
         name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit}"
@@ -164,11 +167,13 @@ def _tiled_case(
             "x": torch.randn(tokens, size, generator=generator).bfloat16(),
             "experts": torch.stack(picks).sort(1).values,
             "weights": torch.rand(tokens, chosen, generator=generator),
-            "w13": tiled(2 * inner, size, generator, True, count),
-            "w2": tiled(size, inner, generator, count=count),
-            "shared_w13": shared(2 * inner, size, generator, True),
-            "shared_w2": shared(size, inner, generator, False),
-            "limit": limit,
+            "by": Experts(
+                tiled(2 * inner, size, generator, True, count),
+                tiled(size, inner, generator, count=count),
+                shared(2 * inner, size, generator, True),
+                shared(size, inner, generator, False),
+                limit,
+            ),
         }
 
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit} "
@@ -203,11 +208,7 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
             "x": torch.randn(tokens, size, generator=generator).bfloat16(),
             "experts": torch.stack(picks).sort(1).values,
             "weights": torch.rand(tokens, chosen, generator=generator),
-            "w13": routed[0],
-            "w2": routed[1],
-            "shared_w13": shared[0],
-            "shared_w2": shared[1],
-            "limit": 3.0,
+            "by": Experts(*routed, *shared, 3.0),
         }
 
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} {kinds} few bits"
@@ -216,17 +217,6 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
 
 KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
 OP = Op("experts", experts_reference, cases, KERNELS, on_cpu=CpuForm("moe", "experts"))
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The experts of one block; the first axis of `w13` and `w2` is the expert."""
-
-    w13: Weight
-    w2: Weight
-    shared_w13: Weight
-    shared_w2: Weight
-    limit: float
 
 
 def experts_ffn(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
@@ -240,4 +230,4 @@ def experts_ffn(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Ten
     check_shape(OP.name, "weights", weights, *experts.shape)
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    return OP(x.device, x=x, experts=experts, weights=weights, **vars(by))
+    return OP(x.device, x=x, experts=experts, weights=weights, by=by)

@@ -30,39 +30,35 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> ScaledConfi
     return ScaledConfig(128, 8, 3, False)
 
 
-def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
-    if experts.dtype != torch.int64 or weights.dtype != torch.float32:
-        return f"experts are {experts.dtype}, weights {weights.dtype}; expected int64 and float32"
-    if not (experts.is_contiguous() and weights.is_contiguous()):
-        return "experts and weights are not contiguous"
-    return weights_reason(x, w13, w2, shared_w13, shared_w2)
+def supports(x, experts, weights, by) -> str | None:
+    return experts_triton.choice_reason(experts, weights) or weights_reason(x, by)
 
 
-def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
-    if not (isinstance(w13, ScaledTensor) and isinstance(w2, ScaledTensor)):
+def weights_reason(x, by) -> str | None:
+    if not (isinstance(by.w13, ScaledTensor) and isinstance(by.w2, ScaledTensor)):
         return "the experts do not ask for activations of few bits"
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    return experts_triton.separate_reason(shared_w13, shared_w2) or native_reason(x.device)
+    reason = experts_triton.separate_reason(by.shared_w13, by.shared_w2)
+    return reason or native_reason(x.device)
 
 
-def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
-    return launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
+def run(x, experts, weights, by):
+    return launch(x, experts, weights, by)
 
 
-def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, config=None, ready=None
-):  # fmt: skip
+def launch(x, experts, weights, by, *, config=None, ready=None):
     """`ready`: rows of `x` already quantised by its producer."""
     num_tokens, chosen = experts.shape
+    w13, w2 = by.w13, by.w2
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
-    extra = experts_triton.separate_output(x, shared_w13, shared_w2, limit, ready)
+    extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit, ready)
     table = group_by_expert(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
     parts = workspace(x.device, "scaled_parts", num_pairs * w2.rows, torch.float32)
-    swiglu = {"source": SWIGLU, "weight": weights, "limit": limit}
+    swiglu = {"source": SWIGLU, "weight": weights, "limit": by.limit}
     if config.few:
         rows = _rows(x, num_tokens, w13, config)
         if rows.is_like(ready):

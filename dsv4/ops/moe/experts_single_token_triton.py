@@ -8,6 +8,7 @@ the shared expert's up-projection overlaps it in the same launch.
 
 import math
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,25 +29,32 @@ STAGES = 3
 UP_ROWS, GATE_ROWS = 32, 32  # per program with two warps
 
 
+class UpTile(NamedTuple):
+    """Constants of an up-projection: a program's weight rows, and how it multiplies."""
+
+    ranges: int  # of K
+    bn: int  # 64 with one range
+    stages: int
+    even: bool  # ranges have equal length; otherwise the second may be shorter
+    asm: bool
+    mx: bool
+
+
 @triton.jit
-def _dot_two_ranges(
-    words, codes, rows, x, total_steps, num_columns,
-    BN: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
-    MX: tl.constexpr,
-):  # fmt: skip
-    """fp32 `[BN, 8]` of which the first column is used: two ranges of K, each by variant 0 of
-    `dot_nvfp4` in its own warp, added. `rows` `[BN]` are rows of the tile at `words`. EVEN: both
-    ranges have equal length; otherwise the second may be shorter."""
+def _dot_two_ranges(words, codes, rows, x, total_steps, num_columns, U: tl.constexpr):
+    """fp32 `[bn, 8]` of which the first column is used: two ranges of K, each by variant 0 of
+    `dot_nvfp4` in its own warp, added. `rows` `[bn]` are rows of the tile at `words`."""
+    BN: tl.constexpr = U.bn
     per_range = tl.cdiv(total_steps, 2)
-    codes = codes.to(tl.pointer_type(tl.int32 if MX else tl.int64), bitcast=True)
+    codes = codes.to(tl.pointer_type(tl.int32 if U.mx else tl.int64), bitcast=True)
     first = tl.arange(0, 2) * per_range
     rk = tl.arange(0, 16)
     w_ptrs = words + (first[:, None] * 2048 + rows[None, :] * 16)[:, :, None] + rk[None, None, :]
     s_ptrs = codes + (first[:, None] * 64 + rows[None, :])
     x_ptrs = x + (first[:, None] * 128 + rk[None, :])[:, :, None] + tl.arange(0, 8) * 0
     acc = tl.zeros((2, BN, 8), dtype=tl.float32)
-    for step in tl.range(0, per_range, num_stages=STAGES):
-        if EVEN:
+    for step in tl.range(0, per_range, num_stages=U.stages):
+        if U.even:
             low = tl.load(w_ptrs)
             high = tl.load(w_ptrs + 1024)
             code = tl.load(s_ptrs)
@@ -55,15 +63,15 @@ def _dot_two_ranges(
             low = tl.load(w_ptrs, mask=inside[:, :, None], other=0)
             high = tl.load(w_ptrs + 1024, mask=inside[:, :, None], other=0)
             code = tl.load(s_ptrs, mask=inside, other=0)
-        pairs = scale_pairs(code, ASM, MX)
+        pairs = scale_pairs(code, U.asm, U.mx)
         for group in tl.static_range(8):
             mask = (tl.arange(0, 8) < 1)[None, None, :]
-            if not EVEN:
+            if not U.even:
                 column = (first + step)[:, None] * 128 + group * 16 + rk[None, :]
                 mask = mask & (column < num_columns)[:, :, None]
             part = tl.load(x_ptrs + group * 16, mask=mask, other=0.0)
             half = low if group < 4 else high
-            acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
+            acc = tl.dot(unpack_group(half, pairs, group, U.asm), part, acc)
         w_ptrs += 2048
         s_ptrs += 64
         x_ptrs += 128
@@ -81,11 +89,10 @@ def _store(row, columns, size, values):
 @triton.jit
 def _up_program(
     part, place, expert, weight, num_factors, x, z, words, scales, factors, size, inner, limit,
-    total_steps, expert_tiles, RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    total_steps, expert_tiles, U: tl.constexpr,
 ):  # fmt: skip
-    """BN/2 activations, from as many gate rows and up rows of a tile. With one range of K, BN is
-    64."""
+    """bn/2 activations, from as many gate rows and up rows of a tile."""
+    BN: tl.constexpr = U.bn
     gate_factor = tl.load(factors + expert * num_factors) * 128.0
     up_factor = tl.load(factors + expert * num_factors + num_factors - 1) * 128.0
     HALF: tl.constexpr = BN // 2
@@ -93,15 +100,15 @@ def _up_program(
     index = tl.arange(0, BN)
     rows = index // HALF * 32 + part % (64 // BN) * HALF + index % HALF
     words = tl.multiple_of(words + tile * total_steps * 2048, 64)
-    scales = tl.multiple_of(scales + tile * total_steps * (128 if MX else 256), 64)
+    scales = tl.multiple_of(scales + tile * total_steps * (128 if U.mx else 256), 64)
     only = tl.arange(0, 8)
-    if RANGES == 1:
+    if U.ranges == 1:
         acc = 0.0 + dot_nvfp4(
             words, scales, x, (only * 0,), (only < 1,), 0, total_steps, total_steps, size, BN,
-            STAGES, 0, EVEN, ASM, MX,
+            U.stages, 0, U.even, U.asm, U.mx,
         )[0]  # fmt: skip
     else:
-        acc = _dot_two_ranges(words, scales, rows, x, total_steps, size, BN, STAGES, EVEN, ASM, MX)
+        acc = _dot_two_ranges(words, scales, rows, x, total_steps, size, U)
     gate, up = tl.split(acc.reshape(2, HALF, 8).permute(1, 2, 0))
     result = swiglu(gate * gate_factor, up * up_factor, limit) * weight
     column = part * HALF + tl.arange(0, HALF)
@@ -110,12 +117,10 @@ def _up_program(
 
 @triton.jit
 def _up_kernel(
-    x, z, experts, weights, words, scales, factors, shared_words: tl.int64,
-    shared_scales: tl.int64, shared_factors: tl.int64, places, counts,
-    chosen, size, inner, limit, total_steps, expert_tiles,
-    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
-    PLACED: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, z, experts, weights, w, shared_words: tl.int64, shared_scales: tl.int64,
+    shared_factors: tl.int64, places, counts, chosen, size, inner, limit, total_steps,
+    expert_tiles, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, PLACED: tl.constexpr,
+    U: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`shared_*`: offsets of the shared expert's weights; it has the last place. `places` and
     `counts`: an expert table's (PLACED)."""
@@ -126,9 +131,9 @@ def _up_kernel(
     if expert < 0:  # on another rank
         return
     weight = tl.load(weights + place, mask=routed, other=1.0)
-    words += tl.where(routed, 0, shared_words)
-    scales += tl.where(routed, 0, shared_scales)
-    factors += tl.where(routed, 0, shared_factors)
+    words = w.words + tl.where(routed, 0, shared_words)
+    scales = w.scales + tl.where(routed, 0, shared_scales)
+    factors = w.factors + tl.where(routed, 0, shared_factors)
     if PLACED:
         at = tl.load(places + expert, mask=routed, other=0)
         words += at
@@ -137,43 +142,38 @@ def _up_kernel(
     _up_program(
         tl.program_id(0), place, expert, weight, tl.where(routed, PARTS, SHARED_PARTS),
         x, z, words, scales, factors, size, inner, limit, total_steps,
-        0 if PLACED else expert_tiles, RANGES, BN, STAGES, EVEN, ASM, MX,
+        0 if PLACED else expert_tiles, U,
     )  # fmt: skip
 
 
 @triton.jit
 def _gate_kernel(
-    x, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at, size, num_experts,
-    per_range, gate_tiles, scaling, z, words, scales, factors, inner, limit, total_steps,
-    CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr, GATE_RANGES: tl.constexpr,
-    GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
-    MX: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, gate, counters, g, size, num_experts, per_range, gate_tiles, scaling, z, w, inner, limit,
+    total_steps, GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr,
+    G: tl.constexpr, U: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The gate, whose last program selects experts; and the shared expert's up-projection."""
     pid = tl.program_id(0)
-    programs = gate_tiles * GATE_RANGES
+    programs = gate_tiles * G.ranges
     depend(DEPENDENT)
     if pid < programs:
         gate_program(
-            pid // GATE_RANGES, pid % GATE_RANGES, 0, programs, x, 0, gate, partials, counters,
-            bias, table, token_ids, chosen_at, weights_at, 1, size, num_experts, total_steps,
-            per_range, scaling, 8, GATE_ROWS, GATE_RANGES, CHOSEN, HASHED, BE, True, EVEN_K,
+            pid // G.ranges, pid % G.ranges, 0, programs, x, 0, gate, counters, g, 1, size,
+            num_experts, total_steps, per_range, scaling, 8, GATE_ROWS, True, EVEN_K, G,
         )  # fmt: skip
     else:
         _up_program(
-            pid - programs, CHOSEN, tl.zeros((), tl.int64), 1.0, PARTS, x, z, words, scales,
-            factors, size, inner, limit, total_steps, 0, RANGES, BN, STAGES, EVEN, ASM, MX,
+            pid - programs, G.chosen, tl.zeros((), tl.int64), 1.0, PARTS, x, z, w.words, w.scales,
+            w.factors, size, inner, limit, total_steps, 0, U,
         )  # fmt: skip
 
 
 @triton.jit
 def _down_kernel(
-    z, parts_at, experts, words, scales, factors, shared_words: tl.int64,
-    shared_scales: tl.int64, shared_factors: tl.int64, places,
-    chosen, size, inner, total_steps, expert_tiles, RANGES: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr, PLACED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    z, parts_at, experts, w, shared_words: tl.int64, shared_scales: tl.int64,
+    shared_factors: tl.int64, places, chosen, size, inner, total_steps, expert_tiles,
+    RANGES: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    MX: tl.constexpr, PLACED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Stores split-K partial sums; the consumer reduces them."""
     part = tl.program_id(0)
@@ -184,8 +184,9 @@ def _down_kernel(
     expert = tl.load(experts + place, mask=routed, other=0)
     if expert < 0:
         return
-    factor = tl.load(factors + tl.where(routed, expert, shared_factors)) * 128.0
+    factor = tl.load(w.factors + tl.where(routed, expert, shared_factors)) * 128.0
     tile = part if PLACED else expert * expert_tiles + part
+    words, scales = w.words, w.scales
     if PLACED:
         at = tl.load(places + expert, mask=routed, other=0)
         words += at
@@ -203,62 +204,57 @@ def _down_kernel(
     _store(parts_at + (place * RANGES + split) * size, column, size, acc * factor)
 
 
-def launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
-    """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert (which
-    may be None) last."""
-    chosen, shared, table = experts.shape[1], shared_w13 is not None, table_of(w13)
-    w13, w2 = stack_of(w13), stack_of(w2)
-    z = _between(x, chosen, w2)
-    programs, constants = _up_constants(w13, UP_ROWS)
-    _up_kernel[(programs, chosen + shared)](
-        x, z, experts, weights, *expert_weights(w13, shared_w13), *table, chosen, w2.rows,
-        w2.columns, limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
-        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
-        PLACED=table[0] is not None, **constants,
-        **dependent_options(x.device, 2),
+def launch(x, experts, weights, by):
+    """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert (whose
+    matrices may be None) last."""
+    z = _between(x, experts.shape[1], stack_of(by.w2))
+    _up(x, z, experts, weights, by, by.shared_w13)
+    return _down(z, experts, by)
+
+
+def _up(x, z, experts, weights, by, shared) -> None:
+    places, counts = table_of(by.w13)
+    w13, w2, chosen = stack_of(by.w13), stack_of(by.w2), experts.shape[1]
+    programs, tile = _up_tile(w13, UP_ROWS)
+    _up_kernel[(programs, chosen + (shared is not None))](
+        x, z, experts, weights, *expert_weights(w13, shared), places, counts, chosen, w2.rows,
+        w2.columns, by.limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=1 if shared is None else shared.global_scale.shape[0],
+        PLACED=places is not None, U=tile, **dependent_options(x.device, 2),
     )  # fmt: skip
-    return _down(z, experts, w2, shared_w2, table[0])
 
 
-def launch_routed(
-    x, gate, bias, table, token_ids, num_chosen, scaling, w13, w2, shared_w13, shared_w2, limit
-):
+def launch_routed(x, token_ids, gate, by):
     """`router` and `launch`, with the shared expert's up-projection overlapping the gate."""
-    num_experts, size = gate.shape
-    table_at, w13, w2 = table_of(w13), stack_of(w13), stack_of(w2)
+    num_experts, size = gate.gate.shape
+    w13, w2, shared = stack_of(by.w13), stack_of(by.w2), by.shared_w13
     ranges, per_range = num_ranges(num_experts, size)
-    logits, places, constants = prepare(x, gate, bias, table, token_ids, num_chosen, ranges)
-    experts, weights = places[-2:]
+    tensors, sizes = prepare(x, token_ids, gate, ranges)
     counters = workspace(x.device, "counters", 1, torch.int32)
-    z = _between(x, num_chosen, w2)
+    z = _between(x, gate.num_chosen, w2)
     gate_tiles = triton.cdiv(num_experts, GATE_ROWS)
-    programs, shared_constants = _up_constants(shared_w13, *choose_shared(shared_w13))
+    programs, tile = _up_tile(shared, *choose_shared(shared))
     _gate_kernel[(gate_tiles * ranges + programs,)](
-        x, gate, logits, counters, *places, size, num_experts, per_range, gate_tiles,
-        scaling, z, shared_w13.packed, shared_w13.scale, shared_w13.global_scale,
-        w2.columns, limit, w13.num_steps, CHOSEN=num_chosen, HASHED=table is not None,
-        BE=constants["BE"], GATE_RANGES=ranges, GATE_ROWS=GATE_ROWS,
-        PARTS=shared_w13.global_scale.shape[0], EVEN_K=size % 128 == 0, **shared_constants,
-        **dependent_options(x.device, 2),
+        x, gate.gate, counters, tensors, size, num_experts, per_range, gate_tiles, gate.scaling,
+        z, expert_weights(shared, None)[0], w2.columns, by.limit, w13.num_steps,
+        GATE_ROWS=GATE_ROWS, PARTS=shared.global_scale.shape[0], EVEN_K=size % 128 == 0,
+        G=sizes, U=tile, **dependent_options(x.device, 2),
     )  # fmt: skip
-    if table_at[0] is None and w13.columns % 128 == w2.columns % 128 == 0 and streams(x.device):
+    even = w13.columns % 128 == w2.columns % 128 == 0
+    if table_of(by.w13)[0] is None and even and streams(x.device):
         module = import_module("dsv4.ops.moe.experts_stream_gluon")
-        return module.run(x, z, experts, weights, w13, w2, shared_w2, limit)
-    programs, up_constants = _up_constants(w13, UP_ROWS)
-    _up_kernel[(programs, num_chosen)](
-        x, z, experts, weights, *expert_weights(w13, None), *table_at, num_chosen, size,
-        w2.columns, limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
-        SHARED_PARTS=1, PLACED=table_at[0] is not None, **up_constants,
-        **dependent_options(x.device, 2),
-    )  # fmt: skip
-    return _down(z, experts, w2, shared_w2, table_at[0])
+        chosen, weights = tensors.chosen, tensors.weights
+        return module.run(x, z, chosen, weights, w13, w2, by.shared_w2, by.limit)
+    _up(x, z, tensors.chosen, tensors.weights, by, None)
+    return _down(z, tensors.chosen, by)
 
 
 def _between(x, chosen, w2):
     return workspace(x.device, "experts_z", (chosen + 1) * w2.columns, torch.bfloat16)
 
 
-def _down(z, experts, w2, shared_w2, places):
+def _down(z, experts, by):
+    places, w2, shared_w2 = table_of(by.w2)[0], stack_of(by.w2), by.shared_w2
     chosen, ranges = experts.shape[1], num_expert_ranges(w2)
     shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
     parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
@@ -286,22 +282,25 @@ def choose_shared(w13) -> tuple[int, int]:
     return (16, 4) if w13.num_steps <= 32 else (32, 8)
 
 
-def _up_constants(w13, rows, stages=STAGES) -> tuple[int, dict[str, object]]:
+def _up_tile(w13, rows, stages=STAGES) -> tuple[int, UpTile]:
     """Programs of a matrix with `rows` weight rows each, and their constants."""
     ranges = num_expert_ranges(w13)
-    rows = rows if ranges > 1 else 64
-    constants = {"RANGES": ranges, "BN": rows, "STAGES": stages, "ASM": not interpreting()}
-    constants["EVEN"] = w13.columns % (128 * ranges) == 0
-    constants["MX"] = is_mx(w13)
-    return triton.cdiv(w13.rows, rows), constants
+    rows, even = rows if ranges > 1 else 64, w13.columns % (128 * ranges) == 0
+    tile = UpTile(ranges, rows, stages, even, not interpreting(), is_mx(w13))
+    return triton.cdiv(w13.rows, rows), tile
+
+
+class ExpertTensors(NamedTuple):
+    words: torch.Tensor
+    scales: torch.Tensor
+    factors: torch.Tensor
 
 
 def expert_weights(weight, shared):
     """Tensors of the routed experts and the offsets of the shared expert's: kernels take these as
     64 bits, otherwise each layer's offsets would decide which variants are compiled."""
-    parts = (weight.packed, weight.scale, weight.global_scale)
+    own = ExpertTensors(weight.packed, weight.scale, weight.global_scale)
     if shared is None:
-        return (*parts, 0, 0, 0)
-    others = (shared.packed, shared.scale, shared.global_scale)
-    pairs = zip(parts, others, strict=True)
-    return (*parts, *((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairs))
+        return own, 0, 0, 0
+    pairs = zip(own, (shared.packed, shared.scale, shared.global_scale), strict=True)
+    return own, *((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairs)

@@ -123,7 +123,7 @@ def run(x, z, experts, weights, w13, w2, shared_w2, limit):
     columns = triton.next_power_of_2(w13.columns)
     lengths = (triton.cdiv(size, ranges), size)
     up_stream[grid](
-        x, z, experts, weights, *expert_weights(w13, None)[:3], w2.columns, limit, size,
+        x, z, experts, weights, *expert_weights(w13, None)[0], w2.columns, limit, size,
         w13.packed.shape[1], PARTS=w13.global_scale.shape[1], RANGES=ranges, COLUMNS=columns,
         MX=is_mx(w13), **ring_options(x.device, math.prod(grid), UP_STAGES, lengths, columns),
     )  # fmt: skip
@@ -133,8 +133,9 @@ def run(x, z, experts, weights, w13, w2, shared_w2, limit):
     grid = (triton.cdiv(w2.rows, 64), shape[0], ranges)
     lengths = (triton.cdiv(size, ranges), size)
     columns = triton.next_power_of_2(lengths[0] * 128)
+    own, *offsets = expert_weights(w2, shared_w2)
     down_stream[grid](
-        z, parts, experts, *expert_weights(w2, shared_w2), chosen, w2.rows, w2.columns, size,
+        z, parts, experts, *own, *offsets, chosen, w2.rows, w2.columns, size,
         w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
         **ring_options(x.device, math.prod(grid), DOWN_STAGES, lengths, columns),
     )  # fmt: skip

@@ -6,7 +6,8 @@ single token has its own kernels (`experts_single_token_triton.py`). Partial sum
 a small kernel adds them: K ranges first, then the token's experts in order, the shared one last.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import dot_nvfp4, tile_rows
 from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe import experts_single_token_triton
+from dsv4.ops.moe.experts import Experts
 from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 from dsv4.ops.moe.placed import stack_of, table_of
@@ -48,31 +50,45 @@ def _is_height(num_rows, PLACE: tl.constexpr, BM: tl.constexpr):
     return found
 
 
+class ExpertTile(NamedTuple):
+    """Constants of a launch: a program's tile, and how it multiplies."""
+
+    bm: int
+    bn: int
+    stages: int
+    variant: int  # see dot_nvfp4
+    k_ranges: int
+    even_k: bool
+    asm: bool
+    mx: bool
+    placed: bool  # experts have blocks of their own (placed.py)
+
+
 @triton.jit
 def _weights_at(
     expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
-    BN: tl.constexpr, MX: tl.constexpr, PLACED: tl.constexpr,
+    E: tl.constexpr,
 ):  # fmt: skip
     """Where the weights of a program's columns begin, of an expert or of the shared one, whose lie
     `shared_*` elements behind."""
     is_shared = expert == num_experts
-    if PLACED:
+    if E.placed:
         at = tl.load(places + expert, mask=expert < num_experts, other=0)
-        first = tl.program_id(0).to(tl.int64) * (BN // 64)
+        first = tl.program_id(0).to(tl.int64) * (E.bn // 64)
     else:
         at = 0
         first = tl.where(is_shared, 0, expert).to(tl.int64) * expert_tiles
-        first += tl.program_id(0) * (BN // 64)
+        first += tl.program_id(0) * (E.bn // 64)
     word_at = tl.where(is_shared, shared_words, at) + first * total_steps * 2048
-    scale_at = tl.where(is_shared, shared_scales, at) + first * total_steps * (128 if MX else 256)
+    scale_at = tl.where(is_shared, shared_scales, at) + first * total_steps * (128 if E.mx else 256)
     return word_at, scale_at
 
 
 @triton.jit
-def _count_visit(counts, tile_expert, expert, num_experts):
+def _count_visit(counts, route, expert, num_experts):
     """One program of an expert's first tile counts the step."""
     tile = tl.program_id(1)
-    before = tl.load(tile_expert + tile - 1, mask=tile > 0, other=-1)
+    before = tl.load(route.tile_expert + tile - 1, mask=tile > 0, other=-1)
     is_first = (before != expert) & (expert < num_experts) & (tl.program_id(0) == 0)
     tl.atomic_add(counts + expert, 1, mask=is_first)
 
@@ -88,26 +104,23 @@ def _pair_of(rows, live, sorted_pairs, num_pairs, chosen):
 
 
 @triton.jit
-def _range_sums(
-    words, scales, x, x_rows, live, total_steps, num_columns, factor,
-    K_RANGES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
-    EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
-):  # fmt: skip
-    """fp32 `[BN, rows]` per piece: all ranges of K in order, each times `factor`."""
+def _range_sums(words, scales, x, x_rows, live, total_steps, num_columns, factor, E: tl.constexpr):
+    """fp32 `[bn, rows]` per piece: all ranges of K in order, each times `factor`."""
     words = tl.multiple_of(words, 64)
     scales = tl.multiple_of(scales, 64)
-    per_range = tl.cdiv(total_steps, K_RANGES)
+    RANGES: tl.constexpr = E.k_ranges
+    per_range = tl.cdiv(total_steps, RANGES)
     totals = ()
-    for index in tl.static_range(K_RANGES):
+    for index in tl.static_range(RANGES):
         first = index * per_range
         parts = dot_nvfp4(
             words, scales, x, x_rows, live, first, tl.minimum(first + per_range, total_steps),
-            total_steps, num_columns, BN, STAGES, VARIANT, EVEN_K, ASM, MX,
+            total_steps, num_columns, E.bn, E.stages, E.variant, E.even_k, E.asm, E.mx,
         )  # fmt: skip
         added = ()
         for i in tl.static_range(len(parts)):
             before = 0.0 if index == 0 else totals[i]
-            added = append(added, before + times_rounded(parts[i], factor, ASM))
+            added = append(added, before + times_rounded(parts[i], factor, E.asm))
         totals = added
     return totals
 
@@ -124,26 +137,21 @@ def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
 
 @triton.jit
 def _up_rows(
-    x, x_stride, z, weights, sorted_pairs, words, scales, gate_factor, up_factor,
-    start, end, num_pairs, chosen, is_shared, size, inner, limit, total_steps,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    x, x_stride, z, weights, route, words, scales, gate_factor, up_factor, start, end, num_pairs,
+    chosen, is_shared, size, inner, limit, total_steps, BM: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
     x_rows = ()
     for i in tl.static_range(len(rows)):
-        token, _ = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen)
+        token, _ = _pair_of(rows[i], live[i], route.sorted_pairs, num_pairs, chosen)
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
-    sums = _range_sums(
-        words, scales, x, x_rows, live, total_steps, size, 1.0,
-        K_RANGES, BN, STAGES, VARIANT, EVEN_K, ASM, MX,
-    )  # fmt: skip
-    column = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+    sums = _range_sums(words, scales, x, x_rows, live, total_steps, size, 1.0, E)
+    column = tl.program_id(0) * (E.bn // 2) + tl.arange(0, E.bn // 2)
     for i in tl.static_range(len(sums)):
-        result = _swiglu(sums[i], gate_factor, up_factor, limit, BN)
+        result = _swiglu(sums[i], gate_factor, up_factor, limit, E.bn)
         if not is_shared:
-            weight_rows = tl.load(sorted_pairs + rows[i], mask=live[i], other=0)
+            weight_rows = tl.load(route.sorted_pairs + rows[i], mask=live[i], other=0)
             result = result * tl.load(weights + weight_rows, mask=live[i], other=0.0)[None, :]
         mask = (column < inner)[:, None] & live[i][None, :]
         out = z + rows[i].to(tl.int64)[None, :] * inner + column[:, None]
@@ -152,60 +160,48 @@ def _up_rows(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _up_kernel(
-    x, x_stride, z, weights, sorted_pairs, tile_expert, tile_start, tile_end,
-    words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
-    shared_factors: tl.int64, places, counts,
-    num_pairs, chosen, num_experts, size, inner, limit, total_steps, expert_tiles,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
-    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
-    PLACED: tl.constexpr,
+    x, x_stride, z, weights, route, w, shared_words: tl.int64, shared_scales: tl.int64,
+    shared_factors: tl.int64, places, counts, num_pairs, chosen, num_experts, size, inner, limit,
+    total_steps, expert_tiles, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(tile_expert + tl.program_id(1))
-    start = tl.load(tile_start + tl.program_id(1))
-    end = tl.load(tile_end + tl.program_id(1))
+    expert = tl.load(route.tile_expert + tl.program_id(1))
+    start = tl.load(route.tile_start + tl.program_id(1))
+    end = tl.load(route.tile_end + tl.program_id(1))
     if expert < 0:
         return
     is_shared = expert == num_experts
     at = tl.where(is_shared, shared_factors, expert * PARTS)
     parts = tl.where(is_shared, SHARED_PARTS, PARTS)
-    gate_factor = tl.load(factors + at) * 128.0
-    up_factor = tl.load(factors + at + parts - 1) * 128.0
-    if PLACED:
-        _count_visit(counts, tile_expert, expert, num_experts)
+    gate_factor = tl.load(w.factors + at) * 128.0
+    up_factor = tl.load(w.factors + at + parts - 1) * 128.0
+    if E.placed:
+        _count_visit(counts, route, expert, num_experts)
     word_at, scale_at = _weights_at(
-        expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
-        BN, MX, PLACED,
-    )  # fmt: skip
-    for i in tl.static_range(len(tile_heights(BM))):
-        if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
+        expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles, E
+    )
+    for i in tl.static_range(len(tile_heights(E.bm))):
+        if len(tile_heights(E.bm)) == 1 or _is_height(end - start, i, E.bm):
             _up_rows(
-                x, x_stride, z, weights, sorted_pairs, words + word_at, scales + scale_at,
-                gate_factor, up_factor, start, end, num_pairs, chosen, is_shared,
-                size, inner, limit, total_steps,
-                tile_heights(BM)[i], BN, STAGES, VARIANT, K_RANGES, EVEN_K, ASM, MX,
+                x, x_stride, z, weights, route, w.words + word_at, w.scales + scale_at,
+                gate_factor, up_factor, start, end, num_pairs, chosen, is_shared, size, inner,
+                limit, total_steps, tile_heights(E.bm)[i], E,
             )  # fmt: skip
 
 
 @triton.jit
 def _down_rows(
-    z, parts_at, sorted_pairs, words, scales, factor, start, end, num_pairs, chosen, places,
-    size, inner, total_steps,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+    z, parts_at, route, words, scales, factor, start, end, num_pairs, chosen, places, size, inner,
+    total_steps, BM: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
     z_rows = ()
     for i in tl.static_range(len(rows)):
         z_rows = append(z_rows, rows[i] * inner)
-    sums = _range_sums(
-        words, scales, z, z_rows, live, total_steps, inner, factor,
-        K_RANGES, BN, STAGES, VARIANT, EVEN_K, ASM, MX,
-    )  # fmt: skip
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    sums = _range_sums(words, scales, z, z_rows, live, total_steps, inner, factor, E)
+    column = tl.program_id(0) * E.bn + tl.arange(0, E.bn)
     for i in tl.static_range(len(sums)):
-        token, place = _pair_of(rows[i], live[i], sorted_pairs, num_pairs, chosen)
+        token, place = _pair_of(rows[i], live[i], route.sorted_pairs, num_pairs, chosen)
         row = token.to(tl.int64) * places + place
         mask = (column < size)[:, None] & live[i][None, :]
         tl.store(parts_at + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
@@ -213,31 +209,25 @@ def _down_rows(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    z, parts_at, sorted_pairs, tile_expert, tile_start, tile_end,
-    words, scales, factors, shared_words: tl.int64, shared_scales: tl.int64,
-    shared_factors: tl.int64, places,
-    num_pairs, chosen, num_places, num_experts, size, inner, total_steps, expert_tiles,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, VARIANT: tl.constexpr,
-    K_RANGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
-    PLACED: tl.constexpr,
+    z, parts_at, route, w, shared_words: tl.int64, shared_scales: tl.int64,
+    shared_factors: tl.int64, places, num_pairs, chosen, num_places, num_experts, size, inner,
+    total_steps, expert_tiles, E: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(tile_expert + tl.program_id(1))
-    start = tl.load(tile_start + tl.program_id(1))
-    end = tl.load(tile_end + tl.program_id(1))
+    expert = tl.load(route.tile_expert + tl.program_id(1))
+    start = tl.load(route.tile_start + tl.program_id(1))
+    end = tl.load(route.tile_end + tl.program_id(1))
     if expert < 0:
         return
     is_shared = expert == num_experts
-    factor = tl.load(factors + tl.where(is_shared, shared_factors, expert)) * 128.0
+    factor = tl.load(w.factors + tl.where(is_shared, shared_factors, expert)) * 128.0
     word_at, scale_at = _weights_at(
-        expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
-        BN, MX, PLACED,
-    )  # fmt: skip
-    for i in tl.static_range(len(tile_heights(BM))):
-        if len(tile_heights(BM)) == 1 or _is_height(end - start, i, BM):
+        expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles, E
+    )
+    for i in tl.static_range(len(tile_heights(E.bm))):
+        if len(tile_heights(E.bm)) == 1 or _is_height(end - start, i, E.bm):
             _down_rows(
-                z, parts_at, sorted_pairs, words + word_at, scales + scale_at, factor,
-                start, end, num_pairs, chosen, num_places, size, inner, total_steps,
-                tile_heights(BM)[i], BN, STAGES, VARIANT, K_RANGES, EVEN_K, ASM, MX,
+                z, parts_at, route, w.words + word_at, w.scales + scale_at, factor, start, end,
+                num_pairs, chosen, num_places, size, inner, total_steps, tile_heights(E.bm)[i], E,
             )  # fmt: skip
 
 
@@ -264,28 +254,32 @@ def choose_config(num_tokens: int, chosen: int, num_experts: int) -> ExpertsConf
     return ExpertsConfig(TALL, 128, 8, 3, 1)
 
 
-def supports(x, experts, weights, w13, w2, shared_w13, shared_w2, limit) -> str | None:
+def supports(x, experts, weights, by) -> str | None:
+    return choice_reason(experts, weights) or weights_reason(x, by)
+
+
+def choice_reason(experts, weights) -> str | None:
     if experts.dtype != torch.int64 or weights.dtype != torch.float32:
         return f"experts are {experts.dtype}, weights {weights.dtype}; expected int64 and float32"
     if not (experts.is_contiguous() and weights.is_contiguous()):
         return "experts and weights are not contiguous"
-    return weights_reason(x, w13, w2, shared_w13, shared_w2)
+    return None
 
 
-def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
+def weights_reason(x, by) -> str | None:
     reason = device_reason(x.device)
     if reason is not None:
         return reason
     if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
         return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    w13, w2 = stack_of(w13), stack_of(w2)
+    w13, w2 = stack_of(by.w13), stack_of(by.w2)
     named = {"w13": w13, "w2": w2}
-    if is_separate(shared_w13, w13):
-        reason = separate_reason(shared_w13, shared_w2)
+    if is_separate(by):
+        reason = separate_reason(by.shared_w13, by.shared_w2)
         if reason is not None:
             return reason
     else:
-        named |= {"shared_w13": shared_w13, "shared_w2": shared_w2}
+        named |= {"shared_w13": by.shared_w13, "shared_w2": by.shared_w2}
     for name, weight in named.items():
         if not isinstance(weight, TiledFp4):
             return f"{name} is {type(weight).__name__}; kernels read FP4 after repack_weights"
@@ -293,8 +287,8 @@ def weights_reason(x, w13, w2, shared_w13, shared_w2) -> str | None:
             return f"{name} is {type(weight).__name__}, w2 {type(w2).__name__}; expected one format"
         if weight.paired != name.endswith("w13"):
             return f"{name} is tiled for another use"
-    if not is_separate(shared_w13, w13) and shared_w2.columns != w2.columns:
-        return f"the shared expert is {shared_w2.columns} wide, the others {w2.columns}"
+    if not is_separate(by) and by.shared_w2.columns != w2.columns:
+        return f"the shared expert is {by.shared_w2.columns} wide, the others {w2.columns}"
     return None
 
 
@@ -314,32 +308,28 @@ def separate_output(x, w13, w2, limit, ready=None):
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    parts = launch(x, only, ones, *stack, None, None, limit, partial=True)
+    parts = launch(x, only, ones, Experts(*stack, None, None, limit), partial=True)
     return parts.sum(2).view(x.shape[0], -1)
 
 
-def run(x, experts, weights, w13, w2, shared_w13, shared_w2, limit):
-    return launch(x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
+def run(x, experts, weights, by):
+    return launch(x, experts, weights, by)
 
 
-def launch(
-    x, experts, weights, w13, w2, shared_w13, shared_w2, limit, *, partial=False, ready=None,
-    config=None,
-):  # fmt: skip
-    """`shared_w13` and `shared_w2` may be None: only the routed experts. With `partial` the
-    result is the partial sums, fp32 `[tokens, places, ranges, size]`. `ready`: quantised rows of
-    `x` for a shared expert in another format."""
+def launch(x, experts, weights, by, *, partial=False, ready=None, config=None):
+    """Shared matrices may be None: only the routed experts. With `partial` the result is the
+    partial sums, fp32 `[tokens, places, ranges, size]`. `ready`: quantised rows of `x` for a shared
+    expert in another format."""
     num_tokens, chosen = experts.shape
     extra = None
-    if shared_w13 is not None and is_separate(shared_w13, w13):
-        extra = separate_output(x, shared_w13, shared_w2, limit, ready)
-        shared_w13 = shared_w2 = None
-    arguments = (x, experts, weights, w13, w2, shared_w13, shared_w2, limit)
+    if by.shared_w13 is not None and is_separate(by):
+        extra = separate_output(x, by.shared_w13, by.shared_w2, by.limit, ready)
+        by = replace(by, shared_w13=None, shared_w2=None)
     if num_tokens == 1:
-        parts = experts_single_token_triton.launch(*arguments)[None]
+        parts = experts_single_token_triton.launch(x, experts, weights, by)[None]
     else:
-        config = config or choose_config(num_tokens, chosen, w2.shape[0])
-        parts = _launch_tiles(*arguments, config)
+        config = config or choose_config(num_tokens, chosen, by.w2.shape[0])
+        parts = _launch_tiles(x, experts, weights, by, config)
     if partial:
         return parts
     y = torch.empty_like(x)
@@ -347,36 +337,33 @@ def launch(
     return y
 
 
-def _launch_tiles(x, experts, weights, w13, w2, shared_w13, shared_w2, limit, config):
+def _launch_tiles(x, experts, weights, by, config):
     """fp32 partial sums `[tokens, places, 1, size]`."""
     num_tokens, chosen = experts.shape
-    places_at, counts = table_of(w13)
-    w13, w2 = stack_of(w13), stack_of(w2)
+    places_at, counts = table_of(by.w13)
+    w13, w2, shared = stack_of(by.w13), stack_of(by.w2), by.shared_w13
     size, inner, num_experts = w2.rows, w2.columns, w2.shape[0]
-    shared = shared_w13 is not None
-    table = group_by_expert(experts, num_experts, config.bm, shared=shared)
-    tiles = (table.sorted_pairs, table.tile_expert, table.tile_start, table.tile_end)
-    num_pairs, places = num_tokens * chosen, chosen + shared
+    tiles = group_by_expert(experts, num_experts, config.bm, shared=shared is not None)
+    num_pairs, places = num_tokens * chosen, chosen + (shared is not None)
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
     parts = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
-    common = {
-        "BM": config.bm,
-        "BN": config.bn,
-        "STAGES": config.num_stages,
-        "VARIANT": config.variant,
-    }
-    common |= {"ASM": not interpreting(), "MX": is_mx(w2), "PLACED": places_at is not None}
-    common |= launch_options(config.num_warps)
-    _up_kernel[(triton.cdiv(2 * inner, config.bn), table.num_tiles)](
-        x, x.stride(0), z, weights, *tiles, *expert_weights(w13, shared_w13), places_at, counts,
-        num_pairs, chosen, num_experts, size, inner, limit, w13.num_steps, w13.packed.shape[1],
-        K_RANGES=num_expert_ranges(w13), PARTS=w13.global_scale.shape[1],
-        SHARED_PARTS=shared_w13.global_scale.shape[0] if shared else 1,
-        EVEN_K=size % 128 == 0, **common,
+
+    def tile(weight) -> ExpertTile:
+        return ExpertTile(
+            config.bm, config.bn, config.num_stages, config.variant, num_expert_ranges(weight),
+            weight.columns % 128 == 0, not interpreting(), is_mx(w2), places_at is not None,
+        )  # fmt: skip
+
+    _up_kernel[(triton.cdiv(2 * inner, config.bn), tiles.num_tiles)](
+        x, x.stride(0), z, weights, tiles.table, *expert_weights(w13, shared), places_at, counts,
+        num_pairs, chosen, num_experts, size, inner, by.limit, w13.num_steps, w13.packed.shape[1],
+        PARTS=w13.global_scale.shape[1],
+        SHARED_PARTS=1 if shared is None else shared.global_scale.shape[0],
+        E=tile(w13), **launch_options(config.num_warps),
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(size, config.bn), table.num_tiles)](
-        z, parts, *tiles, *expert_weights(w2, shared_w2), places_at,
-        num_pairs, chosen, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
-        K_RANGES=num_expert_ranges(w2), EVEN_K=inner % 128 == 0, **common,
+    _down_kernel[(triton.cdiv(size, config.bn), tiles.num_tiles)](
+        z, parts, tiles.table, *expert_weights(w2, by.shared_w2), places_at, num_pairs, chosen,
+        places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
+        E=tile(w2), **launch_options(config.num_warps),
     )  # fmt: skip
     return parts[: num_tokens * places * size].view(num_tokens, places, 1, size)

@@ -8,6 +8,7 @@ atomics, so the result is deterministic. Pairs of padding rows (expert -1) are s
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +21,24 @@ SMALL_PAIRS = 1024  # up to here one block holds all pairs
 CHUNK = 256  # pairs per program above that
 
 
+class RouteTable(NamedTuple):
+    """Pairs sorted by expert, and their tiles, int32, as kernels take them."""
+
+    sorted_pairs: torch.Tensor  # [pairs]; 0 after the routed ones
+    tile_expert: torch.Tensor  # [num_tiles]
+    tile_start: torch.Tensor  # [num_tiles] first row (sorted pair)
+    tile_end: torch.Tensor  # [num_tiles] one past the last row of the tile's expert
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Tiles of the shared expert may follow; their rows come after the pairs, one per token. The
+    last tiles are empty, with expert -1."""
+
+    table: RouteTable
+    num_tiles: int
+
+
 @triton.jit
 def _extra_tile(tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM: tl.constexpr):
     """(expert, start, end) of a tile after the `routed` ones: the shared expert's, or empty."""
@@ -30,8 +49,7 @@ def _extra_tile(tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
 def _group_kernel(
-    experts, sorted_pairs, tile_expert, tile_start, tile_end,
-    num_pairs, num_tokens, num_shared, num_tiles, num_experts,
+    experts, to, num_pairs, num_tokens, num_shared, num_tiles, num_experts,
     BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
     """Program e: the pairs and tiles of expert e; the last also the tiles that are not routed."""
@@ -49,23 +67,23 @@ def _group_kernel(
     own = (count + BM - 1) // BM
     for start in tl.range(0, own, 128):
         index = start + few
-        tl.store(tile_expert + base + index, few * 0 + e, mask=index < own)
-        tl.store(tile_start + base + index, less + index * BM, mask=index < own)
-        tl.store(tile_end + base + index, few * 0 + less + count, mask=index < own)
+        tl.store(to.tile_expert + base + index, few * 0 + e, mask=index < own)
+        tl.store(to.tile_start + base + index, less + index * BM, mask=index < own)
+        tl.store(to.tile_end + base + index, few * 0 + less + count, mask=index < own)
     if e == num_experts - 1:
-        tl.store(sorted_pairs + lanes, 0, mask=(lanes >= less + count) & (lanes < num_pairs))
+        tl.store(to.sorted_pairs + lanes, 0, mask=(lanes >= less + count) & (lanes < num_pairs))
         for start in tl.range(base + own, num_tiles, 128):
             tile = start + few
             expert, at, end = _extra_tile(
                 tile, base + own, num_pairs, num_tokens, num_shared, num_experts, BM
             )
-            tl.store(tile_expert + tile, expert, mask=tile < num_tiles)
-            tl.store(tile_start + tile, at, mask=tile < num_tiles)
-            tl.store(tile_end + tile, end, mask=tile < num_tiles)
+            tl.store(to.tile_expert + tile, expert, mask=tile < num_tiles)
+            tl.store(to.tile_start + tile, at, mask=tile < num_tiles)
+            tl.store(to.tile_end + tile, end, mask=tile < num_tiles)
     if count > 0:
         match = (live & (ids == e)).to(tl.int32)
         rank = less + tl.cumsum(match, 0) - 1
-        tl.store(sorted_pairs + rank, lanes, mask=match == 1)
+        tl.store(to.sorted_pairs + rank, lanes, mask=match == 1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -112,8 +130,7 @@ def _rank_in_chunk(experts, ids, num_pairs, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
 def _place_kernel(
-    experts, counts, sorted_pairs, tile_expert, tile_start, tile_end,
-    num_pairs, num_tokens, num_shared, num_tiles, num_experts,
+    experts, counts, to, num_pairs, num_tokens, num_shared, num_tiles, num_experts,
     BM: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
     """Program c: the destinations of chunk c's pairs, and some of the tiles."""
@@ -122,11 +139,11 @@ def _place_kernel(
     end = tl.cumsum(total, 0)
     start = end - total
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(sorted_pairs + pairs, 0, mask=(pairs >= tl.sum(total)) & (pairs < num_pairs))
+    tl.store(to.sorted_pairs + pairs, 0, mask=(pairs >= tl.sum(total)) & (pairs < num_pairs))
     ids = tl.load(experts + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
     rank = _rank_in_chunk(experts, ids, num_pairs, CHUNK)
     place = tl.gather(start + before, tl.maximum(ids, 0), 0) + rank
-    tl.store(sorted_pairs + place, pairs, mask=ids >= 0)
+    tl.store(to.sorted_pairs + place, pairs, mask=ids >= 0)
     tiles = (total + BM - 1) // BM
     last = tl.cumsum(tiles, 0)
     routed = tl.sum(tiles)
@@ -142,21 +159,9 @@ def _place_kernel(
         )
         is_routed = tile < routed
         mask = tile < num_tiles
-        tl.store(tile_expert + tile, tl.where(is_routed, expert, extra), mask=mask)
-        tl.store(tile_start + tile, tl.where(is_routed, at, extra_at), mask=mask)
-        tl.store(tile_end + tile, tl.where(is_routed, until, extra_end), mask=mask)
-
-
-@dataclass(frozen=True)
-class ExpertTiles:
-    """Pairs sorted by expert, and their tiles. Tiles of the shared expert may follow; their rows
-    come after the pairs, one per token. The last tiles are empty, with expert -1."""
-
-    sorted_pairs: torch.Tensor  # [pairs] int32; 0 after the routed ones
-    tile_expert: torch.Tensor  # [num_tiles] int32
-    tile_start: torch.Tensor  # [num_tiles] int32: first row (sorted pair)
-    tile_end: torch.Tensor  # [num_tiles] int32: one past the last row of the tile's expert
-    num_tiles: int
+        tl.store(to.tile_expert + tile, tl.where(is_routed, expert, extra), mask=mask)
+        tl.store(to.tile_start + tile, tl.where(is_routed, at, extra_at), mask=mask)
+        tl.store(to.tile_end + tile, tl.where(is_routed, until, extra_end), mask=mask)
 
 
 def num_expert_tiles(num_pairs: int, num_experts: int, bm: int) -> int:
@@ -176,17 +181,15 @@ def group_by_expert(
     device, num_pairs, num_tokens = experts.device, experts.numel(), experts.shape[0]
     num_shared = triton.cdiv(num_tokens, bm) if shared else 0
     num_tiles = num_expert_tiles(num_pairs, num_experts, bm) + num_shared
-    names = ("sorted_pairs", "tile_expert", "tile_start", "tile_end")
-    sizes = (num_pairs, num_tiles, num_tiles, num_tiles)
-    buffers = [
-        workspace(device, f"route_{name}", size, torch.int32)
-        for name, size in zip(names, sizes, strict=True)
-    ]
+    table = RouteTable(*(
+        workspace(device, f"route_{name}", num_pairs if i == 0 else num_tiles, torch.int32)
+        for i, name in enumerate(RouteTable._fields)
+    ))  # fmt: skip
     numbers = (num_pairs, num_tokens, num_shared, num_tiles, num_experts)
     bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)
     if width is not None:
         _group_kernel[(num_experts,)](
-            experts, *buffers, *numbers, BM=bm, WIDTH=width, BINS=bins, **launch_options(4)
+            experts, table, *numbers, BM=bm, WIDTH=width, BINS=bins, **launch_options(4)
         )
     else:
         chunks = triton.cdiv(num_pairs, CHUNK)
@@ -195,6 +198,6 @@ def group_by_expert(
             experts, counts, num_pairs, CHUNK=CHUNK, BINS=bins, **launch_options(4)
         )
         _place_kernel[(chunks,)](
-            experts, counts, *buffers, *numbers, BM=bm, CHUNK=CHUNK, BINS=bins, **launch_options(8)
+            experts, counts, table, *numbers, BM=bm, CHUNK=CHUNK, BINS=bins, **launch_options(8)
         )
-    return ExpertTiles(*buffers, num_tiles)
+    return ExpertTiles(table, num_tiles)

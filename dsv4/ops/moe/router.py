@@ -18,27 +18,30 @@ from dsv4.ops.core.rows import matmul_rows, softplus
 LEAST_TOTAL = 1e-30  # scores of a table's experts may all be zero: weights 0, not NaN
 
 
-def router_reference(
-    x: Tensor,
-    gate: Tensor,
-    bias: Tensor | None,
-    table: Tensor | None,
-    token_ids: Tensor,
-    num_chosen: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    scores = softplus(matmul_rows(x, gate)).sqrt()
+@dataclass(frozen=True)
+class Gate:
+    """A block's router: scored with a selection bias, or with a table of token ids."""
+
+    gate: Tensor  # [experts, size]
+    bias: Tensor | None
+    table: Tensor | None  # [vocabulary, chosen]
+    num_chosen: int
+    scaling: float
+
+
+def router_reference(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:
+    scores = softplus(matmul_rows(x, by.gate)).sqrt()
     padding = (token_ids < 0).unsqueeze(1)
-    if table is not None:
-        chosen = table[token_ids.clamp(min=0)]
+    if by.table is not None:
+        chosen = by.table[token_ids.clamp(min=0)]
     else:
-        assert bias is not None
-        ranked = torch.sort(scores + bias.float(), dim=1, descending=True, stable=True).indices
-        chosen = ranked[:, :num_chosen]
+        assert by.bias is not None
+        ranked = torch.sort(scores + by.bias.float(), dim=1, descending=True, stable=True).indices
+        chosen = ranked[:, : by.num_chosen]
     chosen = chosen.sort(dim=1).values
     weights = scores.gather(1, chosen)
     total = weights.sum(1, keepdim=True) + LEAST_TOTAL
-    return chosen.masked_fill(padding, -1), weights / total * scaling
+    return chosen.masked_fill(padding, -1), weights / total * by.scaling
 
 
 def cases() -> Iterable[Case]:
@@ -52,14 +55,17 @@ def cases() -> Iterable[Case]:
     ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             rows = [torch.randperm(experts, generator=generator)[:chosen] for _ in range(20)]
+            gate = Gate(
+                gate=(torch.randn(experts, size, generator=generator) * 0.1).to(dtype),
+                bias=None if hashed else torch.randn(experts, generator=generator),
+                table=torch.stack(rows) if hashed else None,
+                num_chosen=chosen,
+                scaling=1.5,
+            )
             return {
                 "x": torch.randn(tokens, size, generator=generator).to(dtype),
-                "gate": (torch.randn(experts, size, generator=generator) * 0.1).to(dtype),
-                "bias": None if hashed else torch.randn(experts, generator=generator),
-                "table": torch.stack(rows) if hashed else None,
                 "token_ids": torch.randint(0, 20, (tokens,), generator=generator),
-                "num_chosen": chosen,
-                "scaling": 1.5,
+                "by": gate,
             }
 
         name = f"{tokens}x{size} {chosen} of {experts} hashed {hashed} {dtype}"
@@ -75,17 +81,6 @@ def cases() -> Iterable[Case]:
 
 KERNELS = (Kernel("dsv4.ops.moe.router_triton"),)
 OP = Op("router", router_reference, cases, KERNELS, on_cpu=CpuForm("moe", "router"))
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A block's router: scored with a selection bias, or with a table of token ids."""
-
-    gate: Tensor  # [experts, size]
-    bias: Tensor | None
-    table: Tensor | None  # [vocabulary, chosen]
-    num_chosen: int
-    scaling: float
 
 
 def router(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:
@@ -111,4 +106,4 @@ def router(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:
         check_shape(OP.name, "table", table, "vocabulary", num_chosen)
     if x.shape[0] == 0:
         return token_ids.new_empty(0, num_chosen), x.new_empty(0, num_chosen, dtype=torch.float32)
-    return OP(x.device, x=x, token_ids=token_ids, **vars(by))
+    return OP(x.device, x=x, token_ids=token_ids, by=by)

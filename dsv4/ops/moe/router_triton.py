@@ -6,6 +6,8 @@ row that is the last program to finish, in the same launch. With many rows the g
 `linear` with the same ranges. The logits, and everything after them, have the same bits.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -107,90 +109,98 @@ def table_total(picks, scores, CHOSEN: tl.constexpr, BE: tl.constexpr):
     return total + LEAST
 
 
+class GateTensors(NamedTuple):
+    """Of a router's kernels; of `bias` and `table` one is not read."""
+
+    partials: torch.Tensor  # [ranges, rows, experts] logits
+    bias: torch.Tensor
+    table: torch.Tensor
+    token_ids: torch.Tensor
+    chosen: torch.Tensor
+    weights: torch.Tensor
+
+
+class GateSizes(NamedTuple):
+    """Their constants."""
+
+    ranges: int
+    chosen: int
+    hashed: bool
+    be: int  # experts, padded
+
+
 @triton.jit
-def select_row(
-    partials, offset, table, token_ids, chosen_at, weights_at, row, num_rows, num_experts, scaling,
-    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
+def select_row(g, offset, row, num_rows, num_experts, scaling, G: tl.constexpr):
     """Sum the ranges of one row, score, select; stores experts in ascending order."""
-    expert = tl.arange(0, BE)
-    scores = row_scores(partials, row, num_rows, num_experts, RANGES, BE)
-    out = row * CHOSEN
-    token = tl.load(token_ids + row)
-    if HASHED:
-        picks = table + tl.maximum(token, 0) * CHOSEN
-        total = table_total(picks, scores, CHOSEN, BE)
+    CHOSEN: tl.constexpr = G.chosen
+    expert = tl.arange(0, G.be)
+    scores = row_scores(g.partials, row, num_rows, num_experts, G.ranges, G.be)
+    out = row * G.chosen
+    token = tl.load(g.token_ids + row)
+    if G.hashed:
+        picks = g.table + tl.maximum(token, 0) * G.chosen
+        total = table_total(picks, scores, G.chosen, G.be)
         for j in tl.static_range(CHOSEN):
-            pick, place, score = table_pick(picks, scores, j, CHOSEN, BE)
-            tl.store(chosen_at + out + place, tl.where(token < 0, -1, pick))
-            tl.store(weights_at + out + place, score / total * scaling)
+            pick, place, score = table_pick(picks, scores, j, G.chosen, G.be)
+            tl.store(g.chosen + out + place, tl.where(token < 0, -1, pick))
+            tl.store(g.weights + out + place, score / total * scaling)
     else:
-        place, total = best_places(scores, offset, num_experts, CHOSEN, BE)
+        place, total = best_places(scores, offset, num_experts, G.chosen, G.be)
         at = out + tl.maximum(place, 0)
         chosen = tl.where(token < 0, -1, expert.to(tl.int64))
-        tl.store(chosen_at + at, chosen, mask=place >= 0)
-        tl.store(weights_at + at, scores / total * scaling, mask=place >= 0)
+        tl.store(g.chosen + at, chosen, mask=place >= 0)
+        tl.store(g.weights + at, scores / total * scaling, mask=place >= 0)
 
 
 @triton.jit
 def gate_program(
-    tile, split, row_tile, programs, x, x_stride, gate, partials, counters, bias, table, token_ids,
-    chosen_at, weights_at, num_rows, num_columns, num_experts, total_steps, per_range, scaling,
-    BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
-    HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr
+    tile, split, row_tile, programs, x, x_stride, gate, counters, g, num_rows, num_columns,
+    num_experts, total_steps, per_range, scaling, BM: tl.constexpr, BN: tl.constexpr,
+    SELECT: tl.constexpr, EVEN_K: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """`partials` `[ranges, rows, experts]`. SELECT: the last program to finish selects for the only
-    row."""
+    """SELECT: the last program to finish selects for the only row."""
+    BE: tl.constexpr = G.be
     rn = tile * BN + tl.arange(0, BN)
     rows = row_tile * BM + tl.arange(0, BM)
     live = rows < num_rows
     offset = tl.zeros((BE,), tl.float32)
-    if SELECT and not HASHED:
-        offset = row_bias(bias, num_experts, BE)
+    if SELECT and not G.hashed:
+        offset = row_bias(g.bias, num_experts, BE)
     acc = dot_bf16(
         gate + tile.to(tl.int64) * BN * num_columns, rn < num_experts,
         x, rows * x_stride, live, split * per_range,
         tl.minimum((split + 1) * per_range, total_steps), num_columns, BN, BM, 6, EVEN_K,
     )  # fmt: skip
     at = (split * num_rows + rows)[None, :] * num_experts + rn[:, None]
-    tl.store(partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
+    tl.store(g.partials + at, acc, mask=(rn < num_experts)[:, None] & live[None, :])
     if SELECT:
         tl.debug_barrier()  # all threads have stored before the counter is incremented
         if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
             tl.store(counters, 0)
-            select_row(
-                partials, offset, table, token_ids, chosen_at, weights_at, 0, num_rows,
-                num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
-            )  # fmt: skip
+            select_row(g, offset, 0, num_rows, num_experts, scaling, G)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(
-    x, x_stride, gate, partials, counters, bias, table, token_ids, chosen_at, weights_at,
-    num_rows, num_columns, num_experts, total_steps, per_range, scaling,
-    BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, CHOSEN: tl.constexpr,
-    HASHED: tl.constexpr, BE: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr
+    x, x_stride, gate, counters, g, num_rows, num_columns, num_experts, total_steps, per_range,
+    scaling, BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr,
+    G: tl.constexpr,
 ):  # fmt: skip
     gate_program(
         tl.program_id(0), tl.program_id(1), tl.program_id(2),
-        tl.num_programs(0) * tl.num_programs(1), x, x_stride, gate, partials, counters, bias,
-        table, token_ids, chosen_at, weights_at, num_rows, num_columns, num_experts, total_steps,
-        per_range, scaling, BM, BN, RANGES, CHOSEN, HASHED, BE, SELECT, EVEN_K,
+        tl.num_programs(0) * tl.num_programs(1), x, x_stride, gate, counters, g, num_rows,
+        num_columns, num_experts, total_steps, per_range, scaling, BM, BN, SELECT, EVEN_K, G,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _top_k_kernel(
-    partials, bias, table, token_ids, chosen_at, weights_at, num_rows, num_experts, scaling,
-    RANGES: tl.constexpr, CHOSEN: tl.constexpr, HASHED: tl.constexpr, BE: tl.constexpr
-):  # fmt: skip
+def _top_k_kernel(g, num_rows, num_experts, scaling, G: tl.constexpr):
+    BE: tl.constexpr = G.be
     offset = tl.zeros((BE,), tl.float32)
-    if not HASHED:
-        offset = row_bias(bias, num_experts, BE)
-    select_row(
-        partials, offset, table, token_ids, chosen_at, weights_at, tl.program_id(0).to(tl.int64),
-        num_rows, num_experts, scaling, RANGES, CHOSEN, HASHED, BE,
-    )  # fmt: skip
+    if not G.hashed:
+        offset = row_bias(g.bias, num_experts, BE)
+    row = tl.program_id(0).to(tl.int64)
+    select_row(g, offset, row, num_rows, num_experts, scaling, G)
 
 
 def choose_config(num_rows: int) -> str:
@@ -198,7 +208,8 @@ def choose_config(num_rows: int) -> str:
     return "ranges side by side" if num_rows <= FEW_ROWS else "linear"
 
 
-def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None:
+def supports(x, token_ids, by) -> str | None:
+    gate, table = by.gate, by.table
     reason = device_reason(x.device)
     if reason is not None:
         return reason
@@ -216,37 +227,36 @@ def supports(x, gate, bias, table, token_ids, num_chosen, scaling) -> str | None
     return None
 
 
-def prepare(x, gate, bias, table, token_ids, num_chosen, ranges):
+def prepare(x, token_ids, by, ranges) -> tuple[GateTensors, GateSizes]:
     """Buffers for logits and results, the selection inputs, and the kernels' constants."""
-    rows, num_experts = x.shape[0], gate.shape[0]
+    rows, num_experts, hashed = x.shape[0], by.gate.shape[0], by.table is not None
     logits = workspace(x.device, "router_logits", ranges * rows * num_experts, torch.float32)
-    chosen = torch.empty(rows, num_chosen, dtype=torch.int64, device=x.device)
-    weights = torch.empty(rows, num_chosen, dtype=torch.float32, device=x.device)
-    constants = {"RANGES": ranges, "CHOSEN": num_chosen, "HASHED": table is not None}
-    constants["BE"] = triton.next_power_of_2(num_experts)
-    bias, table = (bias, token_ids) if table is None else (token_ids, table)  # one is not read
-    return logits, (bias, table, token_ids, chosen, weights), constants
+    chosen = torch.empty(rows, by.num_chosen, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, by.num_chosen, dtype=torch.float32, device=x.device)
+    bias, table = (token_ids, by.table) if hashed else (by.bias, token_ids)
+    sizes = GateSizes(ranges, by.num_chosen, hashed, triton.next_power_of_2(num_experts))
+    return GateTensors(logits, bias, table, token_ids, chosen, weights), sizes
 
 
-def run(x, gate, bias, table, token_ids, num_chosen, scaling):
-    num_rows, (num_experts, columns) = x.shape[0], gate.shape
+def run(x, token_ids, by):
+    num_rows, (num_experts, columns) = x.shape[0], by.gate.shape
     few = choose_config(num_rows) != "linear"
     ranges, per_range = num_ranges(num_experts, columns) if few else (1, 0)
-    logits, places, constants = prepare(x, gate, bias, table, token_ids, num_chosen, ranges)
+    tensors, sizes = prepare(x, token_ids, by, ranges)
     if few:
         bn, bm = GATE_TILE
         counters = workspace(x.device, "counters", 1, torch.int32)
         grid = (triton.cdiv(num_experts, bn), ranges, triton.cdiv(num_rows, bm))
         _gate_kernel[grid](
-            x, x.stride(0), gate, logits, counters, *places, num_rows, columns, num_experts,
-            triton.cdiv(columns, 128), per_range, scaling, BM=bm, BN=bn, SELECT=num_rows == 1,
-            EVEN_K=columns % 128 == 0, **constants, **launch_options(1),
+            x, x.stride(0), by.gate, counters, tensors, num_rows, columns, num_experts,
+            triton.cdiv(columns, 128), per_range, by.scaling, BM=bm, BN=bn, SELECT=num_rows == 1,
+            EVEN_K=columns % 128 == 0, G=sizes, **launch_options(1),
         )  # fmt: skip
     else:
-        size = num_rows * num_experts
-        linear_triton.launch(x, [gate], [logits[:size].view(num_rows, num_experts)])
+        logits = tensors.partials[: num_rows * num_experts].view(num_rows, num_experts)
+        linear_triton.launch(x, [by.gate], [logits])
     if num_rows > 1:
         _top_k_kernel[(num_rows,)](
-            logits, *places, num_rows, num_experts, scaling, **constants, **launch_options(1)
+            tensors, num_rows, num_experts, by.scaling, G=sizes, **launch_options(1)
         )
-    return places[-2:]
+    return tensors.chosen, tensors.weights

@@ -31,9 +31,10 @@ def _activate_kernel(h, z, inner, limit, BN: tl.constexpr):
     tl.store(z + row * inner + column, swiglu(gate, up, limit).to(tl.bfloat16), mask=live)
 
 
-def is_separate(shared_w13, w13) -> bool:
+def is_separate(by) -> bool:
     """Whether the shared expert has another format and runs as two linear ops."""
-    return not isinstance(shared_w13, TiledFp4) or type(shared_w13) is not type(stack_of(w13))
+    shared = by.shared_w13
+    return not isinstance(shared, TiledFp4) or type(shared) is not type(stack_of(by.w13))
 
 
 def shared_reason(w13, w2) -> str | None:

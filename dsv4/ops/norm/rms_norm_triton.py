@@ -9,12 +9,9 @@ from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
 
 
 @triton.jit
-def norm_row(
-    x, weight, out, row, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Store the row; returns it as stored, fp32 `[PAD]`, zero past its end."""
-    channel = tl.arange(0, PAD)
+def norm_row(x, weight, out, row, x_stride, eps, SIZE: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Store the row; returns it as stored, fp32, padded with zeros to a power of two."""
+    channel = tl.arange(0, triton.next_power_of_2(SIZE))
     live = channel < SIZE
     wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
@@ -26,11 +23,9 @@ def norm_row(
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x, weight, out, x_stride, eps, SIZE: tl.constexpr, PAD: tl.constexpr, WEIGHTED: tl.constexpr
-):  # fmt: skip
+def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, WEIGHTED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    norm_row(x, weight, out, row, x_stride, eps, SIZE, PAD, WEIGHTED)
+    norm_row(x, weight, out, row, x_stride, eps, SIZE, WEIGHTED)
 
 
 def supports(x, weight, eps) -> str | None:
@@ -52,7 +47,6 @@ def run(x, weight, eps):
         rows.stride(0),
         eps,
         SIZE=size,
-        PAD=triton.next_power_of_2(size),
         WEIGHTED=weight is not None,
         **launch_options(ROW_WARPS),
     )

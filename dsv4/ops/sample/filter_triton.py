@@ -1,8 +1,32 @@
 # mypy: ignore-errors
 """Device code of `sample`: adjusted logits, and the last token that passes the filters."""
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+
+class RowOptions(NamedTuple):
+    """What flags of a row ask for; kernels take `()` where no slot has any of it."""
+
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    slots: torch.Tensor
+    flags: torch.Tensor
+    seen: torch.Tensor
+    bias: torch.Tensor
+    mask: torch.Tensor
+
+
+class Candidates(NamedTuple):
+    """Of each chunk of a row: at most ROOM logits with their ids, and how many there are."""
+
+    logit: torch.Tensor
+    ids: torch.Tensor
+    counts: torch.Tensor
 
 
 @triton.jit
@@ -40,31 +64,28 @@ def log2_fast(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def adjusted(
-    raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags, seen,
-    bias, mask, WIDE: tl.constexpr,
-):  # fmt: skip
+def adjusted(raw, row, place, live, size, temperature, o):
     """Logits after mask, bias, penalties and temperature; -inf stays -inf, never NaN. A row without
     options reads only its flags."""
     x = raw
-    if WIDE:
-        options = tl.load(flags + row)
+    if len(o) > 0:
+        options = tl.load(o.flags + row)
         if options != 0:
-            slot = tl.maximum(tl.load(slots + row), 0)
+            slot = tl.maximum(tl.load(o.slots + row), 0)
             at = slot * size + place
             if (options & 4) != 0:
-                words = mask + slot * tl.cdiv(size, 32)
+                words = o.mask + slot * tl.cdiv(size, 32)
                 bits = tl.load(words + place // 32, mask=live, other=0) >> (place % 32)
                 x = tl.where((bits & 1) != 0, x, float("-inf"))
             if (options & 2) != 0:
-                x = x + tl.load(bias + at, mask=live, other=0.0)
+                x = x + tl.load(o.bias + at, mask=live, other=0.0)
             if (options & 1) != 0:
-                both = tl.load(seen + at, mask=live, other=0)
+                both = tl.load(o.seen + at, mask=live, other=0)
                 output = both & 0x3FFFFFFF
-                factor = tl.load(repetition + row)
+                factor = tl.load(o.repetition + row)
                 x = tl.where(both != 0, tl.where(x > 0, x / factor, x * factor), x)
-                x = x - tl.load(frequency + row) * output.to(tl.float32)
-                x = x - tl.where(output > 0, tl.load(presence + row), 0.0)
+                x = x - tl.load(o.frequency + row) * output.to(tl.float32)
+                x = x - tl.where(output > 0, tl.load(o.presence + row), 0.0)
     heat = tl.load(temperature + row)
     return x * (1.0 / tl.where(heat > 0, tl.maximum(heat, 1e-30), 1.0))
 
@@ -119,26 +140,17 @@ def _top_share(threshold, count, above, ties, best, mass, keep):
 
 
 @triton.jit
-def _row_keys(
-    logits, row, start, size, temperature, repetition, presence, frequency, slots, flags, seen,
-    bias, mask, TILE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def _row_keys(logits, row, start, size, temperature, o, TILE: tl.constexpr):
     """TILE adjusted logits of a row, their keys, and a mask of those present."""
     place = start + tl.arange(0, TILE)
     live = place < size
     raw = tl.load(logits + row * size + place, mask=live, other=float("-inf"))
-    x = adjusted(
-        raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags,
-        seen, bias, mask, WIDE,
-    )  # fmt: skip
+    x = adjusted(raw, row, place, live, size, temperature, o)
     return x, order_key(x), live
 
 
 @triton.jit
-def filter_row(
-    logits, row, best, mass, keep, share, temperature, repetition, presence, frequency, slots,
-    flags, seen, bias, mask, size, TILE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def filter_row(logits, row, best, mass, keep, share, temperature, o, size, TILE: tl.constexpr):
     """Threshold and last id, by repeated passes over the whole row."""
     lane = tl.arange(0, TILE)
     threshold = tl.zeros((), tl.uint32)
@@ -157,10 +169,7 @@ def filter_row(
             equal = tl.zeros((TILE,), tl.int32)
             weight = tl.zeros((TILE,), tl.uint32)
             for start in tl.range(0, size, TILE):
-                x, key, live = _row_keys(
-                    logits, row, start, size, temperature, repetition, presence, frequency,
-                    slots, flags, seen, bias, mask, TILE, WIDE,
-                )  # fmt: skip
+                x, key, live = _row_keys(logits, row, start, size, temperature, o, TILE)
                 over = live & (key >= trial)
                 passed += over.to(tl.int32)
                 equal += (live & (key == threshold)).to(tl.int32)
@@ -178,10 +187,7 @@ def filter_row(
     last_id = tl.zeros((), tl.int32) + size
     ties = tl.zeros((), tl.int32)
     for start in tl.range(0, size, TILE):
-        x, key, live = _row_keys(
-            logits, row, start, size, temperature, repetition, presence, frequency, slots, flags,
-            seen, bias, mask, TILE, WIDE,
-        )  # fmt: skip
+        x, key, live = _row_keys(logits, row, start, size, temperature, o, TILE)
         equal = (live & (key == threshold)).to(tl.int32)
         hit = (equal == 1) & (ties + tl.cumsum(equal, axis=0) == room)
         last_id = tl.minimum(last_id, tl.min(tl.where(hit, start + lane, size), axis=0))
@@ -232,12 +238,11 @@ def _closed_up(held, PLACES: tl.constexpr):
 
 @triton.jit
 def filter_candidates(
-    values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, USED: tl.constexpr, PLACES: tl.constexpr,
-    DIGIT: tl.constexpr,
+    found, row, num_chunks, size, best, mass, keep, share, last_id, CHUNKS: tl.constexpr,
+    ROOM: tl.constexpr, USED: tl.constexpr, PLACES: tl.constexpr, DIGIT: tl.constexpr,
 ):  # fmt: skip
     """Threshold and last id among PLACES candidates, USED per chunk; DIGIT bits per round."""
-    mine = counts + row * num_chunks
+    mine = found.counts + row * num_chunks
     if PLACES < CHUNKS * USED:
         chunk = tl.arange(0, CHUNKS)
         held = tl.load(mine + chunk, mask=chunk < num_chunks, other=0)
@@ -248,7 +253,7 @@ def filter_candidates(
         live = index < tl.load(mine + owner, mask=owner < num_chunks, other=0)
     at = owner * ROOM + index
     base = row * num_chunks * ROOM
-    x = tl.load(values + base + at, mask=live, other=float("-inf"))
+    x = tl.load(found.logit + base + at, mask=live, other=float("-inf"))
     key = tl.where(live, order_key(x), tl.zeros_like(index).to(tl.uint32))  # 0: no token
     units = _units(x, best, mass)
     threshold = tl.zeros((), tl.uint32)
@@ -265,6 +270,6 @@ def filter_candidates(
         share = tl.where(phase == 0, share * whole, share)
     if tl.sum(equal, axis=0) > room:
         hit = (equal == 1) & (tl.cumsum(equal, axis=0) == room)
-        last = tl.load(ids + base + at, mask=hit, other=2147483647)
+        last = tl.load(found.ids + base + at, mask=hit, other=2147483647)
         last_id = tl.minimum(last_id, tl.min(last, axis=0))
     return threshold, last_id

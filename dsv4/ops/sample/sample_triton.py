@@ -14,6 +14,8 @@ import triton.language as tl
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.sample.filter_triton import (
+    Candidates,
+    RowOptions,
     adjusted,
     exp2_fast,
     filter_candidates,
@@ -41,9 +43,8 @@ def _exp_below(x, top, ASM: tl.constexpr):
 
 @triton.jit
 def _stats_kernel(
-    logits, stats, parts, temperature, repetition, presence, frequency, slots, flags, seen, bias,
-    mask, size, num_chunks, CHUNK: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    ASM: tl.constexpr
+    logits, stats, parts, temperature, o, size, num_chunks, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Largest logit and sum of exponentials of a chunk, unmodified and adjusted; the latter also
     for each of its parts."""
@@ -53,10 +54,7 @@ def _stats_kernel(
     live = place < size
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"))
-    x = adjusted(
-        raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags,
-        seen, bias, mask, WIDE,
-    )  # fmt: skip
+    x = adjusted(raw, row, place, live, size, temperature, o)
     part_tops = tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1)
     x_top = tl.max(part_tops, axis=0)
     part_sums = tl.sum(_exp_below(x, x_top, ASM).reshape(PARTS, CHUNK // PARTS), axis=1)
@@ -67,8 +65,8 @@ def _stats_kernel(
     raw_top, raw_sum = x_top, x_sum
     heat = tl.load(temperature + row)
     changed = (heat > 0) & (heat != 1.0)
-    if WIDE:
-        changed = changed | (tl.load(flags + row) != 0)
+    if len(o) > 0:
+        changed = changed | (tl.load(o.flags + row) != 0)
     if changed:
         raw_top = tl.max(raw, axis=0)
         raw_sum = tl.sum(_exp_below(raw, raw_top, ASM), axis=0)
@@ -142,12 +140,10 @@ def _bound(
 
 @triton.jit
 def _candidates_kernel(
-    logits, stats, parts, values, ids, counts, temperature, top_k, top_p, repetition, presence,
-    frequency, slots, flags, seen, bias, mask, size, num_chunks,
+    logits, stats, parts, found, temperature, top_k, top_p, o, size, num_chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROOM: tl.constexpr,
-    WIDE: tl.constexpr
 ):  # fmt: skip
-    """The candidates of some chunks, in id order; `counts`: how many there are."""
+    """The candidates of some chunks, in id order."""
     row = tl.program_id(0).to(tl.int64)
     keep, share, filters = _limits(temperature, top_k, top_p, row, size)
     if filters:
@@ -165,25 +161,21 @@ def _candidates_kernel(
                 live = place < size
                 at = row * size + place
                 raw = tl.load(logits + at, mask=live, other=float("-inf"))
-                x = adjusted(
-                    raw, row, place, live, size, temperature, repetition, presence, frequency,
-                    slots, flags, seen, bias, mask, WIDE,
-                )  # fmt: skip
+                x = adjusted(raw, row, place, live, size, temperature, o)
                 may = (live & (x >= bound)).to(tl.int32)
                 order = tl.cumsum(may, axis=0) - 1
                 base = (row * num_chunks + chunk) * ROOM
-                tl.store(values + base + order, x, mask=(may == 1) & (order < ROOM))
-                tl.store(ids + base + order, place, mask=(may == 1) & (order < ROOM))
+                tl.store(found.logit + base + order, x, mask=(may == 1) & (order < ROOM))
+                tl.store(found.ids + base + order, place, mask=(may == 1) & (order < ROOM))
                 total = tl.sum(may, axis=0)
-            tl.store(counts + row * num_chunks + chunk, total)
+            tl.store(found.counts + row * num_chunks + chunk, total)
 
 
 @triton.jit
 def _filter_kernel(
-    logits, stats, limits, values, ids, counts, temperature, top_k, top_p, repetition, presence,
-    frequency, slots, flags, seen, bias, mask, size, num_chunks,
+    logits, stats, limits, found, temperature, top_k, top_p, o, size, num_chunks,
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, SOME: tl.constexpr, FEW: tl.constexpr,
-    TILE: tl.constexpr, WIDE: tl.constexpr
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """`limits` (int64, 2 per row): the key of the last token that passes; its largest id."""
     row = tl.program_id(0).to(tl.int64)
@@ -193,28 +185,27 @@ def _filter_kernel(
     if filters:
         best, mass = _row_stat(stats, row, num_chunks, 2, CHUNKS)
         chunk = tl.arange(0, CHUNKS)
-        held = tl.load(counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
+        held = tl.load(found.counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
         most = tl.max(held, axis=0)
         if (most <= ROOM) & (tl.sum(held, axis=0) <= FEW):
             threshold, last_id = filter_candidates(
-                values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
+                found, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM, FEW, 4,
             )  # fmt: skip
         elif most <= SOME:
             threshold, last_id = filter_candidates(
-                values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
+                found, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, SOME, CHUNKS * SOME, 1,
             )  # fmt: skip
         elif most <= ROOM:
             threshold, last_id = filter_candidates(
-                values, ids, counts, row, num_chunks, size, best, mass, keep, share, last_id,
+                found, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM, CHUNKS * ROOM, 1,
             )  # fmt: skip
         else:
             threshold, last_id = filter_row(
-                logits, row, best, mass, keep, share, temperature, repetition, presence,
-                frequency, slots, flags, seen, bias, mask, size, TILE, WIDE,
-            )  # fmt: skip
+                logits, row, best, mass, keep, share, temperature, o, size, TILE
+            )
     tl.store(limits + row * 2, threshold.to(tl.int64))
     tl.store(limits + row * 2 + 1, last_id.to(tl.int64))
 
@@ -255,10 +246,8 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
 
 @triton.jit
 def _draw_kernel(
-    logits, stats, limits, best_value, best_id, temperature, min_p, repetition, presence,
-    frequency, slots, flags, seen, bias, mask, seeds, positions, size, num_chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
-    ASM: tl.constexpr
+    logits, stats, limits, best_value, best_id, temperature, min_p, o, seeds, positions, size,
+    num_chunks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The best token of a chunk; last chunks first, since they are still in the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -267,10 +256,7 @@ def _draw_kernel(
     live = place < size
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"), eviction_policy="evict_first")
-    x = adjusted(
-        raw, row, place, live, size, temperature, repetition, presence, frequency, slots, flags,
-        seen, bias, mask, WIDE,
-    )  # fmt: skip
+    x = adjusted(raw, row, place, live, size, temperature, o)
     if tl.load(temperature + row) > 0:
         threshold = key_value(tl.load(limits + row * 2).to(tl.uint32))
         share = tl.load(min_p + row)
@@ -322,7 +308,7 @@ def run(logits, inputs):
     stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
     parts = workspace(device, "sample_parts", rows * chunks * PARTS * 2, torch.float32)
     held = rows * chunks * CANDIDATES
-    found = (
+    found = Candidates(
         workspace(device, "sample_candidates", held, torch.float32),
         workspace(device, "sample_candidate_ids", held, torch.int32),
         workspace(device, "sample_counts", rows * chunks, torch.int32),
@@ -330,32 +316,30 @@ def run(logits, inputs):
     limits = workspace(device, "sample_limits", rows * 2, torch.int64)
     best_value = workspace(device, "sample_values", rows * chunks, torch.float32)
     best_id = workspace(device, "sample_ids", rows * chunks, torch.int32)
-    options = (inputs.repetition, inputs.presence, inputs.frequency, inputs.slots, inputs.flags)
-    is_wide = inputs.seen is not None
-    options += (inputs.seen, inputs.bias, inputs.mask) if is_wide else (logits,) * 3
-    wide = {"WIDE": is_wide}
+    options = ()
+    if inputs.seen is not None:
+        options = RowOptions(*(getattr(inputs, name) for name in RowOptions._fields))
     fast = {"ASM": not interpreting()}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](
-        logits, stats, parts, inputs.temperature, *options, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, **wide, **fast, **launch_options(WARPS),
+        logits, stats, parts, inputs.temperature, options, size, chunks,
+        CHUNK=CHUNK, PARTS=PARTS, **fast, **launch_options(WARPS),
     )  # fmt: skip
-    filters = (inputs.temperature, inputs.top_k, inputs.top_p)
+    filters = (inputs.temperature, inputs.top_k, inputs.top_p, options)
     _candidates_kernel[(rows, min(chunks, max(1, PROGRAMS // rows)))](
-        logits, stats, parts, *found, *filters, *options, size, chunks,
-        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **wide, **launch_options(8),
+        logits, stats, parts, found, *filters, size, chunks,
+        CHUNK=CHUNK, PARTS=PARTS, ROOM=CANDIDATES, **padded, **launch_options(8),
     )  # fmt: skip
     _filter_kernel[(rows,)](
-        logits, stats, limits, *found, *filters, *options, size, chunks,
-        ROOM=CANDIDATES, SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **wide,
-        **launch_options(8),
+        logits, stats, limits, found, *filters, size, chunks, ROOM=CANDIDATES,
+        SOME=SOME_CANDIDATES, FEW=FEW_CANDIDATES, TILE=TILE, **padded, **launch_options(8),
     )  # fmt: skip
     _draw_kernel[(rows, chunks)](
-        logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p,
-        *options, inputs.seeds, inputs.positions, size, chunks,
-        CHUNK=CHUNK, **padded, **wide, **fast, **launch_options(WARPS),
+        logits, stats, limits, best_value, best_id, inputs.temperature, inputs.min_p, options,
+        inputs.seeds, inputs.positions, size, chunks,
+        CHUNK=CHUNK, **padded, **fast, **launch_options(WARPS),
     )  # fmt: skip
     _best_kernel[(rows,)](
         best_value, best_id, stats, tokens, norms, chunks, **padded, **launch_options(1)
-    )  # fmt: skip
+    )
     return tokens, norms

@@ -22,25 +22,29 @@ from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, UnpackedTensor
 from dsv4.ops import OPS
-from dsv4.ops.attention.attention import Compressed
+from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.core.arguments import copied, leaves
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
-from dsv4.ops.kv.compress import CompressorState
+from dsv4.ops.kv.compress import Compression, CompressorState
+from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import PagedPool, unpack
 from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.moe.experts import Experts
+from dsv4.ops.moe.router import Gate
 from dsv4.tools.doctor.check import Evidence
 from dsv4.tools.doctor.compare import difference
 
-VERSION = 1
+VERSION = 2  # 2: typed arguments
 _FACTS, _TENSORS = "capsule.json", "tensors.safetensors"
 # the only types a capsule may contain besides tensors, numbers, texts and lists
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        Ragged, PagedPool, CompressorState, Compressed, MixSite,
+        Ragged, PagedPool, CompressorState, Compressed, MixSite, WindowKey, Compression, Visible,
+        Gate, Experts,
         Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, UnpackedTensor, TiledNvfp4, TiledMxfp4,
         ScaledTensor,
     )
@@ -193,8 +197,7 @@ def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def outputs(op: AnyOp, result: Any, arguments: Arguments) -> dict[str, Tensor]:
     """A call's results and in-place writes as numbers; pages are unpacked."""
     written = {}
-    for name in op.mutates:
-        value = arguments[name]
+    for name, value in op.written(arguments).items():
         is_pool = isinstance(value, PagedPool)
         written[name] = unpack(value, value.parts).flatten(0, 1) if is_pool else value
     return dict(leaves({"result": result, **written}))
@@ -205,6 +208,9 @@ def outputs(op: AnyOp, result: Any, arguments: Arguments) -> dict[str, Tensor]:
 
 def reduced(arguments: Arguments) -> Arguments:
     small = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, WindowKey | Compression | Visible):
+            small[name] = replace(value, **reduced(vars(value)))
     if "pool" in small:
         small["pool"], small["table"] = _pages(small["pool"], small["table"])
     if small.get("compressed") is not None:
@@ -215,11 +221,11 @@ def reduced(arguments: Arguments) -> Arguments:
         slots, places = torch.unique(small["batch"].slots, return_inverse=True)
         small["state"] = copied(small["state"], lambda tensor: tensor[slots])
         small["batch"] = replace(small["batch"], slots=places)
-    if "experts" in small and "w13" in small:
-        used, places = torch.unique(small["experts"], return_inverse=True)
-        small["experts"] = places
-        for name in ("w13", "w2"):
-            small[name] = copied(small[name], lambda tensor: tensor[used])
+    if isinstance(small.get("by"), Experts):
+        used, small["experts"] = torch.unique(small["experts"], return_inverse=True)
+        by = small["by"]
+        w13, w2 = (copied(weight, lambda tensor: tensor[used]) for weight in (by.w13, by.w2))
+        small["by"] = replace(by, w13=w13, w2=w2)
     if "num_streams" in small:
         used, small["token_ids"] = torch.unique(small["token_ids"], return_inverse=True)
         small["table"] = small["table"][used]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight
+from dsv4.ops.attention.attention import Visible
 from dsv4.ops.core.arguments import copied
 from dsv4.tools.doctor.compare import difference, limits
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
@@ -125,12 +126,12 @@ def _wrong_state(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
     if call.station.name == "attention":
         first = max(taps.start - layer.config.sliding_window + 1, 0)
         numbers = torch.arange(first, taps.stop)
-        cause = _stale(a["pool"], a["table"], numbers, taps.all("key")[first:], "window key", 1)
-        if cause is None and a["compressed"] is not None:
-            entries, ratio = taps.all("entries"), layer.ratio
-            pool, table = a["compressed"].pool, a["compressed"].table
+        to: Visible = a["to"]
+        cause = _stale(to.pool, to.table, numbers, taps.all("key")[first:], "window key", 1)
+        if cause is None and to.compressed is not None:
+            entries, held = taps.all("entries"), to.compressed
             numbers = torch.arange(entries.shape[0])
-            cause = _stale(pool, table, numbers, entries, "entry", ratio)
+            cause = _stale(held.pool, held.table, numbers, entries, "entry", layer.ratio)
         return cause
     if call.station.name == "index_scores":
         keys = taps.all("index_keys")
@@ -160,7 +161,7 @@ def _stale(
 
 
 def _stale_tail(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
-    state, batch = call.before["state"], call.before["batch"]
+    state, batch = call.before["block"].state, call.before["block"].batch
     before = torch.arange(max(taps.start - state.rows, 0), taps.start)
     if before.numel() == 0:
         return None

@@ -8,7 +8,7 @@ from dsv4.ops.core.arguments import copied
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.tools.doctor.plain.stations import STATIONS, OpCall
 
-_MUTABLE = ("pool", "state", "compressed")  # arguments that later calls change
+_MUTABLE = ("key", "block", "to", "pool")  # arguments that later calls change
 # which station a call is: by op and how many calls of it the half-layer had before
 _Half = dict[str, tuple[str, ...]]
 _ATTENTION: _Half = {

@@ -11,6 +11,8 @@ from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops import OPS, Op
 from dsv4.ops.core.arguments import copied
 from dsv4.ops.core.op import Arguments
+from dsv4.ops.moe.experts import Experts
+from dsv4.ops.moe.router import Gate
 from dsv4.tools.bench_ops import SHAPES, random_fp4, random_routing
 
 BATCHES = (1, 2, 8, 9, 16, 32, 33, 64, 65, 128, 300, 1024)
@@ -65,11 +67,13 @@ def experts_arguments(rows: int, skewed: bool = False) -> Arguments:
         "x": torch.randn(rows, size, device="cuda").bfloat16(),
         "experts": experts.sort(1).values.contiguous(),
         "weights": torch.rand(rows, chosen, device="cuda"),
-        "w13": random_fp4(2 * inner, size, count, paired=True),
-        "w2": random_fp4(size, inner, count),
-        "shared_w13": random_fp4(2 * inner, size, paired=True),
-        "shared_w2": random_fp4(size, inner),
-        "limit": 10.0,
+        "by": Experts(
+            random_fp4(2 * inner, size, count, paired=True),
+            random_fp4(size, inner, count),
+            random_fp4(2 * inner, size, paired=True),
+            random_fp4(size, inner),
+            10.0,
+        ),
     }
 
 
@@ -79,12 +83,14 @@ def router_arguments(rows: int, hashed: bool) -> Arguments:
     table = random_routing(shape, 50)[0]
     return {
         "x": torch.randn(rows, shape.hidden, device="cuda").bfloat16(),
-        "gate": (torch.randn(256, shape.hidden, device="cuda") * 0.02).bfloat16(),
-        "bias": None if hashed else torch.randn(256, device="cuda") * 0.1,
-        "table": table if hashed else None,
+        "by": Gate(
+            gate=(torch.randn(256, shape.hidden, device="cuda") * 0.02).bfloat16(),
+            bias=None if hashed else torch.randn(256, device="cuda") * 0.1,
+            table=table if hashed else None,
+            num_chosen=6,
+            scaling=1.5,
+        ),
         "token_ids": torch.randint(0, 50, (rows,), device="cuda"),
-        "num_chosen": 6,
-        "scaling": 1.5,
     }
 
 
@@ -138,8 +144,7 @@ def mx_and_nvfp4_experts(
         "x": torch.randn(tokens, size, generator=generator).bfloat16().to(device),
         "experts": torch.stack(picks).sort(1).values.to(device),
         "weights": torch.rand(tokens, chosen, generator=generator).to(device),
-        "limit": 10.0,
     }
     for tiled in (tile_mxfp4, lambda w, paired: tile_nvfp4(mxfp4_as_nvfp4(w), paired=paired)):
         made = {name: tiled(w, paired="w13" in name).to(device) for name, w in stacks.items()}
-        yield {**given, **made}
+        yield {**given, "by": Experts(**made, limit=10.0)}

@@ -29,7 +29,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     attention = import_module("dsv4.ops.attention.attention_triton")
     found: list[Any] = []
     monkeypatch.setattr(attention, "capability", lambda: 90)
-    monkeypatch.setattr(attention, "run", lambda q, config, **_: found.append(config))
+    monkeypatch.setattr(attention, "run", lambda q, to, config, eps: found.append(config))
     return found
 
 

@@ -67,6 +67,7 @@ def launches(capability: int) -> Iterator[Launch]:
     from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.gemm.weights.scaled import random_scaled
     from dsv4.ops.moe import experts_scaled_triton, experts_triton
+    from dsv4.ops.moe.experts import Experts
 
     yield from row_launches()
     for module in (linear_scaled_triton, experts_scaled_triton):
@@ -96,7 +97,8 @@ def launches(capability: int) -> Iterator[Launch]:
     for count in (8, 256):
         tokens = torch.zeros(count, 1024, dtype=bf16)
         ids = torch.zeros(count, 2, dtype=torch.int64)
-        arguments = (tokens, ids, torch.zeros(count, 2), w13, w2, None, None, 10.0)
+        by: Any = Experts(w13, w2, None, None, 10.0)  # type: ignore[arg-type]
+        arguments = (tokens, ids, torch.zeros(count, 2), by)
         yield f"experts {count} nvfp4", lambda a=arguments: experts_scaled_triton.run(*a)
 
 
@@ -127,9 +129,9 @@ def row_launches() -> Iterator[Launch]:
 
 def some_route() -> Any:
     """Tables of routed pairs; only their types matter here."""
-    from dsv4.ops.moe.group_by_expert_triton import ExpertTiles
+    from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
 
-    return ExpertTiles(*(torch.zeros(64, dtype=torch.int32) for _ in range(4)), 16)
+    return ExpertTiles(RouteTable(*(torch.zeros(64, dtype=torch.int32) for _ in range(4))), 16)
 
 
 def attention_launches() -> Iterator[Launch]:

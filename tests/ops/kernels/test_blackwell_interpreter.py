@@ -14,7 +14,7 @@ import torch
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
 from dsv4.ops.core.context import EngineOps
-from dsv4.ops.gemm import quantize_rows
+from dsv4.ops.gemm.quantize_rows import Fp4Rows, quantize_rows
 from dsv4.ops.gemm.weights.repack import mxfp4_as_nvfp4, repack
 from dsv4.ops.gemm.weights.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
 from dsv4.ops.gemm.weights.tiled import TiledNvfp4
@@ -81,16 +81,31 @@ def check_rows() -> None:
     from dsv4.ops.core.arguments import same_bits
     from dsv4.ops.gemm import quantize_rows_triton
 
-    for case in quantize_rows.cases():
-        arguments = case.build(torch.Generator().manual_seed(1))
-        if arguments["x"].shape[0] == 0:
-            continue
-        wanted = quantize_rows.quantize_rows_reference(**arguments)
-        for a, b in zip(wanted, quantize_rows_triton.run(**arguments), strict=True):
-            assert same_bits(a, b), case.name
+    def by_kernel(x: torch.Tensor) -> Fp4Rows:
+        count, columns = x.shape
+        rows = quantize_rows_triton.make_rows(x.device, count, columns, tiled=False, name="bits")
+        quantize_rows_triton.fill_rows(rows, x)
+        wide = rows.columns
+        codes = rows.codes[: count * wide // 2].view(count, -1)[:, : columns // 2]
+        scales = rows.scales[: count * wide // 16].view(count, -1)[:, : columns // 16]
+        return Fp4Rows(codes, scales.view(torch.float8_e4m3fn), rows.row_scale[:count])
+
+    generator = torch.Generator().manual_seed(1)
+    for count, columns, magnitude, dtype in (
+        (1, 16, 1.0, torch.bfloat16), (5, 208, 400.0, torch.bfloat16),
+        (3, 1040, 5000.0, torch.bfloat16), (7, 128, 1e-30, torch.float32),
+        (4, 256, 1e35, torch.float32), (17, 64, 1e-4, torch.bfloat16),
+    ):  # fmt: skip
+        x = torch.randn(count, columns, generator=generator) * magnitude
+        if count > 2:  # a zero row, a zero block, one that is nearly zero, an outlier
+            x[1], x[2, :16] = 0, 0
+            x[2, 16:32] *= 1e-7
+            x[0, columns // 2] *= 300
+        pairs = zip(quantize_rows(x.to(dtype)), by_kernel(x.to(dtype)), strict=True)
+        assert all(same_bits(a, b) for a, b in pairs), (count, columns)
     x = torch.randn(3, 64)
     x[1, 3], x[2, 60] = float("inf"), float("nan")
-    wanted, found = quantize_rows.quantize_rows_reference(x), quantize_rows_triton.run(x)
+    wanted, found = quantize_rows(x), by_kernel(x)
     assert same_bits(wanted.codes, found.codes)
     assert same_bits(wanted.scales, found.scales)
     assert torch.equal(wanted.row_scale.isnan(), torch.tensor([False, True, True]))
@@ -103,7 +118,7 @@ def check_rows() -> None:
     gate, up = h.chunk(2, dim=1)
     gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
     z = (gate / (1 + torch.exp(-gate)) * up).bfloat16()
-    wanted = quantize_rows.quantize_rows_reference(torch.nn.functional.pad(z, (0, 208)))
+    wanted = quantize_rows(torch.nn.functional.pad(z, (0, 208)))
     codes = rows.codes[: 256 * 128].view(256, 128)[:36]
     scales = untile_scales(rows.scales[: 256 * 16].view(2, 4, 2, 256))[:36]
     differing = int((codes != wanted.codes).sum())
@@ -150,7 +165,7 @@ def fill_by_reference(rows: Any, x: torch.Tensor) -> None:
     if rows.a8:
         codes, scales = fp8.quantize_groups(x, 32, check=False)
     else:
-        codes, scales, row_scale = quantize_rows.quantize_rows_reference(x)
+        codes, scales, row_scale = quantize_rows(x)
         rows.row_scale[: x.shape[0]] = row_scale
     codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
     rows.codes[: codes.numel()] = codes.flatten()
@@ -255,7 +270,7 @@ def check_attention() -> None:
     """Outputs begin as NaN; both forms give the same bits; queries are rounded: the reference that
     does not round them is further off."""
     from dsv4.ops import OPS
-    from dsv4.ops.attention.attention import Visible, attention
+    from dsv4.ops.attention.attention import attention
     from dsv4.ops.attention.variants import attention_scaled_triton as kernel
     from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.ops.core.ragged import make_ragged
@@ -271,14 +286,14 @@ def check_attention() -> None:
         forms = [kernel.AttentionVariant(kernel.HEADS, split, 8, 2) for split in (True, False)]
         split, walked = (kernel.run(**arguments, config=form) for form in forms)
         assert torch.equal(split, walked), case.name
-        plain = {**arguments, "pool": replace(arguments["pool"], activations="a16")}
+        to = arguments["to"]
+        plain = {**arguments, "to": replace(to, pool=replace(to.pool, activations="a16"))}
         rounded, exact = (op.reference(**each).float() for each in (arguments, plain))
         compare(case.name, rounded, walked.float(), case.atol, case.rtol)
         assert (walked - rounded).norm() < 0.5 * (walked - exact).norm(), case.name
         nobody = make_ragged([9], [0], [0], torch.device("cpu"))
         with kernels_on_cpu():
-            rest = {name: value for name, value in arguments.items() if name != "q"}
-            found = attention(arguments["q"][:0], Visible(**{**rest, "batch": nobody}))
+            found = attention(arguments["q"][:0], replace(to, batch=nobody))
         assert found.shape[0] == 0
     check_attention_rows(arguments)
 
@@ -297,9 +312,11 @@ def check_attention_rows(base: dict[str, Any]) -> None:
 
     def last(count: int, split: bool) -> torch.Tensor:
         batch = make_ragged([656 - count], [count], [0], torch.device("cpu"))
-        given = {**base, "q": q[16 - count :].bfloat16(), "sink": base["sink"][:8], "batch": batch}
-        given["compressed"] = replace(base["compressed"], selected=chosen[:count].contiguous())
-        return kernel.run(**given, config=kernel.AttentionVariant(kernel.HEADS, split, 8, 2))
+        to = base["to"]
+        older = replace(to.compressed, selected=chosen[:count].contiguous())
+        to = replace(to, sink=to.sink[:8], batch=batch, compressed=older)
+        config = kernel.AttentionVariant(kernel.HEADS, split, 8, 2)
+        return kernel.run(q[16 - count :].bfloat16(), to, config)
 
     whole = last(16, True)
     assert not whole.isnan().any()

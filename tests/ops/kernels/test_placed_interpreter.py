@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def test_placed_experts_have_the_bits_of_a_stack() -> None:
 
 def place(arguments: dict[str, Any]) -> tuple[dict[str, Any], ExpertTable]:
     """The first experts in slots, in reverse; each other in memory of its own."""
-    w13, w2 = arguments["w13"], arguments["w2"]
+    w13, w2 = arguments["by"].w13, arguments["by"].w2
     layout, count = BlockLayout.of(w13[0], w2[0]), w13.shape[0]
     pool = torch.full((SLOTS, layout.nbytes), 255, dtype=torch.uint8)
     blocks = [
@@ -33,7 +34,7 @@ def place(arguments: dict[str, Any]) -> tuple[dict[str, Any], ExpertTable]:
     beside = w13.global_scale, w2.global_scale
     table = ExpertTable(layout, pool[0], blocks, offsets, counts, beside)
     w13, w2 = placed_pair(table)
-    return {**arguments, "w13": w13, "w2": w2}, table
+    return {**arguments, "by": replace(arguments["by"], w13=w13, w2=w2)}, table
 
 
 def check_tokens(case: Any) -> None:
@@ -54,18 +55,16 @@ def check_tokens(case: Any) -> None:
 
 def check_routed() -> None:
     """The router's own launch, of one token."""
-    from dsv4.ops.moe.experts import Experts, _tiled_case
+    from dsv4.ops.moe.experts import _tiled_case
     from dsv4.ops.moe.router import Gate
 
     fused = importlib.import_module("dsv4.ops.fused.router_experts_triton")
     arguments = _tiled_case(1, 160, 48, 8, 2, 10.0).build(torch.Generator().manual_seed(2))
     placed, table = place(arguments)
     gate = Gate(torch.randn(8, 160).bfloat16() * 0.1, torch.randn(8), None, 2, 1.5)
-    names = ("w13", "w2", "shared_w13", "shared_w2", "limit")
     sums = []
     for given in (arguments, placed):
-        experts = Experts(**{name: given[name] for name in names})
-        call = (arguments["x"], torch.tensor([3]), gate, experts)
+        call = (arguments["x"], torch.tensor([3]), gate, given["by"])
         assert fused.supports(*call) is None, fused.supports(*call)
         sums.append(fused.run(*call).total().clone())
     assert torch.equal(*sums)

@@ -18,7 +18,7 @@ from dsv4.formats import fp8
 from dsv4.ops.core.context import kernels_on_cpu
 from dsv4.ops.core.op import Arguments, Fusion
 from dsv4.ops.fused.block import mix_experts, mix_linear
-from dsv4.ops.gemm.quantize_rows import quantize_rows_reference
+from dsv4.ops.gemm.quantize_rows import quantize_rows
 from dsv4.ops.gemm.weights.scaled import random_scaled, untile_scales
 from dsv4.ops.mhc.mix import Residual, Update, _random_site, mhc_boundary_reference
 from tests.ops.kernels.compiling import interpreted
@@ -80,7 +80,7 @@ def parts(rows: Any) -> list[Tensor]:
 def quantized(x: Tensor, rows: Any) -> list[Tensor]:
     """`parts` by the reference."""
     x = pad(x.float(), (0, rows.columns - x.shape[1]))
-    found = fp8.quantize_groups(x, 32, check=False) if rows.a8 else quantize_rows_reference(x)
+    found = fp8.quantize_groups(x, 32, check=False) if rows.a8 else quantize_rows(x)
     return [part if part.dtype == torch.float32 else part.view(torch.uint8) for part in found]
 
 
@@ -191,27 +191,26 @@ def check_inputs() -> None:
 def check_experts() -> None:
     from dsv4.ops.mhc import mix_triton
     from dsv4.ops.moe import experts_scaled_triton, experts_triton, router_triton
-    from dsv4.ops.moe.experts import Experts, _few_bit_case
+    from dsv4.ops.moe.experts import _few_bit_case
     from dsv4.ops.moe.router import Gate
 
-    names = ("w13", "w2", "shared_w13", "shared_w2", "limit")
     for kinds in (("nvfp4", "nvfp4"), ("a16", "fp8"), ("mxfp4", "a16")):
         g = torch.Generator().manual_seed(3)
         case = _few_bit_case(2, kinds).build(g)
-        experts, mix = {name: case[name] for name in names}, mix_arguments(2, 288)
+        experts, mix = case["by"], mix_arguments(2, 288)
         mix["site"].norm.clamp_(-3, 3)
-        router = {
-            "gate": torch.randn(4, 288, generator=g).bfloat16(),
-            "bias": torch.randn(4, generator=g),
-            "table": None,
-            "num_chosen": 2,
-            "scaling": 1.5,
-        }
+        gate = Gate(
+            gate=torch.randn(4, 288, generator=g).bfloat16(),
+            bias=torch.randn(4, generator=g),
+            table=None,
+            num_chosen=2,
+            scaling=1.5,
+        )
         token_ids = torch.tensor([3, 5])
         streams, x, post, comb = mix_triton.run(**mix)
         module = experts_triton if kinds[0] == "a16" else experts_scaled_triton
-        y = module.run(x, *router_triton.run(x, token_ids=token_ids, **router), **experts)
-        given = (residual_of(mix), mix["site"], token_ids, Gate(**router), Experts(**experts))
+        y = module.run(x, *router_triton.run(x, token_ids, gate), experts)
+        given = (residual_of(mix), mix["site"], token_ids, gate, experts)
         found = fused(mix_experts, *given)
         assert_same(f"{kinds}", [streams, y, post, comb], [found.streams, *found.pending])
 
@@ -223,8 +222,6 @@ def check_queries() -> None:
     from dsv4.ops.fused.block import norm_linear, store_and_query
     from dsv4.ops.gemm import linear_scaled_triton
     from dsv4.ops.kv import kv_store_triton
-    from dsv4.ops.kv.compress import Compression
-    from dsv4.ops.kv.kv_store import WindowKey
     from dsv4.ops.kv.rope import rope_frequencies
     from dsv4.ops.norm import rms_norm_triton
     from tests.ops.kernels.test_state_interpreter import case_arguments, compress_arguments
@@ -239,15 +236,13 @@ def check_queries() -> None:
         batch = make_ragged([6, 127], [1, 1], [1, 0], CPU)
         frequencies = rope_frequencies(16, 10000.0)
         key = case_arguments("kv_store", "fp8 [0, 4096]+[1, 1]", g)
-        key |= {"batch": batch, "frequencies": frequencies, "kv": key["kv"].bfloat16()}
+        key = replace(key["key"], batch=batch, frequencies=frequencies, kv=key["key"].kv.bfloat16())
         blocks = [compress_arguments(128, False, batch, frequencies, g)]
-        own = WindowKey(**copied(key))
-        compressions = [Compression(**block) for block in copied(blocks)]
-        assert_same(
-            "state", wanted, fused(store_and_query, latent, norm, weights, own, compressions)
-        )
-        kv_store_triton.run(**key)
-        assert_same("key", list(key["pool"].parts.values()), list(own.pool.parts.values()))
+        own = copied(key)
+        found = fused(store_and_query, latent, norm, weights, own, copied(blocks))
+        assert_same("state", wanted, found)
+        kv_store_triton.run(key)
+        assert_same("key", list(key.pool.parts.values()), list(own.pool.parts.values()))
 
 
 CHECKS = {

@@ -88,7 +88,6 @@ def launches(capability: int, cases: str) -> Iterator[Launch]:
         small_arguments,
     )
     from dsv4.ops import OPS
-    from dsv4.ops.attention.attention import Visible
     from dsv4.ops.attention.query import Queries
 
     for name, case, arguments in small_arguments():
@@ -105,5 +104,5 @@ def launches(capability: int, cases: str) -> Iterator[Launch]:
         prompt = attention_arguments(
             SHAPES["flash"], prefill_batch(160, 9000, "cpu"), 4, 512, "cpu", 4
         )
-        queries = Queries(prompt.pop("q"), 1e-6)
-        yield "attend csa 160", lambda: attend.run(queries, Visible(**prompt))
+        queries = Queries(prompt["q"], 1e-6)
+        yield "attend csa 160", lambda: attend.run(queries, prompt["to"])

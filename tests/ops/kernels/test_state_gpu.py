@@ -1,6 +1,7 @@
 """The state kernels on a GPU: all cases, model sizes, and rows that never depend on the batch."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,8 +16,6 @@ from dsv4.ops.attention.query import Queries
 from dsv4.ops.core.arguments import copied, leaves, same_bits
 from dsv4.ops.core.op import Arguments
 from dsv4.ops.core.ragged import make_ragged
-from dsv4.ops.kv.compress import Compression
-from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.rope import rope_frequencies
 from dsv4.tools.bench_ops import SHAPES
 from tests.ops.kernels.test_state_interpreter import compare, cut_hidden
@@ -51,9 +50,8 @@ def run_both(name: str, arguments: Arguments) -> tuple[dict[str, Tensor], dict[s
     wanted, found = op.reference(**here), on("cpu", module_of(name).run(**there))
     if name == "index_scores":
         wanted, found = cut_hidden(wanted, found)
-    written = {key: on("cpu", there[key]) for key in op.mutates}
-    expected = dict(leaves({"out": wanted, **{key: here[key] for key in op.mutates}}))
-    return expected, dict(leaves({"out": found, **written}))
+    expected = dict(leaves({"out": wanted, **op.written(here)}))
+    return expected, dict(leaves({"out": found, **on("cpu", op.written(there))}))
 
 
 def compare_loosely(label: str, wanted: Tensor, found: Tensor, atol: float, rtol: float) -> None:
@@ -155,9 +153,9 @@ def model_cases() -> Iterator[tuple[str, str, Callable[[], Arguments], float]]:
 
 def distinct(arguments: Arguments) -> Arguments:
     """A page table without repeated pages, where entries are written."""
-    table = arguments["table"]
-    pages = torch.randperm(arguments["pool"].data.shape[0], device=table.device)
-    return {**arguments, "table": pages[: table.numel()].view(table.shape)}
+    ((name, given),) = arguments.items()
+    pages = torch.randperm(given.pool.data.shape[0], device=given.table.device)
+    return {name: replace(given, table=pages[: given.table.numel()].view(given.table.shape))}
 
 
 def scores_row(width: int, topk: int, ties: bool) -> Arguments:
@@ -227,21 +225,16 @@ def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> Non
     for row in (0, 4, 5, 304, 1999):
         seq = int(batch.seq_idx[row])
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
-        compressed = arguments["compressed"]
+        to = arguments["to"]
+        compressed = to.compressed
         if compressed is not None:
             chosen = compressed.selected
             chosen = None if chosen is None else chosen[row : row + 1].contiguous()
             table = compressed.table[seq : seq + 1].contiguous()
             compressed = type(compressed)(compressed.pool, table, ratio, chosen)
-        alone = module.run(
-            **{
-                **arguments,
-                "q": arguments["q"][row : row + 1].contiguous(),
-                "table": arguments["table"][seq : seq + 1].contiguous(),
-                "compressed": compressed,
-                "batch": one,
-            }
-        )
+        table = to.table[seq : seq + 1].contiguous()
+        to = replace(to, table=table, compressed=compressed, batch=one)
+        alone = module.run(arguments["q"][row : row + 1].contiguous(), to)
         assert same_bits(alone, whole[row : row + 1]), row
 
 
@@ -271,18 +264,18 @@ def test_compress_by_chunk_and_by_token(ratio: int, index: bool) -> None:
     module = module_of("compress")
     batch = make_ragged([3, 250], [300, 9], [1, 0], torch.device("cuda"))
     whole = distinct(on("cpu", inputs.compress_arguments(batch, ratio, index, "cuda")))
-    whole = on("cuda", whole)
+    whole = on("cuda", whole)["block"]
     single = copied(whole)
-    module.run(**whole)
+    module.run(whole)
     for row in range(batch.num_tokens):
         seq = int(batch.seq_idx[row])
         slot = int(batch.slots[seq])
         one = make_ragged([int(batch.positions[row])], [1], [slot], torch.device("cuda"))
-        part = {key: single[key][row : row + 1] for key in ("values", "gates")}
-        table = single["table"][seq : seq + 1].contiguous()
-        module.run(**{**single, **part, "batch": one, "table": table})
+        part = {key: getattr(single, key)[row : row + 1] for key in ("values", "gates")}
+        table = single.table[seq : seq + 1].contiguous()
+        module.run(replace(single, **part, batch=one, table=table))
     for key in ("state", "pool"):
-        pairs = zip(leaves(whole[key]), leaves(single[key]), strict=True)
+        pairs = zip(leaves(getattr(whole, key)), leaves(getattr(single, key)), strict=True)
         assert all(same_bits(a, b) for (_, a), (_, b) in pairs), key
 
 
@@ -297,23 +290,22 @@ def test_state_in_one_launch(ratio: int) -> None:
         "weight": torch.rand(1024, device="cuda"),
         "eps": 1e-6,
     }
-    key = distinct(inputs.kv_arguments(batch, "cuda"))
+    key = distinct(inputs.kv_arguments(batch, "cuda"))["key"]
     blocks = [
-        distinct(inputs.compress_arguments(batch, ratio, index, "cuda"))
+        distinct(inputs.compress_arguments(batch, ratio, index, "cuda"))["block"]
         for index in (False, True)[: {0: 0, 4: 2, 128: 1}[ratio]]
     ]
+    blocks = [replace(block, table=blocks[0].table) for block in blocks]
     together = {"norm": norm, "key": key, "blocks": blocks}
-    mine = copied(together)
-    for block in (*blocks, *mine["blocks"]):  # tables are read only, and one for both
-        block["table"] = blocks[0]["table"]
-    given = (norm["x"], norm["weight"], WindowKey(**mine["key"]))
-    given = (*given, [Compression(**block) for block in mine["blocks"]])
+    mine = copied(together)  # tables are read only, and one for both
+    mine["blocks"] = [replace(block, table=blocks[0].table) for block in mine["blocks"]]
+    given = (norm["x"], norm["weight"], mine["key"], mine["blocks"])
     assert fused.supports(*given) is None, fused.supports(*given)
     found = fused.run(*given)
     assert same_bits(found, module_of("rms_norm").run(**norm))
-    module_of("kv_store").run(**key)
+    module_of("kv_store").run(key)
     for block in blocks:
-        module_of("compress").run(**block)
+        module_of("compress").run(block)
     for (path, a), (_, b) in zip(leaves(together), leaves(mine), strict=True):
         assert same_bits(a, b), path
 
@@ -342,11 +334,11 @@ def test_queries_are_prepared_inside_attention(shape: Any, ratio: int, context: 
     arguments = inputs.attention_arguments(
         shape, inputs.decode_batch(2, context, "cuda"), ratio, 0, "cuda"
     )
-    q, positions = arguments.pop("q") * 3, arguments["batch"].positions
-    given = (Queries(q, 1e-6), Visible(**arguments))
+    q, to = arguments["q"] * 3, arguments["to"]
+    given = (Queries(q, 1e-6), to)
     assert fused.supports(*given) is None, fused.supports(*given)
-    prepared = module_of("query_prepare").run(q, positions, arguments["frequencies"], 1e-6)
-    wanted = module_of("attention").run(prepared, **arguments)
+    prepared = module_of("query_prepare").run(q, to.batch.positions, to.frequencies, 1e-6)
+    wanted = module_of("attention").run(prepared, to)
     assert same_bits(fused.run(*given), wanted)
 
 
@@ -360,12 +352,12 @@ def test_queries_are_prepared_inside_a_walk(shape: Any, kind: str) -> None:
     ratio, topk = {"swa": (0, 0), "csa": (4, inputs.TOPK[shape.name]), "hca": (128, 0)}[kind]
     batch = make_ragged([90000, 0], [5, 1995], [0, 1], torch.device("cuda"))
     arguments = inputs.attention_arguments(shape, batch, ratio, topk, "cuda")
-    q = arguments.pop("q") * torch.rand(batch.num_tokens, shape.heads, 1, device="cuda") * 9
-    q = q.bfloat16()
-    given = (Queries(q, 1e-6), Visible(**arguments))
+    q, to = arguments["q"], arguments["to"]
+    q = (q * torch.rand(batch.num_tokens, shape.heads, 1, device="cuda") * 9).bfloat16()
+    given = (Queries(q, 1e-6), to)
     assert fused.supports(*given) is None, fused.supports(*given)
-    prepared = module_of("query_prepare").run(q, batch.positions, arguments["frequencies"], 1e-6)
-    wanted = module.run(prepared, **arguments, config=module.AttentionVariant(64, False, 8, 2))
+    prepared = module_of("query_prepare").run(q, batch.positions, to.frequencies, 1e-6)
+    wanted = module.run(prepared, to, config=module.AttentionVariant(64, False, 8, 2))
     assert same_bits(fused.run(*given), wanted)
 
 
@@ -388,11 +380,11 @@ def test_queries_of_narrow_heads_are_prepared_inside_attention() -> None:
     for first, count in spans:
         rows = slice(first, first + count)
         some = make_ragged([15 + first], [count], [0], torch.device("cuda"))
-        given = {**places, "batch": some}
+        to = Visible(**places, batch=some)
         queries = Queries(q[rows].contiguous(), 1e-6)
-        assert fused.supports(queries, Visible(**given)) is None
-        wanted = module_of("attention").run(prepared[rows].contiguous(), **given)
-        assert same_bits(fused.run(queries, Visible(**given)), wanted), rows
+        assert fused.supports(queries, to) is None
+        wanted = module_of("attention").run(prepared[rows].contiguous(), to)
+        assert same_bits(fused.run(queries, to), wanted), rows
 
 
 def test_graph_capture_allocates_nothing_new() -> None:

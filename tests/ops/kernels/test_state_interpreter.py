@@ -72,9 +72,8 @@ def check_cases(name: str) -> None:
         wanted, found = op.reference(**arguments), module.run(**mine)
         if name == "index_scores":
             wanted, found = cut_hidden(wanted, found)
-        changed = {m: arguments[m] for m in op.mutates}, {m: mine[m] for m in op.mutates}
-        expected = dict(leaves({"out": wanted, **changed[0]}))
-        results = dict(leaves({"out": found, **changed[1]}))
+        expected = dict(leaves({"out": wanted, **op.written(arguments)}))
+        results = dict(leaves({"out": found, **op.written(mine)}))
         for path, value in expected.items():
             compare(f"{name} {case.name} {path}", value, results[path], case.atol, case.rtol)
 
@@ -133,21 +132,20 @@ def check_compress_forms() -> None:
     for case in OPS["compress"].cases():
         if not case.name.startswith(names):
             continue
-        whole = case.build(torch.Generator().manual_seed(3))
+        whole = case.build(torch.Generator().manual_seed(3))["block"]
         single, wanted = copied(whole), copied(whole)
-        batch = whole["batch"]
-        module.run(**whole)
-        compress_reference(**wanted)
+        batch = whole.batch
+        module.run(whole)
+        compress_reference(wanted)
         for row in range(batch.num_tokens):
             seq = int(batch.seq_idx[row])
             one = make_ragged(
                 [int(batch.positions[row])], [1], [int(batch.slots[seq])], torch.device("cpu")
             )
-            part = {name: single[name][row : row + 1] for name in ("values", "gates")}
-            table = single["table"][seq : seq + 1]
-            module.run(**{**single, **part, "batch": one, "table": table})
+            part = {name: getattr(single, name)[row : row + 1] for name in ("values", "gates")}
+            module.run(replace(single, **part, batch=one, table=single.table[seq : seq + 1]))
         for name in ("state", "pool"):
-            pairs = zip(leaves(whole[name]), leaves(single[name]), strict=True)
+            pairs = zip(leaves(getattr(whole, name)), leaves(getattr(single, name)), strict=True)
             assert all(same_bits(a, b) for (_, a), (_, b) in pairs), case.name
 
 
@@ -174,8 +172,6 @@ def check_state_of(is_few: bool) -> None:
     from dsv4.ops import OPS
     from dsv4.ops.core.arguments import copied, leaves, same_bits
     from dsv4.ops.core.ragged import make_ragged
-    from dsv4.ops.kv.compress import Compression
-    from dsv4.ops.kv.kv_store import WindowKey
     from dsv4.ops.kv.rope import rope_frequencies
 
     fused = importlib.import_module("dsv4.ops.fused.norm_store_triton")
@@ -186,8 +182,8 @@ def check_state_of(is_few: bool) -> None:
     rows = batch.num_tokens
     frequencies = rope_frequencies(16, 10000.0)
     key = case_arguments("kv_store", "fp8 [0, 4096]+[1, 1]", generator)
-    kv = torch.randn(rows, key["kv"].shape[1], generator=generator).bfloat16()
-    key |= {"batch": batch, "frequencies": frequencies, "kv": kv}
+    kv = torch.randn(rows, key["key"].kv.shape[1], generator=generator).bfloat16()
+    key = replace(key["key"], batch=batch, frequencies=frequencies, kv=kv)
     norm = {"x": torch.randn(rows, 96, generator=generator).bfloat16(), "eps": 1e-6}
     norm["weight"] = torch.rand(96, generator=generator)
     for ratio in (0, 4, 128):
@@ -195,26 +191,25 @@ def check_state_of(is_few: bool) -> None:
         for is_index in (False, True)[: {0: 0, 4: 2, 128: 1}[ratio]]:
             blocks.append(compress_arguments(ratio, is_index, batch, frequencies, generator))
         if len(blocks) == 2:
-            blocks[1]["table"] = blocks[0]["table"]
-        together = {"norm": norm, "key": key, "blocks": blocks}
-        mine = copied(together)
-        for block in mine["blocks"]:  # one table, as the model has
-            block["table"] = mine["blocks"][0]["table"]
-        given = (norm["x"], norm["weight"], WindowKey(**mine["key"]))
-        given = (*given, [Compression(**block) for block in mine["blocks"]])
+            blocks[1] = replace(blocks[1], table=blocks[0].table)
+        mine = copied({"key": key, "blocks": blocks})
+        # one table, as the model has
+        mine["blocks"] = [replace(b, table=mine["blocks"][0].table) for b in mine["blocks"]]
+        given = (norm["x"], norm["weight"], mine["key"], mine["blocks"])
         assert fused.supports(*given) is None, fused.supports(*given)
         out = fused.run(*given)
         alone = kernel_module("rms_norm").run(**norm)
-        kernel_module("kv_store").run(**together["key"])
+        kernel_module("kv_store").run(key)
         for block in blocks:
-            kernel_module("compress").run(**{**block, "batch": replace(batch, is_few=False)})
+            alike = replace(block, batch=replace(batch, is_few=False))
+            kernel_module("compress").run(alike)
         assert same_bits(out, alone)
-        for path, value in leaves({"key": together["key"]["pool"], "blocks": blocks}):
-            found = dict(leaves({"key": mine["key"]["pool"], "blocks": mine["blocks"]}))[path]
+        for path, value in leaves({"key": key.pool, "blocks": blocks}):
+            found = dict(leaves({"key": mine["key"].pool, "blocks": mine["blocks"]}))[path]
             assert same_bits(value, found), f"ratio {ratio} {path}"
-    two = WindowKey(**{**key, "batch": make_ragged([0], [2], [0], batch.device)})
+    two = replace(key, batch=make_ragged([0], [2], [0], batch.device))
     assert fused.supports(norm["x"], norm["weight"], two, [])
-    assert OPS["kv_store"].mutates == ("pool",)
+    assert OPS["kv_store"].mutates == ("key.pool",)
 
 
 def case_arguments(name: str, beginning: str, generator: torch.Generator):  # type: ignore[no-untyped-def]
@@ -226,7 +221,7 @@ def case_arguments(name: str, beginning: str, generator: torch.Generator):  # ty
 
 def compress_arguments(ratio, is_index, batch, frequencies, generator):  # type: ignore[no-untyped-def]
     from dsv4.formats.entry import index_entry, kv_entry
-    from dsv4.ops.kv.compress import CompressorState, state_rows
+    from dsv4.ops.kv.compress import Compression, CompressorState, state_rows
     from dsv4.ops.kv.pool import allocate_pool
 
     dim = 64 if is_index else 512
@@ -237,15 +232,15 @@ def compress_arguments(ratio, is_index, batch, frequencies, generator):  # type:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    return {
-        "values": normal(batch.num_tokens, width), "gates": normal(batch.num_tokens, width),
-        "ape": normal(ratio, width),
-        "norm": torch.rand(dim, generator=generator), "frequencies": frequencies, "eps": 1e-6,
-        "ratio": ratio, "dtype": torch.bfloat16,
-        "state": CompressorState(normal(*state), normal(*state)), "batch": batch,
-        "pool": allocate_pool("fp4" if is_index else "fp8", is_index, parts, (10, 8), "cpu"),
-        "table": torch.arange(10).view(2, 5),
-    }  # fmt: skip
+    return Compression(
+        values=normal(batch.num_tokens, width), gates=normal(batch.num_tokens, width),
+        ape=normal(ratio, width),
+        norm=torch.rand(dim, generator=generator), frequencies=frequencies, eps=1e-6,
+        ratio=ratio, dtype=torch.bfloat16,
+        state=CompressorState(normal(*state), normal(*state)), batch=batch,
+        pool=allocate_pool("fp4" if is_index else "fp8", is_index, parts, (10, 8), "cpu"),
+        table=torch.arange(10).view(2, 5),
+    )  # fmt: skip
 
 
 def check_queries() -> None:
@@ -275,8 +270,6 @@ def check_queries() -> None:
 def check_moe() -> None:
     """Experts that programs choose themselves: the bits of router and experts one by one."""
     from dsv4.ops.core.arguments import same_bits
-    from dsv4.ops.moe.experts import Experts
-    from dsv4.ops.moe.router import Gate
 
     fused = importlib.import_module("dsv4.ops.fused.router_experts_triton")
     for hashed in (False, True):
@@ -284,19 +277,17 @@ def check_moe() -> None:
         experts = case_arguments("experts", "1x160", generator)
         choice = case_arguments("router", f"3x1040 6 of 48 hashed {hashed}", generator)
         x = experts["x"]
-        choice |= {"x": x, "gate": choice["gate"][:8, :160].contiguous(), "num_chosen": 2}
-        choice["token_ids"] = torch.tensor([3])
+        gate, by = choice["by"], experts["by"]
+        gate = replace(gate, gate=gate.gate[:8, :160].contiguous(), num_chosen=2)
         if hashed:
-            choice["table"] = torch.tensor([[0, 1]] * 3 + [[6, 2]])
+            gate = replace(gate, table=torch.tensor([[0, 1]] * 3 + [[6, 2]]))
         else:
-            choice["bias"] = choice["bias"][:8].contiguous()
-        matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
-        parameters = {k: v for k, v in choice.items() if k not in ("x", "token_ids")}
-        given = (x, choice["token_ids"], Gate(**parameters), Experts(**matrices))
+            gate = replace(gate, bias=gate.bias[:8].contiguous())
+        given = (x, torch.tensor([3]), gate, by)
         assert fused.supports(*given) is None, fused.supports(*given)
         found = fused.run(*given).total()
-        picked, weights = kernel_module("router").run(**choice)
-        wanted = kernel_module("experts").run(x, picked, weights, **matrices)
+        picked, weights = kernel_module("router").run(*given[:3])
+        wanted = kernel_module("experts").run(x, picked, weights, by)
         assert same_bits(found, wanted), hashed
 
 
@@ -304,7 +295,7 @@ def check_attention_forms() -> None:
     """Tiles in parallel and one after another, 16 and 32 heads a program, weights before values:
     the same bits, with pieces one by one and with joined ones (whether both agree only a GPU can
     say)."""
-    from dsv4.ops.attention.attention import Compressed, _filled, attention_reference
+    from dsv4.ops.attention.attention import Compressed, Visible, _filled, attention_reference
     from dsv4.ops.core.arguments import same_bits
     from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.kv.rope import rope_frequencies
@@ -319,35 +310,35 @@ def check_attention_forms() -> None:
     for dim, channels, heads in ((48, 64, 20), (32, 32, 32)):  # of 48 nothing can be joined
         entries = _filled(generator, "fp8", dim, 2 * 54, 8)
         table = torch.randperm(2 * 54, generator=generator).view(2, 54)
-        arguments = {
-            "q": torch.randn(3, heads, dim, generator=generator).bfloat16(),
-            "sink": torch.randn(heads, generator=generator),
-            "pool": _filled(generator, "fp8", dim, 2 * 20, 8),
-            "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
-            "compressed": Compressed(entries, table, 4, torch.stack(rows)),
-            "batch": batch,
-            "window": 128,
-            "frequencies": rope_frequencies(16, 10000.0),
-        }
+        q = torch.randn(3, heads, dim, generator=generator).bfloat16()
+        to = Visible(
+            sink=torch.randn(heads, generator=generator),
+            pool=_filled(generator, "fp8", dim, 2 * 20, 8),
+            table=torch.randperm(2 * 20, generator=generator).view(2, 20),
+            compressed=Compressed(entries, table, 4, torch.stack(rows)),
+            batch=batch,
+            window=128,
+            frequencies=rope_frequencies(16, 10000.0),
+        )
         forms = [
-            module.run(**arguments, config=module.AttentionVariant(heads, split, 4, 1, channels))
+            module.run(q, to, config=module.AttentionVariant(heads, split, 4, 1, channels))
             for heads in (16, 32)
             for split in (True, False)
         ]
         if dim == 32:  # all pieces and blocks of heads alike
             two_pass = module.AttentionVariant(16, False, 4, 1, two_pass=True)
-            forms.append(module.run(**arguments, config=two_pass))
+            forms.append(module.run(q, to, config=two_pass))
             merge = importlib.import_module("dsv4.ops.attention.variants.merge_triton")
             before, merge.SHORT, merge.AHEAD = (merge.SHORT, merge.AHEAD), (), 8  # two turns
-            forms.append(module.run(**arguments, config=module.AttentionVariant(16, True, 4, 1)))
+            forms.append(module.run(q, to, config=module.AttentionVariant(16, True, 4, 1)))
             merge.SHORT, merge.AHEAD = before
         assert all(same_bits(form, forms[0]) for form in forms[1:])
-        compare("attention forms", attention_reference(**arguments), forms[0], 2e-2, 2e-2)
+        compare("attention forms", attention_reference(q, to), forms[0], 2e-2, 2e-2)
 
 
 def check_unpack() -> None:
     """Rows of all entries that the sequences of a step can see; none of another is touched."""
-    from dsv4.ops.attention.attention import Compressed, _filled
+    from dsv4.ops.attention.attention import Compressed, Visible, _filled
     from dsv4.ops.core.ragged import make_ragged
     from dsv4.ops.kv.pool import load, locate
     from dsv4.ops.kv.rope import rope_frequencies
@@ -361,9 +352,10 @@ def check_unpack() -> None:
         pool, table = _filled(generator, fmt, dim, 21, 8), torch.randperm(21).view(3, 7)
         older = _filled(generator, fmt, dim, 9, 8), torch.randperm(9).view(3, 3)
         for compressed in (None, Compressed(*older, ratio, None)):
-            places = (pool, table, compressed, batch, window, rope_frequencies(16, 10000.0))
+            frequencies, q = rope_frequencies(16, 10000.0), torch.zeros(0, dtype=torch.bfloat16)
+            to = Visible(q, pool, table, compressed, batch, window, frequencies)
             module.workspace(pool.device, f"unpacked_{fmt}", 400 * dim, dtype).fill_(-7)
-            rows, recent = module.unpack(*places)
+            rows, recent = module.unpack(q, to)
             assert recent == 23 + 3 * (window - 1)
             rows, seen = rows[: 400 * dim].view(400, dim).float(), torch.zeros(400, dtype=bool)
             for s, (start, count) in enumerate(zip(starts, new, strict=True)):
@@ -399,23 +391,23 @@ def check_attend() -> None:
         batch = make_ragged([700, 40], [1, 1], [0, 1], torch.device("cpu"))
         entries = _filled(generator, "fp8", dim, 2 * 2, 8)
         table = torch.arange(4).view(2, 2)
-        places = {
-            "sink": torch.randn(20, generator=generator),
-            "pool": _filled(generator, "fp8", dim, 2 * 20, 8),
-            "table": torch.randperm(2 * 20, generator=generator).view(2, 20),
-            "compressed": Compressed(entries, table, 128, None) if compressed else None,
-            "batch": batch,
-            "window": 128,
-            "frequencies": frequencies,
-        }
-        given = (Queries(q, 1e-6), Visible(**places))
+        to = Visible(
+            sink=torch.randn(20, generator=generator),
+            pool=_filled(generator, "fp8", dim, 2 * 20, 8),
+            table=torch.randperm(2 * 20, generator=generator).view(2, 20),
+            compressed=Compressed(entries, table, 128, None) if compressed else None,
+            batch=batch,
+            window=128,
+            frequencies=frequencies,
+        )
+        given = (Queries(q, 1e-6), to)
         assert fused.supports(*given) is None, fused.supports(*given)
         prepared = kernel_module("query_prepare").run(q, batch.positions, frequencies, 1e-6)
-        wanted = attention.run(prepared, **places)
+        wanted = attention.run(prepared, to)
         assert same_bits(fused.run(*given), wanted)
         if dim == 32:  # as one matrix
             whole = attention.AttentionVariant(32, True, 4, 1, 32)
-            assert same_bits(attention.run(q, **places, config=whole, eps=1e-6), wanted)
+            assert same_bits(attention.run(q, to, config=whole, eps=1e-6), wanted)
 
 
 def check_select_levels() -> None:
@@ -467,12 +459,12 @@ def check_choose() -> None:
 
 def check_far_positions() -> None:
     """Angles up to a million radians, against fp64."""
-    module = kernel_module("rope")
+    module = kernel_module("index_query")
     positions = torch.tensor([0, 1, 77, 65535, 999_999, 1_048_575])
     frequencies = torch.tensor([1.0, 0.7310585, 0.33333334, 0.01, 1e-4, 1e-6])
-    x = torch.zeros(6, 12)
-    x[:, 0::2] = 1.0
-    found = module.run(x, positions, frequencies, False)
+    x = torch.zeros(6, 1, 12)
+    x[:, :, 0::2] = 1.0
+    found = module.run(x, positions, frequencies, index_format="fp32")[:, 0]
     angles = (positions.float().unsqueeze(1) * frequencies).double()
     compare("cos", angles.cos(), found[:, 0::2].double(), 3e-7, 0.0)
     compare("sin", angles.sin(), found[:, 1::2].double(), 3e-7, 0.0)
@@ -515,21 +507,22 @@ def check_padding() -> None:
     for name in ("kv_store", "compress"):
         op, module = OPS[name], kernel_module(name)
         for case in op.cases():
-            arguments = case.build(torch.Generator().manual_seed(4))
-            batch, table = padded(arguments["batch"]), arguments["table"]
-            arguments |= {"batch": batch, "table": torch.cat((table, table[:1] * 0))}
+            ((argument, given),) = case.build(torch.Generator().manual_seed(4)).items()
+            batch, table = padded(given.batch), given.table
+            given = replace(given, batch=batch, table=torch.cat((table, table[:1] * 0)))
             for wide in ("kv", "values", "gates"):
-                if wide in arguments:
-                    arguments[wide] = widen(arguments[wide])
-            if name == "compress" and arguments["ratio"] == 4:
-                state = arguments["state"]
+                if hasattr(given, wide):
+                    given = replace(given, **{wide: widen(getattr(given, wide))})
+            if name == "compress" and given.ratio == 4:
+                state = given.state
                 kept = torch.zeros(batch.starts.shape[0], 4, state.values.shape[2] // 2)
-                arguments["state"] = CompressorState(state.values, state.gates, kept, kept.clone())
+                state = CompressorState(state.values, state.gates, kept, kept.clone())
+                given = replace(given, state=state)
+            arguments = {argument: given}
             mine = copied(arguments)
             op.reference(**arguments)
             module.run(**mine)
-            wanted = dict(leaves({m: arguments[m] for m in op.mutates}))
-            found = dict(leaves({m: mine[m] for m in op.mutates}))
+            wanted, found = dict(leaves(op.written(arguments))), dict(leaves(op.written(mine)))
             for path, value in wanted.items():
                 compare(f"{name} {case.name} {path}", value, found[path], case.atol, case.rtol)
                 num_kept += "kept_values" in path and bool((value != 0).any())

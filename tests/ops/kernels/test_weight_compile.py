@@ -84,6 +84,8 @@ def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm import embed_triton, linear_triton
     from dsv4.ops.gemm.weights.tiled import random_tiled
     from dsv4.ops.moe import experts_triton, router_triton
+    from dsv4.ops.moe.experts import Experts
+    from dsv4.ops.moe.router import Gate
     from tests.ops.kernels.test_placed_interpreter import place
 
     generator = torch.Generator().manual_seed(0)
@@ -99,20 +101,20 @@ def all_launches() -> Iterator[Launch]:
     yield "linear short prefill", lambda: linear_triton.run(short, [matrix], [short.dtype])
     x = torch.zeros(1, 1024, dtype=torch.bfloat16)
     yield "linear bf16", lambda: linear_triton.run(x, [dense, matrix, matrix], [torch.float32] * 3)
-    names = ("x", "experts", "weights", "w13", "w2", "shared_w13", "shared_w2", "limit")
     w13 = random_tiled(512, 256, generator, count=2, paired=True)
     w2 = random_tiled(256, 256, generator, count=2)
     for rows, case in ((1, "decode"), (8, "decode"), (192, "prefill"), (2048, "prefill")):
         x = torch.zeros(rows, 256, dtype=torch.bfloat16)
         ids = torch.zeros(rows, 2, dtype=torch.int64)
-        arguments = (x, ids, torch.zeros(rows, 2), w13, w2, w13[0], w2[0], 10.0)
-        yield f"experts {rows} {case}", lambda a=arguments: experts_triton.run(*a)
+        by = Experts(w13, w2, w13[0], w2[0], 10.0)
+        arguments = {"x": x, "experts": ids, "weights": torch.zeros(rows, 2), "by": by}
+        yield f"experts {rows} {case}", lambda a=arguments: experts_triton.run(**a)
         if rows <= 8:
-            given = place(dict(zip(names, arguments, strict=True)))[0]
+            given = place(arguments)[0]
             yield f"placed experts {rows} {case}", lambda a=given: experts_triton.run(**a)
     tokens = torch.zeros(1, dtype=torch.int64)
     gate = torch.zeros(256, 1024, dtype=torch.bfloat16)
     x = torch.zeros(1, 1024, dtype=torch.bfloat16)
     bias = torch.zeros(256)
-    yield "router", lambda: router_triton.run(x, gate, bias, None, tokens, 6, 1.5)
+    yield "router", lambda: router_triton.run(x, tokens, Gate(gate, bias, None, 6, 1.5))
     yield "embed", lambda: embed_triton.run(tokens, gate, 4, torch.bfloat16)

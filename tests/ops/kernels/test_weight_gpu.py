@@ -1,5 +1,7 @@
 """The weight kernels on a GPU: every case, and rows that do not depend on their batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,25 +78,22 @@ def test_experts_that_choose_themselves(hashed: bool) -> None:
     """One token, router and experts together: the bits of one after the other."""
     from importlib import import_module
 
-    from dsv4.ops.moe.experts import Experts
-    from dsv4.ops.moe.router import Gate
     from tests.ops.kernels import inputs
 
     fused = import_module("dsv4.ops.fused.router_experts_triton")
     choice = inputs.router_arguments(1, hashed)
     experts = inputs.experts_arguments(1)
     count, size = 24, experts["x"].shape[1]
-    choice |= {"x": experts["x"], "gate": choice["gate"][:count, :size].contiguous()}
+    gate = replace(choice["by"], gate=choice["by"].gate[:count, :size].contiguous())
     if hashed:
-        choice["table"] = (choice["table"] % count).sort(1).values.contiguous()
+        gate = replace(gate, table=(gate.table % count).sort(1).values.contiguous())
     else:
-        choice["bias"] = choice["bias"][:count].contiguous()
-    matrices = {k: experts[k] for k in ("w13", "w2", "shared_w13", "shared_w2", "limit")}
-    parameters = {k: v for k, v in choice.items() if k not in ("x", "token_ids")}
-    given = (experts["x"], choice["token_ids"], Gate(**parameters), Experts(**matrices))
+        gate = replace(gate, bias=gate.bias[:count].contiguous())
+    given = (experts["x"], choice["token_ids"], gate, experts["by"])
     assert fused.supports(*given) is None
+    choice |= {"x": experts["x"], "by": gate}
     picked, weights = OPS["router"].kernels[0].run(choice)
-    arguments = {"x": experts["x"], "experts": picked, "weights": weights, **matrices}
+    arguments = {**experts, "experts": picked, "weights": weights}
     wanted = OPS["experts"].kernels[0].run(arguments)
     assert torch.equal(fused.run(*given).total(), wanted)
 

@@ -193,18 +193,18 @@ def check_route(experts: torch.Tensor, num_experts: int, bm: int, shared: bool) 
 
     found = group_by_expert(experts, num_experts, bm, shared=shared)
     flat = experts.flatten().tolist()
-    pairs = found.sorted_pairs[: len(flat)].tolist()
+    pairs = found.table.sorted_pairs[: len(flat)].tolist()
     assert pairs == sorted(range(len(flat)), key=lambda i: (flat[i], i))
     owners = [flat[pair] for pair in pairs] + [num_experts] * (len(experts) if shared else 0)
-    covered, num_live = [], int((found.tile_expert[: found.num_tiles] >= 0).sum())
+    covered, num_live = [], int((found.table.tile_expert[: found.num_tiles] >= 0).sum())
     for tile in range(num_live):
-        expert, start = int(found.tile_expert[tile]), int(found.tile_start[tile])
-        rows = range(start, min(start + bm, int(found.tile_end[tile])))
+        expert, start = int(found.table.tile_expert[tile]), int(found.table.tile_start[tile])
+        rows = range(start, min(start + bm, int(found.table.tile_end[tile])))
         assert rows
         assert {owners[row] for row in rows} == {expert}
         covered += rows
     assert covered == list(range(len(owners)))
-    assert set(found.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
+    assert set(found.table.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
 
 
 def check_mx_bits() -> None:

@@ -19,11 +19,14 @@ import dsv4.ops.moe.experts as experts_op
 from dsv4.cache.geometry import Geometry
 from dsv4.ops.core.arguments import copied
 from dsv4.ops.core.op import Op
+from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import load, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference, yarn_frequencies
+from dsv4.ops.moe.router import Gate
 from dsv4.tools.doctor.subject import Subject
 
 Run = Callable[..., Any]  # the right op
+TYPED = (attention_op.Visible, compress_op.Compression, WindowKey, Gate, experts_op.Experts)
 Plant = Callable[[Subject], AbstractContextManager[Any]]
 
 
@@ -44,13 +47,24 @@ class Fault:
 def kernel(
     op: str, wrong: Callable[..., Any], when: Callable[..., bool] | None = None
 ) -> Iterator[None]:
-    """What runs for `op` becomes `wrong(right, arguments)` wherever `when(arguments)`."""
+    """What runs for `op` becomes `wrong(right, arguments)` wherever `when(arguments)`; the fields
+    of an op's typed argument count as arguments."""
     run = Op.run
 
     def planted(self: Op, device: torch.device, arguments: dict[str, Any]) -> Any:
-        if self.name != op or (when is not None and not when(arguments)):
+        typed = {k: v for k, v in arguments.items() if isinstance(v, TYPED)}
+        flat = {**arguments, **{k: v for value in typed.values() for k, v in vars(value).items()}}
+        if self.name != op or (when is not None and not when(flat)):
             return run(self, device, arguments)
-        return wrong(lambda **a: run(self, device, {**arguments, **a}), arguments)
+
+        def right(**changes: Any) -> Any:
+            given = {**arguments, **{k: v for k, v in changes.items() if k in arguments}}
+            for name, value in typed.items():
+                own = {k: v for k, v in changes.items() if k in vars(value)}
+                given[name] = replace(value, **own)
+            return run(self, device, given)
+
+        return wrong(right, flat)
 
     with patch.object(Op, "run", planted):
         yield

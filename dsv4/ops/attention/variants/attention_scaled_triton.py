@@ -20,13 +20,15 @@ from dsv4.ops.attention.attention_triton import AttentionVariant
 from dsv4.ops.attention.tile_device import (
     LOG2E,
     add_tile,
-    entry_parts,
     finish_piece,
     load_piece,
     most_entries,
     piece_first,
-    piece_width,
     pieces,
+    pool_of,
+    ratio_of,
+    tile_format,
+    tile_places,
     tile_slots,
 )
 from dsv4.ops.attention.variants.merge_triton import merge_tiles
@@ -39,7 +41,6 @@ BT = 128  # entries per tile, the rows of the tensor core's M slot; changing it 
 HEADS = 16  # per program; sums of 32 heads spill
 FEW, TYPICAL = 600, 16  # up to FEW programs each takes a tile; TYPICAL: tiles assumed per query
 CHUNK = tl.constexpr(128)  # channels per block-scaled product: two scales of a key
-MT = tl.float16  # of rotary channels, weights and values
 
 
 @triton.jit
@@ -54,15 +55,14 @@ def _query_chunk(q, q_at, live, FIRST: tl.constexpr, NOPE: tl.constexpr, BH: tl.
 
 
 @triton.jit
-def _scores(
-    codes, q_scales, rotary, data, scales, slot, tail, BH: tl.constexpr, BT: tl.constexpr,
-    NOPE: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """fp32 `[BT, BH]`; `scales`: the scale bytes of each entry, `tail`: its rotary channels."""
-    scores = tl.zeros((BT, BH), tl.float32)
-    for i in tl.static_range(CHUNKS):
+def _scores(codes, q_scales, rotary, pool, scales, slot, BH: tl.constexpr, T: tl.constexpr):
+    """fp32 `[bt, BH]`; `scales`: the scale bytes of each entry."""
+    tail = load_piece(pool, scales, slot, T.nope, T.dim - T.nope, T)
+    ENTRIES: tl.constexpr = T.bt
+    scores = tl.zeros((ENTRIES, BH), tl.float32)
+    for i in tl.static_range(len(codes)):
         channel = i * CHUNK + tl.arange(0, CHUNK)[None, :]
-        k = tl.load(data + slot[:, None] * NOPE + channel, mask=channel < NOPE, other=0)
+        k = tl.load(pool.data + slot[:, None] * T.nope + channel, mask=channel < T.nope, other=0)
         place = 8 * (i * CHUNK // 64 + tl.arange(0, CHUNK // 32) // 2)
         k_scales = ((scales[:, None] >> place[None, :]) & 255).to(tl.uint8)
         k = k.to(tl.float8e4nv, bitcast=True)
@@ -72,106 +72,93 @@ def _scores(
 
 @triton.jit
 def _tile_weights(
-    codes, q_scales, rotary, slot, present, in_window, w_data, w_tail, w_scale, c_data, c_tail,
-    c_scale, qk_scale, NOPE: tl.constexpr, DIM: tl.constexpr, CHUNKS: tl.constexpr,
-    BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
+    codes, q_scales, rotary, pool, scales, slot, present, qk_scale, BH: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile: addresses of its entries (data, tail, scales), weights `[BT, BH]`, their
-    sum `[BH]`, maximum."""
-    data = tl.where(in_window, w_data, c_data)
-    tail = tl.where(in_window, w_tail, c_tail)
-    scales = tl.load(tl.where(in_window, w_scale, c_scale) + slot)
-    rotated = load_piece(data, tail, scales, slot, NOPE, DIM - NOPE, 2, NOPE, DIM, MT, False)
-    scores = _scores(codes, q_scales, rotary, data, scales, slot, rotated, BH, BT, NOPE, CHUNKS)
+    """Softmax of one tile: weights `[bt, BH]`, their sum `[BH]`, maximum."""
+    scores = _scores(codes, q_scales, rotary, pool, scales, slot, BH, T)
     scores = tl.where(present[:, None], scores * qk_scale, float("-inf"))
     top = tl.maximum(tl.max(scores, axis=0), -1e30)
-    weights = tl.exp2(scores - top[None, :]).to(MT)
-    ones = tl.full((64, BT), 1.0, MT)
+    weights = tl.exp2(scores - top[None, :]).to(T.mt)
+    ENTRIES: tl.constexpr = T.bt
+    ones = tl.full((64, ENTRIES), 1.0, T.mt)
     total = tl.max(tl.dot(ones, weights, tl.zeros((64, BH), tl.float32)), axis=0)  # all equal
-    return data, tail, scales, weights, total, top
+    return weights, total, top
 
 
 @triton.jit
-def _piece_sum(
-    weights, data, tail, scales, slot, PIECE: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
-    BH: tl.constexpr, MT: tl.constexpr,
-):  # fmt: skip
+def _piece_sum(weights, pool, scales, slot, PIECE: tl.constexpr, BH: tl.constexpr, T: tl.constexpr):
     """fp32 `[channels, BH]`: a piece of the entries, as values, times the weights."""
-    FIRST: tl.constexpr = piece_first(DIM, DIM - NOPE, PIECE)
-    WIDTH: tl.constexpr = piece_width(DIM, DIM - NOPE, PIECE)
-    value = load_piece(data, tail, scales, slot, FIRST, WIDTH, 2, NOPE, DIM, MT, False)
+    FIRST: tl.constexpr = piece_first(T.dim, T.rope, PIECE)
+    WIDTH: tl.constexpr = pieces(T.dim, T.rope)[PIECE]
+    value = load_piece(pool, scales, slot, FIRST, WIDTH, T)
     return tl.dot(tl.trans(value), weights, tl.zeros((WIDTH, BH), tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "w_width", "c_width"])
 def _scaled_kernel(
-    q, sink, out, acc_out, stat_out, positions, seq_idx, selected, num_selected,
-    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
-    frequencies, num_heads, num_tokens, window, ratio, qk_scale,
-    NOPE: tl.constexpr, DIM: tl.constexpr, CHUNKS: tl.constexpr, COUNT: tl.constexpr,
-    SPLIT: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    STAGES: tl.constexpr, MT: tl.constexpr
+    q, sink, out, acc_out, stat_out, at, num_selected, w_width, c_width, frequencies, num_heads,
+    num_tokens, window, ratio, qk_scale, CHUNKS: tl.constexpr, COUNT: tl.constexpr,
+    SPLIT: tl.constexpr, BH: tl.constexpr, STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """A block of heads, a token and, if SPLIT, a tile."""
-    ROPE: tl.constexpr = DIM - NOPE
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
     head = block * BH + tl.arange(0, BH)
     live = head < num_heads
-    position = tl.load(positions + row).to(tl.int32)
-    seq = tl.load(seq_idx + row).to(tl.int64)
+    position = tl.load(at.positions + row).to(tl.int32)
+    seq = tl.load(at.seq_idx + row).to(tl.int64)
     visible = tl.minimum((position + 1) // ratio, num_selected)
-    tiles = WT + tl.cdiv(visible, BT)
+    tiles = T.wt + tl.cdiv(visible, T.bt)
     if tile >= tiles:
         return
-    q_at = (row * num_heads + head)[:, None] * DIM
+    q_at = (row * num_heads + head)[:, None] * T.dim
     codes = ()
     q_scales = ()
     for i in tl.static_range(CHUNKS):
-        code, scale = _query_chunk(q, q_at, live, i * CHUNK, NOPE, BH)
+        code, scale = _query_chunk(q, q_at, live, i * CHUNK, T.nope, BH)
         codes = append(codes, code)
         q_scales = append(q_scales, scale)
-    channel = NOPE + tl.arange(0, ROPE)
+    channel = T.nope + tl.arange(0, T.rope)
     rotary = tl.load(q + q_at + channel[None, :], mask=live[:, None], other=0.0)
-    rotary = tl.trans(rotary.to(MT))
+    rotary = tl.trans(rotary.to(T.mt))
     if SPLIT:
         slot, present = tile_slots(
-            tile, position, visible, seq, row, window, selected, num_selected,
-            w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
-        )  # fmt: skip
-        data, tail, scales, weights, part, top = _tile_weights(
-            codes, q_scales, rotary, slot, present, tile < WT, w_data, w_tail, w_scale,
-            c_data, c_tail, c_scale, qk_scale, NOPE, DIM, CHUNKS, BH, BT, MT,
-        )  # fmt: skip
-        at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
-        tl.store(stat_out + at * 2, top, mask=live)
-        tl.store(stat_out + at * 2 + 1, part, mask=live)
+            tile, position, visible, seq, row, window, at, num_selected, w_width, c_width, T
+        )
+        pool = pool_of(tile < T.wt, at)
+        scales = tl.load(pool.scale + slot)
+        weights, part, top = _tile_weights(
+            codes, q_scales, rotary, pool, scales, slot, present, qk_scale, BH, T
+        )
+        to = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
+        tl.store(stat_out + to * 2, top, mask=live)
+        tl.store(stat_out + to * 2 + 1, part, mask=live)
         for i in tl.static_range(COUNT):
-            channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-            acc = _piece_sum(weights, data, tail, scales, slot, i, NOPE, DIM, BH, MT)
-            acc_at = at[:, None] * DIM + channel[None, :]
+            channel = piece_first(T.dim, T.rope, i) + tl.arange(0, pieces(T.dim, T.rope)[i])
+            acc = _piece_sum(weights, pool, scales, slot, i, BH, T)
+            acc_at = to[:, None] * T.dim + channel[None, :]
             tl.store(acc_out + acc_at, tl.trans(acc), mask=live[:, None])
     else:
         best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
         total = tl.full((BH,), 1.0, tl.float32)
         sums = ()
         for i in tl.static_range(COUNT):
-            sums = append(sums, tl.zeros((piece_width(DIM, ROPE, i), BH), tl.float32))
+            sums = append(sums, tl.zeros((pieces(T.dim, T.rope)[i], BH), tl.float32))
         for step in tl.range(0, tiles, num_stages=STAGES):
             slot, present = tile_slots(
-                step, position, visible, seq, row, window, selected, num_selected,
-                w_table, w_width, c_table, c_width, WT, BT, W_ENTRIES, C_ENTRIES, SELECTED,
-            )  # fmt: skip
-            data, tail, scales, weights, part, top = _tile_weights(
-                codes, q_scales, rotary, slot, present, step < WT, w_data, w_tail, w_scale,
-                c_data, c_tail, c_scale, qk_scale, NOPE, DIM, CHUNKS, BH, BT, MT,
-            )  # fmt: skip
+                step, position, visible, seq, row, window, at, num_selected, w_width, c_width, T
+            )
+            pool = pool_of(step < T.wt, at)
+            scales = tl.load(pool.scale + slot)
+            weights, part, top = _tile_weights(
+                codes, q_scales, rotary, pool, scales, slot, present, qk_scale, BH, T
+            )
             best, total, old_share, new_share = add_tile(best, total, top, part)
             grown = ()
             for i in tl.static_range(COUNT):
-                acc = _piece_sum(weights, data, tail, scales, slot, i, NOPE, DIM, BH, MT)
+                acc = _piece_sum(weights, pool, scales, slot, i, BH, T)
                 before = sums[i] * old_share[None, :]
                 grown = append(
                     grown, tl.fma(acc, new_share[None, :].broadcast_to(acc.shape), before)
@@ -181,7 +168,7 @@ def _scaled_kernel(
         for i in tl.static_range(COUNT):
             finish_piece(
                 tl.trans(sums[i]), scale, out, q_at, live, position, frequencies,
-                piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i), BH, DIM, ROPE,
+                piece_first(T.dim, T.rope, i), BH, T,
             )  # fmt: skip
 
 
@@ -191,47 +178,33 @@ def choose_config(num_tokens: int, num_heads: int, num_tiles: int) -> AttentionV
     return AttentionVariant(HEADS, split, 8, 2)
 
 
-def supports(q, sink, pool, table, compressed, batch, window, frequencies) -> str | None:
-    if pool.activations != "a8":
+def supports(q, to) -> str | None:
+    if to.pool.activations != "a8":
         return "no pool asks for rounded queries"
-    rope_dim = 2 * frequencies.shape[0]
-    if q.dtype != torch.bfloat16 or pool_format(pool) != FP8:
-        return f"{q.dtype} queries and {pool.format} keys, expected bfloat16 and fp8"
+    rope_dim = 2 * to.frequencies.shape[0]
+    if q.dtype != torch.bfloat16 or pool_format(to.pool) != FP8:
+        return f"{q.dtype} queries and {to.pool.format} keys, expected bfloat16 and fp8"
     if rope_dim & (rope_dim - 1) or rope_dim > 64:
         return f"{rope_dim} rotated channels, expected a power of two up to 64"
-    return native_reason(q.device) or attention_triton.layout_reason(
-        q, sink, pool, table, compressed, batch, window, frequencies
-    )
+    return native_reason(q.device) or attention_triton.layout_reason(q, to)
 
 
-def run(q, sink, pool, table, compressed, batch, window, frequencies, config=None):
+def run(q, to, config=None):
     tokens, heads, dim = q.shape
-    other = pool if compressed is None else compressed.pool
-    other_table = table if compressed is None else compressed.table
-    selected = None if compressed is None else compressed.selected
-    ratio = 1 if compressed is None else compressed.ratio
-    most = most_entries(compressed)
-    num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
+    num_tiles = triton.cdiv(to.window, BT) + triton.cdiv(most_entries(to.compressed), BT)
     config = config or choose_config(tokens, heads, num_tiles)
-    rope_dim, out = 2 * frequencies.shape[0], torch.empty_like(q)
-    blocks = triton.cdiv(heads, config.heads)
+    rope_dim, out = 2 * to.frequencies.shape[0], torch.empty_like(q)
     room = num_tiles * tokens * heads if config.split else 1
     acc = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)
-    _scaled_kernel[(blocks, tokens, num_tiles if config.split else 1)](
-        q, sink, out, acc, stats, batch.positions, batch.seq_idx,
-        batch.positions if selected is None else selected, most,
-        *entry_parts(pool), table, table.shape[1],
-        *entry_parts(other), other_table, other_table.shape[1],
-        frequencies, heads, tokens, window, ratio, dim**-0.5 * LOG2E.value,
-        NOPE=dim - rope_dim, DIM=dim, CHUNKS=triton.cdiv(dim - rope_dim, CHUNK.value),
-        COUNT=len(pieces(dim, rope_dim)), SPLIT=config.split,
-        SELECTED=selected is not None, BH=config.heads, BT=BT, WT=triton.cdiv(window, BT),
-        W_ENTRIES=pool.page_entries, C_ENTRIES=other.page_entries,
-        STAGES=config.num_stages, MT=MT, **launch_options(config.num_warps),
+    places, counts = tile_places(to)
+    grid = (triton.cdiv(heads, config.heads), tokens, num_tiles if config.split else 1)
+    _scaled_kernel[grid](
+        q, to.sink, out, acc, stats, places, *counts, to.frequencies, heads, tokens, to.window,
+        ratio_of(to), dim**-0.5 * LOG2E.value, CHUNKS=triton.cdiv(dim - rope_dim, CHUNK.value),
+        COUNT=len(pieces(dim, rope_dim)), SPLIT=config.split, BH=config.heads,
+        STAGES=config.num_stages, T=tile_format(q, to, BT), **launch_options(config.num_warps),
     )  # fmt: skip
     if config.split:
-        merge_tiles(
-            q, sink, out, acc, stats, batch.positions, frequencies, window, most, ratio, tile=BT
-        )
+        merge_tiles(q, to, out, acc, stats, tile=BT)
     return out

@@ -25,13 +25,15 @@ from dsv4.ops.attention.tile_device import (
     join_pieces,
     load_queries,
     num_joined,
-    num_pieces,
     piece_first,
     pieces,
+    ratio_of,
     slots_of,
     softmax,
     tile_choice,
+    tile_format,
     tile_pages,
+    tile_places,
     tile_weights,
     to_half,
     weights_sum,
@@ -49,31 +51,26 @@ MOST_ROOMS = 600  # (tile, 64 heads) pairs: their sums take 78 MB
 
 @triton.jit
 def _keys_and_scores(
-    queries, stored, scales, GROUP: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr,
-    DIM: tl.constexpr, ROPE: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Keys in MT by piece, and scores. GROUP pieces are multiplied while the next convert."""
+    queries, stored, scales, GROUP: tl.constexpr, BH: tl.constexpr, T: tl.constexpr
+):
+    """Keys in T.mt by piece, and scores. GROUP pieces are multiplied while the next convert."""
     keys = ()
-    scores = tl.zeros((BH, BT), tl.float32)
+    ENTRIES: tl.constexpr = T.bt
+    scores = tl.zeros((BH, ENTRIES), tl.float32)
     for i in tl.static_range(len(stored)):
-        k = widen_piece(stored[i], scales, piece_first(DIM, ROPE, i), FORMAT, NOPE, MT, ASM)
+        k = widen_piece(stored[i], scales, piece_first(T.dim, T.rope, i), T, T.asm)
         keys = append(keys, k)
         if (i + 1) % GROUP == 0:
             for j in tl.static_range(i + 1 - GROUP, i + 1):
-                scores = dot(queries[j], tl.trans(keys[j]), scores, MT)
+                scores = dot(queries[j], tl.trans(keys[j]), scores, T.mt)
     return keys, scores
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "w_width", "c_width"])
 def _split_kernel(
-    raw, q, acc_out, stat_out, positions, seq_idx, selected, num_selected,
-    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
-    frequencies, num_heads, num_tokens, window, qk_scale, eps,
-    RATIO: tl.constexpr, FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr, PREPARE: tl.constexpr, SELECTED: tl.constexpr, BH: tl.constexpr,
-    BT: tl.constexpr, WT: tl.constexpr, W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr,
-    GROUP: tl.constexpr, WHOLE: tl.constexpr, MT: tl.constexpr, ASM: tl.constexpr,
+    raw, q, acc_out, stat_out, at, num_selected, w_width, c_width, frequencies, num_heads,
+    num_tokens, window, qk_scale, eps, RATIO: tl.constexpr, PREPARE: tl.constexpr,
+    BH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A block of heads, a token and a tile. PREPARE: queries are prepared from `raw` first; all
@@ -83,74 +80,67 @@ def _split_kernel(
     tile = tl.program_id(2)
     head = block * BH + tl.arange(0, BH)
     live = head < num_heads
-    position = tl.load(positions + row).to(tl.int32)
-    seq = tl.load(seq_idx + row).to(tl.int64)
-    q_at = (row * num_heads + head)[:, None] * DIM
+    position = tl.load(at.positions + row).to(tl.int32)
+    seq = tl.load(at.seq_idx + row).to(tl.int64)
+    q_at = (row * num_heads + head)[:, None] * T.dim
     depend(DEPENDENT)
     if PREPARE or WHOLE:
-        turned = load_heads(raw, num_heads, row, block, BH, DIM, DIM)
+        turned = load_heads(raw, num_heads, row, block, BH, T.dim)
     else:
-        found = load_queries(q, q_at, live, DIM, ROPE)
+        found = load_queries(q, q_at, live, T)
     visible = tl.minimum((position + 1) // RATIO, num_selected)
     # with selected entries all tiles exist except at the very start: no wait to find out
-    if not SELECTED:  # noqa: SIM102 - settled by the compiler
-        if tile >= WT + tl.cdiv(visible, BT):
+    if not T.selected:  # noqa: SIM102 - settled by the compiler
+        if tile >= T.wt + tl.cdiv(visible, T.bt):
             return
-    older = tile_choice(tile, visible, row, selected, num_selected, WT, BT, SELECTED)
-    page, inside, present = tile_pages(
-        tile, older, position, seq, window, w_table, w_width, c_table, c_width,
-        WT, BT, W_ENTRIES, C_ENTRIES,
-    )  # fmt: skip
+    older = tile_choice(tile, visible, row, at, num_selected, T)
+    page, inside, present = tile_pages(tile, older, position, seq, window, at, w_width, c_width, T)
     if PREPARE:  # while page numbers are in flight; the rest while entries are
-        turned = norm_heads(turned, eps, DIM, ASM)
-    slot = slots_of(tile, page, inside, WT, W_ENTRIES, C_ENTRIES)
-    if SELECTED:
-        slot = tl.where((visible > 0) | (tile < WT), slot, 0)  # nothing compressed, no page
-    stored, scales = fetch_tile(
-        slot, tile < WT, w_data, w_tail, w_scale, c_data, c_tail, c_scale, FORMAT, NOPE, DIM, ROPE
-    )
+        turned = norm_heads(turned, eps, T.dim, T.asm)
+    slot = slots_of(tile, page, inside, T)
+    if T.selected:
+        slot = tl.where((visible > 0) | (tile < T.wt), slot, 0)  # nothing compressed, no page
+    stored, scales = fetch_tile(slot, tile < T.wt, at, T)
     if PREPARE:
-        turned = turn_heads(turned, position, frequencies, BH, DIM, DIM, ROPE, ASM)
+        turned = turn_heads(turned, position, frequencies, BH, T.dim, T.rope, T.asm)
         if not WHOLE:
-            store_heads(turned, q, num_heads, row, block, BH, DIM, DIM)
+            store_heads(turned, q, num_heads, row, block, BH, T.dim)
     # issues all loads before the first wait; other threads' stores are read below
     tl.debug_barrier()
-    JOINED: tl.constexpr = num_joined(DIM, ROPE, DIM)
+    JOINED: tl.constexpr = num_joined(T.dim, T.rope, T.dim)
     if WHOLE:
-        queries = (to_half(turned, MT, ASM),)
-        keys = widen_tile(stored, scales, JOINED, FORMAT, NOPE, DIM, ROPE, MT, ASM and BH < 64)
+        queries = (to_half(turned, T.mt, T.asm),)
+        keys = widen_tile(stored, scales, JOINED, T, T.asm and BH < 64)
         weights, part, top = tile_weights(
-            queries, keys, present, num_tokens, qk_scale, JOINED, BH, BT, MT
+            queries, keys, present, num_tokens, qk_scale, JOINED, BH, T
         )
     else:
         if PREPARE:
-            found = load_queries(q, q_at, live, DIM, ROPE)
+            found = load_queries(q, q_at, live, T)
         queries = ()
-        for i in tl.static_range(num_pieces(DIM, ROPE)):
-            queries = append(queries, to_half(found[i], MT, ASM))
-        keys, scores = _keys_and_scores(
-            queries, stored, scales, GROUP, FORMAT, NOPE, DIM, ROPE, BH, BT, MT, ASM
-        )
-        weights, top = softmax(scores, present, qk_scale, MT)
-        part = weights_sum(weights, BH, BT, MT)
-    at = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
-    tl.store(stat_out + at * 2, top, mask=live)
-    tl.store(stat_out + at * 2 + 1, part, mask=live)
+        for i in tl.static_range(len(pieces(T.dim, T.rope))):
+            queries = append(queries, to_half(found[i], T.mt, T.asm))
+        keys, scores = _keys_and_scores(queries, stored, scales, GROUP, BH, T)
+        weights, top = softmax(scores, present, qk_scale, T.mt)
+        part = weights_sum(weights, BH, T.bt, T.mt)
+    to = (tile.to(tl.int64) * num_tokens + row) * num_heads + head
+    tl.store(stat_out + to * 2, top, mask=live)
+    tl.store(stat_out + to * 2 + 1, part, mask=live)
     sums = ()
     for i in tl.static_range(len(keys)):
         zero = tl.zeros((BH, keys[i].shape[1]), tl.float32)
-        sums = append(sums, dot(weights, keys[i], zero, MT))
+        sums = append(sums, dot(weights, keys[i], zero, T.mt))
     joined = join_pieces(sums, 1 if WHOLE else JOINED)
     for i in tl.static_range(len(joined)):
-        channel = piece_first(DIM, ROPE, i * JOINED) + tl.arange(0, joined[i].shape[1])
-        tl.store(acc_out + at[:, None] * DIM + channel[None, :], joined[i], mask=live[:, None])
+        channel = piece_first(T.dim, T.rope, i * JOINED) + tl.arange(0, joined[i].shape[1])
+        tl.store(acc_out + to[:, None] * T.dim + channel[None, :], joined[i], mask=live[:, None])
 
 
-def run(q, sink, out, window, frequencies, config, eps, places, constants) -> None:
+def run(q, to, out, config, eps) -> None:
     """With `eps` the queries are raw projections."""
     tokens, heads, dim = q.shape
-    most = places[3]
-    num_tiles = triton.cdiv(window, BT) + triton.cdiv(most, BT)
+    places, counts = tile_places(to)
+    num_tiles = triton.cdiv(to.window, BT) + triton.cdiv(counts[0], BT)
     # sized for any number of tokens: growing would allocate later
     most_tokens = MOST_ROOMS // (triton.cdiv(heads, 64) * num_tiles)
     room = num_tiles * max(tokens, most_tokens) * heads
@@ -160,25 +150,14 @@ def run(q, sink, out, window, frequencies, config, eps, places, constants) -> No
     if eps is not None:
         size = max(q.numel(), most_tokens * heads * dim)
         ready = workspace(q.device, "prepared", size, q.dtype)
-    count = len(pieces(dim, 2 * frequencies.shape[0]))
+    rope_dim = 2 * to.frequencies.shape[0]
+    count = len(pieces(dim, rope_dim))
     _split_kernel[(triton.cdiv(heads, config.heads), tokens, num_tiles)](
-        q,
-        ready,
-        sums,
-        stats,
-        *places,
-        frequencies,
-        heads,
-        tokens,
-        window,
-        dim**-0.5 * LOG2E.value,
-        0.0 if eps is None else eps,
-        **constants,
-        PREPARE=eps is not None,
-        BH=config.heads,
-        GROUP=gcd(GROUP, count),
-        WHOLE=config.channels == dim and num_joined(dim, 2 * frequencies.shape[0], dim) == count,
+        q, ready, sums, stats, places, *counts, to.frequencies, heads, tokens, to.window,
+        dim**-0.5 * LOG2E.value, 0.0 if eps is None else eps, RATIO=ratio_of(to),
+        PREPARE=eps is not None, BH=config.heads, GROUP=gcd(GROUP, count),
+        WHOLE=config.channels == dim and num_joined(dim, rope_dim, dim) == count,
+        T=tile_format(q, to),
         **dependent_options(q.device, config.num_warps, config.num_stages),
-    )
-    ratio, tile = constants["RATIO"], constants["BT"]
-    merge_tiles(q, sink, out, sums, stats, places[0], frequencies, window, most, ratio, tile)
+    )  # fmt: skip
+    merge_tiles(q, to, out, sums, stats)

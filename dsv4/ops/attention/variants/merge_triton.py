@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tile_device import BT, LOG2E, add_tile
+from dsv4.ops.attention.tile_device import BT, LOG2E, add_tile, most_entries, ratio_of
 from dsv4.ops.core.helpers_device import append, depend
 from dsv4.ops.core.launch import dependent_options
 from dsv4.ops.kv.rope_device import rope_angles, rotate
@@ -118,31 +118,15 @@ def tiles_ahead(num_tiles: int) -> int:
     return next((most for most in SHORT if num_tiles <= most), AHEAD)
 
 
-def merge_tiles(
-    q, sink, out, sums, stats, positions, frequencies, window, most, ratio, tile=BT
-) -> None:
+def merge_tiles(q, to, out, sums, stats, tile=BT) -> None:
     tokens, heads, dim = q.shape
-    pad = triton.next_power_of_2(dim)
+    pad, most, window = triton.next_power_of_2(dim), most_entries(to.compressed), to.window
     ahead = tiles_ahead(triton.cdiv(window, tile) + triton.cdiv(most, tile))
     width, of_warp = WIDTHS[ahead not in SHORT]
     width = min(width, pad)
     _merge_kernel[(tokens, heads, pad // width)](
-        sums,
-        stats.view(torch.int64),
-        sink,
-        out,
-        positions,
-        frequencies,
-        tokens,
-        heads,
-        most,
-        RATIO=ratio,
-        DIM=dim,
-        WIDTH=width,
-        ROPE=2 * frequencies.shape[0],
-        BT=tile,
-        WT=triton.cdiv(window, tile),
-        AHEAD=ahead,
-        LONG=ahead not in SHORT,
+        sums, stats.view(torch.int64), to.sink, out, to.batch.positions, to.frequencies, tokens,
+        heads, most, RATIO=ratio_of(to), DIM=dim, WIDTH=width, ROPE=2 * to.frequencies.shape[0],
+        BT=tile, WT=triton.cdiv(window, tile), AHEAD=ahead, LONG=ahead not in SHORT,
         **dependent_options(q.device, max(1, width // of_warp)),
-    )
+    )  # fmt: skip

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4.ops.attention.tile_device import LOG2E
+from dsv4.ops.attention.tile_device import LOG2E, most_entries, ratio_of
+from dsv4.ops.attention.variants.unpack_triton import num_held
 from dsv4.ops.core.helpers_device import narrow, widen
 from dsv4.ops.kv.rope_device import sin_cos
 
@@ -295,22 +296,17 @@ def _prefill_kernel(
         position, seq = next_position, next_seq
 
 
-def prefill(q, sink, entries, recent, compressed, batch, window, frequencies, num_programs, eps):
+def prefill(q, to, entries, recent, num_programs, eps):
     """`entries` and `recent` as returned by `unpack`; with `eps` queries are prepared here."""
     tokens, heads, dim = q.shape
-    selected = None if compressed is None else compressed.selected
-    held = 0
-    if compressed is not None:
-        held = compressed.table.shape[1] * compressed.pool.page_entries
+    selected = None if to.compressed is None else to.compressed.selected
     out = torch.empty_like(q)
     items = tokens * triton.cdiv(heads, HEADS)
     _prefill_kernel[(min(items, num_programs),)](
-        q.view(entries.dtype), sink, out, entries, batch.positions, batch.seq_idx,
-        batch.positions if selected is None else selected,
-        held if selected is None else selected.shape[1],
-        frequencies, heads, items, recent, held, window,
-        1 if compressed is None else compressed.ratio, dim**-0.5 * LOG2E.value, eps or 0.0,
-        SELECTED=selected is not None, WT=triton.cdiv(window, 64), PREPARE=eps is not None,
-        num_warps=WARPS,
+        q.view(entries.dtype), to.sink, out, entries, to.batch.positions, to.batch.seq_idx,
+        to.batch.positions if selected is None else selected, most_entries(to.compressed),
+        to.frequencies, heads, items, recent, num_held(to.compressed), to.window, ratio_of(to),
+        dim**-0.5 * LOG2E.value, eps or 0.0, SELECTED=selected is not None,
+        WT=triton.cdiv(to.window, 64), PREPARE=eps is not None, num_warps=WARPS,
     )  # fmt: skip
     return out

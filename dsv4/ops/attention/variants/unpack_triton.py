@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention.tile_device import (
-    entry_parts,
     load_piece,
-    num_pieces,
     piece_first,
-    piece_width,
+    pieces,
+    ratio_of,
+    tile_format,
+    tile_places,
 )
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.kv.entry_device import FP8, pool_constants, pool_format
+from dsv4.ops.kv.entry_device import FP8, pool_format
 
 MOST_ROWS = 65536  # unpacked at once: 67 MB for entries of 512 channels
 ROWS = 16  # unpacked per program
@@ -32,33 +33,28 @@ def num_rows(num_tokens: int, num_sequences: int, window: int, num_entries: int)
 
 @triton.jit
 def _unpack_rows(
-    out, to, entry, there, seq, table, width, data, tail, scale, FORMAT: tl.constexpr,
-    NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+    out, to, entry, there, seq, table, width, pool, ENTRIES: tl.constexpr, T: tl.constexpr
+):
     """Unpack entries, addressed through their tables' rings, to rows of `out`. Masked slots read
     the first entry and are not written."""
     entry = tl.where(there, entry, 0)
     page = tl.load(table + seq * width + (entry // ENTRIES) % width, mask=there, other=0)
     slot = page.to(tl.int64) * ENTRIES + entry % ENTRIES
     scales = slot
-    if FORMAT == 2:
-        scales = tl.load(scale + slot)
-    for i in tl.static_range(num_pieces(DIM, ROPE)):
+    if T.kind == 2:
+        scales = tl.load(pool.scale + slot)
+    for i in tl.static_range(len(pieces(T.dim, T.rope))):
         x = load_piece(
-            data, tail, scales, slot, piece_first(DIM, ROPE, i), piece_width(DIM, ROPE, i),
-            FORMAT, NOPE, DIM, out.dtype.element_ty, False,
-        )  # fmt: skip
-        channel = piece_first(DIM, ROPE, i) + tl.arange(0, piece_width(DIM, ROPE, i))
-        tl.store(out + to[:, None] * DIM + channel[None, :], x, mask=there[:, None])
+            pool, scales, slot, piece_first(T.dim, T.rope, i), pieces(T.dim, T.rope)[i], T
+        )
+        channel = piece_first(T.dim, T.rope, i) + tl.arange(0, pieces(T.dim, T.rope)[i])
+        tl.store(out + to[:, None] * T.dim + channel[None, :], x, mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_older", "older_width", "w_width", "c_width"])
 def _unpack_kernel(
-    out, positions, seq_idx, first_rows, starts, ends, num_tokens, num_sequences, num_older,
-    older_width, window, ratio,
-    w_data, w_tail, w_scale, w_table, w_width, c_data, c_tail, c_scale, c_table, c_width,
-    FORMAT: tl.constexpr, NOPE: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
-    W_ENTRIES: tl.constexpr, C_ENTRIES: tl.constexpr, ROWS: tl.constexpr,
+    out, at, first_rows, starts, ends, num_tokens, num_sequences, num_older, older_width, window,
+    ratio, w_width, c_width, ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Programs for the new tokens, then the windows before them, then compressed entries."""
     before = window - 1
@@ -69,16 +65,15 @@ def _unpack_kernel(
         i = program * ROWS + tl.arange(0, ROWS)
         new = i < num_tokens
         row = tl.where(new, i, 0)
-        seq = tl.where(new, tl.load(seq_idx + row).to(tl.int32), (i - num_tokens) // before)
+        seq = tl.where(new, tl.load(at.seq_idx + row).to(tl.int32), (i - num_tokens) // before)
         seq = tl.minimum(seq, num_sequences - 1)
         back = before - (i - num_tokens) % before  # from the first new token
         position = tl.load(starts + seq).to(tl.int32) - back
-        position = tl.where(new, tl.load(positions + row).to(tl.int32), position)
+        position = tl.where(new, tl.load(at.positions + row).to(tl.int32), position)
         row = tl.where(new, row, tl.load(first_rows + seq).to(tl.int32) - back)
         _unpack_rows(
             out, row.to(tl.int64) + (seq + 1) * before, position, (i < recent) & (position >= 0),
-            seq.to(tl.int64), w_table, w_width, w_data, w_tail, w_scale,
-            FORMAT, NOPE, DIM, ROPE, W_ENTRIES,
+            seq.to(tl.int64), at.w_table, w_width, at.w_pool, T.w_entries, T,
         )  # fmt: skip
     else:
         i = (program - recent_programs) * ROWS + tl.arange(0, ROWS)
@@ -87,30 +82,27 @@ def _unpack_kernel(
         visible = tl.load(ends + seq).to(tl.int32) // ratio
         _unpack_rows(
             out, recent + i.to(tl.int64), entry, (i < num_older) & (entry < visible),
-            seq.to(tl.int64), c_table, c_width, c_data, c_tail, c_scale,
-            FORMAT, NOPE, DIM, ROPE, C_ENTRIES,
+            seq.to(tl.int64), at.c_table, c_width, at.c_pool, T.c_entries, T,
         )  # fmt: skip
 
 
-def unpack(pool, table, compressed, batch, window, frequencies):
+def num_held(compressed) -> int:
+    """Compressed entries that a sequence may have."""
+    return 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
+
+
+def unpack(q, to):
     """Rows of all entries, and the first compressed row."""
-    tokens, sequences = batch.num_tokens, table.shape[0]
-    other = pool if compressed is None else compressed.pool
-    other_table = table if compressed is None else compressed.table
-    held = 0 if compressed is None else other_table.shape[1] * other.page_entries
-    constants = pool_constants(pool)
+    batch, pool, window = to.batch, to.pool, to.window
+    tokens, sequences, held = batch.num_tokens, to.table.shape[0], num_held(to.compressed)
     dtype = torch.float16 if pool_format(pool) == FP8 else torch.bfloat16
     rows = workspace(pool.device, f"unpacked_{pool.format}", MOST_ROWS * pool.dim, dtype)
     recent = tokens + sequences * (window - 1)
     programs = triton.cdiv(recent, ROWS) + triton.cdiv(sequences * held, ROWS)
+    places, (_, *widths) = tile_places(to)
     _unpack_kernel[(programs,)](
-        rows, batch.positions, batch.seq_idx, batch.first_rows, batch.starts, batch.ends,
-        tokens, sequences, sequences * held, max(held, 1), window,
-        1 if compressed is None else compressed.ratio,
-        *entry_parts(pool), table, table.shape[1],
-        *entry_parts(other), other_table, other_table.shape[1],
-        **{name: constants[name] for name in ("FORMAT", "NOPE", "DIM")},
-        ROPE=2 * frequencies.shape[0], W_ENTRIES=pool.page_entries, C_ENTRIES=other.page_entries,
-        ROWS=ROWS, **launch_options(4),
+        rows, places, batch.first_rows, batch.starts, batch.ends, tokens, sequences,
+        sequences * held, max(held, 1), window, ratio_of(to), *widths, ROWS=ROWS,
+        T=tile_format(q, to), **launch_options(4),
     )  # fmt: skip
     return rows, recent

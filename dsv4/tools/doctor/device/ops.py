@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import OPS
-from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.arguments import argument, changed_argument, copied, leaves, same_bits
 from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel
 from dsv4.ops.kv.pool import rotates, round_index
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 # the argument with the activations, which is made harder
 _ACTIVATION = {
     "rms_norm": "x", "mhc_pre": "streams", "mhc_boundary": "streams", "mhc_head": "streams",
-    "quantize_rows": "x", "linear": "x", "grouped_linear": "x", "rope": "x", "query_prepare": "q",
-    "kv_store": "kv", "compress": "values", "index_query": "q", "index_scores": "q",
+    "linear": "x", "grouped_linear": "x", "rope": "x", "query_prepare": "q",
+    "kv_store": "key.kv", "compress": "block.values", "index_query": "q", "index_scores": "q",
     "index_select": "scores", "attention": "q", "router": "x", "experts": "x", "sample": "logits",
 }  # fmt: skip
 HARDER = ("outliers", "large", "zero row", "ties")
@@ -56,10 +56,10 @@ def harder(case: Case, op: str, kinds: Sequence[str] = HARDER) -> Iterator[Case]
 
         def build(generator: torch.Generator, kind: str = kind) -> Arguments:
             arguments = case.build(generator)
-            changed = _change(arguments[name], kind, generator)
+            changed = _change(argument(arguments, name), kind, generator)
             if op == "index_scores" and rotates(arguments["pool"].format):
                 changed = round_index(changed, arguments["pool"].format)  # as index_query leaves it
-            return {**arguments, name: changed}
+            return changed_argument(arguments, name, changed)
 
         yield Case(f"{case.name}, {kind}", build, case.atol, case.rtol, case.small)
 
@@ -134,7 +134,7 @@ def _outputs(op: AnyOp, run: Callable[[Arguments], Any], arguments: Arguments) -
     """A run's results and in-place writes, by name."""
     mine = copied(arguments)
     result = run(mine)
-    return dict(leaves({"result": result, **{name: mine[name] for name in op.mutates}}))
+    return dict(leaves({"result": result, **op.written(mine)}))
 
 
 def _check_reference(op: AnyOp, case: Case, arguments: Arguments) -> OpResult:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.core.op import AnyOp, Arguments
+from dsv4.ops.kv.compress import Compression
+from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import PagedPool, load, locate
 from dsv4.tools.doctor.plain.layer import PlainLayer, Taps
 
@@ -78,29 +80,29 @@ def _turned(layer: PlainLayer, t: Taps) -> Expected:
     return {"positions": t.positions, "frequencies": layer.table}
 
 
-def _stored(layer: PlainLayer, t: Taps) -> Expected:
+def _stored(layer: PlainLayer, t: Taps, under: str) -> Expected:
     return {
-        "batch.positions": t.positions,
-        "frequencies": layer.table,
-        "eps": layer.config.rms_norm_eps,
+        f"{under}.batch.positions": t.positions,
+        f"{under}.frequencies": layer.table,
+        f"{under}.eps": layer.config.rms_norm_eps,
     }
 
 
 def _compressed(under: str) -> Callable[[PlainLayer, Taps], Expected]:
     return lambda layer, t: {
-        **_stored(layer, t),
-        "ratio": layer.ratio,
-        "ape": ExpectedWeight(f"attn.{under}ape"),
-        "norm": ExpectedWeight(f"attn.{under}norm.weight"),
+        **_stored(layer, t, "block"),
+        "block.ratio": layer.ratio,
+        "block.ape": ExpectedWeight(f"attn.{under}ape"),
+        "block.norm": ExpectedWeight(f"attn.{under}norm.weight"),
     }
 
 
 def _experts(layer: PlainLayer, t: Taps) -> Expected:
-    expected: Expected = {"limit": layer.config.swiglu_limit}
+    expected: Expected = {"by.limit": layer.config.swiglu_limit}
     for name in ("w13", "w2"):
-        expected[f"shared_{name}"] = ExpectedWeight(f"ffn.shared_experts.{name}")
+        expected[f"by.shared_{name}"] = ExpectedWeight(f"ffn.shared_experts.{name}")
         for number in sorted(set(t.new["experts"].flatten().tolist())):
-            expected[f"{name}.{number}"] = ExpectedWeight(f"ffn.experts.{name}", number)
+            expected[f"by.{name}.{number}"] = ExpectedWeight(f"ffn.experts.{name}", number)
     return expected
 
 
@@ -108,15 +110,15 @@ def _router(layer: PlainLayer, t: Taps) -> Expected:
     c = layer.config
     hashed = layer.layer < c.num_hash_layers
     return {
-        "gate": ExpectedWeight("ffn.gate.weight"),
+        "by.gate": ExpectedWeight("ffn.gate.weight"),
         **(
-            {"table": ExpectedWeight("ffn.gate.tid2eid")}
+            {"by.table": ExpectedWeight("ffn.gate.tid2eid")}
             if hashed
-            else {"bias": ExpectedWeight("ffn.gate.bias")}
+            else {"by.bias": ExpectedWeight("ffn.gate.bias")}
         ),
         "token_ids": t.token_ids,
-        "num_chosen": c.num_experts_per_tok,
-        "scaling": c.routed_scaling_factor,
+        "by.num_chosen": c.num_experts_per_tok,
+        "by.scaling": c.routed_scaling_factor,
     }
 
 
@@ -133,17 +135,19 @@ STATIONS: dict[str, Station] = {
                 "comb": "before_comb"}, _mix("attn")),
         Station("project", "linear", _L.project, (), {"x": "attn_x"},
             lambda layer, t: _matrices(layer.input_matrices)),
-        Station("window_key", "kv_store", _L.window_key, ("key",), {"kv": "kv_raw"},
-            lambda layer, t: {**_stored(layer, t), "norm": ExpectedWeight("attn.kv_norm.weight")}),
+        Station("window_key", "kv_store", _L.window_key, ("key",), {"key.kv": "kv_raw"},
+            lambda layer, t: {**_stored(layer, t, "key"),
+                "key.norm": ExpectedWeight("attn.kv_norm.weight")}),
         Station("latent_norm", "rms_norm", _L.latent_norm, ("latent",), {"x": "latent_raw"},
             lambda layer, t: {"weight": ExpectedWeight("attn.q_norm.weight"),
                 "eps": layer.config.rms_norm_eps}),
         Station("query", "linear", _L.query, (), {"x": "latent"},
             lambda layer, t: _matrices(layer.query_matrices)),
         Station("entries", "compress", _L.entries, ("entries",),
-            {"values": "values", "gates": "gates"}, _compressed("compressor."), (4, 128)),
+            {"block.values": "values", "block.gates": "gates"}, _compressed("compressor."),
+            (4, 128)),
         Station("index_keys", "compress", _L.index_keys, ("index_keys",),
-            {"values": "index_values", "gates": "index_gates"},
+            {"block.values": "index_values", "block.gates": "index_gates"},
             _compressed("indexer.compressor."), (4,)),
         Station("index_query", "index_query", _L.index_query, ("index_q",), {"q": "index_q_raw"},
             lambda layer, t: {**_turned(layer, t), "index_format": layer.formats.index}, (4,)),
@@ -156,11 +160,11 @@ STATIONS: dict[str, Station] = {
         Station("query_prepare", "query_prepare", _L.query_prepare, ("q",), {"q": "q_raw"},
             lambda layer, t: {**_turned(layer, t), "eps": layer.config.rms_norm_eps}),
         Station("attention", "attention", _L.attention, ("attended",),
-            {"q": "q", "compressed.selected": "selected"},
-            lambda layer, t: {"window": layer.config.sliding_window,
-                "batch.positions": t.positions, "frequencies": layer.table,
-                "sink": ExpectedWeight("attn.attn_sink"),
-                **({"compressed.ratio": layer.ratio} if layer.ratio else {})}),
+            {"q": "q", "to.compressed.selected": "selected"},
+            lambda layer, t: {"to.window": layer.config.sliding_window,
+                "to.batch.positions": t.positions, "to.frequencies": layer.table,
+                "to.sink": ExpectedWeight("attn.attn_sink"),
+                **({"to.compressed.ratio": layer.ratio} if layer.ratio else {})}),
         Station("output_groups", "grouped_linear", _L.output_groups, ("low",), {"x": "attended"},
             lambda layer, t: {"weight": ExpectedWeight("attn.wo_a.weight")}),
         Station("output", "linear", _L.output, ("attn_y",), {"x": "low"},
@@ -213,9 +217,10 @@ def results(
     """The engine's taps of sequence `place` of the step, whose rows start at `first_row`."""
     station, arguments = call.station, call.after
     if station.op == "kv_store":
-        return {"key": read_entries(arguments["pool"], arguments["table"], place, taps.positions)}
+        key: WindowKey = arguments["key"]
+        return {"key": read_entries(key.pool, key.table, place, taps.positions)}
     if station.op == "compress":
-        return _compressor_results(station, arguments, layer, taps, place)
+        return _compressor_results(station, arguments["block"], layer, taps, place)
     names = station.taps
     if station.name == "project":
         names = tuple(layer.input_matrices)
@@ -240,15 +245,15 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _compressor_results(
-    station: Station, arguments: Arguments, layer: PlainLayer, taps: Taps, place: int
+    station: Station, block: Compression, layer: PlainLayer, taps: Taps, place: int
 ) -> dict[str, Tensor]:
     """Entries closed in this step as later reads see them, and the stored tail."""
     blocks = torch.arange(taps.start // layer.ratio, taps.stop // layer.ratio)
-    state, last = arguments["state"], layer.tail(taps)
-    slot, rows = int(arguments["batch"].slots[place]), last % state.rows
+    state, last = block.state, layer.tail(taps)
+    slot, rows = int(block.batch.slots[place]), last % state.rows
     tail = torch.cat((state.values[slot, rows], state.gates[slot, rows]), dim=1)
     name = station.taps[0]
-    entries = read_entries(arguments["pool"], arguments["table"], place, blocks)
+    entries = read_entries(block.pool, block.table, place, blocks)
     return {name: entries, f"{name}_tail": tail.double()}
 
 
