@@ -101,7 +101,7 @@ class Engine:
                 pages, self._runner.state_copier, state.num_snapshots, disk_store(loaded, state)
             )
         self.prefixes = self._prefix  # for a router: which ones are cached
-        most, make = loaded.settings.draft_tokens, Lookup if loaded.draft is None else Given
+        most, make = loaded.settings.draft_tokens, Lookup if self._runner.drafter is None else Given
         sizes, room = (most, self.config.vocab_size), self._runner.buffers.most_drafts
         how = {"learns": loaded.settings.draft_auto, "peeks": make is Lookup}
         drafting = Drafting(*sizes, self._allowed_drafts, make, room, **how) if most else None

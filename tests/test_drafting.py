@@ -29,6 +29,7 @@ from dsv4.errors import OptionError, RequestError
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.drafts.device import DeviceDrafter, draft_parts
 from dsv4.runner.load import LoadedModel, load_model
+from dsv4.runner.runner import Runner
 from dsv4.runner.settings import resolve
 from dsv4.scheduler.drafts import Acceptance, Drafting, Given, Lookup, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
@@ -354,6 +355,26 @@ def test_parts_of_drafting_run_before_the_first_step(kind: str) -> None:
     with torch.inference_mode():
         for part in parts:
             runner._run_once(part)
+
+
+def test_draft_blocks_that_fail_in_the_warm_up_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+
+    def warm_up(runner: Runner, progress: object) -> None:
+        calls.append(runner.drafter is not None)
+        if calls[-1]:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(Runner, "warm_up", warm_up)
+    found = loaded("mtp", max_sequences=4, max_context=512)
+    found = replace(found, settings=replace(found.settings, cuda_graphs=True))
+    dialect = choose_dialect(has_system_marker=False, folder=folder())
+    engine = Engine(found, Tokenizer.from_folder(folder()), dialect)
+    assert calls == [True, False]
+    assert "draft blocks are left out, they do not run here: planted" in caplog.text
+    check(engine, "greedy")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,7 +34,7 @@ from dsv4.runner.buffers import StepBuffers, StepShape, step_line
 from dsv4.runner.compile_guard import CompileGuard, numbered
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.drafts.device import DeviceDrafter, PendingDrafts, device_drafter, draft_parts
-from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts
+from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts, warm_up_drafting
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
@@ -166,7 +166,7 @@ class Runner:
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
             try:
-                self.warm_up(progress)
+                warm_up_drafting(self, progress)
             except KernelError as error:
                 log.warning("steps run one launch at a time, without graphs: %s", error)
         if team is not None:

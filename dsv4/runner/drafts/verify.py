@@ -7,15 +7,19 @@ tokens before it (penalties, guides), and on a CPU, rows are drawn in rounds: ro
 whose first i drafts were right.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from dsv4.runner.buffers import StepBuffers, StepShape
 from dsv4.runner.plan import DraftPart
 from dsv4.sampling import SamplingRow
+from dsv4.util.progress import Progress
+
+log = logging.getLogger(__name__)
 
 TOGETHER_ON_CPU = False  # all rows at once there, too: for tests of what runs on a GPU
 
@@ -64,3 +68,21 @@ def send_drafts(
         first = place * shape.width
         at["token_ids"][first : first + len(token_ids)] = token_ids
         at["most"][place] = most
+
+
+class _Runner(Protocol):
+    drafter: Any
+
+    def warm_up(self, progress: Progress | None) -> None: ...
+
+
+def warm_up_drafting(runner: _Runner, progress: Progress | None) -> None:
+    """The warm-up; without draft blocks, if it fails with them: answers need no drafts."""
+    try:
+        runner.warm_up(progress)
+    except Exception as error:
+        if runner.drafter is None:
+            raise
+        log.error("draft blocks are left out, they do not run here: %s", error)
+        runner.drafter = None
+        runner.warm_up(progress)
