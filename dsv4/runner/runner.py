@@ -166,7 +166,7 @@ class Runner:
         self._graphs: Graphs | None = None
         if settings.cuda_graphs:
             try:
-                warm_up_drafting(self, progress)
+                warm_up_drafting(self, lambda: self.warm_up(progress))
             except KernelError as error:
                 log.warning("steps run one launch at a time, without graphs: %s", error)
         if team is not None:

@@ -8,7 +8,7 @@ whose first i drafts were right.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ import torch
 from dsv4.runner.buffers import StepBuffers, StepShape
 from dsv4.runner.plan import DraftPart
 from dsv4.sampling import SamplingRow
-from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +72,14 @@ def send_drafts(
 class _Runner(Protocol):
     drafter: Any
 
-    def warm_up(self, progress: Progress | None) -> None: ...
 
-
-def warm_up_drafting(runner: _Runner, progress: Progress | None) -> None:
+def warm_up_drafting(runner: _Runner, warm_up: Callable[[], None]) -> None:
     """The warm-up; without draft blocks, if it fails with them: answers need no drafts."""
     try:
-        runner.warm_up(progress)
+        warm_up()
     except Exception as error:
         if runner.drafter is None:
             raise
         log.error("draft blocks are left out, they do not run here: %s", error)
         runner.drafter = None
-        runner.warm_up(progress)
+        warm_up()
