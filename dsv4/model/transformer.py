@@ -147,12 +147,12 @@ class Transformer:
             if taps is not None:
                 taps.take(layer, residual)
         if not layout.is_last:
-            self.exchange.comm.send(finish(residual), layout.rank + layout.tp)
+            self.exchange.comm.send(finish(residual).contiguous(), layout.rank + layout.tp)
             return torch.empty((0, self.config.vocab_size), device=step.token_ids.device)
         hidden = sharing.hidden(residual, self.head_site, step.logits_rows)
         logits = self.exchange.logits(hidden, self.head)
         if layout.pp > 1 and layout.rank == layout.logits_rank:
-            self.exchange.comm.send_logits(logits)
+            self.exchange.comm.send_logits(logits.contiguous())
         return logits
 
     def _streams(self, step: StepInputs, sharing: SingleRank) -> Tensor:

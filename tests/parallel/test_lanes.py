@@ -32,7 +32,7 @@ def run(engine: Engine) -> tuple[dict[str, list[Any]], torch.Tensor]:
         if turn == 5:
             logits = torch.cat(list(engine.score(PROMPTS[3])))
         for output in engine.step():
-            found[output.request_id].append((output.token_ids, output.logprobs))
+            found[output.request_id] += zip(output.token_ids, output.logprobs, strict=True)
         turn += 1
     engine.check_integrity()
     return {name: found[name] for name in sorted(found) if name not in ABORTED.values()}, logits
