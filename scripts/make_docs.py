@@ -42,13 +42,17 @@ TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 GPUS = (
     ("H200", 150, (1, 2, 4, 8), ""),
     ("B200", 191, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
-    ("RTX PRO 6000", 102, (1,), "kernels are not built for it"),
-    ("DGX Spark", 128, (1,), "kernels are not built for it"),
-    ("A100 80 GB", 85, (1,), "kernels are not built for it"),
+    ("RTX PRO 6000", 102, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
+    ("DGX Spark", 109, (1, 2, 4), "kernels compile for it but have not run on it"),
+    ("A100 80 GB", 85, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
 )
 
 
-RATES = {"H200": "h200", "B200": "b200", "RTX PRO 6000": "rtx-pro-6000"}  # with a bus
+RATES = {
+    "H200": "h200", "B200": "b200", "RTX PRO 6000": "rtx-pro-6000", "A100 80 GB": "a100",
+    "DGX Spark": "spark",
+}  # fmt: skip
+SHARED_MEMORY = {"DGX Spark"}  # no other memory to keep experts in
 
 
 def results(name: str) -> list[Any]:
@@ -77,11 +81,9 @@ def several(model: str, count: int, gpu: str) -> str:
 
 def cell(model: str, count: int, gpu: str, gigabytes: int, obstacle: str) -> str:
     if count > 1:
-        return several(model, count, gpu.lower())
-    subject, rates = planned_model(model, "official"), RATES.get(gpu)
-    plan = make_plan(
-        subject, gigabytes * 10**9, gpu=rates or "h200", host_bytes=None if rates else 0
-    )
+        return several(model, count, RATES[gpu])
+    subject, host = planned_model(model, "official"), 0 if gpu in SHARED_MEMORY else None
+    plan = make_plan(subject, gigabytes * 10**9, gpu=RATES[gpu], host_bytes=host)
     if not plan.possible:
         return f"no: {sum(subject.groups.values()) / 1e9:,.0f} GB of weights"
     if plan.experts is not None:

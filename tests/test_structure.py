@@ -84,8 +84,8 @@ LINE_BUDGET = {
     # Without what other issues added in files of their own (OPS_OF_OTHER_ISSUES). The rest still
     # holds 130 lines of references over ranks and 130 of MXFP4 as it is stored; issue 24 wants
     # 10,500 without them. New files of another issue go into that list and its budget.
-    "ops": 12310,
-    "ops of other issues": 2880,
+    "ops": 12440,  # 130 for choices of other GPUs and E4M3 by integers
+    "ops of other issues": 3030,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -96,7 +96,7 @@ LINE_BUDGET = {
     # 150 for where ranks meet;
     # 750 for drafts
     # 800 for experts in host memory: what fits, moving them, which ones stay
-    # 100 for DSpark
+    # 100 for DSpark, 50 for cards and what they cannot do
     "runner": 4950,  # 120 for ranks on GPUs, 90 for several steps in flight
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
@@ -113,6 +113,7 @@ LINE_BUDGET = {
 # forms of references for few rows on a CPU, streams of weights on Hopper.
 OPS_OF_OTHER_ISSUES = (
     "comm/*.py",
+    "core/gpu.py",
     "cpu/*.py",
     "gemm/variants/stream_gluon.py",
     "kv/begin_step*.py",

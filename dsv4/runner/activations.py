@@ -14,7 +14,8 @@ from dsv4.formats.spec import WIDTHS, Activations
 
 SCORES = "attention scores"
 GROUPS = ("attention", "shared expert", "routed experts", SCORES)
-NATIVE_MAJOR = 10  # sm_100 and later multiply block-scaled operands
+# sm_100 and sm_120 multiply block-scaled operands, and those of their families
+DATA_CENTER, WORKSTATION = 10, 12
 OLDEST_TRITON = (3, 6)
 OLDEST_DRIVER = (12, 8)  # the first CUDA version with sm_100
 
@@ -47,8 +48,11 @@ class GpuFacts:
     def missing(self) -> str | None:
         """Why this GPU has no native low-precision products."""
         major, minor = self.capability
-        if major != NATIVE_MAJOR:
-            return f"sm_{major}{minor} has no tensor cores for block-scaled operands, sm_100 has"
+        if major not in (DATA_CENTER, WORKSTATION):
+            return (
+                f"sm_{major}{minor} has no tensor cores for block-scaled operands, sm_100 and "
+                "sm_120 have"
+            )
         for name, found, oldest in (
             ("Triton", self.triton, OLDEST_TRITON),
             ("driver for CUDA", self.driver, OLDEST_DRIVER),
@@ -73,12 +77,16 @@ def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
             return ActivationChoice(
                 dict.fromkeys(GROUPS, "a16"), "a CPU multiplies activations as they are"
             )
-        if missing is None:
+        if missing is None and gpu.capability[0] == DATA_CENTER:
             return ActivationChoice(NATIVE_AUTO, "the accuracy table in docs/numerics.md")
-        return ActivationChoice(dict.fromkeys(GROUPS, "a16"), missing)
+        why = missing or "a8 and a4 compile for sm_120 but nobody has run them; ask for them"
+        return ActivationChoice(dict.fromkeys(GROUPS, "a16"), why)
     if missing is None or asked == "a16":
         how = "chosen" if gpu or asked == "a16" else "chosen; references round, nothing is faster"
-        return ActivationChoice(dict.fromkeys(GROUPS, _width(asked)), how)
+        widths = dict.fromkeys(GROUPS, _width(asked))
+        if gpu is not None and gpu.capability[0] == WORKSTATION:
+            widths[SCORES] = "a16"  # no registers are left for rounded queries
+        return ActivationChoice(widths, how)
     refused = f"activations={asked} cannot be had, a16 is used: {missing}"
     return ActivationChoice(dict.fromkeys(GROUPS, "a16"), missing, refused)
 

@@ -86,6 +86,14 @@ def step_bytes(gpu_bytes: int) -> int:
     return max(STEP_BYTES, int(STEP_SHARE * gpu_bytes))
 
 
+def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
+    """Index scores of a chunk at the end of such a context, beyond what `step_bytes` holds: the
+    buffer that grows with both, 2 GB for 2,048 tokens at a million."""
+    if 4 not in config.compress_ratios:
+        return 0
+    return 4 * chunk_tokens * max(0, context - GPU_CONTEXT) // 4
+
+
 def available_memory() -> int:
     """Bytes of main memory available without swapping; half of all where unknown."""
     try:
@@ -186,10 +194,13 @@ def _fit(
         """State and limit of the stage that lacks most, or has least left."""
         current = Settings(**values)
         sizes = current.max_context, current.max_sequences, current.state_tokens
+        scores = 0
+        if current.device != "cpu":
+            scores = score_bytes(config, current.chunk_tokens, current.max_context)
         found = []
         for layers, memory_bytes in stages:
             geometry = replace(current.geometry(config), layers=layers)
-            found.append((geometry.state_bytes(*sizes), memory_bytes))
+            found.append((geometry.state_bytes(*sizes) + scores, memory_bytes))
         return max(found, key=lambda pair: pair[0] - pair[1])
 
     while (needed := tightest())[0] > needed[1]:

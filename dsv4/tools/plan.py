@@ -17,7 +17,7 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.experts.budget import check_host_memory
 from dsv4.runner.experts.choose import ExpertChoice, WeightBytes, choose_experts
 from dsv4.runner.ranks.cluster import Cluster
-from dsv4.runner.settings import Settings, resolve, step_bytes
+from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan_experts import ExpertPlan, plan_experts
 from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
 from dsv4.util.sizes import size_text
@@ -134,11 +134,12 @@ def make_plan(
         experts = plan_experts(subject.nbytes, config, cluster, choice, zipf)
         groups["routed experts"] = experts.gpu_bytes
     free = gpu_bytes - sum(groups.values()) - step_bytes(gpu_bytes)
-    fits = [
-        Fit(context, geometry.sequence_bytes(context), most_sequences(geometry, context, free))
-        for context in contexts
-        if context <= config.max_positions
-    ]
+    fits = []
+    for context in contexts:
+        if context <= config.max_positions:
+            left = free - score_bytes(config, roomy.chunk_tokens, context)
+            most = most_sequences(geometry, context, left)
+            fits.append(Fit(context, geometry.sequence_bytes(context), most))
     return Plan(
         model=subject.name,
         weights=subject.weights,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dsv4.errors import OptionError
 from dsv4.formats.spec import WIDTHS, Activations
+from dsv4.runner.ranks.cluster import GPUS, GpuRates
 
 MEASURED = Path(__file__).parent / "measured_ops.json"  # from the records, by scripts/make_docs.py
 NVFP4_BYTES = 0.5625  # per weight, including its scale
@@ -52,24 +53,7 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Published rates: GB/s, and dense TFLOP/s by activation width."""
-
-    name: str
-    read_gbs: float
-    tflops: dict[Activations, float]
-    source: str
-
-
-GPUS = {
-    "b200": Gpu(
-        "B200",
-        8000.0,
-        {"a16": 2250.0, "a8": 4500.0, "a4": 9000.0},
-        "as published for HGX B200, dense, quoted at second hand",
-    ),
-}
+SOURCE = "as published, dense, quoted at second hand"
 
 
 @dataclass(frozen=True)
@@ -86,9 +70,10 @@ class OpCost:
     def flops(self) -> float:
         return self.rounding + self.fixed + self.stored
 
-    def floor_us(self, gpu: Gpu, width: Activations) -> float:
-        rate = gpu.tflops
-        products = self.rounding / rate[width] + self.fixed / rate["a16"] + self.stored / rate["a8"]
+    def floor_us(self, gpu: GpuRates, width: Activations) -> float:
+        keys = gpu.rate(8 if gpu.architecture // 10 == 10 else 16)
+        products = self.rounding / gpu.rate(int(width[1:])) + self.stored / keys
+        products += self.fixed / gpu.tflops
         return max(self.num_bytes / gpu.read_gbs / 1e3, products / 1e6)
 
 
@@ -247,6 +232,11 @@ def measured_ops(path: Path = MEASURED) -> tuple[str, dict[tuple[str, str, int],
 
 def to_json(rows: Iterable[Prediction], gpu: str) -> Iterator[str]:
     chip = GPUS[gpu]
-    facts = {**asdict(chip), "note": "predicted, not run", "h200_record": measured_ops()[0]}
+    facts = {
+        **asdict(chip),
+        "source": SOURCE,
+        "note": "predicted, not run",
+        "h200_record": measured_ops()[0],
+    }
     yield json.dumps({"prediction_for": facts})
     yield from (json.dumps({"prediction": asdict(row)}) for row in rows)

@@ -75,6 +75,13 @@ def test_the_choice_and_its_reason(asked: str, gpu: GpuFacts | None, width: str,
     assert choice.refused is None
 
 
+def test_a_workstation_rounds_rows_when_asked_but_no_queries() -> None:
+    """sm_120 has block-scaled products; beside attention's sums it has no registers for them."""
+    choice = choose_activations("a8", GpuFacts((12, 0), (3, 9), (13, 0)))
+    assert choice.refused is None
+    assert choice.widths == {**dict.fromkeys(GROUPS, "a8"), SCORES: "a16"}
+
+
 def test_auto_follows_the_table_where_products_are_native() -> None:
     assert choose_activations("auto", BLACKWELL).widths == NATIVE_AUTO
     assert "docs/numerics.md" in choose_activations("auto", BLACKWELL).why

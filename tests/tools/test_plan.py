@@ -9,9 +9,11 @@ import pytest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.load import state_memory
+from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.settings import Settings, resolve
 from dsv4.tools.plan import Plan, make_plan, planned_model
 from dsv4.tools.plan_weights import SCHEMES, num_parameters, num_tensors, weight_bytes
+from dsv4.tools.speed.layouts import plan_layouts
 from tests.checkpoint import writers
 
 # spec/checkpoints.md, sections 0 and 2: bytes on disk, draft included unless noted
@@ -198,3 +200,27 @@ def test_a_checkpoint_folder(tmp_path) -> None:
 def test_wrong_options(call) -> None:
     with pytest.raises(OptionError):
         call()
+
+
+def test_index_scores_of_a_long_chunk_are_planned() -> None:
+    """2,048 tokens that see a million take 2 GB of scores beyond those of the usual context."""
+    flash = planned_model("flash", "official")
+    weights = sum(flash.groups.values())
+    plan = make_plan(flash, weights + 30 * 10**9, EngineConfig(chunk_tokens=2048, draft="off"))
+    most = next(fit for fit in plan.fits if fit.context == 1048576)
+    assert most.sequences > 0
+    scores = 4 * 2048 * (1048576 - 131072) // 4
+    left = plan.free_bytes - most.sequences * most.sequence_bytes
+    assert scores <= left < scores + 2 * most.sequence_bytes
+    short = next(fit for fit in plan.fits if fit.context == 131072)
+    assert plan.free_bytes - short.sequences * short.sequence_bytes < 2 * short.sequence_bytes
+
+
+def test_pro_has_room_for_a_million_tokens_on_eight_h200() -> None:
+    plan = plan_layouts(
+        planned_model("pro", "official"),
+        Cluster.of("h200", 8),
+        EngineConfig(max_context=1048576, max_sequences=2),
+    )
+    assert plan.settings is not None
+    assert plan.settings.max_sequences == 2

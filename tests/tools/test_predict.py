@@ -23,6 +23,7 @@ from dsv4.tools.predict import (
     LAUNCHES,
     MOST_DECODED,
     SHAPES,
+    SOURCE,
     OpCost,
     expected_experts,
     launches,
@@ -115,7 +116,7 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "ops", *options, "--record", str(record)])
     assert result.exit_code == 0, result.output
     assert "B200: predicted, not run" in result.output
-    assert GPUS["b200"].source.split(",")[0] in result.output
+    assert SOURCE.split(",")[0] in result.output
     facts, *rows = map(json.loads, record.read_text().splitlines())
     assert facts["prediction_for"]["note"] == "predicted, not run"
     assert [row["prediction"]["tokens"] for row in rows] == [1, 8]

@@ -32,7 +32,7 @@ def ops(
     shape: list[str] = typer.Option(["flash", "pro"], help="Model whose sizes are used."),
     tokens: str = typer.Option("1,8,32,128,8192", help="Numbers of tokens."),
     only: str = typer.Option("", help="Only ops whose name contains this."),
-    predict: str = typer.Option("", help="Run nothing: floors from published rates; b200."),
+    predict: str = typer.Option("", help="Run nothing: floors of a GPU, such as a100."),
     record: Path | None = typer.Option(None, help="Write a JSONL record to this file."),
 ) -> None:
     """Time every weight op, against the floor it could reach.
@@ -93,15 +93,16 @@ def _print_rows(console: Console, columns: str, rows: list[tuple[str, ...]]) -> 
 def _predict(
     gpu: str, shapes: list[str], tokens: list[int], only: str, record: Path | None, console: Console
 ) -> None:
-    from dsv4.tools.predict import GPUS, measured_ops, to_json
+    from dsv4.runner.ranks.cluster import GPUS
+    from dsv4.tools.predict import SOURCE, measured_ops, to_json
     from dsv4.tools.predict import predict as predicted
 
     rows = list(predicted(gpu, shapes, tokens, only))
     chip, found = GPUS[gpu], measured_ops()[0]
-    rates = ", ".join(f"{width} {rate:g}" for width, rate in chip.tflops.items())
+    rates = ", ".join(f"a{bits} {chip.rate(bits):g}" for bits in (16, 8, 4))
     console.print(
         f"[bold]{chip.name}: predicted, not run[/]. {chip.read_gbs:g} GB/s, TFLOP/s {rates} "
-        f"({chip.source}). H200: {found}.",
+        f"({SOURCE}). H200: {found}.",
         soft_wrap=True,
     )
     table = []

@@ -52,8 +52,9 @@ from dsv4.ops.attention.tile_device import (
 )
 from dsv4.ops.attention.variants import decode_split_triton, decode_two_pass_triton, unpack_triton
 from dsv4.ops.attention.variants.merge_triton import tiles_ahead
+from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options, num_multiprocessors
+from dsv4.ops.core.launch import device_reason, launch_options
 from dsv4.ops.kv.entry_device import (
     FP8,
     index_tensors_reason,
@@ -142,7 +143,7 @@ def _loop_kernel(
 
 def num_programs(device: torch.device) -> int:
     """Programs of 8 warps that run at once: one per multiprocessor."""
-    return 4 if device.type != "cuda" else num_multiprocessors(device)
+    return 4 if device.type != "cuda" else describe(device).multiprocessors
 
 
 @dataclass(frozen=True)
@@ -165,13 +166,9 @@ class AttentionVariant:
         return f"{'split' if self.split else 'loop'} {self.heads}"
 
 
+LOOP_BYTES = 121344  # of shared memory: keys in 16 bits, queries and two tiles as stored
 TWO_PASS = AttentionVariant(64, False, 4, 3, two_pass=True)
 UNPACKED = AttentionVariant(64, False, 8, 2, 128, unpacked=True)
-
-
-def capability() -> int:
-    """90 or more; 0 in the interpreter."""
-    return 0 if interpreting() else triton.runtime.driver.active.get_current_target().arch
 
 
 @dataclass(frozen=True)
@@ -198,15 +195,14 @@ class Sizes:
             self.num_tokens, self.num_sequences, self.window, self.num_held
         )
 
-    @property
-    def takes_few_heads(self) -> bool:
-        """Whether 64 heads do not fit: on sm_100 their sums, elsewhere pieces of several widths."""
-        return capability() >= 100 or len(set(pieces(self.dim, self.rope_dim))) > 1
+    def takes_few_heads(self, gpu: Gpu) -> bool:
+        """Whether 64 heads do not fit: their sums, except with `wgmma`, or pieces of several
+        widths."""
+        return gpu.products != "wgmma" or len(set(pieces(self.dim, self.rope_dim))) > 1
 
-    @property
-    def unpacks(self) -> bool:
+    def unpacks(self, gpu: Gpu) -> bool:
         fits = self.num_rows <= unpack_triton.MOST_ROWS and self.window > 1
-        return fits and (capability(), self.dim, self.rope_dim) == (90, 512, 64)
+        return fits and (gpu.architecture, self.dim, self.rope_dim) == (90, 512, 64)
 
 
 def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[AttentionVariant, float]:
@@ -221,12 +217,12 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
     few = blocks * tiles <= 48
     split = AttentionVariant(16, True, 8 if narrow and few else 4, 1, ahead=tiles_ahead(tiles))
     fits = rooms <= decode_split_triton.MOST_ROOMS
-    if sizes.takes_few_heads or not narrow or heads <= 16:
-        only = (
-            split if fits else AttentionVariant(16, False, 8 if narrow else 4, 2 if narrow else 1)
-        )
+    gpu = describe(device)
+    if sizes.takes_few_heads(gpu) or not narrow or heads <= 16:
+        stages = 2 if narrow and gpu.shared_per_block >= LOOP_BYTES else 1
+        only = split if fits else AttentionVariant(16, False, 8 if narrow else 4, stages)
         return {only: 0.0}
-    cost, at_once = variant_costs(), num_multiprocessors(device)
+    cost, at_once = variant_costs(), gpu.multiprocessors
 
     def looping(name: str, items: int) -> float:
         fixed, per_tile = cost[name]
@@ -249,7 +245,7 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
     if rooms <= decode_two_pass_triton.MOST_ROOMS and heads % 64 == 0:
         fixed, per_tile, alone, per_room = cost["two pass"]
         costs[TWO_PASS] = max(fixed + per_tile * tiles, alone + per_room * rooms)
-    if sizes.unpacks:
+    if sizes.unpacks(gpu):
         fixed, per_row = cost["unpacking"]
         costs[UNPACKED] = looping("prefill", wide) + fixed + per_row * sizes.num_rows
     return costs

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention.index_select_triton import sort_key
-from dsv4.ops.core.helpers_device import depend
-from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, native_reason
+from dsv4.ops.core.helpers_device import depend, from_e4m3
+from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, native_keys_reason
 from dsv4.ops.kv.entry_device import (
     FP32,
     INDEX_FP4,
@@ -131,8 +131,9 @@ def _products(
     own = tl.full((BN,), 1.0, tl.float32)
     k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
     if FORMAT == 3:
-        k = _by_thread(k, BN, DIM).to(tl.float8e4nv, bitcast=True)
+        k = _by_thread(k, BN, DIM)
         own = tl.load(scale + slot)
+        k = from_e4m3(k, MT)
     return _times(k.to(MT), queries, BN, H, MT), own
 
 
@@ -310,18 +311,18 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     )
 
 
-def native_keys_reason(pool) -> str | None:
+def stored_keys_reason(pool) -> str | None:
     """Why keys are not multiplied as they are stored, or None."""
     if pool_format(pool) not in (INDEX_FP8, INDEX_FP4) or pool.dim % 128:
         return f"{pool.dim} numbers in {pool.format}, expected FP8 or FP4 and a multiple of 128"
-    return native_reason(pool.device)
+    return native_keys_reason(pool.device)
 
 
 def programs_of(tokens, table, pool, native=None) -> tuple[int, int, bool]:
     """Programs of a token, entries of a tile, whether keys are multiplied as they are stored; None:
     where the GPU can."""
     if native is None:
-        native = not interpreting() and native_keys_reason(pool) is None
+        native = not interpreting() and stored_keys_reason(pool) is None
     bn = 128 if native else BN
     tiles = triton.cdiv(table.shape[1] * pool.page_entries, bn)
     return min(tiles, max(1, PROGRAMS // max(tokens, 1))), bn, native

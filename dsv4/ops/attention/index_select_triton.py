@@ -14,13 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.helpers_device import depend
-from dsv4.ops.core.launch import (
-    dependent_options,
-    device_reason,
-    launch_options,
-    num_multiprocessors,
-)
+from dsv4.ops.core.launch import dependent_options, device_reason, launch_options
 from dsv4.ops.core.workspace import workspace
 
 ONE = 4096  # longest row that one program handles
@@ -308,7 +304,7 @@ def select_long(scores, topk, peaks, num_parts, out) -> None:
     """Find each row's candidates from the peaks of its parts, then select among them."""
     rows, width = scores.shape
     device = scores.device
-    at_once = num_multiprocessors(device)
+    at_once = describe(device).multiprocessors
     chunk, warps = choose_chunk(rows, width, at_once)
     chunks = triton.cdiv(width, chunk)
     across = triton.next_power_of_2(chunks)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import narrow, widen
+from dsv4.ops.core.helpers_device import from_e4m3, narrow, widen
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options
 from dsv4.ops.kv.entry_device import (
     fp4_rounded,
@@ -96,7 +96,7 @@ def index_heads(
         x = x.to(tl.bfloat16).to(tl.float32)
     if FORMAT == 3:
         codes, exponent = fp8_groups(x, tl.arange(0, PAD)[None, :] >= 0)
-        x = codes.to(tl.float32) * power_of_two(scale_byte(exponent))[:, None]
+        x = from_e4m3(codes, tl.float32) * power_of_two(scale_byte(exponent))[:, None]
     if FORMAT == 4:
         x = fp4_rounded(x.reshape(BH * DIM // 32, 32)).reshape(BH, DIM)
     tl.store(out + at, narrow(x, q.dtype.element_ty, ASM), mask=mask)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.helpers_device import append, from_e4m3
 from dsv4.ops.core.launch import interpreting
 from dsv4.ops.kv.entry_device import (
     FP8,
@@ -124,7 +124,7 @@ def widen_piece(x, scales, FIRST: tl.constexpr, T: tl.constexpr, ASM: tl.constex
 def widen_codes(x, scales, group, MT: tl.constexpr, ASM: tl.constexpr):
     """FP8 bytes of one group of channels, scaled, in MT."""
     factor = power_of_two(((scales >> (8 * group)) & 255).to(tl.int32)).to(MT)[:, None]
-    k = x.to(tl.float8e4nv, bitcast=True).to(MT)
+    k = from_e4m3(x, MT)
     return _times(k, factor, ASM and tl.float16 == MT)
 
 

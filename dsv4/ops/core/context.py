@@ -44,6 +44,7 @@ class OpContext:
     strict: bool = False  # falling back to a reference raises
     kernels_on_cpu: bool = False  # for Triton's interpreter, which works on CPU tensors
     compiling: bool = False  # launches only compile
+    assumed: Any = None  # the Gpu that choices on a CPU are made for, see gpu.py
     observer: Observer | None = None
     recorder: Recorder | None = None
 

@@ -53,3 +53,54 @@ def depend(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+
+
+def converts_e4m3(_semantic=None):
+    """Whether the GPU that a kernel is compiled for converts E4M3 (sm_89 and newer)."""
+    if _semantic is None:  # Triton's interpreter
+        return True
+    return tl.constexpr("fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
+
+
+converts_e4m3.__triton_builtin__ = True
+
+
+@triton.jit
+def from_e4m3(codes, DT: tl.constexpr):
+    """E4M3 codes (uint8, or what `to_e4m3` gave) in DT, exactly."""
+    if converts_e4m3():
+        return codes.to(tl.float8e4nv, bitcast=True).to(DT)
+    else:
+        return e4m3_bits_to_half(codes).to(DT)
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 as E4M3, to the nearest, ties to even, beyond 448 that; codes (uint8) where the GPU does
+    not have the type."""
+    if converts_e4m3():
+        return x.to(tl.float8e4nv)
+    else:
+        return e4m3_bits(x)
+
+
+@triton.jit
+def e4m3_bits_to_half(codes):
+    """All 256 codes in fp16, whose subnormals hold those of E4M3, 2^8 times smaller."""
+    bits = codes.to(tl.int16)
+    size = bits & 0x7F
+    value = (((bits & 0x80) << 8) | (size << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where(size == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def e4m3_bits(x):
+    """`to_e4m3` by operations that every GPU has. Steps below 2^-6 are all 2^-9, which is the last
+    place of 2^14 in fp32: adding that rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # exponents 120 lower
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x7E))
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -1,26 +1,17 @@
-"""The GPU that kernels run on, and the options of a launch."""
+"""The options of a launch, and why a kernel does not run on a device."""
 
 import os
-from functools import lru_cache
 
 import torch
 
-MIN_CAPABILITY = (9, 0)
-STREAMING = (9, 0)  # where kernels start early and weights stream (gemm/variants/stream_gluon.py)
+from dsv4.ops.core.gpu import describe
+
+STREAMING = 90  # where kernels start early and weights stream (gemm/variants/stream_gluon.py)
 ROW_WARPS = 4  # of a program that sums along a row; the same alone and in a fused kernel
 
 
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@lru_cache(maxsize=8)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def device_capability(device: torch.device) -> tuple[int, int]:
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -29,28 +20,26 @@ def device_reason(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"kernels need a CUDA device, found {device}"
-    found = device_capability(device)
-    if found < MIN_CAPABILITY:
-        return f"compute capability {found[0]}.{found[1]}, kernels need 9.0 or newer"
-    return None
+    return describe(device).reason
 
 
 def native_reason(device: torch.device) -> str | None:
     """Why block-scaled products do not run on `device`, or None."""
     reason = device_reason(device)
-    if reason is not None or interpreting():
+    if reason is not None or interpreting() or describe(device).scales_blocks:
         return reason
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 10 else f"sm_{major}{minor} has no block-scaled products, sm_100 has"
+    found = describe(device).architecture
+    return f"sm_{found} has no block-scaled products, sm_100 and sm_120 have"
 
 
-@lru_cache(maxsize=8)
-def num_multiprocessors(device: torch.device) -> int:
-    """Determines how many programs run at once. Without a GPU, for compiling and interpreting
-    kernels, that of an H200."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def native_keys_reason(device: torch.device) -> str | None:
+    """Why cached keys are not multiplied as they are stored. `mma` leaves no registers for that
+    beside attention's sums, and may sum FP8 products in fewer bits than fp32."""
+    if not interpreting() and device_reason(device) is None:
+        found = describe(device)
+        if found.products == "mma":
+            return f"sm_{found.architecture} multiplies cached keys in 16 bits, sm_100 as stored"
+    return native_reason(device)
 
 
 def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dict[str, object]:
@@ -61,7 +50,9 @@ def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dic
 
 def streams(device: torch.device) -> bool:
     """Whether kernels for few rows are those of Hopper."""
-    return not interpreting() and device.type == "cuda" and device_capability(device) == STREAMING
+    if interpreting() or device.type != "cuda":
+        return False
+    return describe(device).architecture == STREAMING
 
 
 def dependent_options(

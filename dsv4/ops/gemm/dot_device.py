@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import append
+from dsv4.ops.core.helpers_device import append, from_e4m3
 
 # Each lane of a 32-bit register is one int16 word; the result's lanes are bf16.
 _SLOT0 = tl.constexpr("and.b32 $0, $1, 0x81C081C0;")
@@ -300,7 +300,7 @@ def dot_fp8(
         factor = tl.load(scale + scale_rows + step * BK // BLOCK, mask=live, other=0)
         if E8M0:  # 2^(byte - 127); byte 0 is a subnormal, which no published weight uses
             factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        product = tl.dot(w.to(tl.bfloat16), part)
+        product = tl.dot(from_e4m3(w, tl.bfloat16), part)
         acc = tl.fma(product, factor[:, None].broadcast_to(BN, BM), acc)
         w_ptrs += BK
         x_ptrs += BK

@@ -6,6 +6,7 @@ Matrices of one kind share the quantised rows; those with a16 go to linear_trito
 
 import torch
 
+from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.launch import native_reason
 from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.quantize_rows_triton import SWIGLU, fill_rows, make_rows
@@ -68,7 +69,7 @@ def _kind(weight) -> tuple[int, int] | None:
 
 def ready_rows(x, weight):
     """Buffers for rows of `x` as `weight` reads them, to be filled by the producer of `x`."""
-    tiled, a8 = not choose_config(x.shape[0], 1).few, weight.group == 32
+    tiled, a8 = not choose_config(x.shape[0], 1, describe(x.device)).few, weight.group == 32
     return make_rows(x.device, x.shape[0], x.shape[1], tiled=tiled, name="ready", a8=a8)
 
 
@@ -77,7 +78,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, limit=None, ready=Non
     `limit`, `x` is gate and up `[rows, 2 k]`, and their SwiGLU is quantised."""
     num_rows, columns = x.shape[0], weights[0].columns
     most_ranges = max(scaled_split_k(w)[0] for w in weights)
-    config = config or choose_config(num_rows, most_ranges)
+    config = config or choose_config(num_rows, most_ranges, describe(x.device))
     rows = make_rows(
         x.device, num_rows * num_groups, columns, tiled=not config.few, name="scaled",
         fold=num_groups, a8=weights[0].group == 32,

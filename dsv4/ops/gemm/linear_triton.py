@@ -16,13 +16,9 @@ import triton
 import triton.language as tl
 
 from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
-from dsv4.ops.core.launch import (
-    device_reason,
-    interpreting,
-    launch_options,
-    num_multiprocessors,
-    streams,
-)
+from dsv4.ops.core.gpu import Gpu, describe
+from dsv4.ops.core.helpers_device import converts_e4m3
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import (
     dot_bf16,
@@ -87,7 +83,8 @@ def _range_sum(
             w, live_n, x, x_rows, live_m, first, last, num_columns, L.bn, L.bm, L.stages, L.even_k
         )
     else:
-        w = tl.multiple_of(words.to(tl.pointer_type(tl.float8e4nv)), 16) + row * num_columns
+        BYTE: tl.constexpr = tl.float8e4nv if converts_e4m3() else tl.uint8
+        w = tl.multiple_of(words.to(tl.pointer_type(BYTE)), 16) + row * num_columns
         SCALE: tl.constexpr = tl.uint8 if L.e8m0 else tl.float32
         s = scales.to(tl.pointer_type(SCALE))
         scale_rows = (row + tl.arange(0, L.bn)) // L.tile_rows * tl.cdiv(num_columns, L.block)
@@ -190,8 +187,10 @@ class LinearConfig:
     variant: int = 0  # product variant; see dot_nvfp4
 
 
-def choose_config(num_rows: int, fmt: int) -> LinearConfig:
+def choose_config(num_rows: int, fmt: int, gpu: Gpu) -> LinearConfig:
     """Tile sizes; they change no bit of the result."""
+    if gpu.products == "mma":
+        return _choose_mma(num_rows, fmt)
     if fmt == NVFP4:
         table = (
             # variant 1 only with `wgmma`: `mma.sync` takes joined weights in another order
@@ -213,6 +212,18 @@ def choose_config(num_rows: int, fmt: int) -> LinearConfig:
         )
         last = LinearConfig(128, 128, 8, 3)
     return next((config for limit, config in table if num_rows <= limit), last)
+
+
+def _choose_mma(num_rows: int, fmt: int) -> LinearConfig:
+    """Operands and sums in registers, at most 99 KB of shared memory; one order of columns for any
+    number of rows: of joined weights these products take another."""
+    if fmt == EXPANDED:
+        return LinearConfig(128, 128, 8, 3)
+    stages = 3 if fmt == NVFP4 else 4
+    for most in (8, 16, 32):
+        if num_rows <= most:
+            return LinearConfig(most, 64, 2 if most <= 16 and fmt == NVFP4 else 4, stages)
+    return LinearConfig(64, 64 if num_rows <= 64 or fmt == FP8 else 128, 4, 3)
 
 
 def weight_format(weight) -> int | str:
@@ -285,7 +296,7 @@ def launch(
     if fmt == NVFP4 and _expands(num_rows, columns, config):
         fmt, data = EXPANDED, expand(weights)
     streaming = config is None and parallel is not False and _is_stream(x, fmt, columns)
-    config = config or choose_config(num_rows, fmt)
+    config = config or choose_config(num_rows, fmt, describe(x.device))
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows must be in one group
     m_tiles = triton.cdiv(num_rows, config.bm)
@@ -297,7 +308,7 @@ def launch(
         parallel = True
     if parallel is None:
         # partial sums of many rows exceed the weights in bytes: split only if multiprocessors idle
-        at_once = num_multiprocessors(x.device)
+        at_once = describe(x.device).multiprocessors
         least = at_once * 3 // 4 + 1 if fmt == EXPANDED else 2 * at_once
         parallel = m_tiles * sum(tiles) < least or all(count == 1 for count, _ in splits)
     programs = [n * (count if parallel else 1) for n, (count, _) in zip(tiles, splits, strict=True)]

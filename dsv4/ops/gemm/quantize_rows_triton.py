@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.helpers_device import from_e4m3, to_e4m3
 from dsv4.ops.core.launch import ROW_WARPS, launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows import SIXTH, SMALLEST_AMAX, TOP
@@ -96,8 +97,8 @@ def _store_fp4(value, rows, row, TILED: tl.constexpr):
     tl.store(rows.row_scale + row, tl.where(finite, tl.div_rn(amax, _TOP), float("nan")))
     largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True) * inverse * _SIXTH
     largest = tl.where(finite, tl.minimum(tl.maximum(largest, 0.001953125), 448.0), 0.001953125)
-    scale = largest.to(tl.float8e4nv)
-    factor = tl.div_rn(tl.zeros_like(largest) + inverse, scale.to(tl.float32))
+    scale = to_e4m3(largest)
+    factor = tl.div_rn(tl.zeros_like(largest) + inverse, from_e4m3(scale, tl.float32))
     scaled = tl.where(finite, value * factor[:, None], 0.0)
     pairs = _e2m1_code(scaled).reshape(GROUPS, 8, 2)
     low, high = tl.split(pairs)
@@ -119,7 +120,7 @@ def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
     group = tl.arange(0, value.shape[0])
     live = group < rows.columns // 32
     at = rows.codes + row * rows.columns + group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    code = (value * inverse[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    code = to_e4m3(value * inverse[:, None]).to(tl.uint8, bitcast=True)
     tl.store(at, code, mask=live[:, None])
     at = _scale_at(row, rows.fold, group, rows.columns // 32, TILED)
     tl.store(rows.scales + at, (power + 127).to(tl.uint8), mask=live)

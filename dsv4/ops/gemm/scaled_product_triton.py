@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dsv4.ops.core.gpu import Gpu
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import (
@@ -244,12 +245,13 @@ class ScaledConfig:
     few: bool  # the variant with pointers
 
 
-def choose_config(num_rows: int, num_ranges: int) -> ScaledConfig:
+def choose_config(num_rows: int, num_ranges: int, gpu: Gpu) -> ScaledConfig:
     """Tile sizes; they do not change the order of summation."""
     for most in (16, 32, FEW_ROWS):
         if num_rows <= most:
             return ScaledConfig(most, 4, 4, True)
-    if num_rows <= 512 or num_ranges > 1:  # ranges need a second accumulator tile
+    # ranges need a second accumulator tile; without tensor memory sums are in registers
+    if num_rows <= 512 or num_ranges > 1 or gpu.products == "mma":
         return ScaledConfig(128, 8, 3, False)
     return ScaledConfig(256, 8, 3, False)
 

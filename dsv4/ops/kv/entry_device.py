@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import narrow, widen
+from dsv4.ops.core.helpers_device import narrow, to_e4m3, widen
 from dsv4.ops.kv.rope_device import rope_tile
 
 FP32, BF16, FP8, INDEX_FP8, INDEX_FP4 = 0, 1, 2, 3, 4
@@ -76,7 +76,7 @@ def fp8_groups(x, live):
     amax = tl.max(tl.where(live, tl.abs(x), 0.0), axis=1)
     exponent = ceil_exponent(tl.maximum(amax, 1e-4), 0x43E00000)  # 448
     y = x * power_of_two(scale_byte(-exponent))[:, None]
-    return tl.minimum(tl.maximum(y, -448.0), 448.0).to(tl.float8e4nv), exponent
+    return to_e4m3(tl.minimum(tl.maximum(y, -448.0), 448.0)), exponent
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append, depend
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
@@ -145,11 +146,13 @@ class MixConfig:
         return min(GROUPS, self.mix_warps)
 
 
-def choose_config(num_tokens: int, size: int) -> MixConfig:
+def choose_config(num_tokens: int, size: int, gpu: Gpu) -> MixConfig:
     """Only `mix_warps` affects the order of summation; it depends only on the size."""
     mix_warps = max(1, min(8, triton.next_power_of_2(size) // 1024))
     if num_tokens <= 64:
         return MixConfig(16, True, 4, mix_warps)
+    if gpu.products == "mma":  # sums of more rows do not fit beside their operands
+        return MixConfig(32, num_tokens <= 1024, 4 if num_tokens <= 1024 else 8, mix_warps)
     if num_tokens < 4096:
         return MixConfig(64, num_tokens <= 1024, 4, mix_warps)
     return MixConfig(128, False, 8, mix_warps)
@@ -186,7 +189,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
     tokens, n, size = streams.shape
     num_rows = site.fn.shape[0]
     update = y is not None
-    config = choose_config(tokens, size)
+    config = choose_config(tokens, size, describe(streams.device))
     members = triton.cdiv(triton.cdiv(size, CHANNELS), GROUPS)
     chunks = GROUPS * members if config.split else GROUPS
     rpad = max(16, triton.next_power_of_2(num_rows + 1))  # plus the sum of squares

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append, times_rounded
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
@@ -240,13 +241,15 @@ class ExpertsConfig:
     variant: int = 0  # product variant; see dot_nvfp4
 
 
-def choose_config(num_tokens: int, chosen: int, num_experts: int) -> ExpertsConfig:
+def choose_config(num_tokens: int, chosen: int, num_experts: int, gpu: Gpu) -> ExpertsConfig:
     """Chosen by the rows per expert under even routing; tiles of an expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if rows <= 4:
         return ExpertsConfig(8, 64, 2, 3)
     if rows <= 10:
         return ExpertsConfig(16, 64, 2, 3)
+    if gpu.products == "mma":  # joined weights would be taken in another order
+        return ExpertsConfig(32, 64, 4, 3) if rows <= 28 else ExpertsConfig(64, 128, 4, 3)
     if rows <= 28:
         return ExpertsConfig(32, 128, 4, 3, 1)
     if rows <= 56:
@@ -328,7 +331,7 @@ def launch(x, experts, weights, by, *, partial=False, ready=None, config=None):
     if num_tokens == 1:
         parts = experts_single_token_triton.launch(x, experts, weights, by)[None]
     else:
-        config = config or choose_config(num_tokens, chosen, by.w2.shape[0])
+        config = config or choose_config(num_tokens, chosen, by.w2.shape[0], describe(x.device))
         parts = _launch_tiles(x, experts, weights, by, config)
     if partial:
         return parts

@@ -7,22 +7,39 @@ from dsv4.errors import OptionError
 
 @dataclass(frozen=True)
 class GpuRates:
-    """Published GB/s and dense bf16 TFLOP/s; `memory_gb` (10^9 bytes) as CUDA reports it."""
+    """Published GB/s and dense TFLOP/s with fp32 sums: of bf16, and of FP8 and FP4 where products
+    take block-scaled operands. `memory_gb` (10^9 bytes) as CUDA reports it, read on an H200, of the
+    others as their owners have published it."""
 
     name: str
     memory_gb: float
     read_gbs: float
     tflops: float
     link: str
+    architecture: int = 0  # 90: sm_90
+    tflops8: float = 0.0
+    tflops4: float = 0.0
+
+    def rate(self, bits: int) -> float:
+        """TFLOP/s with activations of so many bits; wider ones where those do not exist."""
+        return {8: self.tflops8, 4: self.tflops4}.get(bits, 0.0) or self.tflops
 
 
 GPUS = {
-    "h200": GpuRates("H200", 150.0, 4800, 989, "nvlink"),
-    "h100": GpuRates("H100", 85.0, 3350, 989, "nvlink"),
-    "h20": GpuRates("H20", 102.0, 4000, 148, "nvlink"),
-    "b200": GpuRates("B200", 191.5, 8000, 2250, "nvlink"),
-    "rtx-pro-6000": GpuRates("RTX PRO 6000", 101.9, 1790, 500, "pcie"),
-    "spark": GpuRates("DGX Spark", 109.0, 273, 125, "200g"),  # what its system leaves free
+    "h200": GpuRates("H200", 150.0, 4800, 989, "nvlink", 90),
+    "h100": GpuRates("H100", 85.0, 3350, 989, "nvlink", 90),
+    "h20": GpuRates("H20", 102.0, 4000, 148, "nvlink", 90),
+    "b200": GpuRates("B200", 191.5, 8000, 2250, "nvlink", 100, 4500, 9000),
+    "a100": GpuRates("A100 80 GB", 85.0, 2039, 312, "nvlink", 80),
+    "rtx-pro-6000": GpuRates("RTX PRO 6000", 101.9, 1790, 500, "pcie", 120, 1000, 2000),
+    "rtx-5090": GpuRates("RTX 5090", 33.7, 1792, 210, "pcie", 120, 419, 1676),
+    # the part of its 128 GB that its system leaves free
+    "spark": GpuRates("DGX Spark", 109.0, 273, 125, "200g", 121, 250, 500),
+    "l40s": GpuRates("L40S", 47.7, 864, 362, "pcie", 89),
+    "l20": GpuRates("L20", 47.7, 864, 119, "pcie", 89),
+    "rtx-4090": GpuRates("RTX 4090", 25.4, 1008, 165, "pcie", 89),
+    "a6000": GpuRates("RTX A6000", 51.0, 768, 155, "pcie", 86),
+    "rtx-3090": GpuRates("RTX 3090", 25.4, 936, 71, "pcie", 86),
 }
 
 

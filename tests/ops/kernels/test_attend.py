@@ -1,6 +1,7 @@
 """What attention does with queries that it prepares itself, without running a kernel."""
 
 import json
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from dsv4.formats.entry import kv_entry
 from dsv4.ops.attention.attention import Visible
 from dsv4.ops.attention.query import Queries
+from dsv4.ops.core.gpu import KNOWN, assume
 from dsv4.ops.core.launch import ROW_WARPS
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.pool import allocate_pool
@@ -23,14 +25,14 @@ RENAMED = {
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The forms in which attention was started, as on an H200."""
     pytest.importorskip("triton", reason="a form is chosen in a kernel's module, which imports it")
     attention = import_module("dsv4.ops.attention.attention_triton")
     found: list[Any] = []
-    monkeypatch.setattr(attention, "capability", lambda: 90)
     monkeypatch.setattr(attention, "run", lambda q, to, config, eps: found.append(config))
-    return found
+    with assume(KNOWN[90]):
+        yield found
 
 
 def attend(starts: list[int], counts: list[int], heads: int, dim: int, rope_dim: int) -> None:
@@ -60,11 +62,10 @@ def test_a_prompt_is_walked_as_if_its_queries_were_ready(seen: list[Any]) -> Non
     assert seen == [import_module("dsv4.ops.attention.attention_triton").UNPACKED]
 
 
-def test_the_variant_chosen_is_the_fastest_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variant_chosen_is_the_fastest_measured() -> None:
     """What the table of costs leads to, at every size of the record it came from."""
     pytest.importorskip("triton", reason="a variant is chosen in a kernel's module")
     kernels = import_module("dsv4.ops.attention.attention_triton")
-    monkeypatch.setattr(kernels, "capability", lambda: 90)
     table = json.loads((ROOT / "dsv4/ops/attention/variant_costs.json").read_text())["sm_90"]
     lines = (ROOT / table["record"]).read_text().splitlines()
     rows = [row["attention"] for row in map(json.loads, lines) if "attention" in row]
@@ -74,7 +75,8 @@ def test_the_variant_chosen_is_the_fastest_measured(monkeypatch: pytest.MonkeyPa
         held = (row["context"] // ratio // 32 + 1) * 32 if ratio else 0
         sequences = row["tokens"] if row["what"] == "decode" else 1
         sizes = kernels.Sizes(row["tokens"], sequences, 64, 512, 64, 128, selected or held, held)
-        costs = kernels.variants_of(sizes, True, torch.device("cpu"))
+        with assume(KNOWN[90]):
+            costs = kernels.variants_of(sizes, True, torch.device("cpu"))
         taken = {RENAMED.get(name, name): us for name, us in row["us"].items()}
         chosen = str(min(costs, key=costs.__getitem__))
         assert {str(config) for config in costs} == set(taken), row

@@ -33,7 +33,7 @@ from dsv4.ops.attention.tile_device import (
 )
 from dsv4.ops.attention.variants.merge_triton import merge_tiles
 from dsv4.ops.core.helpers_device import append
-from dsv4.ops.core.launch import launch_options, native_reason
+from dsv4.ops.core.launch import launch_options, native_keys_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.kv.entry_device import FP8, fp8_groups, pool_format, scale_byte
 
@@ -186,7 +186,7 @@ def supports(q, to) -> str | None:
         return f"{q.dtype} queries and {to.pool.format} keys, expected bfloat16 and fp8"
     if rope_dim & (rope_dim - 1) or rope_dim > 64:
         return f"{rope_dim} rotated channels, expected a power of two up to 64"
-    return native_reason(q.device) or attention_triton.layout_reason(q, to)
+    return native_keys_reason(q.device) or attention_triton.layout_reason(q, to)
 
 
 def run(q, to, config=None):

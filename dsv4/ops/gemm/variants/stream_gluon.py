@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.ops.core.launch import num_multiprocessors
+from dsv4.ops.core.gpu import describe
 from dsv4.ops.gemm.dot_device import scale_pairs, select_matrix, unpack_slot
 
 commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
@@ -271,7 +271,7 @@ def ring_options(device, programs, stages, lengths, columns) -> dict[str, object
     """Constants and launch options of a kernel with a ring. `lengths`: steps that programs take;
     `columns`: of a row that they keep, 0 for several rows."""
     unroll = 1 if any(length % 2 for length in lengths) else 2
-    share = -(-programs // num_multiprocessors(device))
+    share = -(-programs // describe(device).multiprocessors)
     used = 1024 + stages * (4608 if columns else 4608 + 2048) + 2 * columns
     pad = max(0, SHARED_BYTES // share - used) // 4096
     return {"STAGES": stages, "PAD": pad, "UNROLL": unroll, "launch_pdl": True, "num_warps": 4}

@@ -14,6 +14,7 @@ from dsv4.formats.quantized import Fp8BlockTensor, Nvfp4Tensor, QuantizedTensor
 from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied, leaves
+from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
@@ -25,7 +26,8 @@ from dsv4.tools.bench_ops import measure_ceilings
 PUBLISHED_GBS = {
     "GB300": 8000, "B300": 8000, "GB200": 8000, "B200": 8000, "H200": 4800, "H100 PCIe": 2000,
     "H100 NVL": 3900, "H100": 3350, "GH200": 4000, "A100-SXM4-40GB": 1555, "A100": 2039,
-    "L40": 864, "RTX PRO 6000": 1792, "RTX 5090": 1792, "RTX 4090": 1008,
+    "L40": 864, "L20": 864, "RTX PRO 6000": 1792, "RTX 5090": 1792, "RTX 4090": 1008, "GB10": 273,
+    "A6000": 768, "RTX 3090": 936,
 }  # fmt: skip
 LEAST_SHARE = 0.75  # of the published figure; less means that something else uses the bandwidth
 _COPY_BYTES = 1 << 28
@@ -48,14 +50,18 @@ class Machine:
     activations_why: str
     kernels: list[dict[str, str]]  # op, format, runs, why
 
+    gpu: dict[str, Any] | None = None  # what kernels choose by, see ops/core/gpu.py
+    about_gpu: str = ""  # too old, or newer than what kernels were compiled for
+
     @property
     def notes(self) -> list[str]:
+        found = [self.about_gpu] if self.about_gpu else []
         if self.published_gbs and self.bandwidth_gbs < LEAST_SHARE * self.published_gbs:
-            return [
+            found.append(
                 f"memory reads at {self.bandwidth_gbs:.0f} GB/s, {self.published_gbs:.0f} "
                 "published: is something else using the GPU?"
-            ]
-        return []
+            )
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "notes": self.notes}
@@ -69,6 +75,7 @@ def examine_machine(device: str) -> Machine:
         facts = torch.cuda.get_device_properties(device)
         capability, memory = f"sm_{facts.major}{facts.minor}", facts.total_memory / 1e9
         driver = "CUDA {}.{}".format(*driver_version())
+    gpu = describe(torch.device(device)) if on_gpu else None
     choice = choose_activations("auto", find_gpu(device))
     published = next((g for part, g in PUBLISHED_GBS.items() if part in name), 0) if on_gpu else 0
     return Machine(
@@ -86,6 +93,8 @@ def examine_machine(device: str) -> Machine:
         activations=dict(choice.widths),
         activations_why=choice.why,
         kernels=list(kernel_table(device)),
+        gpu=asdict(gpu) if gpu else None,
+        about_gpu=(gpu.reason or gpu.note or "") if gpu else "",
     )
 
 

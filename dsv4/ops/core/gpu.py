@@ -1,0 +1,107 @@
+"""What a GPU offers to kernels. Tiles, stages, warps and variants follow from it and shapes."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from dsv4.ops.core.context import changed, current
+
+OLDEST = 80  # bf16 products, asynchronous copies
+NEWEST = 121  # compiled for; newer ones run what every architecture has
+
+Products = Literal["mma", "wgmma", "tcgen05"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`architecture` 90 is sm_90; 0 is Triton's interpreter, which takes the choices of sm_90."""
+
+    architecture: int
+    multiprocessors: int
+    shared_per_block: int  # bytes that one program may have
+    shared_per_multiprocessor: int
+    l2_bytes: int
+
+    @property
+    def products(self) -> Products:
+        """The matrix instruction that a program of four warps uses. `mma`: operands in registers of
+        each warp, results too; the others read shared memory, `tcgen05` writes tensor memory."""
+        family = self.architecture // 10
+        return "tcgen05" if family == 10 else "wgmma" if family in (0, 9) else "mma"
+
+    @property
+    def converts_fp8(self) -> bool:
+        """Otherwise E4M3 is converted by integer operations (helpers_device.py)."""
+        return self.architecture == 0 or self.architecture >= 89
+
+    @property
+    def scales_blocks(self) -> bool:
+        """Whether products take NVFP4, MXFP4 and MXFP8 operands with their scales."""
+        return self.architecture // 10 in (0, 10, 12)
+
+    @property
+    def reason(self) -> str | None:
+        """Why no kernel runs here, or None."""
+        if 0 < self.architecture < OLDEST:
+            return (
+                f"sm_{self.architecture} has no bf16 products; kernels need sm_{OLDEST} (Ampere, "
+                "2020) or newer; device=cpu runs the references"
+            )
+        return None
+
+    @property
+    def note(self) -> str | None:
+        """What an owner should know, or None."""
+        if self.architecture in KNOWN or self.architecture < OLDEST:
+            return None
+        what = "portable variants, " if self.products == "mma" else ""
+        return (
+            f"sm_{self.architecture} is not among the architectures that kernels were compiled for "
+            f"({', '.join(f'sm_{number}' for number in KNOWN)}): {what}dsv4 doctor --ops "
+            "compares them with their references"
+        )
+
+
+# One GPU of each architecture that kernels are compiled for; on a machine with a GPU the driver
+# describes it. A100, RTX 3090, RTX 4090, H200, B200, RTX PRO 6000, DGX Spark
+KNOWN: dict[int, Gpu] = {
+    gpu.architecture: gpu
+    for gpu in (
+        Gpu(80, 108, 166912, 167936, 40 << 20),
+        Gpu(86, 82, 101376, 102400, 6 << 20),
+        Gpu(89, 128, 101376, 102400, 72 << 20),
+        Gpu(90, 132, 232448, 233472, 60 << 20),
+        Gpu(100, 148, 232448, 233472, 126 << 20),
+        Gpu(120, 188, 101376, 102400, 128 << 20),
+        Gpu(121, 48, 101376, 102400, 24 << 20),
+    )
+}
+INTERPRETER = Gpu(0, 132, 232448, 233472, 60 << 20)
+
+
+def describe(device: torch.device) -> Gpu:
+    """The GPU behind `device`; for a CPU the one that the context assumes, for compiling and
+    interpreting."""
+    if device.type == "cuda":
+        return _found(torch.cuda.current_device() if device.index is None else device.index)
+    return current().assumed or INTERPRETER
+
+
+def assume(gpu: Gpu) -> AbstractContextManager[None]:
+    """Choices on a CPU inside the block are those of this GPU."""
+    return changed(assumed=gpu)
+
+
+@lru_cache(maxsize=16)
+def _found(index: int) -> Gpu:
+    facts = torch.cuda.get_device_properties(index)
+    return Gpu(
+        10 * facts.major + facts.minor,
+        facts.multi_processor_count,
+        facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        facts.shared_memory_per_multiprocessor,
+        facts.L2_cache_size,
+    )
