@@ -19,12 +19,12 @@ from dsv4.cache.state import StateTensors
 from dsv4.checkpoint.rank_slices import Selection
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import CapacityError, CheckpointError, KernelError, OptionError
+from dsv4.errors import CapacityError, CheckpointError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
 from dsv4.ops import engine_ops
-from dsv4.ops.core.gpu import describe as describe_gpu
+from dsv4.ops.core.gpu import usable_device
 from dsv4.ops.core.op import warn_unless_strict
 from dsv4.ops.gemm.weights.repack import repack, stays_mxfp4
 from dsv4.parallel.layout import RankLayout
@@ -254,22 +254,6 @@ def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Wei
     found = read_weights(checkpoint, settings, select)
     w13, w2 = (found[name] for name in names)
     return w13[0], w2[0]
-
-
-def usable_device(device: str) -> str:
-    """`device`, or the CPU where `auto` would mean a GPU that is too old; a newer one than kernels
-    know is named once."""
-    if device == "cpu" or not torch.cuda.is_available():
-        return device
-    found = describe_gpu(torch.device("cuda" if device == "auto" else device))
-    if found.reason is not None and device != "auto":
-        raise OptionError(f"device is {device!r}: {found.reason}")
-    if found.reason is not None:
-        log.warning("the CPU is used: %s", found.reason)
-        return "cpu"
-    if found.note is not None:
-        log.warning("%s", found.note)
-    return device
 
 
 def find_gpu(device: str) -> GpuFacts | None:

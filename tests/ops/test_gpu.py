@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 
 from dsv4.errors import OptionError
+from dsv4.ops.core import gpu
 from dsv4.ops.core.gpu import KNOWN, Gpu
 
 pytest.importorskip("triton", reason="choices are made in the kernels' modules")
@@ -81,14 +82,12 @@ def test_what_the_architectures_have() -> None:
 def test_what_an_engine_says_when_it_starts(
     architecture: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from dsv4.runner import load
-
-    monkeypatch.setattr(load.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(load, "describe_gpu", lambda device: of(KNOWN[80], architecture))
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "describe", lambda device: of(KNOWN[80], architecture))
     with caplog.at_level("WARNING"):
-        assert load.usable_device("auto") == ("cpu" if architecture == 75 else "auto")
+        assert gpu.usable_device("auto") == ("cpu" if architecture == 75 else "auto")
     (line,) = caplog.messages
     assert f"sm_{architecture}" in line
     if architecture == 75:
         with pytest.raises(OptionError, match=r"cuda:0.*sm_75"):
-            load.usable_device("cuda:0")
+            gpu.usable_device("cuda:0")

@@ -1,5 +1,6 @@
 """What a GPU offers to kernels. Tiles, stages, warps and variants follow from it and shapes."""
 
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,7 +8,10 @@ from typing import Literal
 
 import torch
 
+from dsv4.errors import OptionError
 from dsv4.ops.core.context import changed, current
+
+log = logging.getLogger(__name__)
 
 OLDEST = 80  # bf16 products, asynchronous copies
 NEWEST = 121  # compiled for; newer ones run what every architecture has
@@ -105,3 +109,19 @@ def _found(index: int) -> Gpu:
         facts.shared_memory_per_multiprocessor,
         facts.L2_cache_size,
     )
+
+
+def usable_device(device: str) -> str:
+    """`device`, or the CPU where `auto` would mean a GPU that is too old; a newer one than kernels
+    know is named once."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return device
+    found = describe(torch.device("cuda" if device == "auto" else device))
+    if found.reason is not None and device != "auto":
+        raise OptionError(f"device is {device!r}: {found.reason}")
+    if found.reason is not None:
+        log.warning("the CPU is used: %s", found.reason)
+        return "cpu"
+    if found.note is not None:
+        log.warning("%s", found.note)
+    return device
