@@ -33,7 +33,7 @@ PEERS = {
 }
 ONLY_TCGEN05 = {"_scaled_kernel"}
 ONLY_WGMMA = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel"}
-ONLY_SCALED = {"_few_rows_kernel", "_many_rows_kernel", "_norm_quantize_kernel"}
+ONLY_SCALED = {"_few_rows_kernel", "_many_rows_kernel", "_norm_quantize_kernel", "_quantize_kernel"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats
 
 

@@ -127,6 +127,7 @@ def other_formats() -> Iterator[Launch]:
     from dsv4.ops.gemm import linear_triton
     from dsv4.ops.gemm.weights.tiled import random_mxfp4, tile_mxfp4
     from dsv4.ops.moe import experts_triton
+    from dsv4.ops.moe.experts import Experts
 
     values = torch.zeros(512, 1024)
     tiles = [Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)]
@@ -142,9 +143,10 @@ def other_formats() -> Iterator[Launch]:
     for rows, case in ((1, "decode"), (8, "decode"), (64, "prefill")):
         x = torch.zeros(rows, 256, dtype=torch.bfloat16)
         ids = torch.zeros(rows, 2, dtype=torch.int64)
-        arguments = (x, ids, torch.zeros(rows, 2), w13, w2, w13[0], w2[0], 10.0)
+        by = Experts(w13, w2, w13[0], w2[0], 10.0)
+        arguments = (x, ids, torch.zeros(rows, 2), by)
         yield f"experts mxfp4 {rows} {case}", lambda a=arguments: experts_triton.run(*a)
     x, ids = torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8, 2, dtype=torch.int64)
     shared = [Fp8BlockTensor(*fp8.quantize_tiles(torch.zeros(n, 256), 32), 32) for n in (512, 256)]
-    arguments = (x, ids, torch.zeros(8, 2), w13, w2, *shared, 10.0)
+    arguments = (x, ids, torch.zeros(8, 2), Experts(w13, w2, shared[0], shared[1], 10.0))
     yield "experts mxfp4, shared fp8", lambda a=arguments: experts_triton.run(*a)
