@@ -76,7 +76,7 @@ def _compile_only(workers: int) -> Iterator[None]:
 @contextlib.contextmanager
 def watch_compiles() -> Iterator[list[str]]:
     """The names of kernels that launches inside the block, on this thread, compile or load."""
-    triton.knobs.runtime.jit_cache_hook = _tell_watchers
+    triton.knobs.compilation.listener = _tell_watchers  # a hook of launches fails on some tuples
     names: list[str] = []
     token = _watchers.set((*_watchers.get(), names))
     try:
@@ -85,9 +85,9 @@ def watch_compiles() -> Iterator[list[str]]:
         _watchers.reset(token)
 
 
-def _tell_watchers(**facts) -> None:
+def _tell_watchers(*, src, **facts) -> None:
     for names in _watchers.get():
-        names.append(facts["fn"].name)
+        names.append(src.name)
 
 
 class CompileProcesses(ThreadPoolExecutor):

@@ -90,7 +90,8 @@ def down_stream(
     place = gl.program_id(1)
     split = gl.program_id(2)
     routed = place < chosen
-    expert = gl.load(experts + place, mask=routed, other=0)  # written two launches before
+    # written two launches before; not from a cache that may have what was there earlier
+    expert = gl.load(experts + place, mask=routed, other=0, cache_modifier=".cg")
     if expert >= 0:
         factor = gl.load(factors + gl.where(routed, expert, shared_factors)) * 128.0
         words += gl.where(routed, 0, shared_words)

@@ -118,7 +118,7 @@ def load_row(x, columns, COLUMNS: gl.constexpr):
         plain = room.reinterpret(gl.bfloat16, [COLUMNS // 16, 16], PLAIN)
     else:
         plain = room._reinterpret(gl.bfloat16, [COLUMNS // 16, 16], PLAIN)
-    plain.store(gl.load(x + at, mask=at < columns, other=0.0))
+    plain.store(gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg"))
     return room
 
 
