@@ -13,7 +13,7 @@ ten million, which is what fp32 rounds off anyway. Against transformers, the sco
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -67,26 +67,28 @@ class ChoiceObserver:
         raise NotImplementedError
 
     def __call__(self, op: Op, arguments: Arguments, run: Any) -> Any:
-        self.batch = arguments.get("batch", self.batch)
+        for value in (arguments, *map(as_dict, arguments.values())):
+            self.batch = value.get("batch", self.batch)
         if op.name == "index_scores":
             self.layer += 1  # `index_select` is skipped where no entry exists yet
         if op.name == "index_select":
             selected, scores = run(), arguments["scores"]
             chosen = as_mask(selected, scores.shape[1])
             return as_indices(self.decide(scores, chosen), selected.shape[1])
-        if op.name == "router" and arguments["table"] is None:
+        if op.name == "router" and arguments["by"].table is None:
             self.layer += 1
-            logits = matmul_rows(arguments["x"], arguments["gate"])
-            scores = softplus(logits).sqrt() + arguments["bias"].float()
+            by = arguments["by"]
+            scores = softplus(matmul_rows(arguments["x"], by.gate)).sqrt() + by.bias.float()
             experts = run()[0]
             chosen = self.decide(scores, as_mask(experts, scores.shape[1]))
-            return op.reference(**{
-                **arguments,
-                "bias": None,
-                "table": as_indices(chosen, experts.shape[1]),
-                "token_ids": torch.arange(len(chosen)).where(arguments["token_ids"] >= 0, -1),
-            })  # fmt: skip
+            table = as_indices(chosen, experts.shape[1])
+            rows = torch.arange(len(chosen)).where(arguments["token_ids"] >= 0, -1)
+            return op.reference(arguments["x"], rows, replace(by, bias=None, table=table))
         return run()
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return vars(value) if is_dataclass(value) else {}
 
 
 def as_mask(indices: Tensor, width: int) -> Tensor:

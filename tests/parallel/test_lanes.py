@@ -56,7 +56,9 @@ def test_lanes_have_the_bits_of_one_process(folder: Path, alone: Any, tp: int, p
         assert torch.equal(logits, alone[1])
         assert engine.stats().num_prefix_hit > 0
         # the next request begins with a step of an aborted one still in flight
-        engine.add(Request("dropped", tuple(PROMPTS[4])))
+        engine.add(
+            Request("dropped", tuple(PROMPTS[4]), SamplingParams(temperature=0, stop_ids=()))
+        )
         engine.step()
         engine.abort("dropped")
         [answer] = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=6, temperature=0))

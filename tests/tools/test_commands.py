@@ -69,7 +69,7 @@ def test_plan(folder: Path) -> None:
     assert found["checkpoint_bytes"] == 864_704_792_696
     assert found["possible"] is True
     assert found["settings"]["max_sequences"] == 32
-    too_small = run("plan", "pro")
+    too_small = run("plan", "pro", "--expert-memory", "all")
     assert too_small.exit_code == 1
     assert "it would not start" in too_small.stdout
     several = run("plan", "pro", "--gpus", "8")

@@ -157,7 +157,9 @@ def test_every_kernel_has_a_family() -> None:
     """A new kernel must not vanish among the others."""
     launched = set()
     for path in OPS.rglob("*.py"):
-        launched |= set(re.findall(r"^ *(\w*_kernel)\[", path.read_text(), re.M))
+        launched |= set(
+            re.findall(r"^ *(?:\w+\.)?(\w*_(?:kernel|stream))\[", path.read_text(), re.M)
+        )
         launched |= set(re.findall(r"push_triton\.(\w*_kernel)", path.read_text()))
     missing = {name for name in launched if family_of(name) == "other"} - {
         "_rope_kernel",
