@@ -8,6 +8,7 @@ logits at least a hundred times further than the tolerance of `test_model.py`.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -84,9 +85,9 @@ def entry_beyond_the_border(runner: Runner) -> object:
 def routing_without_bias(runner: Runner) -> object:
     right = router_op.OP.reference
 
-    def wrong(**given: Any) -> object:
-        bias = None if given["bias"] is None else torch.zeros_like(given["bias"])
-        return right(**{**given, "bias": bias})
+    def wrong(x: Tensor, token_ids: Tensor, by: router_op.Gate) -> object:
+        bias = None if by.bias is None else torch.zeros_like(by.bias)
+        return right(x, token_ids, replace(by, bias=bias))
 
     return _replace_reference(router_op.OP, wrong)
 

@@ -83,7 +83,8 @@ class ChoiceObserver:
             chosen = self.decide(scores, as_mask(experts, scores.shape[1]))
             table = as_indices(chosen, experts.shape[1])
             rows = torch.arange(len(chosen)).where(arguments["token_ids"] >= 0, -1)
-            return op.reference(arguments["x"], rows, replace(by, bias=None, table=table))
+            by = replace(by, bias=None, table=table)
+            return op.reference(x=arguments["x"], token_ids=rows, by=by)
         return run()
 
 

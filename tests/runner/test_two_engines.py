@@ -125,7 +125,7 @@ def test_compiles_are_seen_by_the_thread_that_causes_them() -> None:
     from dsv4.ops.core import compile_triton
 
     def compile_one(name: str) -> None:
-        compile_triton._tell_watchers(fn=SimpleNamespace(name=name))
+        compile_triton._tell_watchers(src=SimpleNamespace(name=name))
 
     with compile_triton.watch_compiles() as outer:
         compile_one("a")
