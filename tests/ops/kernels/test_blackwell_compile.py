@@ -63,6 +63,7 @@ def test_attention_multiplies_keys_as_they_are_stored(rows: list[dict[str, Any]]
             assert "LDGSTS" in row["mix"], f"{row['case']}: loads are not in flight"
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("capability", [120])
 def test_a_workstation_multiplies_block_scaled_operands(capability: int) -> None:
     """NVFP4 rows with NVFP4 weights and MXFP8 rows with FP8 weights by `mma` with their scales;

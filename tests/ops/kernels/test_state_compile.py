@@ -57,7 +57,7 @@ PRODUCTS = {
 @pytest.mark.parametrize(
     ("capability", "cases"),
     [
-        (86, "products"),
+        pytest.param(86, "products", marks=pytest.mark.compile),
         (90, "products"),
         (100, "products"),
         pytest.param(90, "all", marks=pytest.mark.compile),
