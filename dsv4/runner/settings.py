@@ -154,7 +154,7 @@ def resolve(
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
         expert_profile=choices.expert_profile,
-        **_drafting(choices, config, on_gpu),
+        **_drafting(choices, config),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
 
@@ -162,25 +162,19 @@ def resolve(
 DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}  # dspark: its block
 
 
-def _drafting(choices: EngineConfig, config: ModelConfig, on_gpu: bool) -> dict[str, Any]:
-    """The drafter; `auto`: the checkpoint's own, or lookup; none on a GPU, where the last run ended
-    with an error. Whether drafts pay is seen while they run (dsv4/scheduler/drafts.py)."""
+def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
+    """The drafter; `auto`: the checkpoint's own, or lookup. Whether drafts pay is seen while they
+    run (dsv4/scheduler/drafts.py)."""
     name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
     is_auto = name == "auto"
     if is_auto:
-        name = "off" if choices.world > 1 or on_gpu else has or "lookup"
+        name = "off" if choices.world > 1 else has or "lookup"
     if name in ("mtp", "dspark") and has != name:
         found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"
         use = f"{has}, lookup" if has else "lookup"
         raise OptionError(f"draft is {name!r}, but this checkpoint has {found}; use {use} or off")
     if name != "off" and choices.world > 1:
         raise OptionError(f"draft is {name!r}, which runs on one rank only; use draft=off")
-    if name != "off" and on_gpu:
-        log.warning(
-            "draft is %r: drafting on a GPU last ended with an illegal memory access; use "
-            "draft=off if that happens",
-            name,
-        )
     block = config.dspark.block
     most = choices.draft_tokens or DRAFT_TOKENS.get(name, block)
     if is_auto and name == "dspark":

@@ -130,24 +130,28 @@ def test_the_plan_is_what_the_engine_decides() -> None:
     subject, memory = planned_model("flash", None), 192 * 10**9
     plan = make_plan(subject, memory)
     with patch("torch.cuda.mem_get_info", return_value=(memory, memory)):
-        weights = sum(subject.groups.values())
+        weights = sum(subject.groups.values()) + subject.draft_bytes
         free = state_memory("cuda", weights, has_gpu=True)
     assert plan.free_bytes == free
     assert plan.settings == resolve(EngineConfig(), subject.config, has_gpu=True, memory_bytes=free)
 
 
 def test_draft_blocks_are_counted_where_they_run() -> None:
+    """With `auto` only if all weights fit beside them."""
     flash = planned_model("flash", None)
     assert flash.draft_bytes == pytest.approx(3.59e9, rel=0.01)  # experts stay MXFP4
-    plan = make_plan(flash, 192 * 10**9, EngineConfig(draft="mtp"))
+    plan = make_plan(flash, 192 * 10**9)
     assert plan.weight_bytes["draft"] == flash.draft_bytes
     assert plan.settings is not None
     assert plan.settings.draft == "mtp"
-    off = make_plan(flash, 192 * 10**9)  # `auto` makes no drafts on a GPU
-    assert off.settings is not None
-    assert off.settings.draft == "off"
+    off = make_plan(flash, 192 * 10**9, EngineConfig(draft="off"))
     assert off.free_bytes - plan.free_bytes == flash.draft_bytes
     assert off.fits[0].sequence_bytes < plan.fits[0].sequence_bytes  # keys of the block
+    tight = int((sum(off.weight_bytes.values()) + 2 * 10**9) / 0.96)  # 4 % are kept for a step
+    small = make_plan(flash, tight)
+    assert "draft" not in small.weight_bytes
+    assert small.settings is not None
+    assert small.settings.draft == "lookup"
 
 
 def test_users_with_a_context() -> None:

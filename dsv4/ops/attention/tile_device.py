@@ -249,7 +249,7 @@ def tile_pages(tile, older, position, seq, window, at, w_width, c_width, T: tl.c
     recent = tl.where(i < window, position + 1 - window + i, -1)
     entry = tl.where(in_window, recent, older)
     present = entry >= 0
-    entry = tl.where(present, entry, tl.where(in_window, position, 0))
+    entry = tl.where(present, entry, tl.where(in_window, tl.maximum(position, 0), 0))
     page = tl.where(in_window, entry // T.w_entries, entry // T.c_entries)
     inside = tl.where(in_window, entry % T.w_entries, entry % T.c_entries)
     width = tl.where(in_window, w_width, c_width)

@@ -527,7 +527,34 @@ def check_padding() -> None:
                 compare(f"{name} {case.name} {path}", value, found[path], case.atol, case.rtol)
                 num_kept += "kept_values" in path and bool((value != 0).any())
     assert num_kept > 0, "no case crosses a boundary"
+    check_padded_attention(padded)
     check_padded_experts()
+
+
+def check_padded_attention(padded) -> None:  # type: ignore[no-untyped-def]
+    """Rows that are not there read nothing in front of the pool: NaN lies there."""
+    from dsv4.ops import OPS
+
+    for case in OPS["attention"].cases():
+        if not case.name.startswith(("bf16", "fp32 [0]+[5]")):
+            continue
+        q, to = case.build(torch.Generator().manual_seed(4)).values()
+        parts = {}
+        for name, part in to.pool.parts.items():
+            before = torch.full_like(part[:1], float("nan"))
+            parts[name] = torch.cat((before, part))[1:]
+        pool, table = replace(to.pool, parts=parts), torch.cat((to.table, to.table[:1] * 0))
+        compressed = to.compressed
+        if compressed is not None:
+            compressed = replace(
+                compressed,
+                table=torch.cat((compressed.table, compressed.table[:1])),
+                selected=torch.cat((compressed.selected, compressed.selected[:1].repeat(3, 1))),
+            )
+        more = torch.cat((q, torch.randn(3, *q.shape[1:]).to(q.dtype)))
+        given = replace(to, batch=padded(to.batch), pool=pool, table=table, compressed=compressed)
+        found = kernel_module("attention").run(more, given)
+        assert bool(found.isfinite().all()), f"{case.name}: padding read before the pool"
 
 
 def check_padded_experts() -> None:
