@@ -536,8 +536,11 @@ def test_no_choice_is_predicted_to_be_slower_than_plain_steps() -> None:
         assert tokens / cost(count + sum(taken)) >= count / plain - 1e-12
 
 
-def simulate(hit: float, plain_ms: float, draft_ms: float, row_ms: float, tokens: int) -> float:
-    """Time of an answer against plain decoding, by a drafter that is right with a chance."""
+def simulate(
+    hit: float, plain_ms: float, draft_ms: float, row_ms: float, tokens: int, slow: int = 0
+) -> float:
+    """Time of an answer against plain decoding, by a drafter that is right with a chance. The first
+    `slow` steps with drafts take five times as long."""
     rng, given, drafting = random.Random(1), Given(), Drafting(5, 100, learns=True)
     drafting._make = lambda sequence: given
     sequence = SequenceState(Request("a", (1, 2, 3), SamplingParams(max_tokens=tokens)), 0)
@@ -549,6 +552,8 @@ def simulate(hit: float, plain_ms: float, draft_ms: float, row_ms: float, tokens
         sequence.token_ids += [1] * (accepted + 1)
         ms = plain_ms if plain else plain_ms + draft_ms + row_ms * len(drafts)
         ms *= rng.uniform(0.95, 1.05)
+        if not plain and slow:
+            ms, slow = 5 * ms, slow - 1
         drafting.observe(sequence, len(drafts), accepted)
         drafting.time_step([sequence], 1 + len(drafts), 1 + accepted, ms, plain=plain)
         if plain:
@@ -570,6 +575,8 @@ def test_drafts_that_never_hit_cost_little(costs: tuple[float, float, float]) ->
 def test_drafts_that_hit_pay() -> None:
     assert simulate(0.8, 4.7, 0.8, 0.7, tokens=4_000) < 0.65  # five drafts: 0.66 at most
     assert simulate(0.6, 4.7, 0.4, 0.7, tokens=4_000) < 0.85
+    # neither the step that only makes drafts nor the first that verifies them decides
+    assert simulate(0.8, 4.7, 0.8, 0.7, tokens=2_000, slow=2) < 0.65
 
 
 def test_a_drafters_own_chances_are_scaled_by_what_came_true() -> None:
@@ -600,6 +607,9 @@ def test_times_of_steps() -> None:
     times = StepTimes()
     assert times.at(1) is None
     times.observe(1, 10.0)
+    assert times.at(1) is None  # once is chance
+    times.observe(1, 10.0)
+    assert times.at(1) == 10.0
     assert times.at(2) is None
     times.observe(5, 18.0)
     assert times.at(3) == 14.0

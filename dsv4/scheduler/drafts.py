@@ -30,7 +30,10 @@ REST_AFTER = 4  # steps in a row without a draft worth its cost
 REST_STEPS, LONGEST_REST = 256, 4096
 LEARN_STEPS = 8  # plain ones, where their cost is not known
 PAYS_AFTER = 64  # steps with drafts after which they are taken to pay
-GAIN_WEIGHT, LEAST_GAIN = 0.1, 0.97  # of the newest step; tokens per ms against plain decoding
+GAIN_WEIGHT = 0.1  # of the newest step
+LEAST_GAIN = 0.85, 0.97  # in tokens per ms against plain decoding: of the first steps, and later
+TRIES = 2  # of a number of rows, before its cost counts as known
+JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons, too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
 
@@ -115,9 +118,11 @@ class StepTimes:
 
     def __init__(self, ms: dict[int, float] | None = None) -> None:
         self._ms: dict[int, float] = dict(ms or {})
+        self._num_tries = dict.fromkeys(self._ms, TRIES)
 
     def observe(self, rows: int, ms: float) -> None:
         known = self._ms.get(rows)
+        self._num_tries[rows] = self._num_tries.get(rows, 0) + 1
         if known is None:
             self._ms[rows] = ms
         else:  # a step that was held up by something else counts little
@@ -126,6 +131,8 @@ class StepTimes:
 
     def at(self, rows: int) -> float | None:
         """None: too little is known."""
+        if rows in self._ms:
+            return self._ms[rows] if self._num_tries[rows] >= TRIES else None
         known = sorted(self._ms.items())
         if len(known) < 2:
             return None
@@ -133,8 +140,6 @@ class StepTimes:
         above = [pair for pair in known if pair[0] >= rows][:1] or known[-1:]
         (a, low), (b, high) = below[0], above[0]
         if a == b:
-            if a == rows:
-                return low
             (a, low), (b, high) = known[:2] if rows < a else known[-2:]
         return max(low + (high - low) * (rows - a) / (b - a), 0.0)
 
@@ -278,7 +283,8 @@ class Drafting:
             self._next_rest = REST_STEPS
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._num_idle, self._num_paid, self._gain = 0, 0, 1.0
-        for sequence in sequences:  # tried again afterwards
+        self.times = StepTimes()  # all is tried again afterwards: a slow step may have been chance
+        for sequence in sequences:
             sequence.acceptance = None
 
     @property
@@ -294,6 +300,8 @@ class Drafting:
         if plain:
             self.plain.observe(len(sequences), ms)
             return
+        if rows == len(sequences):  # drafts were made, none verified: neither kind of step
+            return
         self.times.observe(rows, ms)
         before = self.plain.near(len(sequences))
         if before is None or ms <= 0 or self.rests:
@@ -301,7 +309,7 @@ class Drafting:
         gain = tokens / len(sequences) * before / ms
         self._gain += GAIN_WEIGHT * (min(gain, 8.0) - self._gain)
         self._num_paid += 1
-        if self._gain < LEAST_GAIN:
+        if self._gain < LEAST_GAIN[self._num_paid >= JUDGED_AFTER]:
             self._begin_rest(sequences)
 
     def _of(self, sequence: SequenceState, most: int) -> list[int]:
