@@ -249,6 +249,7 @@ class EngineOptions(TypedDict, total=False):
     expert_profile: str | None
     tp: int | Literal["auto"]
     pp: int
+    experts: str
     comm: str
     nodes: int
     head: str | None
@@ -286,9 +287,7 @@ class EngineConfig:
     prefix_disk: str | None = field(
         default=None, metadata={"help": "folder for cold prefixes, kept over a restart"}
     )
-    audit_share: float = field(
-        default=0.0, metadata={"help": "share of requests that run again cold, to compare"}
-    )
+    audit_share: float = field(default=0.0, metadata={"help": "share of requests run again cold"})
     audit_folder: str = field(
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
@@ -307,6 +306,7 @@ class EngineConfig:
         metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
     )
     pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
+    experts: str = field(default="whole", metadata={"help": "whole on a rank, or split over all"})
     comm: str = field(
         default="auto", metadata={"help": "between ranks: auto, symmetric, nccl or gloo"}
     )
@@ -314,9 +314,7 @@ class EngineConfig:
     head: str | None = field(
         default=None, metadata={"help": "HOST:PORT of this machine that other nodes reach"}
     )
-    join_timeout: float = field(
-        default=600.0, metadata={"help": "seconds to wait for other nodes at start"}
-    )
+    join_timeout: float = field(default=600.0, metadata={"help": "seconds to wait for nodes"})
     cuda_graphs: bool = field(default=True, metadata={"help": "replay steps as CUDA graphs"})
     ops: str = field(default="auto", metadata={"help": "auto, reference, or op names"})
     step_timeout: float = field(
@@ -327,6 +325,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _check_choice("kv_format", self.kv_format, ("auto", "fp8", "bf16", "fp32"))
         _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
+        _check_choice("experts", self.experts, ("whole", "split"))
         _check_choice("comm", self.comm, ("auto", "symmetric", "nccl", "gloo"))
         _check_choice("activations", self.activations, ("auto", "a4", "a8", "a16"))
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):

@@ -294,7 +294,7 @@ class Engine:
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:
-        team, prefix = self._runner.team, self._prefix
+        team = self._runner.team
         pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
         used = {name: a.num_pages - a.num_available for name, a in pools.items()}
         return Stats(
@@ -303,8 +303,8 @@ class Engine:
             pages_total={name: a.num_pages for name, a in pools.items()},
             pages_used=used,
             pages_cached={name: a.num_idle for name, a in pools.items()},
-            num_prefix_asked=prefix.num_asked if prefix else 0,
-            num_prefix_hit=prefix.num_hit if prefix else 0,
+            num_prefix_asked=self._prefix.num_asked if self._prefix else 0,
+            num_prefix_hit=self._prefix.num_hit if self._prefix else 0,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=self._scheduler.num_preemptions,

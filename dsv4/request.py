@@ -378,6 +378,7 @@ class Stats:
     accepted_by_place: tuple[int, ...] = ()  # the same by their place behind the newest token
     experts_missing: int = 0  # in host memory, where not all fit the GPU
     num_swaps: int = 0  # of such experts for resident ones
+    expert_pairs: tuple[int, int] = (0, 0)  # with tp, decoding: the fullest rank's, and all
     ranks: tuple[dict[str, float], ...] = ()  # beside rank 0: rank, node, pid, silent_s, behind
 
 

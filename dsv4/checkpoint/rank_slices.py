@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from dsv4.checkpoint.names import Parameter, parameters
 from dsv4.checkpoint.sources import SourceMatrix
@@ -13,14 +14,16 @@ from dsv4.parallel.layout import RankLayout
 @dataclass(frozen=True)
 class Selection:
     """A rank's share. `layers` brings the embedding with the first and the head with the last
-    layer; `experts` are whole routed experts, `inner` a range of the inner size of each; `heads`
-    must be whole output groups; `vocab` are rows of the head; `names` instead of `layers` asks for
-    single parameters. `wo_b` stays whole with `whole_wo_b`, else it has the heads' columns."""
+    layer; `experts` are whole routed experts, `inner` a range of the rows of each W1 and W3,
+    `outer` of each W2; `heads` must be whole output groups; `vocab` are rows of the head; `names`
+    instead of `layers` asks for single parameters. `wo_b` stays whole with `whole_wo_b`, else it
+    has the heads' columns."""
 
     layers: range | None = None
     names: frozenset[str] | None = None
     experts: range | None = None
     inner: range | None = None
+    outer: range | None = None
     heads: range | None = None
     vocab: range | None = None
     whole_wo_b: bool = False
@@ -33,6 +36,8 @@ def selection(layout: RankLayout, config: ModelConfig) -> Selection:
     return Selection(
         layers=layout.layers(config),
         experts=layout.experts(config),
+        inner=layout.inner(config),
+        outer=layout.outer(config),
         heads=layout.heads(config),
         vocab=layout.vocab(config),
         whole_wo_b=True,
@@ -50,6 +55,15 @@ class WeightSlice:
 
     def wants(self, matrix: SourceMatrix) -> bool:
         return matrix.expert is None or self.experts is None or matrix.expert in self.experts
+
+    def shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what is left of a parameter of this shape."""
+        shape, axis = list(whole), len(whole) - 2 if len(whole) > 1 else 0
+        if self.experts is not None:
+            shape[0] = len(self.experts)
+        if self.rows is not None:
+            shape[axis] = len(self.rows) * (2 if name.endswith("w13") else 1)
+        return tuple(shape)
 
     def nbytes(self, matrix: SourceMatrix) -> int:
         """Of a wanted matrix, to within its last block."""
@@ -69,6 +83,7 @@ def check_selection(select: Selection, config: ModelConfig) -> None:
         "layers": c.num_layers,
         "experts": c.num_experts,
         "inner": c.moe_intermediate_size,
+        "outer": c.hidden_size,
         "heads": c.num_heads,
         "vocab": c.vocab_size,
     }
@@ -107,7 +122,7 @@ def slice_for(
     if parameter.group == "routed experts":
         if name.endswith("w13"):
             return WeightSlice(experts=select.experts, rows=select.inner)
-        return WeightSlice(experts=select.experts, columns=select.inner)
+        return WeightSlice(experts=select.experts, rows=select.outer)
     if name == "head.weight":
         return WeightSlice(rows=select.vocab)
     if select.heads is None or not name.startswith("layers."):
@@ -138,6 +153,6 @@ def held_parts(
     for name, parameter in parameters(config).items():
         if is_wanted(name, select, config):
             taken = slice_for(name, parameter, select, config)
-            kept = taken.experts or taken.rows
-            held[name] = nbytes[name] * len(kept) // parameter.shape[0] if kept else nbytes[name]
+            left = prod(taken.shape(name, parameter.shape))
+            held[name] = nbytes[name] * left // prod(parameter.shape)
     return held

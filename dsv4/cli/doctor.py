@@ -119,6 +119,10 @@ def _print_ranks(found: "ParallelReport", console: Console) -> None:
     for name, (one, these) in found.times.items():
         times.add_row(name, f"{one:.2f}", f"{these:.2f}")
     console.print(times)
+    if found.fullest_share:
+        console.print(
+            f"experts: the fullest rank has {found.fullest_share:.2f} times an even share"
+        )
     for line in found.differences:
         console.print(f"[bold red]wrong:[/] {escape(line)}")
     if found.ok:

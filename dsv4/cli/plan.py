@@ -29,9 +29,7 @@ def register(app: typer.Typer) -> None:
 def plan(
     model: str = typer.Argument(..., help="flash, pro, tiny, or a checkpoint folder."),
     users: int | None = typer.Option(None, min=1, help="Sequences that run at once."),
-    context: list[int] = typer.Option(
-        [], help="Tokens of each; without --users several may be given."
-    ),
+    context: list[int] = typer.Option([], help="Tokens of each; without --users several."),
     memory: float | None = typer.Option(
         None, help="GB (10^9 bytes) that a GPU reports; default: that of --gpu."
     ),
@@ -43,6 +41,7 @@ def plan(
     ),
     tp: int | None = typer.Option(None, min=1, help="Show the ranks of this layout: tp,"),
     pp: int = typer.Option(1, min=1, help="and its stages."),
+    experts: str = typer.Option("whole", help="Of a rank: whole ones, or split: a part of each."),
     weights: str | None = typer.Option(
         None, help="official, nvfp4, nvfp4-all, fp8, base, bf16; default: as stored."
     ),
@@ -74,6 +73,7 @@ def plan(
         expert_memory=expert_memory,
         tp="auto" if tp is None and pp == 1 else tp or 1,
         pp=pp,
+        experts=experts,
     )
     cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
     subject = planned_model(model, weights, folder)

@@ -18,13 +18,20 @@ from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.model.mhc import collapse_head
 from dsv4.ops.comm.own_experts import own_experts
-from dsv4.ops.comm.shares import expert_sums, linear_ranges, shared_expert
+from dsv4.ops.comm.shares import (
+    expert_sums,
+    linear_ranges,
+    shared_expert,
+    split_experts,
+    sum_experts,
+    sum_in_order,
+)
 from dsv4.ops.fused import block
 from dsv4.ops.fused.block import Mixed
 from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
-from dsv4.ops.moe.experts import Experts, sum_pairs
+from dsv4.ops.moe.experts import Experts
 from dsv4.ops.moe.router import Gate, router
 from dsv4.parallel.channels import ROWS_FROM
 from dsv4.parallel.comm import Comm
@@ -58,7 +65,11 @@ class SingleRank:
 
 
 class ReplicatedRows(SingleRank):
-    def __init__(self, layout: RankLayout, comm: Comm, config: ModelConfig) -> None:
+    def __init__(
+        self, layout: RankLayout, comm: Comm, config: ModelConfig, load: Tensor | None = None
+    ) -> None:
+        """`load`: see `own_experts`."""
+        self.load = load
         share = k_ranges(config) // layout.tp
         self.layout, self.comm, self.push = layout, comm, comm.pushes
         self.ranges = range(layout.tp_rank * share, (layout.tp_rank + 1) * share)
@@ -83,13 +94,18 @@ class ReplicatedRows(SingleRank):
         return Residual(streams, Update(y, post, comb))
 
     def expert_rows(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
-        """Each pair from the rank that holds its expert; every rank has the shared one."""
-        local = own_experts(chosen, self.held)
+        """Each pair from the rank that holds its expert; every rank has the shared one. Of split
+        experts a rank has all pairs, and a range of the columns of their sum."""
+        if self.layout.split_experts:
+            shared = self.own_columns(shared_expert(x, by))  # first: both use one workspace
+            parts = split_experts(x, chosen, weights, by, self.all_columns)
+            return self.all_columns(sum_experts(parts, shared, x.dtype))
+        local = own_experts(chosen, self.held, self.load)
         made = expert_sums(x, local, weights, by, with_shared=True)
         if self.push is not None:
             return self.push.sum_pairs(made.parts, local, made.extra, None)
-        pairs = self.gather(made.pairs(chosen.shape[1]))
-        return sum_pairs(self.from_owners(pairs, chosen), made.shared(), x.dtype)
+        pairs = self.from_owners(self.gather(made.pairs(chosen.shape[1])), chosen)
+        return sum_experts(pairs.unsqueeze(2), made.shared(), x.dtype)
 
     def from_owners(self, pairs: Tensor, chosen: Tensor) -> Tensor:
         """`[ranks, rows, chosen, size]` -> each pair as computed by the rank of its expert."""
@@ -99,6 +115,14 @@ class ReplicatedRows(SingleRank):
     def all_rows(self, x: Tensor) -> Tensor:
         """From those that each rank has."""
         return x
+
+    def all_columns(self, x: Tensor) -> Tensor:
+        """`[rows, width]` of each rank -> `[rows, ranks * width]`."""
+        return self.gather(x).transpose(0, 1).reshape(x.shape[0], -1)
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """This rank's range of them."""
+        return x.chunk(self.layout.tp, 1)[self.layout.tp_rank].contiguous()
 
     def gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -124,6 +148,10 @@ class ShardedRows(ReplicatedRows):
         """Each pair goes to the owner of its row, who has computed the shared expert for it."""
         shared = shared_expert(x, by)
         every_x, every, weights = map(self.all_rows, (x, chosen, weights))
+        if self.layout.split_experts:
+            parts = split_experts(every_x, every, weights, by, self.all_columns)
+            sums = self.to_owners(sum_in_order(sum_in_order(parts, 2), 1))
+            return sum_experts(sums[:, None, None], shared, x.dtype)
         local = own_experts(every, self.held)
         made = expert_sums(every_x, local, weights, by, with_shared=False)
         if self.push is not None:
@@ -131,7 +159,7 @@ class ShardedRows(ReplicatedRows):
         size, count = x.shape[1], len(self.rows)
         pairs = self.to_owners(made.pairs(chosen.shape[1]).flatten(1))
         pairs = pairs.view(count, self.layout.tp, chosen.shape[1], size).transpose(0, 1)
-        return sum_pairs(self.from_owners(pairs, chosen), shared, x.dtype)
+        return sum_experts(self.from_owners(pairs, chosen).unsqueeze(2), shared, x.dtype)
 
     def to_owners(self, x: Tensor) -> Tensor:
         """`[all rows, width]` of each rank -> `[own rows, ranks * width]`."""
@@ -159,12 +187,13 @@ class Exchange:
     ) -> None:
         self.layout, self.comm, self.config = layout, comm, config
         self.rows_from = rows_from
+        self.expert_load: Tensor | None = None  # see `own_experts`; of steps with few rows
 
     def sharing(self, num_rows: int) -> SingleRank:
         if self.layout.tp == 1:
             return SingleRank()
         if num_rows < self.rows_from:
-            return ReplicatedRows(self.layout, self.comm, self.config)
+            return ReplicatedRows(self.layout, self.comm, self.config, self.expert_load)
         return ShardedRows(self.layout, self.comm, self.config, num_rows)
 
     def logits(self, hidden: Tensor, head: Weight) -> Tensor:

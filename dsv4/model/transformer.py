@@ -91,6 +91,9 @@ class Transformer:
         self.exchange = exchange or Exchange(RankLayout(), SingleRankComm(), config)
         layout = self.exchange.layout
         layout.check(config)
+        if layout.tp > 1:
+            device = next(iter(table.values())).device
+            self.exchange.expert_load = torch.zeros(2, dtype=torch.int64, device=device)
         weights = Weights(table)
         self.config = config
         self.dtype = dtype

@@ -17,12 +17,14 @@ MOST_TP = 8  # ranks of a tensor group: more would span nodes and cut the shared
 
 @dataclass(frozen=True)
 class RankLayout:
-    """`stages`: the layers of each stage, by `balance`; with one stage none are needed."""
+    """`stages`: the layers of each stage, by `balance`; with one stage none are needed.
+    `split_experts`: of every expert a range, instead of whole ones."""
 
     tp: int = 1
     pp: int = 1
     rank: int = 0
     stages: tuple[range, ...] = ()
+    split_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
@@ -78,7 +80,15 @@ class RankLayout:
         return self._share(config.o_groups)
 
     def experts(self, config: ModelConfig) -> range:
-        return self._share(config.num_experts)
+        return range(config.num_experts) if self.split_experts else self._share(config.num_experts)
+
+    def inner(self, config: ModelConfig) -> range | None:
+        """Of split experts the rows of W1 and W3; None: all."""
+        return self._share(config.moe_intermediate_size) if self.split_experts else None
+
+    def outer(self, config: ModelConfig) -> range | None:
+        """Of split experts the rows of W2; None: all."""
+        return self._share(config.hidden_size) if self.split_experts else None
 
     def vocab(self, config: ModelConfig) -> range:
         """Equal shares, the last may be shorter."""
@@ -107,6 +117,12 @@ class RankLayout:
             raise OptionError(
                 f"tp is {self.tp}, expected a divisor of {most} ({config.o_groups} output groups) "
                 f"that divides {config.num_experts} experts: {', '.join(map(str, allowed))}"
+            )
+        sizes = config.moe_intermediate_size, config.hidden_size
+        if self.split_experts and any(size % self.tp for size in sizes):
+            raise OptionError(
+                f"experts is 'split' with tp {self.tp}, expected one that divides their inner "
+                f"size {sizes[0]} and the hidden size {sizes[1]}; use experts=whole"
             )
         if self.pp > config.num_layers:
             raise OptionError(

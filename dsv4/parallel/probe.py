@@ -39,6 +39,8 @@ def probe(
         if not layout.is_last:
             comm.send(mine, layout.rank + tp)
             send += _now(device) - begin
+    if comm.error is not None and int(comm.error):
+        raise RankError(f"rank {layout.rank} waited in vain for place {int(comm.error) - 1}")
     return gather / turns, send / turns
 
 

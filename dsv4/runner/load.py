@@ -144,7 +144,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
     draft, damage = find_draft(checkpoint, folder, config, choices)
-    layout = sizes.layout(choice.tp, choice.pp)
+    layout = sizes.layout(choice.tp, choice.pp, choices.experts)
     stages: Sequence[StageRoom] = ()
     experts = None
     if layout.world == 1:

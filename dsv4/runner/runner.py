@@ -42,7 +42,15 @@ from dsv4.runner.ranks.lanes import LogitsInFlight
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings, wants_one_thread
-from dsv4.runner.steps import forward, logits_of, sample_tokens, sample_verified, score, share
+from dsv4.runner.steps import (
+    forward,
+    logits_of,
+    sample_tokens,
+    sample_verified,
+    score,
+    score_line,
+    share,
+)
 from dsv4.runner.warmup import warm_up
 from dsv4.sampling import SamplingRow
 from dsv4.util.progress import Progress
@@ -160,7 +168,9 @@ class Runner:
         self.guard = CompileGuard(self.device)
         self.plan = StepPlan()
         self.costs: StepCosts | None = None
-        self._sampling = SamplingRows(self.buffers, model.exchange.comm.error)
+        exchange = model.exchange
+        self._sampling = SamplingRows(self.buffers, exchange.comm.error, exchange.expert_load)
+        self.expert_load = (0, 0)  # with tp: pairs of the fullest rank, and of all
         self._in_flight = LogitsInFlight(model, self.device)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
@@ -278,7 +288,11 @@ class Runner:
     def read(self, submitted: SubmittedStep) -> list[list[TokenLogprobs]]:
         """Wait for a step and return the tokens drawn last, of each sequence that was drawn."""
         assert submitted.results is not None
-        return submitted.results.answers()
+        answers = submitted.results.answers()
+        if submitted.results.load is not None:
+            fullest, every = submitted.results.load.tolist()
+            self.expert_load = fullest, every
+        return answers
 
     @_with_own_ops
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -296,7 +310,7 @@ class Runner:
                 return self.buffers.scores[:count].clone()
         counts = [len(chunk.token_ids) for chunk in chunks]
         with self._grown(chunks, counts):
-            numbers, line = self._score_line(chunks)
+            numbers, line = score_line(chunks, self.pages, self.buffers)
             if self.team is not None:
                 self.team.command("score", numbers, line.tobytes())
             with self._together():
@@ -425,10 +439,11 @@ class Runner:
 
     def expert_stats(self) -> dict[str, Any]:
         """Fields of `Stats`."""
-        if (swapper := self.swapper) is None:
-            return {}
-        missing = swapper.residency.budget.missing
-        return {"experts_missing": missing, "num_swaps": swapper.num_swaps}
+        found: dict[str, Any] = {"expert_pairs": self.expert_load}
+        if (swapper := self.swapper) is not None:
+            missing = swapper.residency.budget.missing
+            found |= {"experts_missing": missing, "num_swaps": swapper.num_swaps}
+        return found
 
     def close(self) -> None:
         """End the other ranks, and give back the host memory of experts; no step may follow."""
@@ -534,23 +549,6 @@ class Runner:
         at["token_ids"][end:] = -1
         at["positions"][end:] = -1
         at["seq_idx"][end:] = shape.sequences - 1
-
-    def _score_line(self, chunks: Sequence[Chunk]) -> tuple[list[int], Any]:
-        """For `step`: (sequences and widths of tables, then starts, counts, slots and logits of
-        each sequence) and a line of token ids and page tables. Tables are as wide as the longest
-        sequence needs, rounded to fixed widths."""
-        counts = [len(chunk.token_ids) for chunk in chunks]
-        starts = [chunk.pages.length for chunk in chunks]
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        shape = self.buffers.shape(len(chunks), len(chunks), longest, one_each=True)
-        widths = [table.shape[1] for table in self.buffers.tables(shape)]
-        line = [token for chunk in chunks for token in chunk.token_ids]
-        for pool, width in zip(POOLS, widths, strict=True):
-            for chunk in chunks:
-                line += self.pages.table_row(chunk.pages, pool, width)
-        slots, logits = [c.pages.slot for c in chunks], [c.num_logits for c in chunks]
-        numbers = [len(chunks), *widths, *starts, *counts, *slots, *logits]
-        return numbers, np.array(line, dtype=np.int64)
 
     def _score(self, numbers: Sequence[int], line: Any) -> Tensor:
         rows = sum(numbers[4 + numbers[0] : 4 + 2 * numbers[0]])

@@ -34,6 +34,7 @@ class PendingResults:
     rows: list[int] = field(default_factory=list)  # of each sequence, if it has several
     counts: Tensor | None = None  # and how many of them count
     error: Tensor | None = None  # `Comm.error`
+    load: Tensor | None = None  # `Exchange.expert_load`
 
     def answers(self) -> list[list[TokenLogprobs]]:
         """Of each sequence the tokens that count. Waits for the step."""
@@ -64,9 +65,11 @@ class PendingResults:
 
 
 class SamplingRows:
-    def __init__(self, buffers: StepBuffers, error: Tensor | None = None) -> None:
-        """`error`: of exchanges between ranks, read with every result."""
-        self._error = error
+    def __init__(
+        self, buffers: StepBuffers, error: Tensor | None = None, load: Tensor | None = None
+    ) -> None:
+        """`error`, `load`: of exchanges between ranks, read with every result."""
+        self._error, self._load = error, load
         self._buffers = buffers
         count = buffers.max_sequences
         self._owners: list[SequencePages | None] = [None] * count
@@ -167,6 +170,8 @@ class SamplingRows:
                 pending.failures[place] = error
         if self._error is not None:
             pending.error = to_host(self._error)
+        if self._load is not None:
+            pending.load = to_host(self._load)
         if buffers.device.type == "cuda":
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()

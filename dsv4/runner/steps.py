@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.cache.geometry import POOLS
 from dsv4.cache.kinds import LayerState
+from dsv4.cache.pages import StatePages
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import DraftTaps, Transformer
 from dsv4.ops.core.ragged import make_ragged
@@ -106,6 +108,26 @@ def share(model: Transformer, buffers: StepBuffers) -> None:
     model.exchange.comm.share(buffers.newest)
 
 
+def score_line(
+    chunks: Sequence[Any], pages: StatePages, buffers: StepBuffers
+) -> tuple[list[int], Any]:
+    """Of `Chunk`s, for `score`: (sequences, widths of tables, then starts, counts, slots, logits of
+    each sequence) and a line of token ids and page tables. Tables are as wide as the longest
+    sequence needs, rounded to fixed widths."""
+    counts = [len(chunk.token_ids) for chunk in chunks]
+    starts = [chunk.pages.length for chunk in chunks]
+    longest = max(start + count for start, count in zip(starts, counts, strict=True))
+    shape = buffers.shape(len(chunks), len(chunks), longest, one_each=True)
+    widths = [table.shape[1] for table in buffers.tables(shape)]
+    line = [token for chunk in chunks for token in chunk.token_ids]
+    for pool, width in zip(POOLS, widths, strict=True):
+        for chunk in chunks:
+            line += pages.table_row(chunk.pages, pool, width)
+    slots, logits = [c.pages.slot for c in chunks], [c.num_logits for c in chunks]
+    numbers = [len(chunks), *widths, *starts, *counts, *slots, *logits]
+    return numbers, np.array(line, dtype=np.int64)
+
+
 def score(
     model: Transformer,
     state: Sequence[LayerState],
@@ -114,7 +136,7 @@ def score(
     device: torch.device,
 ) -> Tensor:
     """Logits of any rows of any chunks, one launch after the other, from what
-    `Runner._score_line` writes."""
+    `score_line` writes."""
     n, widths = numbers[0], numbers[1:4]
     starts, counts, slots, logits = (list(numbers[4 + n * i : 4 + n * (i + 1)]) for i in range(4))
     rows: list[int] = []

@@ -81,6 +81,12 @@ class EngineMetrics:
         yield gauge("kv_cache_usage_perc", "Share of pages in use, 0 to 1", used / max(total, 1))
         yield gauge("last_step_seconds", "Duration of the last step", stats["last_step_s"])
         yield counter("num_preemptions", "Sequences set back", stats["num_preemptions"])
+        fullest, every = stats.get("expert_pairs", (0, 0))
+        if every:
+            text = "Tokens times experts in decode steps over ranks, of one stage"
+            yield counter("expert_pairs", text, every)
+            text = "The same on the rank that has most, in each layer of each step"
+            yield counter("expert_pairs_fullest_rank", text, fullest)
         surprises = "Steps after ready that compiled a kernel or took more memory"
         yield counter("step_surprises", surprises, stats["num_surprises"])
         yield counter("prefix_cache_queries", "Tokens looked up", stats["num_prefix_asked"])

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,9 @@ def test_bad_sizes() -> None:
         RankLayout(2, 2, 4, balance([1, 1], 2))
     with pytest.raises(OptionError, match="layers of 0 stages are given, expected 2"):
         RankLayout(1, 2)
+    odd = replace(MODELS["flash"], moe_intermediate_size=2044)
+    with pytest.raises(OptionError, match=r"experts is 'split' with tp 8, .* inner size 2044 and"):
+        RankLayout(8, split_experts=True).check(odd)
     with pytest.raises(OptionError, match="pp is 9, expected 1 to 7"):
         balance([1] * 7, 9)
     with pytest.raises(OptionError, match=r"layers \[0, 1\], expected 0 to 6"):

@@ -162,12 +162,13 @@ def test_experts_cut_along_their_inner_size(
     checkpoint = open_checkpoint(tmp_path, ModelConfig.from_folder(tmp_path))
     whole = {name: numbers(weight) for name, weight in checkpoint.load().items()}
     size = checkpoint.config.moe_intermediate_size
+    outer = range(8, checkpoint.config.hidden_size // 2)
     for inner in (range(size // 3), range(size // 3, size)):
-        loaded = checkpoint.load(select=Selection(experts=range(1, 3), inner=inner))
+        loaded = checkpoint.load(select=Selection(experts=range(1, 3), inner=inner, outer=outer))
         rows = [*inner, *(size + i for i in inner)]
         w13, w2 = (f"layers.2.ffn.experts.{leaf}" for leaf in ("w13", "w2"))
         assert torch.equal(numbers(loaded[w13]), whole[w13][1:3, rows])
-        assert torch.equal(numbers(loaded[w2]), whole[w2][1:3][:, :, inner.start : inner.stop])
+        assert torch.equal(numbers(loaded[w2]), whole[w2][1:3][:, outer.start : outer.stop])
     with pytest.raises(OptionError, match="inner range"):
         checkpoint.slices(Selection(inner=range(size + 1)))
     with pytest.raises(OptionError, match="vocab range"):

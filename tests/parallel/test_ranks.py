@@ -42,13 +42,15 @@ def alone(folder: Path) -> Any:
     return answers(Engine.load(folder, device="cpu"))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (8, 1)])  # stages: test_lanes.py
-def test_ranks_answer_like_one_process(folder: Path, alone: Any, tp: int, pp: int) -> None:
-    engine = Engine.load(folder, device="cpu", tp=tp, pp=pp)
+@pytest.mark.parametrize(("tp", "experts"), [(2, "split"), (8, "whole")])  # pp: test_lanes.py
+def test_ranks_answer_like_one_process(folder: Path, alone: Any, tp: int, experts: str) -> None:
+    engine = Engine.load(folder, device="cpu", tp=tp, experts=experts)
     try:
         tokens, logits = answers(engine)
         assert tokens == alone[0]
         assert torch.equal(logits, alone[1])
+        fullest, every = engine.stats().expert_pairs  # split experts are even
+        assert every / tp < fullest < every if experts == "whole" else every == 0
     finally:
         engine.close()
 
@@ -85,6 +87,7 @@ def test_the_doctor_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert exchange.gather_us > 0
     assert exchange.send_us > 0
     assert {"decode step, batch 1", "decode step, batch 8"} < report.times.keys()
+    assert 1.0 <= report.fullest_share <= 2.0
     wanted = ([((1, 2), "a"), ((3,), "b")], torch.zeros(4, 5))
     found = ([((1, 2), "x"), ((4,), "b")], torch.eye(4, 5))
     assert list(doctor._differences(wanted, found)) == [

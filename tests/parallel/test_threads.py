@@ -61,15 +61,19 @@ class Formats:
 def weights_of(config: ModelConfig, layout: RankLayout) -> dict[str, Tensor]:
     """A rank's slices, by plain indexing."""
     groups, heads, experts = layout.groups(config), layout.heads(config), layout.experts(config)
-    vocab = layout.vocab(config)
-    rank = config.o_lora_rank
-    rows = {
+    vocab, inner, outer = layout.vocab(config), layout.inner(config), layout.outer(config)
+    rank, all_of = config.o_lora_rank, slice(experts.start, experts.stop)
+    rows: dict[str, Any] = {
         "attn.wq_b.weight": slice(heads.start * config.head_dim, heads.stop * config.head_dim),
         "attn.attn_sink": slice(heads.start, heads.stop),
         "attn.wo_a.weight": slice(groups.start * rank, groups.stop * rank),
-        "ffn.experts.w13": slice(experts.start, experts.stop),
-        "ffn.experts.w2": slice(experts.start, experts.stop),
+        "ffn.experts.w13": all_of,
+        "ffn.experts.w2": all_of,
     }
+    if inner is not None and outer is not None:
+        halves = [*inner, *(config.moe_intermediate_size + i for i in inner)]
+        rows["ffn.experts.w13"] = (all_of, halves)
+        rows["ffn.experts.w2"] = (all_of, slice(outer.start, outer.stop))
     table = {}
     for name, weight in WEIGHTS.items():
         parts = name.split(".", 2)
@@ -162,10 +166,11 @@ def results(
     formats: Formats,
     wrap: Callable[[Comm], Comm] = lambda comm: comm,
     config: ModelConfig = CONFIG,
+    split: bool = False,
 ) -> Results:
     stages = balance([1] * config.num_layers, pp)
     world = ThreadWorld(tp, pp)
-    layouts = [RankLayout(tp, pp, rank, stages) for rank in range(tp * pp)]
+    layouts = [RankLayout(tp, pp, rank, stages, split) for rank in range(tp * pp)]
     comms = [SingleRankComm() if tp * pp == 1 else world.rank(layout) for layout in layouts]
     ranks = [
         Rank(layout, wrap(comm), rows_from, formats, config)
@@ -213,6 +218,15 @@ def test_layouts_have_the_bits_of_one_rank(tp: int, pp: int, rows_from: int) -> 
     check_equal(results(tp, pp, rows_from, FORMATS[name]), name, tp, pp)
 
 
+SPLIT = [(2, 1, COPIES), (2, 2, BOTH), (4, 1, ROWS), (8, 1, BOTH)]
+
+
+@pytest.mark.parametrize(("tp", "pp", "rows_from"), SPLIT)
+def test_split_experts_have_the_bits_of_whole_ones(tp: int, pp: int, rows_from: int) -> None:
+    name = "trained" if tp == 2 else "exact"
+    check_equal(results(tp, pp, rows_from, FORMATS[name], split=True), name, tp, pp)
+
+
 class Sleepy:
     """Every call begins late, each time by another while."""
 
@@ -243,6 +257,15 @@ class Flipped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
+
+
+def test_a_probe_sees_a_wait_that_failed() -> None:
+    comm: Any = SingleRankComm()
+    comm.error = torch.zeros(1, dtype=torch.int32)
+    probe(comm, RankLayout(), 64, 2, CPU)
+    comm.error += 3
+    with pytest.raises(RankError, match="rank 0 waited in vain for place 2"):
+        probe(comm, RankLayout(), 64, 2, CPU)
 
 
 @pytest.mark.parametrize("flipped", [False, True])

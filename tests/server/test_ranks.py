@@ -37,6 +37,7 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
             text = client.get("/metrics").text
         assert re.search(r'dsv4:rank_silent_seconds\{.*node="0",rank="1".*\} \d', text)
         assert "dsv4:rank_commands_behind{" in text
+        assert "dsv4:expert_pairs_fullest_rank_total{" in text
         running = in_background(lambda: server.post(CHAT, {**body, "max_tokens": 4000}))
         wait_for(lambda: server.stats()["num_running"] == 1)
         os.kill(rank, signal.SIGKILL)

@@ -16,6 +16,7 @@ from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
+    READ_SHARE,
     WeightSizes,
     forecast,
     layouts,
@@ -42,7 +43,7 @@ FLASH, PRO = ModelConfig.builtin("flash"), ModelConfig.builtin("pro")
 def test_bytes_that_a_rank_receives_in_a_layer(
     config: ModelConfig, tp: int, rows: int, megabytes: float
 ) -> None:
-    found = received_bytes(config, tp, rows) / 1e6
+    found = received_bytes(config, RankLayout(tp), rows) / 1e6
     assert found == pytest.approx(megabytes, rel=0.015, abs=0.005)
 
 
@@ -156,6 +157,24 @@ def test_stages_work_at_the_same_time() -> None:
     assert two.prompt_compute_ms == pytest.approx(one.prompt_compute_ms * 2.5 / 4)
     assert two.steps[1].read == pytest.approx(one.steps[1].read)
     assert one.steps[1].read <= two.steps[2].read < one.steps[2].read
+
+
+def test_split_experts_read_less_at_batch_1() -> None:
+    """Each of 8 ranks reads an eighth of six experts, not the fullest rank's two; a token's inner
+    sizes travel, then its row."""
+    sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
+    cluster, geometry = Cluster.of("h200", 8), Geometry(FLASH, "fp8", "fp8", 2048)
+    whole, split = (
+        forecast(sizes, cluster, geometry, 8, 1, experts=experts) for experts in ("whole", "split")
+    )
+    assert split.fullest[1] == 6 / 8
+    expert = sum(n for name, n in sizes.nbytes.items() if ".ffn.experts." in name) / 256
+    rate = cluster.gpu.read_gbs * READ_SHARE * 1e6
+    saved = (whole.fullest[1] - 0.75) * expert / rate
+    assert whole.steps[1].read - split.steps[1].read == pytest.approx(saved)
+    assert split.stages[0].weight_bytes == pytest.approx(whole.stages[0].weight_bytes, rel=1e-6)
+    each = 8 * 4096 * 4 + 6 * 2048 * 2 + 4096 * 2
+    assert split.layer_mb[1] == pytest.approx(each * 7 / 8 / 1e6)
 
 
 def test_buffers_of_exchanges_follow_the_model() -> None:

@@ -8,7 +8,11 @@ from torch import Tensor
 from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 
 
-def own_experts_reference(experts: Tensor, held: range) -> Tensor:
+def own_experts_reference(experts: Tensor, held: range, load: Tensor | None) -> Tensor:
+    if load is not None:
+        owners = torch.div(experts[experts >= 0], len(held), rounding_mode="floor")
+        counts = torch.bincount(owners, minlength=1)
+        load += torch.stack([counts.max(), counts.sum()])
     local = experts - held.start
     return torch.where((local >= 0) & (local < len(held)), local, -1)
 
@@ -17,7 +21,7 @@ def cases() -> Iterable[Case]:
     def build(tokens: int, chosen: int, held: range) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             experts = torch.randint(-1, 16, (tokens, chosen), generator=generator)
-            return {"experts": experts, "held": held}
+            return {"experts": experts, "held": held, "load": None}
 
         return Case(f"{tokens}x{chosen} of {held}", make, 0.0, 0.0)
 
@@ -29,10 +33,11 @@ def cases() -> Iterable[Case]:
 OP = Op("own_experts", own_experts_reference, cases, (Kernel("dsv4.ops.comm.own_experts_triton"),))
 
 
-def own_experts(experts: Tensor, held: range) -> Tensor:
-    """`experts` int64 `[tokens, chosen]` -> the same of the rank's own numbers."""
+def own_experts(experts: Tensor, held: range, load: Tensor | None = None) -> Tensor:
+    """`experts` int64 `[tokens, chosen]` -> the same of the rank's own numbers. `load` int64 `[2]`
+    counts the pairs of the fullest rank, and of all; every rank holds as many experts."""
     check_shape(OP.name, "experts", experts, "tokens", "chosen")
     found = experts.dtype
     check(found == torch.int64, OP.name, lambda: f"experts are {found}, expected int64")
-    result: Tensor = OP(experts.device, experts=experts, held=held)
+    result: Tensor = OP(experts.device, experts=experts, held=held, load=load)
     return result

@@ -2,13 +2,15 @@
 
     linear_ranges   some ranges of K of a matrix, for all rows
     expert_sums     the chosen experts that the rank holds, and the shared one
+    split_experts   all chosen experts, of each a range of the inner size and of the rows of W2
     shared_expert   the shared expert alone, for the rows that the rank owns
+    sum_experts     what these add up to
 
 Added in order, the shares of all ranks have the bits of `linear` and `experts`. On a GPU partial
 sums stay as the kernels of these ops leave them: not scaled yet, and by range of K.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,16 @@ from dsv4.ops.core.op import Case, Kernel, Op, check, check_shape
 from dsv4.ops.gemm.linear import range_products
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
-from dsv4.ops.moe.experts import Experts, pair_sums, shared_sums
+from dsv4.ops.moe.experts import (
+    Experts,
+    expert_inner,
+    expert_outer,
+    pair_sums,
+    shared_sums,
+    sum_pairs,
+)
+
+Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,10 +43,18 @@ class ExpertSums:
 
     def pairs(self, chosen: int) -> Tensor:
         """fp32 `[tokens, chosen, size]`."""
-        return self.parts[:, :chosen].sum(2)
+        return sum_in_order(self.parts[:, :chosen], 2)
 
     def shared(self) -> Tensor:
-        return self.parts[:, -1].sum(1) if self.extra is None else self.extra
+        return sum_in_order(self.parts[:, -1], 1) if self.extra is None else self.extra
+
+
+def sum_in_order(parts: Tensor, dim: int) -> Tensor:
+    """Their sum along `dim`, ascending, from zero: what kernels make of -0.0 alone, too."""
+    total = torch.zeros_like(parts.select(dim, 0))
+    for part in parts.unbind(dim):
+        total = total + part
+    return total
 
 
 def linear_ranges_reference(x: Tensor, weight: Weight, some: range) -> PartialSums:
@@ -48,6 +67,41 @@ def expert_sums_reference(
 ) -> ExpertSums:
     extra = shared_sums(x, by) if with_shared else None
     return ExpertSums(pair_sums(x, experts, weights, by).unsqueeze(2), extra)
+
+
+def split_experts_reference(
+    x: Tensor, experts: Tensor, weights: Tensor, by: Experts, gather: Gather
+) -> Tensor:
+    def inner(rows: Tensor, expert: int, places: Tensor) -> Tensor:
+        return expert_inner(rows, by.w13[expert], weights.flatten()[places], by.limit)
+
+    def outer(rows: Tensor, expert: int, places: Tensor) -> Tensor:
+        return expert_outer(rows, by.w2[expert])
+
+    z = _by_expert(x, experts, inner, x.dtype, by.w13.shape[1] // 2, experts.shape[1])
+    parts = _by_expert(gather(z), experts, outer, torch.float32, by.w2.shape[1], 1)
+    return parts.view(*experts.shape, 1, -1)
+
+
+def _by_expert(
+    rows: Tensor,
+    experts: Tensor,
+    product: Callable[[Tensor, int, Tensor], Tensor],
+    dtype: torch.dtype,
+    width: int,
+    pairs_per_row: int,
+) -> Tensor:
+    """`[pairs, width]`: the product of each pair's row, of all pairs of an expert at once."""
+    found = torch.zeros(experts.numel(), width, dtype=dtype, device=rows.device)
+    chosen = experts.flatten()
+    for expert in sorted({number for number in chosen.tolist() if number >= 0}):
+        places = (chosen == expert).nonzero()[:, 0]
+        found[places] = product(rows[places // pairs_per_row], expert, places)
+    return found
+
+
+def sum_experts_reference(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
+    return sum_pairs(sum_in_order(parts, 2), shared, dtype)
 
 
 def _no_cases() -> Iterable[Case]:
@@ -66,6 +120,20 @@ EXPERT_SUMS = Op(
     expert_sums_reference,
     _no_cases,
     (Kernel("dsv4.ops.comm.expert_sums_triton"),),
+)
+
+
+SPLIT_EXPERTS = Op(
+    "split_experts",
+    split_experts_reference,
+    _no_cases,
+    (Kernel("dsv4.ops.comm.split_experts_triton"),),
+)
+SUM_EXPERTS = Op(
+    "sum_experts",
+    sum_experts_reference,
+    _no_cases,
+    (Kernel("dsv4.ops.comm.sum_experts_triton"),),
 )
 
 
@@ -102,6 +170,32 @@ def expert_sums(
     result: ExpertSums = EXPERT_SUMS(
         x.device, x=x, experts=experts, weights=weights, by=by, with_shared=with_shared
     )
+    return result
+
+
+def split_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, by: Experts, gather: Gather
+) -> Tensor:
+    """fp32 `[tokens, chosen, ranges, own size]`. `by` has a range of the inner rows of each W1 and
+    W3, and a range of the rows of each W2; `gather` brings the columns of all ranks' `[pairs, own
+    inner]` together. No sum is cut, so nothing depends on the number of ranks. The result lies in
+    a workspace of the experts' ops."""
+    if x.shape[0] == 0:
+        gather(x.new_empty(0, by.w13.shape[1] // 2))
+        return torch.zeros(0, experts.shape[1], 1, by.w2.shape[1], device=x.device)
+    result: Tensor = SPLIT_EXPERTS(
+        x.device, x=x, experts=experts, weights=weights, by=by, gather=gather
+    )
+    return result
+
+
+def sum_experts(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 `[tokens, chosen, ranges, size]` and the shared expert's `[tokens, size]` -> their sum:
+    ranges first, then experts in order, the shared one last, rounded once."""
+    check_shape(SUM_EXPERTS.name, "shared", shared, parts.shape[0], parts.shape[3])
+    if parts.shape[0] == 0:
+        return shared.to(dtype)
+    result: Tensor = SUM_EXPERTS(parts.device, parts=parts, shared=shared, dtype=dtype)
     return result
 
 

@@ -72,7 +72,7 @@ def experts(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
         for place, row in places:
             parts[place] = product[row]
     each = parts[:pairs].reshape(count, chosen, -1)
-    total = each[:, 0]
+    total = fp32(0.0) + each[:, 0]
     for number in range(1, chosen):
         total = total + each[:, number]
     return tensor(total + parts[pairs:]).to(x.dtype)

@@ -42,11 +42,20 @@ def expert_reference(
     x: Tensor, w13: Weight, w2: Weight, weight: Tensor | None, limit: float
 ) -> Tensor:
     """One expert on `[rows, size]`, fp32 out; `weight` `[rows]` multiplies before W2."""
+    return expert_outer(expert_inner(x, w13, weight, limit), w2)
+
+
+def expert_inner(x: Tensor, w13: Weight, weight: Tensor | None, limit: float) -> Tensor:
+    """What W2 reads, in the dtype of `x`."""
     gate, up = matmul_rows(rounded(x, activations_of(w13)), dense(w13)).chunk(2, dim=1)
     z = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     if weight is not None:
         z.mul_(weight.unsqueeze(1))
-    return matmul_rows(rounded(z.to(x.dtype), activations_of(w2)), dense(w2))
+    return z.to(x.dtype)
+
+
+def expert_outer(z: Tensor, w2: Weight) -> Tensor:
+    return matmul_rows(rounded(z, activations_of(w2)), dense(w2))
 
 
 def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
@@ -58,8 +67,8 @@ def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) 
 def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 `[tokens, chosen, size]` and the shared expert's `[tokens, size]` -> their sum: experts
     in the given order, the shared one last, rounded once."""
-    total, *others = parts.unbind(1)
-    for part in others:
+    total = torch.zeros_like(shared)  # so a sum of -0.0 alone is 0.0, as kernels have it
+    for part in parts.unbind(1):
         total = total + part
     return (total + shared).to(dtype)
 

@@ -204,21 +204,24 @@ def _down_kernel(
     _store(parts_at + (place * RANGES + split) * size, column, size, acc * factor)
 
 
-def launch(x, experts, weights, by):
+def launch(x, experts, weights, by, gather=None):
     """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert (whose
-    matrices may be None) last."""
-    z = _between(x, experts.shape[1], stack_of(by.w2))
+    matrices may be None) last. `gather`: see `split_experts`."""
+    z, own = _between(x, experts.shape[1], stack_of(by.w2)), stack_of(by.w13).rows // 2
     _up(x, z, experts, weights, by, by.shared_w13)
+    if gather is not None:
+        z = gather(z[: experts.shape[1] * own].view(-1, own))
     return _down(z, experts, by)
 
 
 def _up(x, z, experts, weights, by, shared) -> None:
     places, counts = table_of(by.w13)
-    w13, w2, chosen = stack_of(by.w13), stack_of(by.w2), experts.shape[1]
+    w13, chosen = stack_of(by.w13), experts.shape[1]
     programs, tile = _up_tile(w13, UP_ROWS)
     _up_kernel[(programs, chosen + (shared is not None))](
-        x, z, experts, weights, *expert_weights(w13, shared), places, counts, chosen, w2.rows,
-        w2.columns, by.limit, w13.num_steps, w13.packed.shape[1], PARTS=w13.global_scale.shape[1],
+        x, z, experts, weights, *expert_weights(w13, shared), places, counts, chosen, x.shape[1],
+        w13.rows // 2, by.limit, w13.num_steps, w13.packed.shape[1],
+        PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=1 if shared is None else shared.global_scale.shape[0],
         PLACED=places is not None, U=tile, **dependent_options(x.device, 2),
     )  # fmt: skip

@@ -319,20 +319,20 @@ def run(x, experts, weights, by):
     return launch(x, experts, weights, by)
 
 
-def launch(x, experts, weights, by, *, partial=False, ready=None, config=None):
+def launch(x, experts, weights, by, *, partial=False, ready=None, config=None, gather=None):
     """Shared matrices may be None: only the routed experts. With `partial` the result is the
     partial sums, fp32 `[tokens, places, ranges, size]`. `ready`: quantised rows of `x` for a shared
-    expert in another format."""
+    expert in another format. `gather`: see `split_experts`."""
     num_tokens, chosen = experts.shape
     extra = None
     if by.shared_w13 is not None and is_separate(by):
         extra = separate_output(x, by.shared_w13, by.shared_w2, by.limit, ready)
         by = replace(by, shared_w13=None, shared_w2=None)
     if num_tokens == 1:
-        parts = experts_single_token_triton.launch(x, experts, weights, by)[None]
+        parts = experts_single_token_triton.launch(x, experts, weights, by, gather)[None]
     else:
         config = config or choose_config(num_tokens, chosen, by.w2.shape[0], describe(x.device))
-        parts = _launch_tiles(x, experts, weights, by, config)
+        parts = _launch_tiles(x, experts, weights, by, config, gather)
     if partial:
         return parts
     y = torch.empty_like(x)
@@ -340,7 +340,7 @@ def launch(x, experts, weights, by, *, partial=False, ready=None, config=None):
     return y
 
 
-def _launch_tiles(x, experts, weights, by, config):
+def _launch_tiles(x, experts, weights, by, config, gather=None):
     """fp32 partial sums `[tokens, places, 1, size]`."""
     num_tokens, chosen = experts.shape
     places_at, counts = table_of(by.w13)
@@ -357,13 +357,16 @@ def _launch_tiles(x, experts, weights, by, config):
             weight.columns % 128 == 0, not interpreting(), is_mx(w2), places_at is not None,
         )  # fmt: skip
 
-    _up_kernel[(triton.cdiv(2 * inner, config.bn), tiles.num_tiles)](
+    width, own = x.shape[1], w13.rows // 2  # of split experts, more and less than W2 has
+    _up_kernel[(triton.cdiv(2 * own, config.bn), tiles.num_tiles)](
         x, x.stride(0), z, weights, tiles.table, *expert_weights(w13, shared), places_at, counts,
-        num_pairs, chosen, num_experts, size, inner, by.limit, w13.num_steps, w13.packed.shape[1],
+        num_pairs, chosen, num_experts, width, own, by.limit, w13.num_steps, w13.packed.shape[1],
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=1 if shared is None else shared.global_scale.shape[0],
         E=tile(w13), **launch_options(config.num_warps),
     )  # fmt: skip
+    if gather is not None:
+        z = gather(z[: num_pairs * own].view(num_pairs, own))
     _down_kernel[(triton.cdiv(size, config.bn), tiles.num_tiles)](
         z, parts, tiles.table, *expert_weights(w2, by.shared_w2), places_at, num_pairs, chosen,
         places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],

@@ -58,7 +58,7 @@ def choose_layout(
     cluster, config = devices.cluster(nodes), sizes.config
     roomy = resolve(choices, config, has_gpu=True, memory_bytes=2**62)
     found = [
-        forecast(sizes, cluster, roomy.geometry(config), tp, pp)
+        forecast(sizes, cluster, roomy.geometry(config), tp, pp, experts=choices.experts)
         for tp, pp in layouts(config, cluster)
         if choices.pp in (1, pp) and (nodes == 1 or tp * pp == cluster.gpus)
     ]

@@ -69,7 +69,7 @@ class Follower:
     def _start(self, told: Message) -> Runner:
         logging.basicConfig(level=told["log_level"], format=f"rank {told['rank']}: %(message)s")
         stages = tuple(range(*pair) for pair in told["stages"])
-        layout = RankLayout(told["tp"], told["pp"], told["rank"], stages)
+        layout = RankLayout(told["tp"], told["pp"], told["rank"], stages, told["split_experts"])
         settings = Settings(**told["settings"])
         folder = str(model_folder(told["folder"]))
         found = digest(folder)

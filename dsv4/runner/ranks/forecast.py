@@ -39,16 +39,17 @@ class WeightSizes:
     config: ModelConfig
     nbytes: Mapping[str, int]
 
-    def layout(self, tp: int, pp: int) -> RankLayout:
+    def layout(self, tp: int, pp: int, experts: str = "whole") -> RankLayout:
         """Rank 0's; stages are balanced by the bytes of their layers."""
         costs = [sum(part) for part in self._layers]
-        layout = RankLayout(tp, pp, 0, balance(costs, pp, self.nbytes["embed.weight"], self._last))
+        stages = balance(costs, pp, self.nbytes["embed.weight"], self._last)
+        layout = RankLayout(tp, pp, 0, stages, experts == "split")
         layout.check(self.config)
         return layout
 
     def held(self, layout: RankLayout) -> int:
         """Bytes that a rank holds."""
-        held = self._held(layout.tp)
+        held = self._held(layout.tp, layout.split_experts)
         names = [f"layers.{layer}." for layer in layout.layers(self.config)]
         if layout.is_first:
             names.append("embed.weight")
@@ -57,7 +58,7 @@ class WeightSizes:
     def read(self, layout: RankLayout, batch: int) -> float:
         """Bytes that the fullest rank of a stage reads in a decode step."""
         c, total = self.config, 0.0
-        experts = visited(c.num_experts, c.num_experts_per_tok, batch, layout.tp) / c.num_experts
+        experts = experts_read(c, layout, batch) / c.num_experts
         for layer in layout.layers(c):
             whole, shared, routed = self._layers[layer]
             total += whole + shared / layout.tp + routed * experts
@@ -84,13 +85,14 @@ class WeightSizes:
         return sum(self.nbytes[name] for name in names if name != "embed.weight")
 
     @cached_property
-    def _held(self) -> Callable[[int], dict[str, int]]:
+    def _held(self) -> Callable[[int, bool], dict[str, int]]:
         """By tp: the bytes of each layer on a rank, the embedding's, and under "" the rest."""
 
         @cache
-        def of(tp: int) -> dict[str, int]:
+        def of(tp: int, split: bool) -> dict[str, int]:
             found: Counter[str] = Counter()
-            for name, nbytes in held_parts(self.config, self.nbytes, RankLayout(tp)).items():
+            layout = RankLayout(tp, split_experts=split)
+            for name, nbytes in held_parts(self.config, self.nbytes, layout).items():
                 is_layer = name.startswith("layers.")
                 key = f"layers.{name.split('.')[1]}." if is_layer else ""
                 found[name if name == "embed.weight" else key] += nbytes
@@ -178,8 +180,9 @@ def forecast(
     pp: int,
     batches: Sequence[int] = (1, 32),
     prompt: int = 8192,
+    experts: str = "whole",
 ) -> Forecast:
-    layout = sizes.layout(tp, pp)
+    layout = sizes.layout(tp, pp, experts)
     steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, 1, ANSWERS}}
     compute, exchange, bound = _prompt(sizes, cluster, layout, prompt)
     chunks, config = -(-prompt // CHUNK), sizes.config
@@ -195,9 +198,8 @@ def forecast(
         compute * shown,
         exchange * shown,
         bound,
-        {rows: received_bytes(config, tp, rows) / 1e6 for rows in (*batches, prompt)},
-        {batch: visited(config.num_experts, config.num_experts_per_tok, batch, tp)
-         for batch in batches},
+        {rows: received_bytes(config, layout, rows) / 1e6 for rows in (*batches, prompt)},
+        {batch: experts_read(config, layout, batch) for batch in batches},
         job / 1e3,
     )  # fmt: skip
 
@@ -259,14 +261,23 @@ def _stages(
         yield StageForecast(layers, held, exchange, free, max(tokens, 0) if room > 0 else 0)
 
 
-def received_bytes(config: ModelConfig, tp: int, rows: int) -> float:
-    """By a rank in one layer."""
-    c, width = config, config.hidden_size
+def received_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> float:
+    """By a rank in one layer. Split experts exchange what W2 reads, then columns of the sums."""
+    c, width, chosen = config, config.hidden_size, config.num_experts_per_tok
+    tp, between = layout.tp, chosen * c.moe_intermediate_size * 2
     if rows < ROWS_FROM:
-        each = (k_ranges(c) + c.num_experts_per_tok) * width * 4
-        return rows * each * (tp - 1) / tp
-    own = (c.o_groups * c.o_lora_rank * 2 + c.num_experts_per_tok * width * 4) / tp
-    return rows * (2 * width * 2 + own) * (tp - 1) / tp
+        experts = between + width * 2 if layout.split_experts else chosen * width * 4
+        return rows * (k_ranges(c) * width * 4 + experts) * (tp - 1) / tp
+    pairs = 1 if layout.split_experts else chosen
+    own = (c.o_groups * c.o_lora_rank * 2 + pairs * width * 4) / tp
+    every = 2 * width * 2 + (between if layout.split_experts else 0)
+    return rows * (every + own) * (tp - 1) / tp
+
+
+def experts_read(config: ModelConfig, layout: RankLayout, batch: int) -> float:
+    """By the fullest rank in one layer of a step, in whole experts."""
+    shape = config.num_experts, config.num_experts_per_tok, batch
+    return visited(*shape, 1) / layout.tp if layout.split_experts else visited(*shape, layout.tp)
 
 
 @cache
@@ -319,7 +330,8 @@ def layer_exchange_ms(
     if layout.tp == 1:
         return 0.0
     link, count = _group_link(cluster, layout.tp), 2 if rows < ROWS_FROM else 4
-    nbytes = received_bytes(config, layout.tp, rows)
+    count += layout.split_experts
+    nbytes = received_bytes(config, layout, rows)
     return count * link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
 
 

@@ -91,6 +91,7 @@ def _start_together(
         "tp": layout.tp,
         "pp": layout.pp,
         "stages": [(stage.start, stage.stop) for stage in layout.stages],
+        "split_experts": layout.split_experts,
         "comm": kind,
         "store": store,
         "timeout": timeout,

@@ -43,6 +43,7 @@ class ParallelReport:
     num_tokens: int = 0
     num_logits: int = 0
     differences: list[str] = field(default_factory=list)
+    fullest_share: float = 0.0  # of experts on the fullest rank, 1.0: even; 0: not counted
     # ms by what was timed, on one rank and on these
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -90,6 +91,8 @@ def examine_ranks(model: str, choices: EngineConfig, tell: Callable[[str], None]
         tell("timing steps")
         found = _times(engine)
         report.times = {name: (times[name], found[name]) for name in times}
+        fullest, every = engine.stats().expert_pairs
+        report.fullest_share = round(fullest * tp / every, 2) if every else 0.0
     finally:
         engine.close()
     return report
@@ -145,9 +148,9 @@ def _decode_ms(engine: Engine, batch: int) -> float:
         for _ in range(4):
             engine.step()
         begin = time.perf_counter()
-        for _ in range(STEPS - 4):
-            engine.step()
-        return (time.perf_counter() - begin) * 1e3 / (STEPS - 4)
+        # of several stages each has a part of the sequences: a step brings theirs further
+        count = sum(len(out.token_ids) for _ in range(STEPS - 4) for out in engine.step())
+        return (time.perf_counter() - begin) * 1e3 * batch / count
 
 
 @contextmanager

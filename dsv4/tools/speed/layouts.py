@@ -86,18 +86,19 @@ def plan_layouts(
     asked = None if choices.tp == "auto" else (choices.tp, choices.pp)
     wanted = list(only) or layouts(config, cluster)
     if asked is not None and asked not in wanted:
-        sizes.layout(*asked)  # refuses what the model cannot do
+        sizes.layout(*asked, choices.experts)  # refuses what the model cannot do
         if asked[0] * asked[1] > cluster.gpus:
             raise OptionError(
                 f"tp {asked[0]} x pp {asked[1]} needs {asked[0] * asked[1]} GPUs, found "
                 f"{cluster.gpus}; raise --gpus or lower tp or pp"
             )
         wanted.append(asked)
-    found = [forecast(sizes, cluster, geometry, tp, pp, batches, prompt) for tp, pp in wanted]
+    figures = batches, prompt, choices.experts
+    found = [forecast(sizes, cluster, geometry, tp, pp, *figures) for tp, pp in wanted]
     best, reason = recommend(found, cluster)
     least = min(found, key=lambda f: max(stage.weight_bytes for stage in f.stages))
     shown = asked or ((best or least).tp, (best or least).pp)
-    layout = sizes.layout(*shown)
+    layout = sizes.layout(*shown, choices.experts)
     settings, state = None, 0
     try:
         rooms = stage_rooms(sizes, layout, cluster, choices)

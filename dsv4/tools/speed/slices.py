@@ -81,11 +81,7 @@ def sliced_parameters(config: ModelConfig, layout: RankLayout) -> dict[str, Para
     select, found = selection(layout, config), {}
     for name, parameter in parameters(config).items():
         cut = slice_for(name, parameter, select, config)
-        shape = list(parameter.shape)
-        kept = cut.experts or cut.rows
-        if kept is not None:
-            shape[0] = len(kept)
-        found[name] = replace(parameter, shape=tuple(shape))
+        found[name] = replace(parameter, shape=cut.shape(name, parameter.shape))
     return found
 
 

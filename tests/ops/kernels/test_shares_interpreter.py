@@ -3,6 +3,7 @@
 This file is both the test and the program it starts (see test_weight_interpreter.py).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.ops.kernels.compiling import interpreted
 TP = 2
 
 
-@pytest.mark.parametrize("group", ["ranges", "experts"])
+@pytest.mark.parametrize("group", ["ranges", "experts", "split"])
 def test_shares_add_up_to_the_whole(group: str) -> None:
     interpreted("tests.ops.kernels.test_shares_interpreter", group)
 
@@ -75,7 +76,10 @@ def check_experts(rows: int, *, mx: bool) -> None:
         held = range(rank * count // TP, (rank + 1) * count // TP)
         own = slice(held.start, held.stop)
         mine = Experts(by.w13[own], by.w2[own], by.shared_w13, by.shared_w2, by.limit)
-        local = own_experts(picks, held)
+        load = torch.tensor([100, 200])
+        local = own_experts(picks, held, load)
+        owners = [expert // len(held) for expert in picks.flatten().tolist()]
+        assert load.tolist() == [100 + max(map(owners.count, range(TP))), 200 + len(owners)]
         made = expert_sums(x, local, weights, mine, with_shared=True)
         assert torch.equal(made.shared(), alone)
         total[local >= 0] = made.pairs(chosen)[local >= 0]
@@ -87,6 +91,84 @@ def check_experts(rows: int, *, mx: bool) -> None:
     assert torch.equal((added + alone).bfloat16(), experts_ffn(x, picks, weights, by))
 
 
+def check_split(rows: int, *, mx: bool) -> None:
+    from dsv4.ops.comm.shares import shared_expert, split_experts, sum_experts
+    from dsv4.ops.gemm.weights.tiled import random_mxfp4, tile_mxfp4, tile_nvfp4
+    from dsv4.ops.moe.experts import Experts, experts_ffn
+
+    size, inner, count, chosen = 128, 64, 4, 2
+    generator = torch.Generator().manual_seed(rows)
+    tile: Any = tile_mxfp4 if mx else tile_nvfp4
+
+    def random(rows: int, columns: int) -> Any:
+        make = random_mxfp4 if mx else _random_nvfp4
+        return make(rows, columns, generator, count=count)
+
+    w1, w3, w2 = random(inner, size), random(inner, size), random(size, inner)
+    shared = tile(_join(w1, w3), paired=True)[0], tile(w2)[0]
+
+    def part(rank: int, of: int) -> Any:
+        """The share of a rank, or with one rank the whole."""
+        halves = (_rows(w, range(rank * inner // of, (rank + 1) * inner // of)) for w in (w1, w3))
+        down = _rows(w2, range(rank * size // of, (rank + 1) * size // of))
+        return Experts(tile(_join(*halves), paired=True), tile(down), *shared, 10.0)
+
+    x = torch.randn(rows, size, generator=generator).bfloat16()
+    picks = torch.rand(rows, count, generator=generator).topk(chosen).indices.sort(1).values
+    weights = torch.rand(rows, chosen, generator=generator)
+    laid: list[torch.Tensor] = []
+
+    def lay_down(z: torch.Tensor) -> torch.Tensor:
+        laid.append(z.clone())
+        return z.repeat(1, TP)
+
+    ranks = [part(rank, TP) for rank in range(TP)]
+    for by in ranks:
+        split_experts(x, picks, weights, by, lay_down)
+    columns = []
+    for rank, by in enumerate(ranks):
+        extra = shared_expert(x, by).chunk(TP, 1)[rank].contiguous()
+        parts = split_experts(x, picks, weights, by, lambda z: torch.cat(laid, 1))
+        columns.append(sum_experts(parts, extra, x.dtype))
+    assert torch.equal(torch.cat(columns, 1), experts_ffn(x, picks, weights, part(0, 1)))
+    zeros = torch.zeros(1, chosen, 1, size)
+    assert not sum_experts(-zeros, -zeros[:, 0, 0], x.dtype).signbit().any()  # 0 + -0 + -0
+
+
+def _random_nvfp4(rows: int, columns: int, generator: torch.Generator, *, count: int) -> Any:
+    from dsv4.formats import nvfp4
+    from dsv4.formats.quantized import Nvfp4Tensor
+
+    made = [
+        nvfp4.quantize(torch.randn(rows, columns, generator=generator) * 0.2) for _ in range(count)
+    ]
+    packed, scale = (torch.stack([m[i].view(torch.uint8) for m in made]) for i in range(2))
+    factors = torch.stack([m[2].reshape(1) for m in made])
+    return Nvfp4Tensor(packed, scale.view(torch.float8_e4m3fn), factors)
+
+
+def _tensors(weight: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(weight).items() if isinstance(v, torch.Tensor)}
+
+
+def _rows(weight: Any, own: range) -> Any:
+    cut = {k: v[:, own.start : own.stop] for k, v in _tensors(weight).items() if v.dim() > 2}
+    return replace(weight, **cut)
+
+
+def _join(gate: Any, up: Any) -> Any:
+    """Rows of both; globals beside each other."""
+    other = _tensors(up)
+    values = {k: _bytes_cat(v, other[k]) for k, v in _tensors(gate).items()}
+    return replace(gate, **values)
+
+
+def _bytes_cat(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.dtype == torch.float32:
+        return torch.cat([a, b], 1)
+    return torch.cat([a.view(torch.uint8), b.view(torch.uint8)], 1).view(a.dtype)
+
+
 def main(group: str) -> None:
     import tests.ops.kernels.shim  # noqa: F401
     from dsv4.ops.core.context import kernels_on_cpu
@@ -95,6 +177,10 @@ def main(group: str) -> None:
         if group == "ranges":
             for rows in (1, 5):
                 check_ranges(rows)
+        elif group == "split":
+            for rows in (1, 3):
+                check_split(rows, mx=False)
+                check_split(rows, mx=True)
         else:
             for rows in (1, 3):
                 check_experts(rows, mx=False)
