@@ -32,27 +32,21 @@ from dsv4.tools.speed.layouts import plan_layouts
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
-DECODE = "2026-11-17_h200_decode_flash.jsonl"
 COMPARE = "2026-11-17_h200_compare.jsonl"
 MEMORY = "2026-11-17_h200_memory.jsonl"
+HOST_EXPERTS = "2026-11-18_h200_experts_host.jsonl"
 TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 
-# GPU, GB (10^9 bytes; an H200's as its driver reports them, the others' nominal), numbers of
-# them, what stands in the way of one
+# GPU, name for `plan --gpu`, GB (10^9 bytes; an H200's as its driver reports them, the others'
+# nominal), numbers of them
 GPUS = (
-    ("H200", 150, (1, 2, 4, 8), ""),
-    ("B200", 191, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
-    ("RTX PRO 6000", 102, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
-    ("DGX Spark", 109, (1, 2, 4), "kernels compile for it but have not run on it"),
-    ("A100 80 GB", 85, (1, 2, 4, 8), "kernels compile for it but have not run on it"),
+    ("H200", "h200", 150, (1, 2, 4, 8)),
+    ("B200", "b200", 191, (1, 2, 4, 8)),
+    ("RTX PRO 6000", "rtx-pro-6000", 102, (1, 2, 4, 8)),
+    ("DGX Spark", "spark", 109, (1, 2, 4)),
+    ("A100 80 GB", "a100", 85, (1, 2, 4, 8)),
 )
-
-
-RATES = {
-    "H200": "h200", "B200": "b200", "RTX PRO 6000": "rtx-pro-6000", "A100 80 GB": "a100",
-    "DGX Spark": "spark",
-}  # fmt: skip
-SHARED_MEMORY = {"DGX Spark"}  # no other memory to keep experts in
+SHARED_MEMORY = {"spark"}  # no other memory to keep experts in
 
 
 def results(name: str) -> list[Any]:
@@ -60,76 +54,95 @@ def results(name: str) -> list[Any]:
     return [line.get("result", line) for line in lines]
 
 
-def decode_result() -> Any:
-    wanted = {"what": "decode", "batch": 1, "context": 4096, "shape": "flash"}
-    return next(r for r in results(DECODE) if wanted.items() <= r.items())
+def newest(what: str, **wanted: object) -> tuple[str, Any]:
+    """The last record on an H200 with such a result, and the result."""
+    for path in sorted(RECORDS.glob(f"*_h200_{what}*.jsonl"), reverse=True):
+        for result in results(path.name):
+            if {"what": what, "shape": "flash", "batch": 1, **wanted}.items() <= result.items():
+                return path.name, result
+    raise SystemExit(f"no record of {what} with {wanted}")
+
+
+def decode_result() -> tuple[str, Any]:
+    return newest("decode", context=4096, layers=36)
+
+
+def record_path(name: str) -> str:
+    return f"benchmarks/records/{name}"
 
 
 # --- the hardware table ---------------------------------------------------------------------------
 
 
 def several(model: str, count: int, gpu: str) -> str:
-    """What `plan` recommends on several GPUs; none has been seen."""
+    """What `plan` recommends where every weight is on a GPU."""
     plan = plan_layouts(planned_model(model, "official"), Cluster.of(gpu, count))
     if plan.recommended is None:
         most = min(max(s.weight_bytes for s in f.stages) for f in plan.forecasts)
         return f"no: {most / 1e9:,.0f} GB of weights a GPU"
     best = next(f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended)
     options = [f"--{name} {n}" for name, n in (("tp", best.tp), ("pp", best.pp)) if n > 1]
-    return f"predicted: `{' '.join(options)}`, {best.steps[1].total:.1f} ms a token"
+    text = f"predicted: {1000 / best.steps[1].total:,.0f} tokens/s"
+    return f"{text}, `{' '.join(options)}`" if options else text
 
 
-def cell(model: str, count: int, gpu: str, gigabytes: int, obstacle: str) -> str:
-    if count > 1:
-        return several(model, count, RATES[gpu])
+def one(model: str, gpu: str, gigabytes: int) -> str:
     subject, host = planned_model(model, "official"), 0 if gpu in SHARED_MEMORY else None
-    plan = make_plan(subject, gigabytes * 10**9, gpu=RATES[gpu], host_bytes=host)
+    plan = make_plan(subject, gigabytes * 10**9, gpu=gpu, host_bytes=host)
     if not plan.possible:
         return f"no: {sum(subject.groups.values()) / 1e9:,.0f} GB of weights"
-    if plan.experts is not None:
-        e = plan.experts
-        even, skewed = (ms[1] for ms in e.step_ms.values())
-        text = (
-            f"predicted: {100 * e.resident_share:.0f} % of the experts on the GPU, others in "
-            f"{e.host_bytes / 1e9:,.0f} GB of host memory, {skewed:.0f} to {even:.0f} ms a token"
-        )
-        return f"{text}; {obstacle}" if obstacle else text
-    longest = max(fit.context for fit in plan.fits if fit.sequences)
-    context = f"{longest // 2**20}M" if longest >= 2**20 else f"{longest // 2**10}k"
-    fits = f"fits with {context} tokens"
-    return f"predicted: {fits}; {obstacle}" if obstacle else f"runs: {fits}"
+    if plan.experts is None:
+        return several(model, 1, gpu)
+    e = plan.experts
+    slow, fast = (1000 / ms[1] for ms in e.step_ms.values())
+    state = "predicted: "
+    if (model, gpu) == ("flash", "h200"):
+        slow, fast = sorted(measured_host_experts())
+        state = f"**runs**, random weights: [measured]({record_path(HOST_EXPERTS)}) "
+    host_gb = f"{e.host_bytes / 1e9:,.0f} GB of experts in host memory"
+    return f"{state}{slow:.0f} to {fast:.0f} tokens/s; {host_gb}"
 
 
-def hardware_rows() -> Iterator[tuple[str, str, str]]:
-    """Hardware, and what it does with Flash and Pro; equal answers share a row."""
-    for name, size, counts, obstacle in GPUS:
-        answers: dict[tuple[str, str], list[str]] = {}
-        for count in counts:
-            flash, pro = (cell(model, count, name, size, obstacle) for model in ("flash", "pro"))
-            pair = flash, pro
-            answers.setdefault(pair, []).append(str(count))
-        for (flash, pro), same in answers.items():
-            yield f"{' or '.join(same)} x {name}", flash, pro
+def measured_host_experts() -> Iterator[float]:
+    """Tokens/s of all layers of Flash, for even and for skewed use of experts."""
+    for result in results(HOST_EXPERTS):
+        if result.get("what") == "decode" and (result["layers"], result["batch"]) == (43, 1):
+            yield result["tokens_per_s"]
 
 
 def hardware_table() -> str:
-    step, tiny = decode_result(), results(TINY)[0]
-    speeds = {
-        "1 x H200": f"[{step['tokens_per_s']:.0f}](benchmarks/records/{DECODE}): Flash, scaled "
-        f"from {step['layers']} of {step['full_layers']} layers, random weights"
-    }
-    rows = [f"| {name} | {a} | {b} | {speeds.get(name, '–')} |" for name, a, b in hardware_rows()]
-    rate = tiny["tokens_per_s"]["median"]
-    rows.append(
-        "| laptop, any CPU | only the embedded model `tiny` runs | – | "
-        f"[{rate:.0f}](benchmarks/records/{TINY}): `tiny`, {tiny['cores']} cores |"
+    rows = []
+    for name, gpu, size, counts in GPUS:
+        for n in counts:
+            cells = (
+                one(model, gpu, size) if n == 1 else several(model, n, gpu)
+                for model in ("flash", "pro")
+            )  # fmt: skip
+            rows.append(f"| {n} x {name} | {' | '.join(cells)} |")
+    first = results(TINY)[0]
+    rate, cores = first["tokens_per_s"]["median"], first["cores"]
+    tiny = f"the embedded model `tiny`: [measured]({record_path(TINY)}) {rate:.0f} tokens/s"
+    rows.append(f"| laptop, any CPU | no; **runs** {tiny} on {cores} cores | no |")
+    return "| hardware | V4-Flash | V4-Pro |\n|---|---|---|\n" + "\n".join(rows)
+
+
+def expected_speed() -> str:
+    decode, step = decode_result()
+    prefill, prompt = newest("prefill", context=8192, layers=36)
+    slow, fast = sorted(measured_host_experts())
+    return (
+        f"- {step['layers']} of {step['full_layers']} layers take {step['ms']:.2f} ms a token at "
+        f"4,096 tokens of context ([record](../{record_path(decode)})): {step['full_ms']:.1f} ms, "
+        f"{step['tokens_per_s']:.0f} tokens/s, when scaled to all layers.\n"
+        f"- A prompt of 8,192 tokens takes {prompt['full_ms'] / 1000:.2f} s by the same scaling "
+        f"([record](../{record_path(prefill)})).\n"
+        f"- All layers, with 11 % of the experts in host memory: {slow:.0f} to {fast:.0f} tokens/s "
+        f"at 16,384 tokens of context ([record](../{record_path(HOST_EXPERTS)}))."
     )
-    head = "| hardware | V4-Flash | V4-Pro | tokens/s, one user |\n|---|---|---|---|\n"
-    return head + "\n".join(rows)
 
 
 def proof() -> str:
-    step = decode_result()
+    decode, step = decode_result()
     ours, theirs = results(COMPARE)[1:3]
     memory = results(MEMORY)[1]
     planned = memory["planned_bytes"]
@@ -139,7 +152,7 @@ def proof() -> str:
             f"{theirs['times']:.0f} times less than in transformers "
             f"([record](benchmarks/records/{COMPARE})); {step['layers']} layers take "
             f"{step['ms']:.2f} ms, {step['ratio']:.1f} times what reading their bytes takes "
-            f"([record](benchmarks/records/{DECODE})).",
+            f"([record]({record_path(decode)})).",
             "- **Exact:** logits equal those of transformers within 2e-4 in fp32, and a request "
             "has the same bits alone and in any batch ([tests](tests/oracle), "
             "[numerics](docs/numerics.md)).",
@@ -355,13 +368,14 @@ def limits_table() -> str:
 
 
 def wanted() -> dict[Path, str]:
-    serving = ROOT / "docs" / "serving.md"
+    serving, running = ROOT / "docs" / "serving.md", ROOT / "docs" / "run-flash-pro.md"
     readme = (ROOT / "README.md").read_text()
     readme = between(readme, "proof", proof())
     readme = between(readme, "hardware", hardware_table())
     return {
         ROOT / "README.md": readme,
         serving: between(serving.read_text(), "limits", limits_table()),
+        running: between(running.read_text(), "speed", expected_speed()),
         ROOT / "docs" / "commands.md": command_page(),
         ROOT / "docs" / "python-api.md": python_page(),
         ROOT / "docs" / "pictures" / "one_token_h200.svg": picture(),

@@ -317,6 +317,14 @@ def test_odd_words_would_be_seen(tmp_path: Path) -> None:
     assert sorted(found) == ["for ever", "nobody", "whoever"]
 
 
+def test_the_size_of_the_package_is_told() -> None:
+    """The comparison's own row; the others' are counted in snapshots."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    [told] = re.findall(r"lines of Python \| about ([\d,]+)", page)
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "dsv4").rglob("*.py"))
+    assert 0.9 <= int(told.replace(",", "")) / lines <= 1.1, f"{lines} lines"
+
+
 def test_every_page_is_on_the_site() -> None:
     listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

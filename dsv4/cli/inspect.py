@@ -21,7 +21,7 @@ def inspect(
     model: str = typer.Argument("tiny", help="A folder with config.json and safetensors."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Show layout, formats and sizes of a checkpoint, from its headers.
+    """Show a checkpoint's layout, formats and sizes from its headers.
 
     Exit code 1 if it could not be loaded as it is.
 

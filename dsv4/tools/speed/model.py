@@ -37,6 +37,11 @@ def shape_config(shape: str, layers: int | None) -> ModelConfig:
             max_positions=8192, index_num_heads=4, index_head_dim=32, index_topk=16,
             num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
         )  # fmt: skip
+    elif shape == "tiny":
+        raise OptionError(
+            "tiny is a model, not a shape: expected flash, pro or trial; "
+            "`dsv4 generate tiny --stats` or `dsv4 bench serve tiny` times it"
+        )
     else:
         config = ModelConfig.builtin(shape)
     if layers is None:
