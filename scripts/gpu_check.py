@@ -3,7 +3,7 @@
     python scripts/gpu_check.py pack                                # here: tools for a bare machine
     python scripts/gpu_check.py --out DIR tests tiny quality        # there
     python scripts/gpu_check.py --out DIR decode prefill pro memory
-    python scripts/gpu_check.py --out DIR ops state compare
+    python scripts/gpu_check.py --out DIR ops state compare parallel slices
 
 A part that fails or runs out of time does not stop the others; what it wrote stays. Everything
 printed also goes to DIR/log.txt, results to DIR/<part>.jsonl. `pack` copies what the tests need
@@ -62,6 +62,12 @@ def jobs_of(part: str) -> list[Job]:
                 "not test_cases and not model_sizes",
             ),
         ]  # fmt: skip
+    if part == "parallel":  # side by side on one GPU they would wait for each other
+        ranks = ["tests/parallel/test_ranks_gpu.py", "tests/ops/kernels/test_shares_gpu.py"]
+        return [pytest_job("ranks", 600, *ranks)]
+    if part == "slices":
+        bench = ["-m", "dsv4", "bench", "parallel", "--slices", "flash", "--layers", "8"]
+        return [Job("slices", [*bench, "--record", str(OUT / "slices.jsonl")], 180)]
     limits = {"tiny": 150, "decode": 330, "prefill": 120, "pro": 180}
     limits |= {"ops": 240, "state": 180, "compare": 150, "memory": 150}
     limits["quality"] = 240
@@ -70,7 +76,7 @@ def jobs_of(part: str) -> list[Job]:
 
 PARTS = (
     "tests", "tiny", "decode", "prefill", "pro", "ops", "state", "compare", "memory",
-    "quality",
+    "quality", "parallel", "slices",
 )  # fmt: skip
 
 

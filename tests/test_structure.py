@@ -85,7 +85,7 @@ LINE_BUDGET = {
     # holds 130 lines of references over ranks and 130 of MXFP4 as it is stored; issue 24 wants
     # 10,500 without them. New files of another issue go into that list and its budget.
     "ops": 12440,  # 130 for choices of other GPUs and E4M3 by integers
-    "ops of other issues": 3160,  # 120 for experts split over ranks, and their count
+    "ops of other issues": 3180,  # 140 for experts split over ranks, their count, an echo
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -101,7 +101,7 @@ LINE_BUDGET = {
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
-    "tools": 9150,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    "tools": 9170,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
     "cli": 2700,  # 200 for plans over several GPUs and join
     "deploy": 1000,
     "__main__.py": 10,

@@ -61,8 +61,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answers(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}])
-def test_ranks_have_the_bits_of_one(alone: Any, layout: dict[str, int], tmp_path: Path) -> None:
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "experts": "split"}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_have_the_bits_of_one(alone: Any, layout: dict[str, Any], tmp_path: Path) -> None:
     assert answers(tmp_path, **layout) == alone
 
 

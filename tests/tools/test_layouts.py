@@ -242,9 +242,16 @@ def test_slices_of_a_rank(tmp_path: Path) -> None:
         for tp in (1, 2)
         for what, batch in (("slices decode", 1), ("slices decode", 3), ("slices prefill", 1))
     ]
-    assert all(row["full_ms"] == pytest.approx(row["ms"] * 4 / 3, rel=1e-3) for row in rows)
+    for row in rows:  # four layers from three; embedding, head and sampling once
+        layers_ms = row["ms"] - row["rest_ms"]
+        assert row["full_ms"] == pytest.approx(row["rest_ms"] + layers_ms * 4 / 3, abs=1e-3)
     assert rows[3]["weight_bytes"] < rows[0]["weight_bytes"]
     assert "tp 2  prompt 70" in result.output
+    again = [*asked[:-1], str(tmp_path / "split.jsonl"), "--experts", "split", "--tp", "2"]
+    again[again.index("--batch") + 1] = "1"
+    assert CliRunner().invoke(app, again).exit_code == 0
+    row = json.loads((tmp_path / "split.jsonl").read_text().splitlines()[1])["result"]
+    assert (row["tp"], row["experts"]) == (2, "split")
 
 
 app = typer.Typer()

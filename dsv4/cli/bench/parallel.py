@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.bench.steps import DEVICE, FITTING_LAYERS, LAYERS, RECORD, numbers
+from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.util.sizes import size_text
 from dsv4.util.writable import check_writable
@@ -17,12 +18,11 @@ from dsv4.util.writable import check_writable
 
 def parallel(
     predict: str = typer.Option("", help="Run nothing: flash or pro."),
-    slices: str = typer.Option(
-        "", help="Time one rank's slices on this GPU: flash, pro; trial on any machine."
-    ),
+    slices: str = typer.Option("", help="Time one rank's slices here: flash, pro; trial: any CPU."),
     gpu: str = typer.Option("h200", help="Whose rates to use."),
     tp: str = typer.Option("1,2,4,8", help="Ranks that share a layer."),
     pp: str = typer.Option("1", help="Stages."),
+    experts: str = typer.Option("whole", help="Of a rank: whole ones, or split: a part of each."),
     nodes: int = typer.Option(1, min=1, help="Machines that the ranks are spread over."),
     link: str | None = typer.Option(None, help="nvlink, pcie, 200g; default: that of --gpu."),
     exchange_us: float | None = typer.Option(None, min=0, help="Of an exchange, without bytes."),
@@ -48,9 +48,9 @@ def parallel(
             "give --predict flash (or pro), or --slices; what this machine's ranks take together "
             "is measured by dsv4 doctor --parallel"
         )
-    batches = numbers("batch", batch)
+    batches, choices = numbers("batch", batch), EngineConfig(experts=experts)
     if slices:
-        _slices(slices, layers, numbers("tp", tp), batches, prompt, device, gpu, record)
+        _slices(slices, layers, numbers("tp", tp), batches, prompt, device, gpu, record, experts)
         return
     pairs = [(a, b) for b in numbers("pp", pp) for a in numbers("tp", tp)]
     most = max(a * b for a, b in pairs)
@@ -62,7 +62,7 @@ def parallel(
         chosen = replace(chosen, gbs=link_gbs, source="as given")
     cluster = replace(cluster, link=chosen)
     subject = planned_model(predict, weights)
-    result = plan_layouts(subject, cluster, batches=batches, prompt=prompt, only=pairs)
+    result = plan_layouts(subject, cluster, choices, batches=batches, prompt=prompt, only=pairs)
     rows = [row_of(found, predict, gpu, prompt) for found in result.forecasts]
     if as_json:
         found = {"model": predict, "weights": weights, "assumptions": assumptions(cluster)}
@@ -85,8 +85,10 @@ def _slices(
     device: str,
     gpu: str,
     record: Path | None,
+    experts: str,
 ) -> None:
     """Compute as measured, exchanges as predicted: the only figure that mixes both."""
+    from dsv4.parallel.layout import RankLayout
     from dsv4.runner.ranks.cluster import Cluster
     from dsv4.tools.bench_ops import run_facts
     from dsv4.tools.speed.layouts import exchange_ms
@@ -98,9 +100,10 @@ def _slices(
     count = layers or FITTING_LAYERS.get(shape)
     context = 200 if shape == "trial" else 4096
     console.print("compute measured on one device, + exchange assumed (not run)", soft_wrap=True)
-    for row in measure_slices(shape, count, tps, batches, prompt, device, context):
+    for row in measure_slices(shape, count, tps, batches, prompt, device, context, experts):
         rows = row.batch if row.what == "decode" else row.context
-        extra = 0.0 if shape == "trial" else exchange_ms(shape, cluster, row.tp, rows)
+        layout = RankLayout(row.tp, split_experts=experts == "split")
+        extra = 0.0 if shape == "trial" else exchange_ms(shape, cluster, layout, rows)
         what = f"batch {row.batch}" if row.what == "decode" else f"prompt {row.context}"
         console.print(
             f"tp {row.tp}  {what:<12} {row.full_ms:9.3f} ms + {extra:.3f} = "

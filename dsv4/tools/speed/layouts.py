@@ -139,10 +139,10 @@ def _ledger(
         )
 
 
-def exchange_ms(model: str, cluster: Cluster, tp: int, rows: int) -> float:
+def exchange_ms(model: str, cluster: Cluster, layout: RankLayout, rows: int) -> float:
     """Of all layers of a step with this many rows."""
     config = ModelConfig.builtin(model)
-    return layer_exchange_ms(cluster, RankLayout(tp), config, rows) * config.num_layers
+    return layer_exchange_ms(cluster, layout, config, rows) * config.num_layers
 
 
 def assumptions(cluster: Cluster) -> list[str]:

@@ -1,12 +1,14 @@
 """The compute part of a layout, measured on one device: a rank's own slices, its peers left out.
 
-What peers would send is replaced by copies of the rank's own, so values are meaningless and times
-are those of one rank without exchanges. A rank computes its even share of the chosen experts here;
-the fullest one has more.
+Values are meaningless: in place of what peers would send are zeros (a GPU) or copies of the rank's
+own. Times are those of one rank that never waits; on a GPU the launches of its exchanges are among
+them, storing to memory of this GPU. A rank computes its even share of the chosen experts here; the
+fullest one has more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,7 +19,10 @@ from dsv4.checkpoint.rank_slices import selection, slice_for
 from dsv4.config import ModelConfig
 from dsv4.model.exchange import Exchange
 from dsv4.model.transformer import Transformer
+from dsv4.ops.gemm.embed import embed
+from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.layout import RankLayout
+from dsv4.runner.steps import sample_tokens
 from dsv4.tools.speed.model import (
     FilledState,
     decode_step,
@@ -30,12 +35,16 @@ from dsv4.tools.speed.steps import REPLAYS, captured, compile_ahead, elapsed_ms,
 
 
 class EchoComm:
-    """A rank whose peers say what it says itself, at once."""
+    """A rank whose peers say what it says itself, at once; with `pushes`: nothing."""
 
-    pushes: Any = None
-    error: Any = None
+    def __init__(self, pushes: Any = None) -> None:
+        self.pushes = pushes
+        self.error: Tensor | None = None if pushes is None else pushes.channel.error
 
     def gather(self, out: Tensor, x: Tensor) -> None:
+        if self.pushes is not None:
+            self.pushes.gather(out, x)
+            return
         out.copy_(x.expand_as(out))
 
     def exchange(
@@ -63,15 +72,17 @@ class EchoComm:
 
 @dataclass(frozen=True)
 class SliceTime:
-    """`full_ms`: for all layers of the shape; embedding and head are counted with the layers."""
+    """`full_ms`: for all layers of the shape; embedding, head and sampling counted once."""
 
     what: str  # decode or prefill
     shape: str
     tp: int
+    experts: str  # whole or split
     layers: int
     batch: int
     context: int
     ms: float
+    rest_ms: float  # these three
     full_ms: float
     weight_bytes: int
 
@@ -85,15 +96,21 @@ def sliced_parameters(config: ModelConfig, layout: RankLayout) -> dict[str, Para
     return found
 
 
-def sliced_model(config: ModelConfig, tp: int, device: torch.device) -> tuple[Transformer, int]:
-    """Rank 0's part with random weights, and its bytes."""
+def sliced_model(
+    config: ModelConfig, layout: RankLayout, rows: int, sequences: int, device: torch.device
+) -> tuple[Transformer, int]:
+    """Rank 0's part with random weights, and its bytes; for steps of so many rows."""
     torch.manual_seed(0)
-    layout = RankLayout(tp)
     table = {
         name: random_weight(name, parameter, config, device)
         for name, parameter in sliced_parameters(config, layout).items()
     }
-    exchange = Exchange(layout, EchoComm(), config)
+    pushes = None
+    if device.type == "cuda" and layout.tp > 1:
+        half = channel_bytes(config, layout, rows, sequences).tensor
+        module = import_module("dsv4.ops.comm.symmetric_triton")
+        pushes = module.echo_pushes(layout.tp, half, device)
+    exchange = Exchange(layout, EchoComm(pushes), config)
     model = Transformer(config, table, torch.bfloat16, exchange)
     return model, sum(weight.nbytes for weight in table.values())
 
@@ -106,28 +123,34 @@ def measure_slices(
     prompt: int,
     device: str,
     context: int = 4096,
+    experts: str = "whole",
 ) -> Iterator[SliceTime]:
     config, where = shape_config(shape, layers), torch.device(device)
     if shape == "trial":
         config = replace(config, o_groups=2)  # two ranks can share it
     full = shape_config(shape, None).num_layers / config.num_layers
     for tp in tps:
-        RankLayout(tp).check(config)
-        model, nbytes = sliced_model(config, tp, where)
-        for batch in batches:
-            ms = _decode_ms(model, batch, context, where)
-            yield SliceTime("decode", shape, tp, config.num_layers, batch, context, round(ms, 4),
-                            round(ms * full, 4), nbytes)  # fmt: skip
-        ms = _prefill_ms(model, prompt, where)
-        yield SliceTime("prefill", shape, tp, config.num_layers, 1, prompt, round(ms, 4),
-                        round(ms * full, 4), nbytes)  # fmt: skip
+        layout = RankLayout(tp, split_experts=experts == "split")
+        layout.check(config)
+        model, nbytes = sliced_model(config, layout, prompt, max(batches), where)
+        for what, batch, length in (*(("decode", b, context) for b in batches),
+                                    ("prefill", 1, prompt)):  # fmt: skip
+            time = _decode_ms if what == "decode" else _prefill_ms
+            ms, rest = time(model, batch, length, where)
+            whole = round(rest + (ms - rest) * full, 4)
+            yield SliceTime(what, shape, tp, experts, config.num_layers, batch, length,
+                            round(ms, 4), round(rest, 4), whole, nbytes)  # fmt: skip
+        error = model.exchange.comm.error
+        assert error is None or int(error) == 0, "an exchange waited for a peer"
         del model
         if where.type == "cuda":
             torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
-def _decode_ms(model: Transformer, batch: int, context: int, device: torch.device) -> float:
+def _decode_ms(
+    model: Transformer, batch: int, context: int, device: torch.device
+) -> tuple[float, float]:
     state = filled_state(model.config, batch, context, device)
 
     def begin() -> None:
@@ -142,13 +165,34 @@ def _decode_ms(model: Transformer, batch: int, context: int, device: torch.devic
     count = 1 if device.type == "cpu" else REPLAYS
     begin()
     run()
-    return elapsed_ms(lambda: [run() for _ in range(count)], device) / count
+    ms = elapsed_ms(lambda: [run() for _ in range(count)], device) / count
+    return ms, _rest_ms(model, state, batch, device)
 
 
 @torch.inference_mode()
-def _prefill_ms(model: Transformer, tokens: int, device: torch.device) -> float:
-    state: FilledState = filled_state(model.config, 1, tokens, device, chunk_tokens=tokens)
+def _prefill_ms(
+    model: Transformer, batch: int, tokens: int, device: torch.device
+) -> tuple[float, float]:
+    state = filled_state(model.config, batch, tokens, device, chunk_tokens=tokens)
     inputs = prompt_inputs(state, tokens)
     compile_ahead(lambda: model(inputs, state.layers), device)
     elapsed_ms(lambda: model(inputs, state.layers), device)
-    return elapsed_ms(lambda: model(inputs, state.layers), device)
+    ms = elapsed_ms(lambda: model(inputs, state.layers), device)
+    return ms, _rest_ms(model, state, batch, device)
+
+
+def _rest_ms(model: Transformer, state: FilledState, batch: int, device: torch.device) -> float:
+    """Of embedding, head and sampling, with what the head exchanges."""
+    rows = torch.randn(batch, model.config.hidden_size, device=device).bfloat16()
+
+    def rest() -> None:
+        buffers = state.buffers
+        embed(buffers.token_ids[:batch], model.embedding, model.config.hc_mult, model.dtype)
+        buffers.logits[:batch].copy_(model.exchange.logits(rows, model.head))
+        sample_tokens(buffers, batch)
+
+    compile_ahead(rest, device)
+    run = captured(rest, device)
+    count = 1 if device.type == "cpu" else REPLAYS
+    run()
+    return elapsed_ms(lambda: [run() for _ in range(count)], device) / count

@@ -128,6 +128,23 @@ def check_pairs(channels: list[Any], rows: int, size: int, ranges: int, mode: st
             assert torch.equal(found, wanted[place * per_owner : (place + 1) * per_owner])
 
 
+def check_echo(tp: int) -> None:
+    """A rank without peers, for timing: its own part arrives, theirs are zero, nothing waits."""
+    from dsv4.ops.comm.symmetric_triton import echo_pushes
+
+    pushes = echo_pushes(tp, 1 << 15, torch.device("cpu"))
+    x, values = torch.randn(5, 10).bfloat16(), torch.randn(2, 3, 72)
+    for _ in range(3):  # both halves of the buffer, and the first one again
+        out = torch.full((tp, 5, 10), float("nan")).bfloat16()
+        pushes.gather(out, x)
+        assert torch.equal(out[0], x)
+        assert not out[1:].any()
+    pushes = echo_pushes(tp, 1 << 15, torch.device("cpu"))
+    found = pushes.sum_ranges(values, None, torch.bfloat16)
+    assert torch.equal(found, (values[0] + values[1]).bfloat16())
+    assert int(pushes.channel.error) == 0
+
+
 def main() -> None:
     import tests.ops.kernels.shim  # noqa: F401
     from dsv4.ops.comm import symmetric_triton as symmetric
@@ -145,6 +162,7 @@ def main() -> None:
             check_pairs(channels, 5, 70, 2, "last place")
             check_pairs(channels, 1, 70, 1, "extra")
             check_pairs(channels, 9, 130, 1, "owned")
+        check_echo(tp)
     few = ranks(2, 2048)  # more than a round can carry
     check_gather(few, (40, 33), torch.float32)
     check_owners(few, 21, 66)

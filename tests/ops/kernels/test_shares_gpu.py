@@ -13,7 +13,13 @@ from benchmarks import state_ops
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, part_of_whole
 from dsv4.ops.comm.own_experts import own_experts
-from dsv4.ops.comm.shares import expert_sums, linear_ranges, shared_expert
+from dsv4.ops.comm.shares import (
+    expert_sums,
+    linear_ranges,
+    shared_expert,
+    split_experts,
+    sum_experts,
+)
 from dsv4.ops.core.arguments import same_bits
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.grouped_linear import grouped_linear
@@ -146,6 +152,49 @@ def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
             for place in range(chosen):
                 added = added + total[:, place]
             assert torch.equal((added + alone).bfloat16(), whole), (rows, tp)
+
+
+def some_tiles(stack: Any, part: int, of: int) -> Any:
+    """A range of the rows of every matrix; of w13 of both halves, whose rows alternate by 32."""
+    tiles = stack.packed.shape[1] // of
+    packed, scale = (
+        x[:, part * tiles :][:, :tiles].contiguous() for x in (stack.packed, stack.scale)
+    )
+    return replace(stack, packed=packed, scale=scale, rows=stack.rows // of)
+
+
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_split_experts_have_the_bits_of_whole_ones(model: str, mx: bool) -> None:
+    size, inner, count, chosen = MODELS[model][0], MODELS[model][-1], 8, 6
+    by = Experts(
+        random_fp4(2 * inner, size, count, True, mx=mx), random_fp4(size, inner, count, mx=mx),
+        random_fp4(2 * inner, size, None, True, mx=mx), random_fp4(size, inner, mx=mx), 10.0,
+    )  # fmt: skip
+    for rows in (1, 2, 33, 300):
+        x = torch.randn(rows, size, device="cuda").bfloat16()
+        experts = torch.rand(rows, count, device="cuda").topk(chosen).indices.sort(1).values
+        weights = torch.rand(rows, chosen, device="cuda")
+        whole = experts_ffn(x, experts, weights, by)
+        shared = shared_expert(x, by)
+        for tp in TP:
+            ranks = [
+                replace(by, w13=some_tiles(by.w13, i, tp), w2=some_tiles(by.w2, i, tp))
+                for i in range(tp)
+            ]
+            inputs: list[Tensor] = []
+
+            def keep(z: Tensor, inputs: list[Tensor] = inputs, tp: int = tp) -> Tensor:
+                inputs.append(z.clone())
+                return z.repeat(1, tp)
+
+            for own in ranks:
+                split_experts(x, experts, weights, own, keep)
+            every, found = torch.cat(inputs, 1), []
+            for own, extra in zip(ranks, shared.chunk(tp, 1), strict=True):
+                parts = split_experts(x, experts, weights, own, lambda z, every=every: every)
+                found.append(sum_experts(parts, extra.contiguous(), x.dtype))
+            assert torch.equal(torch.cat(found, 1), whole), (rows, tp)
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
