@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.formats.quantized import Weight
+from dsv4.formats.quantized import Weight, activations_of
 from dsv4.model.mhc import collapse_head
 from dsv4.ops.comm.own_experts import own_experts
 from dsv4.ops.comm.shares import (
@@ -80,6 +80,8 @@ class ReplicatedRows(SingleRank):
         return streams, post, comb, linear_multi(self.all_rows(x), *by)
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
+        if activations_of(wo_b) == "a4":  # one scale for all columns of a row
+            return linear(self.all_columns(grouped), wo_b)
         own = linear_ranges(grouped, wo_b, self.ranges)
         if self.push is not None:
             return self.push.sum_ranges(own.values[0], own.factor, own.dtype)

@@ -41,16 +41,21 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
         running = in_background(lambda: server.post(CHAT, {**body, "max_tokens": 4000}))
         wait_for(lambda: server.stats()["num_running"] == 1)
         os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: not _is_ready(server))
         answer = running.result(60)
         assert answer.status_code in (500, 503)
         wait_for(lambda: server.stats()["restarts"] == 1)
         wait_for(lambda: _is_ready(server))
         assert server.post(CHAT, body).json()["choices"] == wanted
-        left = [nursery, rank]
-    finally:
+        left = [nursery, rank, *ranks(server.engine_pid)]
+        os.kill(server.engine_pid, signal.SIGKILL)  # rank 0: the others end, whoever kills it
+        wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
+        wait_for(lambda: server.stats()["restarts"] == 2)
+        wait_for(lambda: _is_ready(server))
         last = ranks(server.engine_pid)
+    finally:
         assert server.stop() == 0
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (*left, *last)))
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in last))
     assert f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)" in server.final_log
 
 

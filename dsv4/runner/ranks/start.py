@@ -128,8 +128,6 @@ def check_layout(prepared: PreparedModel) -> None:
             f"prefix_disk is not possible with several stages (pp is {layout.pp}): rank 0 has the "
             "state of its own layers alone; leave it out or use tp"
         )
-    if layout.tp > 1 and settings.activations["attention"] == "a4":
-        raise OptionError("activations=a4 is not possible with tp above 1 yet; use a8 or a16")
 
 
 def load_rank(
