@@ -1,9 +1,12 @@
 # mypy: ignore-errors
 """Device code for tuples, rounding and conversion that several families share."""
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dsv4.ops.core.gpu import describe
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def depend(DEPENDENT: tl.constexpr):
 def converts_e4m3(_semantic=None):
     """Whether the GPU that a kernel is compiled for converts E4M3 (sm_89 and newer)."""
     if _semantic is None:  # Triton's interpreter
-        return True
+        return describe(torch.device("cpu")).converts_fp8
     return tl.constexpr("fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
 
 

@@ -72,13 +72,31 @@ def check_limits(row: dict[str, Any], least: int, capability: int = 90) -> None:
     assert 10 * row["reloads"] < row["instructions"], f"{label}: {row['reloads']} reloads"
 
 
-def facts(compiled: Any, tools: Path) -> dict[str, Any]:
+def facts(compiled: Any, tools: Path, *, all_code: bool = True) -> dict[str, Any]:
+    """Without `all_code` only machine code with a stack is disassembled: without, nothing spills."""
+    cubin = compiled.asm["cubin"]
+    usage = {} if all_code else resources(cubin, tools)
     return {
-        **disassembled(compiled.asm["cubin"], tools),
+        **(disassembled(cubin, tools) if usage.pop("stack", 1) else {**usage, **NO_SPILLS}),
         "shared": compiled.metadata.shared,
         "tensor_columns": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "products": sorted(set(re.findall(PRODUCT, compiled.asm["ptx"]))),
     }
+
+
+NO_SPILLS = {"reloads": 0, "hot_reloads": 0, "spills": 0}
+
+
+def resources(cubin: bytes, tools: Path) -> dict[str, int]:
+    """Registers and bytes of stack of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-res-usage", file.name]
+        text = subprocess.run(command, stdout=PIPE, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def disassembled(cubin: bytes, tools: Path) -> dict[str, Any]:
@@ -91,14 +109,11 @@ def disassembled(cubin: bytes, tools: Path) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, code = (
-            subprocess.run([str(tools / tool), flag, file.name], stdout=PIPE, text=True).stdout
-            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
+        command = [str(tools / "nvdisasm"), "-c", file.name]
+        code = subprocess.run(command, stdout=PIPE, text=True, check=True).stdout
     names, loops = instructions(code)
-    registers = re.search(r"REG:(\d+)", usage)
     found = {
-        "registers": int(registers[1]) if registers else -1,
+        "registers": resources(cubin, tools)["registers"],
         "reloads": names.count("LDL"),
         "hot_reloads": hot_reloads(names, loops),
         "spills": names.count("STL"),
@@ -163,7 +178,7 @@ def pretend_cpu_is_a_gpu() -> None:
             module.device_reason = lambda device: None
 
 
-def compile_all(launches: Iterator[Launch], report: Callable[[str, str, Any], None]) -> None:
+def compile_all(launches: Iterator[Launch], report: Callable[[str, Any, Any], None]) -> None:
     """Every launch compiles its kernel and does not run it; each result is reported once."""
     from triton.runtime.jit import JITFunction
 
@@ -175,7 +190,7 @@ def compile_all(launches: Iterator[Launch], report: Callable[[str, str, Any], No
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         if compiled.hash not in seen:
             seen.add(compiled.hash)
-            report(case, self.__name__, compiled)
+            report(case, self, compiled)
         return compiled
 
     JITFunction.run = compile_only
@@ -189,14 +204,17 @@ def main(module: str, capability: int, *options: str) -> None:
 
     install_driver(capability)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    given = import_module(module)
+    all_code = not getattr(given, "ONLY_SPILLS", False)
 
-    def report(case: str, kernel: str, compiled: Any) -> None:
-        row = {"case": case, "kernel": kernel, **facts(compiled, tools)}
+    def report(case: str, kernel: Any, compiled: Any) -> None:
+        row = {"case": case, "kernel": kernel.__name__, "module": kernel.fn.__module__}
+        row |= facts(compiled, tools, all_code=all_code)
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
 
     with assume(KNOWN[capability]):
-        compile_all(import_module(module).launches(capability, *options), report)
+        compile_all(given.launches(capability, *options), report)
 
 
 if __name__ == "__main__":

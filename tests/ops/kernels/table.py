@@ -7,8 +7,8 @@ not fit, spills in a loop with products or is missing. Compiled, not run.
 """
 
 import argparse
+import ast
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,21 +19,16 @@ from typing import Any
 
 import torch
 
-from dsv4.ops.core.gpu import KNOWN
+from dsv4.ops.core.gpu import KNOWN, Gpu
 from tests.ops.kernels.compiling import Launch, compiled_facts, pretend_cpu_is_a_gpu
 
 ROOT = Path(__file__).parents[3]
-PEERS = {
-    "gather_kernel",
-    "rows_kernel",
-    "ranges_kernel",
-    "pairs_kernel",
-    "send_kernel",
-    "receive_kernel",
-}
-ONLY_TCGEN05 = {"_scaled_kernel"}
-ONLY_WGMMA = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel"}
-ONLY_SCALED = {"_few_rows_kernel", "_many_rows_kernel", "_norm_quantize_kernel", "_quantize_kernel"}
+ONLY_SPILLS = True  # machine code is read only where registers may have been spilled
+# modules that only these reach
+ONLY_TCGEN05 = {"attention_scaled_triton"}
+ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
+ONLY_90 |= {"experts_stream_gluon"}
+ONLY_SCALED = {"scaled_product_triton", "norm_linear_scaled_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats
 
 
@@ -97,12 +92,43 @@ def peer_launches() -> Iterator[Launch]:
     yield "peers pairs", lambda: pushes.sum_pairs(parts[:, :2], local, extra, None)
 
 
-def written_kernels() -> set[str]:
-    """Names of all kernels that are launched somewhere under dsv4/ops."""
-    names: set[str] = set()
+def written_kernels() -> set[tuple[str, str]]:
+    """(module, name) of every kernel under dsv4/ops that is launched somewhere: compiled functions
+    that are called with a grid, and kernels that are arguments of a call."""
+    trees = {}
     for path in (ROOT / "dsv4" / "ops").rglob("*.py"):
-        names.update(re.findall(r"\b(\w*kernel)\[", path.read_text(encoding="utf-8")))
-    return names - {"kernel"} | PEERS
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        trees[module] = ast.parse(path.read_text("utf-8"))
+    compiled: dict[str, set[str]] = {}
+    launched: set[tuple[str, str]] = set()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and "jit" in map(_name, node.decorator_list):
+                compiled.setdefault(node.name, set()).add(module)
+    for module, tree in trees.items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            names = [name for name in map(_name, node.args) if name.endswith("_kernel")]
+            if isinstance(node.func, ast.Subscript):
+                names.append(_name(node.func.value))
+            for name in names:
+                homes = compiled.get(name, set())
+                own = {module} & homes  # the same name elsewhere is another kernel
+                launched |= {(home, name) for home in own or homes}
+    return launched
+
+
+def _name(node: ast.expr) -> str:
+    """The last part of a dotted name, of a call's too."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def is_reached(module: str, gpu: Gpu) -> bool:
+    if module in ONLY_90:
+        return gpu.architecture == 90
+    if module in ONLY_TCGEN05:
+        return gpu.products == "tcgen05"
+    return gpu.scales_blocks or module not in ONLY_SCALED
 
 
 def holes(rows: list[dict[str, Any]]) -> list[str]:
@@ -112,12 +138,10 @@ def holes(rows: list[dict[str, Any]]) -> list[str]:
         own = [row for row in rows if row["architecture"] == architecture]
         if not own:
             continue
-        wanted = written_kernels()
-        wanted -= ONLY_WGMMA if architecture != 90 else set()
-        wanted -= ONLY_TCGEN05 if gpu.products != "tcgen05" else set()
-        wanted -= ONLY_SCALED if not gpu.scales_blocks else set()
-        missing = wanted - {row["kernel"] for row in own}
-        found += [f"sm_{architecture}: {name} was not compiled" for name in sorted(missing)]
+        compiled = {(row["module"], row["kernel"]) for row in own}
+        for module, name in sorted(written_kernels() - compiled):
+            if is_reached(module.rpartition(".")[2], gpu):
+                found.append(f"sm_{architecture}: {name} of {module} was not compiled")
         for row in own:
             label = f"sm_{architecture} {row['case']} {row['kernel']}"
             if row["shared"] > gpu.shared_per_block:
@@ -147,7 +171,7 @@ def main() -> None:
         file.write(json.dumps({"compiled": facts}) + "\n")
         for architecture in chosen.only:
             for row in compiled_facts("tests.ops.kernels.table", architecture):
-                del row["mix"]
+                row.pop("mix", None)
                 rows.append({"architecture": architecture, **row})
                 file.write(json.dumps(rows[-1]) + "\n")
             file.flush()
@@ -161,7 +185,7 @@ def main() -> None:
 def summary(rows: list[dict[str, Any]], architecture: int) -> str:
     own = [row for row in rows if row["architecture"] == architecture]
     most = {name: max(row[name] for row in own) for name in ("registers", "shared", "hot_reloads")}
-    kernels, num = {row["kernel"] for row in own}, len(own)
+    kernels, num = {(row["module"], row["kernel"]) for row in own}, len(own)
     return (
         f"{len(kernels)} kernels in {num} configurations, up to {most['registers']} registers and "
         f"{most['shared'] / 1024:.0f} KB of shared memory, {most['hot_reloads']} reloads in loops"
