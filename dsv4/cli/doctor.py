@@ -142,22 +142,23 @@ def _examine(
 ) -> tuple["DoctorReport", "Subject | None"]:
     import torch
 
+    from dsv4.ops.core.gpu import usable_device
     from dsv4.tools.doctor.device.machine import examine_machine
-    from dsv4.tools.doctor.device.ops import check_ops
+    from dsv4.tools.doctor.device.ops import REPORT_SECONDS, check_ops
     from dsv4.tools.doctor.device.sampling import check_sampling
     from dsv4.tools.doctor.examine import examine_model
     from dsv4.tools.doctor.report import DoctorReport
     from dsv4.tools.doctor.subject import open_subject
 
     subject = open_subject(model, choices, **options) if with_model else None
-    device = choices.device
+    device = usable_device(choices.device)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with console.status("looking at the machine"):
         found = DoctorReport(examine_machine(device))
     _print_machine(found.machine, console)
     with console.status("comparing ops with their references"):
-        found.ops = list(check_ops(device))
+        found.ops = list(check_ops(device, seconds=None if with_model else REPORT_SECONDS))
     with console.status("drawing tokens"), _surviving(found, "drawing tokens"):
         found.ops += check_sampling(device)
     _print_ops(found.ops, console)

@@ -35,7 +35,9 @@ def plan(
     ),
     gpus: int = typer.Option(1, min=1, help="GPUs, on all nodes together."),
     nodes: int = typer.Option(1, min=1, help="Machines that have them."),
-    gpu: str = typer.Option("h200", help=", ".join(GPUS) + "."),
+    gpu: str = typer.Option(
+        "h200", help=", ".join(GPUS) + ", or here: this machine's, as doctor measured it."
+    ),
     link: str | None = typer.Option(
         None, help=", ".join(LINKS) + ": between the GPUs of a node; default: that of --gpu."
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsv4.errors import OptionError
 from dsv4.formats.spec import WIDTHS, Activations
-from dsv4.runner.ranks.cluster import GPUS, GpuRates
+from dsv4.runner.ranks.cluster import HERE, GpuRates, gpu_rates
 
 MEASURED = Path(__file__).parent / "measured_ops.json"  # from the records, by scripts/make_docs.py
 NVFP4_BYTES = 0.5625  # per weight, including its scale
@@ -54,6 +54,7 @@ SHAPES = {
 
 
 SOURCE = "as published, dense, quoted at second hand"
+MEASURED_HERE = "from what doctor measured on this machine"
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,7 @@ class Prediction:
 def predict(
     gpu: str, shapes: Iterable[str], tokens: Iterable[int], only: str = ""
 ) -> Iterator[Prediction]:
-    if gpu not in GPUS:
-        raise OptionError(f"predict is {gpu!r}, expected one of {', '.join(GPUS)}")
-    chip, counts = GPUS[gpu], list(tokens)
+    chip, counts = gpu_rates(gpu, "predict"), list(tokens)
     measured = measured_ops()[1]
     for name in shapes:
         if name not in SHAPES:
@@ -231,10 +230,10 @@ def measured_ops(path: Path = MEASURED) -> tuple[str, dict[tuple[str, str, int],
 
 
 def to_json(rows: Iterable[Prediction], gpu: str) -> Iterator[str]:
-    chip = GPUS[gpu]
+    chip = gpu_rates(gpu, "predict")
     facts = {
         **asdict(chip),
-        "source": SOURCE,
+        "source": MEASURED_HERE if gpu == HERE else SOURCE,
         "note": "predicted, not run",
         "h200_record": measured_ops()[0],
     }

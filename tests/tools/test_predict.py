@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from dsv4.cli import app
 from dsv4.errors import OptionError
+from dsv4.runner.ranks.cluster import GPUS
 from dsv4.tools.predict import (
-    GPUS,
     LAUNCHES,
     MOST_DECODED,
     SHAPES,

@@ -93,16 +93,16 @@ def _print_rows(console: Console, columns: str, rows: list[tuple[str, ...]]) -> 
 def _predict(
     gpu: str, shapes: list[str], tokens: list[int], only: str, record: Path | None, console: Console
 ) -> None:
-    from dsv4.runner.ranks.cluster import GPUS
-    from dsv4.tools.predict import SOURCE, measured_ops, to_json
+    from dsv4.runner.ranks.cluster import HERE, gpu_rates
+    from dsv4.tools.predict import MEASURED_HERE, SOURCE, measured_ops, to_json
     from dsv4.tools.predict import predict as predicted
 
     rows = list(predicted(gpu, shapes, tokens, only))
-    chip, found = GPUS[gpu], measured_ops()[0]
+    chip, found = gpu_rates(gpu, "predict"), measured_ops()[0]
     rates = ", ".join(f"a{bits} {chip.rate(bits):g}" for bits in (16, 8, 4))
     console.print(
         f"[bold]{chip.name}: predicted, not run[/]. {chip.read_gbs:g} GB/s, TFLOP/s {rates} "
-        f"({SOURCE}). H200: {found}.",
+        f"({MEASURED_HERE if gpu == HERE else SOURCE}). H200: {found}.",
         soft_wrap=True,
     )
     table = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from dsv4.config import EngineConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.cluster import GPUS, LINKS, Cluster, GpuRates
+from dsv4.runner.ranks.cluster import LINKS, Cluster, GpuRates, measured_rates, published_rates
 from dsv4.runner.ranks.forecast import (
     CHUNK,
     SEQUENCES,
@@ -17,6 +17,7 @@ from dsv4.runner.ranks.forecast import (
     recommend,
 )
 from dsv4.runner.settings import StageRoom, resolve
+from dsv4.util.measured_gpu import load_measured
 from dsv4.util.sizes import size_text
 
 UNKNOWN = GpuRates("unknown GPU", 0.0, 1000, 200, "pcie")  # only comparisons depend on it
@@ -32,9 +33,11 @@ class Devices:
 
     def cluster(self, nodes: int) -> Cluster:
         """So many nodes like this one."""
-        words = self.name.lower().replace(" ", "-")
-        rates = next((gpu for key, gpu in GPUS.items() if key in words), UNKNOWN)
-        link = LINKS["pcie" if "pcie" in words else rates.link]
+        rates = published_rates(self.name)
+        if rates is None:
+            measured = load_measured().get(self.name)
+            rates = measured_rates(measured) if measured else UNKNOWN
+        link = LINKS["pcie" if "pcie" in self.name.lower() else rates.link]
         return Cluster(rates, self.count * nodes, nodes, self.memory, link)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dsv4.errors import OptionError
+from dsv4.util.measured_gpu import MeasuredGpu, load_measured, measured_file
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,41 @@ GPUS = {
 }
 
 
+HERE = "here"  # the GPU that `doctor` measured on this machine
+# of published rates, what `doctor` measures on an H200: forecasts are fitted to published ones
+_READ, _PRODUCTS = 0.955, 0.69
+
+
+def published_rates(name: str) -> GpuRates | None:
+    """Of a GPU by the name that its driver has."""
+    words = name.lower().replace(" ", "-")
+    return next((gpu for key, gpu in GPUS.items() if key in words), None)
+
+
+def measured_rates(found: MeasuredGpu) -> GpuRates:
+    known = published_rates(found.name)
+    return GpuRates(
+        found.name, found.memory_bytes / 1e9, found.read_gbs / _READ, found.tflops / _PRODUCTS,
+        known.link if known else "pcie", found.architecture,
+        known.tflops8 if known else 0.0, known.tflops4 if known else 0.0,
+    )  # fmt: skip
+
+
+def gpu_rates(name: str, option: str = "gpu") -> GpuRates:
+    """`name`: of the table, or `here`."""
+    if name == HERE:
+        found = list(load_measured().values())
+        if not found:
+            raise OptionError(
+                f"{option} is {name!r}, but {measured_file()} holds no measured GPU; run dsv4 "
+                "doctor --ops on this machine once"
+            )
+        return measured_rates(found[-1])
+    if name not in GPUS:
+        raise OptionError(f"{option} is {name!r}, expected one of {', '.join([*GPUS, HERE])}")
+    return GPUS[name]
+
+
 @dataclass(frozen=True)
 class Interconnect:
     """`exchange_us`: of one exchange without its bytes."""
@@ -78,14 +114,13 @@ class Cluster:
     def of(
         cls, gpu: str, gpus: int, nodes: int = 1, memory: int | None = None, link: str | None = None
     ) -> "Cluster":
-        for name, value, known in (("gpu", gpu, GPUS), ("link", link or "nvlink", LINKS)):
-            if value not in known:
-                raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+        if link is not None and link not in LINKS:
+            raise OptionError(f"link is {link!r}, expected one of {', '.join(LINKS)}")
         if gpus < 1 or nodes < 1 or gpus % nodes:
             raise OptionError(
                 f"found {gpus} GPUs on {nodes} nodes, expected the same number on each of them"
             )
-        rates = GPUS[gpu]
+        rates = gpu_rates(gpu)
         chosen = LINKS[link or rates.link]
         return cls(rates, gpus, nodes, memory or int(rates.memory_gb * 1e9), chosen)
 

@@ -10,6 +10,7 @@ from dsv4.tools.doctor.check import GridCell
 from dsv4.tools.doctor.device.machine import Machine
 from dsv4.tools.doctor.device.ops import OpResult, summarize
 from dsv4.tools.doctor.examine import ModelReport
+from dsv4.tools.doctor.private import private_words, scrub
 
 NEXT = (
     "Attach this file to an issue of the project: it says which kernels ran on this GPU, how far "
@@ -50,8 +51,10 @@ class DoctorReport:
         }
 
     def write(self, path: Path) -> None:
+        """Without what is private."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        shown = scrub(self.to_json(), private_words())
+        path.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
 
 
 def model_conclusions(model: ModelReport) -> list[str]:

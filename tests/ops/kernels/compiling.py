@@ -73,7 +73,7 @@ def check_limits(row: dict[str, Any], least: int, capability: int = 90) -> None:
 
 
 def facts(compiled: Any, tools: Path, *, all_code: bool = True) -> dict[str, Any]:
-    """Without `all_code` only machine code with a stack is disassembled: without, nothing spills."""
+    """Without `all_code` only machine code with a stack is disassembled: nothing else spills."""
     cubin = compiled.asm["cubin"]
     usage = {} if all_code else resources(cubin, tools)
     return {

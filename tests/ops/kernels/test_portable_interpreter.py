@@ -16,7 +16,7 @@ from tests.ops.kernels.compiling import interpreted
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "weights": ("linear rows", "experts rows"),
-    "state": ("kv_store", "index_query", "index_scores", "attention", "mhc rows", "loop rows"),
+    "state": ("kv_store", "index_query", "index_scores", "mhc rows", "attention rows"),
 }
 
 
@@ -85,17 +85,19 @@ def check_mhc_rows() -> None:
     assert all(same_bits(a[again], b) for a, b in pairs)
 
 
-def check_loop_rows() -> None:
+def check_attention_rows() -> None:
     """Attention of many tokens loops over tiles; of few, each tile has a program."""
     from dsv4.ops import OPS
     from dsv4.ops.attention import attention_triton as kernel
     from dsv4.ops.attention.variants import decode_split_triton
+    from tests.ops.kernels.test_state_interpreter import compare
 
     for case in OPS["attention"].cases():
         if not case.name.startswith("fp8") or "few bits" in case.name or not case.small:
             continue
         arguments = case.build(torch.Generator().manual_seed(3))
-        split = kernel.run(**arguments)
+        split, wanted = kernel.run(**arguments), OPS["attention"].reference(**arguments)
+        compare(case.name, wanted, split, case.atol, case.rtol)
         most, decode_split_triton.MOST_ROOMS = decode_split_triton.MOST_ROOMS, 0
         assert kernel.variant(**arguments) == "loop 16"
         assert torch.equal(kernel.run(**arguments), split), case.name
@@ -106,7 +108,7 @@ ROWS = {
     "linear rows": check_linear_rows,
     "experts rows": check_experts_rows,
     "mhc rows": check_mhc_rows,
-    "loop rows": check_loop_rows,
+    "attention rows": check_attention_rows,
 }
 
 

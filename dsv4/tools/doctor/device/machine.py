@@ -14,13 +14,14 @@ from dsv4.formats.quantized import Fp8BlockTensor, Nvfp4Tensor, QuantizedTensor
 from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied, leaves
-from dsv4.ops.core.gpu import describe
+from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.runner.activations import choose_activations
 from dsv4.runner.load import driver_version, find_gpu
 from dsv4.tools.bench_ops import measure_ceilings
+from dsv4.util.measured_gpu import MeasuredGpu, load_measured, save_measured
 
 # published GB/s, by a part of the device's name
 PUBLISHED_GBS = {
@@ -52,14 +53,18 @@ class Machine:
 
     gpu: dict[str, Any] | None = None  # what kernels choose by, see ops/core/gpu.py
     about_gpu: str = ""  # too old, or newer than what kernels were compiled for
+    best_gbs: float = 0.0  # that doctor has measured on this machine
 
     @property
     def notes(self) -> list[str]:
         found = [self.about_gpu] if self.about_gpu else []
-        if self.published_gbs and self.bandwidth_gbs < LEAST_SHARE * self.published_gbs:
+        expected, whose = self.published_gbs, "published"
+        if not expected:
+            expected, whose = self.best_gbs, "measured here before"
+        if self.bandwidth_gbs < LEAST_SHARE * expected:
             found.append(
-                f"memory reads at {self.bandwidth_gbs:.0f} GB/s, {self.published_gbs:.0f} "
-                "published: is something else using the GPU?"
+                f"memory reads at {self.bandwidth_gbs:.0f} GB/s, {expected:.0f} {whose}: is "
+                "something else using the GPU?"
             )
         return found
 
@@ -76,6 +81,10 @@ def examine_machine(device: str) -> Machine:
         capability, memory = f"sm_{facts.major}{facts.minor}", facts.total_memory / 1e9
         driver = "CUDA {}.{}".format(*driver_version())
     gpu = describe(torch.device(device)) if on_gpu else None
+    about = describe(torch.device("cuda")).reason if torch.cuda.is_available() else None
+    if gpu is not None:
+        about = gpu.note
+    rate, best = _bandwidth(name, gpu, facts.total_memory) if gpu else (_copy_gbs(), 0.0)
     choice = choose_activations("auto", find_gpu(device))
     published = next((g for part, g in PUBLISHED_GBS.items() if part in name), 0) if on_gpu else 0
     return Machine(
@@ -88,14 +97,25 @@ def examine_machine(device: str) -> Machine:
         device=name,
         capability=capability,
         memory_gb=round(memory, 1),
-        bandwidth_gbs=round(measure_ceilings().read_gbs if on_gpu else _copy_gbs(), 1),
+        bandwidth_gbs=round(rate, 1),
         published_gbs=float(published),
         activations=dict(choice.widths),
         activations_why=choice.why,
         kernels=list(kernel_table(device)),
         gpu=asdict(gpu) if gpu else None,
-        about_gpu=(gpu.reason or gpu.note or "") if gpu else "",
+        about_gpu=about or "",
+        best_gbs=round(best, 1),
     )
+
+
+def _bandwidth(name: str, gpu: Gpu, memory_bytes: int) -> tuple[float, float]:
+    """GB/s now, and the most that was measured here; kept for `plan --gpu here`."""
+    found, known = measure_ceilings(), load_measured().get(name)
+    read, tflops = found.read_gbs, found.matrix_tflops
+    if known is not None and known.memory_bytes == memory_bytes:
+        read, tflops = max(read, known.read_gbs), max(tflops, known.tflops)
+    save_measured(MeasuredGpu(name, gpu.architecture, memory_bytes, read, tflops))
+    return found.read_gbs, read
 
 
 def _version(package: str) -> str:

@@ -1,7 +1,9 @@
 """Compares every kernel with its reference on this machine: the op's own cases and harder ones."""
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -28,6 +30,7 @@ HARDER = ("outliers", "large", "zero row", "ties")
 _CODES = (torch.uint8, torch.float8_e4m3fn, torch.int16)
 _NEIGHBOURS = 1e-3  # share of rounded codes that may be off by one
 _REPEATS = 7
+REPORT_SECONDS = 75.0  # of a report; what has not begun by then is left out and counted
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class OpResult:
     op: str
     case: str
     ran: str  # the kernel's module, or "reference"
-    status: str  # ok, wrong, unsupported
+    status: str  # ok, wrong, unsupported, skipped
     error: float = 0.0  # largest, in units of the tolerance: above 1 is wrong
     where: str = ""  # of the largest error
     atol: float = 0.0
@@ -83,16 +86,30 @@ def check_ops(
     ops: Mapping[str, AnyOp] | None = None,
     only: str = "",
     kernels: bool | None = None,
+    seconds: float | None = None,
 ) -> Iterator[OpResult]:
-    """`kernels` None: a GPU's; a CPU runs references, which must be deterministic and finite."""
+    """`kernels` None: a GPU's; a CPU runs references, which must be deterministic and finite.
+    Every op's own cases come before harder ones; after `seconds` an op without a result gets one
+    case, the others none."""
     use_kernels = device != "cpu" if kernels is None else kernels
-    for op in (OPS if ops is None else ops).values():
-        if only and op.name not in only.split(","):
+    known = OPS if ops is None else ops
+    chosen = [op for op in known.values() if not only or op.name in only.split(",")]
+    kinds = HARDER if use_kernels else HARDER[:1]
+    plain = [(op, case, False) for op in chosen for case in op.cases()]
+    hard = [(op, made, True) for op, case, _ in plain for made in harder(case, op.name, kinds)]
+    end = time.monotonic() + (math.inf if seconds is None else seconds)
+    skipped: Counter[str] = Counter()
+    seen: set[str] = set()
+    for op, case, is_hard in plain + hard:
+        if op.name in seen and time.monotonic() >= end:
+            skipped[op.name] += 1
             continue
-        for case in op.cases():
-            yield from _try_case(op, case, device, use_kernels, scaled=False)
-            for hard in harder(case, op.name, HARDER if use_kernels else HARDER[:1]):
-                yield from _try_case(op, hard, device, use_kernels, scaled=True)
+        for result in _try_case(op, case, device, use_kernels, scaled=is_hard):
+            seen.add(op.name)
+            yield result
+    for name, count in skipped.items():
+        detail = f"{count} cases left out: {seconds:g} s were over"
+        yield OpResult(name, f"{count} more", "none", "skipped", detail=detail)
 
 
 def _try_case(
@@ -223,7 +240,7 @@ def summarize(results: Iterable[OpResult]) -> list[dict[str, Any]]:
         groups.setdefault((item.op, item.ran), []).append(item)
     rows = []
     for (op, ran), items in groups.items():
-        tried = [item for item in items if item.status != "unsupported"]
+        tried = [item for item in items if item.status not in ("unsupported", "skipped")]
         worst = max(tried, key=lambda item: item.error, default=items[0])
         rows.append(
             {
