@@ -20,6 +20,7 @@ from dsv4.util.sizes import size_text
 
 SHAPES = ("flash", "pro")
 _BAR = 30
+_GPUS = ", ".join(GPUS) + ", or here: this machine's, as doctor measured it."
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +36,7 @@ def plan(
     ),
     gpus: int = typer.Option(1, min=1, help="GPUs, on all nodes together."),
     nodes: int = typer.Option(1, min=1, help="Machines that have them."),
-    gpu: str = typer.Option(
-        "h200", help=", ".join(GPUS) + ", or here: this machine's, as doctor measured it."
-    ),
+    gpu: str = typer.Option("h200", help=_GPUS),
     link: str | None = typer.Option(
         None, help=", ".join(LINKS) + ": between the GPUs of a node; default: that of --gpu."
     ),
