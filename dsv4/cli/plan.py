@@ -169,24 +169,28 @@ def _print_layouts(result: LayoutPlan, console: Console) -> None:
         f"{cluster.gpu.name} of {cluster.memory / 1e9:g} GB{nodes}, {cluster.link.name}"
     )
     batches = list(result.forecasts[0].steps)
-    shown = [f for f in result.forecasts if f.fits] or result.forecasts
+    rows = list(zip(result.forecasts, result.fits, strict=True))
+    shown = [row for row in rows if row[0].fits] or rows
+    lengths = [f"x {n >> 20}M" if n >= 1 << 20 else f"x {n >> 10}k" for n in result.fits[0]]
     table = Table(
-        "tp", "pp", "GB a GPU", "KV tokens", *(f"batch {n}" for n in batches), "8k prompt", ""
-    )
+        "tp", "pp", "GB", "KV", *lengths, *(f"batch {n}" for n in batches), "8k", "",
+        caption="GB of weights a GPU; tokens of state; sequences of a length; ms of a step, of 8k",
+    )  # fmt: skip
     for column in table.columns[:-1]:
         column.justify = "right"
-    for found in shown:
+    for found, fits in shown:
         is_best = (found.tp, found.pp) == result.recommended
         held = max(stage.weight_bytes for stage in found.stages)
         note = "[bold green]use this[/]" if is_best else "" if found.fits else "[red]no room[/]"
-        times = [f"{found.steps[n].total:.1f} ms" for n in batches]
+        times = [f"{found.steps[n].total:.1f}" for n in batches]
         table.add_row(
             str(found.tp),
             str(found.pp),
             f"{held / 1e9:.1f}",
-            f"{found.kv_tokens / 1e6:.2f} M",
+            f"{found.kv_tokens / 1e6:.2f}M",
+            *map(str, fits.values()),
             *times,
-            f"{found.prompt_ms:.0f} ms",
+            f"{found.prompt_ms:.0f}",
             note,
         )
     console.print(table)

@@ -20,6 +20,7 @@ DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
+SELECTED_OF = 4096  # scores of a row, for which selecting keeps topk numbers of 8 bytes
 STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU's memory, for activations, workspaces, graphs
 StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
@@ -90,11 +91,13 @@ def step_bytes(gpu_bytes: int) -> int:
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
-    """Index scores of a chunk at the end of such a context, beyond what `step_bytes` holds: the
-    buffer that grows with both, 2 GB for 2,048 tokens at a million."""
+    """Index scores of a chunk at the end of such a context and what selecting keeps of them, beyond
+    what `step_bytes` holds: the buffers that grow with both, for 2,048 tokens at a million 2 GB and
+    half as much."""
     if 4 not in config.compress_ratios:
         return 0
-    return 4 * chunk_tokens * max(0, context - GPU_CONTEXT) // 4
+    entries = chunk_tokens * max(0, context - GPU_CONTEXT) // 4
+    return 4 * entries + 8 * config.index_topk * entries // SELECTED_OF
 
 
 def available_memory() -> int:

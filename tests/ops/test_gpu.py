@@ -1,42 +1,77 @@
 """What kernels choose for a GPU: on sm_90 and sm_100 as measured, elsewhere what fits."""
 
-from dataclasses import replace
+import json
+from collections.abc import Iterator
+from dataclasses import astuple, replace
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dsv4.errors import OptionError
 from dsv4.ops.core import gpu
-from dsv4.ops.core.gpu import KNOWN, Gpu
+from dsv4.ops.core.gpu import KNOWN, Gpu, assume
 
 pytest.importorskip("triton", reason="choices are made in the kernels' modules")
 MMA = [gpu for gpu in KNOWN.values() if gpu.products == "mma"]
-ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 1024, 4096, 8192)
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 1024, 4096, 8192)
 
 
 def of(gpu: Gpu, architecture: int) -> Gpu:
     return replace(gpu, architecture=architecture)
 
 
+STEPS = (  # tokens, sequences, context
+    (1, 1, 4096), (1, 1, 131072), (8, 8, 4096), (32, 32, 4096), (32, 32, 131072), (128, 128, 16384),
+    (2048, 1, 8192), (2048, 1, 131072),
+)  # fmt: skip
+
+
+def attention_choices(heads: int, ratio: int, chosen: int) -> Iterator[tuple[object, ...]]:
+    kernel = import_module("dsv4.ops.attention.attention_triton")
+    for tokens, sequences, context in STEPS:
+        held = (context // ratio // 32 + 1) * 32 if ratio else 0
+        sizes = kernel.Sizes(tokens, sequences, heads, 512, 64, 128, chosen or held, held)
+        costs = kernel.variants_of(sizes, True, torch.device("cpu"))
+        best = min(costs, key=costs.__getitem__)
+        yield str(best), best.num_warps, best.num_stages, best.channels
+
+
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_choices_that_were_measured_stay(architecture: int) -> None:
-    """From the sweeps of an H200 in benchmarks/records."""
-    gpu = KNOWN[architecture]
+    """measured_choices.json has what sm_90 and sm_100 chose before other GPUs were known: tiles,
+    warps, stages and variants at the shapes of Flash and Pro. New measurements change the file."""
+    gpu, rows = KNOWN[architecture], (*ROWS, 2048)
     linear = import_module("dsv4.ops.gemm.linear_triton")
-    make = linear.LinearConfig
-    found = [linear.choose_config(rows, linear.NVFP4, gpu) for rows in (1, 9, 32, 33, 500)]
-    assert found == [
-        make(8, 64, 2, 3), make(16, 64, 4, 3, 1), make(32, 64, 4, 3, 1), make(64, 128, 4, 3, 1),
-        make(64, 128, 4, 3, 1),
-    ]  # fmt: skip
-    assert linear.choose_config(2048, linear.EXPANDED, gpu) == make(256, 128, 8, 3)
-    assert linear.choose_config(8, linear.FP8, gpu) == make(16, 64, 4, 5)
     experts = import_module("dsv4.ops.moe.experts_triton")
-    assert experts.choose_config(8192, 6, 256, gpu) == experts.ExpertsConfig(256, 128, 8, 3, 1)
     mix = import_module("dsv4.ops.mhc.mix_triton")
-    assert mix.choose_config(4096, 4096, gpu) == mix.MixConfig(128, False, 8, 4)
     scaled = import_module("dsv4.ops.gemm.scaled_product_triton")
-    assert scaled.choose_config(1024, 1, gpu) == scaled.ScaledConfig(256, 8, 3, False)
+    select = import_module("dsv4.ops.attention.index_select_triton")
+    found: dict[str, list[Any]] = {}
+    for name in ("NVFP4", "BF16", "FP8", "EXPANDED"):
+        kind = getattr(linear, name)
+        found[f"linear {name}"] = [astuple(linear.choose_config(n, kind, gpu)) for n in rows]
+    for model, count in (("flash", 256), ("pro", 384)):
+        configs = [experts.choose_config(n, 6, count, gpu) for n in rows]
+        found[f"experts {model}"] = list(map(astuple, configs))
+    for size in (4096, 7168):
+        found[f"mix {size}"] = [astuple(mix.choose_config(n, size, gpu)) for n in rows]
+    for ranges in (1, 2):
+        configs = [scaled.choose_config(n, ranges, gpu) for n in rows]
+        found[f"scaled {ranges}"] = list(map(astuple, configs))
+    with assume(gpu):
+        for heads, topk in ((64, 512), (128, 1024)):
+            for kind, shape in {"window": (0, 0), "csa": (4, topk), "hca": (128, 0)}.items():
+                found[f"attention {heads} {kind}"] = list(attention_choices(heads, *shape))
+    found["select"] = [
+        select.choose_chunk(n, width, gpu.multiprocessors)
+        for n in (1, 32, 2048)
+        for width in (32768, 262144)
+    ]
+    kept = json.loads((Path(__file__).parent / "measured_choices.json").read_text())
+    assert json.loads(json.dumps(found)) == kept[str(architecture)]
 
 
 @pytest.mark.parametrize("gpu", MMA, ids=lambda gpu: f"sm_{gpu.architecture}")

@@ -1,16 +1,21 @@
 """`plan`: sizes agree with the published ones, and what fits really fits."""
 
 import dataclasses
+import importlib
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
+from dsv4.ops.core.gpu import KNOWN, assume
 from dsv4.runner.load import state_memory
+from dsv4.runner.ranks.choose import Devices, choose_layout
 from dsv4.runner.ranks.cluster import Cluster
-from dsv4.runner.settings import Settings, resolve
+from dsv4.runner.ranks.forecast import WeightSizes
+from dsv4.runner.settings import Settings, resolve, score_bytes
 from dsv4.tools.plan import Plan, make_plan, planned_model
 from dsv4.tools.plan_weights import SCHEMES, num_parameters, num_tensors, weight_bytes
 from dsv4.tools.speed.layouts import plan_layouts
@@ -209,7 +214,7 @@ def test_index_scores_of_a_long_chunk_are_planned() -> None:
     plan = make_plan(flash, weights + 30 * 10**9, EngineConfig(chunk_tokens=2048, draft="off"))
     most = next(fit for fit in plan.fits if fit.context == 1048576)
     assert most.sequences > 0
-    scores = 4 * 2048 * (1048576 - 131072) // 4
+    scores = (4 + 1) * 2048 * (1048576 - 131072) // 4  # and what selecting 512 of them keeps
     left = plan.free_bytes - most.sequences * most.sequence_bytes
     assert scores <= left < scores + 2 * most.sequence_bytes
     short = next(fit for fit in plan.fits if fit.context == 131072)
@@ -224,3 +229,67 @@ def test_pro_has_room_for_a_million_tokens_on_eight_h200() -> None:
     )
     assert plan.settings is not None
     assert plan.settings.max_sequences == 2
+
+
+@pytest.mark.parametrize(
+    ("users", "layout"), [(2, (8, 1)), (3, (8, 1)), (8, (4, 2)), (16, (2, 4)), (30, (1, 8))]
+)
+def test_pro_takes_the_layout_that_holds_what_is_asked_for(
+    users: int, layout: tuple[int, int]
+) -> None:
+    """Ranks of one stage all hold the state, stages share it. By hand: of the 150 GB of an H200 a
+    rank of tp 8 has 121 of weights, 6 for a step, 3 for scores; a million tokens take 5.8."""
+    choices = EngineConfig(max_context=1048576, max_sequences=users)
+    plan = plan_layouts(planned_model("pro", "official"), Cluster.of("h200", 8), choices)
+    assert plan.recommended == plan.shown == layout
+    assert plan.settings is not None
+    assert plan.settings.max_sequences == users
+    fits = {(f.tp, f.pp): n[1048576] for f, n in zip(plan.forecasts, plan.fits, strict=True)}
+    assert fits[layout] >= users
+    assert fits[8, 1] == 3
+    assert fits[2, 4] == 17
+    if layout != (8, 1):
+        assert f"not tp 8, pp 1: the state of {users} sequences" in plan.reason
+
+
+def test_an_engine_takes_the_layout_that_holds_what_is_asked_for() -> None:
+    pro = planned_model("pro", "official")
+    sizes = WeightSizes(pro.config, pro.nbytes)
+    devices = Devices(8, "NVIDIA H200", 150 * 10**9)
+    few, many, most = (
+        EngineConfig(max_context=1048576, max_sequences=n, device="cuda") for n in (2, 16, 200)
+    )
+    assert choose_layout(few, sizes, devices).tp == 8
+    found = choose_layout(many, sizes, devices)
+    assert (found.tp, found.pp) == (2, 4)
+    with pytest.raises(CapacityError, match=r"no layout has room for that; not tp 8, pp 1"):
+        choose_layout(most, sizes, devices)
+
+
+@pytest.mark.parametrize("model", ["flash", "pro"])
+def test_the_plan_knows_what_selecting_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own buffers for a chunk at a million tokens, beside the scores."""
+    pytest.importorskip("triton", reason="the buffers are sized in a kernel's module")
+    kernel = importlib.import_module("dsv4.ops.attention.index_select_triton")
+    config, chunk, held = ModelConfig.builtin(model), 2048, {}
+    kinds = {torch.int64: 8, torch.int32: 4}
+
+    def room(device, name, count, dtype) -> None:
+        held[name] = count * kinds[dtype]
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(kernel, "workspace", room)
+    monkeypatch.setattr(kernel, "_select_chunk_kernel", Launch())
+    sizes = {}
+    for context in (131072, 1048576):
+        scores = torch.empty(chunk, context // 4, device="meta")
+        topk = config.index_topk
+        with assume(KNOWN[90]):
+            kernel.select_long(scores.to("meta"), topk, None, 2 * topk, scores)
+        sizes[context] = scores.nbytes + held["select_kept"]
+    assert held["select_kept"] > 10**8
+    grown = sizes[1048576] - sizes[131072]
+    assert score_bytes(config, chunk, 1048576) == pytest.approx(grown, rel=0.01)

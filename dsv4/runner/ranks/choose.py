@@ -10,6 +10,7 @@ from dsv4.runner.ranks.cluster import LINKS, Cluster, GpuRates, measured_rates, 
 from dsv4.runner.ranks.forecast import (
     CHUNK,
     SEQUENCES,
+    Forecast,
     WeightSizes,
     forecast,
     layouts,
@@ -69,11 +70,37 @@ def choose_layout(
         raise OptionError(
             f"pp is {choices.pp}, {cluster.gpus} GPUs cannot be shared so; give tp, too"
         )
-    best, why = recommend(found, cluster)
+    best, why = recommend_for(found, sizes, cluster, choices)
     if best is None:
         raise CapacityError(why)
     text = f"chosen tp {best.tp}, pp {best.pp} on {best.world} of {cluster.gpus} GPUs: {why}"
     return LayoutChoice(best.tp, best.pp, text)
+
+
+def recommend_for(
+    found: Sequence[Forecast], sizes: WeightSizes, cluster: Cluster, choices: EngineConfig
+) -> tuple[Forecast | None, str]:
+    """The layout to run and why, of those in which the sequences and contexts that `choices` ask
+    for fit: stages share the state, ranks of one stage all hold it."""
+    best, why = recommend(found, cluster)
+    if best is None or (choices.max_sequences is None and choices.max_context is None):
+        return best, why
+
+    def refusal(of: Forecast) -> CapacityError | None:
+        try:
+            layout = sizes.layout(of.tp, of.pp, choices.experts)
+            rooms = stage_rooms(sizes, layout, cluster, choices)
+            resolve(choices, sizes.config, has_gpu=True, memory_bytes=0, stages=rooms)
+        except CapacityError as error:
+            return error
+        return None
+
+    refused = refusal(best)
+    if refused is None:
+        return best, why
+    able = [each for each in found if refusal(each) is None]
+    other, why = recommend(able, cluster) if able else (None, "no layout has room for that")
+    return other, f"{why}; not tp {best.tp}, pp {best.pp}: {refused}"
 
 
 def stage_rooms(

@@ -15,7 +15,7 @@ from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.choose import stage_rooms
+from dsv4.runner.ranks.choose import recommend_for, stage_rooms
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
     COMPUTE_SHARE,
@@ -27,11 +27,11 @@ from dsv4.runner.ranks.forecast import (
     layer_exchange_ms,
     layouts,
     rank_stages,
-    recommend,
 )
-from dsv4.runner.settings import Settings, resolve, step_bytes
-from dsv4.tools.plan import PlannedModel
+from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
+from dsv4.tools.plan import MOST_SEQUENCES, PlannedModel, most_sequences
 
+CONTEXTS = (131072, 1048576)  # that plan counts sequences of
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"  # only in a source tree
 
 
@@ -61,10 +61,13 @@ class LayoutPlan:
     stages: list[StageLedger]
     settings: Settings | None  # None: the engine would not start
     state_bytes: int  # of a rank of the fullest stage
+    fits: list[dict[int, int]]  # by forecast: context -> sequences that have it at once
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "possible": self.settings is not None}
-        for found, row in zip(self.forecasts, values["forecasts"], strict=True):
+        fits = values.pop("fits")
+        for found, row, each in zip(self.forecasts, values["forecasts"], fits, strict=True):
+            row["sequences"] = each
             row |= {"fits": found.fits, "kv_tokens": found.kv_tokens, "prompt_ms": found.prompt_ms}
             row["stages"] = [_plain(stage) for stage in row["stages"]]
         return values
@@ -95,7 +98,12 @@ def plan_layouts(
         wanted.append(asked)
     figures = batches, prompt, choices.experts
     found = [forecast(sizes, cluster, geometry, tp, pp, *figures) for tp, pp in wanted]
-    best, reason = recommend(found, cluster)
+    best, reason = recommend_for(found, sizes, cluster, choices)
+    contexts = (choices.max_context,) if choices.max_context else CONTEXTS
+    fits = [
+        {n: sequences_that_fit(sizes, cluster, geometry, f.tp, f.pp, n) for n in contexts}
+        for f in found
+    ]
     least = min(found, key=lambda f: max(stage.weight_bytes for stage in f.stages))
     shown = asked or ((best or least).tp, (best or least).pp)
     layout = sizes.layout(*shown, choices.experts)
@@ -111,8 +119,21 @@ def plan_layouts(
     stages = list(_ledger(sizes, cluster, geometry, layout))
     return LayoutPlan(
         model.name, model.weights, cluster, found, (best.tp, best.pp) if best else None,
-        reason, shown, stages, settings, state,
+        reason, shown, stages, settings, state, fits,
     )  # fmt: skip
+
+
+def sequences_that_fit(
+    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, tp: int, pp: int, context: int
+) -> int:
+    """How many sequences of this context the fullest stage has room for."""
+    layout, most = sizes.layout(tp, pp), MOST_SEQUENCES
+    scores = score_bytes(sizes.config, geometry.chunk_tokens, context)
+    for stage, (_, _, free) in enumerate(rank_stages(sizes, cluster, layout)):
+        layers = replace(layout, rank=stage * tp).layers(sizes.config)
+        held = replace(geometry, layers=layers)
+        most = min(most, most_sequences(held, context, free - scores))
+    return most
 
 
 def _ledger(
