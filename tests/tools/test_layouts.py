@@ -14,6 +14,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.layout import RankLayout
+from dsv4.runner.ranks.choose import recommend
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
     READ_SHARE,
@@ -21,7 +22,6 @@ from dsv4.runner.ranks.forecast import (
     forecast,
     layouts,
     received_bytes,
-    recommend,
     visited,
 )
 from dsv4.testing import small_config
@@ -204,6 +204,16 @@ def test_more_exchange_time_makes_stages_better() -> None:
         for m in (cluster, slow)
     ]
     assert [(f.tp, f.pp) for f in best if f] == [(4, 1), (1, 2)]
+
+
+def test_one_stream_alone_may_want_another_layout() -> None:
+    """Over PCIe stages share out many sequences well, but one gains nothing from them."""
+    plan = plan_of("flash", "rtx-pro-6000", 2)
+    assert plan.recommended == (1, 2)
+    ms = {(f.tp, f.pp): f.steps[1].total for f in plan.forecasts}
+    said = f"for one stream alone tp 2, pp 1: {ms[2, 1]:.1f} ms a token instead of {ms[1, 2]:.1f}"
+    assert said in plan.reason
+    assert "one stream alone" not in plan_of("flash", "h200", 4).reason  # tp 4 is best for both
 
 
 def test_what_does_not_fit_says_so() -> None:

@@ -8,19 +8,23 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.cluster import LINKS, Cluster, GpuRates, measured_rates, published_rates
 from dsv4.runner.ranks.forecast import (
+    ALONE,
+    ANSWER_TOKENS,
+    ANSWERS,
     CHUNK,
+    PROMPT_TOKENS,
     SEQUENCES,
     Forecast,
     WeightSizes,
     forecast,
     layouts,
     rank_stages,
-    recommend,
 )
 from dsv4.runner.settings import StageRoom, resolve
 from dsv4.util.measured_gpu import load_measured
 from dsv4.util.sizes import size_text
 
+ONE_STREAM = 0.95  # a layout that is so much faster for one stream is named beside the best
 UNKNOWN = GpuRates("unknown GPU", 0.0, 1000, 200, "pcie")  # only comparisons depend on it
 
 
@@ -101,6 +105,38 @@ def recommend_for(
     able = [each for each in found if refusal(each) is None]
     other, why = recommend(able, cluster) if able else (None, "no layout has room for that")
     return other, f"{why}; not tp {best.tp}, pp {best.pp}: {refused}"
+
+
+def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast | None, str]:
+    """The layout to run, and why; None where nothing fits."""
+    fitting = [found for found in forecasts if found.fits]
+    if not fitting:
+        least = min(forecasts, key=lambda f: max(s.weight_bytes for s in f.stages))
+        most = max(stage.weight_bytes for stage in least.stages)
+        return None, (
+            f"no layout fits: the smallest share of the weights is {size_text(most)} a GPU (tp "
+            f"{least.tp}, pp {least.pp}), a GPU has {size_text(cluster.memory)}; use more of them "
+            "or smaller weights"
+        )
+    inside = [found for found in fitting if found.world <= cluster.per_node] or fitting
+    best = min(inside, key=lambda found: (found.job_s, found.world))
+    others = len(fitting) - 1
+    why = (
+        f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} at once and "
+        f"{ALONE} one by one in {best.job_s:.1f} s, the least of {others + 1} layouts that fit"
+        if others
+        else "the only layout that fits"
+    )
+    if cluster.nodes > 1 and best.world <= cluster.per_node:
+        why += "; one engine on each node, behind a router"
+    if 1 in best.steps:
+        quick = min(inside, key=lambda found: found.steps[1].total)
+        if quick.steps[1].total < ONE_STREAM * best.steps[1].total:
+            why += (
+                f"; for one stream alone tp {quick.tp}, pp {quick.pp}: "
+                f"{quick.steps[1].total:.1f} ms a token instead of {best.steps[1].total:.1f}"
+            )
+    return best, why
 
 
 def stage_rooms(

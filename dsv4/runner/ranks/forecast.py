@@ -21,7 +21,6 @@ from dsv4.parallel.channels import ROWS_FROM, channel_bytes
 from dsv4.parallel.layout import RankLayout, balance, k_ranges
 from dsv4.runner.ranks.cluster import Cluster, Interconnect
 from dsv4.runner.settings import GPU_CHUNK, GPU_SEQUENCES, step_bytes
-from dsv4.util.sizes import size_text
 
 READ_SHARE, COMPUTE_SHARE, LAYER_US = 0.74, 0.41, 53.0
 CHUNK = GPU_CHUNK  # prompt tokens of a step
@@ -202,31 +201,6 @@ def forecast(
         {batch: experts_read(config, layout, batch) for batch in batches},
         job / 1e3,
     )  # fmt: skip
-
-
-def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast | None, str]:
-    """The layout to run, and why; None where nothing fits."""
-    fitting = [found for found in forecasts if found.fits]
-    if not fitting:
-        least = min(forecasts, key=lambda f: max(s.weight_bytes for s in f.stages))
-        most = max(stage.weight_bytes for stage in least.stages)
-        return None, (
-            f"no layout fits: the smallest share of the weights is {size_text(most)} a GPU (tp "
-            f"{least.tp}, pp {least.pp}), a GPU has {size_text(cluster.memory)}; use more of them "
-            "or smaller weights"
-        )
-    inside = [found for found in fitting if found.world <= cluster.per_node] or fitting
-    best = min(inside, key=lambda found: (found.job_s, found.world))
-    others = len(fitting) - 1
-    why = (
-        f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} at once and "
-        f"{ALONE} one by one in {best.job_s:.1f} s, the least of {others + 1} layouts that fit"
-        if others
-        else "the only layout that fits"
-    )
-    if cluster.nodes > 1 and best.world <= cluster.per_node:
-        why += "; one engine on each node, behind a router"
-    return best, why
 
 
 # --- bytes ----------------------------------------------------------------------------------------
