@@ -218,7 +218,7 @@ def test_layouts_have_the_bits_of_one_rank(tp: int, pp: int, rows_from: int) -> 
     check_equal(results(tp, pp, rows_from, FORMATS[name]), name, tp, pp)
 
 
-SPLIT = [(2, 1, COPIES), (2, 2, BOTH), (4, 1, ROWS), (8, 1, BOTH)]
+SPLIT = [(tp, pp, BOTH) for tp in (2, 4, 8) for pp in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("tp", "pp", "rows_from"), SPLIT)

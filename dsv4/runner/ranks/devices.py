@@ -1,6 +1,7 @@
 """Which GPU a rank has, and how the GPUs of a machine reach each other."""
 
 import importlib
+import logging
 import os
 from typing import Any
 
@@ -11,11 +12,15 @@ from dsv4.errors import OptionError, RankError
 from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout
+from dsv4.parallel.probe import probe
 from dsv4.parallel.torch_comm import TorchComm
 from dsv4.runner.settings import Settings
 
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own variable, for trying out
 PROBE_WORDS = 1 << 20
+STEADY_NCCL = (2, 30, 4)  # vllm-project/vllm#41725: two DGX Spark
+
+log = logging.getLogger(__name__)
 
 
 def device_of(device: str, rank: int, each: int) -> str:
@@ -49,11 +54,35 @@ def choose_comm(asked: str, settings: Settings, layout: RankLayout, nodes: int) 
         return "gloo"
     if asked == "gloo":
         raise OptionError("comm is 'gloo' on GPUs, expected auto, symmetric or nccl")
-    if asked != "auto" or nodes > 1:
-        return "nccl" if nodes > 1 else asked
-    pairs = ((a, b) for a in range(layout.world) for b in range(layout.world) if a != b)
-    can = _is_shared() or all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    return "symmetric" if can else "nccl"
+    if nodes > 1:
+        _warn_of_old_nccl()
+    if nodes > 1 or asked == "nccl":
+        return "nccl"
+    ranks = range(0 if _is_shared() else layout.world)
+    apart = [
+        (a, b)
+        for a in ranks
+        for b in ranks
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart and asked == "symmetric":
+        a, b = apart[0]
+        raise OptionError(
+            f"comm is 'symmetric', found no peer access from cuda:{a} to cuda:{b} (and "
+            f"{len(apart) - 1} more pairs), expected it between all GPUs; use comm=auto or nccl, "
+            "see nvidia-smi topo -p2p w"
+        )
+    return "nccl" if apart else "symmetric"
+
+
+def _warn_of_old_nccl() -> None:
+    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if found < STEADY_NCCL:
+        log.warning(
+            "NCCL is %s; before %s it was seen to hang between machines. If ranks do not finish a "
+            "command, install a newer nvidia-nccl package beside torch",
+            *(".".join(map(str, version)) for version in (found, STEADY_NCCL)),
+        )
 
 
 def open_comm(
@@ -70,7 +99,9 @@ def open_comm(
         return TorchComm.gloo(layout, store, 2 * timeout, address)
     device = torch.device(settings.device)
     if kind == "nccl":
-        return TorchComm.nccl(layout, store, device, 2 * timeout)
+        over = TorchComm.nccl(layout, store, device, 2 * timeout)
+        probe(over, layout, 4 * PROBE_WORDS, 1, device)
+        return over
     module = importlib.import_module("dsv4.ops.comm.symmetric_triton")
     nbytes = channel_bytes(config, layout, settings.chunk_tokens, settings.max_sequences)
     comm: Comm = module.open_comm(layout, store, device, nbytes, timeout)
