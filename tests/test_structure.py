@@ -97,7 +97,7 @@ LINE_BUDGET = {
     # 750 for drafts
     # 800 for experts in host memory: what fits, moving them, which ones stay
     # 100 for DSpark, 110 for cards, what they cannot do and were measured to do
-    "runner": 5080,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
+    "runner": 5150,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
