@@ -5,8 +5,8 @@
 An engine without drafts answers first. Then an engine with draft blocks of the checkpoint's shape
 answers the same requests under `auto`: blocks run as always, drafts are replaced by right tokens,
 each changed with the chance `1 - acceptance`. Answers must be equal. Random weights route every
-token independently, where real neighbours share experts: `--experts 9.7` correlates the embedding
-until two rows of a step visit that many (docs/drafting.md). One line of the record per run.
+token independently, where real neighbours share experts: `--experts 9.7` makes some experts more
+popular until two rows of a step visit that many (docs/drafting.md). One line of the record per run.
 """
 
 import argparse
@@ -47,25 +47,26 @@ PROMPT = 96
 
 
 def correlate(model: Transformer, wanted: float, seed: int = 5) -> dict[str, float]:
-    """Mix one common vector into the embedding, as much as makes two rows visit `wanted` experts a
-    layer. Returns the share and what steps of 2, 4 and 6 rows visit."""
-    table, config = model.embedding, model.config
-    own = table.clone()
+    """Make some experts of each layer more popular, as much as makes two rows visit `wanted` of
+    them. Returns the spread of the bias and what steps of 2, 4 and 6 rows visit."""
+    config, device = model.config, model.embedding.device
+    gates = [block.ffn.gate for block in model.blocks if block.ffn.gate.bias is not None]
     torch.manual_seed(seed)
-    common = torch.randn_like(table[:1]) * own.float().std()
+    own = [(gate.bias.clone(), torch.randn_like(gate.bias)) for gate in gates]
 
-    def visited(share: float, width: int = 2) -> float:
-        table.copy_(math.sqrt(share) * common + math.sqrt(1 - share) * own)
-        state = filled_state(config, 1, 512, table.device, width=width)
+    def visited(spread: float, width: int = 2) -> float:
+        for gate, (bias, popular) in zip(gates, own, strict=True):
+            gate.bias.copy_(bias + spread * popular)
+        state = filled_state(config, 1, 512, device, width=width)
         start_at(state, 256)
         used = experts_used(lambda: decode_step(model, state.layers, state), config.num_experts)
         return used * config.num_experts
 
-    low, high = 0.0, 1.0
-    for _ in range(8):  # more in common, fewer experts
+    low, high = 0.0, 2.0
+    for _ in range(8):  # a larger spread, fewer experts
         middle = (low + high) / 2
         low, high = (middle, high) if visited(middle) > wanted else (low, middle)
-    return {"share": high, **{f"experts_{w}": round(visited(high, w), 1) for w in (2, 4, 6)}}
+    return {"spread": high, **{f"experts_{w}": round(visited(high, w), 1) for w in (2, 4, 6)}}
 
 
 class Replaced(Given):

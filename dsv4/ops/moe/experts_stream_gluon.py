@@ -29,7 +29,7 @@ from dsv4.ops.moe.shared_expert_triton import swiglu
 
 activate = gluon.jit(swiglu.fn)
 HALF = gl.constexpr(32)
-UP_STAGES, DOWN_STAGES = 8, 4
+UP_STAGES, DOWN_STAGES = 5, 3  # pairs of tiles
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def _tile_at(words, scales, tile, steps, MX: gl.constexpr):
 def up_stream(
     x, z, experts, weights, words, scales, factors, inner, limit, total_steps, expert_tiles,
     PARTS: gl.constexpr, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
-    UNROLL: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
+    WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
 ):  # fmt: skip
     """32 activations of an expert, from as many gate rows and up rows of a tile."""
     part = gl.program_id(0)
@@ -56,7 +56,7 @@ def up_stream(
     expert = gl.load(experts + place)
     if expert >= 0:  # otherwise on another rank
         words, codes = _tile_at(words, scales, expert * expert_tiles + part, total_steps, MX)
-        words_room, codes_room = begin_stream(words, codes, total_steps, STAGES, PAD, UNROLL, MX)
+        words_room, codes_room = begin_stream(words, codes, total_steps, STAGES, PAD, WIDE, MX)
         gate_factor = gl.load(factors + expert * PARTS) * 128.0
         up_factor = gl.load(factors + expert * PARTS + PARTS - 1) * 128.0
         weight = gl.load(weights + place)
@@ -65,7 +65,7 @@ def up_stream(
         for index in gl.static_range(RANGES):
             acc = stream_row(
                 words_room, codes_room, row, words, codes, index * per_range,
-                gl.minimum((index + 1) * per_range, total_steps), total_steps, STAGES, UNROLL, MX,
+                gl.minimum((index + 1) * per_range, total_steps), total_steps, STAGES, WIDE, MX,
             )  # fmt: skip
             total = total + gl.max(acc, 1)  # all columns are equal
         room = gl.allocate_shared_memory(gl.float32, [TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -83,7 +83,7 @@ def down_stream(
     z, parts_at, experts, words, scales, factors, shared_words: gl.int64,
     shared_scales: gl.int64, shared_factors: gl.int64, chosen, size, inner, total_steps,
     expert_tiles, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
-    UNROLL: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
+    WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
 ):  # fmt: skip
     """Stores split-K partial sums; the consumer reduces them."""
     part = gl.program_id(0)
@@ -103,11 +103,11 @@ def down_stream(
         words += first * 2048
         codes += first * TILE
         gdc_launch_dependents()
-        words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, UNROLL, MX)
+        words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, WIDE, MX)
         gdc_wait()
         row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS)
         acc = stream_row(
-            words_room, codes_room, row, words, codes, 0, steps, steps, STAGES, UNROLL, MX
+            words_room, codes_room, row, words, codes, 0, steps, steps, STAGES, WIDE, MX
         )
         sums = gl.convert_layout(acc, OUT)
         column = gl.expand_dims(part * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT)), 1)

@@ -26,7 +26,7 @@ else:  # triton 3.6
 unpack, pairs_of, select = (gluon.jit(f.fn) for f in (unpack_slot, scale_pairs, select_matrix))
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor
-STAGES = 4
+STAGES = 3  # pairs of tiles
 NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # than triton 3.6
 TILE = gl.constexpr(64)
 ROWS = gl.constexpr(8)  # of the input, at most
@@ -41,66 +41,75 @@ COPY_INPUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _copy_weights(words_room, codes_room, words, codes, step, STAGES: gl.constexpr):
-    """A tile, whose words and codes each lie in one piece, into its place of the ring."""
-    row = gl.arange(0, 2 * TILE, layout=gl.SliceLayout(1, COPY_WORDS))
+def _copy_weights(
+    words_room, codes_room, words, codes, turn, STAGES: gl.constexpr, WIDE: gl.constexpr
+):
+    """WIDE tiles, whose words and codes each lie in one piece, into their place of the ring."""
+    row = gl.arange(0, WIDE * 2 * TILE, layout=gl.SliceLayout(1, COPY_WORDS))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_WORDS))
     inside = gl.expand_dims(row * 16, 1) + gl.expand_dims(word, 0)
-    begin_copy(words_room.index(step % STAGES), words + step * 2048 + inside)
-    at = gl.arange(0, TILE, layout=COPY_CODES)
-    begin_copy(codes_room.index(step % STAGES), codes + step * TILE + at)
+    begin_copy(words_room.index(turn % STAGES), words + turn * (WIDE * 2048) + inside)
+    at = gl.arange(0, WIDE * TILE, layout=COPY_CODES)
+    begin_copy(codes_room.index(turn % STAGES), codes + turn * (WIDE * TILE) + at)
 
 
 @gluon.jit
-def _copy_input(room, x, x_stride, num_rows, step, STAGES: gl.constexpr):
+def _copy_input(room, x, x_stride, num_rows, turn, STAGES: gl.constexpr, WIDE: gl.constexpr):
     """Rows that do not exist stay what they are: their sums are never stored."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY_INPUT))
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, COPY_INPUT))
-    at = gl.expand_dims(row * x_stride, 1) + gl.expand_dims(step * 128 + column, 0)
+    column = gl.arange(0, WIDE * 128, layout=gl.SliceLayout(0, COPY_INPUT))
+    at = gl.expand_dims(row * x_stride, 1) + gl.expand_dims(turn * (WIDE * 128) + column, 0)
     live = gl.expand_dims(row < num_rows, 1) & (gl.expand_dims(column, 0) >= 0)
-    begin_copy(room.index(step % STAGES), x + at, mask=live)
+    begin_copy(room.index(turn % STAGES), x + at, mask=live)
 
 
 @gluon.jit
-def _multiply(acc, words_room, codes, input_room, first, PER_STEP: gl.constexpr, MX: gl.constexpr):
-    """Add a tile's product, 16 columns at a time. `input_room`: one row of which `first` is the
-    first column of the tile, or the tile's columns of eight rows."""
-    pairs = pairs_of(codes, True, MX)
-    for half in gl.static_range(2):
-        words = words_room.slice(half * TILE, TILE, dim=0).load(A)
-        for slot in gl.static_range(4):
-            both = pairs[half * 2 + slot // 2]
-            scale = (both if slot % 2 == 0 else both >> 16).to(gl.int16)
-            scale = gl.expand_dims(scale.to(gl.bfloat16, bitcast=True), 1)
-            weight = unpack(words, slot, True) * scale
-            if PER_STEP:
-                part = input_room.slice(half * 64 + slot * 16, 16, dim=1).permute((1, 0)).load(B)
-            else:
-                part = input_room.index(first // 16 + half * 4 + slot).load(gl.SliceLayout(1, B))
-                part, _ = gl.broadcast(gl.expand_dims(part, 1), gl.zeros([1, ROWS], gl.bfloat16, B))
-            acc = mma_v2(weight, part, acc)
+def _multiply(
+    acc, words_room, codes_room, input_room, first, PER_TURN: gl.constexpr, WIDE: gl.constexpr,
+    MX: gl.constexpr,
+):  # fmt: skip
+    """Add the products of WIDE tiles, 16 columns at a time. `input_room`: one row, of which `first`
+    is the tiles' first column, or the tiles' columns of eight rows."""
+    for tile in gl.static_range(WIDE):
+        codes = codes_room.slice(tile * TILE, TILE).load(SCALES)
+        pairs = pairs_of(codes, True, MX)
+        for half in gl.static_range(2):
+            words = words_room.slice((2 * tile + half) * TILE, TILE, dim=0).load(A)
+            for slot in gl.static_range(4):
+                both = pairs[half * 2 + slot // 2]
+                scale = (both if slot % 2 == 0 else both >> 16).to(gl.int16)
+                scale = gl.expand_dims(scale.to(gl.bfloat16, bitcast=True), 1)
+                weight = unpack(words, slot, True) * scale
+                if PER_TURN:
+                    own = input_room.slice((tile * 8 + half * 4 + slot) * 16, 16, dim=1)
+                    part = own.permute((1, 0)).load(B)
+                else:
+                    own = input_room.index(first // 16 + tile * 8 + half * 4 + slot)
+                    part = own.load(gl.SliceLayout(1, B))
+                    zero = gl.zeros([1, ROWS], gl.bfloat16, B)
+                    part, _ = gl.broadcast(gl.expand_dims(part, 1), zero)
+                acc = mma_v2(weight, part, acc)
     return acc
 
 
 @gluon.jit
 def begin_stream(
-    words, codes, steps, STAGES: gl.constexpr, PAD: gl.constexpr, UNROLL: gl.constexpr,
+    words, codes, steps, STAGES: gl.constexpr, PAD: gl.constexpr, WIDE: gl.constexpr,
     MX: gl.constexpr,
 ):  # fmt: skip
-    """A ring of STAGES tiles of weights, the first of them on their way. PAD: room of that many
-    more, so that no multiprocessor gets more programs than its share: those of a launch that starts
-    early would crowd where the one before it ends first."""
+    """A ring of STAGES places for WIDE tiles of weights each, all but one on their way. PAD:
+    that many more places, so that no multiprocessor gets more programs than its share: those of a
+    launch that starts early would crowd where the one before it ends first."""
     words_room = gl.allocate_shared_memory(
-        gl.int16, [STAGES + PAD, 2 * TILE, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+        gl.int16, [STAGES + PAD, WIDE * 2 * TILE, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     )
     codes_room = gl.allocate_shared_memory(
-        gl.int32 if MX else gl.int64, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32 if MX else gl.int64, [STAGES, WIDE * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    for step in gl.static_range(STAGES):
-        if step < steps:
-            _copy_weights(words_room, codes_room, words, codes, step, STAGES)
-        if step % UNROLL == UNROLL - 1:
-            commit_group()
+    for turn in gl.static_range(STAGES - 1):
+        if turn * WIDE < steps:
+            _copy_weights(words_room, codes_room, words, codes, turn, STAGES, WIDE)
+        commit_group()
     return words_room, codes_room
 
 
@@ -125,56 +134,51 @@ def load_row(x, columns, COLUMNS: gl.constexpr):
 @gluon.jit
 def stream_row(
     words_room, codes_room, row_room, words, codes, first, last, steps,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, MX: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, MX: gl.constexpr,
 ):  # fmt: skip
     """fp32 `[64, 8]`, all columns equal: the tiles `first` to `last` of `steps` times a row."""
     acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
-    for step in range(first, last, UNROLL):
-        wait_group(STAGES // UNROLL - 1)
+    for turn in range(first // WIDE, last // WIDE):
+        wait_group(STAGES - 2)
         barrier()
-        for i in gl.static_range(UNROLL):
-            place = (step + i) % STAGES
-            found = codes_room.index(place).load(SCALES)
-            at = (step + i) * 128
-            acc = _multiply(acc, words_room.index(place), found, row_room, at, False, MX)
-        barrier()
-        for i in gl.static_range(UNROLL):
-            if step + i + STAGES < steps:
-                _copy_weights(words_room, codes_room, words, codes, step + i + STAGES, STAGES)
+        if (turn + STAGES - 1) * WIDE < steps:  # to where the last turn's tiles were
+            _copy_weights(words_room, codes_room, words, codes, turn + STAGES - 1, STAGES, WIDE)
         commit_group()
+        place = turn % STAGES
+        acc = _multiply(
+            acc, words_room.index(place), codes_room.index(place), row_room, turn * (WIDE * 128),
+            False, WIDE, MX,
+        )  # fmt: skip
     return acc
 
 
 @gluon.jit
 def _stream_rows(
     words_room, codes_room, words, codes, x, x_stride, num_rows, steps,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, MX: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, MX: gl.constexpr,
 ):  # fmt: skip
     """fp32 `[64, 8]`: all `steps` tiles times up to eight rows."""
     input_room = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, ROWS, 128], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        gl.bfloat16, [STAGES, ROWS, WIDE * 128], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
-    for step in gl.static_range(STAGES):
-        if step < steps:
-            _copy_input(input_room, x, x_stride, num_rows, step, STAGES)
-        if step % UNROLL == UNROLL - 1:
-            commit_group()
-    acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
-    for step in range(0, steps, UNROLL):
-        wait_group(STAGES // UNROLL - 1)
-        barrier()
-        for i in gl.static_range(UNROLL):
-            place = (step + i) % STAGES
-            found = codes_room.index(place).load(SCALES)
-            inputs = input_room.index(place)
-            acc = _multiply(acc, words_room.index(place), found, inputs, 0, True, MX)
-        barrier()
-        for i in gl.static_range(UNROLL):
-            following = step + i + STAGES
-            if following < steps:
-                _copy_weights(words_room, codes_room, words, codes, following, STAGES)
-                _copy_input(input_room, x, x_stride, num_rows, following, STAGES)
+    for turn in gl.static_range(STAGES - 1):
+        if turn * WIDE < steps:
+            _copy_input(input_room, x, x_stride, num_rows, turn, STAGES, WIDE)
         commit_group()
+    acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
+    for turn in range(0, steps // WIDE):
+        wait_group(STAGES - 2)
+        barrier()
+        following = turn + STAGES - 1
+        if following * WIDE < steps:
+            _copy_weights(words_room, codes_room, words, codes, following, STAGES, WIDE)
+            _copy_input(input_room, x, x_stride, num_rows, following, STAGES, WIDE)
+        commit_group()
+        place = turn % STAGES
+        acc = _multiply(
+            acc, words_room.index(place), codes_room.index(place), input_room.index(place), 0,
+            True, WIDE, MX,
+        )  # fmt: skip
     return acc
 
 
@@ -184,7 +188,7 @@ def linear_stream(
     words, scales, globals_, outs, sizes, parts, firsts, ranges, range_steps, first_range,
     partials, counters,
     NUM: gl.constexpr, F32: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
-    SPLIT: gl.constexpr, COLUMNS: gl.constexpr, PAD: gl.constexpr, UNROLL: gl.constexpr,
+    SPLIT: gl.constexpr, COLUMNS: gl.constexpr, PAD: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """`_linear_kernel` of `linear_triton` for NVFP4, up to eight rows and split K."""
     pid = gl.program_id(0)
@@ -210,16 +214,14 @@ def linear_stream(
     w = gl.multiple_of(w, 64)
     s = gl.multiple_of(s, 64)
     gdc_launch_dependents()
-    words_room, codes_room = begin_stream(w, s, steps, STAGES, PAD, UNROLL, False)
+    words_room, codes_room = begin_stream(w, s, steps, STAGES, PAD, WIDE, False)
     gdc_wait()
     if COLUMNS > 0:
         row = load_row(x, steps * 128, COLUMNS)
-        total = stream_row(
-            words_room, codes_room, row, w, s, 0, steps, steps, STAGES, UNROLL, False
-        )
+        total = stream_row(words_room, codes_room, row, w, s, 0, steps, steps, STAGES, WIDE, False)
     else:
         total = _stream_rows(
-            words_room, codes_room, w, s, x, x_stride, num_rows, steps, STAGES, UNROLL, False
+            words_room, codes_room, w, s, x, x_stride, num_rows, steps, STAGES, WIDE, False
         )
     total = gl.convert_layout(total, OUT)
     is_last = count > 0
@@ -268,10 +270,11 @@ def linear_stream(
 
 
 def ring_options(device, programs, stages, lengths, columns) -> dict[str, object]:
-    """Constants and launch options of a kernel with a ring. `lengths`: steps that programs take;
-    `columns`: of a row that they keep, 0 for several rows."""
-    unroll = 1 if any(length % 2 for length in lengths) else 2
+    """Constants and launch options of a kernel with a ring of about `stages` pairs of tiles.
+    `lengths`: steps that programs take; `columns`: of a row that they keep, 0 for several rows."""
+    wide = 1 if any(length % 2 for length in lengths) else 2
+    stages = stages if wide == 2 else 2 * stages - 1
     share = -(-programs // describe(device).multiprocessors)
-    used = 1024 + stages * (4608 if columns else 4608 + 2048) + 2 * columns
-    pad = max(0, SHARED_BYTES // share - used) // 4096
-    return {"STAGES": stages, "PAD": pad, "UNROLL": unroll, "launch_pdl": True, "num_warps": 4}
+    used = 1024 + stages * wide * (4608 if columns else 4608 + 2048) + 2 * columns
+    pad = max(0, SHARED_BYTES // share - used) // (wide * 4096)
+    return {"STAGES": stages, "PAD": pad, "WIDE": wide, "launch_pdl": True, "num_warps": 4}
