@@ -11,7 +11,6 @@ popular until two rows of a step visit that many (docs/drafting.md). One line of
 
 import argparse
 import json
-import math
 import random
 import sys
 import time
