@@ -19,10 +19,12 @@ def test_steps_compile() -> None:
         check_limits(row, 10)
 
 
-def launches(capability: int) -> Iterator[Launch]:
+def launches(capability: int, part: str = "decode") -> Iterator[Launch]:
+    """`all`: also verifying drafts, and prompts."""
     from dsv4.config import ModelConfig
     from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import decode_step, filled_state, random_model
+    from dsv4.tools.speed.steps import prompt_inputs
 
     pretend_cpu_is_a_gpu()
     config = replace(
@@ -31,11 +33,20 @@ def launches(capability: int) -> Iterator[Launch]:
     )  # fmt: skip
     cpu = torch.device("cpu")
     model, _ = random_model(config, cpu)
-    for batch in (1, 2):
-        state = filled_state(config, batch, 4096, cpu)
+    for batch, width in ((1, 1), (2, 1), (1, 3), (8, 3))[: 4 if part == "all" else 2]:
+        state = filled_state(config, batch, 4096, cpu, width=width)
 
         def step(state=state) -> None:  # type: ignore[no-untyped-def]
             with kernels_on_cpu(), torch.inference_mode():
                 decode_step(model, state.layers, state)
 
-        yield f"decode {batch}", step
+        yield f"decode {batch} x {width}", step
+    for tokens in (40, 1200) if part == "all" else ():
+        state = filled_state(config, 1, 4096, cpu, chunk_tokens=2048)
+        inputs = prompt_inputs(state, tokens)
+
+        def prompt(state=state, inputs=inputs) -> None:  # type: ignore[no-untyped-def]
+            with kernels_on_cpu(), torch.inference_mode():
+                model(inputs, state.layers)
+
+        yield f"prompt {tokens}", prompt

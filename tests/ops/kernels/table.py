@@ -41,7 +41,7 @@ def launches(capability: int) -> Iterator[Launch]:
     yield from test_weight_compile.all_launches()
     yield from test_weight_compile.other_formats()
     yield from test_state_compile.launches(capability, "all")
-    yield from test_compile.launches(capability)
+    yield from test_compile.launches(capability, "all")
     yield from case_launches()
     yield from peer_launches()
     if KNOWN[capability].scales_blocks:

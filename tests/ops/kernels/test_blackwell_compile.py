@@ -64,7 +64,7 @@ def test_attention_multiplies_keys_as_they_are_stored(rows: list[dict[str, Any]]
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("capability", [120])
+@pytest.mark.parametrize("capability", [120, 121])
 def test_a_workstation_multiplies_block_scaled_operands(capability: int) -> None:
     """NVFP4 rows with NVFP4 weights and MXFP8 rows with FP8 weights by `mma` with their scales;
     MXFP4 weights meet MXFP8 rows in bf16: what Triton 3.6 to 3.9 makes of them."""
