@@ -21,7 +21,9 @@ import typer
 from dsv4 import Engine, EngineConfig, ModelConfig, SamplingParams, errors, request
 from dsv4.chat.fields import MAX_TEXT_CHARS
 from dsv4.cli import app
+from dsv4.ops.core.gpu import KNOWN
 from dsv4.request import Completion, Guide, Output, Request, Stats, TokenLogprobs
+from dsv4.runner.ranks.cluster import GPUS as CARDS
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.sampling import guide_compiler
 from dsv4.server import options, schemas
@@ -35,6 +37,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 COMPARE = "2026-11-17_h200_compare.jsonl"
 MEMORY = "2026-11-17_h200_memory.jsonl"
 HOST_EXPERTS = "2026-11-18_h200_experts_host.jsonl"
+COMPILED = max(path.name for path in RECORDS.glob("*_kernels_compiled.jsonl"))
 TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 
 # GPU, name for `plan --gpu`, GB (10^9 bytes; an H200's as its driver reports them, the others'
@@ -124,6 +127,69 @@ def hardware_table() -> str:
     tiny = f"the embedded model `tiny`: [measured]({record_path(TINY)}) {rate:.0f} tokens/s"
     rows.append(f"| laptop, any CPU | no; **runs** {tiny} on {cores} cores | no |")
     return "| hardware | V4-Flash | V4-Pro |\n|---|---|---|\n" + "\n".join(rows)
+
+
+# --- every card -----------------------------------------------------------------------------------
+
+
+def rate(model: str, gpu: str, count: int) -> str:
+    """Tokens/s of one user as `plan` predicts them, bold as measured; with `+` the GB of experts
+    in host memory."""
+    subject = planned_model(model, "official")
+    if count > 1:
+        plan = plan_layouts(subject, Cluster.of(gpu, count))
+        best = next((f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended), None)
+        return f"{1000 / best.steps[1].total:.0f}" if best else "-"
+    host = 0 if gpu in SHARED_MEMORY else None
+    one_gpu = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu, host_bytes=host)
+    if one_gpu.experts is None:
+        whole = plan_layouts(subject, Cluster.of(gpu, 1)).forecasts[0]
+        return f"{1000 / whole.steps[1].total:.0f}" if one_gpu.possible else "-"
+    speeds = [f"{1000 / ms[1]:.0f}" for ms in one_gpu.experts.step_ms.values()]
+    if (model, gpu) == ("flash", "h200"):
+        speeds = [f"**{speed:.0f}**" for speed in sorted(measured_host_experts())]
+    return f"{' to '.join(dict.fromkeys(speeds))} +{one_gpu.experts.host_bytes / 1e9:.0f}"
+
+
+def card_table() -> str:
+    """By card: how many tokens/s, and what that rests on."""
+    compiled = {row["architecture"] for row in compiled_rows()}
+    rows = []
+    for gpu, card in CARDS.items():
+        proof = "compiled, interpreted" if card.architecture in compiled else "interpreted"
+        if card.architecture == 90:
+            proof = "**run**" if gpu == "h200" else "compiled; an H200 runs this code"
+        cells = [rate("flash", gpu, n) for n in (1, 2, 4, 8)] + [rate("pro", gpu, 8)]
+        first = f"{card.name} | sm_{card.architecture} | {card.memory_gb:.0f}"
+        rows.append(f"| {first} | {' | '.join(cells)} | {proof} |")
+    head = "| card | | GB | Flash on 1 | on 2 | on 4 | on 8 | Pro on 8 | proven by |\n"
+    return head + "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows)
+
+
+def compiled_rows() -> list[Any]:
+    return results(COMPILED)[1:]
+
+
+def compiled_table() -> str:
+    facts, rows = results(COMPILED)[0]["compiled"], []
+    for architecture in sorted({row["architecture"] for row in compiled_rows()}):
+        own = [row for row in compiled_rows() if row["architecture"] == architecture]
+        kernels = {(row.get("module"), row["kernel"]) for row in own}
+        most = {name: max(row[name] for row in own) for name in ("registers", "shared")}
+        limit = KNOWN[architecture].shared_per_block
+        outside = {row["kernel"] for row in own if row["spills"]}
+        hot = sum(row["hot_reloads"] for row in own)
+        rows.append(
+            f"| sm_{architecture} | {len(kernels)} | {len(own)} | {most['registers']} | "
+            f"{most['shared'] >> 10} of {limit >> 10} | {hot} | {len(outside)} |"
+        )
+    return (
+        f"Compiled with Triton {facts['triton']} on {facts['date']} "
+        f"([record](../{record_path(COMPILED)})):\n\n"
+        "| | kernels | configurations | most registers | most shared memory, KB | reloads in loops "
+        "with products | kernels that spill elsewhere |\n|---|---|---|---|---|---|---|\n"
+        + "\n".join(rows)
+    )
 
 
 def expected_speed() -> str:
@@ -369,11 +435,15 @@ def limits_table() -> str:
 
 def wanted() -> dict[Path, str]:
     serving, running = ROOT / "docs" / "serving.md", ROOT / "docs" / "run-flash-pro.md"
+    cards = ROOT / "docs" / "hardware.md"
     readme = (ROOT / "README.md").read_text()
     readme = between(readme, "proof", proof())
     readme = between(readme, "hardware", hardware_table())
     return {
         ROOT / "README.md": readme,
+        cards: between(
+            between(cards.read_text(), "cards", card_table()), "compiled", compiled_table()
+        ),
         serving: between(serving.read_text(), "limits", limits_table()),
         running: between(running.read_text(), "speed", expected_speed()),
         ROOT / "docs" / "commands.md": command_page(),
