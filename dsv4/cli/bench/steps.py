@@ -41,25 +41,22 @@ def decode(
     compare: str = typer.Option("", help="'transformers': time its model too, 4 layers, batch 1."),
     record: Path | None = RECORD,
     plot: Path | None = PLOT,
+    timeline: Path | None = typer.Option(None, help="Draw a layer's kernels over time (SVG)."),
 ) -> None:
     """Time decode steps, against the floor that their bytes set.
 
     Example: dsv4 bench decode --shape flash --batch 1,8 --context 4096
     """
+    from dsv4.tools.speed.profile import LayerTrace, picture
     from dsv4.tools.speed.steps import bench_decode
 
     batches, contexts = numbers("batch", batch), numbers("context", context)
     if expert_memory:
         _check(shape, device)
-        cases = [(b, c) for c in contexts for b in batches]
         prompts = numbers("prompt", prompt) if prompt else []
         given = "even" if routing == "random" else routing
-        case: dict[str, Any] = {
-            "shape": shape,
-            "layers": layers or None,
-            "cases": cases,
-            "prompts": prompts,
-        }
+        case: dict[str, Any] = {"shape": shape, "layers": layers or None, "prompts": prompts}
+        case["cases"] = [(b, c) for c in contexts for b in batches]
         case |= {"routings": given.split(","), "settle": settle, "device": device}
         _show_placed(case, expert_memory.split(","), record, plot)
         return
@@ -71,15 +68,27 @@ def decode(
     if routing not in ("random", "same"):
         raise OptionError(f"routing is {routing!r}, expected random or same")
     _check(shape, device)
-    chosen, same = _layers(shape, layers), routing == "same"
-    rows = bench_decode(shape, chosen, batches, contexts, device, widths, same)
-    total = len(batches) * len(contexts) * (1 + len(widths)) + (2 if compare else 0)
+    _check_timeline(timeline, device)
+    chosen, same, traces = _layers(shape, layers), routing == "same", list[LayerTrace]()
+    kept = None if timeline is None else traces
+    rows = bench_decode(shape, chosen, batches, contexts, device, widths, same, kept)
+    total = len(batches) * len(contexts) * (1 + len(widths)) + 2 * bool(compare)
     seen = _show(rows, total, record, plot, _comparison(shape, device) if compare else None)
+    lines = [f"{trace.title}: {trace.summary()}" for trace in traces]
+    if timeline is not None:
+        timeline.write_text(picture(traces), encoding="utf-8")
     if acceptance is not None:
         from dsv4.tools.speed.report import drafting_lines
 
-        for line in drafting_lines(seen, acceptance):
-            Console().print(line, highlight=False, soft_wrap=True)
+        lines += drafting_lines(seen, acceptance)
+    for line in lines:
+        Console().print(line, highlight=False, soft_wrap=True)
+
+
+def _check_timeline(timeline: Path | None, device: str) -> None:
+    if timeline is not None and device == "cpu":
+        raise OptionError("--timeline draws a GPU's kernels, and the device is cpu; use cuda")
+    check_writable(files=(timeline,))
 
 
 def prefill(

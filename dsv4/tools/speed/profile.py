@@ -1,9 +1,18 @@
-"""The kernels of one step, by family, timed on the GPU."""
+"""The kernels of one step, by family, timed on the GPU; and a picture of single layers: their
+kernels over time, and how fast weights flow meanwhile.
 
-from collections.abc import Callable
+Kernels may overlap: one that starts early is drawn from its start, though it may wait for the one
+before it. Its weights count as flowing evenly over that time, so a rate is an average.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
+
+from dsv4.config import LayerKind
+from dsv4.util.sizes import size_text
 
 # kernels grouped into families for the table of shares
 FAMILIES = {
@@ -42,6 +51,22 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
+LEFT, WIDTH, RIGHT = 70, 1000, 90
+HEAD, BAR, RATE, FOOT = 44, 20, 90, 40
+LAST = ("_down_kernel", "down_stream")  # of a layer
+IDLE = 0.25  # of what memory can read, below which it idles
+COLORS = {
+    "experts": "#d9893b", "linear": "#7aa6c2", "mhc": "#8bb174", "attention": "#b07aa1",
+    "state": "#c9b458", "index": "#6f8fa8", "router": "#cf6f6f",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelSpan:
+    name: str
+    begin_us: float
+    end_us: float
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -49,6 +74,7 @@ class Profile:
 
     num_kernels: int
     share_us: dict[str, float]  # by family; kernels overlap, so the sum may exceed the step
+    spans: Sequence[KernelSpan] = ()
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
@@ -61,13 +87,13 @@ def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
         step()
         torch.cuda.synchronize()
     shares: dict[str, float] = {}
-    count = 0
+    spans: list[KernelSpan] = []
     for event in seen.events():
         if event.device_type.name == "CUDA" and not event.name.startswith("Mem"):
-            count += 1
-            family = family_of(event.name)
-            shares[family] = shares.get(family, 0.0) + event.time_range.elapsed_us()
-    return Profile(count, dict(sorted(shares.items(), key=lambda item: -item[1])))
+            family, time = family_of(event.name), event.time_range
+            spans.append(KernelSpan(event.name, time.start, time.end))
+            shares[family] = shares.get(family, 0.0) + time.elapsed_us()
+    return Profile(len(spans), dict(sorted(shares.items(), key=lambda item: -item[1])), spans)
 
 
 def family_of(kernel: str) -> str:
@@ -75,3 +101,161 @@ def family_of(kernel: str) -> str:
         if kernel in names:
             return family
     return "other"
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    title: str
+    spans: Sequence[KernelSpan]
+    weights: Sequence[float]  # bytes that each reads
+    read_gbs: float  # what memory can
+
+    @property
+    def seconds(self) -> float:
+        return (max(s.end_us for s in self.spans) - self.spans[0].begin_us) / 1e6
+
+    def rates(self, columns: int) -> list[float]:
+        """GB/s in equal pieces of the layer's time."""
+        begin, width = self.spans[0].begin_us, self.seconds * 1e6 / columns
+        found = [0.0] * columns
+        for span, size in zip(self.spans, self.weights, strict=True):
+            rate = size / max(span.end_us - span.begin_us, 1e-3) / 1e3
+            for column in range(columns):
+                low, high = begin + column * width, begin + (column + 1) * width
+                covered = min(high, span.end_us) - max(low, span.begin_us)
+                found[column] += rate * max(covered, 0.0) / width
+        return found
+
+    def summary(self) -> str:
+        rates = self.rates(WIDTH)
+        idle = sum(rate < IDLE * self.read_gbs for rate in rates) / len(rates)
+        us, size = self.seconds * 1e6, sum(self.weights)
+        floor = size / self.read_gbs / 1e3
+        return (
+            f"{us:.1f} us, {len(self.spans)} kernels, {size_text(size)} of weights: floor "
+            f"{floor:.1f} us, x{us / max(floor, 1e-9):.2f}; memory idle for {idle * us:.1f} us"
+        )
+
+
+def split_layers(spans: Sequence[KernelSpan]) -> list[list[KernelSpan]]:
+    """The kernels of each layer; what precedes the first one is part of it."""
+    layers: list[list[KernelSpan]] = [[]]
+    for span in sorted(spans, key=lambda span: span.begin_us):
+        layers[-1].append(span)
+        if span.name in LAST:
+            layers.append([])
+    return layers[:-1]
+
+
+def weight_bytes(
+    spans: Sequence[KernelSpan], sizes: dict[str, int], layer: int, visited: float
+) -> list[float]:
+    """Bytes of weights that each kernel of a layer reads. `sizes`: of all parameters; `visited`:
+    the share of experts. Products are told apart by their order; where there are more or fewer of
+    them than four, their bytes are spread over their time."""
+    prefix = f"layers.{layer}."
+    own = {name.removeprefix(prefix): s for name, s in sizes.items() if name.startswith(prefix)}
+
+    def total(*parts: str) -> float:
+        return sum(float(size) for name, size in own.items() if any(p in name for p in parts))
+
+    order = [0.0, total("wq_b."), total("wo_a."), total("wo_b.")]
+    order[0] = total("attn.") - sum(order) - total("sink", "norm")
+    gate, shared = total("gate.weight"), total("shared_experts.w13")
+    up, down = total(".experts.w13") * visited, total(".experts.w2") * visited
+    linear = [span for span in spans if family_of(span.name) == "linear"]
+    whole = sum(span.end_us - span.begin_us for span in linear)
+    streams = any(span.name == "up_stream" for span in spans)  # the shared one's is in the gate
+    found = []
+    for span in spans:
+        family, size = family_of(span.name), 0.0
+        if family == "linear" and len(linear) == len(order):
+            size = order[linear.index(span)]
+        elif family == "linear":
+            size = sum(order) * (span.end_us - span.begin_us) / max(whole, 1e-9)
+        elif span.name == "_gate_kernel":
+            size = gate + (shared if streams else 0.0)
+        elif span.name in ("up_stream", "_up_kernel"):
+            size = up + (0.0 if streams else shared)
+        elif span.name in LAST:
+            size = down + total("shared_experts.w2")
+        elif family == "mhc" and "update" in span.name:
+            size = total("hc_") / 2
+        found.append(size)
+    return found
+
+
+def middle_layers(
+    case: str, spans: Sequence[KernelSpan], kinds: Sequence[LayerKind], sizes: dict[str, int],
+    visited: float, read_gbs: float,
+) -> Iterator[LayerTrace]:  # fmt: skip
+    """Of a step: the layer in the middle of those of each kind."""
+    layers = split_layers(spans)
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, found in enumerate(kinds) if found == kind]
+        layer = places[len(places) // 2]
+        own = layers[layer]
+        weights = weight_bytes(own, sizes, layer, visited)
+        yield LayerTrace(f"{case}: layer {layer}, {kind}", own, weights, read_gbs)
+
+
+def picture(traces: Sequence[LayerTrace]) -> str:
+    """An SVG; all layers have one scale."""
+    scale = WIDTH / max(trace.seconds * 1e6 for trace in traces)
+    parts, top = [], 0.0
+    for trace in traces:
+        block, height = _block(trace, top, scale)
+        parts += block
+        top += height
+    width = LEFT + WIDTH + RIGHT
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top:.0f}" '
+        f'viewBox="0 0 {width} {top:.0f}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{top:.0f}" fill="white"/>', *parts, "</svg>\n",
+    ])  # fmt: skip
+
+
+def _block(trace: LayerTrace, top: float, scale: float) -> tuple[list[str], float]:
+    begin = trace.spans[0].begin_us
+    parts = [
+        _text(LEFT, top + 16, trace.title, 'font-weight="bold"'),
+        _text(LEFT, top + 32, trace.summary()),
+    ]
+    ends: list[float] = []  # of the last bar in each row
+    for span in trace.spans:
+        row = next((i for i, end in enumerate(ends) if end <= span.begin_us), len(ends))
+        ends[row : row + 1] = [span.end_us]
+        x, y = LEFT + (span.begin_us - begin) * scale, top + HEAD + row * BAR
+        wide = max((span.end_us - span.begin_us) * scale, 0.5)
+        color = COLORS.get(family_of(span.name), "#999")
+        parts.append(
+            f'<rect x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR - 3}" fill="{color}">'
+            f"<title>{escape(span.name)} {span.end_us - span.begin_us:.1f} us</title></rect>"
+        )
+        name = span.name.strip("_").removesuffix("_kernel")
+        if wide > 6 * len(name):
+            parts.append(_text(x + 3, y + 12, name, 'fill="white"'))
+    floor = top + HEAD + len(ends) * BAR + RATE
+    pixels = max(1, round(trace.seconds * 1e6 * scale))
+    high = RATE * 0.9 / trace.read_gbs
+    path = [f"M{LEFT} {floor:g}"]
+    for column, rate in enumerate(trace.rates(pixels)):
+        path.append(f"H{LEFT + column}V{floor - min(rate * high, RATE):.1f}")
+    path.append(f"H{LEFT + pixels}V{floor:g}z")
+    limit = floor - 0.9 * RATE
+    parts += [
+        f'<path d="{"".join(path)}" fill="#5d6b75"/>',
+        f'<path d="M{LEFT} {limit:g}h{WIDTH}" stroke="#b03030" stroke-dasharray="4 3"/>',
+        _text(LEFT + WIDTH + 6, limit + 4, f"{trace.read_gbs:.0f} GB/s", 'fill="#b03030"'),
+    ]
+    for us in range(0, int(WIDTH / scale) + 1, 10):
+        x = LEFT + us * scale
+        parts.append(f'<path d="M{x:.1f} {floor:g}v4" stroke="#777"/>')
+        parts.append(_text(x - 6, floor + 16, f"{us}"))
+    parts.append(_text(LEFT + WIDTH + 6, floor + 16, "us"))
+    return parts, floor + FOOT - top
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    more = f" {more}" if more else ""
+    return f'<text x="{x:.1f}" y="{y:g}"{more}>{escape(text)}</text>'

@@ -41,7 +41,7 @@ from dsv4.tools.speed.model import (
     start_at,
     step_bytes,
 )
-from dsv4.tools.speed.profile import Profile, profile_step
+from dsv4.tools.speed.profile import LayerTrace, Profile, middle_layers, profile_step
 
 REPLAYS = 20
 
@@ -87,7 +87,10 @@ class Bench:
             ) from error
 
     @torch.inference_mode()
-    def decode(self, batch: int, context: int) -> StepResult:
+    def decode(
+        self, batch: int, context: int, traces: list[LayerTrace] | None = None
+    ) -> StepResult:
+        """`traces`: where to add one layer of each kind, kernel by kernel."""
         state = filled_state(self.config, batch, context, self.device)
         runs = {"all": self.model, **self._models_of_a_kind()}
         start_at(state, max(context - 8, 0))
@@ -102,6 +105,9 @@ class Bench:
         visited = experts_used(
             lambda: decode_step(self.model, state.layers, state), self.config.num_experts
         )
+        if traces is not None:
+            facts = self.config.kinds, self.sizes, visited, self.ceilings.read_gbs
+            traces += middle_layers(f"{self.shape}, {batch} x {context}", profile.spans, *facts)
         families = step_bytes(self.config, self.sizes, batch, context, visited)
         layer_us, layer_kernels = {}, {}
         for kind in self._kinds():
@@ -154,21 +160,18 @@ class Bench:
         state = filled_state(self.config, 1, tokens, self.device, chunk_tokens=tokens)
         inputs = prompt_inputs(state, tokens)
         compile_ahead(lambda: self.model(inputs, state.layers), self.device)
-        times = [elapsed_ms(lambda: self.model(inputs, state.layers), self.device)]
         repeats = 1 if self.device.type == "cpu" else 3
         times = [
             elapsed_ms(lambda: self.model(inputs, state.layers), self.device)
-            for _ in range(repeats)
-        ]
+            for _ in range(1 + repeats)
+        ][1:]
         profile = profile_step(lambda: self.model(inputs, state.layers), self.device)
         families = step_bytes(self.config, self.sizes, tokens, tokens, 1.0)
-        flops = prefill_flops(self.config, tokens)
-        spread = max(times) - min(times)
         return self._result(
             ("prefill", 1, tokens, tokens),
-            (statistics.median(times), spread, 0.0),
+            (statistics.median(times), max(times) - min(times), 0.0),
             {**families, "attention": 0.0, "index": 0.0},
-            flops,
+            prefill_flops(self.config, tokens),
             kernels=profile.num_kernels,
             family_us={k: round(v, 1) for k, v in profile.share_us.items()},
         )
@@ -373,13 +376,14 @@ def bench_decode(
     device: str,
     widths: Sequence[int] = (),
     same: bool = False,
+    traces: list[LayerTrace] | None = None,
 ) -> Iterator[Ceilings | StepResult]:
-    """`widths`: also steps with this many rows of each sequence."""
+    """`widths`: also steps with this many rows of each sequence. `traces`: see `Bench.decode`."""
     bench = Bench(shape, layers, device)
     yield bench.ceilings
     for context in contexts:
         for batch in batches:
-            yield bench.decode(batch, context)
+            yield bench.decode(batch, context, traces)
             _give_back(bench.device)
             for width in widths:
                 yield bench.verify(batch, context, width, same=same)
