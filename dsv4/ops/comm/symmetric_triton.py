@@ -199,23 +199,48 @@ class SymmetricPushes:
         return y
 
 
-def echo_pushes(tp: int, half_bytes: int, device: torch.device) -> SymmetricPushes:
-    """Of place 0 in a group whose peers are memory of this process, all flags raised for good: the
-    launches and stores of a rank, for timing it without its peers, who give zeros."""
-    memory = torch.zeros(tp, 2 * half_bytes + 4 * tp * PROGRAMS, dtype=torch.uint8, device=device)
-    memory[0, 2 * half_bytes :].view(torch.int32).fill_(1 << 30)
-    addresses = [part.data_ptr() for part in memory]
-    return SymmetricPushes(
-        PushChannel(
-            place=0,
-            addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
-            half_bytes=half_bytes,
-            rounds=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
-            error=torch.zeros(1, dtype=torch.int32, device=device),
-            limit_ns=10**9,
-            memory=memory,
-        )
-    )
+class EchoPushes:
+    """`Pushes` of place 0 whose peers are memory of this process, all flags raised for good: the
+    launches and stores of a rank, to time it without its peers. What peers would send is zero, or
+    left from rounds before; each kind and dtype has a channel of its own, so it is a number."""
+
+    def __init__(self, tp: int, half_bytes: int, device: torch.device) -> None:
+        self._tp, self._half_bytes = tp, half_bytes
+        self.error = torch.zeros(1, dtype=torch.int32, device=device)
+        self._pushes: dict[tuple[str, torch.dtype], SymmetricPushes] = {}
+
+    def gather(self, out: Tensor, x: Tensor) -> None:
+        self._of("gather", x.dtype).gather(out, x)
+
+    def to_owners(self, x: Tensor, per_owner: int) -> Tensor:
+        return self._of("rows", x.dtype).to_owners(x, per_owner)
+
+    def sum_ranges(self, values: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return self._of("ranges", values.dtype).sum_ranges(values, factor, dtype)
+
+    def sum_pairs(
+        self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
+    ) -> Tensor:
+        return self._of("pairs", parts.dtype).sum_pairs(parts, experts, shared, per_owner)
+
+    def _of(self, kind: str, dtype: torch.dtype) -> SymmetricPushes:
+        if (kind, dtype) not in self._pushes:
+            device, flags_at = self.error.device, 2 * self._half_bytes
+            size = flags_at + 4 * self._tp * PROGRAMS
+            memory = torch.zeros(self._tp, size, dtype=torch.uint8, device=device)
+            memory[0, flags_at:].view(torch.int32).fill_(1 << 30)
+            addresses = [part.data_ptr() for part in memory]
+            channel = PushChannel(
+                place=0,
+                addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+                half_bytes=self._half_bytes,
+                rounds=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+                error=self.error,
+                limit_ns=10**9,
+                memory=memory,
+            )
+            self._pushes[kind, dtype] = SymmetricPushes(channel)
+        return self._pushes[kind, dtype]
 
 
 class SymmetricComm:

@@ -1,9 +1,9 @@
 """The compute part of a layout, measured on one device: a rank's own slices, its peers left out.
 
-Values are meaningless: in place of what peers would send are zeros (a GPU) or copies of the rank's
-own. Times are those of one rank that never waits; on a GPU the launches of its exchanges are among
-them, storing to memory of this GPU. A rank computes its even share of the chosen experts here; the
-fullest one has more.
+Values are meaningless: in place of what peers would send are old numbers (a GPU) or copies of the
+rank's own. Times are those of one rank that never waits; on a GPU the launches of its exchanges are
+among them, storing to memory of this GPU. A rank computes its even share of the chosen experts here;
+the fullest one has more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class EchoComm:
 
     def __init__(self, pushes: Any = None) -> None:
         self.pushes = pushes
-        self.error: Tensor | None = None if pushes is None else pushes.channel.error
+        self.error: Tensor | None = None if pushes is None else pushes.error
 
     def gather(self, out: Tensor, x: Tensor) -> None:
         if self.pushes is not None:
@@ -109,7 +109,7 @@ def sliced_model(
     if device.type == "cuda" and layout.tp > 1:
         half = channel_bytes(config, layout, rows, sequences).tensor
         module = import_module("dsv4.ops.comm.symmetric_triton")
-        pushes = module.echo_pushes(layout.tp, half, device)
+        pushes = module.EchoPushes(layout.tp, half, device)
     exchange = Exchange(layout, EchoComm(pushes), config)
     model = Transformer(config, table, torch.bfloat16, exchange)
     return model, sum(weight.nbytes for weight in table.values())

@@ -130,19 +130,18 @@ def check_pairs(channels: list[Any], rows: int, size: int, ranges: int, mode: st
 
 def check_echo(tp: int) -> None:
     """A rank without peers, for timing: its own part arrives, theirs are zero, nothing waits."""
-    from dsv4.ops.comm.symmetric_triton import echo_pushes
+    from dsv4.ops.comm.symmetric_triton import EchoPushes
 
-    pushes = echo_pushes(tp, 1 << 15, torch.device("cpu"))
+    pushes = EchoPushes(tp, 1 << 15, torch.device("cpu"))
     x, values = torch.randn(5, 10).bfloat16(), torch.randn(2, 3, 72)
     for _ in range(3):  # both halves of the buffer, and the first one again
         out = torch.full((tp, 5, 10), float("nan")).bfloat16()
         pushes.gather(out, x)
         assert torch.equal(out[0], x)
         assert not out[1:].any()
-    pushes = echo_pushes(tp, 1 << 15, torch.device("cpu"))
     found = pushes.sum_ranges(values, None, torch.bfloat16)
     assert torch.equal(found, (values[0] + values[1]).bfloat16())
-    assert int(pushes.channel.error) == 0
+    assert int(pushes.error) == 0
 
 
 def main() -> None:
