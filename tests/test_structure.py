@@ -85,7 +85,7 @@ LINE_BUDGET = {
     # holds 130 lines of references over ranks and 130 of MXFP4 as it is stored; issue 24 wants
     # 10,500 without them. New files of another issue go into that list and its budget.
     "ops": 12440,  # 130 for choices of other GPUs and E4M3 by integers
-    "ops of other issues": 3180,  # 140 for experts split over ranks, their count, an echo
+    "ops of other issues": 3210,  # 170 for experts split over ranks, their count, an echo
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,

@@ -2,8 +2,8 @@
 
 Values are meaningless: in place of what peers would send are old numbers (a GPU) or copies of the
 rank's own. Times are those of one rank that never waits; on a GPU the launches of its exchanges are
-among them, storing to memory of this GPU. A rank computes its even share of the chosen experts here;
-the fullest one has more.
+among them, storing to memory of this GPU. A rank computes its even share of the chosen experts; the
+fullest one has more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
