@@ -74,7 +74,7 @@ def case_launches() -> Iterator[Launch]:
 
 def peer_launches() -> Iterator[Launch]:
     """Exchanges between the GPUs of a node."""
-    from dsv4.ops.comm import push_triton
+    from dsv4.ops.comm import own_experts_triton, push_triton
     from dsv4.ops.comm.symmetric_triton import SymmetricPushes
     from tests.ops.kernels.test_push_interpreter import ranks
 
@@ -90,6 +90,8 @@ def peer_launches() -> Iterator[Launch]:
         kernel = getattr(push_triton, f"{name}_kernel")
         yield f"peers {name}", lambda k=kernel: channel.launch(k, (words,), (64,), phased=False)
     yield "peers pairs", lambda: pushes.sum_pairs(parts[:, :2], local, extra, None)
+    load = torch.zeros(2, dtype=torch.int64)
+    yield "peers own experts", lambda: own_experts_triton.run(local, range(2), load)
 
 
 def written_kernels() -> set[tuple[str, str]]:
