@@ -272,7 +272,7 @@ class EngineConfig:
     kv_format: str = field(default="auto", metadata={"help": "auto, fp8, bf16 or fp32"})
     index_format: str = field(default="auto", metadata={"help": "auto, fp4, fp8, bf16 or fp32"})
     activations: str = field(
-        default="auto", metadata={"help": "where they meet weights or keys: auto, a4, a8 or a16"}
+        default="auto", metadata={"help": "where they meet weights: auto, a4, a8 or a16"}
     )
     max_context: int | None = field(default=None, metadata={"help": "tokens of one sequence"})
     max_sequences: int | None = field(default=None, metadata={"help": "sequences at once"})

@@ -2,16 +2,15 @@
 
     python scripts/measure_activations.py --out activations.jsonl             # 15 workers, 150 s
     python scripts/measure_activations.py --out trial.jsonl --workers 2 --skills facts
-    python scripts/measure_activations.py --out some.jsonl --modules "all,attention scores"
+    python scripts/measure_activations.py --out some.jsonl --modules "all,attention"
 
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
 what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
-them alone. Attention's scores know no A4, where the others take it they take A8; alone they are
-tried with FP8 keys, as they are used, against A16 with FP8 keys. Prompts come in rounds; every
-variant answers the same ones, and only what all of them answered before the time was up counts. The
-record has one JSON object per line; the table for docs/numerics.md and the default that follows
-from it are printed. Records are kept in benchmarks/records, their names begin with
-DATE_activations_tiny_cpu; a test holds the default to them, newer rows over older ones.
+them alone. Prompts come in rounds; every variant answers the same ones, and only what all of them
+answered before the time was up counts. The record has one JSON object per line; the table for
+docs/numerics.md and the default that follows from it are printed. Records are kept in
+benchmarks/records, their names begin with DATE_activations_tiny_cpu; a test holds the default to
+them, newer rows over older ones.
 
 An answer that ends at once is counted as silent: the embedded model does that when its arithmetic
 is wrong.
@@ -35,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: workers share the cores
 
 from dsv4.engine import Engine  # noqa: E402
-from dsv4.runner.activations import GROUPS, SCORES  # noqa: E402
+from dsv4.runner.activations import GROUPS  # noqa: E402
 from dsv4.tools.quality import measure  # noqa: E402
 
 HOLDERS = {  # module groups: where their weights are in a block
@@ -43,9 +42,7 @@ HOLDERS = {  # module groups: where their weights are in a block
     "shared expert": ("experts", ("shared_w13", "shared_w2")),
     "routed experts": ("experts", ("w13", "w2")),
 }
-VARIANTS = [("a16", "all"), ("a16", SCORES)]
-VARIANTS += [(w, g) for w in ("a8", "a4") for g in ("all", *GROUPS)]
-VARIANTS.remove(("a4", SCORES))  # no key has four bits
+VARIANTS = [("a16", "all"), *((w, g) for w in ("a8", "a4") for g in ("all", *GROUPS))]
 DOCUMENTS = ("retrieval 8000", "retrieval 2000", "updates 2000")  # and their lengths in tokens
 UPDATES = 4  # of a round: each needs a document of its own
 MOST_ROUNDS = 20
@@ -79,8 +76,7 @@ class Result:
 @lru_cache(maxsize=1)
 def engine_for(width: str, group: str) -> Engine:
     """Fresh for each variant: what another one computed must not be found in the prefix cache."""
-    keys = "fp8" if group == SCORES else "auto"
-    engine = Engine.load("tiny", device="cpu", activations="a4", kv_format=keys)
+    engine = Engine.load("tiny", device="cpu", activations="a4")
     for block in engine._runner.model.blocks:
         for name, (holder, weights) in HOLDERS.items():
             own = width if group in ("all", name) else "a16"
@@ -90,12 +86,6 @@ def engine_for(width: str, group: str) -> Engine:
                 vars(block.attention).update(found)
             else:
                 block.ffn.experts = replace(block.ffn.experts, **found)
-    own = "a8" if width != "a16" and group in ("all", SCORES) else "a16"
-    layers = engine._runner.state.layers
-    for number, layer in enumerate(layers):  # the pools of keys say what queries are rounded to
-        held = {name: getattr(layer, name, None) for name in ("window", "entries")}
-        rounding = {name: replace(pool, activations=own) for name, pool in held.items() if pool}
-        layers[number] = replace(layer, **rounding)
     return engine
 
 
@@ -200,8 +190,7 @@ def share_right(row: dict[str, Any]) -> float:
 def tolerates(rows: list[dict[str, Any]], width: str, group: str) -> bool:
     """Whether a variant is as good as a16: no skill loses more than MOST_LOST of its answers,
     no more of them are silent, perplexity rises by at most MOST_SURPRISE."""
-    beside = ("a16", group if group == SCORES else "all")
-    plain = {r["skill"]: r for r in rows if (r["activations"], r["modules"]) == beside}
+    plain = {r["skill"]: r for r in rows if (r["activations"], r["modules"]) == ("a16", "all")}
     own = [r for r in rows if (r["activations"], r["modules"]) == (width, group)]
     for row in own:
         base = plain[row["skill"]]
@@ -220,8 +209,7 @@ def default(rows: list[dict[str, Any]]) -> dict[str, str]:
     widths = dict.fromkeys(GROUPS, "a16")
     for finer, width in (("a16", "a8"), ("a8", "a4")):
         for group in GROUPS:
-            together = group != SCORES and tolerates(rows, width, "all")
-            good = together or tolerates(rows, width, group)
+            good = tolerates(rows, width, "all") or tolerates(rows, width, group)
             if good and widths[group] == finer:
                 widths[group] = width
     return widths

@@ -15,7 +15,7 @@ from typing import Literal
 
 from dsv4.config import ModelConfig
 from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
-from dsv4.formats.spec import CSA_ROWS, Activations
+from dsv4.formats.spec import CSA_ROWS
 
 Pool = Literal["window", "csa", "hca"]
 POOLS: tuple[Pool, ...] = ("window", "csa", "hca")
@@ -41,7 +41,6 @@ class Geometry:
     index_format: str
     chunk_tokens: int  # most prompt tokens of one step, over all sequences
     kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
-    query_width: Activations = "a16"  # precision of queries multiplied with these keys
     layers: range | None = None  # a stage's, which the bytes are of; page numbers are global
     draft_layers: int = 0  # window-only blocks that draft
     spare_tokens: int = 0  # of the window, behind a step's tokens: where such blocks guess

@@ -19,8 +19,9 @@ from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
 from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.attention.query import Queries
-from dsv4.ops.fused.block import query_attention, store_and_query
+from dsv4.ops.fused.block import norm_store, query_attention
 from dsv4.ops.gemm.grouped_linear import grouped_linear
+from dsv4.ops.gemm.linear import linear_multi
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression
 from dsv4.ops.kv.kv_store import WindowKey
@@ -94,7 +95,7 @@ class Attention:
         )  # fmt: skip
         blocks = list(self._compressions(rest, latent.dtype, table, step, state))
         matrices = [self.wq_b, *([self.indexer.wq_b] if self.indexer is not None else [])]
-        q, *index_q = store_and_query(latent, self.q_norm, matrices, key, blocks)
+        q, *index_q = linear_multi(norm_store(latent, self.q_norm, key, blocks), matrices)
         queries = Queries(q.view(-1, self.num_heads, self.head_dim), self.eps)
         compressed = None
         if self.indexer is not None:

@@ -27,7 +27,6 @@ from dsv4.ops.comm.shares import (
     sum_in_order,
 )
 from dsv4.ops.fused import block
-from dsv4.ops.fused.block import Mixed
 from dsv4.ops.gemm.linear import linear, linear_multi
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
@@ -39,6 +38,7 @@ from dsv4.parallel.layout import RankLayout, k_ranges
 
 Moe = tuple[Gate, Experts]
 Matrices = tuple[list[Weight], list[torch.dtype]]  # and the dtypes of their results
+Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, products
 
 
 class SingleRank:
@@ -50,14 +50,20 @@ class SingleRank:
 
     def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
         """Streams collapsed at `site`, and the products of all rows with `by`."""
-        return block.mix_linear(residual, site, *by)
+        streams, x, post, comb = collapse(residual, site)
+        return streams, post, comb, linear_multi(self.all_rows(x), *by)
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        """From those that each rank has."""
+        return x
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
         """The groups of this rank's heads -> attention's result, of the rows that it owns."""
         return block.linear_partial_sums(grouped, wo_b)
 
     def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
-        return block.mix_experts(residual, site, token_ids, *by)
+        streams, x, post, comb = collapse(residual, site)
+        return Residual(streams, Update(block.router_experts(x, token_ids, *by), post, comb))
 
     def hidden(self, residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
         """What the head reads: `rows` of all, or all."""
@@ -74,10 +80,6 @@ class ReplicatedRows(SingleRank):
         self.layout, self.comm, self.push = layout, comm, comm.pushes
         self.ranges = range(layout.tp_rank * share, (layout.tp_rank + 1) * share)
         self.held = layout.experts(config)
-
-    def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
-        streams, x, post, comb = collapse(residual, site)
-        return streams, post, comb, linear_multi(self.all_rows(x), *by)
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
         if activations_of(wo_b) == "a4":  # one scale for all columns of a row
@@ -113,10 +115,6 @@ class ReplicatedRows(SingleRank):
         """`[ranks, rows, chosen, size]` -> each pair as computed by the rank of its expert."""
         owners = torch.div(chosen.clamp(min=0), len(self.held), rounding_mode="floor")
         return pairs.gather(0, owners[None, :, :, None].expand(1, *pairs.shape[1:]))[0]
-
-    def all_rows(self, x: Tensor) -> Tensor:
-        """From those that each rank has."""
-        return x
 
     def all_columns(self, x: Tensor) -> Tensor:
         """`[rows, width]` of each rank -> `[rows, ranks * width]`."""

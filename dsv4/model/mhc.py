@@ -19,8 +19,9 @@ def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Ten
 
 def finish(residual: Residual) -> Tensor:
     """The streams with their last update, as the next pipeline stage takes them."""
-    assert residual.update is not None, "a stage has a block at least"
-    return mhc_update(residual.streams, **vars(residual.update))
+    update = residual.update
+    assert update is not None, "a stage has a block at least"
+    return mhc_update(residual.streams, update.y, update.post, update.comb)
 
 
 def mix_site(config: ModelConfig, weights: Weights, mix: str, norm: str) -> MixSite:

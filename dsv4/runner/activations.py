@@ -1,8 +1,8 @@
-"""Activation precision in products with weights and keys: chosen per module group, with reasons.
+"""Activation precision in products with weights: chosen per module group, with reasons.
 
 Attention projections, the shared expert and the routed experts may use `a8` or `a4`. Compressor,
 indexer, router, head and embedding always use `a16`: they make discrete choices that rounding would
-change. Attention scores, the products of queries and cached keys, may use `a8`; no key has 4 bits.
+change. Queries meet cached keys as they are.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,7 @@ from dsv4.checkpoint.sources import Source
 from dsv4.checkpoint.stored_matrix import StoredFormat
 from dsv4.formats.spec import WIDTHS, Activations
 
-SCORES = "attention scores"
-GROUPS = ("attention", "shared expert", "routed experts", SCORES)
+GROUPS = ("attention", "shared expert", "routed experts")
 # sm_100 and sm_120 multiply block-scaled operands, and those of their families
 DATA_CENTER, WORKSTATION = 10, 12
 OLDEST_TRITON = (3, 6)
@@ -24,7 +23,6 @@ NATIVE_AUTO: dict[str, Activations] = {
     "attention": "a16",
     "shared expert": "a8",
     "routed experts": "a16",
-    SCORES: "a16",
 }
 
 # Activation widths that each stored format supports; MXFP4 outside experts is cast to NVFP4.
@@ -83,10 +81,7 @@ def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
         return ActivationChoice(dict.fromkeys(GROUPS, "a16"), why)
     if missing is None or asked == "a16":
         how = "chosen" if gpu or asked == "a16" else "chosen; references round, nothing is faster"
-        widths = dict.fromkeys(GROUPS, _width(asked))
-        if gpu is not None and gpu.capability[0] == WORKSTATION:
-            widths[SCORES] = "a16"  # no registers are left for rounded queries
-        return ActivationChoice(widths, how)
+        return ActivationChoice(dict.fromkeys(GROUPS, _width(asked)), how)
     refused = f"activations={asked} cannot be had, a16 is used: {missing}"
     return ActivationChoice(dict.fromkeys(GROUPS, "a16"), missing, refused)
 
@@ -98,16 +93,6 @@ def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
     wanted = widths.get(source.parameter.group, "a16")
     finest_first = WIDTHS[: WIDTHS.index(wanted) + 1]
     return next(width for width in reversed(finest_first) if width in SERVED[source.format])
-
-
-def query_width(
-    widths: dict[str, Activations], kv_format: str, dtype: str, *, on_gpu: bool
-) -> Activations:
-    """Precision of queries in products with cached keys. A GPU kernel exists for FP8 keys and
-    bfloat16 queries; the references take any."""
-    if widths[SCORES] == "a16" or (on_gpu and (kv_format, dtype) != ("fp8", "bfloat16")):
-        return "a16"
-    return "a8"
 
 
 def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list[str]:

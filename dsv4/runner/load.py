@@ -30,7 +30,6 @@ from dsv4.ops.gemm.weights.repack import repack, stays_mxfp4
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.team import Team
 from dsv4.runner.activations import (
-    SCORES,
     GpuFacts,
     choose_activations,
     describe,
@@ -215,7 +214,7 @@ def load_model(
     folder, config, checkpoint = prepared.folder, prepared.config, prepared.checkpoint
     settings, placed = prepared.settings, None
     with engine_ops(settings.ops).active():
-        tell_activations(checkpoint, prepared.choices.activations, prepared.gpu, settings)
+        tell_activations(checkpoint, prepared.choices.activations, prepared.gpu)
         if prepared.experts is not None and prepared.experts.budget is not None:
             examples = partial(_one_expert, checkpoint, settings)
             placed = open_experts(prepared.experts, config, settings, examples)
@@ -287,23 +286,15 @@ def driver_version() -> tuple[int, int]:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def tell_activations(
-    checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, settings: Settings
-) -> None:
-    """Log the activation precision of each weight group and of keys, with the reason; warn where a
-    requested precision is not available."""
+def tell_activations(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None) -> None:
+    """Log the activation precision of each weight group, with the reason; warn where a requested
+    precision is not available."""
     choice, sources = choose_activations(asked, gpu), checkpoint.sources.values()
-    keys, width = f"{settings.kv_format} keys", settings.query_width
-    for line in (*describe(sources, choice), f"{SCORES}: {keys} x {width} ({choice.why})"):
+    for line in describe(sources, choice):
         log.info("%s", line)
     refused = [choice.refused] if choice.refused else []
     if asked != "auto":
         refused += fallbacks(sources, choice.widths)
-        if choice.widths[SCORES] != "a16" and width == "a16":
-            refused.append(
-                f"{keys} and {settings.dtype} queries ({SCORES}) are not multiplied at "
-                f"{choice.widths[SCORES]}, a16 is used; a GPU takes fp8 keys and bfloat16 queries"
-            )
     for line in refused:
         warn_unless_strict(line)
 

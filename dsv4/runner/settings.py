@@ -11,7 +11,7 @@ from dsv4.cache.geometry import Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.formats.spec import Activations
-from dsv4.runner.activations import GpuFacts, choose_activations, query_width
+from dsv4.runner.activations import GpuFacts, choose_activations
 from dsv4.util.sizes import size_text
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,6 @@ class Settings:
             return next(iter(self.activations.values()))
         return "/".join(f"{group} {width}" for group, width in self.activations.items())
 
-    @property
-    def query_width(self) -> Activations:
-        """Precision of queries in products with cached keys."""
-        on_gpu = self.device != "cpu"
-        return query_width(self.activations, self.kv_format, self.dtype, on_gpu=on_gpu)
-
     def _guessed_tokens(self, config: ModelConfig) -> int:
         """Positions behind a sequence for which a drafter stores keys."""
         return config.dspark.block if self.draft == "dspark" else self.draft_tokens
@@ -79,7 +73,7 @@ class Settings:
         formats = self.kv_format, self.index_format
         drafts = self.draft not in ("off", "lookup")
         return Geometry(
-            config, *formats, self.chunk_tokens, kept, self.query_width,
+            config, *formats, self.chunk_tokens, kept,
             draft_layers=config.num_draft_layers * drafts,
             spare_tokens=self._guessed_tokens(config) * drafts,
         )  # fmt: skip

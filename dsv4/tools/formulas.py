@@ -167,11 +167,6 @@ def as_multiplied(x: Tensor, width: str) -> Tensor:
     return through_nvfp4(x) if width == "a4" else through_fp8(x, 32)
 
 
-def met_by_keys(q: Tensor, width: str, rope_dim: int) -> Tensor:
-    """Queries as multiplied with keys: rotary channels are never rounded."""
-    return torch.cat((as_multiplied(q[..., :-rope_dim], width), q[..., -rope_dim:]), dim=-1)
-
-
 def stored_key(key: Tensor, kv_format: str, rope_dim: int) -> Tensor:
     """A window key or an entry after storage: rotary channels are never in FP8."""
     if kv_format == "fp32":

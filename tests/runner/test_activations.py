@@ -25,7 +25,6 @@ from dsv4.request import SamplingParams
 from dsv4.runner.activations import (
     GROUPS,
     NATIVE_AUTO,
-    SCORES,
     GpuFacts,
     choose_activations,
     describe,
@@ -65,6 +64,7 @@ def opened(folder: Path) -> Checkpoint:
         ("auto", HOPPER, "a16", "sm_90 has no tensor cores"),
         ("a16", BLACKWELL, "a16", "chosen"),
         ("a8", BLACKWELL, "a8", "chosen"),
+        ("a8", GpuFacts((12, 0), (3, 9), (13, 0)), "a8", "chosen"),
         ("auto", GpuFacts((12, 0), (3, 9), (13, 0)), "a16", "sm_120"),
     ],
 )
@@ -73,13 +73,6 @@ def test_the_choice_and_its_reason(asked: str, gpu: GpuFacts | None, width: str,
     assert choice.widths == dict.fromkeys(GROUPS, width)
     assert why in choice.why
     assert choice.refused is None
-
-
-def test_a_workstation_rounds_rows_when_asked_but_no_queries() -> None:
-    """sm_120 has block-scaled products; beside attention's sums it has no registers for them."""
-    choice = choose_activations("a8", GpuFacts((12, 0), (3, 9), (13, 0)))
-    assert choice.refused is None
-    assert choice.widths == {**dict.fromkeys(GROUPS, "a8"), SCORES: "a16"}
 
 
 def test_auto_follows_the_table_where_products_are_native() -> None:
@@ -143,19 +136,10 @@ def test_what_is_prepared_says_what_and_why_and_is_what_runs(folders: dict[str, 
     assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in on_hopper
 
 
-def tell(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, **formats: str) -> None:
-    """As `load_model` does, for a machine with this GPU or none."""
-    choices = EngineConfig(device="cpu" if gpu is None else "cuda", activations=asked, **formats)
-    facts: dict[str, Any] = {"has_gpu": gpu is not None, "memory_bytes": 2**40, "gpu": gpu}
-    tell_activations(checkpoint, asked, gpu, resolve(choices, checkpoint.config, **facts))
-
-
-def told(
-    checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, caplog: Any, **formats: str
-) -> list[str]:
+def told(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, caplog: Any) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "dsv4"):
-        tell(checkpoint, asked, gpu, **formats)
+        tell_activations(checkpoint, asked, gpu)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -177,56 +161,11 @@ def test_one_warning_names_what_is_not_had(folders: dict[str, Path], caplog: Any
     assert told(plain, "auto", BLACKWELL, caplog) == []  # nobody asked for more
 
 
-def test_scores_of_other_keys_stay_wide_with_one_warning(
-    folders: dict[str, Path], caplog: Any
-) -> None:
-    full = opened(folders["modelopt-full"])
-    for asked in ("a8", "a4"):
-        assert told(full, asked, BLACKWELL, caplog) == []
-        [message] = told(full, asked, BLACKWELL, caplog, kv_format="bf16")
-        assert message == (
-            f"bf16 keys and bfloat16 queries (attention scores) are not multiplied at {asked}, "
-            "a16 is used; a GPU takes fp8 keys and bfloat16 queries"
-        )
-        [message] = told(full, asked, BLACKWELL, caplog, dtype="float32")
-        assert "fp8 keys and float32 queries" in message
-        [message] = told(full, asked, HOPPER, caplog)  # one for all groups
-        assert "sm_90" in message
-        for kv_format in ("fp32", "fp8"):  # the references round queries to any key
-            assert told(full, asked, None, caplog, kv_format=kv_format) == []
-    for asked in ("auto", "a16"):
-        assert told(full, asked, BLACKWELL, caplog, kv_format="bf16") == []
-
-
-def test_start_up_says_what_keys_are_multiplied_with(folders: dict[str, Path], caplog: Any) -> None:
-    full = opened(folders["modelopt-full"])
-    for asked, gpu, says in (
-        ("a4", BLACKWELL, "attention scores: fp8 keys x a8 (chosen)"),
-        ("auto", BLACKWELL, f"fp8 keys x {NATIVE_AUTO[SCORES]} (the accuracy table"),
-        ("a8", HOPPER, "attention scores: fp8 keys x a16 (sm_90"),
-        ("a8", None, "attention scores: fp32 keys x a8 (chosen; references round"),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "dsv4"):
-            tell(full, asked, gpu)
-        assert [says in record.getMessage() for record in caplog.records].count(True) == 1
-
-
-def test_pools_of_keys_know_their_width(folders: dict[str, Path]) -> None:
-    for asked, width in (("a16", "a16"), ("a8", "a8"), ("a4", "a8")):
-        engine = Engine.load(str(folders["modelopt-full"]), device="cpu", activations=asked)
-        pools = [pool for layer in engine._runner.state.layers for _, pool in layer.pools()]
-        assert {pool.activations for pool in pools if not pool.is_index} == {width}
-        assert {pool.activations for pool in pools if pool.is_index} <= {"a16"}
-
-
 def test_strict_mode_raises(folders: dict[str, Path]) -> None:
     with kernels_only(), pytest.raises(KernelError, match=r"bf16 weights.*strict mode forbids"):
         Engine.load(str(folders["plain-official"]), device="cpu", activations="a4")
     with kernels_only(), pytest.raises(KernelError, match=r"sm_90.*strict mode forbids"):
-        tell(opened(folders["modelopt-full"]), "a4", HOPPER)
-    with kernels_only(), pytest.raises(KernelError, match=r"bf16 keys.*strict mode forbids"):
-        tell(opened(folders["modelopt-full"]), "a8", BLACKWELL, kv_format="bf16")
+        tell_activations(opened(folders["modelopt-full"]), "a4", HOPPER)
 
 
 def test_weights_that_would_change_stay_wide_with_one_warning(caplog: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsv4.formats.quantized import activations_of
-from dsv4.runner.activations import GROUPS, NATIVE_AUTO, SCORES
+from dsv4.runner.activations import GROUPS, NATIVE_AUTO
 from dsv4.tools.quality.measure import read_items
 
 ROOT = Path(__file__).parents[2]
@@ -34,24 +34,21 @@ def rows_with(script: ModuleType, **right: int) -> list[dict[str, Any]]:
     """Every variant answers 50 of 50, but those named `width_group` have so many right."""
     rows = []
     for width, group in script.VARIANTS:
-        name = f"{width}_{group.split()[-1 if group == SCORES else 0]}"
+        name = f"{width}_{group.split()[0]}"
         row = {"activations": width, "modules": group, "skill": "facts", "asked": 50, "silent": 0}
         rows.append({**row, "right": right.get(name, 50), "perplexity": 3.0})
     return rows
 
 
 def test_the_default_is_what_the_table_allows(script: ModuleType) -> None:
-    most = {**dict.fromkeys(GROUPS, "a4"), SCORES: "a8"}
+    most = dict.fromkeys(GROUPS, "a4")
     assert script.default(rows_with(script)) == most
     # one answer in fifty may be lost, two may not
     assert script.default(rows_with(script, a4_all=49)) == most
     found = script.default(rows_with(script, a4_all=40, a4_attention=48, a4_routed=48))
     assert found == {**most, "attention": "a8", "routed experts": "a8"}
-    nothing = {
-        f"{w}_{g}": 0
-        for w in ("a8", "a4")
-        for g in ("all", "attention", "shared", "routed", "scores")
-    }
+    groups = ("all", "attention", "shared", "routed")
+    nothing = {f"{w}_{g}": 0 for w in ("a8", "a4") for g in groups}
     assert set(script.default(rows_with(script, **nothing)).values()) == {"a16"}
     lucky = rows_with(script, a8_all=0, a8_attention=0)
     assert script.default(lucky)["attention"] == "a16"
@@ -99,20 +96,6 @@ def test_variants_round_their_own_modules(script: ModuleType) -> None:
     before = torch.cat(list(engine.score(range(20, 60))))
     after = torch.cat(list(script.engine_for("a16", "all").score(range(20, 60))))
     assert not torch.equal(before, after)
-    for width, group, rounds in (
-        ("a8", SCORES, True),
-        ("a4", "all", True),
-        ("a4", "shared", False),
-    ):
-        engine = script.engine_for(width, group)
-        pools = [engine._runner.state.layers[1].window, engine._runner.state.layers[1].entries]
-        assert {pool.activations for pool in pools} == {"a8" if rounds else "a16"}
-    exact, rounded = (
-        torch.cat(list(script.engine_for(width, SCORES).score(range(20, 60))))
-        for width in ("a16", "a8")
-    )
-    assert not torch.equal(exact, rounded)
-    assert not torch.equal(exact, after)  # FP8 keys
 
 
 def test_jobs_cover_every_skill_before_more_of_one(script: ModuleType) -> None:
@@ -122,5 +105,5 @@ def test_jobs_cover_every_skill_before_more_of_one(script: ModuleType) -> None:
     assert [job.number for job in jobs] == sorted(job.number for job in jobs)
     assert {(job.width, job.group) for job in jobs} == set(script.VARIANTS)
     assert {job.skill for job in script.jobs(50, ["facts"], [])} == {"facts"}
-    few = {(job.width, job.group) for job in script.jobs(50, [], [SCORES])}
-    assert few == {("a16", SCORES), ("a8", SCORES)}
+    few = {(job.width, job.group) for job in script.jobs(50, [], ["attention"])}
+    assert few == {("a8", "attention"), ("a4", "attention")}

@@ -8,9 +8,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -146,13 +144,11 @@ def main() -> None:
     from dsv4.ops import OPS
     from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.ops.core.op import Arguments
-    from dsv4.ops.gemm import linear_scaled_triton as scaled
     from dsv4.ops.gemm.embed import embed
     from dsv4.ops.gemm.grouped_linear import grouped_linear
     from dsv4.ops.gemm.linear import linear_multi
     from dsv4.ops.gemm.weights.scaled import ScaledTensor, padded
-    from dsv4.ops.moe import experts_scaled_triton
-    from dsv4.ops.moe.experts import Experts
+    from dsv4.ops.moe.experts import Experts, experts_ffn
     from dsv4.ops.moe.router import Gate, router
     from dsv4.tools.bench_ops import random_fp4
 
@@ -186,25 +182,18 @@ def main() -> None:
     shared = [up, native(s.hidden, s.inner)]
     gate, bias, table = zeros(s.num_experts, s.hidden), torch.zeros(s.num_experts), zeros(9, 4096)
 
-    def linear(x: torch.Tensor, weights: list[Any]) -> object:
-        """Behind mHC's boundary or a norm, which have quantised the rows."""
-        rows, dtypes = scaled.ready_rows(x, weights[0]), [torch.bfloat16] * len(weights)
-        return scaled.run(x, weights, dtypes, ready=rows)
-
     def calls(tokens: int) -> dict[str, Callable[[], object]]:
         x, ids = zeros(tokens, s.hidden), torch.zeros(tokens, dtype=torch.int64)
         choice = torch.arange(s.chosen).repeat(tokens, 1), torch.rand(tokens, s.chosen)
         return {
-            "csa inputs": lambda: linear(x, inputs),
-            "wq_b": lambda: linear(zeros(tokens, s.q_rank), [wq_b]),
+            "csa inputs": lambda: linear_multi(x, inputs),
+            "wq_b": lambda: linear_multi(zeros(tokens, s.q_rank), [wq_b]),
             "wo_a": lambda: grouped_linear(zeros(tokens, s.groups, width // s.groups), wo_a),
             "wo_b": lambda: linear_multi(zeros(tokens, low), [wo_b]),
             "shared gate/up": lambda: linear_multi(x, [up]),
             "router": lambda: router(x, ids, Gate(gate, bias, None, s.chosen, 1.5)),
             "embed": lambda: embed(ids, table, 4, torch.bfloat16),
-            "experts+shared": lambda: experts_scaled_triton.launch(
-                x, *choice, Experts(*routed, *shared, 10.0), ready=scaled.ready_rows(x, up)
-            ),
+            "experts+shared": lambda: experts_ffn(x, *choice, Experts(*routed, *shared, 10.0)),
             "mhc_boundary": lambda: run("mhc_boundary", state.mhc_arguments(s, tokens, "cpu")),
         }
 
@@ -213,9 +202,6 @@ def main() -> None:
         near = state.decode_batch(tokens, 8192, "cpu")
         csa = state.attention_arguments(s, near, 4, s.topk, "cpu", 4)
         hca = state.attention_arguments(s, long, 128, 0, "cpu", 4)
-        for given in (csa, hca):
-            to = given["to"]
-            given["to"] = replace(to, pool=replace(to.pool, activations="a8"))
         return {
             "head": lambda: linear_multi(zeros(tokens, s.hidden), [zeros(1000, s.hidden)]),
             "attention csa": lambda: run("attention", csa),

@@ -14,8 +14,7 @@ def allocate_entries(geometry: Geometry, pool: Pool, num_pages: int, device: str
     config = geometry.config
     parts = kv_entry(geometry.kv_format, config.head_dim, config.rope_head_dim)
     shape = (num_pages, PAGE_ENTRIES[pool])
-    width = geometry.query_width
-    return allocate_pool(geometry.kv_format, False, parts, shape, device, width)
+    return allocate_pool(geometry.kv_format, False, parts, shape, device)
 
 
 @dataclass(frozen=True)

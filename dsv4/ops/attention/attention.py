@@ -4,9 +4,6 @@ Keys are values. Query `p` sees the window keys `p - window < j <= p` and, in co
 the entries `b < (p + 1) // ratio`: all of them, or those in `selected`. One softmax covers both;
 `exp(sink)` is added only to the denominator. The result is rotated back at `p`.
 
-With an `a8` pool, the channels of a query without rotation are rounded to MXFP8 before the product
-with keys, separately for each head (gemm/quantize_rows.py); nothing else changes.
-
 The order of summation depends on the query, not on the batch: the window's keys by position as one
 tile, then entries ascending, KEY_TILE at a time, with an online softmax that starts from the sink.
 A tile with nothing visible changes nothing. Every query is its own product in a batch of equal
@@ -21,10 +18,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
-from dsv4.formats.spec import Activations
 from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
-from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 
@@ -76,14 +71,6 @@ def _compressed_entries(compressed: Compressed, positions: Tensor) -> Tensor:
     return _pad_to_tiles(torch.where(numbers < visible.unsqueeze(1), numbers, -1))
 
 
-def _as_multiplied(q: Tensor, rope_dim: int, width: Activations) -> Tensor:
-    """Queries as multiplied with keys, fp32: channels without rotation rounded to `width`."""
-    nope_dim = q.shape[-1] - rope_dim
-    if width == "a16" or nope_dim == 0:
-        return q.float()
-    return torch.cat((rounded(q[..., :nope_dim], width), q[..., nope_dim:].float()), dim=-1)
-
-
 def _by_heads(rows: Tensor, keys: Tensor) -> Tensor:
     """`[queries, heads, k] x [queries, k, n]`, HEAD_TILE heads at a time."""
     if rows.shape[1] == HEAD_TILE:
@@ -94,18 +81,16 @@ def _by_heads(rows: Tensor, keys: Tensor) -> Tensor:
 
 def _attend(
     q: Tensor,
-    wide_q: Tensor,
     sink: Tensor,
     tiles: list[tuple[PagedPool, Tensor, Tensor]],
     seq: Tensor,
     scale: float,
 ) -> Tensor:
-    """Some queries: online softmax over `tiles` (pool, table, entries), in order. `wide_q`: the
-    queries as multiplied with keys."""
+    """Some queries: online softmax over `tiles` (pool, table, entries), in order."""
     top = sink.view(1, -1, 1).expand(q.shape[0], -1, 1)
     total = torch.ones_like(top)
     out = torch.zeros_like(q, dtype=torch.float32)
-    wide_q = wide_q * scale
+    wide_q = q.float() * scale
     for pool, table, entries in tiles:
         absent = entries < 0
         num_absent = int(absent.sum())
@@ -144,22 +129,14 @@ def attention_reference(q: Tensor, to: Visible) -> Tensor:
     for at in range(0, q.shape[0], QUERIES_AT_ONCE):
         rows = slice(at, at + QUERIES_AT_ONCE)
         tiles = [(pool, table, entries[rows]) for pool, table, entries in sources]
-        wide_q = _as_multiplied(q[rows], 2 * to.frequencies.shape[0], to.pool.activations)
         seq, scale = to.batch.seq_idx[rows], q.shape[2] ** -0.5
-        parts.append(_attend(q[rows], wide_q, sink.float(), tiles, seq, scale))
+        parts.append(_attend(q[rows], sink.float(), tiles, seq, scale))
     out = torch.cat(parts)[:, :heads].to(q.dtype)
     return rope_reference(out, positions, to.frequencies, inverse=True)
 
 
-def _filled(
-    generator: torch.Generator,
-    fmt: str,
-    dim: int,
-    pages: int,
-    entries: int,
-    width: Activations = "a16",
-) -> PagedPool:
-    pool = allocate_pool(fmt, False, kv_entry(fmt, dim, 16), (pages, entries), "cpu", width)
+def _filled(generator: torch.Generator, fmt: str, dim: int, pages: int, entries: int) -> PagedPool:
+    pool = allocate_pool(fmt, False, kv_entry(fmt, dim, 16), (pages, entries), "cpu")
     for page in range(pages):
         keys = torch.randn(entries, dim, generator=generator)
         store(pool, torch.full((entries,), page), torch.arange(entries), keys)
@@ -168,14 +145,7 @@ def _filled(
 
 def cases() -> Iterable[Case]:
     def build(
-        fmt: str,
-        starts: list[int],
-        new: list[int],
-        heads: int,
-        window: int,
-        ratio: int,
-        topk: int,
-        width: Activations = "a16",
+        fmt: str, starts: list[int], new: list[int], heads: int, window: int, ratio: int, topk: int
     ) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             count, dim = len(starts), 48
@@ -189,34 +159,28 @@ def cases() -> Iterable[Case]:
                 table = torch.randperm(count * blocks, generator=generator)
                 table = table.view(count, blocks)
                 selected = _random_selection(generator, batch, ratio, topk) if topk else None
-                entries = _filled(generator, fmt, dim, count * blocks, 8, width)
+                entries = _filled(generator, fmt, dim, count * blocks, 8)
                 compressed = Compressed(entries, table, ratio, selected)
             q = torch.randn(batch.num_tokens, heads, dim, generator=generator)
             to = Visible(
                 sink=torch.randn(heads, generator=generator),
-                pool=_filled(generator, fmt, dim, count * columns, 8, width),
+                pool=_filled(generator, fmt, dim, count * columns, 8),
                 table=pages,
                 compressed=compressed,
                 batch=batch,
                 window=window,
                 frequencies=rope_frequencies(16, 10000.0),
             )
-            return {"q": q if width == "a16" else q.bfloat16(), "to": to}
+            return {"q": q, "to": to}
 
         name = f"{fmt} {starts}+{new} heads {heads} window {window} ratio {ratio} top {topk}"
-        if width == "a16":
-            return Case(name, make, 2e-3, 2e-3)
-        return Case(f"{name} few bits {width}", make, 2e-2, 2e-2)
+        return Case(name, make, 2e-3, 2e-3)
 
     for fmt in ("fp32", "fp8"):
         yield build(fmt, [0], [5], 2, 8, 0, 0)
         yield build(fmt, [300, 17], [1, 3], 4, 32, 4, 16)
         yield build(fmt, [255, 0], [2, 40], 3, 7, 128, 0)
     yield build("bf16", [131], [1], 8, 128, 4, 8)
-    yield build("fp8", [0], [5], 2, 8, 0, 0, "a8")
-    yield build("fp8", [300, 17], [1, 3], 64, 32, 4, 16, "a8")
-    yield build("fp8", [255, 0], [2, 19], 3, 7, 128, 0, "a8")
-    yield build("fp8", [700], [1], 128, 128, 4, 160, "a8")
 
 
 def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, topk: int) -> Tensor:
@@ -232,10 +196,7 @@ OP = Op(
     "attention",
     attention_reference,
     cases,
-    kernels=(
-        Kernel("dsv4.ops.attention.attention_triton"),
-        Kernel("dsv4.ops.attention.variants.attention_scaled_triton"),
-    ),
+    kernels=(Kernel("dsv4.ops.attention.attention_triton"),),
     on_cpu=CpuForm("attention", "attention"),
 )
 

@@ -259,13 +259,6 @@ def variant_costs() -> dict[str, list[float]]:
 
 
 def supports(q, to) -> str | None:
-    if to.pool.activations != "a16":
-        return f"queries are to be {to.pool.activations}, here they stay as they are"
-    return layout_reason(q, to)
-
-
-def layout_reason(q, to) -> str | None:
-    """Why shapes, layouts or the device are not supported, or None."""
     pool, older, rope_dim = to.pool, to.compressed, 2 * to.frequencies.shape[0]
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"

@@ -375,7 +375,7 @@ def tile_places(to) -> tuple[TilePlaces, tuple[int, int, int]]:
     return places, (most_entries(to.compressed), to.table.shape[1], older.table.shape[1])
 
 
-def tile_format(q, to, bt: int = BT) -> TileFormat:
+def tile_format(q, to) -> TileFormat:
     pool, older = to.pool, to.compressed or to
     narrow = tl.float16 if pool_format(pool) == FP8 else tl.bfloat16
     return TileFormat(
@@ -384,8 +384,8 @@ def tile_format(q, to, bt: int = BT) -> TileFormat:
         dim=pool.dim,
         rope=2 * to.frequencies.shape[0],
         selected=to.compressed is not None and to.compressed.selected is not None,
-        bt=bt,
-        wt=triton.cdiv(to.window, bt),
+        bt=BT,
+        wt=triton.cdiv(to.window, BT),
         w_entries=pool.page_entries,
         c_entries=older.pool.page_entries,
         mt=narrow if is_narrow(q, pool) else tl.float32,

@@ -8,7 +8,6 @@ from dsv4.ops.attention.attention import (
     KEY_TILE,
     Compressed,
     Visible,
-    _as_multiplied,
     _by_heads,
     attention_reference,
 )
@@ -68,8 +67,7 @@ def attention(q: Tensor, to: Visible) -> Tensor:
     tiles = [] if own is None else [(pool, *own[1:])]
     if to.compressed is not None:
         tiles += [tile for tile in _compressed(batch, to.compressed) if tile is not None]
-    rounded_q = _as_multiplied(q, 2 * to.frequencies.shape[0], pool.activations)
-    wide_q = tensor(rounded_q.numpy() * fp32(q.shape[2] ** -0.5))
+    wide_q = tensor(q.float().numpy() * fp32(q.shape[2] ** -0.5))
     top = to.sink.float().numpy().reshape(1, -1, 1)
     out, total = np.zeros(q.shape, dtype=np.float32), fp32(1.0)
     for pool, rows, absent in tiles:

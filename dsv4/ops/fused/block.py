@@ -1,15 +1,13 @@
 """Parts of a block that may run fused across op families: one typed function per place.
 
 Each function runs its ops one by one. `_fused` names the kernel that may do it in one launch: it
-takes the function's arguments, and its bits are the same. With low-precision activations a row is
-quantised where it is computed, so the following products belong to the fusion. `mhc_boundary` may
-receive a row as partial sums, which it reduces itself.
+takes the function's arguments, and its bits are the same. `mhc_boundary` may receive a row as
+partial sums, which it reduces itself.
 """
 
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight
@@ -18,33 +16,22 @@ from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import Queries, index_query, query_prepare
 from dsv4.ops.core.op import Fusion, Kernel
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool
-from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, products
 
 
 def _fused(kernel: str, *ops: str, reader: str = "") -> Callable[[Callable[P, R]], Fusion[P, R]]:
     module = Kernel(f"dsv4.ops.fused.{kernel}_triton")
     return lambda one_by_one: Fusion(one_by_one, ops, module, reader)
-
-
-@_fused("mix_linear_scaled", "mhc_pre", "mhc_boundary", "linear")
-def mix_linear(
-    residual: Residual, site: MixSite, weights: Sequence[Weight], dtypes: Sequence[torch.dtype]
-) -> Mixed:
-    """Collapse the streams into a row, then apply the matrices that read it, each in its dtype."""
-    streams, x, post, comb = collapse(residual, site)
-    return streams, post, comb, linear_multi(x, weights, dtypes)
 
 
 @_fused("router_experts", "router", "experts", reader="mhc_boundary")
@@ -53,15 +40,6 @@ def router_experts(
 ) -> Tensor | PartialSums:
     chosen, weights = router(x, token_ids, gate)
     return experts_ffn(x, chosen, weights, experts)
-
-
-@_fused("mix_experts_scaled", "mhc_boundary", "router", "experts")
-def mix_experts(
-    residual: Residual, site: MixSite, token_ids: Tensor, gate: Gate, experts: Experts
-) -> Residual:
-    """Collapse the streams into a row, then run router and experts: a whole half-block."""
-    streams, x, post, comb = collapse(residual, site)
-    return Residual(streams, Update(router_experts(x, token_ids, gate, experts), post, comb))
 
 
 @_fused("norm_store", "rms_norm", "kv_store", "compress")
@@ -73,31 +51,6 @@ def norm_store(
     for block in blocks:
         compress(block)
     return rms_norm(latent, norm, key.eps)
-
-
-@_fused("norm_linear_scaled", "rms_norm", "linear")
-def norm_linear(
-    latent: Tensor, norm: Tensor, eps: float, weights: Sequence[Weight]
-) -> list[Tensor]:
-    return linear_multi(rms_norm(latent, norm, eps), weights)
-
-
-@_fused("store_linear_scaled", "rms_norm", "kv_store", "compress", "linear")
-def store_and_query(
-    latent: Tensor,
-    norm: Tensor,
-    weights: Sequence[Weight],
-    key: WindowKey,
-    blocks: Sequence[Compression],
-) -> list[Tensor]:
-    """Store key and blocks; normalise the latent and multiply it with `weights`."""
-    normed = norm_store.attempt(latent, norm, key, blocks)
-    if normed is not None:
-        return linear_multi(normed, weights)
-    kv_store(key)
-    for block in blocks:
-        compress(block)
-    return norm_linear(latent, norm, key.eps, weights)
 
 
 @_fused("query_and_index", "query_prepare", "index_query")

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from dsv4.ops.core.helpers_device import depend
 from dsv4.ops.core.launch import ROW_WARPS, dependent_options
-from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_format, store_row
 from dsv4.ops.kv import compress_triton, kv_store_triton
 from dsv4.ops.kv.compress_triton import block_sizes, block_tensors, close_block
 from dsv4.ops.kv.entry_device import entry_format, entry_pool
@@ -22,24 +21,20 @@ from dsv4.ops.norm.rms_norm_triton import norm_row
 
 @triton.jit(do_not_specialize=["w_width", "c_width"])
 def _state_kernel(
-    x, x_stride, x_weight, x_out, rows, eps, frequencies, positions, seq_idx, of,
+    x, x_stride, x_weight, x_out, eps, frequencies, positions, seq_idx, of,
     key, w_table, w_width, w_entries, w_pool,
     c_block, c_pool, i_block, i_pool, c_table, c_width, c_entries,
     SIZE: tl.constexpr, S: tl.constexpr, I_S: tl.constexpr, F: tl.constexpr, I_F: tl.constexpr,
-    Q: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`of`: slots, starts and first rows of sequences. `key`: its projection, the stride of its
     rows, its norm. `c_*` are the entries' compressor and pool, `i_*` the index keys' (S and I_S:
-    their sizes, None without them); both use one table. With Q.bits also store the latent
-    quantised."""
+    their sizes, None without them); both use one table."""
     row = tl.program_id(0)
     job = tl.program_id(1)
     depend(DEPENDENT)
     if job == 0:
-        own = row.to(tl.int64)
-        value = norm_row(x, x_weight, x_out, own, x_stride, eps, SIZE, True)
-        if Q.bits > 0:
-            store_row(value, rows, own, Q)
+        norm_row(x, x_weight, x_out, row.to(tl.int64), x_stride, eps, SIZE, True)
     elif job == 1:
         store_key(
             key[0], key[1], key[2], frequencies, eps, positions, seq_idx, row, w_table, w_width,
@@ -95,21 +90,20 @@ def _differ(a, b) -> bool:
     )
 
 
-def run(latent, norm, key, blocks, rows=None):
-    """`rows` (quantize_rows_triton.QuantizedRows): also store the latent quantised there."""
+def run(latent, norm, key, blocks):
     x, kv, batch, window = latent, key.kv, key.batch, key.pool
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = (*blocks, None, None)[:2]
     to = first or key
     _state_kernel[(batch.num_tokens, 2 + len(blocks))](
-        x, x.stride(0), norm, out, row_buffers(rows, x), key.eps, key.frequencies,
+        x, x.stride(0), norm, out, key.eps, key.frequencies,
         batch.positions, batch.seq_idx, (batch.slots, batch.starts, batch.first_rows),
         (kv, kv.stride(0), key.norm), key.table, key.table.shape[1], window.page_entries,
         entry_pool(window), *_tensors(first), *_tensors(second),
         to.table, to.table.shape[1], to.pool.page_entries,
         SIZE=x.shape[1], S=block_sizes(first) if first else None,
         I_S=block_sizes(second) if second else None, F=_format(key, key),
-        I_F=_format(second, key) if second else None, Q=row_format(rows),
+        I_F=_format(second, key) if second else None,
         **dependent_options(x.device, ROW_WARPS),
     )  # fmt: skip
     return out

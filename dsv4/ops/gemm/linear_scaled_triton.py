@@ -43,8 +43,7 @@ def rows_reason(x) -> str | None:
     return native_reason(x.device)
 
 
-def run(x, weights, out_dtypes, ready=None):
-    """`ready`: rows of `x` already quantised by its producer, see `ready_rows`."""
+def run(x, weights, out_dtypes):
     outs = [
         torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
         for weight, dtype in zip(weights, out_dtypes, strict=True)
@@ -52,7 +51,7 @@ def run(x, weights, out_dtypes, ready=None):
     kinds = [_kind(weight) for weight in weights]
     for kind in sorted(set(kinds) - {None}):
         chosen = [i for i, found in enumerate(kinds) if found == kind]
-        launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen], ready=ready)
+        launch(x, [weights[i] for i in chosen], [outs[i] for i in chosen])
     others = [i for i, found in enumerate(kinds) if found is None]
     if others:
         dtypes = [out_dtypes[i] for i in others]
@@ -67,13 +66,7 @@ def _kind(weight) -> tuple[int, int] | None:
     return (weight.group, weight.element_bits) if isinstance(weight, ScaledTensor) else None
 
 
-def ready_rows(x, weight):
-    """Buffers for rows of `x` as `weight` reads them, to be filled by the producer of `x`."""
-    tiled, a8 = not choose_config(x.shape[0], 1, describe(x.device)).few, weight.group == 32
-    return make_rows(x.device, x.shape[0], x.shape[1], tiled=tiled, name="ready", a8=a8)
-
-
-def launch(x, weights, outs, *, num_groups=1, config=None, limit=None, ready=None) -> None:
+def launch(x, weights, outs, *, num_groups=1, config=None, limit=None) -> None:
     """Quantise `x` `[rows, groups * k]` once and multiply it with matrices of one kind. With a
     `limit`, `x` is gate and up `[rows, 2 k]`, and their SwiGLU is quantised."""
     num_rows, columns = x.shape[0], weights[0].columns
@@ -83,9 +76,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, limit=None, ready=Non
         x.device, num_rows * num_groups, columns, tiled=not config.few, name="scaled",
         fold=num_groups, a8=weights[0].group == 32,
     )  # fmt: skip
-    if rows.is_like(ready):
-        rows = ready
-    elif limit is None:
+    if limit is None:
         fill_rows(rows, x.reshape(num_rows * num_groups, columns) if num_groups > 1 else x)
     else:
         fill_rows(rows, x, source=SWIGLU, limit=limit, size=columns)

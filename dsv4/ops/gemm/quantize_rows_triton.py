@@ -3,8 +3,7 @@
 
 One program holds a row in registers: first the largest magnitude, then scales and codes; nothing is
 read twice and the host never waits. It quantises the row itself, or SwiGLU of gate and up, rounded
-to bf16 first like the op it replaces. Kernels that already hold a row (mHC's mix, RMS norm)
-quantise it with `store_row`; `row_buffers` and `row_format` are their arguments.
+to bf16 first like the op it replaces.
 
 A product needs rows padded to a multiple of 256 columns, and with many rows the scales in the order
 of weights/scaled.py; `QuantizedRows` describes the buffers. Row i may be that of a routed pair.
@@ -28,18 +27,13 @@ _TOP, _SIXTH, _SMALLEST = (tl.constexpr(value) for value in (TOP, SIXTH, SMALLES
 
 
 class RowBuffers(NamedTuple):
-    """Where a kernel stores the rows it quantises; any tensors if it does not."""
+    """`QuantizedRows` as kernels take them."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     row_scale: torch.Tensor
     columns: int
     fold: int  # rows concatenated into one row of the product
-
-
-class RowFormat(NamedTuple):
-    bits: int  # 4: a4, 8: a8, 0: none are stored
-    tiled: bool
 
 
 @triton.jit
@@ -126,20 +120,11 @@ def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
     tl.store(rows.scales + at, (power + 127).to(tl.uint8), mask=live)
 
 
-@triton.jit
-def store_row(value, rows, row, Q: tl.constexpr):
-    """Quantise and store a row, fp32, padded with zeros to at least its columns."""
-    if Q.bits == 8:
-        _store_mxfp8(value.reshape(value.shape[0] // 32, 32), rows, row, Q.tiled)
-    else:
-        _store_fp4(value.reshape(value.shape[0] // 16, 16), rows, row, Q.tiled)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x, weight, rows, x_stride, size, num_rows, limit, route, chosen,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
-    PAD: tl.constexpr, Q: tl.constexpr,
+    PAD: tl.constexpr, A8: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """BM > 0: row i is row `i % BM` of routed tile `i // BM`; its source is its pair's token, or
     with SwiGLU its place among the sorted pairs. ROUTED: the weight is the pair's."""
@@ -163,7 +148,10 @@ def _quantize_kernel(
         value = _source_row(
             x, own, source, x_stride, size, limit, column, column < size, SOURCE, WEIGHTED
         )  # fmt: skip
-        store_row(value, rows, row, Q)
+        if A8:
+            _store_mxfp8(value.reshape(PAD // 32, 32), rows, row, TILED)
+        else:
+            _store_fp4(value.reshape(PAD // 16, 16), rows, row, TILED)
 
 
 @dataclass(frozen=True)
@@ -179,19 +167,6 @@ class QuantizedRows:
     tiled: bool = False
     fold: int = 1  # rows concatenated into one row of the product
     a8: bool = False
-
-    def is_like(self, other: "QuantizedRows | None") -> bool:
-        """Whether the consumer of these rows could also read the other ones."""
-        if other is None:
-            return False
-        names = ("num_rows", "columns", "tiled", "fold", "a8")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
-
-
-def row_fits(size: int) -> bool:
-    """Whether a row padded to a power of two, as its kernel holds it, covers the product's padding;
-    another padding would change the sums of a norm."""
-    return triton.next_power_of_2(size) >= COLUMN_MULTIPLE
 
 
 def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> QuantizedRows:
@@ -210,15 +185,8 @@ def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> Qu
     )
 
 
-def row_buffers(rows: QuantizedRows | None, unused) -> RowBuffers:
-    """Arguments of a kernel that may quantise the rows it computes."""
-    if rows is None:
-        return RowBuffers(unused, unused, unused, 0, 1)
+def row_buffers(rows: QuantizedRows) -> RowBuffers:
     return RowBuffers(rows.codes, rows.scales, rows.row_scale, rows.columns, rows.fold)
-
-
-def row_format(rows: QuantizedRows | None) -> RowFormat:
-    return RowFormat(0, False) if rows is None else RowFormat(8 if rows.a8 else 4, rows.tiled)
 
 
 def fill_rows(
@@ -229,8 +197,8 @@ def fill_rows(
     these are pairs, in sorted order or (`bm`) by tiles."""
     pad = max(triton.next_power_of_2(rows.columns), COLUMN_MULTIPLE)
     _quantize_kernel[(rows.num_rows,)](
-        x, x if weight is None else weight, row_buffers(rows, x), x.stride(0), size or x.shape[1],
+        x, x if weight is None else weight, row_buffers(rows), x.stride(0), size or x.shape[1],
         rows.num_rows, limit, (x,) if route is None else route.table, chosen, SOURCE=source,
-        WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad, Q=row_format(rows),
-        **launch_options(ROW_WARPS if pad <= 8192 else 8),
+        WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad,
+        A8=rows.a8, TILED=rows.tiled, **launch_options(ROW_WARPS if pad <= 8192 else 8),
     )  # fmt: skip

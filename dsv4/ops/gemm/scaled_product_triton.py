@@ -297,7 +297,7 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
     parts = [size // factor.shape[-1] for size, factor in zip(sizes, factors, strict=True)]
     data, scales = zip(*((w.data, w.scale) for w in weights), strict=True)
     _few_rows_kernel[grid](
-        row_buffers(rows, None), num_rows, _group_rows(rows, weights[0]), k_steps,
+        row_buffers(rows), num_rows, _group_rows(rows, weights[0]), k_steps,
         matrices(data, scales, factors, outs, sizes, parts, programs, splits),
         partials, counters, (rows.codes,) if route is None else route.table, chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),

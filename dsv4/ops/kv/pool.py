@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dsv4.formats import e8m0, fp4, fp8
 from dsv4.formats.entry import INDEX_GROUP, KV_GROUP, Part
-from dsv4.formats.spec import Activations
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,6 @@ class PagedPool:
     format: str  # fp8, fp4, bf16, fp32
     is_index: bool  # index keys: rotated by a Hadamard matrix when stored in fp8 or fp4
     parts: dict[str, Tensor]
-    activations: Activations = "a16"  # precision of queries multiplied with these keys
 
     @property
     def data(self) -> Tensor:
@@ -45,12 +43,7 @@ class PagedPool:
 
 
 def allocate_pool(
-    entry_format: str,
-    is_index: bool,
-    parts: tuple[Part, ...],
-    shape: tuple[int, ...],
-    device: str,
-    activations: Activations = "a16",
+    entry_format: str, is_index: bool, parts: tuple[Part, ...], shape: tuple[int, ...], device: str
 ) -> PagedPool:
     """A pool of `shape` = (pages, entries), or (layers, pages, entries), filled with NaN or 0xFF.
 
@@ -64,7 +57,7 @@ def allocate_pool(
             tensors[part.name] = torch.full(size, float("nan"), dtype=dtype, device=device)
         else:
             tensors[part.name] = torch.full(size, 255, dtype=torch.uint8, device=device).view(dtype)
-    return PagedPool(entry_format, is_index, tensors, activations)
+    return PagedPool(entry_format, is_index, tensors)
 
 
 def locate(

@@ -16,7 +16,6 @@ from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append, depend
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.quantize_rows_triton import row_buffers, row_format, store_row
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn, sinkhorn4
 from dsv4.ops.mhc.update_triton import (
@@ -82,13 +81,12 @@ def _store_post(post, gate, row, N: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
     streams, partials, base, scale, norm, x, post, comb, logits, num_tokens, eps, hc_eps,
-    rows, N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
-    ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, Q: tl.constexpr,
-    DT: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, DT: tl.constexpr,
+    ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One token: coefficients from the sums of the projection, collapse, norm. With Q.bits also
-    store the row quantised, as in gemm/quantize_rows_triton.py.
+    """One token: coefficients from the sums of the projection, collapse, norm.
 
     BESIDE: a second row of programs runs Sinkhorn while the first collapses. Otherwise 4 x 4
     matrices are left to `comb_kernel`.
@@ -113,8 +111,6 @@ def _mix_kernel(
         mixed = mixed.to(DT).to(tl.float32)
         mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + eps) * weight
         tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
-        if Q.bits > 0:
-            store_row(mixed.to(DT).to(tl.float32), rows, token, Q)
         if (not BESIDE) and (not HEAD):
             _store_post(post + token * N, gate, row, N)
             if N == 4:
@@ -183,9 +179,9 @@ def stream_reason(streams, y, post, comb) -> str | None:
     return device_reason(streams.device)
 
 
-def run(streams, site, y=None, post=None, comb=None, rows=None):
-    """`mhc_pre` without `y`; `mhc_head` if the site has one row per stream; otherwise the boundary.
-    `rows` (quantize_rows_triton.QuantizedRows): also store the normalised row quantised there."""
+def run(streams, site, y=None, post=None, comb=None):
+    """`mhc_pre` without `y`; `mhc_head` if the site has one row per stream; otherwise the
+    boundary."""
     tokens, n, size = streams.shape
     num_rows = site.fn.shape[0]
     update = y is not None
@@ -199,7 +195,7 @@ def run(streams, site, y=None, post=None, comb=None, rows=None):
     new = torch.empty_like(streams) if update else streams
     grid = (chunks, triton.cdiv(tokens, config.bm))
     _update(config, grid, shape, members, streams, site, y, post, comb, new, partials)
-    result = _mix(config, shape, members if config.split else 1, new, site, partials, rows)
+    result = _mix(config, shape, members if config.split else 1, new, site, partials)
     return (new, *result) if update and num_rows > n else result
 
 
@@ -238,7 +234,7 @@ def _update(config, grid, shape, members, streams, site, y, post, comb, new, par
         )  # fmt: skip
 
 
-def _mix(config, shape, members, streams, site, partials, rows):
+def _mix(config, shape, members, streams, site, partials):
     tokens, n, size = streams.shape
     head = shape["ROWS"] == n
     beside = tokens <= BESIDE and not head
@@ -250,31 +246,11 @@ def _mix(config, shape, members, streams, site, partials, rows):
     logits = workspace(streams.device, "mhc_logits", tokens * rpad, torch.float32)
     turns = {"ITERS": site.sinkhorn_iters, "ASM": not interpreting()}
     _mix_kernel[(tokens, 2 if beside else 1)](
-        streams,
-        partials,
-        site.base,
-        site.scale,
-        site.norm,
-        x,
-        post,
-        comb,
-        logits,
-        tokens,
-        site.eps,
-        site.hc_eps,
-        row_buffers(rows, x),
-        **shape,
-        NP=triton.next_power_of_2(n),
-        PAD=triton.next_power_of_2(size),
-        G=GROUPS,
-        MEMBERS=members,
-        TILE=config.groups,
-        BESIDE=beside,
-        HEAD=head,
-        **turns,
-        Q=row_format(rows),
-        **dependent_options(streams.device, config.mix_warps),
-    )
+        streams, partials, site.base, site.scale, site.norm, x, post, comb, logits, tokens,
+        site.eps, site.hc_eps, **shape, NP=triton.next_power_of_2(n),
+        PAD=triton.next_power_of_2(size), G=GROUPS, MEMBERS=members, TILE=config.groups,
+        BESIDE=beside, HEAD=head, **turns, **dependent_options(streams.device, config.mix_warps),
+    )  # fmt: skip
     if n == 4 and not (head or beside):
         comb_kernel[(triton.cdiv(tokens, 32),)](
             logits, comb, tokens, site.hc_eps, RPAD=rpad, BM=32, **turns, **launch_options(1)

@@ -43,17 +43,12 @@ def weights_reason(x, by) -> str | None:
     return reason or native_reason(x.device)
 
 
-def run(x, experts, weights, by):
-    return launch(x, experts, weights, by)
-
-
-def launch(x, experts, weights, by, *, config=None, ready=None):
-    """`ready`: rows of `x` already quantised by its producer."""
+def run(x, experts, weights, by, config=None):
     num_tokens, chosen = experts.shape
     w13, w2 = by.w13, by.w2
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
-    extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit, ready)
+    extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit)
     table = group_by_expert(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
@@ -61,10 +56,7 @@ def launch(x, experts, weights, by, *, config=None, ready=None):
     swiglu = {"source": SWIGLU, "weight": weights, "limit": by.limit}
     if config.few:
         rows = _rows(x, num_tokens, w13, config)
-        if rows.is_like(ready):
-            rows = ready
-        else:
-            fill_rows(rows, x)
+        fill_rows(rows, x)
         launch_few(rows, [w13], [h], config, route=table, chosen=chosen)
         rows = _rows(x, num_pairs, w2, config)
         fill_rows(rows, h, size=w2.columns, route=table, **swiglu)

@@ -304,10 +304,10 @@ def separate_reason(w13, w2) -> str | None:
     return None
 
 
-def separate_output(x, w13, w2, limit, ready=None):
+def separate_output(x, w13, w2, limit):
     """fp32 `[tokens, size]` of a shared expert in another format, whatever it is."""
     if not isinstance(w13, TiledFp4):
-        return shared_output(x, w13, w2, limit, ready)
+        return shared_output(x, w13, w2, limit)
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
@@ -319,14 +319,13 @@ def run(x, experts, weights, by):
     return launch(x, experts, weights, by)
 
 
-def launch(x, experts, weights, by, *, partial=False, ready=None, config=None, gather=None):
+def launch(x, experts, weights, by, *, partial=False, config=None, gather=None):
     """Shared matrices may be None: only the routed experts. With `partial` the result is the
-    partial sums, fp32 `[tokens, places, ranges, size]`. `ready`: quantised rows of `x` for a shared
-    expert in another format. `gather`: see `split_experts`."""
+    partial sums, fp32 `[tokens, places, ranges, size]`. `gather`: see `split_experts`."""
     num_tokens, chosen = experts.shape
     extra = None
     if by.shared_w13 is not None and is_separate(by):
-        extra = separate_output(x, by.shared_w13, by.shared_w2, by.limit, ready)
+        extra = separate_output(x, by.shared_w13, by.shared_w2, by.limit)
         by = replace(by, shared_w13=None, shared_w2=None)
     if num_tokens == 1:
         parts = experts_single_token_triton.launch(x, experts, weights, by, gather)[None]

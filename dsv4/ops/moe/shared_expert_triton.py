@@ -50,20 +50,19 @@ def shared_reason(w13, w2) -> str | None:
     return None
 
 
-def _multiply(x, weight, out, ready) -> None:
+def _multiply(x, weight, out) -> None:
     if isinstance(weight, ScaledTensor):
-        linear_scaled_triton.launch(x, [weight], [out], ready=ready)
+        linear_scaled_triton.launch(x, [weight], [out])
     else:
         linear_triton.launch(x, [weight], [out])
 
 
-def shared_output(x, w13, w2, limit, ready=None):
-    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or with low-precision activations.
-    `ready`: rows of `x` already quantised by its producer."""
+def shared_output(x, w13, w2, limit):
+    """fp32 `[tokens, size]` of a shared expert in FP8, bf16 or with low-precision activations."""
     tokens, inner = x.shape[0], w2.shape[1]
     h = torch.empty(tokens, 2 * inner, dtype=torch.float32, device=x.device)
     part = torch.empty(tokens, w2.shape[0], dtype=torch.float32, device=x.device)
-    _multiply(x, w13, h, ready)
+    _multiply(x, w13, h)
     if isinstance(w2, ScaledTensor):
         linear_scaled_triton.launch(h, [w2], [part], limit=limit)
         return part

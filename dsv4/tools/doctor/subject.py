@@ -59,7 +59,7 @@ class Subject:
     def formats(self) -> Formats:
         s, lossy = self.settings, self.examined is not None
         dtype = getattr(torch, s.dtype)
-        return Formats(dtype, s.kv_format, s.index_format, lossy, self.widths, s.query_width)
+        return Formats(dtype, s.kv_format, s.index_format, lossy, self.widths)
 
     @property
     def summary(self) -> str:
@@ -124,7 +124,7 @@ def open_subject(
     if wants_one_thread(settings.device, config):
         torch.set_num_threads(1)
     with engine_ops(settings.ops).active():
-        tell_activations(checkpoint, choices.activations, find_gpu(choices.device), settings)
+        tell_activations(checkpoint, choices.activations, find_gpu(choices.device))
     if stream is None:
         stream = _needed_bytes(checkpoint, settings) > 0.6 * _free_bytes(settings)
     dtype = getattr(torch, settings.dtype)

@@ -23,14 +23,14 @@ FAMILIES = {
     "router": ("_gate_kernel", "_top_k_kernel"),
     "linear": (
         "_linear_kernel", "_expand_kernel", "_few_rows_kernel", "_many_rows_kernel",
-        "_quantize_kernel", "_norm_quantize_kernel", "linear_stream",
+        "_quantize_kernel", "linear_stream",
     ),
     "mhc": (
         "update_kernel", "few_update_kernel", "_mix_kernel", "comb_kernel", "_stage_end_kernel",
     ),
     "attention": (
-        "_loop_kernel", "_scaled_kernel", "_merge_kernel", "_split_kernel",
-        "_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel",
+        "_loop_kernel", "_merge_kernel", "_split_kernel", "_weights_kernel", "_values_kernel",
+        "_unpack_kernel", "_prefill_kernel",
     ),
     "index": (
         "_scores_kernel", "_select_kernel", "_peaks_kernel", "_select_chunk_kernel",

@@ -25,10 +25,9 @@ from tests.ops.kernels.compiling import Launch, compiled_facts, pretend_cpu_is_a
 ROOT = Path(__file__).parents[3]
 ONLY_SPILLS = True  # machine code is read only where registers may have been spilled
 # modules that only these reach
-ONLY_TCGEN05 = {"attention_scaled_triton"}
 ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
 ONLY_90 |= {"experts_stream_gluon"}
-ONLY_SCALED = {"scaled_product_triton", "norm_linear_scaled_triton", "quantize_rows_triton"}
+ONLY_SCALED = {"scaled_product_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats
 
 
@@ -128,8 +127,6 @@ def _name(node: ast.expr) -> str:
 def is_reached(module: str, gpu: Gpu) -> bool:
     if module in ONLY_90:
         return gpu.architecture == 90
-    if module in ONLY_TCGEN05:
-        return gpu.products == "tcgen05"
     return gpu.scales_blocks or module not in ONLY_SCALED
 
 

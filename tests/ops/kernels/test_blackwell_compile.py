@@ -37,7 +37,7 @@ def test_every_kernel_fits_and_nothing_spills(rows: list[dict[str, Any]]) -> Non
 
 def test_products_are_block_scaled(rows: list[dict[str, Any]]) -> None:
     products = [row for row in rows if row["kernel"].endswith(("_rows_kernel", "_scores_kernel"))]
-    cases = {row["case"] for row in rows if not row["case"].startswith(("rows ", "attention "))}
+    cases = {row["case"] for row in rows if not row["case"].startswith("rows ")}
     assert {row["case"] for row in products} == cases
     assert len(cases) == 10
     for row in products:
@@ -48,19 +48,6 @@ def test_products_are_block_scaled(rows: list[dict[str, Any]]) -> None:
             assert "UTCCP" in row["mix"], f"{label}: weight scales pass through registers"
         if "_many" in row["kernel"]:
             assert "UTMALDG" in row["mix"], f"{label}: the copy engine is idle"
-
-
-def test_attention_multiplies_keys_as_they_are_stored(rows: list[dict[str, Any]]) -> None:
-    """Scores block-scaled, rotary channels and values in 16 bits, nothing by older instructions."""
-    found = [row for row in rows if row["kernel"] == "_scaled_kernel"]
-    assert len(found) == 3
-    for row in found:
-        kinds = sorted(name.partition("kind::")[2] for name in row["products"])
-        assert all("tcgen05.mma" in name for name in row["products"]), row["case"]
-        assert [kind.partition(".")[0] for kind in kinds] == ["f16", "mxf8f6f4"], row["case"]
-        assert "block_scale" in kinds[1], row["case"]
-        if "walking" in row["case"]:
-            assert "LDGSTS" in row["mix"], f"{row['case']}: loads are not in flight"
 
 
 @pytest.mark.compile
@@ -108,7 +95,6 @@ def launches(capability: int, part: str = "all") -> Iterator[Launch]:
     if capability == 100:
         yield index_launch("fp8")
         yield index_launch("fp4")
-        yield from attention_launches()
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_triton.separate_output = lambda *_: None  # two products of `linear`
@@ -124,22 +110,13 @@ def launches(capability: int, part: str = "all") -> Iterator[Launch]:
 
 
 def row_launches() -> Iterator[Launch]:
-    """Quantised rows: alone, where a norm or mHC's boundary makes them, behind SwiGLU for routed
-    pairs."""
-    from benchmarks.state_ops import SHAPES, mhc_arguments
-    from dsv4.ops.fused.norm_linear_scaled_triton import norm_quantize
+    """Quantised rows: alone, and behind SwiGLU for routed pairs."""
     from dsv4.ops.gemm import quantize_rows_triton as kernel
-    from dsv4.ops.mhc import mix_triton
 
     x = torch.zeros(128, 4096, dtype=torch.bfloat16)
-    norm = torch.zeros(4096)
-    mix = mhc_arguments(SHAPES["pro"], 2, "cpu")
     for a8 in (False, True):
         rows = kernel.make_rows(x.device, 128, 4096, tiled=True, name="test", a8=a8)
         yield f"rows a8={a8}", lambda rows=rows: kernel.fill_rows(rows, x)
-        yield f"rows norm a8={a8}", lambda rows=rows: norm_quantize(x, norm, 1e-6, rows)
-        rows = kernel.make_rows(x.device, 2, 7168, tiled=False, name="test", a8=a8)
-        yield f"rows mhc a8={a8}", lambda rows=rows: mix_triton.run(**mix, rows=rows)
     h, weights = torch.zeros(256, 4096), torch.zeros(256)
     rows = kernel.make_rows(x.device, 256, 2048, tiled=False, name="test")
 
@@ -153,22 +130,6 @@ def some_route() -> Any:
     from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
 
     return ExpertTiles(RouteTable(*(torch.zeros(64, dtype=torch.int32) for _ in range(4))), 16)
-
-
-def attention_launches() -> Iterator[Launch]:
-    """Window only; a csa layer's tiles side by side; walking the entries of an hca layer with Pro's
-    128 heads."""
-    from benchmarks.state_ops import SHAPES, attention_arguments, decode_batch
-    from dsv4.ops.attention.variants import attention_scaled_triton
-
-    flash, pro = SHAPES["flash"], SHAPES["pro"]
-    few, many = decode_batch(2, 9000, "cpu"), decode_batch(128, 9000, "cpu")
-    for name, arguments in (
-        ("window", attention_arguments(flash, few, 0, 0, "cpu", 64)),
-        ("tiles", attention_arguments(flash, few, 4, 512, "cpu", 64)),
-        ("walking", attention_arguments(pro, many, 128, 0, "cpu", 64)),
-    ):
-        yield f"attention {name}", lambda given=arguments: attention_scaled_triton.run(**given)
 
 
 def index_launch(fmt: str) -> Launch:

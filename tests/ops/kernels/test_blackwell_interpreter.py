@@ -20,7 +20,7 @@ from dsv4.ops.gemm.weights.scaled import ScaledTensor, scaled_weight, tile_scale
 from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 from tests.ops.kernels.compiling import interpreted
 
-GROUPS = ("rows and index", "linear", "experts", "attention")
+GROUPS = ("rows and index", "linear", "experts")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -238,7 +238,7 @@ def check_experts() -> None:
     few = {**arguments, **{name: arguments[name][7:8] for name in ("x", "experts", "weights")}}
     alone = kernel.run(**few)
     assert torch.equal(alone[0], whole[7]), "a row's bits depend on its batch"
-    many = kernel.launch(**few, config=ScaledConfig(128, 8, 3, False))
+    many = kernel.run(**few, config=ScaledConfig(128, 8, 3, False))
     assert torch.equal(many[0], whole[7]), "a row's bits depend on the form"
 
 
@@ -266,65 +266,6 @@ def check_index_scores() -> None:
     assert num_run == 2
 
 
-def check_attention() -> None:
-    """Outputs begin as NaN; both forms give the same bits; queries are rounded: the reference that
-    does not round them is further off."""
-    from dsv4.ops import OPS
-    from dsv4.ops.attention.attention import attention
-    from dsv4.ops.attention.variants import attention_scaled_triton as kernel
-    from dsv4.ops.core.context import kernels_on_cpu
-    from dsv4.ops.core.ragged import make_ragged
-    from tests.ops.kernels.test_state_interpreter import compare, fill_with_nan
-
-    fill_with_nan()
-    op = OPS["attention"]
-    for case in op.cases():
-        if "few bits" not in case.name:
-            continue
-        arguments = case.build(torch.Generator().manual_seed(1))
-        assert [kernel.supports(arguments) is None for kernel in op.kernels] == [False, True]
-        forms = [kernel.AttentionVariant(kernel.HEADS, split, 8, 2) for split in (True, False)]
-        split, walked = (kernel.run(**arguments, config=form) for form in forms)
-        assert torch.equal(split, walked), case.name
-        to = arguments["to"]
-        plain = {**arguments, "to": replace(to, pool=replace(to.pool, activations="a16"))}
-        rounded, exact = (op.reference(**each).float() for each in (arguments, plain))
-        compare(case.name, rounded, walked.float(), case.atol, case.rtol)
-        assert (walked - rounded).norm() < 0.5 * (walked - exact).norm(), case.name
-        nobody = make_ragged([9], [0], [0], torch.device("cpu"))
-        with kernels_on_cpu():
-            found = attention(arguments["q"][:0], replace(to, batch=nobody))
-        assert found.shape[0] == 0
-    check_attention_rows(arguments)
-
-
-def check_attention_rows(base: dict[str, Any]) -> None:
-    """A row's bits with few rows and 16, in both forms; queries of zeros and of large numbers."""
-    from dsv4.ops.attention.variants import attention_scaled_triton as kernel
-    from dsv4.ops.core.ragged import make_ragged
-
-    generator = torch.Generator().manual_seed(2)
-    q = torch.randn(16, 8, base["q"].shape[2], generator=generator) * 4
-    q[3, 1] = 0
-    q[5, :, :8] *= 300
-    chosen = torch.randperm(160, generator=generator)[:60].sort().values.repeat(16, 1)
-    chosen[:, 50:] = -1
-
-    def last(count: int, split: bool) -> torch.Tensor:
-        batch = make_ragged([656 - count], [count], [0], torch.device("cpu"))
-        to = base["to"]
-        older = replace(to.compressed, selected=chosen[:count].contiguous())
-        to = replace(to, sink=to.sink[:8], batch=batch, compressed=older)
-        config = kernel.AttentionVariant(kernel.HEADS, split, 8, 2)
-        return kernel.run(q[16 - count :].bfloat16(), to, config)
-
-    whole = last(16, True)
-    assert not whole.isnan().any()
-    for count, split in ((1, True), (1, False), (2, True), (3, False), (9, False), (16, False)):
-        found = last(count, split)
-        assert torch.equal(found, whole[16 - count :]), f"{count} rows"
-
-
 def main(group: str) -> None:
     importlib.import_module("tests.ops.kernels.shim")
     torch.set_num_threads(1)
@@ -337,8 +278,6 @@ def main(group: str) -> None:
         check_cases("grouped_linear")
         check_linear_forms()
         check_many_rows()
-    elif group == "attention":
-        check_attention()
     else:
         check_experts()
 

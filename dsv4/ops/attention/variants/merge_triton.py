@@ -118,15 +118,15 @@ def tiles_ahead(num_tiles: int) -> int:
     return next((most for most in SHORT if num_tiles <= most), AHEAD)
 
 
-def merge_tiles(q, to, out, sums, stats, tile=BT) -> None:
+def merge_tiles(q, to, out, sums, stats) -> None:
     tokens, heads, dim = q.shape
     pad, most, window = triton.next_power_of_2(dim), most_entries(to.compressed), to.window
-    ahead = tiles_ahead(triton.cdiv(window, tile) + triton.cdiv(most, tile))
+    ahead = tiles_ahead(triton.cdiv(window, BT) + triton.cdiv(most, BT))
     width, of_warp = WIDTHS[ahead not in SHORT]
     width = min(width, pad)
     _merge_kernel[(tokens, heads, pad // width)](
         sums, stats.view(torch.int64), to.sink, out, to.batch.positions, to.frequencies, tokens,
         heads, most, RATIO=ratio_of(to), DIM=dim, WIDTH=width, ROPE=2 * to.frequencies.shape[0],
-        BT=tile, WT=triton.cdiv(window, tile), AHEAD=ahead, LONG=ahead not in SHORT,
+        BT=BT, WT=triton.cdiv(window, BT), AHEAD=ahead, LONG=ahead not in SHORT,
         **dependent_options(q.device, max(1, width // of_warp)),
     )  # fmt: skip

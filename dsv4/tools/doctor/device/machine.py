@@ -187,8 +187,7 @@ def _formats(value: Any) -> Iterator[str]:
     if isinstance(value, QuantizedTensor | ScaledTensor):
         yield f"{_stored(value)} x {value.activations}"
     elif isinstance(value, PagedPool):
-        rounded = "" if value.activations == "a16" else f" x {value.activations}"
-        yield f"{value.format} entries{rounded}"
+        yield f"{value.format} entries"
     elif is_dataclass(value):
         for item in fields(value):
             yield from _formats(getattr(value, item.name))

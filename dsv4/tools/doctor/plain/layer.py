@@ -31,13 +31,11 @@ class Formats:
     index: str
     lossy: bool = False  # the correct weights come from another checkpoint of the model
     widths: Mapping[str, str] = field(default_factory=dict)  # of weights with rounded inputs
-    queries: str = "a16"  # precision in products with keys
 
     @property
     def is_exact(self) -> bool:
         """Whether small differences stay small, so that the logits can be compared end to end."""
-        rounds = self.lossy or bool(self.widths) or self.queries != "a16"
-        return self.dtype == torch.float32 and not rounds
+        return self.dtype == torch.float32 and not (self.lossy or self.widths)
 
 
 @dataclass
@@ -301,7 +299,7 @@ class PlainLayer:
         if self.ratio:
             keys = torch.cat((keys, t.all("entries")))
         seen, sink = self.seen(t), self.weight("attn.attn_sink")
-        q = formulas.met_by_keys(t.new["q"], self.formats.queries, self.config.rope_head_dim)
+        q = t.new["q"]
         parts = zip(torch.split(q, _ROWS), torch.split(seen, _ROWS), strict=True)
         out = self.round(torch.cat([formulas.attend(q, keys, part, sink) for q, part in parts]))
         return {"attended": self.rope(out, t.positions, back=True)}
