@@ -19,7 +19,6 @@ NVFP4_BYTES = 0.5625  # per weight, including its scale
 MXFP4_BYTES = 17 / 32
 BF16_BYTES = 2.0
 KEY_BYTES, INDEX_BYTES, INDEX_WIDTH, WINDOW = 584, 68, 64 * 128, 128  # FP8 keys, FP4 index keys
-ROPE_DIM = 64  # of a key's channels
 MOST_DECODED = 128  # token counts up to this are one token per sequence
 
 
@@ -60,21 +59,18 @@ MEASURED_HERE = "from what doctor measured on this machine"
 @dataclass(frozen=True)
 class OpCost:
     """What one call must move and compute. Operations: `rounding` with inputs of reduced
-    precision, `fixed` in bf16, `stored` with keys stored in FP8 or FP4."""
+    precision, `fixed` in bf16."""
 
     num_bytes: float
     rounding: float = 0.0
     fixed: float = 0.0
-    stored: float = 0.0
 
     @property
     def flops(self) -> float:
-        return self.rounding + self.fixed + self.stored
+        return self.rounding + self.fixed
 
     def floor_us(self, gpu: GpuRates, width: Activations) -> float:
-        keys = gpu.rate(8 if gpu.architecture // 10 == 10 else 16)
-        products = self.rounding / gpu.rate(int(width[1:])) + self.stored / keys
-        products += self.fixed / gpu.tflops
+        products = self.rounding / gpu.rate(int(width[1:])) + self.fixed / gpu.tflops
         return max(self.num_bytes / gpu.read_gbs / 1e3, products / 1e6)
 
 
@@ -149,7 +145,7 @@ def _decode_sizes(shape: ModelShape, tokens: int) -> Iterator[tuple[str, OpCost]
         products = 2.0 * tokens * seen * queries  # with keys, and as many with values
         yield name, OpCost(moved, fixed=2 * products)
     keys = tokens * 131072 / 4
-    scores = OpCost(keys * (INDEX_BYTES + 4.0), stored=keys * INDEX_WIDTH * 2.0)
+    scores = OpCost(keys * (INDEX_BYTES + 4.0), fixed=keys * INDEX_WIDTH * 2.0)
     yield "index_scores 128k", scores
     yield "index_select 32k", OpCost(tokens * 32768 * 4.0)
     yield "sample", OpCost(tokens * shape.vocabulary * 8.0)

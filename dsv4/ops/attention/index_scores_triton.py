@@ -3,9 +3,6 @@
 
 The result has the page table's width; the reference's width depends on the data. Columns a token
 cannot see are -inf in both. Heads are summed in one tile shape for every batch.
-
-On sm_100 FP8 and FP4 keys go to the tensor core as stored. A query is already rounded like keys, so
-its codes and power-of-two scales, recomputed here, are exact.
 """
 
 import torch
@@ -14,23 +11,18 @@ import triton.language as tl
 
 from dsv4.ops.attention.index_select_triton import sort_key
 from dsv4.ops.core.helpers_device import depend, from_e4m3
-from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, native_keys_reason
+from dsv4.ops.core.launch import dependent_options, device_reason, interpreting
 from dsv4.ops.kv.entry_device import (
     FP32,
     INDEX_FP4,
-    INDEX_FP8,
     entry_pool,
-    fp4_groups,
-    fp8_groups,
     index_tensors_reason,
     pool_format,
     pool_reason,
-    power_of_two,
-    scale_byte,
 )
 
 RATIO = 4
-BN = 64  # entries per tile; block-scaled products use 128
+BN = 64  # entries per tile
 STAGES = 2
 PROGRAMS = 512  # nearly as many as run at once, four per multiprocessor
 
@@ -165,44 +157,6 @@ def _code_sums(
 
 
 @triton.jit
-def _query_codes(q, at, live, H: tl.constexpr, DIM: tl.constexpr, FP4: tl.constexpr):
-    """Codes of the heads `[DIM, H]` (FP4: `[DIM / 2, H]` bytes), scale bytes, factor `[H]`."""
-    x = tl.load(q + at + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0)
-    x = x.to(tl.float32)
-    if FP4:
-        codes, exponent = fp4_groups(x.reshape(H * (DIM // 32), 32))
-        low, high = tl.split(codes.reshape(H, DIM // 2, 2))
-        scales = scale_byte(exponent).to(tl.uint8).reshape(H, DIM // 32)
-        return tl.trans((low | (high << 4)).to(tl.uint8)), scales, tl.full((H,), 1.0, tl.float32)
-    else:
-        codes, exponent = fp8_groups(x, live[:, None])
-        return tl.trans(codes), exponent, power_of_two(scale_byte(exponent))
-
-
-@triton.jit
-def _code_products(
-    codes, q_scales, data, scale, slot, DIM: tl.constexpr, BN: tl.constexpr, H: tl.constexpr,
-    FP4: tl.constexpr,
-):  # fmt: skip
-    """fp32 `[BN, H]` without the heads' factor, and the keys' factor `[BN]`."""
-    zero = tl.zeros((BN, H), tl.float32)
-    if FP4:
-        k = tl.load(data + slot[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
-        WORDS: tl.constexpr = DIM // 128  # four scale bytes each
-        words = scale.to(tl.pointer_type(tl.int32)) + slot[:, None] * WORDS
-        words = tl.load(words + tl.arange(0, WORDS)[None, :])
-        halves = tl.join(words, words >> 16)
-        both = tl.join(halves, halves >> 8)
-        k_scales = (both & 255).to(tl.uint8).reshape(BN, DIM // 32)
-        products = tl.dot_scaled(k, k_scales, "e2m1", codes, q_scales, "e2m1", zero)
-        return products, tl.full((BN,), 1.0, tl.float32)
-    else:
-        k = tl.load(data + slot[:, None] * DIM + tl.arange(0, DIM)[None, :])
-        products = tl.dot(k.to(tl.float8e4nv, bitcast=True), codes, zero)
-        return products, tl.load(scale + slot)
-
-
-@triton.jit
 def _pages(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
     """The page of each entry of a tile and its offset there; past the end the last one repeats."""
     seen = tl.minimum(tile * BN + tl.arange(0, BN), last).to(tl.uint32)
@@ -247,7 +201,7 @@ def _scores_kernel(
     q, weights, out, peaks, positions, seq_idx, data, scale, table, table_width, width, num_heads,
     topk, PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
-    NATIVE: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf. `peaks`
     gets the maximum over these tiles' columns that are PARTS apart; PARTS 0: no peaks."""
@@ -266,12 +220,8 @@ def _scores_kernel(
         live = head < num_heads
         q_at = (row * num_heads + head)[:, None] * DIM
         weight = tl.load(weights + row * num_heads + head, mask=live, other=0.0).to(tl.float32)
-        if NATIVE:
-            queries, q_scales, factor = _query_codes(q, q_at, live, H, DIM, FORMAT == 4)
-            weight = weight * factor
-        else:
-            queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
-        if FORMAT == 4 and not NATIVE:
+        queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
+        if FORMAT == 4:
             best = _score_codes(
                 out, best, queries, weight * 9223372036854775808.0, data, scale, table, visible,
                 width, first, tiles, apart, PAGE, H, DIM, BN, MT, ASM,
@@ -280,12 +230,7 @@ def _scores_kernel(
             for tile in tl.range(first, tiles, apart, num_stages=STAGES):
                 page, place = _pages(table, tile, tl.minimum(visible, width) - 1, PAGE, BN)
                 slot = page.to(tl.int64) * PAGE + place
-                if NATIVE:
-                    products, own = _code_products(
-                        queries, q_scales, data, scale, slot, DIM, BN, H, FORMAT == 4
-                    )
-                else:
-                    products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
+                products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
                 # scales are powers of two above zero: they may wait until the heads are summed
                 score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
                 best = _store_scores(out, score, best, tile, visible, width, BN)
@@ -311,27 +256,15 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     )
 
 
-def stored_keys_reason(pool) -> str | None:
-    """Why keys are not multiplied as they are stored, or None."""
-    if pool_format(pool) not in (INDEX_FP8, INDEX_FP4) or pool.dim % 128:
-        return f"{pool.dim} numbers in {pool.format}, expected FP8 or FP4 and a multiple of 128"
-    return native_keys_reason(pool.device)
+def num_programs(tokens, table, pool) -> int:
+    """Programs of a token."""
+    tiles = triton.cdiv(table.shape[1] * pool.page_entries, BN)
+    return min(tiles, max(1, PROGRAMS // max(tokens, 1)))
 
 
-def programs_of(tokens, table, pool, native=None) -> tuple[int, int, bool]:
-    """Programs of a token, entries of a tile, whether keys are multiplied as they are stored; None:
-    where the GPU can."""
-    if native is None:
-        native = not interpreting() and stored_keys_reason(pool) is None
-    bn = 128 if native else BN
-    tiles = triton.cdiv(table.shape[1] * pool.page_entries, bn)
-    return min(tiles, max(1, PROGRAMS // max(tokens, 1))), bn, native
-
-
-def run(q, weights, pool, table, batch, topk, native=None, peaks=None, parts=0):
+def run(q, weights, pool, table, batch, topk, peaks=None, parts=0):
     """`peaks`: destination of the highest scores of `parts` of each program's entries."""
     tokens, heads, dim = q.shape
-    programs, bn, native = programs_of(tokens, table, pool, native)
     width = table.shape[1] * pool.page_entries
     fmt = pool_format(pool)
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
@@ -340,11 +273,11 @@ def run(q, weights, pool, table, batch, topk, native=None, peaks=None, parts=0):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (INDEX_FP4, 1) else tl.float16
-    _scores_kernel[(programs, tokens)](
+    _scores_kernel[(num_programs(tokens, table, pool), tokens)](
         q, weights, out, out if peaks is None else peaks, batch.positions, batch.seq_idx, data,
         scale, table, table.shape[1], width, heads, topk,
-        PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim, BN=bn,
-        PARTS=parts, FORMAT=fmt, STAGES=STAGES, MT=mt, NATIVE=native, ASM=not interpreting(),
+        PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim, BN=BN,
+        PARTS=parts, FORMAT=fmt, STAGES=STAGES, MT=mt, ASM=not interpreting(),
         **dependent_options(q.device, 4),
     )  # fmt: skip
     return out

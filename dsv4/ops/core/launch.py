@@ -32,16 +32,6 @@ def native_reason(device: torch.device) -> str | None:
     return f"sm_{found} has no block-scaled products, sm_100 and sm_120 have"
 
 
-def native_keys_reason(device: torch.device) -> str | None:
-    """Why cached keys are not multiplied as they are stored. `mma` leaves no registers for that
-    beside attention's sums, and may sum FP8 products in fewer bits than fp32."""
-    if not interpreting() and device_reason(device) is None:
-        found = describe(device)
-        if found.products == "mma":
-            return f"sm_{found.architecture} multiplies cached keys in 16 bits, sm_100 as stored"
-    return native_reason(device)
-
-
 def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dict[str, object]:
     if interpreting():
         return {}

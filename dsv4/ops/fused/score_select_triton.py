@@ -11,9 +11,9 @@ from dsv4.ops.core.workspace import workspace
 
 def _parts(tokens, table, pool, topk) -> tuple[int, int]:
     """Parts of a row and of each program: 2 topk in all, at most a tile's columns per program."""
-    programs, columns, _ = index_scores_triton.programs_of(tokens, table, pool)
+    programs = index_scores_triton.num_programs(tokens, table, pool)
     wanted = triton.cdiv(2 * triton.next_power_of_2(topk), programs)
-    parts = min(columns, triton.next_power_of_2(wanted))
+    parts = min(index_scores_triton.BN, triton.next_power_of_2(wanted))
     return programs * parts, parts
 
 

@@ -18,8 +18,6 @@ KINDS = {  # the tensor-core instruction that a product must use
     "nvfp4": "kind::mxf4nvf4.block_scale",
     "mxfp4": "kind::mxf8f6f4.block_scale",
     "fp8": "kind::mxf8f6f4.block_scale",
-    "keys-fp8": "kind::f8f6f4",
-    "keys-fp4": "kind::mxf4.block_scale",
 }
 
 
@@ -36,10 +34,10 @@ def test_every_kernel_fits_and_nothing_spills(rows: list[dict[str, Any]]) -> Non
 
 
 def test_products_are_block_scaled(rows: list[dict[str, Any]]) -> None:
-    products = [row for row in rows if row["kernel"].endswith(("_rows_kernel", "_scores_kernel"))]
+    products = [row for row in rows if row["kernel"].endswith("_rows_kernel")]
     cases = {row["case"] for row in rows if not row["case"].startswith("rows ")}
     assert {row["case"] for row in products} == cases
-    assert len(cases) == 10
+    assert len(cases) == 8
     for row in products:
         label, kind = f"{row['case']} {row['kernel']}", KINDS[row["case"].split()[-1]]
         assert row["products"], f"{label}: no matrix instruction"
@@ -92,9 +90,6 @@ def launches(capability: int, part: str = "all") -> Iterator[Launch]:
     yield linear(128, 2048, "nvfp4")  # two ranges
     yield linear(1024, 1024, "nvfp4")
     yield linear(1024, 1024, "mxfp4")
-    if capability == 100:
-        yield index_launch("fp8")
-        yield index_launch("fp4")
     w13 = random_scaled(2048, 1024, generator, count=2, num_parts=2)
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_triton.separate_output = lambda *_: None  # two products of `linear`
@@ -130,22 +125,3 @@ def some_route() -> Any:
     from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
 
     return ExpertTiles(RouteTable(*(torch.zeros(64, dtype=torch.int32) for _ in range(4))), 16)
-
-
-def index_launch(fmt: str) -> Launch:
-    """64 heads of 128 against keys, at V4-Flash's sizes."""
-    from dsv4.formats.entry import index_entry
-    from dsv4.ops.attention import index_scores_triton
-    from dsv4.ops.core.ragged import make_ragged
-    from dsv4.ops.kv.pool import allocate_pool
-
-    cpu = torch.device("cpu")
-    arguments = {
-        "q": torch.zeros(1, 64, 128, dtype=torch.bfloat16),
-        "weights": torch.zeros(1, 64),
-        "pool": allocate_pool(fmt, True, index_entry(fmt, 128), (64, 64), "cpu"),
-        "table": torch.zeros(1, 64, dtype=torch.int64),
-        "batch": make_ragged([9000], [1], [0], cpu),
-        "topk": 512,
-    }
-    return f"index keys-{fmt}", lambda: index_scores_triton.run(**arguments, native=True)
