@@ -30,32 +30,11 @@ from dsv4.ops.sample.verify import OP as VERIFY
 OPS: dict[str, AnyOp] = {
     op.name: op
     for op in (
-        BEGIN_STEP,
-        DRAFT_ROWS,
-        EMBED,
-        RMS_NORM,
-        MHC_PRE,
-        MHC_BOUNDARY,
-        MHC_HEAD,
-        MHC_UPDATE,
-        LINEAR,
-        GROUPED_LINEAR,
-        ROPE,
-        QUERY_PREPARE,
-        KV_STORE,
-        COMPRESS,
-        INDEX_QUERY,
-        INDEX_SCORES,
-        INDEX_SELECT,
-        ATTENTION,
-        ROUTER,
-        EXPERTS,
-        OWN_EXPERTS,
-        SAMPLE,
-        ACCEPT,
-        VERIFY,
+        BEGIN_STEP, DRAFT_ROWS, EMBED, RMS_NORM, MHC_PRE, MHC_BOUNDARY, MHC_HEAD, MHC_UPDATE,
+        LINEAR, GROUPED_LINEAR, ROPE, QUERY_PREPARE, KV_STORE, COMPRESS, INDEX_QUERY, INDEX_SCORES,
+        INDEX_SELECT, ATTENTION, ROUTER, EXPERTS, OWN_EXPERTS, SAMPLE, ACCEPT, VERIFY,
     )
-}
+}  # fmt: skip
 
 
 def engine_ops(choice: str) -> EngineOps:

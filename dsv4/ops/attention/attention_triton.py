@@ -55,13 +55,7 @@ from dsv4.ops.attention.variants.merge_triton import tiles_ahead
 from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append
 from dsv4.ops.core.launch import device_reason, launch_options
-from dsv4.ops.kv.entry_device import (
-    FP8,
-    index_tensors_reason,
-    nope_dim,
-    pool_format,
-    pool_reason,
-)
+from dsv4.ops.kv.entry_device import FP8, index_tensors_reason, nope_dim, pool_format, pool_reason
 
 
 @triton.jit

@@ -19,15 +19,7 @@ from dsv4.formats.entry import index_entry
 from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.core.rows import ROW_TILE, pad_rows
-from dsv4.ops.kv.pool import (
-    PagedPool,
-    allocate_pool,
-    load,
-    locate,
-    rotates,
-    round_index,
-    store,
-)
+from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, rotates, round_index, store
 
 RATIO = 4
 KEY_TILE = 256  # entries scored at a time; fixed, so that a score never depends on others

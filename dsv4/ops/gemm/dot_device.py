@@ -131,22 +131,10 @@ def tile_rows(start, end, BM: tl.constexpr):
 
 @triton.jit
 def dot_nvfp4(
-    words,
-    codes,
-    x,
-    x_rows,
-    x_mask,
-    first,
-    last,
-    total_steps,
-    num_columns,
-    BN: tl.constexpr,
-    STAGES: tl.constexpr,
-    VARIANT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
+    words, codes, x, x_rows, x_mask, first, last, total_steps, num_columns, BN: tl.constexpr,
+    STAGES: tl.constexpr, VARIANT: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
     MX: tl.constexpr = False,
-):
+):  # fmt: skip
     """fp32 `[BN, rows]` over steps `first` to `last` of K, without the factor 128 * global.
 
     `words` and `codes` point at the first of BN/64 row tiles; input row i starts at `x +
@@ -221,19 +209,9 @@ def dot_expanded(
 
 @triton.jit
 def dot_bf16(
-    weight,
-    n_mask,
-    x,
-    x_rows,
-    x_mask,
-    first,
-    last,
-    num_columns,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    weight, n_mask, x, x_rows, x_mask, first, last, num_columns, BN: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     """fp32 `[BN, BM]` over steps of 128 columns; `weight` points at BN rows of bf16."""
     rn = tl.arange(0, BN)
     rk = tl.arange(0, 64)
@@ -258,24 +236,10 @@ def dot_bf16(
 
 @triton.jit
 def dot_fp8(
-    weight,
-    scale,
-    scale_rows,
-    n_mask,
-    x,
-    x_rows,
-    x_mask,
-    first,
-    last,
-    num_columns,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    E8M0: tl.constexpr,
-):
+    weight, scale, scale_rows, n_mask, x, x_rows, x_mask, first, last, num_columns,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, E8M0: tl.constexpr,
+):  # fmt: skip
     """Like `dot_bf16`, for E4M3 tiles; a product over BK columns is scaled in fp32, then added.
 
     `scale_rows` `[BN]`: offset of each weight row's scales.

@@ -54,9 +54,7 @@ def quantize_rows(x: Tensor) -> Fp4Rows:
     scaled = blocks * (inverse[:, None] / scales.float())[:, :, None]
     codes = e2m1.encode(torch.where(finite[:, None, None], scaled, 0.0))
     return Fp4Rows(
-        e2m1.pack(codes.view(x.shape)),
-        scales,
-        torch.where(finite, amax / top, float("nan")),
+        e2m1.pack(codes.view(x.shape)), scales, torch.where(finite, amax / top, float("nan"))
     )
 
 

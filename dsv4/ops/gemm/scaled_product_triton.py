@@ -23,13 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4.ops.core.gpu import Gpu
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.dot_device import (
-    finish_ranges,
-    is_wide,
-    matrices,
-    select_matrix,
-    store_typed,
-)
+from dsv4.ops.gemm.dot_device import finish_ranges, is_wide, matrices, select_matrix, store_typed
 from dsv4.ops.gemm.quantize_rows_triton import row_buffers
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.scaled import ROWS

@@ -168,8 +168,7 @@ def cases() -> Iterable[Case]:
                 ratio=ratio,
                 dtype=torch.float32,
                 state=CompressorState(
-                    torch.randn(shape, generator=generator),
-                    torch.randn(shape, generator=generator),
+                    torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
                 ),
                 batch=batch,
                 pool=allocate_pool(entry_format, is_index, parts, (count * tables, 4), "cpu"),

@@ -63,12 +63,7 @@ def cases() -> Iterable[Case]:
             x = torch.randn(*shape, generator=generator)
             positions = torch.arange(start, start + shape[0])
             frequencies = yarn_frequencies(rope_dim, 160000.0, 16.0, 65536, 32.0, 1.0)
-            return {
-                "x": x,
-                "positions": positions,
-                "frequencies": frequencies,
-                "inverse": inverse,
-            }
+            return {"x": x, "positions": positions, "frequencies": frequencies, "inverse": inverse}
 
         direction = "inverse" if inverse else "forward"
         return Case(f"{shape} rope {rope_dim} from {start} {direction}", make, 1e-5, 1e-5)

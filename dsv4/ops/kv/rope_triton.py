@@ -43,16 +43,7 @@ def run(x, positions, frequencies, inverse):
     heads = x.numel() // (x.shape[0] * dim)
     block = min(HEADS, triton.next_power_of_2(heads))
     _rope_kernel[(x.shape[0], triton.cdiv(heads, block))](
-        x,
-        out,
-        positions,
-        frequencies,
-        heads,
-        SIGN=-1.0 if inverse else 1.0,
-        BH=block,
-        DIM=dim,
-        PAD=triton.next_power_of_2(dim),
-        ROPE=2 * frequencies.shape[0],
-        **launch_options(4),
-    )
+        x, out, positions, frequencies, heads, SIGN=-1.0 if inverse else 1.0, BH=block, DIM=dim,
+        PAD=triton.next_power_of_2(dim), ROPE=2 * frequencies.shape[0], **launch_options(4),
+    )  # fmt: skip
     return out

@@ -194,10 +194,7 @@ def _stage_end(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Ten
 
 
 UPDATE = Op(
-    "mhc_update",
-    _stage_end,
-    update_cases,
-    kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),),
+    "mhc_update", _stage_end, update_cases, kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),)
 )
 HEAD = Op("mhc_head", mhc_head_reference, head_cases, KERNELS, on_cpu=CpuForm("mix", "mhc_head"))
 

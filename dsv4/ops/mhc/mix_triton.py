@@ -18,13 +18,7 @@ from dsv4.ops.core.launch import dependent_options, device_reason, interpreting,
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn, sinkhorn4
-from dsv4.ops.mhc.update_triton import (
-    CHANNELS,
-    GROUPS,
-    STAGES,
-    few_update_kernel,
-    update_kernel,
-)
+from dsv4.ops.mhc.update_triton import CHANNELS, GROUPS, STAGES, few_update_kernel, update_kernel
 
 BESIDE = 64  # up to this many tokens matrices have their own programs in the second launch
 

@@ -10,16 +10,13 @@ from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
 
 @triton.jit
 def norm_row(x, weight, out, row, x_stride, eps, SIZE: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Store the row; returns it as stored, fp32, padded with zeros to a power of two."""
     channel = tl.arange(0, triton.next_power_of_2(SIZE))
     live = channel < SIZE
     wide = tl.load(x + row * x_stride + channel, mask=live, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
     if WEIGHTED:
         wide = wide * tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
-    narrow = wide.to(out.dtype.element_ty)
-    tl.store(out + row * SIZE + channel, narrow, mask=live)
-    return narrow.to(tl.float32)
+    tl.store(out + row * SIZE + channel, wide.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -41,13 +38,7 @@ def run(x, weight, eps):
     size = x.shape[-1]
     rows = x if x.dim() == 2 else x.view(-1, size)
     _rms_norm_kernel[(rows.shape[0],)](
-        rows,
-        rows if weight is None else weight,
-        out,
-        rows.stride(0),
-        eps,
-        SIZE=size,
-        WEIGHTED=weight is not None,
-        **launch_options(ROW_WARPS),
-    )
+        rows, rows if weight is None else weight, out, rows.stride(0), eps, SIZE=size,
+        WEIGHTED=weight is not None, **launch_options(ROW_WARPS),
+    )  # fmt: skip
     return out

@@ -106,11 +106,7 @@ def _merge_kernel(
         waiting = following
     x = (acc * (1.0 / total)).to(out.dtype.element_ty).to(tl.float32)[None, :]
     x = rotate(x, turned, sine, cosine, 1, WIDTH)
-    tl.store(
-        out + mine * DIM + channel[None, :],
-        x.to(out.dtype.element_ty),
-        mask=live[None, :],
-    )
+    tl.store(out + mine * DIM + channel[None, :], x.to(out.dtype.element_ty), mask=live[None, :])
 
 
 def tiles_ahead(num_tiles: int) -> int:

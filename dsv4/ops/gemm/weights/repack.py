@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats import mxfp4
-from dsv4.formats.quantized import (
-    Mxfp4Tensor,
-    Nvfp4Tensor,
-    RepackedTensor,
-    UnpackedTensor,
-    Weight,
-)
+from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor, RepackedTensor, UnpackedTensor, Weight
 from dsv4.ops.core.op import warn_unless_strict
 from dsv4.ops.gemm.weights.scaled import scaled_weight
 from dsv4.ops.gemm.weights.tiled import TiledFp4, tile_mxfp4, tile_nvfp4

@@ -21,12 +21,7 @@ from torch import Tensor
 from dsv4.errors import KernelError
 from dsv4.formats import e2m1, e8m0, fp8, mxfp4, nvfp4
 from dsv4.formats.groups import expand
-from dsv4.formats.quantized import (
-    Fp8BlockTensor,
-    Mxfp4Tensor,
-    Nvfp4Tensor,
-    RepackedTensor,
-)
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, RepackedTensor
 from dsv4.formats.spec import E8M0_BIAS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP, Activations
 
 ROWS = 128  # of a scale tile, and of the tensor core's M

@@ -36,10 +36,7 @@ from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.formats import e2m1, mxfp4, nvfp4
-from dsv4.formats.quantized import (
-    Mxfp4Tensor,
-    Nvfp4Tensor,
-)
+from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor
 from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
 
 TILE_ROWS = 64
