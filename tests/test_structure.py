@@ -70,6 +70,20 @@ MAX_KERNEL_LINES = 150
 MAX_FILES = 12
 LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with its reason here
 
+# Met by removing, not by raising. What another issue adds goes into the table, or, in files of its
+# own, into OPS_OF_OTHER_ISSUES.
+OWN_OPS_LINES = 10780
+LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 11,746 lines
+    "steps as functions of fixed buffers, cold starts": 198,
+    "checkpoints of other tools": 10,
+    "ranks": 153,
+    "drafts": 15,
+    "MXFP4 as stored, experts in host memory": 205,
+    "weight streams": 114,
+    "other GPUs": 108,
+    "few rows on a CPU": 47,
+}
+
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
     "engine.py": 600,
@@ -81,10 +95,8 @@ LINE_BUDGET = {
     "util": 790,  # most of it config.json in three spellings, and its mistakes; 55: rates of GPUs
     "formats": 1500,
     "parallel": 1600,  # 300 for other nodes: keys, joining, torchrun
-    # Without what other issues added in files of their own (OPS_OF_OTHER_ISSUES). The rest still
-    # holds 130 lines of references over ranks and 130 of MXFP4 as it is stored; issue 24 wants
-    # 10,500 without them. New files of another issue go into that list and its budget.
-    "ops": 12440,  # 130 for choices of other GPUs and E4M3 by integers
+    # Its own lines, and what other issues added to its files; their own files are counted apart
+    "ops": OWN_OPS_LINES + sum(LINES_IN_FILES_OF_OPS.values()),
     "ops of other issues": 3210,  # 170 for experts split over ranks, their count, an echo
     "cache": 1500,
     "checkpoint": 3000,
