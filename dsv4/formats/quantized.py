@@ -18,7 +18,7 @@ from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP, Activations
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
+class PackedWeight:
     """Shared by all formats: iteration over their tensors, and the activation precision.
 
     `activations`: what a product rounds its input to: nothing, MXFP8 or NVFP4 rows.
@@ -65,7 +65,7 @@ def _need(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Nvfp4Tensor(_Parts):
+class Nvfp4Tensor(PackedWeight):
     """`packed` uint8 [..., N, K/2], `scale` E4M3 [..., N, K/16], `global_scale` float32 [..., P].
 
     The N rows are cut into P equal parts; part p is multiplied by global_scale[..., p]. P is 2
@@ -128,7 +128,7 @@ class Nvfp4Tensor(_Parts):
 
 
 @dataclass(frozen=True)
-class Mxfp4Tensor(_Parts):
+class Mxfp4Tensor(PackedWeight):
     """`packed` uint8 [..., N, K/2], `scale` E8M0 bytes (uint8) [..., N, K/32]."""
 
     packed: torch.Tensor
@@ -168,7 +168,7 @@ class Mxfp4Tensor(_Parts):
 
 
 @dataclass(frozen=True)
-class Fp8BlockTensor(_Parts):
+class Fp8BlockTensor(PackedWeight):
     """`data` E4M3 [..., N, K], `scale` float32 or E8M0 bytes [..., ceil(N/R), ceil(K/B)].
 
     A tile has `block` columns (B) and `block_rows` rows (R): as many as columns unless given.
@@ -240,7 +240,7 @@ def _columns(name: str, start: int, stop: int) -> str:
 
 
 @dataclass(frozen=True)
-class UnpackedTensor(_Parts):
+class UnpackedTensor(PackedWeight):
     """`values` [..., N, K]: a weight unpacked once for the references."""
 
     values: torch.Tensor
@@ -259,7 +259,7 @@ class UnpackedTensor(_Parts):
         return self.map(lambda value: value[..., start:stop])
 
 
-class RepackedTensor(_Parts, ABC):
+class RepackedTensor(PackedWeight, ABC):
     """A weight in a kernel's memory order; slice it before repacking."""
 
     @property

@@ -148,12 +148,12 @@ def _cases(with_update: bool, head: bool) -> Iterable[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         yield build(3, 4, 64, dtype, 1.0)
         yield build(1, 4, 4096, dtype, 1.0)
-        yield build(5, 3, 33, dtype, 200.0)
+        yield build(5, 4, 33, dtype, 200.0)
         yield build(0, 4, 64, dtype, 1.0)
         if with_update:
             yield build(1, 4, 64, dtype, 1.0, (1, 8, 1))
             yield build(1, 4, 4096, dtype, 1.0, (7, 2, 0))
-            yield build(1, 3, 33, dtype, 1.0, (3, 1, 3))
+            yield build(1, 4, 33, dtype, 1.0, (3, 1, 3))
 
 
 def pre_cases() -> Iterable[Case]:

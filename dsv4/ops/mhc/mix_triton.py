@@ -17,7 +17,7 @@ from dsv4.ops.core.helpers_device import append, depend
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.split_k import PartialSums
-from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn, sinkhorn4
+from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn
 from dsv4.ops.mhc.update_triton import CHANNELS, GROUPS, STAGES, few_update_kernel, update_kernel
 
 BESIDE = 64  # up to this many tokens matrices have their own programs in the second launch
@@ -75,15 +75,15 @@ def _store_post(post, gate, row, N: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mix_kernel(
     streams, partials, base, scale, norm, x, post, comb, logits, num_tokens, eps, hc_eps,
-    N: tl.constexpr, NP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     RPAD: tl.constexpr, G: tl.constexpr, MEMBERS: tl.constexpr, TILE: tl.constexpr,
     ITERS: tl.constexpr, HEAD: tl.constexpr, BESIDE: tl.constexpr, DT: tl.constexpr,
     ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One token: coefficients from the sums of the projection, collapse, norm.
 
-    BESIDE: a second row of programs runs Sinkhorn while the first collapses. Otherwise 4 x 4
-    matrices are left to `comb_kernel`.
+    BESIDE: a second row of programs runs Sinkhorn while the first collapses. Otherwise matrices are
+    left to `comb_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, RPAD)
@@ -107,20 +107,14 @@ def _mix_kernel(
         tl.store(x + token * D + channel, mixed.to(DT), mask=channel < D)
         if (not BESIDE) and (not HEAD):
             _store_post(post + token * N, gate, row, N)
-            if N == 4:
-                tl.store(logits + token * RPAD + row, z)
-            else:
-                sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
+            tl.store(logits + token * RPAD + row, z)
     else:
         z = _logits(found, base, scale, row, eps, N, D, ROWS, RPAD, G, MEMBERS, TILE)
         _store_post(post + token * N, 1.0 / (1.0 + tl.exp(-z)), row, N)
-        if N == 4:
-            entries = ()
-            for i in tl.static_range(16):
-                entries = append(entries, _pick(z, row, 8 + i))
-            sinkhorn4(entries, comb + token * 16, hc_eps, ITERS, ASM)
-        else:
-            sinkhorn(z, row, comb + token * (N * N), hc_eps, N, NP, ITERS)
+        entries = ()
+        for i in tl.static_range(16):
+            entries = append(entries, _pick(z, row, 8 + i))
+        sinkhorn(entries, comb + token * 16, hc_eps, ITERS, ASM)
 
 
 @dataclass(frozen=True)
@@ -168,8 +162,8 @@ def stream_reason(streams, y, post, comb) -> str | None:
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
     if y is not None and y.dtype != streams.dtype:
         return f"y is {y.dtype}, streams are {streams.dtype}"
-    if streams.shape[1] > 8:
-        return f"{streams.shape[1]} streams, kernels know up to 8"
+    if streams.shape[1] != 4:
+        return f"{streams.shape[1]} streams, kernels know the four of published models"
     return device_reason(streams.device)
 
 
@@ -201,20 +195,13 @@ def _update(config, grid, shape, members, streams, site, y, post, comb, new, par
         y, factor = y.values, y.factor
         tile["PARTS"], tile["RANGES"] = y.shape[:2]
         tile["FACTORS"] = 0 if factor is None else len(factor)
-    tokens, n, _ = streams.shape
+    tokens, narrow = streams.shape[0], streams.dtype == torch.bfloat16
     tensors = (
-        streams,
-        streams if y is None else y,
-        site.base if factor is None else factor,
-        partials if post is None else post,
-        partials if comb is None else comb,
-        site.fn,
-        new,
+        streams, streams if y is None else y, site.base if factor is None else factor,
+        partials if post is None else post, partials if comb is None else comb, site.fn, new,
         partials,
-    )
-    options = launch_options(config.num_warps)
-    narrow = streams.dtype == torch.bfloat16
-    if config.bm == 16 and n == 4 and narrow:
+    )  # fmt: skip
+    if config.bm == 16 and narrow:
         few_update_kernel[grid](
             *tensors, tokens, TM=1 if tokens == 1 else 16, ONCE=not interpreting(),
             **shape, **tile, **dependent_options(streams.device, config.num_warps),
@@ -224,7 +211,7 @@ def _update(config, grid, shape, members, streams, site, y, post, comb, new, par
             *tensors, tokens, COUNT=1 if config.split else members, STRIDE=GROUPS,
             STAGES=1 if config.split else STAGES,
             ONCE=config.bm > 16 and narrow and not interpreting(),
-            **shape, **tile, **options,
+            **shape, **tile, **launch_options(config.num_warps),
         )  # fmt: skip
 
 
@@ -241,11 +228,11 @@ def _mix(config, shape, members, streams, site, partials):
     turns = {"ITERS": site.sinkhorn_iters, "ASM": not interpreting()}
     _mix_kernel[(tokens, 2 if beside else 1)](
         streams, partials, site.base, site.scale, site.norm, x, post, comb, logits, tokens,
-        site.eps, site.hc_eps, **shape, NP=triton.next_power_of_2(n),
-        PAD=triton.next_power_of_2(size), G=GROUPS, MEMBERS=members, TILE=config.groups,
-        BESIDE=beside, HEAD=head, **turns, **dependent_options(streams.device, config.mix_warps),
+        site.eps, site.hc_eps, **shape, PAD=triton.next_power_of_2(size), G=GROUPS,
+        MEMBERS=members, TILE=config.groups, BESIDE=beside, HEAD=head, **turns,
+        **dependent_options(streams.device, config.mix_warps),
     )  # fmt: skip
-    if n == 4 and not (head or beside):
+    if not (head or beside):
         comb_kernel[(triton.cdiv(tokens, 32),)](
             logits, comb, tokens, site.hc_eps, RPAD=rpad, BM=32, **turns, **launch_options(1)
         )

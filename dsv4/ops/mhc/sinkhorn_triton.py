@@ -95,8 +95,8 @@ def _softmax4(a, b, c, d, eps, ASM: tl.constexpr):
 
 
 @triton.jit
-def sinkhorn4(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
-    """4 x 4; an entry is a scalar or a vector over tokens, so sums need no thread exchange."""
+def sinkhorn(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
+    """An entry is a scalar or a vector over tokens, so sums need no thread exchange."""
     m = ()
     for i in tl.static_range(4):
         row = _softmax4(
@@ -115,25 +115,6 @@ def sinkhorn4(logits, out, eps, ITERS: tl.constexpr, ASM: tl.constexpr):
         tl.store(out + i, m[i])
 
 
-@triton.jit
-def sinkhorn(z, row, out, eps, N: tl.constexpr, NP: tl.constexpr, ITERS: tl.constexpr):
-    """N x N as a tile; `z` holds entry (j, k) at row 2N + jN + k."""
-    j = tl.arange(0, NP)[:, None]
-    k = tl.arange(0, NP)[None, :]
-    live = (j < N) & (k < N)
-    place = 2 * N + j * N + k
-    m = tl.sum(tl.where(place[:, :, None] == row[None, None, :], z[None, None, :], 0.0), axis=2)
-    m = tl.where(live, m, float("-inf"))
-    top = tl.max(m, axis=1)
-    m = tl.exp(m - tl.where(tl.arange(0, NP) < N, top, 0.0)[:, None])
-    m = tl.where(live, m / tl.maximum(tl.sum(m, axis=1), 1e-30)[:, None] + eps, 0.0)
-    m = m / (tl.sum(m, axis=0) + eps)[None, :]
-    for _ in tl.range(0, ITERS - 1):
-        m = m / (tl.sum(m, axis=1) + eps)[:, None]
-        m = m / (tl.sum(m, axis=0) + eps)[None, :]
-    tl.store(out + j * N + k, m, mask=live)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def comb_kernel(
     logits, comb, num_tokens, eps,
@@ -145,4 +126,4 @@ def comb_kernel(
     entries = ()
     for i in tl.static_range(16):
         entries = append(entries, tl.load(logits + token * RPAD + 8 + i))
-    sinkhorn4(entries, comb + token * 16, eps, ITERS, ASM)
+    sinkhorn(entries, comb + token * 16, eps, ITERS, ASM)

@@ -9,7 +9,7 @@ rounded once. A padding row has experts -1 and is skipped; its result is undefin
 with `a8` or `a4` activations, its input (x or z) is rounded first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -100,30 +100,21 @@ def shared_sums(x: Tensor, by: Experts) -> Tensor:
 
 
 def cases() -> Iterable[Case]:
-    def build(tokens: int, size: int, inner: int, count: int, chosen: int, limit: float) -> Case:
-        def make(generator: torch.Generator) -> Arguments:
-            picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
-            experts = torch.stack(picks).sort(1).values if picks else torch.zeros(0, chosen).long()
-            return {
-                "x": torch.randn(tokens, size, generator=generator),
-                "experts": experts,
-                "weights": torch.rand(tokens, chosen, generator=generator),
-                "by": Experts(
-                    torch.randn(count, 2 * inner, size, generator=generator) * 0.2,
-                    torch.randn(count, size, inner, generator=generator) * 0.2,
-                    torch.randn(2 * inner, size, generator=generator) * 0.2,
-                    torch.randn(size, inner, generator=generator) * 0.2,
-                    limit,
-                ),
-            }
+    def plain(tokens: int, size: int, inner: int, count: int, chosen: int, limit: float) -> Case:
+        def weights(generator: torch.Generator) -> Experts:
+            def matrix(*shape: int) -> Tensor:
+                return torch.randn(*shape, generator=generator) * 0.2
+
+            routed = matrix(count, 2 * inner, size), matrix(count, size, inner)
+            return Experts(*routed, matrix(2 * inner, size), matrix(size, inner), limit)
 
         name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit}"
-        return Case(name, make, 1e-3, 1e-3)
+        return _case(name, (tokens, size, count, chosen), weights, (1e-3, 1e-3), torch.float32)
 
-    yield build(1, 64, 32, 8, 2, 10.0)
-    yield build(17, 48, 16, 4, 4, 0.5)
-    yield build(9, 64, 48, 32, 6, 10.0)
-    yield build(0, 64, 32, 8, 2, 10.0)
+    yield plain(1, 64, 32, 8, 2, 10.0)
+    yield plain(17, 48, 16, 4, 4, 0.5)
+    yield plain(9, 64, 48, 32, 6, 10.0)
+    yield plain(0, 64, 32, 8, 2, 10.0)
     yield _tiled_case(1, 160, 48, 8, 2, 10.0)
     yield _tiled_case(5, 128, 64, 4, 3, 0.5)
     for tokens in (1, 2):  # K long enough for two ranges in either matrix
@@ -140,6 +131,30 @@ def cases() -> Iterable[Case]:
     yield _few_bit_case(300, ("nvfp4", "mxfp4"))
 
 
+def _case(
+    name: str,
+    sizes: tuple[int, int, int, int],
+    weights: Callable[[torch.Generator], Experts],
+    tolerance: tuple[float, float],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    small: bool = True,
+) -> Case:
+    """`sizes`: tokens, columns, experts, chosen ones."""
+    tokens, size, count, chosen = sizes
+
+    def make(generator: torch.Generator) -> Arguments:
+        order = torch.rand(tokens, count, generator=generator).argsort(1)
+        return {
+            "x": torch.randn(tokens, size, generator=generator).to(dtype),
+            "experts": order[:, :chosen].sort(1).values,
+            "weights": torch.rand(tokens, chosen, generator=generator),
+            "by": weights(generator),
+        }
+
+    return Case(name, make, *tolerance, small)
+
+
 def _tiled_case(
     tokens: int,
     size: int,
@@ -153,75 +168,47 @@ def _tiled_case(
 ) -> Case:
     """bf16 activations and weights in kernel order; the shared expert may be FP8."""
 
-    def tiled(
-        rows: int,
-        columns: int,
-        generator: torch.Generator,
-        paired: bool = False,
-        count: int | None = None,
-    ) -> Weight:
-        if mx:
-            return tile_mxfp4(random_mxfp4(rows, columns, generator, count=count), paired=paired)
-        return random_tiled(rows, columns, generator, count=count, paired=paired)
+    def weights(generator: torch.Generator) -> Experts:
+        def matrix(rows: int, columns: int, paired: bool, count: int | None = None) -> Weight:
+            if fp8_shared and count is None:
+                values = torch.randn(rows, columns, generator=generator) * 0.2
+                return Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)
+            if mx:
+                stored = random_mxfp4(rows, columns, generator, count=count)
+                return tile_mxfp4(stored, paired=paired)
+            return random_tiled(rows, columns, generator, count=count, paired=paired)
 
-    def shared(rows: int, columns: int, generator: torch.Generator, paired: bool) -> Weight:
-        if not fp8_shared:
-            return tiled(rows, columns, generator, paired)
-        values = torch.randn(rows, columns, generator=generator) * 0.2
-        return Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)
-
-    def make(generator: torch.Generator) -> Arguments:
-        picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
-        return {
-            "x": torch.randn(tokens, size, generator=generator).bfloat16(),
-            "experts": torch.stack(picks).sort(1).values,
-            "weights": torch.rand(tokens, chosen, generator=generator),
-            "by": Experts(
-                tiled(2 * inner, size, generator, True, count),
-                tiled(size, inner, generator, count=count),
-                shared(2 * inner, size, generator, True),
-                shared(size, inner, generator, False),
-                limit,
-            ),
-        }
+        pairs = [
+            (matrix(2 * inner, size, True, number), matrix(size, inner, False, number))
+            for number in (count, None)
+        ]
+        return Experts(*pairs[0], *pairs[1], limit)
 
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} limit {limit} "
-    name += "MXFP4" if mx else "NVFP4"
-    name += ", FP8 shared" if fp8_shared else ""
-    return Case(name, make, 5e-2, 2e-2, small=inner < 1000)
+    name += ("MXFP4" if mx else "NVFP4") + (", FP8 shared" if fp8_shared else "")
+    sizes = (tokens, size, count, chosen)
+    return _case(name, sizes, weights, (5e-2, 2e-2), small=inner < 1000)
 
 
 def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
     """`kinds` of the routed experts and of the shared one: see `random_scaled`."""
     size, inner, count, chosen = 288, 96, 4, 2
 
-    def pair(kind: str, generator: torch.Generator, count: int) -> tuple[Weight, Weight]:
-        if kind == "a16":
-            lead = count or None
-            return (
-                random_tiled(2 * inner, size, generator, count=lead, paired=True),
-                random_tiled(size, inner, generator, count=lead),
-            )
-        parts = 2 if kind == "nvfp4" else 1
-        return (
-            random_scaled(2 * inner, size, generator, kind, count=count, num_parts=parts),
-            random_scaled(size, inner, generator, kind, count=count),
-        )
+    def weights(generator: torch.Generator) -> Experts:
+        def matrix(rows: int, columns: int, kind: str, count: int, paired: bool) -> Weight:
+            if kind == "a16":
+                return random_tiled(rows, columns, generator, count=count or None, paired=paired)
+            parts = 2 if paired and kind == "nvfp4" else 1
+            return random_scaled(rows, columns, generator, kind, count=count, num_parts=parts)
 
-    def make(generator: torch.Generator) -> Arguments:
-        picks = [torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]
-        routed, shared = (
-            pair(kind, generator, n) for kind, n in zip(kinds, (count, 0), strict=True)
-        )
-        return {
-            "x": torch.randn(tokens, size, generator=generator).bfloat16(),
-            "experts": torch.stack(picks).sort(1).values,
-            "weights": torch.rand(tokens, chosen, generator=generator),
-            "by": Experts(*routed, *shared, 3.0),
-        }
+        pairs = [
+            (matrix(2 * inner, size, kind, n, True), matrix(size, inner, kind, n, False))
+            for kind, n in zip(kinds, (count, 0), strict=True)
+        ]
+        return Experts(*pairs[0], *pairs[1], 3.0)
 
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} {kinds} few bits"
-    return Case(name, make, 0.2, 2e-2, tokens < 100)
+    return _case(name, (tokens, size, count, chosen), weights, (0.2, 2e-2), small=tokens < 100)
 
 
 KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))

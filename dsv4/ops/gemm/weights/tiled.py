@@ -29,14 +29,14 @@ has 32 gate rows and the 32 up rows that belong to them in each tile.
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TypeVar
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from dsv4.errors import KernelError
 from dsv4.formats import e2m1, mxfp4, nvfp4
-from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor
+from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor, PackedWeight, QuantizedTensor
 from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
 
 TILE_ROWS = 64
@@ -47,7 +47,7 @@ _SCALE_POWER = 119
 _MOST_EXPONENT = 254  # of a finite bf16
 
 
-class _Tiled:
+class _Tiled(PackedWeight):
     """What both formats share; `packed` and `scale` are tiled as this file says."""
 
     packed: Tensor
@@ -86,6 +86,24 @@ class _Tiled:
         """Tiles along K."""
         return self.packed.shape[-4]
 
+    def __getitem__(self, index: int | slice) -> Self:
+        if self.packed.dim() < 6:
+            raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
+        return self.map(lambda value: value[index])
+
+    def plain(self) -> QuantizedTensor:
+        """The weight as a checkpoint stores it."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.plain().dequantize(dtype)
+
+    def row_range(self, start: int, stop: int) -> NoReturn:
+        raise KernelError(f"rows {start}:{stop} of a tiled weight: cut weights before tiling them")
+
+    def column_range(self, start: int, stop: int) -> NoReturn:
+        raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
+
     def _plain_parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """E2M1 bytes and codes `[..., rows, columns of codes]` of a weight that is not tiled;
         `codes` as in a tile, a byte each."""
@@ -115,9 +133,6 @@ class TiledNvfp4(_Tiled, Nvfp4Tensor):
     def __post_init__(self) -> None:
         self._check(TILE_COLUMNS // NVFP4_GROUP)
 
-    def __getitem__(self, index: int | slice) -> "TiledNvfp4":
-        return _of_stack(self, index)
-
     def plain(self) -> Nvfp4Tensor:
         """The weight as a checkpoint stores it."""
         both = self.scale.to(torch.int32) & 0xFFFF
@@ -126,15 +141,6 @@ class TiledNvfp4(_Tiled, Nvfp4Tensor):
         return Nvfp4Tensor(
             packed, scale.contiguous(), self.global_scale, activations=self.activations
         )
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.plain().dequantize(dtype)
-
-    def row_range(self, start: int, stop: int) -> Nvfp4Tensor:
-        raise KernelError(f"rows {start}:{stop} of a tiled weight: cut weights before tiling them")
-
-    def column_range(self, start: int, stop: int) -> Nvfp4Tensor:
-        raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
 
 
 @dataclass(frozen=True)
@@ -147,9 +153,6 @@ class TiledMxfp4(_Tiled, Mxfp4Tensor):
     def __post_init__(self) -> None:
         self._check(TILE_COLUMNS // MXFP4_GROUP)
 
-    def __getitem__(self, index: int | slice) -> "TiledMxfp4":
-        return _of_stack(self, index)
-
     def plain(self) -> Mxfp4Tensor:
         """The weight as a checkpoint stores it."""
         packed, codes = self._plain_parts(self.scale.contiguous().view(torch.uint8))
@@ -157,24 +160,8 @@ class TiledMxfp4(_Tiled, Mxfp4Tensor):
         scale = codes[..., : self.columns // MXFP4_GROUP].to(torch.int32) + lowered - _SCALE_POWER
         return Mxfp4Tensor(packed, scale.to(torch.uint8), activations=self.activations)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.plain().dequantize(dtype)
-
-    def row_range(self, start: int, stop: int) -> Mxfp4Tensor:
-        raise KernelError(f"rows {start}:{stop} of a tiled weight: cut weights before tiling them")
-
-    def column_range(self, start: int, stop: int) -> Mxfp4Tensor:
-        raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
-
 
 TiledFp4 = TiledNvfp4 | TiledMxfp4
-T = TypeVar("T", TiledNvfp4, TiledMxfp4)
-
-
-def _of_stack(weight: T, index: int | slice) -> T:
-    if weight.packed.dim() < 6:
-        raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
-    return weight.map(lambda value: value[index])
 
 
 def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
