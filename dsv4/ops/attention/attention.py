@@ -192,13 +192,8 @@ def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, top
     return torch.stack(rows)
 
 
-OP = Op(
-    "attention",
-    attention_reference,
-    cases,
-    kernels=(Kernel("dsv4.ops.attention.attention_triton"),),
-    on_cpu=CpuForm("attention", "attention"),
-)
+KERNELS = (Kernel("dsv4.ops.attention.attention_triton"),)
+OP = Op("attention", attention_reference, cases, KERNELS, on_cpu=CpuForm("attention", "attention"))
 
 
 def attention(q: Tensor, to: Visible) -> Tensor:

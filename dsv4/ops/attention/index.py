@@ -123,19 +123,11 @@ def select_cases() -> Iterable[Case]:
     yield build(2, 1000, 512, False)
 
 
-SCORES = Op(
-    "index_scores",
-    index_scores_reference,
-    score_cases,
-    kernels=(Kernel("dsv4.ops.attention.index_scores_triton"),),
-)
-SELECT = Op(
-    "index_select",
-    index_select_reference,
-    select_cases,
-    kernels=(Kernel("dsv4.ops.attention.index_select_triton"),),
-    on_cpu=CpuForm("attention", "index_select"),
-)
+SCORE_KERNELS = (Kernel("dsv4.ops.attention.index_scores_triton"),)
+SELECT_KERNELS = (Kernel("dsv4.ops.attention.index_select_triton"),)
+ON_CPU = CpuForm("attention", "index_select")
+SCORES = Op("index_scores", index_scores_reference, score_cases, SCORE_KERNELS)
+SELECT = Op("index_select", index_select_reference, select_cases, SELECT_KERNELS, on_cpu=ON_CPU)
 
 
 def index_scores(

@@ -53,20 +53,10 @@ def index_cases() -> Iterable[Case]:
         yield _build(1, 64, 128, {"index_format": index_format}, 1e-2)
 
 
-PREPARE = Op(
-    "query_prepare",
-    query_prepare_reference,
-    query_cases,
-    kernels=(Kernel("dsv4.ops.attention.query_triton"),),
-    on_cpu=CpuForm("attention", "query_prepare"),
-)
-INDEX = Op(
-    "index_query",
-    index_query_reference,
-    index_cases,
-    kernels=(Kernel("dsv4.ops.attention.query_triton"),),
-    on_cpu=CpuForm("attention", "index_query"),
-)
+KERNELS = (Kernel("dsv4.ops.attention.query_triton"),)
+ON_CPU, INDEX_ON_CPU = (CpuForm("attention", name) for name in ("query_prepare", "index_query"))
+PREPARE = Op("query_prepare", query_prepare_reference, query_cases, KERNELS, on_cpu=ON_CPU)
+INDEX = Op("index_query", index_query_reference, index_cases, KERNELS, on_cpu=INDEX_ON_CPU)
 
 
 def _check(op: AnyOp, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:

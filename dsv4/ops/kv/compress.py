@@ -188,14 +188,8 @@ def cases() -> Iterable[Case]:
     yield build(128, 48, "bf16", False, [100, 256], [300, 5])
 
 
-OP = Op(
-    "compress",
-    compress_reference,
-    cases,
-    kernels=(Kernel("dsv4.ops.kv.compress_triton"),),
-    mutates=("block.state", "block.pool"),
-    on_cpu=CpuForm("kv", "compress"),
-)
+KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.compress_triton"),), CpuForm("kv", "compress")
+OP = Op("compress", compress_reference, cases, KERNELS, ("block.state", "block.pool"), ON_CPU)
 
 
 def compress(block: Compression) -> None:

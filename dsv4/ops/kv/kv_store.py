@@ -67,14 +67,8 @@ def cases() -> Iterable[Case]:
     yield build("fp8", [0, 4096], [1, 1], 512)
 
 
-OP = Op(
-    "kv_store",
-    kv_store_reference,
-    cases,
-    kernels=(Kernel("dsv4.ops.kv.kv_store_triton"),),
-    on_cpu=CpuForm("kv", "kv_store"),
-    mutates=("key.pool",),
-)
+KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.kv_store_triton"),), CpuForm("kv", "kv_store")
+OP = Op("kv_store", kv_store_reference, cases, KERNELS, ("key.pool",), ON_CPU)
 
 
 def kv_store(key: WindowKey) -> None:

@@ -180,13 +180,8 @@ def head_cases() -> Iterable[Case]:
 
 KERNELS = (Kernel("dsv4.ops.mhc.mix_triton"),)
 PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, KERNELS, on_cpu=CpuForm("mix", "mhc_pre"))
-BOUNDARY = Op(
-    "mhc_boundary",
-    mhc_boundary_reference,
-    boundary_cases,
-    KERNELS,
-    on_cpu=CpuForm("mix", "mhc_boundary"),
-)
+ON_CPU = CpuForm("mix", "mhc_boundary")
+BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases, KERNELS, on_cpu=ON_CPU)
 
 
 def _stage_end(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
