@@ -72,7 +72,7 @@ LONG_FUNCTIONS: frozenset[str] = frozenset()  # "dsv4/x.py:function", each with 
 
 # Met by removing, not by raising. What another issue adds goes into the table, or, in files of its
 # own, into OPS_OF_OTHER_ISSUES.
-OWN_OPS_LINES = 10780
+OWN_OPS_LINES = 10500
 LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 11,746 lines
     "steps as functions of fixed buffers, cold starts": 198,
     "checkpoints of other tools": 10,

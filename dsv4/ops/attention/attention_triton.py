@@ -25,31 +25,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.attention import query_triton
-from dsv4.ops.attention.tile_device import (
-    BT,
-    LOG2E,
-    add_tile,
-    chunk_width,
-    dot,
-    fetch_tile,
-    finish_piece,
-    is_narrow,
-    load_queries,
-    most_entries,
-    num_joined,
-    piece_first,
-    pieces,
-    ratio_of,
-    slots_of,
-    tile_choice,
-    tile_format,
-    tile_pages,
-    tile_places,
-    tile_slots,
-    tile_weights,
-    widen_queries,
-    widen_tile,
-)
+from dsv4.ops.attention import tile_device as td
 from dsv4.ops.attention.variants import decode_split_triton, decode_two_pass_triton, unpack_triton
 from dsv4.ops.attention.variants.merge_triton import tiles_ahead
 from dsv4.ops.core.gpu import Gpu, describe
@@ -64,7 +40,7 @@ def _queries_of(item, q, num_heads, BH: tl.constexpr, T: tl.constexpr):
     row = (item // blocks).to(tl.int64)
     head = (item % blocks) * BH + tl.arange(0, BH)
     q_at = (row * num_heads + head)[:, None] * T.dim
-    return load_queries(q, q_at, head < num_heads, T)
+    return td.load_queries(q, q_at, head < num_heads, T)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "num_selected", "w_width", "c_width"])
@@ -74,9 +50,9 @@ def _loop_kernel(
 ):  # fmt: skip
     """Items are (token, block of heads), heads fastest."""
     blocks = tl.cdiv(num_heads, BH)
-    COUNT: tl.constexpr = len(pieces(T.dim, T.rope)) // JOINED
+    COUNT: tl.constexpr = len(td.pieces(T.dim, T.rope)) // JOINED
     found = _queries_of(tl.program_id(0), q, num_heads, BH, T)
-    queries = widen_queries(found, JOINED, T.mt)
+    queries = td.widen_queries(found, JOINED, T.mt)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         row = (item // blocks).to(tl.int64)
         head = (item % blocks) * BH + tl.arange(0, BH)
@@ -86,37 +62,37 @@ def _loop_kernel(
         seq = tl.load(at.seq_idx + row).to(tl.int64)
         visible = tl.minimum((position + 1) // RATIO, num_selected)
         tiles = T.wt + tl.cdiv(visible, T.bt)
-        best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        best = tl.load(sink + head, mask=live, other=0.0).to(tl.float32) * td.LOG2E
         total = tl.full((BH,), 1.0, tl.float32)
         sums = ()
         for i in tl.static_range(COUNT):
-            zero = tl.zeros((BH, chunk_width(T.dim, T.rope, JOINED, i)), tl.float32)
+            zero = tl.zeros((BH, td.chunk_width(T.dim, T.rope, JOINED, i)), tl.float32)
             sums = append(sums, zero)
-        slot, present = tile_slots(
+        slot, present = td.tile_slots(
             0, position, visible, seq, row, window, at, num_selected, w_width, c_width, T
         )
         # prefetched: pages of the next tile and the selection of the one after
-        older = tile_choice(1, visible, row, at, num_selected, T)
-        page, inside, next_present = tile_pages(
+        older = td.tile_choice(1, visible, row, at, num_selected, T)
+        page, inside, next_present = td.tile_pages(
             1, older, position, seq, window, at, w_width, c_width, T
         )
-        older = tile_choice(2, visible, row, at, num_selected, T)
+        older = td.tile_choice(2, visible, row, at, num_selected, T)
         for step in tl.range(0, tiles):
-            stored, scales = fetch_tile(slot, step < T.wt, at, T)
-            slot = slots_of(step + 1, page, inside, T)
-            page, inside, later_present = tile_pages(
+            stored, scales = td.fetch_tile(slot, step < T.wt, at, T)
+            slot = td.slots_of(step + 1, page, inside, T)
+            page, inside, later_present = td.tile_pages(
                 step + 2, older, position, seq, window, at, w_width, c_width, T
             )
-            older = tile_choice(step + 3, visible, row, at, num_selected, T)
-            keys = widen_tile(stored, scales, JOINED, T, T.asm and BH == 16)
-            weights, part, top = tile_weights(
+            older = td.tile_choice(step + 3, visible, row, at, num_selected, T)
+            keys = td.widen_tile(stored, scales, JOINED, T, T.asm and BH == 16)
+            weights, part, top = td.tile_weights(
                 queries, keys, present, num_tokens, qk_scale, JOINED, BH, T
             )
-            best, total, old_share, new_share = add_tile(best, total, top, part)
+            best, total, old_share, new_share = td.add_tile(best, total, top, part)
             grown = ()
             for i in tl.static_range(COUNT):
-                zero = tl.zeros((BH, chunk_width(T.dim, T.rope, JOINED, i)), tl.float32)
-                acc = dot(weights, keys[i], zero, T.mt)
+                zero = tl.zeros((BH, td.chunk_width(T.dim, T.rope, JOINED, i)), tl.float32)
+                acc = td.dot(weights, keys[i], zero, T.mt)
                 before = sums[i] * old_share[:, None]
                 grown = append(grown, tl.fma(acc, new_share[:, None] + zero, before))
             sums = grown
@@ -126,13 +102,13 @@ def _loop_kernel(
         found = _queries_of(following, q, num_heads, BH, T)
         scale = 1.0 / total
         for i in tl.static_range(COUNT):
-            finish_piece(
+            td.finish_piece(
                 sums[i], scale, out, q_at, live, position, frequencies,
-                piece_first(T.dim, T.rope, i * JOINED), BH, T,
+                td.piece_first(T.dim, T.rope, i * JOINED), BH, T,
             )  # fmt: skip
         # loop-carried: the compiler keeps only such ones, or those loaded unchanged,
         # in shared memory for all tiles; others go through registers for each tile
-        queries = widen_queries(found, JOINED, T.mt)
+        queries = td.widen_queries(found, JOINED, T.mt)
 
 
 def num_programs(device: torch.device) -> int:
@@ -180,7 +156,7 @@ class Sizes:
 
     @property
     def num_tiles(self) -> int:
-        return triton.cdiv(self.window, BT) + triton.cdiv(self.num_entries, BT)
+        return triton.cdiv(self.window, td.BT) + triton.cdiv(self.num_entries, td.BT)
 
     @property
     def num_rows(self) -> int:
@@ -192,7 +168,7 @@ class Sizes:
     def takes_few_heads(self, gpu: Gpu) -> bool:
         """Whether 64 heads do not fit: their sums, except with `wgmma`, or pieces of several
         widths."""
-        return gpu.products != "wgmma" or len(set(pieces(self.dim, self.rope_dim))) > 1
+        return gpu.products != "wgmma" or len(set(td.pieces(self.dim, self.rope_dim))) > 1
 
     def unpacks(self, gpu: Gpu) -> bool:
         fits = self.num_rows <= unpack_triton.MOST_ROWS and self.window > 1
@@ -256,7 +232,7 @@ def supports(q, to) -> str | None:
     pool, older, rope_dim = to.pool, to.compressed, 2 * to.frequencies.shape[0]
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
-    if min(pieces(pool.dim, rope_dim), default=0) < 16:
+    if min(td.pieces(pool.dim, rope_dim), default=0) < 16:
         return f"entries of {pool.dim} with {rope_dim} rotated, not multiples of 16"
     tensors = {"table": to.table, "positions": to.batch.positions, "seq_idx": to.batch.seq_idx}
     pools = [pool]
@@ -282,9 +258,9 @@ def choose_variant(q, to, *, unpacked=True) -> AttentionVariant:
     """The fastest variant; `unpacked`: whether entries may be."""
     older, rope_dim = to.compressed, 2 * to.frequencies.shape[0]
     held = 0 if older is None else older.table.shape[1] * older.pool.page_entries
-    entries = most_entries(older)
+    entries = td.most_entries(older)
     sizes = Sizes(q.shape[0], to.table.shape[0], *q.shape[1:], rope_dim, to.window, entries, held)
-    costs = variants_of(sizes, is_narrow(q, to.pool), q.device)
+    costs = variants_of(sizes, td.is_narrow(q, to.pool), q.device)
     if not unpacked:
         costs.pop(UNPACKED, None)
     config = min(costs, key=costs.get)
@@ -328,10 +304,10 @@ def _loop(q, to, out, config) -> None:
     tokens, heads, dim = q.shape
     items = tokens * triton.cdiv(heads, config.heads)
     most_programs = num_programs(q.device) * (2 if config.num_warps == 4 else 1)
-    places, counts = tile_places(to)
+    places, counts = td.tile_places(to)
     _loop_kernel[(min(items, most_programs),)](
         q, to.sink, out, places, *counts, to.frequencies, heads, tokens, items, to.window,
-        dim**-0.5 * LOG2E.value, RATIO=ratio_of(to),
-        JOINED=num_joined(dim, 2 * to.frequencies.shape[0], config.channels), BH=config.heads,
-        T=tile_format(q, to), **launch_options(config.num_warps, config.num_stages),
+        dim**-0.5 * td.LOG2E.value, RATIO=td.ratio_of(to),
+        JOINED=td.num_joined(dim, 2 * to.frequencies.shape[0], config.channels), BH=config.heads,
+        T=td.tile_format(q, to), **launch_options(config.num_warps, config.num_stages),
     )  # fmt: skip

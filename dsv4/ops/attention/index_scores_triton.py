@@ -12,14 +12,7 @@ import triton.language as tl
 from dsv4.ops.attention.index_select_triton import sort_key
 from dsv4.ops.core.helpers_device import depend, from_e4m3
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting
-from dsv4.ops.kv.entry_device import (
-    FP32,
-    INDEX_FP4,
-    entry_pool,
-    index_tensors_reason,
-    pool_format,
-    pool_reason,
-)
+from dsv4.ops.kv import entry_device as ed
 
 RATIO = 4
 BN = 64  # entries per tile
@@ -251,8 +244,8 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
         return f"index keys of {pool.dim} numbers, kernels need a power of two from 32 on"
     return (
         device_reason(q.device)
-        or pool_reason(pool)
-        or index_tensors_reason(table=table, positions=batch.positions, seq_idx=batch.seq_idx)
+        or ed.pool_reason(pool)
+        or ed.index_tensors_reason(table=table, positions=batch.positions, seq_idx=batch.seq_idx)
     )
 
 
@@ -266,13 +259,13 @@ def run(q, weights, pool, table, batch, topk, peaks=None, parts=0):
     """`peaks`: destination of the highest scores of `parts` of each program's entries."""
     tokens, heads, dim = q.shape
     width = table.shape[1] * pool.page_entries
-    fmt = pool_format(pool)
+    fmt = ed.pool_format(pool)
     out = torch.empty(tokens, width, dtype=torch.float32, device=q.device)
-    data, _, scale = entry_pool(pool)
-    if q.dtype == torch.float32 or fmt == FP32:
+    data, _, scale = ed.entry_pool(pool)
+    if q.dtype == torch.float32 or fmt == ed.FP32:
         mt = tl.float32
     else:
-        mt = tl.bfloat16 if fmt in (INDEX_FP4, 1) else tl.float16
+        mt = tl.bfloat16 if fmt in (ed.INDEX_FP4, 1) else tl.float16
     _scores_kernel[(num_programs(tokens, table, pool), tokens)](
         q, weights, out, out if peaks is None else peaks, batch.positions, batch.seq_idx, data,
         scale, table, table.shape[1], width, heads, topk,

@@ -330,13 +330,6 @@ def run(scores, topk):
         select_long(scores, topk, *_find_peaks(scores, topk), out)
         return out
     block, warps = choose_config(width)
-    _select_kernel[(rows,)](
-        scores,
-        out,
-        width,
-        topk,
-        out.shape[1],
-        BLOCK=block,
-        **dependent_options(scores.device, warps),
-    )
+    options = dependent_options(scores.device, warps)
+    _select_kernel[(rows,)](scores, out, width, topk, out.shape[1], BLOCK=block, **options)
     return out

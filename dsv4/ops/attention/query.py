@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuForm, Kernel, Op, check, check_shape
 from dsv4.ops.kv.pool import round_trip_index
-from dsv4.ops.kv.rope import rope_frequencies, rope_reference
+from dsv4.ops.kv.rope import check_rotation, rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
 
 INDEX_FORMATS = ("fp32", "bf16", "fp8", "fp4")
@@ -61,15 +61,7 @@ INDEX = Op("index_query", index_query_reference, index_cases, KERNELS, on_cpu=IN
 
 def _check(op: AnyOp, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:
     check_shape(op.name, "q", q, "tokens", "heads", "dim")
-    check_shape(op.name, "positions", positions, q.shape[0])
-    check(
-        2 * frequencies.shape[0] <= q.shape[2],
-        op.name,
-        lambda: (
-            f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
-            f"q has {q.shape[2]}"
-        ),
-    )
+    check_rotation(op.name, "q", q, positions, frequencies)
 
 
 def query_prepare(q: Tensor, positions: Tensor, frequencies: Tensor, eps: float) -> Tensor:

@@ -7,15 +7,7 @@ import triton.language as tl
 
 from dsv4.ops.core.helpers_device import from_e4m3, narrow, widen
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options
-from dsv4.ops.kv.entry_device import (
-    fp4_rounded,
-    fp8_groups,
-    hadamard_rows,
-    hadamard_tile,
-    is_power_of_two,
-    power_of_two,
-    scale_byte,
-)
+from dsv4.ops.kv import entry_device as ed
 from dsv4.ops.kv.rope_device import rope_tile
 
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
@@ -88,17 +80,17 @@ def index_heads(
     x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
     x = narrow(x, q.dtype.element_ty, ASM)
     if FORMAT >= 3 and ALONE:
-        x = hadamard_rows(x, BH, DIM, ASM)
+        x = ed.hadamard_rows(x, BH, DIM, ASM)
     elif FORMAT >= 3:
-        x = narrow(hadamard_tile(widen(x, ASM), BH, DIM), q.dtype.element_ty, ASM)
+        x = narrow(ed.hadamard_tile(widen(x, ASM), BH, DIM), q.dtype.element_ty, ASM)
     x = widen(x, ASM)
     if FORMAT == 1:
         x = x.to(tl.bfloat16).to(tl.float32)
     if FORMAT == 3:
-        codes, exponent = fp8_groups(x, tl.arange(0, PAD)[None, :] >= 0)
-        x = from_e4m3(codes, tl.float32) * power_of_two(scale_byte(exponent))[:, None]
+        codes, exponent = ed.fp8_groups(x, tl.arange(0, PAD)[None, :] >= 0)
+        x = from_e4m3(codes, tl.float32) * ed.power_of_two(ed.scale_byte(exponent))[:, None]
     if FORMAT == 4:
-        x = fp4_rounded(x.reshape(BH * DIM // 32, 32)).reshape(BH, DIM)
+        x = ed.fp4_rounded(x.reshape(BH * DIM // 32, 32)).reshape(BH, DIM)
     tl.store(out + at, narrow(x, q.dtype.element_ty, ASM), mask=mask)
 
 
@@ -125,7 +117,7 @@ def _index_kernel(
 
 
 def supports(q, positions, frequencies, eps=None, index_format=None) -> str | None:
-    if index_format in ("fp4", "fp8") and (not is_power_of_two(q.shape[2]) or q.shape[2] < 32):
+    if index_format in ("fp4", "fp8") and (not ed.is_power_of_two(q.shape[2]) or q.shape[2] < 32):
         return f"{q.shape[2]} channels, the rotation needs a power of two from 32 on"
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"

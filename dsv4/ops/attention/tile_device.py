@@ -9,15 +9,7 @@ import triton.language as tl
 
 from dsv4.ops.core.helpers_device import append, from_e4m3
 from dsv4.ops.core.launch import interpreting
-from dsv4.ops.kv.entry_device import (
-    FP8,
-    FP32,
-    EntryPool,
-    entry_pool,
-    nope_dim,
-    pool_format,
-    power_of_two,
-)
+from dsv4.ops.kv import entry_device as ed
 from dsv4.ops.kv.rope_device import rope_tile
 
 BT = 64  # entries per tile; changing it changes bits
@@ -30,9 +22,9 @@ class TilePlaces(NamedTuple):
     positions: torch.Tensor
     seq_idx: torch.Tensor
     chosen: torch.Tensor  # [tokens, k] selected entries
-    w_pool: EntryPool  # scale bytes of an entry as one integer
+    w_pool: ed.EntryPool  # scale bytes of an entry as one integer
     w_table: torch.Tensor
-    c_pool: EntryPool
+    c_pool: ed.EntryPool
     c_table: torch.Tensor
 
 
@@ -123,7 +115,7 @@ def widen_piece(x, scales, FIRST: tl.constexpr, T: tl.constexpr, ASM: tl.constex
 @triton.jit
 def widen_codes(x, scales, group, MT: tl.constexpr, ASM: tl.constexpr):
     """FP8 bytes of one group of channels, scaled, in MT."""
-    factor = power_of_two(((scales >> (8 * group)) & 255).to(tl.int32)).to(MT)[:, None]
+    factor = ed.power_of_two(((scales >> (8 * group)) & 255).to(tl.int32)).to(MT)[:, None]
     k = from_e4m3(x, MT)
     return _times(k, factor, ASM and tl.float16 == MT)
 
@@ -158,7 +150,7 @@ def pool_of(in_window, at):
     """The pool of a tile's entries."""
     data = tl.where(in_window, at.w_pool.data, at.c_pool.data)
     tail = tl.where(in_window, at.w_pool.tail, at.c_pool.tail)
-    return EntryPool(data, tail, tl.where(in_window, at.w_pool.scale, at.c_pool.scale))
+    return ed.EntryPool(data, tail, tl.where(in_window, at.w_pool.scale, at.c_pool.scale))
 
 
 @triton.jit
@@ -346,7 +338,7 @@ def finish_piece(
 
 
 def is_narrow(q, pool) -> bool:
-    return q.dtype == torch.bfloat16 and pool_format(pool) != FP32
+    return q.dtype == torch.bfloat16 and ed.pool_format(pool) != ed.FP32
 
 
 def most_entries(compressed) -> int:
@@ -358,10 +350,12 @@ def most_entries(compressed) -> int:
     return compressed.table.shape[1] * compressed.pool.page_entries
 
 
-def tile_pool(pool) -> EntryPool:
+def tile_pool(pool) -> ed.EntryPool:
     """data, tail and the scale bytes of an entry as one integer."""
-    data, tail, scale = entry_pool(pool)
-    return EntryPool(data, tail, scale.view(torch.int64) if pool_format(pool) == FP8 else data)
+    data, tail, scale = ed.entry_pool(pool)
+    return ed.EntryPool(
+        data, tail, scale.view(torch.int64) if ed.pool_format(pool) == ed.FP8 else data
+    )
 
 
 def tile_places(to) -> tuple[TilePlaces, tuple[int, int, int]]:
@@ -377,10 +371,10 @@ def tile_places(to) -> tuple[TilePlaces, tuple[int, int, int]]:
 
 def tile_format(q, to) -> TileFormat:
     pool, older = to.pool, to.compressed or to
-    narrow = tl.float16 if pool_format(pool) == FP8 else tl.bfloat16
+    narrow = tl.float16 if ed.pool_format(pool) == ed.FP8 else tl.bfloat16
     return TileFormat(
-        kind=pool_format(pool),
-        nope=nope_dim(pool),
+        kind=ed.pool_format(pool),
+        nope=ed.nope_dim(pool),
         dim=pool.dim,
         rope=2 * to.frequencies.shape[0],
         selected=to.compressed is not None and to.compressed.selected is not None,

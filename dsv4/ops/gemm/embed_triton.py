@@ -22,11 +22,6 @@ def _embed_kernel(token_ids, table, out, size, STREAMS: tl.constexpr, BN: tl.con
         tl.store(at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def choose_config(size: int) -> int:
-    """Columns per program."""
-    return min(1024, triton.next_power_of_2(size))
-
-
 def supports(token_ids, table, num_streams, dtype) -> str | None:
     reason = device_reason(table.device)
     if reason is not None:
@@ -41,9 +36,8 @@ def supports(token_ids, table, num_streams, dtype) -> str | None:
 def run(token_ids, table, num_streams, dtype):
     num_tokens, size = token_ids.shape[0], table.shape[1]
     out = torch.empty(num_tokens, num_streams, size, dtype=dtype, device=table.device)
-    width = choose_config(size)
+    width = min(1024, triton.next_power_of_2(size))
     _embed_kernel[(num_tokens, triton.cdiv(size, width))](
-        token_ids, table, out, size,
-        STREAMS=num_streams, BN=width, **launch_options(4),
-    )  # fmt: skip
+        token_ids, table, out, size, STREAMS=num_streams, BN=width, **launch_options(4)
+    )
     return out

@@ -61,13 +61,9 @@ def cases() -> Iterable[Case]:
     yield few_bits("nvfp4", 140)
 
 
-OP = Op(
-    "grouped_linear",
-    grouped_linear_reference,
-    cases,
-    (Kernel("dsv4.ops.gemm.grouped_linear_triton"),),
-    on_cpu=CpuForm("products", "grouped_linear"),
-)
+KERNELS = (Kernel("dsv4.ops.gemm.grouped_linear_triton"),)
+ON_CPU = CpuForm("products", "grouped_linear")
+OP = Op("grouped_linear", grouped_linear_reference, cases, KERNELS, on_cpu=ON_CPU)
 
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:

@@ -4,10 +4,8 @@
 import torch
 
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
-from dsv4.ops.gemm.linear_triton import choose_config
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 
-__all__ = ["choose_config", "run", "supports"]
 GROUP_MULTIPLE = 128
 
 

@@ -20,17 +20,7 @@ from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import converts_e4m3
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options, streams
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.dot_device import (
-    dot_bf16,
-    dot_expanded,
-    dot_fp8,
-    dot_nvfp4,
-    finish_ranges,
-    is_wide,
-    matrices,
-    select_matrix,
-    store_typed,
-)
+from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.expand_triton import expand
 from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
@@ -67,19 +57,19 @@ def _range_sum(
     if L.kind == 0:
         w = words.to(tl.pointer_type(tl.int16)) + row * total_steps * 32
         s = scales.to(tl.pointer_type(tl.int16)) + row * total_steps * 4
-        acc = dot_nvfp4(
+        acc = dd.dot_nvfp4(
             tl.multiple_of(w, 64), tl.multiple_of(s, 64), x, (x_rows,), (live_m,), first, last,
             total_steps, num_columns, L.bn, L.stages, L.variant, L.even_k, L.asm,
         )[0]  # fmt: skip
     elif L.kind == 3:
         w = words.to(tl.pointer_type(tl.bfloat16)) + row * total_steps * 128
-        acc = dot_expanded(
+        acc = dd.dot_expanded(
             tl.multiple_of(w, 64), x, x_rows, live_m, first, last, total_steps, num_columns,
             L.bn, L.bm, L.stages, L.even_k,
         )  # fmt: skip
     elif L.kind == 1:
         w = tl.multiple_of(words.to(tl.pointer_type(tl.bfloat16)), 16) + row * num_columns
-        acc = dot_bf16(
+        acc = dd.dot_bf16(
             w, live_n, x, x_rows, live_m, first, last, num_columns, L.bn, L.bm, L.stages, L.even_k
         )
     else:
@@ -88,7 +78,7 @@ def _range_sum(
         SCALE: tl.constexpr = tl.uint8 if L.e8m0 else tl.float32
         s = scales.to(tl.pointer_type(SCALE))
         scale_rows = (row + tl.arange(0, L.bn)) // L.tile_rows * tl.cdiv(num_columns, L.block)
-        acc = dot_fp8(
+        acc = dd.dot_fp8(
             w, s, scale_rows, live_n, x, x_rows, live_m, first, last, num_columns,
             L.bn, L.bm, L.bk, L.block, L.stages, L.even_k, L.e8m0,
         )  # fmt: skip
@@ -116,16 +106,16 @@ def _linear_kernel(
         side = tl.minimum(tl.num_programs(1) - first_m, SWIZZLE)
         m_tile = first_m + place % width % side
         pid = place % width // side
-    size = select_matrix(m.sizes, m.firsts, pid, NUM)
-    count = select_matrix(m.ranges, m.firsts, pid, NUM)
-    per_range = select_matrix(m.range_steps, m.firsts, pid, NUM)
-    tile = pid - select_matrix(m.firsts, m.firsts, pid, NUM)
+    size = dd.select_matrix(m.sizes, m.firsts, pid, NUM)
+    count = dd.select_matrix(m.ranges, m.firsts, pid, NUM)
+    per_range = dd.select_matrix(m.range_steps, m.firsts, pid, NUM)
+    tile = pid - dd.select_matrix(m.firsts, m.firsts, pid, NUM)
     split = 0
     if PARALLEL:
         split = tile % count
         tile = tile // count
-    words_at = select_matrix(m.words, m.firsts, pid, NUM)
-    scales_at = select_matrix(m.scales, m.firsts, pid, NUM)
+    words_at = dd.select_matrix(m.words, m.firsts, pid, NUM)
+    scales_at = dd.select_matrix(m.scales, m.firsts, pid, NUM)
     rn = tile * BN + tl.arange(0, BN)
     live_n = rn < size
     rm = m_tile * BM + tl.arange(0, BM)
@@ -137,8 +127,8 @@ def _linear_kernel(
         from_range = split + first_range
         x_rows -= first_range * per_range * 128
     if FP4:  # early: the first access misses the cache
-        factors = select_matrix(m.factors, m.firsts, pid, NUM).to(tl.pointer_type(tl.float32))
-        part_rows = select_matrix(m.parts, m.firsts, pid, NUM)
+        factors = dd.select_matrix(m.factors, m.firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+        part_rows = dd.select_matrix(m.parts, m.firsts, pid, NUM)
         factor = tl.load(factors + rn // part_rows, mask=live_n, other=0.0) * 128.0
 
     is_last = count > 0
@@ -149,7 +139,7 @@ def _linear_kernel(
         )  # fmt: skip
         if (not PARTIAL) and count > 1:
             slot = m_tile * tl.num_programs(0) + pid - split
-            total, is_last = finish_ranges(
+            total, is_last = dd.finish_ranges(
                 total, live_m, partials, counters, slot, split, count, BN, BM
             )
     else:
@@ -167,15 +157,15 @@ def _linear_kernel(
         out_rows += split * num_rows
     elif FP4:
         total = total * factor[:, None]
-    out = select_matrix(m.outs, m.firsts, pid, NUM)
+    out = dd.select_matrix(m.outs, m.firsts, pid, NUM)
     offsets = out_rows[None, :] * size + rn[:, None]
     mask = (rn < tl.where(is_last, size, 0))[:, None] & live_m[None, :]
     if F32 == 0:
-        store_typed(total, out, offsets, mask, False)
+        dd.store_typed(total, out, offsets, mask, False)
     elif F32 == 2**NUM - 1:
-        store_typed(total, out, offsets, mask, True)
+        dd.store_typed(total, out, offsets, mask, True)
     else:
-        store_typed(total, out, offsets, mask, is_wide(m, pid, F32, NUM))
+        dd.store_typed(total, out, offsets, mask, dd.is_wide(m, pid, F32, NUM))
 
 
 @dataclass(frozen=True)
@@ -241,7 +231,7 @@ def weight_format(weight) -> int | str:
         if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return f"weight is {weight.dtype}, kernels read contiguous bfloat16"
         return BF16
-    return f"{type(weight).__name__} is in checkpoint order; call repack_weights after loading"
+    return f"{type(weight).__name__} is in checkpoint order, kernels read what `repack` makes of it"
 
 
 def supports(x, weights, out_dtypes) -> str | None:
@@ -332,7 +322,7 @@ def launch(
         x, x.stride(0), num_rows, columns,
         weights[0].shape[0] // num_groups if num_groups > 1 else 2**30, triton.cdiv(columns, 128),
     )  # fmt: skip
-    found = matrices(data, map(_scale, weights), factors, outs, sizes, parts, programs, splits)
+    found = dd.matrices(data, map(_scale, weights), factors, outs, sizes, parts, programs, splits)
     sums = (0 if some is None else some.start, partials, counters)
     if streaming:
         module = import_module("dsv4.ops.gemm.variants.stream_gluon")

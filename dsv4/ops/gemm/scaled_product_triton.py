@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dsv4.ops.core.gpu import Gpu
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.dot_device import finish_ranges, is_wide, matrices, select_matrix, store_typed
+from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.quantize_rows_triton import row_buffers
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.scaled import ROWS
@@ -116,13 +116,13 @@ def _few_rows_kernel(
     """`F32`: see `is_wide`. Each group of weight rows reads its own of `x.fold` rows; a routed pair
     reads its token's row (`chosen` pairs each), or with 0 its own in sorted order."""
     pid = tl.program_id(0)
-    count = select_matrix(m.ranges, m.firsts, pid, NUM)
-    per_range = select_matrix(m.range_steps, m.firsts, pid, NUM)
-    index = pid - select_matrix(m.firsts, m.firsts, pid, NUM)
+    count = dd.select_matrix(m.ranges, m.firsts, pid, NUM)
+    per_range = dd.select_matrix(m.range_steps, m.firsts, pid, NUM)
+    index = pid - dd.select_matrix(m.firsts, m.firsts, pid, NUM)
     split = index % count
     tile = index // count
-    size = select_matrix(m.sizes, m.firsts, pid, NUM)
-    part_rows = select_matrix(m.parts, m.firsts, pid, NUM)
+    size = dd.select_matrix(m.sizes, m.firsts, pid, NUM)
+    part_rows = dd.select_matrix(m.parts, m.firsts, pid, NUM)
     row_tiles = tl.cdiv(size, 128)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     expert = 0
@@ -141,8 +141,8 @@ def _few_rows_kernel(
     first_row = expert.to(tl.int64) * row_tiles + tile if ROUTED else tile.to(tl.int64)
     WB: tl.constexpr = 128 if W8 or not A8 else 64
     CHUNKS: tl.constexpr = 1 if A8 else 4
-    w = select_matrix(m.words, m.firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
-    s = select_matrix(m.scales, m.firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
+    w = dd.select_matrix(m.words, m.firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
+    s = dd.select_matrix(m.scales, m.firsts, pid, NUM).to(tl.pointer_type(tl.uint8))
     w = tl.multiple_of(w + first_row * 128 * k_steps * WB, 128)
     s = tl.multiple_of(s + first_row * k_steps * (CHUNKS * 512), 128)
     total = _few_sum(
@@ -152,8 +152,10 @@ def _few_rows_kernel(
     is_last = count > 0
     if count > 1:
         slot = tl.program_id(1) * tl.num_programs(0) + pid - split
-        total, is_last = finish_ranges(total, live, partials, counters, slot, split, count, 128, BN)
-    at = select_matrix(m.factors, m.firsts, pid, NUM).to(tl.pointer_type(tl.float32))
+        total, is_last = dd.finish_ranges(
+            total, live, partials, counters, slot, split, count, 128, BN
+        )
+    at = dd.select_matrix(m.factors, m.firsts, pid, NUM).to(tl.pointer_type(tl.float32))
     at += expert * tl.cdiv(size, part_rows)
     factor = tl.load(at + rn // part_rows, mask=rn < size, other=0.0)
     total = total * factor[:, None]
@@ -161,8 +163,8 @@ def _few_rows_kernel(
         total = total * tl.load(x.row_scale + rows, mask=live, other=0.0)[None, :]
     mask = (rn < tl.where(is_last, size, 0))[:, None] & live[None, :]
     offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
-    out = select_matrix(m.outs, m.firsts, pid, NUM)
-    store_typed(total, out, offsets, mask, is_wide(m, pid, F32, NUM))
+    out = dd.select_matrix(m.outs, m.firsts, pid, NUM)
+    dd.store_typed(total, out, offsets, mask, dd.is_wide(m, pid, F32, NUM))
 
 
 @triton.jit
@@ -228,7 +230,7 @@ def _many_rows_kernel(
         total = total * own[None, :]
     mask = (rn < size)[:, None] & live[None, :]
     offsets = out_rows.to(tl.int64)[None, :] * size + rn[:, None]
-    store_typed(total, out, offsets, mask, F32)
+    dd.store_typed(total, out, offsets, mask, F32)
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
     data, scales = zip(*((w.data, w.scale) for w in weights), strict=True)
     _few_rows_kernel[grid](
         row_buffers(rows), num_rows, _group_rows(rows, weights[0]), k_steps,
-        matrices(data, scales, factors, outs, sizes, parts, programs, splits),
+        dd.matrices(data, scales, factors, outs, sizes, parts, programs, splits),
         partials, counters, (rows.codes,) if route is None else route.table, chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
         ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,

@@ -13,15 +13,8 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
+from dsv4.ops.kv import entry_device as ed
 from dsv4.ops.kv.compress import overlaps
-from dsv4.ops.kv.entry_device import (
-    entry_format,
-    entry_pool,
-    entry_slot,
-    finish_entry,
-    index_tensors_reason,
-    pool_reason,
-)
 
 STEP = tl.constexpr(8)  # slots summed at a time; fixes the order of summation, so never varied
 GROUP = 4  # tokens per program in prompts: usually one of them ends a block
@@ -112,8 +105,8 @@ def close_block(
     if (position + 1) % S.ratio == 0:
         x = _block_softmax(block, position, start, first_row, state_row, S, F)
         x = x.to(F.dtype).to(tl.float32)[None, :]
-        slot = entry_slot(table, table_width, seq, position // S.ratio, page_entries)
-        finish_entry(x, block.norm, frequencies, position + 1 - S.ratio, eps, pool, slot, F)
+        slot = ed.entry_slot(table, table_width, seq, position // S.ratio, page_entries)
+        ed.finish_entry(x, block.norm, frequencies, position + 1 - S.ratio, eps, pool, slot, F)
     if APPEND:
         _remember(block, row.to(tl.int64), position, state_row, S)
 
@@ -190,8 +183,8 @@ def supports(block) -> str | None:
         return f"{block.frequencies.shape[0]} frequencies for entries of {pool.dim}"
     return (
         device_reason(block.values.device)
-        or pool_reason(pool)
-        or index_tensors_reason(
+        or ed.pool_reason(pool)
+        or ed.index_tensors_reason(
             table=block.table, positions=batch.positions, seq_idx=batch.seq_idx, slots=batch.slots
         )
     )
@@ -203,8 +196,8 @@ def run(block) -> None:
     group = 1 if batch.appends_at_once else GROUP
     _close_kernel[(triton.cdiv(batch.num_tokens, group),)](
         tensors, block.frequencies, block.eps, batch.positions, batch.seq_idx, batch.first_rows,
-        batch.starts, batch.slots, table, table.shape[1], pool.page_entries, entry_pool(pool),
-        batch.num_tokens, S=sizes, F=entry_format(pool, block.frequencies, block.dtype),
+        batch.starts, batch.slots, table, table.shape[1], pool.page_entries, ed.entry_pool(pool),
+        batch.num_tokens, S=sizes, F=ed.entry_format(pool, block.frequencies, block.dtype),
         GROUP=group, **launch_options(ROW_WARPS),
     )  # fmt: skip
     if not batch.appends_at_once:

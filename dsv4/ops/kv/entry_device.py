@@ -236,8 +236,7 @@ def nope_dim(pool) -> int:
 
 
 def entry_format(pool, frequencies, dtype: torch.dtype) -> EntryFormat:
-    dim = pool.dim
-    pad = triton.next_power_of_2(dim)
+    dim, pad = pool.dim, triton.next_power_of_2(pool.dim)
     return EntryFormat(
         kind=pool_format(pool),
         nope=nope_dim(pool),
@@ -245,14 +244,8 @@ def entry_format(pool, frequencies, dtype: torch.dtype) -> EntryFormat:
         pad=pad if pool.is_index else max(pad, 64),
         scales=pool.parts["scale"].shape[-1] if "scale" in pool.parts else 0,
         rope=2 * frequencies.shape[0],
-        dtype=tl_dtype(dtype),
+        dtype=getattr(tl, str(dtype).removeprefix("torch.")),
     )
-
-
-def tl_dtype(dtype: torch.dtype):
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
-        dtype
-    ]
 
 
 def index_tensors_reason(**tensors) -> str | None:

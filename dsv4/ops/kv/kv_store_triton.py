@@ -6,14 +6,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.launch import ROW_WARPS, device_reason, launch_options
-from dsv4.ops.kv.entry_device import (
-    entry_format,
-    entry_pool,
-    entry_slot,
-    finish_entry,
-    index_tensors_reason,
-    pool_reason,
-)
+from dsv4.ops.kv import entry_device as ed
 
 
 @triton.jit
@@ -24,11 +17,11 @@ def store_key(
     """Store the key of one token: norm, rope, rounding, page; skips padding rows."""
     position = tl.load(positions + row)
     if position >= 0:
-        slot = entry_slot(table, table_width, tl.load(seq_idx + row), position, page_entries)
+        slot = ed.entry_slot(table, table_width, tl.load(seq_idx + row), position, page_entries)
         channel = tl.arange(0, F.pad)[None, :]
         source = kv + row.to(tl.int64) * kv_stride + channel
         x = tl.load(source, mask=channel < F.dim, other=0.0).to(tl.float32)
-        finish_entry(x, norm, frequencies, position, eps, pool, slot, F)
+        ed.finish_entry(x, norm, frequencies, position, eps, pool, slot, F)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -50,8 +43,10 @@ def supports(key) -> str | None:
         return f"{key.frequencies.shape[0]} frequencies for entries of {pool.dim}"
     return (
         device_reason(kv.device)
-        or pool_reason(pool)
-        or index_tensors_reason(table=key.table, positions=batch.positions, seq_idx=batch.seq_idx)
+        or ed.pool_reason(pool)
+        or ed.index_tensors_reason(
+            table=key.table, positions=batch.positions, seq_idx=batch.seq_idx
+        )
     )
 
 
@@ -59,6 +54,6 @@ def run(key) -> None:
     kv, pool, batch = key.kv, key.pool, key.batch
     _kv_store_kernel[(kv.shape[0],)](
         kv, kv.stride(0), key.norm, key.frequencies, key.eps, batch.positions, batch.seq_idx,
-        key.table, key.table.shape[1], pool.page_entries, entry_pool(pool),
-        F=entry_format(pool, key.frequencies, kv.dtype), **launch_options(ROW_WARPS),
+        key.table, key.table.shape[1], pool.page_entries, ed.entry_pool(pool),
+        F=ed.entry_format(pool, key.frequencies, kv.dtype), **launch_options(ROW_WARPS),
     )  # fmt: skip

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
+from dsv4.errors import KernelError
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 
 
 def rope_frequencies(rope_dim: int, theta: float) -> Tensor:
@@ -77,21 +78,16 @@ def cases() -> Iterable[Case]:
 OP = Op("rope", rope_reference, cases, kernels=(Kernel("dsv4.ops.kv.rope_triton"),))
 
 
+def check_rotation(op: str, name: str, x: Tensor, positions: Tensor, frequencies: Tensor) -> None:
+    check_shape(op, "positions", positions, x.shape[0])
+    found, needed = x.shape[-1], 2 * frequencies.shape[0]
+    if needed > found:
+        raise KernelError(f"{op}: {needed // 2} frequencies, {name} has {found} channels")
+
+
 def rope(x: Tensor, positions: Tensor, frequencies: Tensor, *, inverse: bool = False) -> Tensor:
     """Rotate the tail of `x` `[tokens, ..., dim]` at `positions` `[tokens]`."""
-    check(
-        positions.shape[0] == x.shape[0],
-        OP.name,
-        lambda: f"{positions.shape[0]} positions for {x.shape[0]} tokens",
-    )
-    check(
-        2 * frequencies.shape[0] <= x.shape[-1],
-        OP.name,
-        lambda: (
-            f"{frequencies.shape[0]} frequencies need {2 * frequencies.shape[0]} channels, "
-            f"x has {x.shape[-1]}"
-        ),
-    )
+    check_rotation(OP.name, "x", x, positions, frequencies)
     if x.numel() == 0:
         return torch.empty_like(x)
     return OP(x.device, x=x, positions=positions, frequencies=frequencies, inverse=inverse)

@@ -285,7 +285,7 @@ def weights_reason(x, by) -> str | None:
         named |= {"shared_w13": by.shared_w13, "shared_w2": by.shared_w2}
     for name, weight in named.items():
         if not isinstance(weight, TiledFp4):
-            return f"{name} is {type(weight).__name__}; kernels read FP4 after repack_weights"
+            return f"{name} is {type(weight).__name__}; kernels read FP4 after `repack`"
         if type(weight) is not type(w2):
             return f"{name} is {type(weight).__name__}, w2 {type(w2).__name__}; expected one format"
         if weight.paired != name.endswith("w13"):

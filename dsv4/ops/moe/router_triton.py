@@ -203,11 +203,6 @@ def _top_k_kernel(g, num_rows, num_experts, scaling, G: tl.constexpr):
     select_row(g, offset, row, num_rows, num_experts, scaling, G)
 
 
-def choose_config(num_rows: int) -> str:
-    """Which variant of the gate runs."""
-    return "ranges side by side" if num_rows <= FEW_ROWS else "linear"
-
-
 def supports(x, token_ids, by) -> str | None:
     gate, table = by.gate, by.table
     reason = device_reason(x.device)
@@ -240,7 +235,7 @@ def prepare(x, token_ids, by, ranges) -> tuple[GateTensors, GateSizes]:
 
 def run(x, token_ids, by):
     num_rows, (num_experts, columns) = x.shape[0], by.gate.shape
-    few = choose_config(num_rows) != "linear"
+    few = num_rows <= FEW_ROWS
     ranges, per_range = num_ranges(num_experts, columns) if few else (1, 0)
     tensors, sizes = prepare(x, token_ids, by, ranges)
     if few:

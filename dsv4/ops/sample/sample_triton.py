@@ -13,17 +13,7 @@ import triton.language as tl
 
 from dsv4.ops.core.launch import device_reason, interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.sample.filter_triton import (
-    Candidates,
-    RowOptions,
-    adjusted,
-    exp2_fast,
-    filter_candidates,
-    filter_row,
-    key_value,
-    log2_fast,
-    order_key,
-)
+from dsv4.ops.sample import filter_triton as ft
 
 CHUNK = 2048  # logits per program
 WARPS = 4  # fixes the order of summation, like CHUNK
@@ -38,7 +28,7 @@ PROGRAMS = 528  # that search for candidates
 @triton.jit
 def _exp_below(x, top, ASM: tl.constexpr):
     below = x - tl.where(top > -3e38, top, 0.0)
-    return exp2_fast(below * 1.4426950408889634, ASM)
+    return ft.exp2_fast(below * 1.4426950408889634, ASM)
 
 
 @triton.jit
@@ -54,7 +44,7 @@ def _stats_kernel(
     live = place < size
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"))
-    x = adjusted(raw, row, place, live, size, temperature, o)
+    x = ft.adjusted(raw, row, place, live, size, temperature, o)
     part_tops = tl.max(x.reshape(PARTS, CHUNK // PARTS), axis=1)
     x_top = tl.max(part_tops, axis=0)
     part_sums = tl.sum(_exp_below(x, x_top, ASM).reshape(PARTS, CHUNK // PARTS), axis=1)
@@ -118,7 +108,7 @@ def _bound(
     chunk_top = tl.load(stats + (row * num_chunks + part // PARTS) * 4 + 2, mask=used, other=0.0)
     own = tl.where(used, own * tl.exp(chunk_top - best), 0.0)
     others = tl.maximum(own - tl.exp(top - best), 0.0) + own * 1e-5
-    top_key = tl.where(used, order_key(top), tl.zeros_like(part).to(tl.uint32))
+    top_key = tl.where(used, ft.order_key(top), tl.zeros_like(part).to(tl.uint32))
     # top-p is a share of what top-k leaves, so with both only the count gives a bound
     alone = (share < 1.0) & (keep >= size)
     spare = tl.where(alone, (1.0 - share) * mass * 0.999, -1.0)
@@ -129,7 +119,7 @@ def _bound(
         trial = least | (digits * unit)
         reaches = top_key[:, None] >= trial[None, :]
         reached = tl.sum(reaches.to(tl.int32), axis=0)
-        most = tl.exp(key_value(trial) - best) * (CHUNK // PARTS)
+        most = tl.exp(ft.key_value(trial) - best) * (CHUNK // PARTS)
         inside = tl.minimum(others[:, None], most[None, :])
         below = tl.sum(tl.where(reaches, inside, own[:, None]), axis=0)
         holds = (reached >= keep) | (below <= spare)
@@ -151,7 +141,7 @@ def _candidates_kernel(
         least = _bound(
             parts, stats, row, num_chunks, size, best, mass, keep, share, CHUNKS, PARTS, CHUNK
         )
-        bound = key_value(least)
+        bound = ft.key_value(least)
         # tokens that cannot be drawn are skipped; keys below that of -inf mean no number
         bound = tl.where(bound > -3.4e38, bound, -3.4e38)
         for chunk in tl.range(tl.program_id(1), num_chunks, tl.num_programs(1)):
@@ -161,7 +151,7 @@ def _candidates_kernel(
                 live = place < size
                 at = row * size + place
                 raw = tl.load(logits + at, mask=live, other=float("-inf"))
-                x = adjusted(raw, row, place, live, size, temperature, o)
+                x = ft.adjusted(raw, row, place, live, size, temperature, o)
                 may = (live & (x >= bound)).to(tl.int32)
                 order = tl.cumsum(may, axis=0) - 1
                 base = (row * num_chunks + chunk) * ROOM
@@ -188,22 +178,22 @@ def _filter_kernel(
         held = tl.load(found.counts + row * num_chunks + chunk, mask=chunk < num_chunks, other=0)
         most = tl.max(held, axis=0)
         if (most <= ROOM) & (tl.sum(held, axis=0) <= FEW):
-            threshold, last_id = filter_candidates(
+            threshold, last_id = ft.filter_candidates(
                 found, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM, FEW, 4,
             )  # fmt: skip
         elif most <= SOME:
-            threshold, last_id = filter_candidates(
+            threshold, last_id = ft.filter_candidates(
                 found, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, SOME, CHUNKS * SOME, 1,
             )  # fmt: skip
         elif most <= ROOM:
-            threshold, last_id = filter_candidates(
+            threshold, last_id = ft.filter_candidates(
                 found, row, num_chunks, size, best, mass, keep, share, last_id,
                 CHUNKS, ROOM, ROOM, CHUNKS * ROOM, 1,
             )  # fmt: skip
         else:
-            threshold, last_id = filter_row(
+            threshold, last_id = ft.filter_row(
                 logits, row, best, mass, keep, share, temperature, o, size, TILE
             )
     tl.store(limits + row * 2, threshold.to(tl.int64))
@@ -240,8 +230,8 @@ def _with_gumbel(x, seed, position, first, CHUNK: tl.constexpr, ASM: tl.constexp
     series = tl.fma(d, series, 0.48020793694298664)
     series = tl.fma(d, series, 0.721362740909083)
     series = tl.fma(d, series, 1.442694954897638)
-    e = tl.where(d < 0.25, d * series, -log2_fast(u, ASM))
-    return tl.fma(log2_fast(e, ASM), -0.6931471805599453, x)
+    e = tl.where(d < 0.25, d * series, -ft.log2_fast(u, ASM))
+    return tl.fma(ft.log2_fast(e, ASM), -0.6931471805599453, x)
 
 
 @triton.jit
@@ -256,9 +246,9 @@ def _draw_kernel(
     live = place < size
     at = row * size + place
     raw = tl.load(logits + at, mask=live, other=float("-inf"), eviction_policy="evict_first")
-    x = adjusted(raw, row, place, live, size, temperature, o)
+    x = ft.adjusted(raw, row, place, live, size, temperature, o)
     if tl.load(temperature + row) > 0:
-        threshold = key_value(tl.load(limits + row * 2).to(tl.uint32))
+        threshold = ft.key_value(tl.load(limits + row * 2).to(tl.uint32))
         share = tl.load(min_p + row)
         if (threshold > float("-inf")) | (share > 0):
             best, _ = _row_stat(stats, row, num_chunks, 2, CHUNKS)
@@ -308,7 +298,7 @@ def run(logits, inputs):
     stats = workspace(device, "sample_stats", rows * chunks * 4, torch.float32)
     parts = workspace(device, "sample_parts", rows * chunks * PARTS * 2, torch.float32)
     held = rows * chunks * CANDIDATES
-    found = Candidates(
+    found = ft.Candidates(
         workspace(device, "sample_candidates", held, torch.float32),
         workspace(device, "sample_candidate_ids", held, torch.int32),
         workspace(device, "sample_counts", rows * chunks, torch.int32),
@@ -318,7 +308,7 @@ def run(logits, inputs):
     best_id = workspace(device, "sample_ids", rows * chunks, torch.int32)
     options = ()
     if inputs.seen is not None:
-        options = RowOptions(*(getattr(inputs, name) for name in RowOptions._fields))
+        options = ft.RowOptions(*(getattr(inputs, name) for name in ft.RowOptions._fields))
     fast = {"ASM": not interpreting()}
     padded = {"CHUNKS": triton.next_power_of_2(chunks)}
     _stats_kernel[(rows, chunks)](

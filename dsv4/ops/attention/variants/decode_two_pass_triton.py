@@ -14,25 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tile_device import (
-    BT,
-    LOG2E,
-    add_tile,
-    dot,
-    fetch_tile,
-    piece_first,
-    pieces,
-    pool_of,
-    ratio_of,
-    softmax,
-    tile_format,
-    tile_places,
-    tile_slots,
-    to_half,
-    weights_sum,
-    widen_codes,
-    widen_piece,
-)
+from dsv4.ops.attention import tile_device as td
 from dsv4.ops.core.helpers_device import append
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
@@ -48,8 +30,8 @@ def _load_group(q, q_at, group: tl.constexpr, GROUP: tl.constexpr, T: tl.constex
     """GROUP pieces of queries, as stored."""
     found = ()
     for i in tl.static_range(GROUP):
-        first = piece_first(T.dim, T.rope, group * GROUP + i)
-        channel = first + tl.arange(0, pieces(T.dim, T.rope)[group * GROUP + i])
+        first = td.piece_first(T.dim, T.rope, group * GROUP + i)
+        channel = first + tl.arange(0, td.pieces(T.dim, T.rope)[group * GROUP + i])
         found = append(found, tl.load(q + q_at + channel[None, :]))
     return found
 
@@ -70,12 +52,12 @@ def _weights_kernel(
     if not T.selected:  # noqa: SIM102 - settled by the compiler
         if tile >= T.wt + tl.cdiv(visible, T.bt):
             return
-    slot, present = tile_slots(
+    slot, present = td.tile_slots(
         tile, position, visible, seq, row, window, at, num_selected, w_width, c_width, T
     )
     if T.selected:
         slot = tl.where((visible > 0) | (tile < T.wt), slot, 0)  # no compressed entries, no page
-    stored, scales = fetch_tile(slot, tile < T.wt, at, T)
+    stored, scales = td.fetch_tile(slot, tile < T.wt, at, T)
     room = tile.to(tl.int64) * num_tokens + row
     entry = tl.arange(0, T.bt)
     if block == 0:
@@ -85,23 +67,23 @@ def _weights_kernel(
     tl.debug_barrier()  # issues all loads before the first wait
     ENTRIES: tl.constexpr = T.bt
     scores = tl.zeros((BH, ENTRIES), tl.float32)
-    for group in tl.static_range(len(pieces(T.dim, T.rope)) // GROUP):
+    for group in tl.static_range(len(td.pieces(T.dim, T.rope)) // GROUP):
         queries = ()
         keys = ()
         for i in tl.static_range(GROUP):
-            queries = append(queries, to_half(found[i], T.mt, T.asm))
-        if group + 1 < len(pieces(T.dim, T.rope)) // GROUP:
+            queries = append(queries, td.to_half(found[i], T.mt, T.asm))
+        if group + 1 < len(td.pieces(T.dim, T.rope)) // GROUP:
             found = _load_group(q, q_at, group + 1, GROUP, T)
         for i in tl.static_range(GROUP):
-            k = widen_piece(
-                stored[group * GROUP + i], scales, piece_first(T.dim, T.rope, group * GROUP + i),
+            k = td.widen_piece(
+                stored[group * GROUP + i], scales, td.piece_first(T.dim, T.rope, group * GROUP + i),
                 T, False,
             )  # fmt: skip
             keys = append(keys, k)
         for i in tl.static_range(GROUP):
-            scores = dot(queries[i], tl.trans(keys[i]), scores, T.mt)
-    weights, top = softmax(scores, present, qk_scale, T.mt)
-    part = weights_sum(weights, BH, T.bt, T.mt)
+            scores = td.dot(queries[i], tl.trans(keys[i]), scores, T.mt)
+    weights, top = td.softmax(scores, present, qk_scale, T.mt)
+    part = td.weights_sum(weights, BH, T.bt, T.mt)
     to = room * num_heads + head
     tl.store(stat_out + to * 2, top)
     tl.store(stat_out + to * 2 + 1, part)
@@ -115,8 +97,8 @@ def _sum_values(
 ):  # fmt: skip
     """Sums of a piece of channels from `first` on, divided by the sum of weights. TAIL: the
     channels are stored separately."""
-    WIDTH: tl.constexpr = pieces(T.dim, T.rope)[0]
-    best = tl.load(sink + head).to(tl.float32) * LOG2E
+    WIDTH: tl.constexpr = td.pieces(T.dim, T.rope)[0]
+    best = tl.load(sink + head).to(tl.float32) * td.LOG2E
     total = tl.full((BH,), 1.0, tl.float32)
     sums = tl.zeros((BH, WIDTH), tl.float32)
     channel = first + tl.arange(0, WIDTH)[None, :]
@@ -129,14 +111,14 @@ def _sum_values(
     for step in tl.range(0, tiles):
         at = (step * num_tokens + row) * num_heads + head
         given = tl.load(weights + at[:, None] * T.bt + entry[None, :])
-        pool = pool_of(step < T.wt, places)
+        pool = td.pool_of(step < T.wt, places)
         if TAIL:
             tail_at = slot[:, None] * (T.dim - T.nope) + (channel - T.nope)
             value = tl.load(pool.tail + tail_at).to(T.mt)
         elif T.kind == 2:
             scales = tl.load(pool.scale + slot)
             codes = tl.load(pool.data + slot[:, None] * T.nope + channel)
-            value = widen_codes(codes, scales, first // 64, T.mt, False)
+            value = td.widen_codes(codes, scales, first // 64, T.mt, False)
         else:
             value = tl.load(pool.data + slot[:, None] * T.dim + channel).to(T.mt)
         slot = later.to(tl.int64)
@@ -144,9 +126,9 @@ def _sum_values(
         top = pair.to(tl.int32).to(tl.float32, bitcast=True)
         part = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         pair = tl.load(stats + (tl.minimum(step + 1, last) * num_tokens + row) * num_heads + head)
-        best, total, old_share, new_share = add_tile(best, total, top, part)
+        best, total, old_share, new_share = td.add_tile(best, total, top, part)
         zero = tl.zeros((BH, WIDTH), tl.float32)
-        acc = dot(given, value, zero, T.mt)
+        acc = td.dot(given, value, zero, T.mt)
         sums = tl.fma(acc, new_share[:, None] + zero, sums * old_share[:, None])
     return sums * (1.0 / total)[:, None]
 
@@ -158,7 +140,7 @@ def _values_kernel(
 ):  # fmt: skip
     """A piece of channels, a block of heads and a token. `stats`: per tile and head, the maximum
     (low half) and the sum of weights."""
-    WIDTH: tl.constexpr = pieces(T.dim, T.rope)[0]
+    WIDTH: tl.constexpr = td.pieces(T.dim, T.rope)[0]
     first = tl.program_id(0) * WIDTH
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     row = tl.program_id(2).to(tl.int64)
@@ -184,18 +166,18 @@ def _values_kernel(
 
 def run(q, to, out, config) -> None:
     tokens, heads, dim = q.shape
-    places, counts = tile_places(to)
-    sizes = {"RATIO": ratio_of(to), "BH": config.heads, "T": tile_format(q, to)}
-    num_tiles = triton.cdiv(to.window, BT) + triton.cdiv(counts[0], BT)
+    places, counts = td.tile_places(to)
+    sizes = {"RATIO": td.ratio_of(to), "BH": config.heads, "T": td.tile_format(q, to)}
+    num_tiles = triton.cdiv(to.window, td.BT) + triton.cdiv(counts[0], td.BT)
     rooms = max(MOST_ROOMS * 64, num_tiles * tokens * heads)  # full size: growing would allocate
-    weights = workspace(q.device, "attention_sums", rooms * BT // 2, torch.float32)
+    weights = workspace(q.device, "attention_sums", rooms * td.BT // 2, torch.float32)
     weights = weights.view(torch.float16 if sizes["T"].mt == tl.float16 else torch.bfloat16)
     stats = workspace(q.device, "attention_stats", 2 * rooms, torch.float32)
-    slots = workspace(q.device, "attention_slots", rooms // 64 * BT, torch.int32)
-    count = len(pieces(dim, 2 * to.frequencies.shape[0]))
+    slots = workspace(q.device, "attention_slots", rooms // 64 * td.BT, torch.int32)
+    count = len(td.pieces(dim, 2 * to.frequencies.shape[0]))
     _weights_kernel[(heads // config.heads, tokens, num_tiles)](
         q, weights, stats, slots, places, *counts, heads, tokens, to.window,
-        dim**-0.5 * LOG2E.value, GROUP=gcd(GROUP, count), **sizes,
+        dim**-0.5 * td.LOG2E.value, GROUP=gcd(GROUP, count), **sizes,
         **launch_options(config.num_warps, maxnreg=REGISTERS),
     )  # fmt: skip
     _values_kernel[(count, heads // config.heads, tokens)](

@@ -10,14 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.tile_device import (
-    load_piece,
-    piece_first,
-    pieces,
-    ratio_of,
-    tile_format,
-    tile_places,
-)
+from dsv4.ops.attention import tile_device as td
 from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.kv.entry_device import FP8, pool_format
@@ -43,11 +36,11 @@ def _unpack_rows(
     scales = slot
     if T.kind == 2:
         scales = tl.load(pool.scale + slot)
-    for i in tl.static_range(len(pieces(T.dim, T.rope))):
-        x = load_piece(
-            pool, scales, slot, piece_first(T.dim, T.rope, i), pieces(T.dim, T.rope)[i], T
+    for i in tl.static_range(len(td.pieces(T.dim, T.rope))):
+        x = td.load_piece(
+            pool, scales, slot, td.piece_first(T.dim, T.rope, i), td.pieces(T.dim, T.rope)[i], T
         )
-        channel = piece_first(T.dim, T.rope, i) + tl.arange(0, pieces(T.dim, T.rope)[i])
+        channel = td.piece_first(T.dim, T.rope, i) + tl.arange(0, td.pieces(T.dim, T.rope)[i])
         tl.store(out + to[:, None] * T.dim + channel[None, :], x, mask=there[:, None])
 
 
@@ -99,10 +92,10 @@ def unpack(q, to):
     rows = workspace(pool.device, f"unpacked_{pool.format}", MOST_ROWS * pool.dim, dtype)
     recent = tokens + sequences * (window - 1)
     programs = triton.cdiv(recent, ROWS) + triton.cdiv(sequences * held, ROWS)
-    places, (_, *widths) = tile_places(to)
+    places, (_, *widths) = td.tile_places(to)
     _unpack_kernel[(programs,)](
         rows, places, batch.first_rows, batch.starts, batch.ends, tokens, sequences,
-        sequences * held, max(held, 1), window, ratio_of(to), *widths, ROWS=ROWS,
-        T=tile_format(q, to), **launch_options(4),
+        sequences * held, max(held, 1), window, td.ratio_of(to), *widths, ROWS=ROWS,
+        T=td.tile_format(q, to), **launch_options(4),
     )  # fmt: skip
     return rows, recent

@@ -1,6 +1,5 @@
 """From a checkpoint's weights to those the kernels read, once, at load."""
 
-from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 import torch
@@ -49,17 +48,6 @@ def _for_few_bits(name: str, weight: Weight) -> Weight:
     # a model has hundreds of weights, but few reasons
     warn_unless_strict(f"{name} and others like it: activations stay a16: {found}", about=found)
     return replace(weight, activations="a16")
-
-
-def repack_weights(table: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Every weight of a model repacked. A mutable `table` is emptied on the way, so that the
-    old and the new form of only one weight exist at a time."""
-    repacked: dict[str, Weight] = {}
-    for name in list(table):
-        weight = table.pop(name) if isinstance(table, MutableMapping) else table[name]
-        repacked[name] = repack(name, weight)
-        del weight
-    return repacked
 
 
 def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
