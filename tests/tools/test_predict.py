@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from dsv4.cli import app
 from dsv4.errors import OptionError
-from dsv4.runner.ranks.cluster import GPUS
 from dsv4.tools.predict import (
     LAUNCHES,
     MOST_DECODED,
