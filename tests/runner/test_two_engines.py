@@ -2,12 +2,15 @@
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4.config import EngineConfig
+from dsv4.engine import Engine
 from dsv4.errors import KernelError
 from dsv4.formats import nvfp4
 from dsv4.formats.quantized import Nvfp4Tensor
@@ -16,9 +19,11 @@ from dsv4.ops import OPS, Kernel, engine_ops
 from dsv4.ops.core.context import EngineOps, kernels_on_cpu, kernels_only, record
 from dsv4.ops.core.workspace import freeze_workspaces, workspace, workspace_bytes
 from dsv4.ops.gemm.weights.repack import repack
+from dsv4.request import Request, SamplingParams
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import resolve
 from dsv4.testing import random_weights
+from tests.models import write_quick_model
 from tests.runner.test_steps import CONFIG
 
 CPU = torch.device("cpu")
@@ -63,6 +68,41 @@ def test_each_runs_the_ops_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert found == {"some": {"kernel"}, "none": {"reference"}}
+
+
+PROMPTS = [list(range(3, 3 + count)) for count in (5, 40, 140)]
+SETTINGS: dict[str, dict[str, str | int | bool]] = {
+    "exact": {"dtype": "float32", "chunk_tokens": 32},
+    "small": {"dtype": "bfloat16", "kv_format": "fp8", "index_format": "fp4", "draft": "lookup"},
+}
+
+
+def test_engines_with_other_settings_answer_as_if_alone(tmp_path: Path) -> None:
+    """Steps in turn, then both at once on threads of their own."""
+    folder = str(write_quick_model(tmp_path))
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, logprobs=2)
+
+    def engine(name: str) -> Engine:
+        return Engine.load(folder, device="cpu", max_sequences=3, max_context=256, **SETTINGS[name])
+
+    def answers(one: Engine) -> list[tuple[object, object]]:
+        return [(list(done.token_ids), done.logprobs) for done in one.generate(PROMPTS, params)]
+
+    alone = {name: answers(engine(name)) for name in SETTINGS}
+    assert alone["exact"] != alone["small"]
+    both = {name: engine(name) for name in SETTINGS}
+    for one in both.values():
+        for number, prompt in enumerate(PROMPTS):
+            one.add(Request(str(number), tuple(prompt), params))
+    tokens: dict[str, dict[str, list[int]]] = {name: {} for name in both}
+    while any(one.num_unfinished for one in both.values()):
+        for name, one in both.items():
+            for output in one.step() if one.num_unfinished else ():
+                tokens[name].setdefault(output.request_id, []).extend(output.token_ids)
+    for name, found in tokens.items():
+        assert [found[str(n)] for n in range(len(PROMPTS))] == [ids for ids, _ in alone[name]]
+    with ThreadPoolExecutor() as threads:
+        assert dict(zip(both, threads.map(answers, both.values()), strict=True)) == alone
 
 
 def test_a_small_model_leaves_the_threads_to_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
