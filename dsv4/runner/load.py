@@ -38,7 +38,7 @@ from dsv4.runner.activations import (
 )
 from dsv4.runner.drafts.load import find_draft, without_drafts
 from dsv4.runner.experts.budget import check_host_memory
-from dsv4.runner.experts.choose import (
+from dsv4.runner.experts.choose_memory import (
     ExpertChoice,
     WeightBytes,
     choose_experts,
@@ -48,7 +48,7 @@ from dsv4.runner.experts.choose import (
 from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.place import PlacedWeights, open_experts
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.ranks.choose import Devices, choose_layout, stage_rooms
+from dsv4.runner.ranks.choose_layout import Devices, choose_layout, stage_rooms
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import (
     Settings,

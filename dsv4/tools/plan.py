@@ -15,7 +15,7 @@ from dsv4.checkpoint.manifest import build_manifest
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.experts.budget import check_host_memory
-from dsv4.runner.experts.choose import ExpertChoice, WeightBytes, choose_experts
+from dsv4.runner.experts.choose_memory import ExpertChoice, WeightBytes, choose_experts
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan_experts import ExpertPlan, plan_experts

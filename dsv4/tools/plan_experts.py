@@ -14,7 +14,7 @@ from typing import Any
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
 from dsv4.runner.experts.budget import BUS_GBS, COPY_GBS, ExpertBudget
-from dsv4.runner.experts.choose import ExpertChoice
+from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import WeightSizes, forecast
 

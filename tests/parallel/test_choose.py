@@ -10,7 +10,7 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.request import SamplingParams
 from dsv4.runner import load
-from dsv4.runner.ranks.choose import Devices, LayoutChoice, choose_layout, stage_rooms
+from dsv4.runner.ranks.choose_layout import Devices, LayoutChoice, choose_layout, stage_rooms
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.devices import check_devices
 from dsv4.runner.ranks.forecast import WeightSizes

@@ -12,7 +12,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.ops.core.gpu import KNOWN, assume
 from dsv4.runner.load import state_memory
-from dsv4.runner.ranks.choose import Devices, choose_layout
+from dsv4.runner.ranks.choose_layout import Devices, choose_layout
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import Settings, resolve, score_bytes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.core.rows import ROW_TILE, pad_rows
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, rotates, round_index, store
@@ -125,7 +125,7 @@ def select_cases() -> Iterable[Case]:
 
 SCORE_KERNELS = (Kernel("dsv4.ops.attention.index_scores_triton"),)
 SELECT_KERNELS = (Kernel("dsv4.ops.attention.index_select_triton"),)
-ON_CPU = CpuForm("attention", "index_select")
+ON_CPU = CpuVariant("attention", "index_select")
 SCORES = Op("index_scores", index_scores_reference, score_cases, SCORE_KERNELS)
 SELECT = Op("index_select", index_select_reference, select_cases, SELECT_KERNELS, on_cpu=ON_CPU)
 

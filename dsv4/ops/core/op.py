@@ -1,6 +1,6 @@
 """The registry: an op is its PyTorch reference; kernels register against it.
 
-On a CPU the reference runs, or a faster form with the same bits (`on_cpu`). On a GPU the first
+On a CPU the reference runs, or a faster variant with the same bits (`on_cpu`). On a GPU the first
 kernel that supports the arguments runs; where none does, the reference runs with one warning that
 names the op and the reason, or strict mode (`kernels_only`) raises. `DSV4_OPS` (or
 `EngineConfig.ops`) forces ops to their reference for bisection: `reference` for all of them, or a
@@ -78,7 +78,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class CpuForm:
+class CpuVariant:
     """A function of `dsv4/ops/cpu` with the signature and the bits of a reference, faster where
     rows are few; imported on its first use."""
 
@@ -103,7 +103,7 @@ class Op(Generic[P, R]):
     cases: Callable[[], Iterable[Case]]
     kernels: tuple[Kernel, ...] = ()
     mutates: tuple[str, ...] = ()  # paths of arguments written in place
-    on_cpu: CpuForm | None = None
+    on_cpu: CpuVariant | None = None
 
     def __call__(self, device: torch.device, /, *_: P.args, **arguments: P.kwargs) -> R:
         """Arguments are keywords. The public function has checked them; an observer may wrap the

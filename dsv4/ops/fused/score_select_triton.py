@@ -22,7 +22,7 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     if rows == 0 or width <= index_select_triton.ONE or topk > index_select_triton.MOST:
         return f"{rows} rows of {width} entries, {topk} of them wanted"
     if not batch.appends_at_once:
-        return "not few new tokens for each sequence: prompts of any length would need more forms"
+        return "not few new tokens for each sequence: prompts would need more variants"
     if _parts(rows, table, pool, topk)[0] < 2 * topk:
         return f"so many rows leave too few parts to find {topk} entries by their peaks"
     return index_scores_triton.supports(q, weights, pool, table, batch, topk)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight, activations_of
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
@@ -62,7 +62,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.gemm.grouped_linear_triton"),)
-ON_CPU = CpuForm("products", "grouped_linear")
+ON_CPU = CpuVariant("products", "grouped_linear")
 OP = Op("grouped_linear", grouped_linear_reference, cases, KERNELS, on_cpu=ON_CPU)
 
 

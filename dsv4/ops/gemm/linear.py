@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of, k_ranges_of
 from dsv4.formats.spec import E4M3_MAX
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check
 from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
@@ -129,7 +129,7 @@ def _few_bit_cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.gemm.linear_triton"), Kernel("dsv4.ops.gemm.linear_scaled_triton"))
-OP = Op("linear", linear_reference, cases, KERNELS, on_cpu=CpuForm("products", "linear"))
+OP = Op("linear", linear_reference, cases, KERNELS, on_cpu=CpuVariant("products", "linear"))
 
 
 def linear_multi(

@@ -26,7 +26,7 @@ from torch import Tensor
 from dsv4.errors import KernelError
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.formats.spec import CSA_ROWS
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.core.rows import softmax
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
@@ -188,7 +188,7 @@ def cases() -> Iterable[Case]:
     yield build(128, 48, "bf16", False, [100, 256], [300, 5])
 
 
-KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.compress_triton"),), CpuForm("kv", "compress")
+KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.compress_triton"),), CpuVariant("kv", "compress")
 OP = Op("compress", compress_reference, cases, KERNELS, ("block.state", "block.pool"), ON_CPU)
 
 

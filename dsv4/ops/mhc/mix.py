@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuForm, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, sigmoid, softmax
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -178,9 +178,8 @@ def head_cases() -> Iterable[Case]:
     return _cases(with_update=True, head=True)
 
 
-KERNELS = (Kernel("dsv4.ops.mhc.mix_triton"),)
-PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, KERNELS, on_cpu=CpuForm("mix", "mhc_pre"))
-ON_CPU = CpuForm("mix", "mhc_boundary")
+KERNELS, ON_CPU = (Kernel("dsv4.ops.mhc.mix_triton"),), CpuVariant("mix", "mhc_boundary")
+PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, KERNELS, on_cpu=CpuVariant("mix", "mhc_pre"))
 BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases, KERNELS, on_cpu=ON_CPU)
 
 
@@ -191,7 +190,7 @@ def _stage_end(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Ten
 UPDATE = Op(
     "mhc_update", _stage_end, update_cases, kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),)
 )
-HEAD = Op("mhc_head", mhc_head_reference, head_cases, KERNELS, on_cpu=CpuForm("mix", "mhc_head"))
+HEAD = Op("mhc_head", mhc_head_reference, head_cases, KERNELS, on_cpu=CpuVariant("mix", "mhc_head"))
 
 
 def _check(op: AnyOp, streams: Tensor, site: MixSite, head: bool) -> None:

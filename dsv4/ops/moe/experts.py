@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shape
 from dsv4.ops.core.rows import matmul_rows, silu
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
@@ -212,7 +212,7 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
 
 
 KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
-OP = Op("experts", experts_reference, cases, KERNELS, on_cpu=CpuForm("moe", "experts"))
+OP = Op("experts", experts_reference, cases, KERNELS, on_cpu=CpuVariant("moe", "experts"))
 
 
 def experts_ffn(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.rows import matmul_rows, softplus
 
 LEAST_TOTAL = 1e-30  # scores of a table's experts may all be zero: weights 0, not NaN
@@ -80,7 +80,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.moe.router_triton"),)
-OP = Op("router", router_reference, cases, KERNELS, on_cpu=CpuForm("moe", "router"))
+OP = Op("router", router_reference, cases, KERNELS, on_cpu=CpuVariant("moe", "router"))
 
 
 def router(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, CpuForm, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.sample.random import uniform_rows
 
 PENALTIES, BIAS, MASK = 1, 2, 4  # flags
@@ -135,7 +135,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.sample.sample_triton"),)
-OP = Op("sample", sample_reference, cases, KERNELS, on_cpu=CpuForm("sample", "sample"))
+OP = Op("sample", sample_reference, cases, KERNELS, on_cpu=CpuVariant("sample", "sample"))
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:

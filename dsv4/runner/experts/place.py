@@ -11,7 +11,7 @@ from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.ops.moe.placed import BlockLayout
 from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_experts
-from dsv4.runner.experts.choose import ExpertChoice
+from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper

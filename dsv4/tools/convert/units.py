@@ -67,9 +67,9 @@ class Copy:
 def units_of(source: Source, target: Target) -> list[Unit]:
     """The units of one parameter, one per expert."""
     family = FAMILY[target]
-    form = _format(source, target)
+    stored_as = _format(source, target)
     matrices = _matrices(source)
-    if form == "nvfp4":
+    if stored_as == "nvfp4":
         for matrix in matrices:
             if matrix.shape[1] % NVFP4_GROUP:
                 raise CheckpointError(
@@ -79,7 +79,7 @@ def units_of(source: Source, target: Target) -> list[Unit]:
     step = 2 if source.name.endswith(".w13") else 1
     group = source.parameter.group
     return [
-        Unit(group, form, tuple(matrices[i : i + step]), family)
+        Unit(group, stored_as, tuple(matrices[i : i + step]), family)
         for i in range(0, len(matrices), step)
     ]
 
@@ -132,20 +132,20 @@ def out_tensors(matrix: Matrix, unit: Unit) -> list[OutTensor]:
         return spell(place, unit.family)
 
     stored = matrix.stored
-    form = stored.format if unit.format == "keep" else unit.format
+    stored_as = stored.format if unit.format == "keep" else unit.format
     name = spell(matrix.place, unit.family)
-    if form in ("plain", "bf16"):
-        dtype = "BF16" if form == "bf16" else stored.data.dtype
+    if stored_as in ("plain", "bf16"):
+        dtype = "BF16" if stored_as == "bf16" else stored.data.dtype
         return [OutTensor(name, dtype, matrix.shape)]
     rows, cols = matrix.shape
-    if form == "nvfp4":
+    if stored_as == "nvfp4":
         return [
             OutTensor(name, "U8", (rows, cols // 2)),
             OutTensor(named("weight_scale"), "F8_E4M3", (rows, cols // NVFP4_GROUP)),
             OutTensor(named("weight_scale_2"), "F32", ()),
             OutTensor(named("input_scale"), "F32", ()),
         ]
-    if form == "mxfp4":
+    if stored_as == "mxfp4":
         assert stored.scale is not None
         return [
             OutTensor(name, "I8", (rows, cols // 2)),

@@ -1,6 +1,7 @@
 """Layouts of a model over several GPUs: what a rank holds, what a step takes, and which to run.
 
-No torch: the engine's own functions (`runner/ranks/forecast.py`, `choose.py`) for any cluster.
+No torch: the engine's own functions (`forecast.py`, `choose_layout.py` of `runner/ranks`) for any
+cluster.
 """
 
 import json
@@ -15,7 +16,7 @@ from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.choose import recommend_for, stage_rooms
+from dsv4.runner.ranks.choose_layout import recommend_for, stage_rooms
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
     COMPUTE_SHARE,

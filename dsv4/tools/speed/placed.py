@@ -22,7 +22,12 @@ from dsv4.errors import OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Weight
 from dsv4.model.transformer import Transformer
 from dsv4.runner.experts.budget import ExpertBudget
-from dsv4.runner.experts.choose import ExpertChoice, WeightBytes, choose_experts, choose_on_cpu
+from dsv4.runner.experts.choose_memory import (
+    ExpertChoice,
+    WeightBytes,
+    choose_experts,
+    choose_on_cpu,
+)
 from dsv4.runner.experts.place import PlacedWeights, open_experts
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.settings import Settings, resolve

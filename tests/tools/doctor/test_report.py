@@ -17,7 +17,7 @@ from dsv4.errors import OptionError
 from dsv4.ops import OPS
 from dsv4.ops.core import gpu
 from dsv4.ops.core.gpu import KNOWN, Gpu
-from dsv4.runner.ranks.choose import Devices
+from dsv4.runner.ranks.choose_layout import Devices
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.tools.bench_ops import Ceilings
 from dsv4.tools.doctor.device import machine
