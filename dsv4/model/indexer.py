@@ -7,8 +7,9 @@ from dsv4.config import ModelConfig
 from dsv4.model.compressor import Compressor
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
+from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import Queries
-from dsv4.ops.fused.block import prepare_queries, score_select
+from dsv4.ops.fused.block import prepare_queries
 
 
 class Indexer:
@@ -41,7 +42,5 @@ class Indexer:
             self.frequencies,
             state.index.format,
         )
-        selected = score_select(
-            index_q, weights, state.index, step.csa_table, step.batch, self.topk
-        )
-        return queries, selected
+        scores = index_scores(index_q, weights, state.index, step.csa_table, step.batch, self.topk)
+        return queries, index_select(scores, self.topk)

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.attention.index_select_triton import sort_key
 from dsv4.ops.core.helpers_device import depend, from_e4m3
 from dsv4.ops.core.launch import dependent_options, device_reason, interpreting
 from dsv4.ops.kv import entry_device as ed
@@ -157,17 +156,14 @@ def _pages(table, tile, last, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(out, score, best, tile, visible, width, BN: tl.constexpr):
-    """Store scores; returns the elementwise maximum of them and `best`."""
+def _store_scores(out, score, tile, visible, width, BN: tl.constexpr):
     entry = tile * BN + tl.arange(0, BN)
-    score = tl.where(entry < visible, score, float("-inf"))
-    tl.store(out + entry, score, mask=entry < width)
-    return tl.maximum(best, score)
+    tl.store(out + entry, tl.where(entry < visible, score, float("-inf")), mask=entry < width)
 
 
 @triton.jit
 def _score_codes(
-    out, best, queries, weight, data, scale, table, visible, width, first, tiles, apart,
+    out, queries, weight, data, scale, table, visible, width, first, tiles, apart,
     PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
@@ -184,20 +180,18 @@ def _score_codes(
         products = _code_sums(queries, words, power, DIM, BN, H, MT, ASM)
         score = tl.sum(_positive(products, ASM) * weight[None, :], axis=1)
         score = score.reshape(BN // 64, 4, 2, 8).permute(0, 2, 1, 3).reshape(BN)
-        best = _store_scores(out, score, best, tile, visible, width, BN)
+        _store_scores(out, score, tile, visible, width, BN)
         words, power = next_words, next_power
-    return best
 
 
 @triton.jit(do_not_specialize=["table_width", "width"])
 def _scores_kernel(
-    q, weights, out, peaks, positions, seq_idx, data, scale, table, table_width, width, num_heads,
+    q, weights, out, positions, seq_idx, data, scale, table, table_width, width, num_heads,
     topk, PAGE: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, BN: tl.constexpr,
-    PARTS: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
+    FORMAT: tl.constexpr, STAGES: tl.constexpr, MT: tl.constexpr,
     ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf. `peaks`
-    gets the maximum over these tiles' columns that are PARTS apart; PARTS 0: no peaks."""
+    """Tiles of one token, `tl.num_programs(0)` apart; columns that it cannot see get -inf."""
     first = tl.program_id(0)
     apart = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
@@ -206,7 +200,6 @@ def _scores_kernel(
     out += row * width
     tiles = tl.cdiv(tl.minimum(visible, width), BN)
     begin = first
-    best = tl.full((BN,), float("-inf"), tl.float32)
     if visible > topk:
         table += tl.load(seq_idx + row).to(tl.int64) * table_width
         head = tl.arange(0, H)
@@ -215,8 +208,8 @@ def _scores_kernel(
         weight = tl.load(weights + row * num_heads + head, mask=live, other=0.0).to(tl.float32)
         queries = _queries(q, q_at, live, DIM, H, FORMAT, MT)
         if FORMAT == 4:
-            best = _score_codes(
-                out, best, queries, weight * 9223372036854775808.0, data, scale, table, visible,
+            _score_codes(
+                out, queries, weight * 9223372036854775808.0, data, scale, table, visible,
                 width, first, tiles, apart, PAGE, H, DIM, BN, MT, ASM,
             )  # 2^63  # fmt: skip
         else:
@@ -226,13 +219,10 @@ def _scores_kernel(
                 products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
                 # scales are powers of two above zero: they may wait until the heads are summed
                 score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
-                best = _store_scores(out, score, best, tile, visible, width, BN)
+                _store_scores(out, score, tile, visible, width, BN)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
     for tile in tl.range(begin, tl.cdiv(width, BN), apart):
-        best = _store_scores(out, tl.zeros((BN,), tl.float32), best, tile, visible, width, BN)
-    if PARTS > 0:
-        peak = sort_key(tl.max(best.reshape(BN // PARTS, PARTS), axis=0)).to(tl.int32)
-        tl.store(peaks + (row * apart + first) * PARTS + tl.arange(0, PARTS), peak)
+        _store_scores(out, tl.zeros((BN,), tl.float32), tile, visible, width, BN)
 
 
 def supports(q, weights, pool, table, batch, topk) -> str | None:
@@ -249,14 +239,7 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     )
 
 
-def num_programs(tokens, table, pool) -> int:
-    """Programs of a token."""
-    tiles = triton.cdiv(table.shape[1] * pool.page_entries, BN)
-    return min(tiles, max(1, PROGRAMS // max(tokens, 1)))
-
-
-def run(q, weights, pool, table, batch, topk, peaks=None, parts=0):
-    """`peaks`: destination of the highest scores of `parts` of each program's entries."""
+def run(q, weights, pool, table, batch, topk):
     tokens, heads, dim = q.shape
     width = table.shape[1] * pool.page_entries
     fmt = ed.pool_format(pool)
@@ -266,11 +249,11 @@ def run(q, weights, pool, table, batch, topk, peaks=None, parts=0):
         mt = tl.float32
     else:
         mt = tl.bfloat16 if fmt in (ed.INDEX_FP4, 1) else tl.float16
-    _scores_kernel[(num_programs(tokens, table, pool), tokens)](
-        q, weights, out, out if peaks is None else peaks, batch.positions, batch.seq_idx, data,
-        scale, table, table.shape[1], width, heads, topk,
-        PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim, BN=BN,
-        PARTS=parts, FORMAT=fmt, STAGES=STAGES, MT=mt, ASM=not interpreting(),
+    programs = min(triton.cdiv(width, BN), max(1, PROGRAMS // tokens))
+    _scores_kernel[(programs, tokens)](
+        q, weights, out, batch.positions, batch.seq_idx, data, scale, table, table.shape[1], width,
+        heads, topk, PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim,
+        BN=BN, FORMAT=fmt, STAGES=STAGES, MT=mt, ASM=not interpreting(),
         **dependent_options(q.device, 4),
     )  # fmt: skip
     return out

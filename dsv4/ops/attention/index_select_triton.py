@@ -4,10 +4,10 @@
 A program finds the k-th largest of the scores in its registers three bits at a time: up to 11 sums
 of seven counts each, until exactly k lie above; no sorting. Ties go to the lower index.
 
-A long row takes two launches. The first finds the peaks of 2k or more parts of the row (with few
-tokens `index_scores` does): the k-th largest peak is a bound that the best k reach and few others
-do. In the second, each program keeps the candidates of its chunk that reach a bound near it, at
-most k, in ascending index order; the last program to finish a row selects among the candidates.
+A long row takes two launches. The first finds the peaks of 2k or more parts of the row: the k-th
+largest peak is a bound that the best k reach and few others do. In the second, each program keeps
+the candidates of its chunk that reach a bound near it, at most k, in ascending index order; the
+last program to finish a row selects among the candidates.
 """
 
 import torch

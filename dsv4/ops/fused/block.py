@@ -12,15 +12,12 @@ from torch import Tensor
 
 from dsv4.formats.quantized import Weight
 from dsv4.ops.attention.attention import Visible, attention
-from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import Queries, index_query, query_prepare
 from dsv4.ops.core.op import Fusion, Kernel
-from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
-from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
@@ -67,14 +64,6 @@ def prepare_queries(
     Attention's queries may be prepared too, or left unchanged."""
     index_q = index_query(index_q, positions, frequencies, index_format)
     return queries, index_q, head_weights * scale
-
-
-@_fused("score_select", "index_scores", "index_select")
-def score_select(
-    q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
-) -> Tensor:
-    """Prepared index queries and weights -> each token's entries, as from `index_select`."""
-    return index_select(index_scores(q, weights, pool, table, batch, topk), topk)
 
 
 @_fused("attention_with_queries", "query_prepare", "attention")

@@ -90,9 +90,7 @@ def launches(capability: int, cases: str) -> Iterator[Launch]:
     from benchmarks.state_ops import (
         SHAPES,
         attention_arguments,
-        decode_batch,
         prefill_batch,
-        scores_arguments,
         small_arguments,
     )
     from dsv4.ops import OPS
@@ -103,10 +101,6 @@ def launches(capability: int, cases: str) -> Iterator[Launch]:
             continue
         module = import_module(OPS[name].kernels[0].module)
         yield f"{name} {case}", lambda module=module, arguments=arguments: module.run(**arguments)
-    if cases == "all":
-        fused = import_module("dsv4.ops.fused.score_select_triton")
-        long = decode_batch(1, 131072, "cpu")
-        yield "choose", lambda: fused.run(**scores_arguments(long, 512, "cpu", 4))
     if capability == 90:
         attend = import_module("dsv4.ops.fused.attention_with_queries_triton")
         prompt = attention_arguments(

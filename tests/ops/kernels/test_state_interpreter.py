@@ -19,7 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "steps": ("begin_step", "draft_rows", "verify", "padding"),
     "fused": ("state prepare", "queries", "moe", "attend"),
     "attention": ("attention", "attention forms", "unpack"),
-    "index": ("index_scores", "index_select", "select levels", "choose"),
+    "index": ("index_scores", "index_select", "select levels"),
     "sample": ("sample", "sample edges", "accept"),
 }
 # the same work in another format, too slow to repeat here; the GPU tests run them
@@ -433,30 +433,6 @@ def check_select_levels() -> None:
         compare(f"levels {topk}", wanted, found, 0.0, 0.0)
 
 
-def check_choose() -> None:
-    """Scores and selection together choose what they choose one after the other: tiles that are
-    hidden, rows that keep all they see, parts with several tiles."""
-    from dsv4.ops import OPS
-    from dsv4.ops.core.arguments import copied
-
-    fused = importlib.import_module("dsv4.ops.fused.score_select_triton")
-    scores, select = kernel_module("index_scores"), kernel_module("index_select")
-    select.ONE = select.CHUNK = 64
-    names = ("fp8 [600, 90]", "fp4 [600, 90]", "fp32 [400, 90]")
-    for case in OPS["index_scores"].cases():
-        if not case.name.startswith(names):
-            continue
-        for topk, programs in ((8, 512), (30, 6), (40, 512)):
-            scores.PROGRAMS = programs
-            arguments = {**case.build(torch.Generator().manual_seed(4)), "topk": topk}
-            is_decode = arguments["batch"].num_tokens == arguments["batch"].starts.shape[0]
-            assert (fused.supports(**arguments) is None) == is_decode
-            few = replace(arguments["batch"], is_few=True)
-            assert fused.supports(**{**arguments, "batch": few}) is None
-            wanted = select.run(scores.run(**copied(arguments)), topk)
-            compare(f"choose {case.name} {topk}", wanted, fused.run(**arguments), 0.0, 0.0)
-
-
 def check_far_positions() -> None:
     """Angles up to a million radians, against fp64."""
     module = kernel_module("index_query")
@@ -633,7 +609,6 @@ EXTRA = {
     "unpack": check_unpack,
     "attend": check_attend,
     "select levels": check_select_levels,
-    "choose": check_choose,
     "far": check_far_positions,
     "sample edges": check_sample_edges,
     "padding": check_padding,
