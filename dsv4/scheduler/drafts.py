@@ -31,7 +31,7 @@ REST_STEPS, LONGEST_REST = 256, 4096
 LEARN_STEPS = 8  # plain ones, where their cost is not known
 PAYS_AFTER = 64  # steps with drafts after which they are taken to pay
 GAIN_WEIGHT = 0.1  # of the newest step
-LEAST_GAIN = 0.85, 0.97  # in tokens per ms against plain decoding: of the first steps, and later
+LEAST_GAIN = 0.9, 0.97  # in tokens per ms against plain decoding: of the first steps, and later
 TRIES = 2  # of a number of rows, before its cost counts as known
 JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons, too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
@@ -157,11 +157,9 @@ def num_worth(
     survivals: Sequence[Sequence[float]], cost: Callable[[int], float | None]
 ) -> list[int]:
     """How many drafts of each sequence to verify: as many, over all sequences, as give the most
-    tokens per millisecond. `cost`: of a step with this many rows, None where it is unknown; then
-    all drafts are taken, so that it becomes known."""
+    tokens per millisecond. `cost`: of a step with this many rows, None where it is unknown. Then
+    one draft more of each sequence is tried than is known to pay, so that it becomes known."""
     plain = cost(len(survivals))
-    if plain is None:
-        return [len(drafts) for drafts in survivals]
     # survivals of a sequence never rise, so that the best drafts of all are prefixes
     order = sorted(
         (-chance, place, seq)
@@ -169,12 +167,18 @@ def num_worth(
         for place, chance in enumerate(drafts)
     )
     tokens = float(len(survivals))
-    best, taken = tokens / plain if plain > 0 else 0.0, 0
-    for number, (chance, _, _) in enumerate(order, 1):
+    best, taken, tried = tokens / plain if plain else 0.0, 0, -1
+    for number, (chance, place, _) in enumerate(order, 1):
         tokens -= chance
         ms = cost(len(survivals) + number)
-        if ms is None or (ms > 0 and tokens / ms > best):
-            best, taken = (tokens / ms if ms else best), number
+        if ms is None:
+            if tried < 0 and taken == number - 1:
+                tried = place
+            if place > tried:
+                break
+            taken = number
+        elif ms > 0 and tokens / ms > best:
+            best, taken = tokens / ms, number
     counts = [0] * len(survivals)
     for _, _, seq in order[:taken]:
         counts[seq] += 1
