@@ -79,7 +79,7 @@ def _by_heads(rows: Tensor, keys: Tensor) -> Tensor:
     return torch.cat([torch.bmm(tile.contiguous(), keys) for tile in tiles], dim=1)
 
 
-def _attend(
+def _online_softmax(
     q: Tensor,
     sink: Tensor,
     tiles: list[tuple[PagedPool, Tensor, Tensor]],
@@ -130,7 +130,7 @@ def attention_reference(q: Tensor, to: Visible) -> Tensor:
         rows = slice(at, at + QUERIES_AT_ONCE)
         tiles = [(pool, table, entries[rows]) for pool, table, entries in sources]
         seq, scale = to.batch.seq_idx[rows], q.shape[2] ** -0.5
-        parts.append(_attend(q[rows], sink.float(), tiles, seq, scale))
+        parts.append(_online_softmax(q[rows], sink.float(), tiles, seq, scale))
     out = torch.cat(parts)[:, :heads].to(q.dtype)
     return rope_reference(out, positions, to.frequencies, inverse=True)
 

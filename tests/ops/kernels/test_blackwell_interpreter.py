@@ -175,7 +175,7 @@ def fill_by_reference(rows: Any, x: torch.Tensor) -> None:
     rows.scales[: scales.numel()] = scales.flatten()
 
 
-def check_linear_forms() -> None:
+def check_linear_variants() -> None:
     """Every form gives the same bits, however many rows come with it."""
     from dsv4.ops.gemm import linear_scaled_triton as kernel
     from dsv4.ops.gemm.linear import linear_reference
@@ -251,7 +251,7 @@ def main(group: str) -> None:
     elif group == "linear":
         check_cases("linear")
         check_cases("grouped_linear")
-        check_linear_forms()
+        check_linear_variants()
         check_many_rows()
     else:
         check_experts()

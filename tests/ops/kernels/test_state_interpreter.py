@@ -14,11 +14,19 @@ import torch
 from tests.ops.kernels.compiling import interpreted
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc forms"),
-    "kv": ("kv_store", "compress", "query_prepare", "index_query", "compress forms", "rope", "far"),
+    "mhc": ("mhc_pre", "mhc_boundary", "mhc_head", "rms_norm", "mhc variants"),
+    "kv": (
+        "kv_store",
+        "compress",
+        "query_prepare",
+        "index_query",
+        "compress variants",
+        "rope",
+        "far",
+    ),
     "steps": ("begin_step", "draft_rows", "verify", "padding"),
-    "fused": ("state prepare", "queries", "moe", "attend"),
-    "attention": ("attention", "attention forms", "unpack"),
+    "fused": ("state prepare", "queries", "moe", "attention with queries"),
+    "attention": ("attention", "attention variants", "unpack"),
     "index": ("index_scores", "index_select", "select levels"),
     "sample": ("sample", "sample edges", "accept"),
 }
@@ -100,7 +108,7 @@ def cut_hidden(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return a[:, :width], b[:, :width]
 
 
-def check_mhc_forms() -> None:
+def check_mhc_variants() -> None:
     """A program per chunk and a program per group give the same bits; so do few and many rows."""
     from dsv4.ops import OPS
     from dsv4.ops.core.arguments import same_bits
@@ -120,7 +128,7 @@ def check_mhc_forms() -> None:
     assert all(same_bits(a[again], b) for a, b in zip(few, many, strict=True))
 
 
-def check_compress_forms() -> None:
+def check_compress_variants() -> None:
     """A chunk at once, and its tokens one by one, leave the same state and the same entries."""
     from dsv4.ops import OPS
     from dsv4.ops.core.arguments import copied, leaves, same_bits
@@ -291,7 +299,7 @@ def check_moe() -> None:
         assert same_bits(found, wanted), hashed
 
 
-def check_attention_forms() -> None:
+def check_attention_variants() -> None:
     """Tiles in parallel and one after another, 16 and 32 heads a program, weights before values:
     the same bits, with pieces one by one and with joined ones (whether both agree only a GPU can
     say)."""
@@ -333,7 +341,7 @@ def check_attention_forms() -> None:
             forms.append(module.run(q, to, config=module.AttentionVariant(16, True, 4, 1)))
             merge.SHORT, merge.AHEAD = before
         assert all(same_bits(form, forms[0]) for form in forms[1:])
-        compare("attention forms", attention_reference(q, to), forms[0], 2e-2, 2e-2)
+        compare("attention variants", attention_reference(q, to), forms[0], 2e-2, 2e-2)
 
 
 def check_unpack() -> None:
@@ -374,7 +382,7 @@ def check_unpack() -> None:
             assert (rows[~seen] == -7).all(), fmt
 
 
-def check_attend() -> None:
+def check_attention_with_queries() -> None:
     """Queries prepared inside attention have the bits of the two ops one by one."""
     from dsv4.ops.attention.attention import Compressed, Visible, _filled
     from dsv4.ops.attention.query import Queries
@@ -600,14 +608,14 @@ def fill_with_nan() -> None:
 
 
 EXTRA = {
-    "mhc forms": check_mhc_forms,
-    "compress forms": check_compress_forms,
+    "mhc variants": check_mhc_variants,
+    "compress variants": check_compress_variants,
     "state prepare": check_state_prepare,
     "queries": check_queries,
     "moe": check_moe,
-    "attention forms": check_attention_forms,
+    "attention variants": check_attention_variants,
     "unpack": check_unpack,
-    "attend": check_attend,
+    "attention with queries": check_attention_with_queries,
     "select levels": check_select_levels,
     "far": check_far_positions,
     "sample edges": check_sample_edges,

@@ -100,7 +100,7 @@ def check_empty(op: Any, case: str, arguments: Any) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{op.name} {case}"
 
 
-def check_linear_forms() -> None:
+def check_linear_variants() -> None:
     """Every form gives the same numbers; groups, bf16 and FP8 with an uneven K."""
     from dsv4.ops.gemm import linear_triton as kernel
     from dsv4.ops.gemm.linear import linear_reference
@@ -258,7 +258,7 @@ def main(group: str) -> None:
     poison_new_buffers()
     if group == "linear":
         check_cases("linear")
-        check_linear_forms()
+        check_linear_variants()
         check_slices()
         check_cases("grouped_linear")
     elif group == "experts":

@@ -103,13 +103,13 @@ def sink_ignored(subject: Subject) -> Any:
 
 def sink_left_out(subject: Subject) -> Any:
     """In the reference itself, in a layer whose compressor has not closed a block yet."""
-    right, sink = attention_op._attend, subject.model.blocks[2].attention.sink
+    right, sink = attention_op._online_softmax, subject.model.blocks[2].attention.sink
 
-    def wrong(q: Tensor, wide_q: Tensor, given: Tensor, *rest: Any) -> Tensor:
+    def wrong(q: Tensor, given: Tensor, *rest: Any) -> Tensor:
         is_here = torch.equal(given[: len(sink)], sink)  # behind it come padding heads
-        return right(q, wide_q, given - 1e9 if is_here else given, *rest)
+        return right(q, given - 1e9 if is_here else given, *rest)
 
-    return patch.object(attention_op, "_attend", wrong)
+    return patch.object(attention_op, "_online_softmax", wrong)
 
 
 def padding_counted(subject: Subject) -> Any:
