@@ -45,7 +45,7 @@ docs: $(VENV)/.installed-dev ## build the site of the documents into build/site;
 	@$(BIN)/python scripts/make_docs.py --check
 	@test -x $(DOCS)/bin/mkdocs || ($(PYTHON) -m venv $(DOCS) && $(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6,<10')
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
-	@echo "open build/site/index.html"
+	@echo "read and search it: $(PYTHON) -m http.server --directory build/site 8001, then http://127.0.0.1:8001"
 
 lint: $(VENV)/.installed-dev ## ruff, formatting, types
 	@$(BIN)/ruff check .

@@ -97,7 +97,8 @@ LINE_BUDGET = {
     "parallel": 1600,  # 300 for other nodes: keys, joining, torchrun
     # Its own lines, and what other issues added to its files; their own files are counted apart
     "ops": OWN_OPS_LINES + sum(LINES_IN_FILES_OF_OPS.values()),
-    "ops of other issues": 3210,  # 170 for experts split over ranks, their count, an echo
+    # 170 for experts split over ranks, their count, an echo; 320 for fusions of few rows on a CPU
+    "ops of other issues": 3530,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,

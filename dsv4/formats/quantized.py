@@ -249,6 +249,10 @@ class UnpackedTensor(PackedWeight):
     def shape(self) -> torch.Size:
         return self.values.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.values.to(dtype)
 

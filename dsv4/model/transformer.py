@@ -8,7 +8,7 @@ is fused with its consumer, so that the row is quantised where it is computed.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -180,6 +180,7 @@ def _likeness(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_likeness, value))
     if hasattr(value, "__dict__"):
-        parts = ((name, _likeness(part)) for name, part in sorted(vars(value).items()))
+        names = [f.name for f in fields(value)] if is_dataclass(value) else sorted(vars(value))
+        parts = ((name, _likeness(getattr(value, name))) for name in names)
         return type(value), tuple(parts)
     return value

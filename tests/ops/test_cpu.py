@@ -1,21 +1,25 @@
 """The forms of ops for few rows on a CPU give the bits of their references."""
 
 import inspect
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from dsv4.engine import Engine
 from dsv4.formats.quantized import UnpackedTensor
 from dsv4.formats.spec import Activations
 from dsv4.ops import OPS, AnyOp
 from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.op import Fusion
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.core.rows import ROW_TILE
 from dsv4.ops.kv.compress import CompressorState, state_rows
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.sample.sample import SampleInputs
+from dsv4.request import SamplingParams
 from tests.ops.test_references import build, num_rows
 
 FORMS = {name: op for name, op in OPS.items() if op.on_cpu is not None}
@@ -150,3 +154,27 @@ def test_draws(has_filters: bool) -> None:
 def test_signatures(name: str) -> None:
     wanted = inspect.signature(FORMS[name].reference)
     assert inspect.signature(FORMS[name].on_cpu.function) == wanted
+
+
+def test_fusions_have_the_bits_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of a few answers at once, with drafts: results and what is written in place."""
+    seen: Counter[str] = Counter()
+
+    def call(fusion: Fusion[..., Any], *args: Any) -> Any:
+        mine = copied(args)
+        found = fusion.on_cpu.function(*mine) if fusion.on_cpu is not None else None
+        wanted = fusion.one_by_one(*args)
+        if found is not None:
+            assert fusion.on_cpu is not None
+            seen[fusion.on_cpu.name] += 1
+            pairs = zip(leaves([wanted, args]), leaves([found, mine]), strict=True)
+            assert all(same_bits(a, b) for (_, a), (_, b) in pairs), fusion.on_cpu.name
+        return wanted
+
+    settings = {"max_context": 256, "max_sequences": 3, "draft": "mtp", "draft_tokens": 1}
+    engine = Engine.load("tiny", device="cpu", **settings)  # type: ignore[arg-type]
+    monkeypatch.setattr(Fusion, "__call__", call)
+    prompts = ["Who are you?", "What is 3 + 4?", "Hi"]
+    engine.generate(prompts, SamplingParams(max_tokens=8, temperature=0))
+    assert set(seen) == {"router_experts", "norm_store", "query_attention"}
+    assert min(seen.values()) >= 18  # layers of three steps

@@ -34,6 +34,10 @@ class EngineOps:
         """Ops inside the block belong to this engine."""
         return changed(engine=self)
 
+    @property
+    def forces_any(self) -> bool:
+        return self.forced is None or len(self.forced) > 0
+
     def forces_reference(self, op: str) -> bool:
         return self.forced is None or op in self.forced
 

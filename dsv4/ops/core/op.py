@@ -163,6 +163,7 @@ class Fusion(Generic[P, R]):
     ops: tuple[str, ...]  # their names
     kernel: Kernel
     reader: str = ""  # an op whose kernel alone can consume the result
+    on_cpu: CpuVariant | None = None  # returns None for arguments that it does not take
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result = self.attempt(*args, **kwargs)
@@ -173,7 +174,12 @@ class Fusion(Generic[P, R]):
         context, first = current(), args[0]
         device: torch.device = first.device  # type: ignore[attr-defined]
         if device.type == "cpu" and not context.kernels_on_cpu:
-            return None
+            if self.on_cpu is None or context.observer is not None or context.engine.forces_any:
+                return None
+            faster: R | None = self.on_cpu.function(*args, **kwargs)
+            if faster is not None:
+                context.tell(self.ops, lambda: "cpu")
+            return faster
         needed = (*self.ops, self.reader)
         if context.observer is not None or any(map(context.engine.forces_reference, needed)):
             return None
@@ -211,12 +217,12 @@ def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
 
 def check_shape(op: str, name: str, tensor: Any, *expected: int | str) -> None:
     """`expected`: the size of each dimension, or its name where any size is right."""
-    found = tuple(tensor.shape)
-    if found == expected:
-        return
-    is_wrong = len(found) != len(expected)
-    for n, m in zip(found, expected, strict=False):
-        is_wrong |= n != m and not isinstance(m, str)
-    if is_wrong:
-        wanted = ", ".join(map(str, expected))
-        raise KernelError(f"{op}: {name} has shape {found}, expected [{wanted}]")
+    found = tensor.shape
+    if len(found) == len(expected):
+        for n, m in zip(found, expected, strict=True):
+            if n != m and m.__class__ is not str:
+                break
+        else:
+            return
+    wanted = ", ".join(map(str, expected))
+    raise KernelError(f"{op}: {name} has shape {tuple(found)}, expected [{wanted}]")

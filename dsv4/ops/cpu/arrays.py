@@ -6,8 +6,10 @@ result, so their bits agree wherever the order of additions does. Everything els
 of many numbers, matrix products) stays the call of torch that the reference makes.
 """
 
+import threading
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from dsv4.ops.core.rows import ROW_TILE
 
 Array: TypeAlias = Any  # numpy.ndarray of float32 unless said otherwise
+T = TypeVar("T")
 tensor = torch.from_numpy
 
 
@@ -23,14 +26,6 @@ tensor = torch.from_numpy
 def fp32(value: float) -> Array:
     """A constant; with a Python number numpy takes twice as long."""
     return np.array([value], dtype=np.float32)
-
-
-def sum_in_order(x: Array) -> Array:
-    """Sum over the second axis, one after the other, as torch adds up to four numbers."""
-    total = x[:, 0] + x[:, 1]
-    for place in range(2, x.shape[1]):
-        total += x[:, place]
-    return total
 
 
 def tile(x: Array) -> Array:
@@ -63,3 +58,59 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Array:
     if weight is not None:
         out *= weight.float().numpy()
     return out
+
+
+class RowNorm:
+    """`rms_norm` of `rows`, which others fill: its arrays and their views are made once."""
+
+    def __init__(self, rows: Array) -> None:
+        self.rows, self.size = rows, fp32(rows.shape[1])
+        self.squares = np.empty_like(rows)
+        self.squares_as_tensor = tensor(self.squares)
+        self.mean = np.empty((len(rows), 1), dtype=np.float32)
+        self.mean_as_tensor = tensor(self.mean)
+
+    def inverse_rms(self, eps: float) -> Array:
+        """`1 / sqrt(mean(x^2) + eps)`, `[rows, 1]`; overwritten by the next call."""
+        mean = self.mean
+        np.square(self.rows, self.squares)
+        torch.sum(self.squares_as_tensor, 1, True, out=self.mean_as_tensor)
+        mean /= self.size
+        mean += fp32(eps)
+        self.mean_as_tensor.rsqrt_()
+        return mean
+
+    def write(self, weight: Array | None, eps: float, out: Array) -> None:
+        """Into `out`, in fp32, before it is rounded to the dtype of the rows."""
+        np.multiply(self.rows, self.inverse_rms(eps), out)
+        if weight is not None:
+            out *= weight
+
+
+class NormScratch(RowNorm):
+    """With a tile for the result, whose other rows stay zero."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__(np.empty((count, size), dtype=np.float32))
+        whole = np.zeros((max(count, ROW_TILE), size), dtype=np.float32)
+        self.tile, self.out = tensor(whole), whole[:count]
+
+    def __call__(self, weight: Tensor | None, eps: float) -> None:
+        self.write(None if weight is None else weight.float().numpy(), eps, self.out)
+
+
+_local = threading.local()
+
+
+def kept(key: tuple[object, ...], make: Callable[[], T]) -> T:
+    """What this thread writes again and again; inference mode makes tensors of its own kind."""
+    of_thread: dict[Any, T] = _local.__dict__
+    key = (*key, torch.is_inference_mode_enabled())
+    found = of_thread.get(key)
+    if found is None:
+        found = of_thread[key] = make()
+    return found
+
+
+def norm_scratch(name: str, count: int, size: int) -> NormScratch:
+    return kept((name, count, size), lambda: NormScratch(count, size))

@@ -4,27 +4,38 @@ import numpy as np
 
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.cpu.arrays import Array, exp, normed, tensor
-from dsv4.ops.cpu.step import entry_rows, few_rows, once, rotate, rotation, rounded_to
+from dsv4.ops.cpu.step import (
+    entry_rows,
+    few_rows,
+    once,
+    rotate,
+    rotation,
+    rounded_to,
+    store_rows,
+)
 from dsv4.ops.kv.compress import Compression, compress_reference, overlaps
 from dsv4.ops.kv.kv_store import WindowKey, kv_store_reference
-from dsv4.ops.kv.pool import store_at
 
 
 def kv_store(key: WindowKey) -> None:
-    kv, batch, pool, table = key.kv, key.batch, key.pool, key.table
+    kv, batch = key.kv, key.batch
     if not few_rows(batch):
         kv_store_reference(key)
         return
     keys = rounded_to(kv.dtype, normed(kv, key.norm, key.eps))
     rotate(keys, rotation(batch.positions, key.frequencies))
-    size = pool.page_entries
-    where = once(
+    store_rows(key.pool, key_rows(key), keys, kv.dtype)
+
+
+def key_rows(key: WindowKey) -> Array:
+    """Where the keys of this step are stored."""
+    batch, table, size = key.batch, key.table, key.pool.page_entries
+    return once(
         batch,
         ("key", size),
         lambda: entry_rows(table, size, batch.seq_idx.numpy(), batch.positions.numpy()),
         of=table,
     )
-    store_at(pool, where, tensor(keys).to(kv.dtype))
 
 
 def compress(block: Compression) -> None:
@@ -61,7 +72,7 @@ def compress(block: Compression) -> None:
     numbers, page = last // ratio, block.pool.page_entries
     rotate(keys, rotation(tensor(numbers * ratio), block.frequencies))
     where = entry_rows(block.table, page, batch.seq_idx.numpy()[closing], numbers)
-    store_at(block.pool, where, tensor(keys).to(block.dtype))
+    store_rows(block.pool, where, keys, block.dtype)
 
 
 def _places(batch: Ragged, ratio: int, size: int) -> tuple[Array, Array, Array]:

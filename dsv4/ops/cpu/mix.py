@@ -1,11 +1,17 @@
-"""`mhc_pre`, `mhc_boundary` and `mhc_head` of few rows on a CPU."""
+"""`mhc_pre`, `mhc_boundary` and `mhc_head` of few rows on a CPU.
+
+Here calls cost more than arithmetic, and views of arrays are calls too. So everything that does not
+leave an op lies in a `Scratch`, which keeps its arrays and all views of them from step to step.
+"""
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.rows import ROW_TILE, matmul_rows
-from dsv4.ops.cpu.arrays import Array, exp, fp32, inverse_rms, normed, sum_in_order, tensor, tile
+from dsv4.ops.core.rows import MIN_COLUMNS, ROW_TILE, matmul_rows
+from dsv4.ops.cpu.arrays import Array, RowNorm, fp32, kept, tensor
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import (
     MixSite,
@@ -15,110 +21,177 @@ from dsv4.ops.mhc.mix import (
 )
 
 MOST_STREAMS = 4  # torch adds more numbers in another order
+ONE, TWO = fp32(1.0), fp32(2.0)
 
 
 def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
-    if not _few(streams):
+    if not are_few(streams):
         return mhc_pre_reference(streams, site)
-    return _mixed(_tile(streams), streams, site)
+    scratch = scratch_of(streams)
+    np.copyto(scratch.wide, streams.float().numpy())
+    post, comb = scratch.mixed(site)
+    return scratch.result(), post, comb
 
 
 def mhc_boundary(
     streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _few(streams):
+    if not are_few(streams):
         return mhc_boundary_reference(streams, y, post, comb, site)
-    padded, streams = _updated(streams, y, post, comb)
-    return (streams, *_mixed(padded, streams, site))
+    scratch = scratch_of(streams)
+    streams = scratch.updated(streams, y, post, comb)
+    post, comb = scratch.mixed(site)
+    return streams, scratch.result(), post, comb
 
 
 def mhc_head(
     streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
 ) -> Tensor:
-    if not _few(streams):
+    if not are_few(streams):
         return mhc_head_reference(streams, y, post, comb, site)
-    padded, streams = _updated(streams, y, post, comb)
-    weights = _sigmoid(exp(-_logits(padded, streams, site)))
-    return _collapsed(padded, streams, weights, site)
+    scratch = scratch_of(streams)
+    scratch.updated(streams, y, post, comb)
+    weights = tensor(np.negative(scratch.logits(site))).exp_().numpy()
+    weights += ONE
+    np.reciprocal(weights, weights)
+    scratch.collapse(weights[..., None], site)
+    return scratch.result()
 
 
-def _few(streams: Tensor) -> bool:
+def are_few(streams: Tensor) -> bool:
     count, n, _ = streams.shape
     return 0 < count <= ROW_TILE and 1 < n <= MOST_STREAMS
 
 
-def _tile(streams: Tensor) -> Array:
-    """fp32 `[ROW_TILE, streams * size]`."""
-    return tile(streams.float().numpy().reshape(len(streams), -1))
+def scratch_of(streams: Tensor) -> "Scratch":
+    shape, dtype = streams.shape, streams.dtype
+    count, n, size = shape
+    return kept(("mix", shape, dtype), lambda: Scratch(count, n, size, dtype))
 
 
-def _updated(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
-) -> tuple[Array, Tensor]:
-    """The tile of the streams after `mhc_update`, and these."""
-    y = y.total() if isinstance(y, PartialSums) else y
-    dtype, shape = streams.dtype, streams.shape
-    mixed = sum_in_order(comb.numpy()[..., None] * streams.float().numpy()[:, :, None])
-    padded = np.zeros((ROW_TILE, shape[1] * shape[2]), dtype=np.float32)
-    wide = padded[: shape[0]].reshape(shape)
-    np.add(post.numpy()[..., None] * y.float().numpy()[:, None], mixed, wide)
-    streams = tensor(wide)
-    if dtype != torch.float32:
-        streams = streams.to(dtype)
-        wide[:] = streams.float().numpy()
-    return padded, streams
+class Scratch:
+    def __init__(self, count: int, n: int, size: int, dtype: torch.dtype) -> None:
+        def empty(*shape: int) -> Array:
+            return np.empty(shape, dtype=np.float32)
+
+        self.count, self.dtype = count, dtype
+        self.products = empty(count, n, n, size)
+        self.terms = [self.products[:, source] for source in range(n)]
+        # the streams in a tile, of which the other rows stay zero
+        tile = np.zeros((ROW_TILE, n * size), dtype=np.float32)
+        self.tile, self.wide = tensor(tile), tile[:count].reshape(count, n, size)
+        self.norm = RowNorm(tile[:count])
+        self.row_norm = RowNorm(empty(count, size))
+        # the row that they collapse into, also in a tile
+        row_tile = np.zeros((ROW_TILE, size), dtype=np.float32)
+        self.row_tile, self.row = tensor(row_tile), row_tile[:count]
+        self.spread = empty(count, n, size)
+        self.columns = empty((2 + n) * n, count)  # the tokens last
+        self.columns_as_tensor = tensor(self.columns)
+        self.gates = self.columns[: 2 * n]
+        self.gate_columns, self.pre = self.gates.T, self.gates[:n].T[..., None]
+        self.post = self.gates[n:].T
+        self.sinkhorn = _Sinkhorn(self.columns[2 * n :].reshape(n, n, count))
+        self.weighted = empty(count, n, size)
+        self.weighted_terms = [self.weighted[:, stream] for stream in range(n)]
+
+    def updated(
+        self, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
+    ) -> Tensor:
+        """`mhc_update`; the tile holds the result, too."""
+        y = y.total() if isinstance(y, PartialSums) else y
+        wide, spread = self.wide, self.spread
+        of_all = streams.float().numpy()[:, :, None]
+        np.multiply(comb.numpy()[..., None], of_all, self.products)
+        mixed = _sum_into(self.terms)
+        np.multiply(post.numpy()[..., None], y.float().numpy()[:, None], spread)
+        np.add(spread, mixed, wide)
+        if self.dtype == torch.float32:
+            return tensor(wide.copy())
+        streams = tensor(wide).to(self.dtype)
+        np.copyto(wide, streams.float().numpy())
+        return streams
+
+    def logits(self, site: MixSite) -> Array:
+        columns, row_scale, base, _ = site.arrays
+        if columns.shape[1] < MIN_COLUMNS:
+            product = matmul_rows(self.tile, site.fn)
+        else:
+            product = torch.mm(self.tile, columns)
+        logits: Array = product.numpy()[: self.count]
+        logits *= self.norm.inverse_rms(site.eps)
+        logits *= row_scale
+        logits += base
+        return logits
+
+    def mixed(self, site: MixSite) -> tuple[Tensor, Tensor]:
+        """post and comb of `mhc_pre` for the streams in the tile; `row` holds the rest."""
+        columns, gates, matrix = self.columns, self.gates, self.sinkhorn.matrix
+        np.copyto(columns.T, self.logits(site))
+        np.negative(gates, gates)
+        matrix -= np.maximum.reduce(matrix, 1, keepdims=True)
+        self.columns_as_tensor.exp_()
+        gates += ONE
+        np.reciprocal(gates, gates)
+        comb = self.sinkhorn.normalised(site.hc_eps, site.sinkhorn_iters)
+        self.collapse(self.pre, site)
+        return tensor(self.post * TWO), tensor(comb)
+
+    def result(self) -> Tensor:
+        return tensor(self.row.copy()).to(self.dtype)
+
+    def collapse(self, weights: Array, site: MixSite) -> None:
+        """One row for each token, normed; `weights` `[tokens, streams, 1]`."""
+        weights += fp32(site.hc_eps)
+        np.multiply(self.wide, weights, self.weighted)
+        mixed, dtype = _sum_into(self.weighted_terms), self.dtype
+        if dtype == torch.float32:
+            np.copyto(self.row_norm.rows, mixed)
+        else:
+            np.copyto(self.row_norm.rows, tensor(mixed).to(dtype).float().numpy())
+        self.row_norm.write(site.arrays[3], site.eps, self.row)
 
 
-def _logits(padded: Array, streams: Tensor, site: MixSite) -> Array:
-    count = len(streams)
-    logits = matmul_rows(tensor(padded), site.fn).numpy()[:count]
-    logits *= inverse_rms(padded[:count], site.eps)
-    logits *= site.row_scale.numpy()
-    logits += site.base.numpy()
-    return logits
+def _sum_into(terms: list[Array]) -> Array:
+    """One after the other, as torch adds up to four numbers; the first is overwritten."""
+    total = terms[0]
+    for term in terms[1:]:
+        total += term
+    return total
 
 
-def _mixed(padded: Array, streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of `mhc_pre`."""
-    count, n, _ = streams.shape
-    exps = _logits(padded, streams, site).T.copy()  # the tokens last
-    gates, matrix = exps[: 2 * n], exps[2 * n :].reshape(n, n, count)
-    np.negative(gates, gates)
-    matrix -= matrix.max(1, keepdims=True)
-    exp(exps)
-    gates = _sigmoid(gates.T)
-    comb = _normalise(matrix, site.hc_eps, site.sinkhorn_iters).transpose(2, 0, 1)
-    x = _collapsed(padded, streams, gates[:, :n], site)
-    return x, tensor(gates[:, n:] * fp32(2.0)), tensor(comb)
+class _Sinkhorn:
+    """`sinkhorn` of `matrix`, `[source, destination, tokens]`, once the exponentials of its softmax
+    are taken. A sum over the first axis adds whole rows, one after the other; so every division
+    writes its result transposed, and a last row of `eps` is added with the others."""
 
+    def __init__(self, matrix: Array) -> None:
+        n, _, count = matrix.shape
+        self.matrix, self.n = matrix, n
+        self.both = np.empty((2, n + 1, n, count), dtype=np.float32)
+        self.one, self.other = self.both
+        self.rows, self.other_rows = self.one[:n], self.other[:n]
+        self.across, self.other_across = (
+            rows.swapaxes(0, 1) for rows in (self.rows, self.other_rows)
+        )
+        self.total = np.empty((n, count), dtype=np.float32)
 
-def _sigmoid(exp_of_negative: Array) -> Array:
-    return np.reciprocal(exp_of_negative + fp32(1.0))
-
-
-def _collapsed(padded: Array, streams: Tensor, weights: Array, site: MixSite) -> Tensor:
-    wide, dtype = padded[: len(streams)].reshape(streams.shape), streams.dtype
-    mixed = sum_in_order(wide * (weights + fp32(site.hc_eps))[..., None])
-    return tensor(normed(tensor(mixed).to(dtype), site.norm, site.eps)).to(dtype)
-
-
-def _normalise(matrix: Array, eps: float, iters: int) -> Array:
-    """`sinkhorn` of `[source, destination, tokens]`, once the exponentials of its softmax are
-    taken. A sum over the first axis adds whole rows, one after the other; so the matrix is
-    transposed between the two kinds of sums."""
-    add, divide, reduce, least = np.add, np.divide, np.add.reduce, fp32(eps)
-    other, total = np.empty_like(matrix), np.empty_like(matrix[0])
-    across, other_across = matrix.swapaxes(0, 1), other.swapaxes(0, 1)
-    np.copyto(other, across)
-    reduce(other, 0, None, total)
-    divide(other, total, other)
-    add(other, least, other)
-    np.copyto(matrix, other_across)
-    for half in range(2 * iters - 1):
-        if half:
-            matrix, other, across, other_across = other, matrix, other_across, across
-            np.copyto(matrix, other_across)
-        reduce(matrix, 0, None, total)
-        add(total, least, total)
-        divide(matrix, total, matrix)
-    return matrix
+    def normalised(self, eps: float, iters: int) -> Array:
+        """`[tokens, source, destination]`"""
+        reduce: Any = np.add.reduce
+        divide, total = np.divide, self.total
+        one, other, rows, other_rows = self.one, self.other, self.rows, self.other_rows
+        across, other_across = self.across, self.other_across
+        self.both[:, self.n] = eps
+        np.copyto(across, self.matrix)
+        reduce(rows, 0, None, total)
+        divide(rows, total, other_across)
+        other_rows += fp32(eps)
+        for _ in range(iters - 1):
+            reduce(other, 0, None, total)
+            divide(other_rows, total, across)
+            reduce(one, 0, None, total)
+            divide(rows, total, other_across)
+        reduce(other, 0, None, total)
+        result: Array = divide(other_rows, total)
+        return result.transpose(2, 0, 1)

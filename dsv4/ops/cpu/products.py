@@ -6,13 +6,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.formats.quantized import Weight, activations_of, k_ranges_of
-from dsv4.ops.core.rows import ROW_TILE, matmul_rows
-from dsv4.ops.cpu.arrays import normed, tensor, tile
+from dsv4.formats.quantized import UnpackedTensor, Weight, activations_of, k_ranges_of
+from dsv4.ops.core.rows import MIN_COLUMNS, ROW_TILE, matmul_rows
+from dsv4.ops.cpu.arrays import fp32, normed, tensor, tile
 from dsv4.ops.gemm.grouped_linear import grouped_linear_reference
 from dsv4.ops.gemm.linear import dense, linear_reference
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.norm.rms_norm import rms_norm_reference
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """`matmul_rows` of a whole tile: the same product, called without detours."""
+    if weight.shape[0] < MIN_COLUMNS or weight.dtype != torch.float32:
+        return matmul_rows(x, weight)
+    return torch.mm(x, weight.t())
+
+
+def plain(weight: Weight) -> Tensor | None:
+    """The values of a weight in fp32 whose input is not rounded and whose K is summed at once."""
+    if isinstance(weight, UnpackedTensor):
+        is_plain = weight.activations == "a16" and weight.k_ranges <= 1
+        weight = weight.values if is_plain else weight
+    is_fp32 = isinstance(weight, Tensor) and weight.dtype == torch.float32
+    return weight if is_fp32 else None  # type: ignore[return-value]
+
+
+def as_multiplied(x: Tensor, width: str) -> Tensor:
+    """The rows of `x` in a tile, rounded for weights that want it."""
+    if width != "a16":
+        x = rounded(x, width)  # type: ignore[arg-type]
+    return tensor(tile(x.float().numpy()))
 
 
 def linear(x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -23,34 +46,37 @@ def linear(x: Tensor, weights: Sequence[Weight], out_dtypes: Sequence[torch.dtyp
     results = []
     for weight, dtype in zip(weights, out_dtypes, strict=True):
         width = activations_of(weight)
-        if width not in tiles:
-            tiles[width] = tensor(tile(rounded(x, width).float().numpy()))
-        product = _product(tiles[width], weight)[:count]
+        rows = tiles.get(width)
+        if rows is None:
+            rows = tiles[width] = as_multiplied(x, width)
+        product = _product(rows, weight)[:count]
         results.append(product if dtype == torch.float32 else product.to(dtype))
     return results
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:
-    ranges, values = k_ranges_of(weight), dense(weight)
+    values = weight.values if isinstance(weight, UnpackedTensor) else dense(weight)
+    ranges = k_ranges_of(weight)
     if ranges == 1:
-        return matmul_rows(x, values)
-    size, total = weight.shape[1] // ranges, torch.zeros(())
+        return multiply(x, values)
+    size, total = weight.shape[1] // ranges, fp32(0.0)
     for first in range(0, weight.shape[1], size):
         own = slice(first, first + size)
-        total = total + matmul_rows(x[:, own].contiguous(), values[:, own])
-    return total
+        total = total + multiply(x[:, own].contiguous(), values[:, own]).numpy()
+    return tensor(total)
 
 
 def grouped_linear(x: Tensor, weight: Weight) -> Tensor:
     count, num_groups = x.shape[:2]
     if count > ROW_TILE:
         return grouped_linear_reference(x, weight)
-    values, rank = dense(weight), weight.shape[0] // num_groups
-    rows = rounded(x, activations_of(weight)).float().numpy()
+    width, rank = activations_of(weight), weight.shape[0] // num_groups
+    rows = (x if width == "a16" else rounded(x, width)).float().numpy()
     outputs = np.empty((count, weight.shape[0]), dtype=np.float32)
+    values = dense(weight)
     for group in range(num_groups):
         own = slice(group * rank, (group + 1) * rank)
-        outputs[:, own] = matmul_rows(tensor(tile(rows[:, group])), values[own]).numpy()[:count]
+        outputs[:, own] = multiply(tensor(tile(rows[:, group])), values[own]).numpy()[:count]
     return tensor(outputs).to(x.dtype)
 
 

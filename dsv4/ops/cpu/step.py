@@ -9,6 +9,7 @@ from torch import Tensor
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.core.rows import ROW_TILE
 from dsv4.ops.cpu.arrays import Array, tensor
+from dsv4.ops.kv.pool import PagedPool, load_at, store_at
 
 MOST_ROTATIONS = 64
 
@@ -33,7 +34,7 @@ def once(
     return found[0]
 
 
-def entry_rows(table: Tensor, page_entries: int, seq: Array, entries: Array) -> Tensor:
+def entry_rows(table: Tensor, page_entries: int, seq: Array, entries: Array) -> Array:
     """Where `entries` of the sequences `seq` are, counted over all pages; shapes broadcast."""
     width = table.shape[1]
     column = entries // page_entries
@@ -41,7 +42,24 @@ def entry_rows(table: Tensor, page_entries: int, seq: Array, entries: Array) -> 
     pages = table.numpy().take(column + seq * width)
     pages *= page_entries
     pages += entries % page_entries
-    return tensor(pages)
+    return pages
+
+
+def load_rows(pool: PagedPool, rows: Array) -> Tensor:
+    """`load_at`; what is returned is a copy."""
+    if pool.format != "fp32":
+        return load_at(pool, tensor(rows))
+    data = pool.data
+    return tensor(data.view(-1, data.shape[-1]).numpy().take(rows, axis=0))
+
+
+def store_rows(pool: PagedPool, rows: Array, x: Array, dtype: torch.dtype) -> None:
+    """`store_at` of fp32 numbers that are rounded to `dtype` first."""
+    if pool.format == "fp32" and dtype == torch.float32:
+        data = pool.data
+        data.view(-1, data.shape[-1]).numpy()[rows] = x
+    else:
+        store_at(pool, tensor(rows), tensor(x).to(dtype))
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ before its norm.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ class MixSite:
         n = self.fn.shape[1] // self.norm.shape[0]
         counts = (n, n, n * n)[: len(self.scale)]
         return torch.cat([s.expand(c) for s, c in zip(self.scale, counts, strict=True)])
+
+    @cached_property
+    def arrays(self) -> tuple[Tensor, Any, Any, Any]:
+        """On a CPU: fn transposed, and row_scale, base and norm for numpy."""
+        norm: Any = self.norm.float().numpy()
+        return self.fn.t(), self.row_scale.numpy(), self.base.numpy(), norm
 
 
 def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
