@@ -85,7 +85,7 @@ clients: $(VENV)/.installed-server build/clients/.installed build/clients/node/.
 
 kernels: $(VENV)/.installed-dev ## compile every kernel for sm_80 to sm_121 and look at the result; build/kernels.jsonl
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "compile or not gpu" -k "compile or prompt" tests/ops/kernels tests/runner/test_kernels.py tests/runner/test_compile.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.kernels.table
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.ops.kernels.table --jobs 2
 
 soak: $(VENV)/.installed-dev ## the engine for 20 minutes: thousands of random steps, then mixed traffic
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/test_engine_machine.py

@@ -11,7 +11,7 @@ from dsv4.parallel.layout import RankLayout
 from dsv4.request import SamplingParams
 from dsv4.runner import load
 from dsv4.runner.ranks.choose_layout import Devices, LayoutChoice, choose_layout, stage_rooms
-from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.cluster import GPUS, Cluster, published_rates
 from dsv4.runner.ranks.devices import check_devices
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import resolve
@@ -42,6 +42,23 @@ def test_auto_takes_what_plan_recommends(devices: Devices | None, wanted: tuple[
     assert (choice.tp, choice.pp) == wanted
     said = devices is not None and devices.count > 1
     assert choice.why.startswith(f"chosen tp {wanted[0]}, pp {wanted[1]} on ") == said
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H20", "h20"),
+        ("NVIDIA B200", "b200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GB10", "spark"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA L40S", "l40s"), ("NVIDIA L20", "l20"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000"),
+        ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_cards_are_known_by_the_names_of_their_drivers(name: str, card: str | None) -> None:
+    assert published_rates(name) == (GPUS[card] if card else None)
 
 
 def test_what_is_asked_for_is_taken() -> None:

@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from dsv4.cli import app
 from dsv4.errors import OptionError
+from dsv4.ops.core.gpu import KNOWN
+from dsv4.runner.ranks.cluster import GPUS
 from dsv4.tools.predict import (
     LAUNCHES,
     MOST_DECODED,
@@ -116,6 +118,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert facts["prediction_for"]["note"] == "predicted, not run"
     assert [row["prediction"]["tokens"] for row in rows] == [1, 8]
     assert rows[0]["prediction"]["measured_us"] > rows[0]["prediction"]["floor_us"]["a16"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_card_is_predicted(gpu: str) -> None:
+    """Narrower activations are faster only where the card multiplies them."""
+    rows = list(predict(gpu, ["flash", "pro"], [1, 8192]))
+    assert len(rows) > 40
+    for row in rows:
+        assert row.floor_us["a16"] >= row.floor_us["a8"] >= row.floor_us["a4"] > 0
+    is_faster = any(row.floor_us["a4"] < row.floor_us["a16"] for row in rows)
+    assert is_faster == KNOWN[GPUS[gpu].architecture].scales_blocks
 
 
 @pytest.mark.parametrize(

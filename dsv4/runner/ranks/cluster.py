@@ -51,7 +51,9 @@ _READ, _PRODUCTS = 0.955, 0.69
 
 def published_rates(name: str) -> GpuRates | None:
     """Of a GPU by the name that its driver has."""
-    words = name.lower().replace(" ", "-")
+    words = name.lower().replace(" ", "-").replace("gb10", "spark")
+    if "laptop" in words:
+        return None  # slower than its namesake
     return next((gpu for key, gpu in GPUS.items() if key in words), None)
 
 

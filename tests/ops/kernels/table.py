@@ -12,7 +12,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "kernels.jsonl")
     parser.add_argument("--only", type=int, nargs="*", default=list(KNOWN), help="architectures")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures at the same time")
     chosen = parser.parse_args()
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -166,10 +169,11 @@ def main() -> None:
         "tree": tree.stdout.strip(),
         "note": "compiled, not run",
     }
-    with chosen.output.open("w", encoding="utf-8") as file:
+    compiled = partial(compiled_facts, "tests.ops.kernels.table")
+    with ThreadPoolExecutor(chosen.jobs) as pool, chosen.output.open("w", encoding="utf-8") as file:
         file.write(json.dumps({"compiled": facts}) + "\n")
-        for architecture in chosen.only:
-            for row in compiled_facts("tests.ops.kernels.table", architecture):
+        for architecture, found in zip(chosen.only, pool.map(compiled, chosen.only), strict=True):
+            for row in found:
                 row.pop("mix", None)
                 rows.append({"architecture": architecture, **row})
                 file.write(json.dumps(rows[-1]) + "\n")
