@@ -183,12 +183,16 @@ def compiled_table() -> str:
             f"| sm_{architecture} | {len(kernels)} | {len(own)} | {most['registers']} | "
             f"{most['shared'] >> 10} of {limit >> 10} | {hot} | {len(outside)} |"
         )
+    whole = {row["architecture"] for row in compiled_rows() if row["case"].startswith("prompt ")}
+    names = ", ".join(f"sm_{number}" for number in sorted(whole))
     return (
         f"Compiled with Triton {facts['triton']} on {facts['date']} "
-        f"([record](../{record_path(COMPILED)})):\n\n"
+        f"([record](../{record_path(COMPILED)})), steps of drafts and prompts for {names}:\n\n"
         "| | kernels | configurations | most registers | most shared memory, KB | reloads in loops "
         "with products | kernels that spill elsewhere |\n|---|---|---|---|---|---|---|\n"
         + "\n".join(rows)
+        + "\n\nThe reloads of sm_90 are those of 64 heads with Triton 3.9; with 3.6, which an "
+        "H200 ran, prompts have none ([state kernels](state-kernels.md))."
     )
 
 
