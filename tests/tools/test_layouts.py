@@ -14,7 +14,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.choose import recommend
+from dsv4.runner.ranks.choose_layout import recommend
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
     READ_SHARE,
