@@ -225,7 +225,8 @@ def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
             assert len(submitted.sampled) == len(rows)
             places = [len(row.token_ids) - row.num_prompt for row in rows]
             drawn = [TokenLogprobs(tokens[place], 0.0) for place in places]
-            submitted.results = Mock(answers=lambda: [[one] for one in drawn], failures={})
+            answers = [[one] for one in drawn]
+            submitted.results = Mock(answers=lambda: answers, failures={}, load=None)
 
         monkeypatch.setattr(engine._runner, "sample", sample)
 
@@ -383,7 +384,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
         engine.add(Request(f"r{i}", tuple(PROMPT), GREEDY))
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(dsv4.ops.fused.block, "experts_ffn", broken)
+        patch.setattr(dsv4.ops.fused.block, "router_experts", broken)
         outputs = engine.step()
     assert {out.request_id for out in outputs} == {"r0", "r1", "r2"}
     for out in outputs:
@@ -478,7 +479,7 @@ def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.Mon
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Dsv4Error("found this, expected that")
 
-    monkeypatch.setattr(dsv4.ops.fused.block, "router", refuse)
+    monkeypatch.setattr(dsv4.ops.fused.block, "router_experts", refuse)
     [answer] = engine.generate([PROMPT], GREEDY)
     assert (answer.finish_reason, answer.error) == ("error", "found this, expected that")
 

@@ -148,7 +148,7 @@ def test_an_answer_that_breaks_off_is_an_error(
     def broken(*args: Any, **named: Any) -> Any:
         raise RuntimeError("the device fell off")
 
-    monkeypatch.setattr(dsv4.ops.fused.block, "experts_ffn", broken)
+    monkeypatch.setattr(dsv4.ops.fused.block, "router_experts", broken)
     result = cli("generate", model, "-p", "Hello", *SMALL)
     assert result.code == 1
     assert "the device fell off" in result.message
