@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dsv4.model.attention as attention_module
+import dsv4.model.indexer as indexer_module
 import dsv4.ops.fused.block as block_module
 import dsv4.ops.kv.compress as compress_module
 import dsv4.ops.mhc.mix as mix_module
@@ -42,7 +43,7 @@ def random_selection(model: Transformer) -> Broken:
         noise = torch.rand(scores.shape, generator=generator).to(scores.device)
         return index_select(torch.where(torch.isfinite(scores), noise, scores), topk)
 
-    return patch.object(block_module, "index_select", shuffled)
+    return patch.object(indexer_module, "index_select", shuffled)
 
 
 def no_compressed_attention(model: Transformer) -> Broken:
