@@ -78,6 +78,8 @@ class _LiveRequest:
 
 
 class Engine:
+    """A loaded model and everything that answers requests with it; `Engine.load` makes one."""
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -226,8 +228,7 @@ class Engine:
 
     def _expire(self) -> list[Output]:
         """Abort the requests whose deadline has passed."""
-        now = time.monotonic()
-        if now < self._next_expiry:
+        if (now := time.monotonic()) < self._next_expiry:
             return []
         late = [live.sequence for live in self._live.values() if live.expires <= now]
         left = (live.expires for live in self._live.values() if live.expires > now)
@@ -294,14 +295,14 @@ class Engine:
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:
-        team = self._runner.team
+        """What runs now, and counters since the start."""
+        team, audit = self._runner.team, self._audit
         pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
-        used = {name: a.num_pages - a.num_available for name, a in pools.items()}
         return Stats(
             num_waiting=len(self._live) - self._scheduler.num_running,
             num_running=self._scheduler.num_running,
             pages_total={name: a.num_pages for name, a in pools.items()},
-            pages_used=used,
+            pages_used={n: a.num_pages - a.num_available for n, a in pools.items()},
             pages_cached={name: a.num_idle for name, a in pools.items()},
             num_prefix_asked=self._prefix.num_asked if self._prefix else 0,
             num_prefix_hit=self._prefix.num_hit if self._prefix else 0,
@@ -312,8 +313,8 @@ class Engine:
             num_steps=self._num_steps,
             last_step_s=self._last_step_s,
             num_finished=dict(self._num_finished),
-            num_audited=self._audit.num_audited if self._audit else 0,
-            num_differences=self._audit.num_differences if self._audit else 0,
+            num_audited=audit.num_audited if audit else 0,
+            num_differences=audit.num_differences if audit else 0,
             **({} if self._drafting is None else self._drafting.counts()),
             **self._runner.expert_stats(),
             ranks=team.report() if team is not None else (),
