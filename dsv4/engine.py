@@ -128,8 +128,7 @@ class Engine:
         self._next_expiry = math.inf  # on the monotonic clock
         self._buffered: list[Output] = []  # outputs of requests the last caller did not ask for
         self._streams: AsyncStreams[Output] | None = None
-        self._num_named = 0
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_named = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._last_step_s = 0.0
         self._num_finished: Counter[str] = Counter()
 
