@@ -208,7 +208,7 @@ class _Encoder:
         self._last_user = places[-1] if places else -1
 
     def _drop_developers(self) -> None:
-        """What the publisher's encoder does; at a server no developer turn is left by now."""
+        """As the publisher's encoder does; at a server no developer turn is left by now."""
         if self._request.thinking and not self._keep:
             self._turns = [
                 turn

@@ -11,7 +11,7 @@ from dsv4.chat.messages import MAX_TOOLS
 @dataclass(frozen=True)
 class ToolChoice:
     """`kind` is auto, none, required or named. All tools are shown unless one is named; with
-    `allowed` only some of them may be called."""
+    `allowed` only some may be called."""
 
     kind: str = "auto"
     name: str | None = None

@@ -38,8 +38,8 @@ def assemble(
 def read_matrix(
     stored: StoredMatrix, files: MappedFiles, cut: WeightSlice | None = None
 ) -> StoredWeight:
-    """One matrix, or a cut of it, as views on the file, its scales checked; plain tensors are not
-    checked here. Other ranks' parts are not read."""
+    """One matrix, or a slice of it, as views of the file. Scales are checked, plain tensors are
+    not. Other ranks' parts are not read."""
     data, cut = files.tensor(stored.data), cut or WeightSlice()
     if stored.format == "plain":
         return _cut(data, cut)

@@ -34,7 +34,7 @@ class Manifest:
     sources: dict[str, Source] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)  # tensor on disk -> why
     findings: list[Finding] = field(default_factory=list)
-    is_draft: bool = False  # of the draft blocks, not of the backbone
+    is_draft: bool = False  # draft blocks, not the backbone
 
     @property
     def family(self) -> names.Family | None:
@@ -50,7 +50,7 @@ def build_manifest(
     folder: Path, config: ModelConfig, layouts: Iterable[Layout], *, is_draft: bool = False
 ) -> Manifest:
     """Match the folder's tensors with the parameters of `config`; problems become findings.
-    `is_draft`: those of the draft blocks instead of the backbone's."""
+    `is_draft`: the draft blocks' parameters instead of the backbone's."""
     scan = scan_folder(folder)
     manifest = Manifest(folder, config, scan, findings=list(scan.findings), is_draft=is_draft)
     found = list(scan.tensors)

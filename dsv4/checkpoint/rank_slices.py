@@ -13,11 +13,10 @@ from dsv4.parallel.layout import RankLayout
 
 @dataclass(frozen=True)
 class Selection:
-    """A rank's share. `layers` brings the embedding with the first and the head with the last
-    layer; `experts` are whole routed experts, `inner` a range of the rows of each W1 and W3,
-    `outer` of each W2; `heads` must be whole output groups; `vocab` are rows of the head; `names`
-    instead of `layers` asks for single parameters. `wo_b` stays whole with `whole_wo_b`, else it
-    has the heads' columns."""
+    """A rank's share. `layers`: the first also brings the embedding, the last the head; `experts`:
+    whole routed experts; `inner`: a range of rows of each W1 and W3, `outer`: of each W2; `heads`:
+    whole output groups; `vocab`: rows of the head; `names`: single parameters, instead of `layers`.
+    `wo_b` stays whole with `whole_wo_b`, otherwise only the heads' columns are taken."""
 
     layers: range | None = None
     names: frozenset[str] | None = None
@@ -30,7 +29,7 @@ class Selection:
 
 
 def selection(layout: RankLayout, config: ModelConfig) -> Selection:
-    """What a rank reads. `wo_b` is whole on each: a rank owns rows of prompts."""
+    """What a rank reads. Each has the whole `wo_b`, because a rank owns rows of prompts."""
     if layout.world == 1:
         return Selection()
     return Selection(
@@ -46,8 +45,8 @@ def selection(layout: RankLayout, config: ModelConfig) -> Selection:
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """The part of a parameter that is wanted: whole experts, and a range of rows or columns of
-    each of its matrices (of w1 and w3 alike, so the halves of a joined w13 are cut alike)."""
+    """The wanted part of a parameter: whole experts, and a range of rows or columns of each matrix
+    (the same for w1 and w3, so both halves of a joined w13 are cut alike)."""
 
     experts: range | None = None
     rows: range | None = None
@@ -57,7 +56,7 @@ class WeightSlice:
         return matrix.expert is None or self.experts is None or matrix.expert in self.experts
 
     def shape(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what is left of a parameter of this shape."""
+        """The shape of this part of a parameter of shape `whole`."""
         shape, axis = list(whole), len(whole) - 2 if len(whole) > 1 else 0
         if self.experts is not None:
             shape[0] = len(self.experts)
@@ -66,7 +65,7 @@ class WeightSlice:
         return tuple(shape)
 
     def nbytes(self, matrix: SourceMatrix) -> int:
-        """Of a wanted matrix, to within its last block."""
+        """Bytes of a wanted matrix, to within its last block."""
         kept, whole = 1, 1
         shape = matrix.stored.data.shape
         if self.rows is not None:
@@ -117,7 +116,7 @@ def is_wanted(name: str, select: Selection, config: ModelConfig) -> bool:
 def slice_for(
     name: str, parameter: Parameter, select: Selection, config: ModelConfig
 ) -> WeightSlice:
-    """What the selection takes of a parameter that it wants."""
+    """The part that the selection takes of a wanted parameter."""
     c = config
     if parameter.group == "routed experts":
         if name.endswith("w13"):
@@ -148,7 +147,7 @@ def slice_for(
 def held_parts(
     config: ModelConfig, nbytes: Mapping[str, int], layout: RankLayout
 ) -> dict[str, int]:
-    """Bytes of each parameter that a rank holds a part of; `nbytes`: of the whole ones."""
+    """Bytes that a rank holds of each of its parameters; `nbytes`: of the whole parameters."""
     select, held = selection(layout, config), {}
     for name, parameter in parameters(config).items():
         if is_wanted(name, select, config):

@@ -29,7 +29,7 @@ from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 5 * 10**8  # of a stack of experts that is read in pieces
+PIECE_BYTES = 5 * 10**8  # per piece of a stack of experts
 
 
 @dataclass
@@ -76,9 +76,9 @@ class Checkpoint:
         """Every selected parameter by canonical name.
 
         Unquantised matrices keep their dtype unless `dtype` is given; norms and mixing parameters
-        are float32; quantised ones keep their format. `mxfp4_as_nvfp4` casts while loading, all or
-        those whose name it says yes to: exact for exponent spreads up to 17, and `report` says
-        where it was not.
+        are float32; quantised ones keep their format. `mxfp4_as_nvfp4` (True, or a test of the
+        name) casts while loading: exact for exponent spreads up to 17, and `report` says where it
+        was not.
         """
         if layers is not None:
             if select is not None:
@@ -140,7 +140,7 @@ class Checkpoint:
         assert done == total, f"{done} bytes of {total} were read"
 
     def slices(self, select: Selection) -> dict[str, WeightSlice]:
-        """What a selection takes of which parameter, without reading any."""
+        """The slice of each parameter that a selection takes, without reading any."""
         check_selection(select, self.config)
         return {
             name: slice_for(name, source.parameter, select, self.config)
@@ -149,7 +149,7 @@ class Checkpoint:
         }
 
     def selected_bytes(self, select: Selection) -> int:
-        """On disk, of what a selection takes."""
+        """Bytes on disk of what a selection takes."""
         slices = self.slices(select)
         return sum(self._nbytes(self.sources[name], cut) for name, cut in slices.items())
 
@@ -163,7 +163,7 @@ def _whole(source: Source, cut: WeightSlice) -> list[WeightSlice]:
 
 
 def _pieces(source: Source, cut: WeightSlice) -> list[WeightSlice]:
-    """A stack of experts, some at a time."""
+    """Cuts a stack of experts into pieces of a few experts each."""
     experts = sorted({m.expert for m in source.matrices if m.expert is not None and cut.wants(m)})
     if not experts:
         return [cut]

@@ -42,10 +42,10 @@ def to_nvfp4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, CastReport]:
     """The pinned cast of one matrix: (packed, E4M3 scale, global scalar, report).
 
-    With `largest` the largest scale byte (of this matrix, or of several that share a global) the
+    `largest` is the largest scale byte, of this matrix or of several that share a global. The
     global is 2^(kmax - 8) and a block of exponent k gets 2^(k - kmax + 8), which E4M3 holds for
     kmax - k up to 17: bit for bit, nibbles untouched. Blocks further down keep the smallest
-    scale and have their nibbles halved as often as needed, rounding where a half does not fit.
+    scale and have their nibbles halved repeatedly, rounding where a half does not fit.
     """
     if bool((scale == E8M0_NAN).any()):
         raise KernelError("MXFP4 scale byte 255 is NaN; the source is broken")

@@ -21,7 +21,7 @@ _SEARCH = 8  # codes to either side of the amax scale that the mse search tries
 
 
 def global_scale(amax: torch.Tensor, choice: ScaleChoice = "max") -> torch.Tensor:
-    """float32 global of a matrix whose largest magnitude is `amax`; 1 for an all-zero one.
+    """float32 global of a matrix with largest magnitude `amax`; 1 if it is all zeros.
 
     `four-over-six` needs headroom above the largest block scale, so it divides by 256, not 448.
     """

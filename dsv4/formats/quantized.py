@@ -23,8 +23,8 @@ class PackedWeight:
 
     `activations`: what a product rounds its input to: nothing, MXFP8 or NVFP4 rows.
 
-    The order of summation along K belongs to the whole matrix, of which a rank may hold some rows:
-    `whole_rows`: rows of the whole matrix (0: these); kernels derive their split of K from it.
+    A rank may hold only some rows, but sums along K in the order of the whole matrix:
+    `whole_rows`: rows of the whole matrix (0: this one); kernels derive their K split from it.
     `k_ranges`: K is summed in this many equal ranges, in the references too (0: kernels choose).
     """
 
@@ -171,7 +171,7 @@ class Mxfp4Tensor(PackedWeight):
 class Fp8BlockTensor(PackedWeight):
     """`data` E4M3 [..., N, K], `scale` float32 or E8M0 bytes [..., ceil(N/R), ceil(K/B)].
 
-    A tile has `block` columns (B) and `block_rows` rows (R): as many as columns unless given.
+    A tile has `block` columns (B) and `block_rows` rows (R), by default the same number.
     """
 
     data: torch.Tensor
@@ -296,8 +296,8 @@ def k_ranges_of(weight: Weight) -> int:
 
 
 def part_of_whole(weight: Weight, whole_rows: int, k_ranges: int = 0) -> Weight:
-    """`weight` with what the whole matrix says about the order of summation; a plain tensor that
-    is the whole needs no word."""
+    """`weight` with the whole matrix's order of summation; a plain tensor that is the whole matrix
+    stays as it is."""
     if not isinstance(weight, torch.Tensor):
         return replace(weight, whole_rows=whole_rows, k_ranges=k_ranges)
     if weight.shape[0] == whole_rows and k_ranges <= 1:

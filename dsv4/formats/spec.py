@@ -21,7 +21,7 @@ MXFP4_GROUP = 32
 FP8_BLOCK = 128
 
 # Newest tokens in the state of a ratio-4 compressor. A block reads 8 of them; with 16, up to 9
-# rejected drafts overwrite none that is still read.
+# rejected drafts overwrite none that are still read.
 CSA_ROWS = 16
 
 # Precision of a product's input: unrounded, MXFP8, NVFP4.

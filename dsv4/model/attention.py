@@ -1,7 +1,7 @@
 """Attention of one layer. Key and value are one vector per token, shared by all heads.
 
-All kinds attend to a sliding window. Ratio-128 layers also attend to every compressed entry,
-ratio-4 layers to those their indexer selects. Matrices with the same input run as one op.
+Every kind attends to a sliding window. Ratio-128 layers also attend to every compressed entry,
+ratio-4 layers to the entries their indexer selects. Matrices with the same input run as one op.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,7 @@ class Attention:
         step: StepInputs,
         state: LayerState,
     ) -> Iterator[Compression]:
-        """For the layer's compressor and its indexer's; `projected`: two matrices for each."""
+        """One for the layer's compressor, one for its indexer's; `projected`: two results each."""
         if self.compressor is not None:
             assert isinstance(state, CsaState | HcaState)
             yield self.compressor.of(

@@ -18,7 +18,7 @@ class Compressor:
         self.ratio = ratio
         self.eps = config.rms_norm_eps
         self.frequencies = frequencies
-        # in the order in which their results are returned
+        # in the order of their results
         self.matrices: list[Weight] = [weights.take("wkv.weight"), weights.take("wgate.weight")]
         self.ape = weights.tensor("ape")
         self.norm = weights.tensor("norm.weight")

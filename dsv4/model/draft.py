@@ -1,7 +1,7 @@
-"""The draft blocks of a checkpoint: guesses at the tokens after the next one.
+"""A checkpoint's draft blocks, which guess the tokens after the next one.
 
-They are window-only blocks with keys of their own, so every token of a sequence has to pass `keys`;
-embedding and head are the model's. Nothing here can change an answer (docs/drafting.md).
+They are window-only blocks with their own keys, so every token of a sequence must go through
+`keys`; they use the model's embedding and head. They cannot change an answer (docs/drafting.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ CONFIDENCE = "confidence_head.proj.weight"
 
 
 class MtpBlock:
-    """Row p takes the final streams of token p, all of them, and the id of token p + 1:
+    """Row p takes all final streams of token p and the id of token p + 1:
 
         X0[s] = W_e RMS(Emb[t_(p+1)]) + W_h RMS(X[s])      each stream on its own
         X1    = Block(X0)    window only, plain rope at position p, router with a bias, own keys
@@ -58,8 +58,8 @@ class MtpBlock:
     def __call__(
         self, streams: Tensor, following: Tensor, step: StepInputs, state: SwaState
     ) -> tuple[Tensor, Tensor]:
-        """Streams `[rows, streams, size]` and the tokens that follow -> fp32 logits of the tokens
-        after these, and the block's own streams; its keys are stored at the rows' positions."""
+        """Streams `[rows, streams, size]` and the following tokens -> fp32 logits of the tokens
+        after those, and the block's own streams; stores its keys at the rows' positions."""
         start = Residual(self._start(streams, following))
         residual = self.block(start, step, state, SingleRank())
         hidden = collapse_head(residual, self.head_site, None)
@@ -86,18 +86,18 @@ class MtpBlock:
 
 
 class DSpark:
-    """Draft blocks that guess several tokens at once.
+    """Draft blocks that guess several tokens together.
 
-        m[p] = outputs of some backbone blocks at p, each its mean over the streams, side by side
+        m[p] = outputs of some backbone blocks at p, averaged over the streams, concatenated
         z[p] = RMS(W_main m[p])
         context key of stage i at p = rope_p(RMS(W_kv^i z[p]))                   every token
         rows at p + 1 ...: t_(p+1), then noise tokens, embedded, through all stages; each sees the
-        window's context keys up to p and the keys of all these rows, also of those behind it
+        window's context keys up to p and the keys of all these rows, later ones included
         h[j] = HeadMix(X[j]);  base[j] = W_head RMS(h[j])
         d[0] = t_(p+1);  logits of t_(p+2+j) = base[j] + M2 M1[d[j]];  d[j+1] drawn from them
-        chance of d[j+1], if those before are right = sigmoid(w_c [h[j]; M1[d[j]]])
+        chance that d[j+1] is right if all before it are = sigmoid(w_c [h[j]; M1[d[j]]])
 
-    The number of rows belongs to the training, so all are computed however few drafts are wanted.
+    Training fixed the number of rows, so all are computed even if fewer drafts are wanted.
     """
 
     def __init__(self, model: Transformer, table: Mapping[str, Weight]) -> None:
@@ -144,7 +144,7 @@ class DSpark:
         states: Sequence[SwaState],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Newest tokens `[sequences]` and the positions before them -> `[sequences, block, ...]`:
-        fp32 logits without the Markov head, and the rows it and the chances come from."""
+        fp32 logits without the Markov head's term, and the hidden rows, both for `after`."""
         count, block = anchors.shape[0], self.shape.block
         ids = torch.full((count, block), self.shape.noise_id, device=anchors.device)
         ids[:, 0] = anchors
@@ -152,7 +152,7 @@ class DSpark:
         own = (positions.unsqueeze(1) + offsets).flatten()
         last, slots = ((x.repeat_interleave(block)) for x in (positions + block, slots))
         rows, table = torch.arange(count * block, device=own.device), table.index_select(0, slots)
-        # every row is a sequence of its own here: all of a block see the same keys
+        # here every row is its own sequence: all rows of a block see the same keys
         batch = Ragged(own, rows, rows, own, own + 1, slots)
         seen = Ragged(last, rows, rows, last, last + 1, slots)
         config, ids = self.model.config, ids.flatten()
@@ -166,8 +166,8 @@ class DSpark:
         return base.view(count, block, -1), hidden.view(count, block, -1)
 
     def after(self, base: Tensor, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """One row of each sequence and the token before it -> logits, and the chance that what is
-        drawn from them is right, 1 where nothing is known."""
+        """One row per sequence and the token before it -> logits, and the chance that a token
+        drawn from them is right (1 if unknown)."""
         embedded = self.markov_in.index_select(0, token_ids)
         logits = base + linear(embedded, self.markov_out, torch.float32)
         if self.confidence is None:
@@ -179,8 +179,8 @@ class DSpark:
         self, stage: Block, residual: Residual, batch: Ragged, seen: Ragged, table: Tensor,
         state: SwaState,
     ) -> Residual:  # fmt: skip
-        """As `Block.attend`, but with the keys of all rows of the block; rotations are undone at
-        the position up to which a row sees, so the rest of the way to its own is made up for."""
+        """Like `Block.attend`, but each row sees the keys of the whole block. Attention undoes the
+        rotation at the last visible position, so the difference to the row's own is put back."""
         a, by = stage.attention, stage.attention.inputs(residual.streams.dtype)
         mixed = SingleRank().mix_linear(residual, stage.attention_site, by)
         streams, post, comb, (latent, kv) = mixed
@@ -204,7 +204,7 @@ class DSpark:
         )  # fmt: skip
 
     def _collapse(self, streams: Tensor) -> Tensor:
-        """HeadMix without its norm, fp32: the chances read it as it is."""
+        """HeadMix without its norm, fp32: the chances read it unnormalised."""
         site, flat = self.head_site, streams.flatten(1).float()
         inverse_rms = flat.square().mean(-1, keepdim=True).add(site.eps).rsqrt()
         logits = flat @ site.fn.T * inverse_rms * site.row_scale + site.base

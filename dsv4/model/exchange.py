@@ -1,14 +1,13 @@
-"""How the ranks of a tensor group share a layer, in two ways with the same bits:
+"""Two ways for the ranks of a tensor group to share a layer, with bit-identical results:
 
-    ReplicatedRows   few rows: every rank has all rows and streams; `wo_b` by ranges of K and
-                     experts are computed apart, and every rank gets all parts
-    ShardedRows      many rows: streams, mHC, sums and the shared expert exist for a rank's own rows
-                     only; the collapsed row is gathered, finished rows and parts go to the owner of
-                     their row
+    ReplicatedRows   few rows: every rank has all rows and streams; each computes its ranges of K
+                     of `wo_b` and its experts, and every rank gets all parts
+    ShardedRows      many rows: a rank has streams, mHC, sums and the shared expert for its own rows
+                     only; collapsed rows are gathered, finished rows and parts go to the row's
+                     owner
 
-Partial sums are added in one order, independent of the rank that computed them: ranges of K
-ascending; experts ascending, the shared one last. `SingleRank` exchanges
-nothing and uses all fusions.
+Partial sums are added in one fixed order, whichever rank computed them: ranges of K ascending;
+experts ascending, the shared one last. `SingleRank` exchanges nothing and uses all fusions.
 """
 
 import torch
@@ -37,7 +36,7 @@ from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout, k_ranges
 
 Moe = tuple[Gate, Experts]
-Matrices = tuple[list[Weight], list[torch.dtype]]  # and the dtypes of their results
+Matrices = tuple[list[Weight], list[torch.dtype]]  # weights, dtypes of their results
 Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, products
 
 
@@ -45,7 +44,7 @@ class SingleRank:
     """One rank: nothing to exchange."""
 
     def own(self, rows: Tensor) -> Tensor:
-        """This rank's rows of something that is whole on every rank."""
+        """This rank's rows of a tensor that every rank has in full."""
         return rows
 
     def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
@@ -54,11 +53,11 @@ class SingleRank:
         return streams, post, comb, linear_multi(self.all_rows(x), *by)
 
     def all_rows(self, x: Tensor) -> Tensor:
-        """From those that each rank has."""
+        """The rows of all ranks, gathered."""
         return x
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
-        """The groups of this rank's heads -> attention's result, of the rows that it owns."""
+        """The output groups of this rank's heads -> attention's result for its own rows."""
         return block.linear_partial_sums(grouped, wo_b)
 
     def experts(self, residual: Residual, site: MixSite, token_ids: Tensor, by: Moe) -> Residual:
@@ -66,7 +65,7 @@ class SingleRank:
         return Residual(streams, Update(block.router_experts(x, token_ids, *by), post, comb))
 
     def hidden(self, residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
-        """What the head reads: `rows` of all, or all."""
+        """The head's input: all rows, or only `rows`."""
         return collapse_head(residual, site, rows)
 
 
@@ -98,8 +97,8 @@ class ReplicatedRows(SingleRank):
         return Residual(streams, Update(y, post, comb))
 
     def expert_rows(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
-        """Each pair from the rank that holds its expert; every rank has the shared one. Of split
-        experts a rank has all pairs, and a range of the columns of their sum."""
+        """Each pair comes from the rank that holds its expert; every rank has the shared expert.
+        With split experts, a rank has all pairs but only a range of their sum's columns."""
         if self.layout.split_experts:
             shared = self.own_columns(shared_expert(x, by))  # first: both use one workspace
             parts = split_experts(x, chosen, weights, by, self.all_columns)
@@ -112,7 +111,7 @@ class ReplicatedRows(SingleRank):
         return sum_experts(pairs.unsqueeze(2), made.shared(), x.dtype)
 
     def from_owners(self, pairs: Tensor, chosen: Tensor) -> Tensor:
-        """`[ranks, rows, chosen, size]` -> each pair as computed by the rank of its expert."""
+        """`[ranks, rows, chosen, size]` -> each pair from the rank that holds its expert."""
         owners = torch.div(chosen.clamp(min=0), len(self.held), rounding_mode="floor")
         return pairs.gather(0, owners[None, :, :, None].expand(1, *pairs.shape[1:]))[0]
 
@@ -121,7 +120,7 @@ class ReplicatedRows(SingleRank):
         return self.gather(x).transpose(0, 1).reshape(x.shape[0], -1)
 
     def own_columns(self, x: Tensor) -> Tensor:
-        """This rank's range of them."""
+        """This rank's range of columns."""
         return x.chunk(self.layout.tp, 1)[self.layout.tp_rank].contiguous()
 
     def gather(self, x: Tensor) -> Tensor:
@@ -180,14 +179,14 @@ class ShardedRows(ReplicatedRows):
 
 
 class Exchange:
-    """A rank's exchange with others: how a step shares its layers, what lies between stages."""
+    """A rank's exchange with the others: inside a step's layers, and between stages."""
 
     def __init__(
         self, layout: RankLayout, comm: Comm, config: ModelConfig, rows_from: int = ROWS_FROM
     ) -> None:
         self.layout, self.comm, self.config = layout, comm, config
         self.rows_from = rows_from
-        self.expert_load: Tensor | None = None  # see `own_experts`; of steps with few rows
+        self.expert_load: Tensor | None = None  # see `own_experts`; only in steps with few rows
 
     def sharing(self, num_rows: int) -> SingleRank:
         if self.layout.tp == 1:
@@ -197,7 +196,7 @@ class Exchange:
         return ShardedRows(self.layout, self.comm, self.config, num_rows)
 
     def logits(self, hidden: Tensor, head: Weight) -> Tensor:
-        """fp32 `[rows, vocabulary]`, each rank's part of it beside the others'."""
+        """fp32 `[rows, vocabulary]`, the ranks' parts concatenated."""
         part = linear(hidden, head, torch.float32)
         if self.layout.tp == 1:
             return part

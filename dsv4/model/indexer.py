@@ -31,8 +31,8 @@ class Indexer:
         step: StepInputs,
         state: CsaState,
     ) -> tuple[Queries, Tensor]:
-        """Attention queries, index queries `[tokens, heads * dim]` and the index head weights
-        (fp32), all as projected -> the attention queries, possibly prepared, and the selection."""
+        """Projected attention queries, index queries `[tokens, heads * dim]` and index head weights
+        (fp32) -> the attention queries, possibly prepared, and the selection."""
         queries, index_q, weights = prepare_queries(
             queries,
             index_q.view(index_q.shape[0], self.num_heads, -1),

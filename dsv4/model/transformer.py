@@ -3,7 +3,7 @@
 The residual is `hc_mult` streams per token. Before each half-block they are collapsed into one
 normalised row; after it, its result is spread over the streams. The update after one half-block
 and the collapse before the next are one op (`mhc_boundary`). With 4- or 8-bit activations this op
-is fused with its consumer, so that the row is quantised where it is computed.
+is fused with its consumer, so the row is quantised where it is computed.
 """
 
 import copy
@@ -35,7 +35,7 @@ class Block:
     def __init__(
         self, config: ModelConfig, ratio: int, weights: Weights, layout: RankLayout, *, hashed: bool
     ) -> None:
-        """`hashed`: its experts are chosen by the token, not by a router."""
+        """`hashed`: the token id chooses the experts, not a router."""
         self.attention_site = mix_site(config, weights, "hc_attn", "attn_norm")
         self.attention = Attention(config, ratio, weights.under("attn."), layout)
         self.ffn_site = mix_site(config, weights, "hc_ffn", "ffn_norm")
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True)
 class DraftTaps:
-    """What a drafter reads of the rows of a step: the output streams of some blocks."""
+    """What a drafter reads from a step: the output streams of some blocks."""
 
     layers: tuple[int, ...]
     rows: Tensor  # [rows, streams, size]; `means`: [rows, layers, size], means over the streams
@@ -74,7 +74,7 @@ class DraftTaps:
                 self.rows[: len(streams)].copy_(streams)
 
     def of_last(self, num_layers: int) -> "DraftTaps":
-        """For a model of so few layers that it has none of these."""
+        """For a model with too few layers to have these: taps its last layer instead."""
         return replace(self, layers=(num_layers - 1,) * len(self.layers))
 
 
@@ -86,8 +86,7 @@ class Transformer:
         dtype: torch.dtype,
         exchange: Exchange | None = None,
     ) -> None:
-        """`table`: every parameter of this rank under its canonical name; `dtype`: of the
-        activations."""
+        """`table`: this rank's parameters by canonical name; `dtype`: the activations' dtype."""
         self.exchange = exchange or Exchange(RankLayout(), SingleRankComm(), config)
         layout = self.exchange.layout
         layout.check(config)
@@ -128,9 +127,9 @@ class Transformer:
     def __call__(
         self, step: StepInputs, state: Sequence[LayerState], taps: DraftTaps | None = None
     ) -> Tensor:
-        """fp32 logits `[logits_rows, vocabulary]`; `state` grows by the step's tokens. Of several
-        ranks the first has them, and those of the last stage; the others have no rows. `taps`:
-        written for a drafter; only on one rank."""
+        """fp32 logits `[logits_rows, vocabulary]`; adds the step's tokens to `state`. With several
+        ranks, rank 0 and the last stage get the logits; the others get no rows. `taps`: filled for
+        a drafter; single rank only."""
         logits, layout = self.run_stage(step, state, taps), self.exchange.layout
         if layout.rank == 0 and layout.pp > 1:
             rows = step.token_ids if step.logits_rows is None else step.logits_rows
@@ -141,8 +140,8 @@ class Transformer:
     def run_stage(
         self, step: StepInputs, state: Sequence[LayerState], taps: DraftTaps | None = None
     ) -> Tensor:
-        """This rank's part of a step: it does not wait for later stages. Logits of the last stage,
-        which sends them to rank 0; no rows on others."""
+        """This rank's part of a step, without waiting for later stages. The last stage returns the
+        logits and sends them to rank 0; other stages return no rows."""
         layout, sharing = self.exchange.layout, self.exchange.sharing(step.token_ids.shape[0])
         residual = Residual(self._streams(step, sharing))
         for layer, block in enumerate(self.blocks):
@@ -159,7 +158,7 @@ class Transformer:
         return logits
 
     def _streams(self, step: StepInputs, sharing: SingleRank) -> Tensor:
-        """Of the rows that this rank owns: embedded, or as the stage before left them."""
+        """Streams of this rank's own rows: embedded, or received from the previous stage."""
         token_ids, layout = sharing.own(step.token_ids), self.exchange.layout
         count, c = token_ids.shape[0], self.config
         if layout.is_first:
@@ -172,7 +171,7 @@ class Transformer:
 
 
 def _likeness(value: Any) -> Any:
-    """A key that is equal for two parts of the model that launch the same kernels."""
+    """A key that is equal for parts of the model that launch the same kernels."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride()
     if isinstance(value, PlacedExperts):

@@ -1,7 +1,7 @@
-"""Buffers between GPUs that write to each other's memory: how large each is. No torch.
+"""Sizes of the buffers between GPUs that write to each other's memory. No torch.
 
-One function for the plan and for the engine. A channel has two halves, used in turn; what does not
-fit a half is exchanged in several rounds.
+The plan and the engine use the same function. A channel has two halves, used in turn; data that
+does not fit a half is exchanged in several rounds.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from dsv4.config import ModelConfig
 from dsv4.parallel.layout import RankLayout, k_ranges
 
-ROWS_FROM = 64  # rows of a step from which ranks own rows; the bits are the same on both sides
-MOST_BYTES = 64 << 20  # of a half
+ROWS_FROM = 64  # ranks own rows in steps of at least this many; the bits are the same either way
+MOST_BYTES = 64 << 20  # per half
 ALIGNED = 256
-SHARED_BYTES = 256 << 10  # of each rank in the channel of all
+SHARED_BYTES = 256 << 10  # per rank, in the channel between all ranks
 
 
 @dataclass(frozen=True)
 class ChannelBytes:
-    """Of half a channel: inside a tensor group, from stage to stage, of the logits back to rank 0,
-    and between all ranks."""
+    """Bytes of half a channel: inside a tensor group, from stage to stage, for logits back to rank
+    0, and between all ranks."""
 
     tensor: int
     streams: int
@@ -26,7 +26,7 @@ class ChannelBytes:
     world: int
 
     def held(self, layout: RankLayout) -> int:
-        """Of both halves of every channel of a rank."""
+        """Bytes of all of a rank's channels, both halves."""
         ends = (0, layout.logits_rank)
         used = [self.world if layout.world > 1 else 0, self.tensor if layout.tp > 1 else 0]
         used += [0 if layout.is_first else self.streams, 0 if layout.is_last else self.streams]
@@ -37,8 +37,8 @@ class ChannelBytes:
 def channel_bytes(
     config: ModelConfig, layout: RankLayout, chunk_tokens: int, max_sequences: int
 ) -> ChannelBytes:
-    """For steps of so many prompt tokens and sequences. Sums over ranges of K need one round. So do
-    logits: the last stage must never wait for rank 0, which may be sending it the next step."""
+    """For steps this large. Sums over ranges of K take one round. So do logits: the last stage must
+    never wait for rank 0, which may be sending it the next step."""
     c, tp, width = config, layout.tp, config.hidden_size
     rows = chunk_tokens + max_sequences - 1
     logits = max_sequences * c.vocab_size * 4

@@ -1,10 +1,10 @@
 """How ranks hand tensors to each other. Nothing here adds: no sum ever crosses ranks.
 
-A rank sends finished rows or partial sums; the receiver adds them in a fixed order. So results do
-not depend on how a library would have reduced them, nor on the number of ranks.
+A rank sends finished rows or partial sums; the receiver adds them in a fixed order. So results
+depend neither on a library's reduction order nor on the number of ranks.
 
-`gather` and `exchange` are calls of a whole tensor group, in the same order on each of its ranks;
-`send` and `receive` are between two ranks of the world. Tensors travel as bytes.
+`gather` and `exchange` are collective: all ranks of a tensor group call them in the same order.
+`send` and `receive` are between any two ranks. Tensors travel as bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from dsv4.parallel.layout import RankLayout
 
 
 class Pushes(Protocol):
-    """Exchanges of a tensor group that also add up what arrives, in one launch each: for ranks
-    whose memory the others can write."""
+    """Exchanges inside a tensor group that also sum what arrives, in one launch each, for ranks
+    that can write to each other's memory."""
 
     def to_owners(self, x: Tensor, per_owner: int) -> Tensor:
         """Row t of `x` `[rows, width]` to rank `t // per_owner` -> `[own rows, ranks * width]`."""
@@ -31,8 +31,8 @@ class Pushes(Protocol):
     def sum_pairs(
         self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
     ) -> Tensor:
-        """`parts` fp32 `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
-        -> sums of the owned rows (None: of all). `shared`: of these rows; None: the last place."""
+        """`parts` fp32 `[rows, places, ranges, size]`, for pairs with `experts` >= 0 -> sums of the
+        owned rows (`per_owner` None: all). `shared`: for these rows; None: the last place."""
         ...
 
 
@@ -54,7 +54,7 @@ class Comm(Protocol):
     def exchange(
         self, out: Tensor, x: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> None:
-        """`sent[i]` rows of `x`, in order, go to place i; `out` has `received[i]` rows of it."""
+        """`sent[i]` rows of `x`, in order, go to place i; `out` gets `received[i]` rows from it."""
         ...
 
     def send(self, x: Tensor, to: int) -> None: ...
@@ -62,14 +62,14 @@ class Comm(Protocol):
     def receive(self, out: Tensor, source: int) -> None: ...
 
     def receive_logits(self, out: Tensor) -> Callable[[], None]:
-        """On rank 0, of the last stage: begin; the call returned ends it. So the last stage need
-        not wait for rank 0, which may be sending the next step. They arrive in order."""
+        """On rank 0: start receiving from the last stage; the returned call finishes. So the last
+        stage need not wait for rank 0, which may be sending the next step. They arrive in order."""
         ...
 
     def send_logits(self, x: Tensor) -> None: ...
 
     def share(self, x: Tensor) -> None:
-        """Rank 0's `x` on every rank of the world."""
+        """Copy rank 0's `x` to every rank."""
         ...
 
 
@@ -103,7 +103,7 @@ class SingleRankComm:
 
 
 def share_by_mail(comm: Comm, layout: RankLayout, x: Tensor) -> None:
-    """`share` of a back end that has nothing better."""
+    """`share` for back ends that have nothing better."""
     if layout.rank:
         comm.receive(x, 0)
         return
@@ -112,6 +112,6 @@ def share_by_mail(comm: Comm, layout: RankLayout, x: Tensor) -> None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory, one byte after the other: back ends do not know all dtypes."""
+    """The same memory as flat bytes: back ends do not support all dtypes."""
     assert x.is_contiguous(), "only contiguous tensors travel"
     return x.view(-1).view(torch.uint8)

@@ -1,12 +1,12 @@
-"""What rank 0 tells the other ranks, and what they answer: JSON behind its length, then bytes.
+"""Messages between rank 0 and the other ranks: length-prefixed JSON, then bytes.
 
-Rank 0 alone schedules, allocates pages and samples. A *command* is complete: a step is the line of
-integers that describes it to the device, so a rank that follows decides nothing. Commands are
-numbered; one that is missing or repeated is refused. No torch, no pickle.
+Only rank 0 schedules, allocates pages and samples. A *command* is complete: a step is the line of
+integers that describes it to the device, so other ranks decide nothing. Commands are numbered; a
+missing or repeated one is refused. No torch, no pickle.
 
-    to a rank     load, connect, then commands, ping between them
+    to a rank     load, connect, then commands with pings in between
     from a rank   progress, loaded, ready, done N, failed N, pong N (N: the last command finished);
-                  done of a check has a sum
+                  the done of a check carries a sum
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from dsv4.errors import RankError
 
 LENGTH_BYTES = 4
 MAX_HEADER, MAX_LINE = 1 << 24, 1 << 30
-# command -> how many numbers it has; None: as many as the line needs
+# command -> how many numbers it takes; None: depends on the line
 COMMANDS: dict[str, int | None] = {
     # tokens, sequences, context, one_each, scored, width; line: step line, then (place, page) pairs
     "step": 6,
@@ -54,7 +54,7 @@ class Command:
 
     @classmethod
     def from_message(cls, message: Message, line: bytes, expected: int) -> "Command":
-        """Refuses what no rank 0 of this version sends; `expected` is the next number."""
+        """Refuse anything this version's rank 0 never sends; `expected` is the next number."""
         kind, number, numbers = message.get("kind"), message.get("n"), message.get("numbers")
         if kind not in COMMANDS:
             raise RankError(f"found the command {kind!r}, expected one of {', '.join(COMMANDS)}")
@@ -90,7 +90,7 @@ class Link:
             self._connection.sendall(len(header).to_bytes(LENGTH_BYTES, "big") + header + line)
 
     def try_send(self, message: Message) -> None:
-        """Unless that would have to wait: a rank that hangs must not hold up its watch."""
+        """Send unless that would block: a rank that hangs must not hold up its watch."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -124,7 +124,7 @@ class Link:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the other end may be gone
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a reading thread
         self._connection.close()
 
     def _read(self, size: int) -> bytes | None:

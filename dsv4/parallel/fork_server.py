@@ -1,9 +1,9 @@
-"""Starts ranks: a process that has imported torch once and forks a rank for each one asked for.
+"""Starts ranks: a process that has imported torch once and forks a rank for each request.
 
     python -m dsv4.parallel.fork_server FD MODULE
 
-A fresh interpreter needs seconds to import torch; a fork has it. MODULE defines `main(socket) ->
-int`. When the socket FD closes, the asking process is gone: all ranks are killed and this process
+A fresh interpreter takes seconds to import torch; a fork has it. MODULE defines `main(socket) ->
+int`. When the socket FD closes, the client process is gone: all ranks are killed and this process
 ends, so nothing is left behind. No torch here: MODULE imports it.
 """
 
@@ -28,7 +28,7 @@ START_SECONDS = 120.0  # to import torch on a busy machine
 
 
 class ForkServer:
-    """The asking side. One for each module and process, kept for the next engine."""
+    """The client side. One per module and process, kept for the next engine."""
 
     _known: ClassVar[dict[tuple[int, str], "ForkServer"]] = {}
     _lock = threading.Lock()
@@ -62,7 +62,7 @@ class ForkServer:
             return found
 
     def start(self, count: int, timeout: float) -> tuple[list[int], list[socket.socket]]:
-        """So many ranks: their process ids and our ends of their sockets."""
+        """Start `count` ranks; returns their process ids and our ends of their sockets."""
         pairs = [socket.socketpair() for _ in range(count)]
         try:
             pids = self.start_on([theirs for _, theirs in pairs], timeout)
@@ -73,8 +73,8 @@ class ForkServer:
         return pids, [ours for ours, _ in pairs]
 
     def start_on(self, connections: Sequence[socket.socket], timeout: float) -> list[int]:
-        """A rank for each connection, which is then closed here: their process ids."""
-        with ForkServer._lock:  # answers come in the order of questions
+        """Start a rank for each connection, then close it here; returns the process ids."""
+        with ForkServer._lock:  # answers come in the order of requests
             before = len(self._started)
             try:
                 data = json.dumps({"start": len(connections)}).encode()
@@ -99,7 +99,7 @@ class ForkServer:
             return self._ended.get(pid)
 
     def kill(self, pids: list[int]) -> None:
-        with contextlib.suppress(OSError):  # gone: then so are they
+        with contextlib.suppress(OSError):  # if it is gone, so are they
             self._control.send(json.dumps({"kill": pids}).encode())
 
     def _listen(self) -> None:
@@ -121,7 +121,7 @@ class ForkServer:
 
 
 def serve(control: socket.socket, module: str) -> None:
-    """The loop of the fork server itself; returns when the asking process is gone."""
+    """The fork server's own loop; returns when the client process is gone."""
     follow = importlib.import_module(module).main
     children: set[int] = set()
     while True:
@@ -176,7 +176,7 @@ def _fork(
 
 
 def main(arguments: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client process decides when to end
     with socket.socket(fileno=int(arguments[1])) as control, contextlib.suppress(BrokenPipeError):
         serve(control, arguments[2])
     return 0

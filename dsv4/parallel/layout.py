@@ -17,8 +17,8 @@ MOST_TP = 8  # ranks of a tensor group: more would span nodes and cut the shared
 
 @dataclass(frozen=True)
 class RankLayout:
-    """`stages`: the layers of each stage, by `balance`; with one stage none are needed.
-    `split_experts`: of every expert a range, instead of whole ones."""
+    """`stages`: the layers of each stage, from `balance`; not needed for a single stage.
+    `split_experts`: a rank has a range of every expert instead of whole experts."""
 
     tp: int = 1
     pp: int = 1
@@ -54,12 +54,12 @@ class RankLayout:
 
     @property
     def is_first(self) -> bool:
-        """Of the stages: it embeds."""
+        """In the first stage, which has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Of the stages: it has the head."""
+        """In the last stage, which has the head."""
         return self.stage == self.pp - 1
 
     @property
@@ -69,7 +69,7 @@ class RankLayout:
 
     @property
     def logits_rank(self) -> int:
-        """Sends the logits to rank 0, which samples."""
+        """The rank that sends the logits to rank 0, which samples."""
         return (self.pp - 1) * self.tp
 
     def heads(self, config: ModelConfig) -> range:
@@ -83,15 +83,15 @@ class RankLayout:
         return range(config.num_experts) if self.split_experts else self._share(config.num_experts)
 
     def inner(self, config: ModelConfig) -> range | None:
-        """Of split experts the rows of W1 and W3; None: all."""
+        """The rows of W1 and W3 if experts are split; None: all."""
         return self._share(config.moe_intermediate_size) if self.split_experts else None
 
     def outer(self, config: ModelConfig) -> range | None:
-        """Of split experts the rows of W2; None: all."""
+        """The rows of W2 if experts are split; None: all."""
         return self._share(config.hidden_size) if self.split_experts else None
 
     def vocab(self, config: ModelConfig) -> range:
-        """Equal shares, the last may be shorter."""
+        """Equal shares; the last may be shorter."""
         share = -(-config.vocab_size // self.tp)
         stop = min((self.tp_rank + 1) * share, config.vocab_size)
         return range(min(self.tp_rank * share, stop), stop)
@@ -100,7 +100,7 @@ class RankLayout:
         return self.stages[self.stage] if self.pp > 1 else range(config.num_layers)
 
     def rows(self, num_rows: int) -> range:
-        """The rows of a step that this rank owns where each has its own."""
+        """The rows that this rank owns in steps where ranks own rows."""
         share = -(-num_rows // self.tp)
         stop = min((self.tp_rank + 1) * share, num_rows)
         return range(min(self.tp_rank * share, stop), stop)
@@ -110,7 +110,7 @@ class RankLayout:
         return [len(replace(self, rank=rank).rows(num_rows)) for rank in self.group]
 
     def check(self, config: ModelConfig) -> None:
-        """Refuse a model that cannot be laid out so."""
+        """Refuse a model that this layout does not fit."""
         most = k_ranges(config)
         allowed = [n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0]
         if self.tp not in allowed:
@@ -140,13 +140,13 @@ class RankLayout:
 
 
 def k_ranges(config: ModelConfig) -> int:
-    """Ranges of K in which `wo_b` is summed at every tp: each is one or more output groups."""
+    """How many ranges of K `wo_b` is summed in, at any tp; each is one or more output groups."""
     return gcd(config.o_groups, MOST_TP)
 
 
 def balance(costs: Sequence[int], pp: int, first: int = 0, last: int = 0) -> tuple[range, ...]:
-    """Consecutive layers for each stage so that the dearest stage is cheapest. `costs`: of each
-    layer; `first` and `last`: what the first stage (embedding) and the last (head) have besides."""
+    """Split the layers into consecutive stages, minimising the cost of the most expensive one.
+    `costs`: per layer; `first`, `last`: extra for the first (embedding) and last (head) stage."""
     count = len(costs)
     if not 1 <= pp <= count:
         raise OptionError(f"pp is {pp}, expected 1 to {count}, the model's layers")
@@ -158,7 +158,7 @@ def balance(costs: Sequence[int], pp: int, first: int = 0, last: int = 0) -> tup
         extra = (first if stage == 0 else 0) + (last if stage == pp - 1 else 0)
         return sums[stop] - sums[start] + extra
 
-    # best[n]: the dearest stage when the stages so far have the first n layers, and their ends
+    # best[n]: for the first n layers in the stages so far, the highest stage cost and the ends
     best: dict[int, tuple[int, tuple[int, ...]]] = {
         n: (cost_of(0, n, 0), (n,)) for n in range(1, count - pp + 2)
     }

@@ -1,12 +1,12 @@
-"""Ranks on other machines: they connect to rank 0's node and run there like local ones. No torch.
+"""Ranks on other machines: they connect to rank 0's node and then act like local ones. No torch.
 
-    node 0    Head listens at HOST:PORT; start of the engine waits for the nodes
+    node 0    Head listens at HOST:PORT; the engine waits for the nodes before it starts
     node K    `join` connects: one connection for the node, then one for each of its ranks
 
 Both ends prove that they know the shared key before anything else is read: a challenge each way.
-After that a rank's connection is its link, handed to the process that the fork server makes. The
-node's own connection tells how its ranks ended, and to kill them. Nothing is encrypted: use a
-private network.
+Then a rank's connection becomes its link, handed to the process that the fork server starts. The
+node's own connection reports how its ranks ended and carries requests to kill them. Nothing is
+encrypted: use a private network.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ LEAST_KEY = 16  # characters
 NONCE = 32
 HANDSHAKE_SECONDS = 10.0
 RETRY_SECONDS = 0.5
-TELL_SECONDS = 10.0  # between two lines about who is missing
+TELL_SECONDS = 10.0  # between two log lines about missing nodes
 
 
 def cluster_key() -> bytes:
@@ -70,7 +70,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Small messages leave at once; a node whose link broke is noticed within 15 s."""
+    """Small messages leave immediately; a broken link is noticed within 15 s."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
@@ -92,7 +92,7 @@ def greet(connection: socket.socket, key: bytes) -> None:
 
 
 def connect_to(address: tuple[str, int], key: bytes) -> socket.socket:
-    """The node's side. The head closes the connection if it knows another key."""
+    """The node's side. The head closes the connection if its key differs."""
     connection = socket.create_connection(address, HANDSHAKE_SECONDS)
     try:
         theirs, ours = _read(connection, NONCE), secrets.token_bytes(NONCE)
@@ -115,7 +115,7 @@ def connect_to(address: tuple[str, int], key: bytes) -> socket.socket:
 
 @dataclass
 class RemoteNode:
-    """A node that has come; to the team it is like a `ForkServer`."""
+    """A node that has connected; the team treats it like a `ForkServer`."""
 
     number: int
     link: Link
@@ -133,11 +133,11 @@ class RemoteNode:
             return self.ended.get(pid)
 
     def kill(self, pids: list[int]) -> None:
-        with contextlib.suppress(OSError):  # gone: it kills its ranks itself
+        with contextlib.suppress(OSError):  # if it is gone, it kills its ranks itself
             self.link.send({"kind": "kill", "pids": pids})
 
     def end(self, *, in_order: bool) -> None:
-        """The engine was closed: `join` ends there, too. After a failure it waits for the next."""
+        """`in_order`: the engine was closed and `join` ends too; else it waits for the next one."""
         if in_order:
             with contextlib.suppress(OSError):
                 self.link.send({"kind": "end"})
@@ -179,7 +179,7 @@ class Head:
         return address_of(address)[0]
 
     def wait(self, nodes: int, ranks_each: int, timeout: float) -> list[RemoteNode]:
-        """Nodes 1 to `nodes` - 1, when all their ranks have connected."""
+        """Nodes 1 to `nodes` - 1, once all their ranks have connected."""
         begin, told = time.monotonic(), -TELL_SECONDS
         where = f"{self.host}:{self.port}"
         try:
@@ -212,7 +212,7 @@ class Head:
             return node is not None and len(node.connections) == len(node.pids) == ranks_each
 
         for number, node in list(self._nodes.items()):
-            if node.is_gone:  # it may come again
+            if node.is_gone:  # it may reconnect
                 del self._nodes[number]
         return [n for n in range(1, nodes) if not is_complete(self._nodes.get(n))]
 
@@ -236,7 +236,7 @@ class Head:
     def _take(
         self, hello: Message, connection: socket.socket, link: Link, nodes: int, ranks_each: int
     ) -> str | None:
-        """Why a connection is refused, if it is."""
+        """Accept a connection, or return why it is refused."""
         number, version = hello["node"], hello["version"]
         if version != self._version:
             return f"node {number} has dsv4 {version}, the head {self._version}; use the same"
@@ -259,18 +259,18 @@ class Head:
 
 @dataclass(frozen=True)
 class Joining:
-    """What a node needs to take part."""
+    """What a node needs in order to join."""
 
     head: tuple[str, int]
     node: int
-    module: str  # whose `main` a rank runs
+    module: str  # a rank runs its `main`
     version: str
     model: str | None = None
-    timeout: float = 600.0  # to reach the head, at start and after it was restarted
+    timeout: float = 600.0  # to reach the head, at start and after it restarts
 
 
 def join(by: Joining, tell: Callable[[str], None]) -> None:
-    """Run this node's ranks until the head's engine is closed; comes back when it restarts."""
+    """Run this node's ranks until the head's engine is closed; reconnects if the head restarts."""
     key = cluster_key()
     while True:
         control = _reach(by, key, tell)
@@ -300,7 +300,7 @@ def _reach(by: Joining, key: bytes, tell: Callable[[str], None]) -> socket.socke
 
 
 def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str], None]) -> bool:
-    """One engine's life: True when it was closed in good order."""
+    """Serve one engine; True if it was closed in good order."""
     link = Link(control)
     address = control.getsockname()[0]
     hello = {"node": by.node, "version": by.version, "address": address, "model": by.model}
@@ -335,7 +335,7 @@ def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str]
                 if status is not None:
                     running.remove(pid)
                     link.send({"kind": "ended", "pid": pid, "status": status})
-        if not running:  # how the engine goes on is said by the head
+        if not running:  # the head says how the engine goes on
             while (found := link.receive()) is not None:
                 if found[0]["kind"] == "end":
                     in_order = True

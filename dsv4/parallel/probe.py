@@ -1,4 +1,4 @@
-"""Patterns that ranks send each other: do they arrive as they were sent, and how fast?"""
+"""Ranks send each other patterns: do they arrive intact, and how fast?"""
 
 import time
 
@@ -18,8 +18,8 @@ def pattern(rank: int, turn: int, nbytes: int, device: torch.device) -> Tensor:
 def probe(
     comm: Comm, layout: RankLayout, nbytes: int, turns: int, device: torch.device
 ) -> tuple[float, float]:
-    """Called by all ranks at once. Seconds of a gather inside the tensor group and of a message to
-    the next stage (0 where there is none); a wrong byte is a `RankError` that names its sender."""
+    """All ranks call this together. Seconds for a gather in the tensor group and for a message to
+    the next stage (0 if there is none); a wrong byte raises a `RankError` naming its sender."""
     first, tp = layout.stage * layout.tp, layout.tp
     out = torch.empty(tp, nbytes, dtype=torch.uint8, device=device)
     gather = send = 0.0

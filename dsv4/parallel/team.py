@@ -1,9 +1,9 @@
-"""Rank 0's side of the other ranks: commands out, signs of life in, the end of all if one fails.
+"""How rank 0 drives the other ranks: commands out, signs of life in, and if one fails, all end.
 
-A thread watches. A rank that ends, that gives no sign of life for `timeout` seconds, that fails
-alone, or a command that is not finished in that time: the first cause is kept, all ranks are
-killed, and every call from then on raises it as a `RankError`. Killing them also ends whatever rank
-0 is waiting for, because their connections close.
+A thread watches for a rank that ends, fails alone or gives no sign of life for `timeout` seconds,
+and for a command that does not finish in time. It keeps the first cause and kills all ranks; every
+later call raises that cause as a `RankError`. Killing the ranks closes their connections, which
+also ends whatever rank 0 is waiting for.
 """
 
 import select
@@ -22,12 +22,12 @@ from dsv4.parallel.commands import Command, Link, Message
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
 from dsv4.parallel.nodes import RemoteNode
 
-GRACE_SECONDS = 2.0  # in which ranks that fail alike have all said so
+GRACE_SECONDS = 2.0  # for all ranks to report the same failure
 END_SECONDS = 5.0
 
 
 class Home(Protocol):
-    """Where ranks are processes: a `ForkServer` here, or another node."""
+    """Where rank processes run: a `ForkServer` here, or another node."""
 
     def status(self, pid: int, timeout: float) -> int | None: ...
 
@@ -36,18 +36,18 @@ class Home(Protocol):
 
 @dataclass
 class Member:
-    """A rank beside rank 0, started and not yet told anything."""
+    """A rank other than 0, started but not yet told anything."""
 
     pid: int
     connection: socket.socket
     home: Home
     node: int = 0
-    address: str = ""  # as other ranks reach it; none: like rank 0
-    model: str | None = None  # where its node has the files, if not where rank 0 has them
+    address: str = ""  # where other ranks reach it; empty: same as rank 0
+    model: str | None = None  # its node's path to the files, if not rank 0's
 
 
 def start_members(count: int, module: str) -> list[Member]:
-    """Ranks on this machine, each runs `main` of `module`."""
+    """Start ranks on this machine; each runs `main` of `module`."""
     server = ForkServer.of(module)
     pids, sockets = server.start(count, START_SECONDS)
     return [Member(pid, end, server) for pid, end in zip(pids, sockets, strict=True)]
@@ -71,7 +71,7 @@ class _Rank:
 
 class Team:
     def __init__(self, members: Sequence[Member], timeout: float, tp: int = 1) -> None:
-        """`members`: ranks 1 and on. The state of `tp` adjacent ranks has the same bytes."""
+        """`members`: ranks 1 and up. Every `tp` adjacent ranks have byte-identical state."""
         self.timeout, self._tp = timeout, tp
         self._ranks = [_Rank(i + 1, m, Link(m.connection)) for i, m in enumerate(members)]
         self._sent = 0
@@ -100,7 +100,7 @@ class Team:
         return self._failure
 
     def report(self) -> tuple[dict[str, float], ...]:
-        """Of each rank: seconds since it said anything, and commands that it has not finished."""
+        """For each rank: seconds since its last message, and the number of unfinished commands."""
         now = time.monotonic()
         return tuple(
             {
@@ -116,13 +116,13 @@ class Team:
     # --- what rank 0 says ---------------------------------------------------------------------
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """One message for each rank, before there are commands."""
+        """Send each rank its own message, before the first command."""
         self.check()
         for rank, message in zip(self._ranks, messages, strict=True):
             self._send(rank, message)
 
     def command(self, kind: str, numbers: Sequence[int] = (), line: bytes = b"") -> None:
-        """The same command to all, numbered."""
+        """Send the same numbered command to all ranks."""
         self.check()
         self._sent += 1
         self._sent_at = time.monotonic()
@@ -131,7 +131,7 @@ class Team:
             self._send(rank, *message)
 
     def wait_for(self, kind: str, progress: Callable[[], None] | None = None) -> list[Message]:
-        """Until each rank has said `kind`. There is no limit while any of them says something."""
+        """Wait until each rank has said `kind`; no limit while any of them says something."""
         with self._changed:
             while not all(kind in rank.said for rank in self._ranks):
                 self.check()
@@ -154,8 +154,8 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Rank 0's own part of the newest command. If it fails, either all ranks failed alike and
-        go on, or none can."""
+        """Runs rank 0's own part of the newest command. If it fails, either all ranks failed alike
+        and go on, or none can."""
         try:
             yield
         except Exception as error:
@@ -167,7 +167,7 @@ class Team:
             raise
 
     def _settle(self, error: Exception) -> None:
-        """Rank 0 has failed: returns if the others did alike, else raises why all ranks end."""
+        """Rank 0 failed: returns if the others failed alike, else raises why all ranks end."""
         text = describe(error)
         with self._changed:
             self._own_failure = self._sent
@@ -185,7 +185,7 @@ class Team:
             raise self._failure
 
     def close(self) -> None:
-        """End all ranks; those that do not are killed."""
+        """End all ranks; kill those that do not end."""
         if self._is_closed:
             return
         with self._changed:
@@ -216,7 +216,7 @@ class Team:
     # --- the watch ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Reads what ranks say, pings them, and notices what they do not say."""
+        """Reads the ranks' messages, pings them, and notices silence and delays."""
         turn, pinged = max(0.05, min(1.0, self.timeout / 8)), 0.0
         last = time.monotonic()
         while not self._is_closed and self._failure is None:
@@ -230,7 +230,7 @@ class Team:
                         self._take(rank)
                 self._changed.notify_all()
                 now = time.monotonic()
-                if now - last > self.timeout / 2 + turn:  # this process itself stood still
+                if now - last > self.timeout / 2 + turn:  # this process itself was stalled
                     for rank in self._ranks:
                         rank.heard = now
                     self._sent_at = now
@@ -271,7 +271,7 @@ class Team:
                 self._fail(f"rank {rank.number} cannot start: {message['error']}")
 
     def _take_sum(self, command: int, rank: int, checksum: int) -> None:
-        """When all have answered, each tensor group must agree; else who differs is named."""
+        """Once all have answered, each tensor group must agree; the failure names who differs."""
         sums = self._sums.setdefault(command, {})
         sums[rank] = checksum
         if len(sums) <= len(self._ranks):

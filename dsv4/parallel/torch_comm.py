@@ -12,9 +12,9 @@ from dsv4.parallel.layout import RankLayout
 
 
 class TorchComm:
-    """Over torch's process groups: `world` of all ranks, `group` of this one's stage, `logits` of
-    rank 0 and the one that sends it logits. That is a group of its own, because NCCL brings what a
-    group sends and receives in one order: logits would wait for the streams of the next step."""
+    """Process groups: `world` has all ranks, `group` this rank's stage, `logits` rank 0 and the
+    rank that sends it logits. Logits have their own group because NCCL keeps a group's sends and
+    receives in order: logits would wait for the streams of the next step."""
 
     pushes = error = None
 
@@ -25,8 +25,8 @@ class TorchComm:
     def gloo(
         cls, layout: RankLayout, store: Any, timeout: float, address: str = "127.0.0.1"
     ) -> "TorchComm":
-        """On CPUs of one machine. The groups belong to this object alone: a program's own use of
-        torch.distributed is untouched. Connections are made here, over the loopback address."""
+        """On the CPUs of one machine. The groups belong to this object alone: a program's own use
+        of torch.distributed is untouched. Connects here, over the loopback address."""
 
         distributed: Any = torch.distributed  # these classes have no types
         gloo = distributed.ProcessGroupGloo
@@ -43,8 +43,8 @@ class TorchComm:
     def nccl(
         cls, layout: RankLayout, store: Any, device: torch.device, timeout: float
     ) -> "TorchComm":
-        """On GPUs that do not see each other's memory, or of several nodes. Every communicator is
-        made here: one that begins in a captured step, or in a step at all, can hang."""
+        """On GPUs that cannot access each other's memory, or on several nodes. Creates every
+        communicator here: one that starts during a step, captured or not, can hang."""
         distributed: Any = torch.distributed
 
         def group(name: str, rank: int, size: int) -> Any:
@@ -94,7 +94,7 @@ class TorchComm:
 
 
 def _groups(layout: RankLayout, make: Callable[[str, int, int], Any]) -> tuple[Any, Any, Any]:
-    """Made in one order on all ranks, so none waits for another in a circle."""
+    """Created in the same order on all ranks, so they cannot deadlock."""
     world = make("world", layout.rank, layout.world)
     stage = make(f"stage {layout.stage}", layout.tp_rank, layout.tp)
     ends, logits = (0, layout.logits_rank), None

@@ -52,7 +52,7 @@ class Matcher:
         return None if self.is_stuck else self._words[0]
 
     def allowed(self, drafts: list[int]) -> list[int]:
-        """The first drafts, as many as the guide can follow; the answer's position stays."""
+        """The leading drafts that the guide accepts; the answer's position does not change."""
         found: list[int] = []
         num_tried, is_active = 0, self._is_active
         for token in drafts:

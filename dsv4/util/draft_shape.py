@@ -1,4 +1,4 @@
-"""What config.json says about draft blocks beyond what it says about all blocks."""
+"""The values in config.json that only draft blocks have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dsv4.errors import ConfigError
 @dataclass(frozen=True)
 class DSparkShape:
     block: int = 5  # rows that are drafted together
-    noise_id: int = 128799  # the token of those whose own is not known
+    noise_id: int = 128799  # the token of rows whose own is not known
     targets: tuple[int, ...] = (40, 41, 42)  # backbone blocks whose output they read
     rank: int = 256  # of the Markov head
 
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def read_drafter(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig. Values that no block can have are found when the blocks are made:
+    """Fields of ModelConfig. Impossible values are refused only when the blocks are built, because
     answers need no drafts."""
     if "dspark_block_size" not in data:
         return {"draft_kind": "mtp"}

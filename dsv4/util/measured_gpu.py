@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeasuredGpu:
-    name: str  # as the driver has it
+    name: str  # as the driver reports it
     architecture: int  # 90: sm_90
     memory_bytes: int
     read_gbs: float
@@ -19,13 +19,13 @@ class MeasuredGpu:
 
 
 def measured_file() -> Path:
-    """One for all GPUs, by name: a folder may be shared by several machines."""
+    """One file for all GPUs, keyed by name: machines may share the folder."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "dsv4" / "gpus.json"
 
 
 def load_measured() -> dict[str, MeasuredGpu]:
-    """By name; the newest last. A file that cannot be read is named in the log."""
+    """By name, newest last. An unreadable file is reported in the log."""
     path = measured_file()
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def load_measured() -> dict[str, MeasuredGpu]:
 
 
 def save_measured(gpu: MeasuredGpu) -> None:
-    """Keep these rates; a folder that cannot be written is named in the log."""
+    """Save these rates; a folder that cannot be written is reported in the log."""
     path, known = measured_file(), load_measured()
     known.pop(gpu.name, None)
     text = json.dumps([asdict(row) for row in (*known.values(), gpu)], indent=1)

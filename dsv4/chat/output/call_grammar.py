@@ -41,7 +41,7 @@ def answer_or_calls(guide: Guide, calls: "CallGrammar") -> Format:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """`tools`: those that may be called; with `is_strict` the arguments of all of them follow their
+    """`tools`: those that may be called; with `is_strict` the arguments of all tools follow their
     schemas, otherwise only those of strict tools."""
 
     tools: Sequence[Tool]
@@ -55,12 +55,12 @@ class CallGrammar:
         return _sequence(_text("\n\n<"), self._marker, self.after_marker())
 
     def after_marker(self) -> Format:
-        """A block behind its first marker."""
+        """A block after its first marker."""
         opening = _text(f"{self.dialect.block_tag}>\n<")
         return _sequence(opening, self._marker, self._invoke, self.after_quote())
 
     def after_quote(self) -> Format:
-        """A block from the name of its first call on."""
+        """A block from its first call's name onwards."""
         calls = [_or([self._call(tool) for tool in self.tools])]
         if self.is_parallel:
             further = _sequence(_text("\n<"), self._marker, self._invoke, *calls)
@@ -68,7 +68,7 @@ class CallGrammar:
         return _sequence(*calls, self._end())
 
     def after_name(self, tool: Tool) -> Format:
-        """The rest of a block whose first call has its name already."""
+        """The rest of a block after its first call's name."""
         parts = [self._parameters(tool), *self._close(f"{self.dialect.invoke_tag}>")]
         if self.is_parallel:
             further = _sequence(_text("\n<"), self._marker, self._invoke, self._call(tool))

@@ -198,7 +198,7 @@ class OutputParser:
         if self._mode == "block":
             assert self._block is not None
             if not self._block.retract():
-                self._route(marker)  # a value may speak about thinking
+                self._route(marker)  # a value may mention thinking
                 return
             self._after_block("")
         if self._mode == "reasoning" and marker == texts.THINK_CLOSE:
