@@ -19,7 +19,7 @@ from dsv4.config import ModelConfig
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    """Seven layers of all kinds, two of them hash-routed; `changes` override fields."""
+    """Seven layers covering all kinds, two of them hash-routed; `changes` override fields."""
     base = ModelConfig(
         vocab_size=97,
         hidden_size=64,
@@ -176,7 +176,7 @@ def _dspark_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def official_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Canonical weights under official names: experts one by one, gate and up apart."""
+    """Canonical weights under official names: experts one by one, gate and up separate."""
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         module, _, leaf = name.rpartition(".")

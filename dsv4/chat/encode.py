@@ -32,9 +32,9 @@ __all__ = ["Conversation", "Prompt", "encode_prompt"]
 class Conversation:
     """Everything that determines a prompt, already validated.
 
-    `at_server` holds the rules of a server: developer is system, every prompt ends in an open
-    assistant turn, tool results are checked. Without it the rules are those of the publisher's
-    encoder: the header is written only after a last user-like turn, and tasks are allowed.
+    `at_server` applies a server's rules: developer is system, every prompt ends in an open
+    assistant turn, tool results are checked. Without it the publisher's encoder sets the rules:
+    the header is written only after a last user-like turn, and tasks are allowed.
     """
 
     messages: tuple[Message, ...]

@@ -1,7 +1,7 @@
 """Validated reading of single values of a request.
 
-Every reader takes the path of its value (`messages[3].content`), so that each error names the place
-in the request to change.
+Every reader takes the path of its value (`messages[3].content`), so each error names the place in
+the request to change.
 """
 
 from collections.abc import Mapping, Sequence

@@ -77,7 +77,7 @@ def _pieces(info: TensorInfo, name: str) -> Iterator[tuple[str, int, TensorInfo]
     experts, rows, cols = info.shape
     parts = part_names(name)
     share = rows if rows == 1 else rows // len(parts)
-    size = info.nbytes // (experts * rows)  # of one row
+    size = info.nbytes // (experts * rows)  # bytes per row
     for expert in range(experts):
         for part, module in enumerate(parts):
             first = expert * rows + (0 if rows == 1 else part * share)

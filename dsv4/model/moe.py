@@ -38,6 +38,6 @@ class MoE:
             return sharing.experts(residual, site, token_ids, (self.gate, self.experts))
 
     def _around(self) -> AbstractContextManager[None]:
-        """Where experts are placed, a step may have brought some here for this layer."""
+        """With placed experts, a step may have staged some of this layer's in GPU buffers."""
         w13 = self.experts.w13
         return w13.table.around_layer() if isinstance(w13, PlacedExperts) else nullcontext()

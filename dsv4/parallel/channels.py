@@ -37,8 +37,8 @@ class ChannelBytes:
 def channel_bytes(
     config: ModelConfig, layout: RankLayout, chunk_tokens: int, max_sequences: int
 ) -> ChannelBytes:
-    """For steps this large. Sums over ranges of K take one round. So do logits: the last stage must
-    never wait for rank 0, which may be sending it the next step."""
+    """For steps of up to these sizes. Sums over ranges of K take one round. So do logits: the last
+    stage must never wait for rank 0, which may be sending it the next step."""
     c, tp, width = config, layout.tp, config.hidden_size
     rows = chunk_tokens + max_sequences - 1
     logits = max_sequences * c.vocab_size * 4

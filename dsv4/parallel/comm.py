@@ -62,7 +62,7 @@ class Comm(Protocol):
     def receive(self, out: Tensor, source: int) -> None: ...
 
     def receive_logits(self, out: Tensor) -> Callable[[], None]:
-        """On rank 0: start receiving from the last stage; the returned call finishes. So the last
+        """On rank 0: start receiving from the last stage; call the result to finish. So the last
         stage need not wait for rank 0, which may be sending the next step. They arrive in order."""
         ...
 

@@ -120,8 +120,8 @@ class RemoteNode:
     number: int
     link: Link
     address: str  # as other ranks reach it
-    model: str | None  # where it has the files, if it said so
-    connections: dict[int, socket.socket] = field(default_factory=dict)  # of its ranks, by place
+    model: str | None  # its path to the files, if it gave one
+    connections: dict[int, socket.socket] = field(default_factory=dict)  # its ranks', by place
     pids: list[int] = field(default_factory=list)
     ended: dict[int, int] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)

@@ -19,7 +19,7 @@ class SamplingRow:
     seed: int
     token_ids: Sequence[int]  # prompt, then output; grows
     num_prompt: int
-    mask: Tensor | None = None  # of a guide: bits of the allowed tokens, int32 words
+    mask: Tensor | None = None  # a guide's: bits of the allowed tokens, int32 words
 
     @property
     def flags(self) -> int:

@@ -12,7 +12,7 @@ class DSparkShape:
     block: int = 5  # rows that are drafted together
     noise_id: int = 128799  # the token of rows whose own is not known
     targets: tuple[int, ...] = (40, 41, 42)  # backbone blocks whose output they read
-    rank: int = 256  # of the Markov head
+    rank: int = 256  # the Markov head's
 
 
 _NAMES = {

@@ -1,6 +1,6 @@
 """Output files and folders named by the user, checked before work begins.
 
-Missing folders are created. A path that cannot be written is refused at once, not after the work.
+Missing folders are created. A path that cannot be written is refused up front, not after the work.
 """
 
 import os

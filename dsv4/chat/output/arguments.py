@@ -19,7 +19,7 @@ class ArgumentsWriter:
         self._emit = emit
         self._num_written = 0
         self._is_whole = False  # a JSON body or an unwrapped object was written as it stood
-        self._name: str | None = None  # of the open parameter
+        self._name: str | None = None  # the open parameter's
         self._is_json = False
         self._is_wrapper = False
         self._held: list[str] = []
@@ -63,7 +63,7 @@ class ArgumentsWriter:
         self._emit(text)
 
     def finish(self) -> None:
-        """Close what is open, so that the text is JSON."""
+        """Close whatever is open, to make the text valid JSON."""
         if self._name is not None:
             self.close_parameter()
         if self._is_whole or self._unwrap():

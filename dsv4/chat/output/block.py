@@ -220,7 +220,7 @@ class CallBlock:
         self._in_tag, self._tag_parts = False, []
 
     def _keep_words(self, tag: str) -> None:
-        """Keep the text in a tag beside its name, so that no output is lost."""
+        """Keep a tag's text beside its name, so no output is lost."""
         if len(tag.split(maxsplit=1)) > 1:
             self._prose.append(tag)
 

@@ -43,7 +43,7 @@ class Parsed:
 
 
 def new_call_id(position: int) -> str:
-    """An id for a call: its index first, so that ids sort like calls; the rest is random."""
+    """An id for a call: its index first, so ids sort like calls; the rest is random."""
     return f"call_{position:02d}_{secrets.token_hex(12)}"
 
 

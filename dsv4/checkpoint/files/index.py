@@ -39,7 +39,7 @@ class Scan:
 
 
 def scan_folder(folder: Path) -> Scan:
-    """Read every header; problems become findings, so that all of them can be listed."""
+    """Read every header; problems become findings, so all of them can be listed."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder; expected one with config.json and safetensors files"
@@ -134,7 +134,7 @@ def _shards(scan: Scan) -> list[str]:
 
 
 def _is_foreign(scan: Scan, name: str) -> bool:
-    """Whether a file is not part of the checkpoint: none of its tensors has a model's name."""
+    """Whether a file is not part of the checkpoint: no tensor in it has a model's name."""
     if _outside(scan.folder, name):
         return False
     try:

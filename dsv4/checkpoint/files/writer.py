@@ -28,7 +28,7 @@ class ShardWriter:
     def __init__(self, path: Path, tensors: list[OutTensor]) -> None:
         self.path = path
         self.partial = path.with_name("." + path.name + PARTIAL)
-        # wide types first, so that every tensor is aligned to its own size, as readers expect
+        # wide types first, so every tensor is aligned to its own size, as readers expect
         ordered = sorted(tensors, key=lambda t: (-DTYPE_BITS[t.dtype], t.name))
         self._tensors = {tensor.name: tensor for tensor in ordered}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

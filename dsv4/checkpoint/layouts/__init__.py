@@ -17,7 +17,7 @@ from dsv4.formats.spec import FP8_BLOCK
 
 @dataclass(frozen=True)
 class Facts:
-    """What the headers show, reduced to what distinguishes layouts."""
+    """The facts in the headers that distinguish layouts."""
 
     family: str
     quantization: dict[str, Any]
@@ -28,7 +28,7 @@ class Facts:
     dense: frozenset[str]  # formats of attention, compressor, indexer, shared expert
     attention: frozenset[str]
     global_divides: bool
-    scale_names: frozenset[str]  # last components of the names of the experts' scales
+    scale_names: frozenset[str]  # last name components of the experts' scales
     expert_layers: dict[int, str] = field(default_factory=dict)
 
     @classmethod
