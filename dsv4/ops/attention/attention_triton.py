@@ -106,7 +106,7 @@ def _loop_kernel(
                 sums[i], scale, out, q_at, live, position, frequencies,
                 td.piece_first(T.dim, T.rope, i * JOINED), BH, T,
             )  # fmt: skip
-        # loop-carried: the compiler keeps only such ones, or those loaded unchanged,
+        # loop-carried: the compiler keeps only such values, or those loaded unchanged,
         # in shared memory for all tiles; others go through registers for each tile
         queries = td.widen_queries(found, JOINED, T.mt)
 
@@ -176,7 +176,7 @@ class Sizes:
 
 
 def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[AttentionVariant, float]:
-    """Variants that can do it and about how many microseconds each takes; none changes a bit.
+    """Variants that apply, and roughly how many microseconds each takes; all give the same bits.
 
     The figures come from records (`variant_costs.json`), the number of programs that run at once
     from the device.
@@ -255,7 +255,7 @@ def supports(q, to) -> str | None:
 
 
 def choose_variant(q, to, *, unpacked=True) -> AttentionVariant:
-    """The fastest variant; `unpacked`: whether entries may be."""
+    """The fastest variant; `unpacked`: whether it may unpack entries."""
     older, rope_dim = to.compressed, 2 * to.frequencies.shape[0]
     held = 0 if older is None else older.table.shape[1] * older.pool.page_entries
     entries = td.most_entries(older)
@@ -291,8 +291,8 @@ def run(q, to, config=None, eps=None):
 
 
 def compile_others(q, to, eps=None) -> None:
-    """The same tokens over more sequences may have too many entries to unpack; fewer tokens have
-    their queries prepared here, or not."""
+    """For other steps: the same tokens over more sequences may have too many entries to unpack;
+    fewer tokens may or may not have their queries prepared here."""
     chosen = choose_variant(q, to)
     if chosen.unpacked:
         ready = query_triton.run(q, to.batch.positions, to.frequencies, 0.0)

@@ -16,7 +16,7 @@ from dsv4.ops.kv import entry_device as ed
 RATIO = 4
 BN = 64  # entries per tile
 STAGES = 2
-PROGRAMS = 512  # nearly as many as run at once, four per multiprocessor
+PROGRAMS = 512  # nearly all that run concurrently, four per multiprocessor
 
 # one E2M1 code of each of two 16-bit words as two bf16, times 2^-126
 _SLOT0 = tl.constexpr(
@@ -78,7 +78,7 @@ def _by_warp(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _by_thread(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Permute the columns of each 16, equally for keys and queries: a thread then multiplies four
+    """Permute each 16 columns, the same way for keys and queries: a thread then multiplies four
     adjacent ones."""
     return x.reshape(ROWS, WIDTH // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, WIDTH)
 

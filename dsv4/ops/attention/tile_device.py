@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class TilePlaces(NamedTuple):
-    """Where the entries of queries are: `w_*` those of the window, `c_*` compressed ones."""
+    """Where the queries' entries are: `w_*` in the window, `c_*` compressed."""
 
     positions: torch.Tensor
     seq_idx: torch.Tensor
@@ -35,7 +35,7 @@ class TileFormat(NamedTuple):
     nope: int
     dim: int
     rope: int
-    selected: bool  # not all visible entries, but those in `chosen`
+    selected: bool  # only the entries in `chosen`, not all visible ones
     bt: int  # entries per tile
     wt: int  # tiles of the window, before the others
     w_entries: int  # of a page
@@ -306,14 +306,14 @@ def tile_weights(
 
 @triton.jit
 def weights_sum(weights, BH: tl.constexpr, BT: tl.constexpr, MT: tl.constexpr):
-    """The sum of weights as a product, so that its order is that of the values."""
+    """The sum of weights as a product, in the same order as the sum of values."""
     ones = tl.full((BT, 16), 1.0, MT)
     return tl.max(dot(weights, ones, tl.zeros((BH, 16), tl.float32), MT), axis=1)  # all equal
 
 
 @triton.jit
 def add_tile(best, total, top, part):
-    """Maximum and sum of weights after one more tile, and the factors of the old sums and of the
+    """Maximum and sum of weights after one more tile, and the factors for the old sums and for the
     tile: every variant merges with this formula."""
     new_best = tl.maximum(best, top)
     old_share = tl.exp2(best - new_best)
@@ -359,7 +359,7 @@ def tile_pool(pool) -> ed.EntryPool:
 
 
 def tile_places(to) -> tuple[TilePlaces, tuple[int, int, int]]:
-    """Entry locations as kernel arguments; the most entries of a query, widths of the tables."""
+    """Entry locations as kernel arguments; the most entries of any query and the table widths."""
     older, positions = to.compressed or to, to.batch.positions
     selected = None if to.compressed is None else to.compressed.selected
     places = TilePlaces(

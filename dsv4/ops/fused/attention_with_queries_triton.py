@@ -33,6 +33,6 @@ def compile_others(queries, to) -> None:
 
 def run(queries, to):
     config = attention_triton.choose_variant(queries.q, to)
-    if config.heads == query_triton.HEADS:  # more have 512 channels, summed equally by 8 warps
+    if config.heads == query_triton.HEADS:  # more heads: 512 channels, summed the same by 8 warps
         config = replace(config, num_warps=ROW_WARPS)
     return attention_triton.run(queries.q, to, config, queries.eps)

@@ -1,8 +1,8 @@
 """Parts of a block that may run fused across op families: one typed function per place.
 
-Each function runs its ops one by one. `_fused` names the kernel that may do it in one launch: it
-takes the function's arguments, and its bits are the same. `mhc_boundary` may receive a row as
-partial sums, which it reduces itself.
+Each function runs its ops one by one. `_fused` names a kernel that may do the same in one
+launch, with the same arguments and the same bits. `mhc_boundary` may receive a row as partial sums,
+which it reduces itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ def prepare_queries(
 
 @_fused("attention_with_queries", "query_prepare", "attention", on_cpu=True)
 def query_attention(queries: Queries, to: Visible) -> Tensor:
-    """`attention` of queries that may have to be prepared."""
+    """`attention` of queries that may still need preparing."""
     q = queries.q
     if not queries.is_prepared:
         q = query_prepare(q, to.batch.positions, to.frequencies, queries.eps)

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """`linear` of one row that stores split-K partial sums; the consumer, `mhc_boundary`, reduces them,
-so that no program waits for the others."""
+so no program waits for the others."""
 
 import torch
 

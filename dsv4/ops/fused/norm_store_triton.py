@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`rms_norm`, `kv_store` and `compress` in one launch, with one or a few new tokens per sequence.
+"""`rms_norm`, `kv_store` and `compress` in one launch, for one or a few new tokens per sequence.
 
 A program is a token and a job: 0 the latent's norm, 1 the window key, 2 the entry, 3 the index key.
 Each job runs its op's kernel code with the same tile and number of warps, so the bits are the same.
@@ -29,7 +29,7 @@ def _state_kernel(
 ):  # fmt: skip
     """`of`: slots, starts and first rows of sequences. `key`: its projection, the stride of its
     rows, its norm. `c_*` are the entries' compressor and pool, `i_*` the index keys' (S and I_S:
-    their sizes, None without them); both use one table."""
+    their sizes, None without them); both use the same table."""
     row = tl.program_id(0)
     job = tl.program_id(1)
     depend(DEPENDENT)

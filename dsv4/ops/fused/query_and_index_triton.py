@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""`query_prepare` and `index_query` in one launch: a program is a token and a block of heads of
-either; index programs also scale the head weights."""
+"""`query_prepare` and `index_query` in one launch: one program per token and block of heads of
+either op; index programs also scale the head weights."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from dsv4.ops.attention.query_triton import FORMATS, HEADS, index_heads, prepare
 from dsv4.ops.core.helpers_device import depend
 from dsv4.ops.core.launch import dependent_options, interpreting
 
-MOST_TOKENS = 128  # beyond, a launch more costs nothing, and index heads alone are faster
+MOST_TOKENS = 128  # beyond this another launch is free, and index heads alone are faster
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""`router` and `experts` of one token, for `mhc_boundary`: the result is partial sums, whose total
-has the bits of the two ops."""
+"""`router` and `experts` of one token, for `mhc_boundary`: the result is partial sums; their total
+has the same bits as the two ops."""
 
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.moe import experts_single_token_triton, experts_triton, router_triton

@@ -46,7 +46,7 @@ def expert_reference(
 
 
 def expert_inner(x: Tensor, w13: Weight, weight: Tensor | None, limit: float) -> Tensor:
-    """What W2 reads, in the dtype of `x`."""
+    """The input of W2, in the dtype of `x`."""
     gate, up = matmul_rows(rounded(x, activations_of(w13)), dense(w13)).chunk(2, dim=1)
     z = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     if weight is not None:
@@ -67,14 +67,14 @@ def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) 
 def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 `[tokens, chosen, size]` and the shared expert's `[tokens, size]` -> their sum: experts
     in the given order, the shared one last, rounded once."""
-    total = torch.zeros_like(shared)  # so a sum of -0.0 alone is 0.0, as kernels have it
+    total = torch.zeros_like(shared)  # so a sum of -0.0 alone is 0.0, as in kernels
     for part in parts.unbind(1):
         total = total + part
     return (total + shared).to(dtype)
 
 
 def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
-    """fp32 `[tokens, chosen, size]`: what each chosen expert gave, zero where it is negative."""
+    """fp32 `[tokens, chosen, size]`: each chosen expert's output, zero for negative experts."""
     chosen = experts.flatten().tolist()
     visited = (place for place, expert in enumerate(chosen) if expert >= 0)
     by_expert = sorted(visited, key=chosen.__getitem__)  # indices into `chosen`
@@ -93,7 +93,7 @@ def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tenso
 
 
 def shared_sums(x: Tensor, by: Experts) -> Tensor:
-    """fp32 `[tokens, size]`: what the shared expert gave."""
+    """fp32 `[tokens, size]`: the shared expert's output."""
     if x.shape[0] == 0:
         return x.float()
     return expert_reference(x, by.shared_w13, by.shared_w2, None, by.limit)
@@ -191,7 +191,7 @@ def _tiled_case(
 
 
 def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
-    """`kinds` of the routed experts and of the shared one: see `random_scaled`."""
+    """`kinds` of the routed and the shared experts: see `random_scaled`."""
     size, inner, count, chosen = 288, 96, 4, 2
 
     def weights(generator: torch.Generator) -> Experts:

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Experts of a single token on a GPU: no sorting; each of its experts is a product with one row.
 
-Long K has two ranges. In the up-projection each range has its own warp of one program, which adds
-them; as separate programs they would wait for each other. Top-k leaves memory bandwidth unused, so
+A long K is split into two ranges. In the up-projection one program runs both, each in its own warp,
+and adds them; separate programs would wait for each other. Top-k leaves memory bandwidth unused, so
 the shared expert's up-projection overlaps it in the same launch.
 """
 
@@ -24,7 +24,7 @@ from dsv4.ops.moe.placed import stack_of, table_of
 from dsv4.ops.moe.router_triton import gate_program, prepare
 from dsv4.ops.moe.shared_expert_triton import swiglu
 
-LONG_STEPS = 8  # steps of 128 columns from which K has two ranges
+LONG_STEPS = 8  # K of at least this many steps of 128 columns has two ranges
 STAGES = 3
 UP_ROWS, GATE_ROWS = 32, 32  # per program with two warps
 
@@ -42,8 +42,8 @@ class UpTile(NamedTuple):
 
 @triton.jit
 def _dot_two_ranges(words, codes, rows, x, total_steps, num_columns, U: tl.constexpr):
-    """fp32 `[bn, 8]` of which the first column is used: two ranges of K, each by variant 0 of
-    `dot_nvfp4` in its own warp, added. `rows` `[bn]` are rows of the tile at `words`."""
+    """fp32 `[bn, 8]`, only the first column used: the sum of two ranges of K, each by variant 0 of
+    `dot_nvfp4` in its own warp. `rows` `[bn]` are rows of the tile at `words`."""
     BN: tl.constexpr = U.bn
     per_range = tl.cdiv(total_steps, 2)
     codes = codes.to(tl.pointer_type(tl.int32 if U.mx else tl.int64), bitcast=True)
@@ -91,7 +91,7 @@ def _up_program(
     part, place, expert, weight, num_factors, x, z, words, scales, factors, size, inner, limit,
     total_steps, expert_tiles, U: tl.constexpr,
 ):  # fmt: skip
-    """bn/2 activations, from as many gate rows and up rows of a tile."""
+    """bn/2 activations, from bn/2 gate rows and bn/2 up rows of a tile."""
     BN: tl.constexpr = U.bn
     gate_factor = tl.load(factors + expert * num_factors) * 128.0
     up_factor = tl.load(factors + expert * num_factors + num_factors - 1) * 128.0
@@ -122,8 +122,8 @@ def _up_kernel(
     expert_tiles, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, PLACED: tl.constexpr,
     U: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`shared_*`: offsets of the shared expert's weights; it has the last place. `places` and
-    `counts`: an expert table's (PLACED)."""
+    """`shared_*`: offsets of the shared expert's weights; its place is the last. `places` and
+    `counts`: from an expert table (PLACED)."""
     place = tl.program_id(1)
     routed = place < chosen
     depend(DEPENDENT)
@@ -152,7 +152,7 @@ def _gate_kernel(
     total_steps, GATE_ROWS: tl.constexpr, PARTS: tl.constexpr, EVEN_K: tl.constexpr,
     G: tl.constexpr, U: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The gate, whose last program selects experts; and the shared expert's up-projection."""
+    """The gate (its last program selects experts) and the shared expert's up-projection."""
     pid = tl.program_id(0)
     programs = gate_tiles * G.ranges
     depend(DEPENDENT)
@@ -205,8 +205,8 @@ def _down_kernel(
 
 
 def launch(x, experts, weights, by, gather=None):
-    """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert (whose
-    matrices may be None) last. `gather`: see `split_experts`."""
+    """fp32 `[places, ranges, size]`: partial sums per expert and range, the shared expert
+    (its matrices may be None) last. `gather`: see `split_experts`."""
     z, own = _between(x, experts.shape[1], stack_of(by.w2)), stack_of(by.w13).rows // 2
     _up(x, z, experts, weights, by, by.shared_w13)
     if gather is not None:
@@ -280,13 +280,13 @@ def num_expert_ranges(weight) -> int:
 
 
 def choose_shared(w13) -> tuple[int, int]:
-    """Weight rows per program and pipeline stages beside the gate, as timed for V4-Flash and V4-Pro
+    """Weight rows per program and pipeline stages beside the gate; timed for V4-Flash and V4-Pro
     (docs/LOG.md)."""
     return (16, 4) if w13.num_steps <= 32 else (32, 8)
 
 
 def _up_tile(w13, rows, stages=STAGES) -> tuple[int, UpTile]:
-    """Programs of a matrix with `rows` weight rows each, and their constants."""
+    """Number of programs for a matrix, `rows` weight rows each, and their constants."""
     ranges = num_expert_ranges(w13)
     rows, even = rows if ranges > 1 else 64, w13.columns % (128 * ranges) == 0
     tile = UpTile(ranges, rows, stages, even, not interpreting(), is_mx(w13))
@@ -300,8 +300,8 @@ class ExpertTensors(NamedTuple):
 
 
 def expert_weights(weight, shared):
-    """Tensors of the routed experts and the offsets of the shared expert's: kernels take these as
-    64 bits, otherwise each layer's offsets would decide which variants are compiled."""
+    """The routed experts' tensors and the offsets to the shared expert's. Kernels take offsets as
+    64 bits; otherwise each layer's values would decide which variants are compiled."""
     own = ExpertTensors(weight.packed, weight.scale, weight.global_scale)
     if shared is None:
         return own, 0, 0, 0

@@ -2,8 +2,8 @@
 """Experts of a single token on sm_90 as streams of weights (gemm/variants/stream_gluon.py): the
 sums of `experts_single_token_triton`, in the same order.
 
-Which experts a token visits is known only when the gate is complete: the up-projection waits for it
-and the down-projection, a launch later, does not.
+A token's experts are known only once the gate is complete: the up-projection waits for it; the
+down-projection, one launch later, does not.
 """
 
 import math
@@ -47,10 +47,10 @@ def up_stream(
     PARTS: gl.constexpr, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
     WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
 ):  # fmt: skip
-    """32 activations of an expert, from as many gate rows and up rows of a tile."""
+    """32 activations of an expert, from 32 gate rows and 32 up rows of a tile."""
     part = gl.program_id(0)
     place = gl.program_id(1)
-    row = load_row(x, total_steps * 128, COLUMNS)  # written two launches before
+    row = load_row(x, total_steps * 128, COLUMNS)  # written two launches earlier
     gdc_wait()
     gdc_launch_dependents()
     expert = gl.load(experts + place)
@@ -90,7 +90,7 @@ def down_stream(
     place = gl.program_id(1)
     split = gl.program_id(2)
     routed = place < chosen
-    # written two launches before; not from a cache that may have what was there earlier
+    # written two launches earlier; bypasses the cache, which may hold stale values
     expert = gl.load(experts + place, mask=routed, other=0, cache_modifier=".cg")
     if expert >= 0:
         factor = gl.load(factors + gl.where(routed, expert, shared_factors)) * 128.0
@@ -117,8 +117,8 @@ def down_stream(
 
 
 def run(x, z, experts, weights, w13, w2, shared_w2, limit):
-    """fp32 `[places, ranges, size]` of one row, whose gate was the launch before; `z` has the
-    shared expert's activations already."""
+    """fp32 `[places, ranges, size]` for one row. Its gate was the previous launch; `z` already
+    holds the shared expert's activations."""
     chosen, ranges, size = experts.shape[1], num_expert_ranges(w13), w13.num_steps
     grid = (triton.cdiv(w13.rows, 64), chosen)
     columns = triton.next_power_of_2(w13.columns)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """`experts` on a GPU. Two passes over tiled FP4 weights: gate and up with SwiGLU, then down.
 
-A tile is up to BM rows of one expert; the shared expert is one more, whose rows are all tokens. A
+A tile is up to BM rows of one expert; the shared expert is one more, with all tokens as rows. A
 single token has its own kernels (`experts_single_token_triton.py`). Partial sums go to a buffer and
 a small kernel adds them: K ranges first, then the token's experts in order, the shared one last.
 """
@@ -37,7 +37,7 @@ TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
 @triton.constexpr_function
 def tile_heights(most):
-    """Heights that a tile of up to `most` rows may be multiplied with; the smallest that fits is
+    """Heights at which a tile of up to `most` rows may be multiplied; the smallest that fits is
     used. The branch is taken once per tile, outside the loop over K."""
     return (64, 128, 192, 256) if most == 256 else (most,)
 
@@ -70,8 +70,7 @@ def _weights_at(
     expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles,
     E: tl.constexpr,
 ):  # fmt: skip
-    """Where the weights of a program's columns begin, of an expert or of the shared one, whose lie
-    `shared_*` elements behind."""
+    """Offsets to the weights of a program's columns; the shared expert's begin at `shared_*`."""
     is_shared = expert == num_experts
     if E.placed:
         at = tl.load(places + expert, mask=expert < num_experts, other=0)
@@ -305,7 +304,7 @@ def separate_reason(w13, w2) -> str | None:
 
 
 def separate_output(x, w13, w2, limit):
-    """fp32 `[tokens, size]` of a shared expert in another format, whatever it is."""
+    """fp32 `[tokens, size]` of a shared expert in any other format."""
     if not isinstance(w13, TiledFp4):
         return shared_output(x, w13, w2, limit)
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
@@ -320,7 +319,7 @@ def run(x, experts, weights, by):
 
 
 def launch(x, experts, weights, by, *, partial=False, config=None, gather=None):
-    """Shared matrices may be None: only the routed experts. With `partial` the result is the
+    """With shared matrices None, only the routed experts run. With `partial` the result is the
     partial sums, fp32 `[tokens, places, ranges, size]`. `gather`: see `split_experts`."""
     num_tokens, chosen = experts.shape
     extra = None
@@ -356,7 +355,7 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
             weight.columns % 128 == 0, not interpreting(), is_mx(w2), places_at is not None,
         )  # fmt: skip
 
-    width, own = x.shape[1], w13.rows // 2  # of split experts, more and less than W2 has
+    width, own = x.shape[1], w13.rows // 2  # if split: above W2's rows, below its columns
     _up_kernel[(triton.cdiv(2 * own, config.bn), tiles.num_tiles)](
         x, x.stride(0), z, weights, tiles.table, *expert_weights(w13, shared), places_at, counts,
         num_pairs, chosen, num_experts, width, own, by.limit, w13.num_steps, w13.packed.shape[1],

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Groups rows by expert on the GPU, without a host wait.
+"""Groups rows by expert on the GPU, without a host sync.
 
 A *pair* is (token, place). Pairs are sorted by expert, each expert's in ascending order, and split
 into tiles of BM rows; the list of tiles has no gaps. Few pairs: program e finds those of expert e.
@@ -52,7 +52,7 @@ def _group_kernel(
     experts, to, num_pairs, num_tokens, num_shared, num_tiles, num_experts,
     BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """Program e: the pairs and tiles of expert e; the last also the tiles that are not routed."""
+    """Program e: the pairs and tiles of expert e; the last one also the non-routed tiles."""
     e = tl.program_id(0)
     lanes = tl.arange(0, WIDTH)
     few = tl.arange(0, 128)

@@ -1,10 +1,9 @@
-"""Experts that are not all in one stack: each has a block of its own, in a slot on the device or in
-host memory, and kernels find it by a table of offsets.
+"""Experts that are not all in one stack: each has its own block, in a device slot or in host
+memory, and kernels find it through a table of offsets.
 
 A block holds an expert's two matrices, their parts at fixed places. Offsets count int16 elements
-from the first slot's block, so that a kernel adds one number to pointers that it has anyway; host
-memory is addressed by the difference, too. Global scales are few bytes and lie on the device for
-all experts.
+from the first slot's block: a kernel adds one number to pointers it already has, and reaches host
+memory the same way. Global scales are small; those of all experts stay on the device.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from dsv4.errors import KernelError
 from dsv4.formats.quantized import RepackedTensor, Weight
 
 ALIGNMENT = 256  # bytes, of a block and of each part
-UNIT = 2  # bytes that an offset counts
+UNIT = 2  # bytes per unit of an offset
 _BESIDE = "global_scale"
 
 
@@ -87,8 +86,8 @@ def _tensors(weight: Weight) -> list[tuple[str, Tensor]]:
 
 @dataclass(eq=False)
 class ExpertTable:
-    """Where the experts of one layer are. `offsets` is what kernels read, `blocks` the same for the
-    host; both change when an expert moves."""
+    """Where one layer's experts are. Kernels read `offsets`, the host `blocks`; both change when an
+    expert moves."""
 
     layout: BlockLayout
     base: Tensor  # the first slot's block, from which offsets count
@@ -121,7 +120,7 @@ def offset_of(block: Tensor, base: Tensor) -> int:
 
 @dataclass(frozen=True)
 class PlacedExperts(RepackedTensor):
-    """One of the two matrices of all experts of a layer."""
+    """One of the two matrices, for all experts of a layer."""
 
     table: ExpertTable
     which: int
@@ -146,8 +145,8 @@ class PlacedExperts(RepackedTensor):
 
     @cached_property
     def stack(self) -> Any:
-        """As a stack for kernels, all of whose experts are the first slot's: a kernel adds the
-        table's offset. All global scales."""
+        """A stack for kernels: every expert is the first slot's, and a kernel adds the table's
+        offset. Global scales are each expert's own."""
         table, beside = self.table, self.table.beside[self.which]
         first = table.layout.matrix(table.base, self.which, None if beside is None else beside[0])
         assert not isinstance(first, Tensor), "kernels read FP4"
@@ -166,12 +165,12 @@ def placed_pair(table: ExpertTable) -> tuple[PlacedExperts, PlacedExperts]:
 
 
 def stack_of(weight: Any) -> Any:
-    """What kernels read."""
+    """The weight as kernels read it."""
     return weight.stack if isinstance(weight, PlacedExperts) else weight
 
 
 def table_of(weight: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Offsets and counts for kernels, or nothing where experts are a stack."""
+    """Offsets and counts for kernels, or None if experts are a stack."""
     if not isinstance(weight, PlacedExperts):
         return None, None
     return weight.table.offsets, weight.table.counts

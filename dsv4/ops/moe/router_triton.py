@@ -110,7 +110,7 @@ def table_total(picks, scores, CHOSEN: tl.constexpr, BE: tl.constexpr):
 
 
 class GateTensors(NamedTuple):
-    """Of a router's kernels; of `bias` and `table` one is not read."""
+    """Tensors of a router's kernels; only one of `bias` and `table` is read."""
 
     partials: torch.Tensor  # [ranges, rows, experts] logits
     bias: torch.Tensor
@@ -121,7 +121,7 @@ class GateTensors(NamedTuple):
 
 
 class GateSizes(NamedTuple):
-    """Their constants."""
+    """Constants of a router's kernels."""
 
     ranges: int
     chosen: int

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""The sum of the experts' partial sums; and a shared expert in another format, which runs as two
-linear ops with an activation in between."""
+"""Adds the experts' partial sums; runs a shared expert in another format as two linear ops with an
+activation in between."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """Stores a sampled token as its sequence's next input.
 
 Per row: the token becomes its slot's newest, its log-probability is stored, and it is counted if
-penalties need counts. All in place, so that the next step can start without the host. A padding row
+penalties need counts. All in place, so the next step can start without the host. A padding row
 (slot -1) writes nothing.
 """
 

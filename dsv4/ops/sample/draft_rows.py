@@ -1,10 +1,10 @@
-"""The rows of a verify step: each sequence's newest token and its drafts, behind one another.
+"""The rows of a verify step: each sequence's newest token, then its drafts.
 
 A sequence has `1 + drafts` rows, and no more than its limits allow: it never crosses a multiple of
-BLOCK (a compressor's open block cannot be taken back) and never exceeds its longest length. Drafts
-end at the first id that is no token. All limits are computed here, so that a step can be queued
-before the host knows how many drafts of the step before were accepted: `starts` of -1 means that
-the sequence is as long as the device says; for NEWEST and DRAFTED the device has the ids.
+BLOCK (a compressor's open block cannot be rolled back) and never exceeds its longest length. Drafts
+end at the first id that is not a token. All limits are computed here, so a step can be queued
+before the host knows how many drafts the previous step accepted: `starts` of -1 means the length
+that the device holds; NEWEST and DRAFTED stand for ids that the device holds.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from torch import Tensor
 from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.kv.begin_step import NEWEST
 
-DRAFTED = -3  # the draft in this place that the device has for the slot
+DRAFTED = -3  # the draft that the device holds for this slot and place
 BLOCK = 128
 MOST_DRAFTS = 7
 
 
 @dataclass(frozen=True)
 class SlotDrafts:
-    """What the device knows of each slot, int64."""
+    """State of each slot on the device, int64."""
 
     newest: Tensor  # [slots] the token sampled last
     lengths: Tensor  # [slots] tokens in the state
@@ -119,8 +119,8 @@ def draft_rows(
     out: DraftRows,
 ) -> None:  # fmt: skip
     """`sent` `[sequences, width]`: the newest token and drafts, -1: none; a first token of -1 means
-    no sequence. `starts`: length of the state or -1; `most`: the longest length that the step may
-    leave. `out` has room for every row of `sent`."""
+    no sequence. `starts`: length of the state or -1; `most`: the longest length after the
+    step. `out` has room for every row of `sent`."""
     sequences, width = sent.shape
     check(1 <= width <= MOST_DRAFTS + 1, OP.name, lambda: f"width {width}")
     for name, tensor in (("starts", starts), ("most", most), ("slots", slots)):

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class RowOptions(NamedTuple):
-    """What flags of a row ask for; kernels take `()` where no slot has any of it."""
+    """Inputs of the options that a row's flags enable; kernels take `()` if no slot has any."""
 
     repetition: torch.Tensor
     presence: torch.Tensor
@@ -22,7 +22,7 @@ class RowOptions(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Of each chunk of a row: at most ROOM logits with their ids, and how many there are."""
+    """For each chunk of a row: at most ROOM logits with their ids, and how many there are."""
 
     logit: torch.Tensor
     ids: torch.Tensor
@@ -55,7 +55,7 @@ def exp2_fast(x, ASM: tl.constexpr):
 
 @triton.jit
 def log2_fast(x, ASM: tl.constexpr):
-    """To 2^-22, absolute between 1/2 and 2 and relative elsewhere, for normal numbers."""
+    """log2(x) of normal numbers to 2^-22: absolute between 1/2 and 2, relative elsewhere."""
     if ASM:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -221,7 +221,7 @@ def _threshold(units, key, keep, share, DIGIT: tl.constexpr):
             over = key[:, None] >= trial[None, :]
             count, above = _sums(units[:, None], over)
             ok = passes(count, above, keep, share)
-            threshold = tl.max(tl.where(ok, threshold, trial), axis=0)  # that leaves no room
+            threshold = tl.max(tl.where(ok, threshold, trial), axis=0)  # largest without room
             unit = (unit >> DIGIT).to(tl.uint32)
     return threshold
 

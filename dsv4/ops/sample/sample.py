@@ -7,7 +7,7 @@ token; then the Gumbel-max draw, with random numbers that depend only on the req
 position. Temperature 0 takes the largest logit. Ties go to the lower id everywhere.
 
 Vocabulary-sized inputs belong to a sequence's slot and are read only by rows whose flags require
-them, so that a request's options cost the others nothing.
+them, so a request's options cost the others nothing.
 
 Log-probabilities are the model's own, from the unmodified logits.
 """

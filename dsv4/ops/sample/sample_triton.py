@@ -21,7 +21,7 @@ TILE = 4096  # logits that a filter reads at a time
 PARTS = 16  # parts of a chunk whose largest logits and masses bound the filters
 CANDIDATES = 256  # most per chunk
 SOME_CANDIDATES = 64  # per chunk: a row then has a few thousand
-FEW_CANDIDATES = 256  # as many as a row usually has
+FEW_CANDIDATES = 256  # what a row usually has
 PROGRAMS = 528  # that search for candidates
 
 

@@ -1,8 +1,8 @@
 """How many drafts of each sequence are accepted: those equal to the tokens drawn before them.
 
-Row 0 of a sequence holds its newest token and row i its draft i. The tokens drawn at rows 0 to a
-are the answer's, where drafts 1 to a equal the tokens drawn at rows 0 to a - 1; the next rows have
-a wrong input and count for nothing. In place, so that the next step can start without the host.
+Row 0 of a sequence holds its newest token, row i its draft i. If drafts 1 to a equal the tokens
+drawn at rows 0 to a - 1, the answer gains the tokens drawn at rows 0 to a; later rows had a wrong
+input and are ignored. All in place, so the next step can start without the host.
 """
 
 from collections.abc import Iterable
@@ -80,8 +80,8 @@ def verify(
     tokens: Tensor, inputs: Tensor, first_rows: Tensor, starts: Tensor, ends: Tensor,
     slots: Tensor, width: int, target: Accepted,
 ) -> None:  # fmt: skip
-    """`tokens` drawn and `inputs` of all rows; the rest as `draft_rows` writes it, of at most
-    `width` rows a sequence."""
+    """`tokens` drawn and `inputs` of all rows; the rest as `draft_rows` writes it, with at
+    most `width` rows per sequence."""
     check_shape(OP.name, "inputs", inputs, tokens.shape[0])
     for name, tensor in (("starts", starts), ("ends", ends), ("slots", slots)):
         check_shape(OP.name, name, tensor, first_rows.shape[0])

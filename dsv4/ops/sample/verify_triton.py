@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`verify` on a GPU: a program takes a sequence."""
+"""`verify` on a GPU: one program per sequence."""
 
 import torch
 import triton

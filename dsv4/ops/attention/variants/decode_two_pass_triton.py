@@ -3,9 +3,9 @@
 
 In the first launch a program computes one tile of one query for 64 heads: scores and their softmax,
 stored in the precision that multiplies values (8 KB). In the second a program computes some
-channels of one query's result and loops over its tiles, merging each product at once. Each launch
-converts an entry once per 64 heads, no partial sums go through memory, and programs are many and
-small.
+channels of one query's result and loops over its tiles, merging each product immediately. Each
+launch converts an entry once per 64 heads, no partial sums go through memory, and programs are many
+and small.
 """
 
 from math import gcd
