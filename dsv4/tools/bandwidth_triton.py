@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Reads a large buffer and nothing else: measures the bandwidth behind the floors."""
+"""Only reads a large buffer: measures the bandwidth behind the floors."""
 
 import torch
 import triton

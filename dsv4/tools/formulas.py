@@ -1,9 +1,9 @@
 """The formulas of DeepSeek-V4, plainly: whole sequences, no pages, no ragged batch, differentiable.
 
-`doctor` compares the engine with them in float64, the training runs them in fp32, tests use them
-where they need a right value. They share nothing with `dsv4.ops` and `dsv4.model`, so that mistakes
-there cannot hide. What must not share this file either is listed in `docs/numerics.md`. Sums are
-taken at least in fp32. Rows are token positions from 0; `docs/glossary.md` explains the terms.
+`doctor` compares the engine with them in float64, training runs them in fp32, and tests use them
+where they need a correct value. They share nothing with `dsv4.ops` and `dsv4.model`, so mistakes
+there cannot hide. `docs/numerics.md` lists what must not share this file either. Sums are
+in fp32 or wider. Rows are token positions from 0; `docs/glossary.md` explains the terms.
 """
 
 import math
@@ -53,7 +53,7 @@ def angles(positions: Tensor, table: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, by: Tensor, *, axis: int = 0, back: bool = False) -> Tensor:
-    """Turn the pairs `(2i, 2i + 1)` of the last channels; `axis` of `x` counts positions."""
+    """Rotate the pairs `(2i, 2i + 1)` of the last channels; `axis` of `x` counts positions."""
     shape = [1] * x.dim()
     shape[axis], shape[-1] = by.shape
     width = 2 * by.shape[1]
@@ -76,7 +76,7 @@ def mixing_logits(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
 def mixing_weights(
     logits: Tensor, base: Tensor, scale: Tensor, n: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of the collapse and of the result; stream to stream before `sinkhorn`."""
+    """Weights of the collapse, of the result, and from stream to stream (before `sinkhorn`)."""
     pre = torch.sigmoid(logits[:, :n] * scale[0] + base[:n]) + eps
     post = 2 * torch.sigmoid(logits[:, n : 2 * n] * scale[1] + base[n : 2 * n])
     return pre, post, (logits[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n)

@@ -28,7 +28,7 @@ MOST_SEQUENCES = 4096  # upper limit of the search
 
 @dataclass(frozen=True)
 class Fit:
-    """`sequences` that can have this context at once."""
+    """How many `sequences` of this context fit together."""
 
     context: int
     sequence_bytes: int
@@ -113,9 +113,9 @@ def make_plan(
     host_bytes: int | None = None,
     zipf: float = 1.0,
 ) -> Plan:
-    """The plan of an engine with these choices on a GPU with this much free memory. `gpu`: whose
-    rates predict times where experts do not all fit, with routing of the exponent `zipf`;
-    `host_bytes`: free main memory, None: enough."""
+    """The plan of an engine with these choices on a GPU with this much free memory.
+    If experts do not all fit, times are predicted from the rates of `gpu` and Zipf routing with
+    exponent `zipf`; `host_bytes`: free host memory, None: enough."""
     if not 10**9 <= gpu_bytes <= 10**13:
         raise OptionError(f"memory is {size_text(gpu_bytes)}, expected 1 to 10000 GB")
     if not contexts or min(contexts) < 1:
@@ -165,7 +165,7 @@ def make_plan(
 def _with_draft(
     subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, host_bytes: int | None
 ) -> tuple[PlannedModel, EngineConfig]:
-    """Draft blocks as the engine takes them: with `auto` only if all weights fit beside them."""
+    """Draft blocks as the engine loads them: with `auto`, only if all weights still fit."""
     roomy = _settings(choices, subject.config, 2**62)
     if roomy is None or roomy.draft not in ("mtp", "dspark"):
         return subject, choices
@@ -180,7 +180,7 @@ def _with_draft(
 def _choose(
     subject: PlannedModel, gpu_bytes: int, choices: EngineConfig, host_bytes: int | None
 ) -> tuple[ExpertChoice | None, list[str]]:
-    """The engine's choice, or None; and why not, where it is about experts."""
+    """The engine's choice, or None; and the reason, if experts are the cause."""
 
     def resolved(choices: EngineConfig, memory: int) -> Settings:
         return resolve(choices, subject.config, has_gpu=True, memory_bytes=memory)
@@ -217,7 +217,7 @@ def _state_bytes(settings: Settings, config: ModelConfig) -> int:
 
 
 def most_sequences(geometry: Geometry, context: int, free: int) -> int:
-    """How many sequences of this context fit at once."""
+    """How many sequences of this context fit together."""
     low, high = 0, MOST_SEQUENCES + 1
     while high - low > 1:
         middle = (low + high) // 2

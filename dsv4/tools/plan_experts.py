@@ -1,8 +1,8 @@
 """What experts in host memory cost: predicted times of steps and prompts. No torch.
 
-A decode step takes what it would with all experts on the GPU, and the bytes of missing experts over
-the bus on top. A prompt copies all missing experts once per chunk, beside its products. Rates over
-the bus were measured on an H200's machine (PCIe 5 x16) and are assumed for other GPUs.
+A decode step takes its time with all experts on the GPU, plus the time to read the missing ones
+over the bus. A prompt copies all missing experts once per chunk, overlapping its products. Bus
+rates were measured on an H200 machine (PCIe 5 x16) and are assumed for other GPUs.
 """
 
 import math
@@ -23,7 +23,7 @@ BATCHES, PROMPT = (1, 32), 8192
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Milliseconds are predicted. Keys of `step_ms`: routing, then sequences of a step."""
+    """Milliseconds are predicted. Keys of `step_ms`: routing, then sequences per step."""
 
     budget: ExpertBudget
     resident_share: float
@@ -72,7 +72,7 @@ def plan_experts(
 
 
 def missing_bytes(budget: ExpertBudget, config: ModelConfig, batch: int, exponent: float) -> float:
-    """Over the bus in a step of so many sequences, once the most visited experts are resident."""
+    """Read over the bus in a step of `batch` sequences, with the most visited experts resident."""
     chances = visit_chances(config.num_experts, config.num_experts_per_tok, exponent)
     kept = budget.slots / budget.num_layers  # of each layer, the first by rank
     total = 0.0
@@ -84,7 +84,7 @@ def missing_bytes(budget: ExpertBudget, config: ModelConfig, batch: int, exponen
 
 @cache
 def visit_chances(experts: int, chosen: int, exponent: float) -> Sequence[float]:
-    """By rank, the chance that a token visits an expert: draws without return, each proportional to
+    """By rank, the chance that a token visits an expert: draws without replacement, proportional to
     rank ** -exponent. As if experts arrived at random times until `chosen` are there."""
     weights = [rank**-exponent for rank in range(1, experts + 1)]
     if chosen == experts:

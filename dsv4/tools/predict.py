@@ -41,8 +41,8 @@ class ModelShape:
 
     @property
     def csa_inputs(self) -> list[int]:
-        """Rows of the matrices that read a CSA layer's input: query, key, then those of the
-        compressor and indexer, whose input is never rounded."""
+        """Rows of the matrices that read a CSA layer's input: query, key, then the
+        compressor's and the indexer's, which never round their input."""
         return [self.q_rank, 512, 1024, 1024, 256, 256]
 
 
@@ -142,7 +142,7 @@ def _decode_sizes(shape: ModelShape, tokens: int) -> Iterator[tuple[str, OpCost]
     for name, entries in (("attention csa", shape.topk), ("attention hca 128k", 1024)):
         seen, queries = entries + WINDOW, shape.heads * shape.head_dim
         moved = tokens * (seen * KEY_BYTES + queries * 4.0)
-        products = 2.0 * tokens * seen * queries  # with keys, and as many with values
+        products = 2.0 * tokens * seen * queries  # with keys; values take the same again
         yield name, OpCost(moved, fixed=2 * products)
     keys = tokens * 131072 / 4
     scores = OpCost(keys * (INDEX_BYTES + 4.0), fixed=keys * INDEX_WIDTH * 2.0)

@@ -112,7 +112,7 @@ def _loop_kernel(
 
 
 def num_programs(device: torch.device) -> int:
-    """Programs of 8 warps that run at once: one per multiprocessor."""
+    """Programs of 8 warps that run concurrently: one per multiprocessor."""
     return 4 if device.type != "cuda" else describe(device).multiprocessors
 
 

@@ -22,7 +22,7 @@ from dsv4.ops.core.rows import ROW_TILE, pad_rows
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, rotates, round_index, store
 
 RATIO = 4
-KEY_TILE = 256  # entries scored at a time; fixed, so that a score never depends on others
+KEY_TILE = 256  # entries scored at a time; fixed, so a score never depends on others
 
 
 def num_visible(positions: Tensor) -> Tensor:

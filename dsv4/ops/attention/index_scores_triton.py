@@ -127,7 +127,7 @@ def _fetch_codes(data, scale, slot, DIM: tl.constexpr):
     slot = slot[:, None]
     words = data.to(tl.pointer_type(tl.int16)) + slot * (DIM // 4)
     group = tl.trans(slot * (DIM // 32)) + tl.arange(0, DIM // 32)[:, None]
-    # viewed as single bytes, groups first, so that the threads that need them load them
+    # viewed as single bytes, groups first: then the threads that need them load them
     power = tl.trans(tl.load(scale + tl.max_contiguous(group, (1, 1))))
     return tl.load(words + tl.arange(0, DIM // 4)[None, :]), power
 

@@ -20,14 +20,14 @@ from dsv4.ops.core.launch import dependent_options, device_reason, launch_option
 from dsv4.ops.core.workspace import workspace
 
 ONE = 4096  # longest row that one program handles
-CHUNK = 2048  # scores per program of a long row; twice as many if not all run at once
+CHUNK = 2048  # scores per program of a long row; doubled if not all run concurrently
 CANDIDATES = 4096  # most that the last program holds at once
 MOST = 8192  # largest topk
 
 
 @triton.jit
 def sort_key(score):
-    """uint32 ordered like the scores; 0 for -inf, so that hidden entries never count."""
+    """uint32 ordered like the scores; 0 for -inf, so hidden entries never count."""
     score = tl.where(score == 0.0, 0.0, score)  # -0 ties with 0
     bits = score.to(tl.uint32, bitcast=True)
     flipped = tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)

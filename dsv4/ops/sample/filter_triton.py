@@ -38,7 +38,7 @@ def order_key(x):
 
 @triton.jit
 def key_value(key):
-    """The number whose `order_key` is `key`; -inf for 0, the key of no number."""
+    """The inverse of `order_key`; -inf for 0, which is no number's key."""
     bits = tl.where(key >= 0x80000000, key ^ 0x80000000, ~key)
     return tl.where(key == 0, float("-inf"), bits.to(tl.float32, bitcast=True))
 

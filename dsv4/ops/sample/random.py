@@ -30,7 +30,7 @@ def philox(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def uniform_rows(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     """`[rows, size]` numbers in (0, 1), fp32; a row is one sampled position of one request.
 
-    Number `i` is word `i % 4` of counter `(i // 4, position, 0, 0)`; 23 bits and a half, so that
+    Number `i` is word `i % 4` of counter `(i // 4, position, 0, 0)`; 23 bits and a half, so
     neither 0 nor 1 can occur.
     """
     blocks = torch.arange(-(-size // 4), device=seeds.device).expand(seeds.shape[0], -1)

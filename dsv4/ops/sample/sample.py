@@ -22,7 +22,7 @@ from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, che
 from dsv4.ops.sample.random import uniform_rows
 
 PENALTIES, BIAS, MASK = 1, 2, 4  # flags
-IN_PROMPT = 1 << 30  # bit in `seen`, beside the count of times a token was sampled
+IN_PROMPT = 1 << 30  # bit in `seen`, next to the number of times a token was sampled
 WORD_BITS = 32  # of a mask
 
 

@@ -161,7 +161,7 @@ def _shards(units: list[Unit | Copy], shard_bytes: int) -> list[Shard]:
 
 
 def _digest(checkpoint: Checkpoint, target: str, scales: str, shards: list[Shard]) -> str:
-    """Identifies this conversion, so that another source, option or version is not mixed in."""
+    """Identifies this conversion, so another source, option or version cannot be mixed in."""
     found = hashlib.sha256(f"{dsv4.__version__} {target} {scales}\n".encode())
     for info in checkpoint.manifest.scan.tensors.values():
         line = (info.name, info.dtype, info.shape, info.file.name, info.start)

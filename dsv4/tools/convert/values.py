@@ -18,7 +18,7 @@ _CHUNK_ELEMENTS = 1 << 22  # elements dequantised at a time: a few dozen megabyt
 
 @dataclass
 class CastStats:
-    """The error of new values against old ones, as sums, so that groups can be added."""
+    """The error of new values against old ones, as sums, so groups can be added."""
 
     elements: int = 0
     reference: float = 0.0  # sum of old^2

@@ -39,7 +39,7 @@ from dsv4.tools.doctor.compare import difference
 
 VERSION = 2  # 2: typed arguments
 _FACTS, _TENSORS = "capsule.json", "tensors.safetensors"
-# the only types a capsule may contain besides tensors, numbers, texts and lists
+# the only types a capsule may contain besides tensors, numbers, strings and lists
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (

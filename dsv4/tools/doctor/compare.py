@@ -10,7 +10,7 @@ from dsv4.tools.doctor.plain.layer import Formats
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest allowed error of a single row, and of the rows on average."""
+    """Largest allowed error of a single row, and mean over rows."""
 
     worst: float
     mean: float
@@ -52,7 +52,7 @@ def limits(tap: str, formats: Formats) -> Limits:
 
 @dataclass(frozen=True)
 class Error:
-    """Of one tap: the worst row's and the mean relative error, and the overall cosine."""
+    """Relative errors of one tap: the worst row's and the mean; and the overall cosine."""
 
     worst: float = 0.0
     mean: float = 0.0

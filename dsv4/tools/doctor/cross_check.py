@@ -44,7 +44,7 @@ Key = tuple[int, int, str, str]  # layer, order of the station, station, tap
 
 @dataclass(frozen=True)
 class Crossing:
-    """One comparison of two ways."""
+    """One comparison of two ways to compute."""
 
     name: str
     status: str  # ok, wrong, skipped
@@ -60,7 +60,7 @@ class TapRecord:
 
     make_layer: LayerMaker
     num_layers: int
-    num_entries: int  # columns of index scores, so that rows of all steps fit together
+    num_entries: int  # columns of index scores: rows of all steps have equal width
     rows: dict[Key, list[Tensor]] = field(default_factory=dict)
     place: int = 0
     first_row: int = 0
@@ -89,7 +89,7 @@ class TapRecord:
 
 
 def _digests(value: Tensor) -> Tensor:
-    """One digest per row that changes with any bit: large taps are not kept whole."""
+    """One digest per row, which changes with any bit; large taps are not kept whole."""
     bits = value.flatten(1).contiguous()
     bits = bits.view(torch.int64) if bits.is_floating_point() else bits.long()
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +193,7 @@ def run_from_prefix(subject: Subject, runner: Runner, record: TapRecord) -> None
 class ServedRunner(Runner):
     """Steps as in serving: fixed buffers, on a GPU a replayed graph.
 
-    Op results are kept alive, so that after a replay they hold the replay's numbers.
+    Op results are kept alive: after a replay they hold the replay's numbers.
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
@@ -226,7 +226,7 @@ def run_decoder(subject: Subject, record: TapRecord) -> StepPlan:
 
 
 def served_logits(subject: Subject, plan: StepPlan) -> Tensor:
-    """Logits without observation, where ops may run fused; `plan` records what served them."""
+    """Logits of an unobserved run, in which ops may be fused; `plan` records what served them."""
     runner, ids, parts = subject.runner(), subject.token_ids, []
     pages = runner.pages.open()
     for count in schedule(len(ids)):
@@ -250,7 +250,7 @@ def compare_served(subject: Subject, alone: TapRecord, plan: StepPlan) -> Crossi
 
 
 def first_difference(name: str, right: TapRecord, other: TapRecord) -> Crossing:
-    """In the order of computation; `other` may hold only the last rows."""
+    """The first in order of computation; `other` may hold only the last rows."""
     compared = 0
     for key in sorted(right.rows.keys() & other.rows.keys()):
         a, b = right.all(key), other.all(key)
@@ -274,8 +274,8 @@ def first_difference(name: str, right: TapRecord, other: TapRecord) -> Crossing:
 def cross_checks(
     subject: Subject, make_layer: LayerMaker, alone: TapRecord, plan: StepPlan
 ) -> Iterator[Crossing]:
-    """`alone`: the record of the run in the pieces of `schedule`. `plan` is filled from the
-    engine's graphs, or without graphs from the steps that run here."""
+    """`alone`: the record of the run split by `schedule`. `plan` is filled from the engine's graphs
+    or, without graphs, from the steps that run here."""
     count = len(subject.token_ids)
 
     def record() -> TapRecord:

@@ -1,4 +1,4 @@
-"""Ranks on this machine: what they send each other arrives, they answer like one, and how fast.
+"""Checks ranks on this machine: exchanges arrive, answers equal one rank's; and times them.
 
 The embedded model is loaded once on one rank and once over all devices; tokens, log-probabilities
 and logits must have the same bits.
@@ -43,8 +43,8 @@ class ParallelReport:
     num_tokens: int = 0
     num_logits: int = 0
     differences: list[str] = field(default_factory=list)
-    fullest_share: float = 0.0  # of experts on the fullest rank, 1.0: even; 0: not counted
-    # ms by what was timed, on one rank and on these
+    fullest_share: float = 0.0  # load of the fullest rank's experts, 1.0: even; 0: not counted
+    # milliseconds by what was timed: on one rank, on these ranks
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -56,13 +56,13 @@ class ParallelReport:
 
 
 def default_layout(config: ModelConfig, gpus: int) -> tuple[int, int]:
-    """Over as many of the GPUs as the embedded model can use; two ranks on a CPU."""
+    """(tp, pp) over all the GPUs that the embedded model can use; two ranks on a CPU."""
     tp = 2 if k_ranges(config) % 2 == 0 and gpus % 2 == 0 else 1
     return tp, min(gpus // tp, config.num_layers)
 
 
 def examine_ranks(model: str, choices: EngineConfig, tell: Callable[[str], None]) -> ParallelReport:
-    """`choices` without tp and pp: over all devices."""
+    """Without tp and pp in `choices`, all devices are used."""
     alone = Engine.load(model, **asdict(replace(choices, tp=1, pp=1, nodes=1, head=None)))
     try:
         if choices.tp == "auto" and choices.pp == 1:
@@ -129,7 +129,7 @@ def _differences(wanted: Any, found: Any) -> Iterator[str]:
 
 
 def _times(engine: Engine) -> dict[str, float]:
-    """Milliseconds of a decode step by batch, and of a prompt."""
+    """Milliseconds per decode step, by batch size, and of a prompt."""
     found = {}
     for batch in BATCHES:
         if batch <= engine.settings.max_sequences:
@@ -148,7 +148,7 @@ def _decode_ms(engine: Engine, batch: int) -> float:
         for _ in range(4):
             engine.step()
         begin = time.perf_counter()
-        # of several stages each has a part of the sequences: a step brings theirs further
+        # with several stages, each has some of the sequences; a step advances only those
         count = sum(len(out.token_ids) for _ in range(STEPS - 4) for out in engine.step())
         return (time.perf_counter() - begin) * 1e3 * batch / count
 

@@ -1,5 +1,5 @@
-"""What a report that people attach to an issue must not hold: paths, names of machines and users,
-addresses, serial numbers. Texts of errors may bring all of them."""
+"""Removes what a report attached to an issue must not contain: paths, names of machines and users,
+addresses, serial numbers. Error messages may contain all of them."""
 
 import os
 import re
@@ -31,8 +31,7 @@ def private_words() -> list[str]:
 
 
 def scrub(value: Any, words: Sequence[str]) -> Any:
-    """`value` (of JSON) with dots for what is private in its texts; of a path to a file its name
-    stays."""
+    """JSON `value` with dots for the private parts of its strings; a file's path keeps its name."""
     if isinstance(value, dict):
         return {scrub(key, words): scrub(item, words) for key, item in value.items()}
     if isinstance(value, list | tuple):

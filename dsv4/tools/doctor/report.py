@@ -51,7 +51,7 @@ class DoctorReport:
         }
 
     def write(self, path: Path) -> None:
-        """Without what is private."""
+        """As JSON, with private data removed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         shown = scrub(self.to_json(), private_words())
         path.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.tools.doctor.plain.stations import STATIONS, OpCall
 
 _MUTABLE = ("key", "block", "to", "pool")  # arguments that later calls change
-# which station a call is: by op and how many calls of it the half-layer had before
+# the station of a call: by op and the number of its earlier calls in the half-layer
 _Half = dict[str, tuple[str, ...]]
 _ATTENTION: _Half = {
     "linear": ("project", "query", "output"),

@@ -118,7 +118,7 @@ def _counter(engine: Engine) -> Callable[[str], int]:
 
 
 def ask_about_documents(engine: Engine, num_tokens: int, count: int) -> Score:
-    """`count` questions. A document's first one runs alone, so that the others hit the cache."""
+    """`count` questions. A document's first one runs alone, so the others hit the cache."""
     total = Score(f"retrieval {num_tokens}", 0, 0)
     number = 0
     while total.num_asked < count:

@@ -45,7 +45,7 @@ class Share:
     http_token_ms: float
     engine_token_ms: float
     server_ms: float  # the server's share
-    server_gap_ms: float  # the same by medians of single gaps
+    server_gap_ms: float  # the same from medians of single gaps
 
 
 def server_share(engine: LoadResult, http: LoadResult) -> Share:

@@ -1,7 +1,7 @@
 """Layouts of a model over several GPUs: what a rank holds, what a step takes, and which to run.
 
-No torch: the engine's own functions (`forecast.py`, `choose_layout.py` of `runner/ranks`) for any
-cluster.
+No torch: applies the engine's own functions (`forecast.py`, `choose_layout.py` of `runner/ranks`)
+to any cluster.
 """
 
 import json
@@ -32,7 +32,7 @@ from dsv4.runner.ranks.forecast import (
 from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan import MOST_SEQUENCES, PlannedModel, most_sequences
 
-CONTEXTS = (131072, 1048576)  # that plan counts sequences of
+CONTEXTS = (131072, 1048576)  # for which plan counts sequences
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"  # only in a source tree
 
 
@@ -40,9 +40,9 @@ RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"  # only in a sour
 class StageLedger:
     """Bytes of one rank of a stage."""
 
-    layers: tuple[int, int]  # first, and the one behind the last
+    layers: tuple[int, int]  # first, and one past the last
     weight_bytes: dict[str, int]  # by group
-    shared_bytes: int  # of these: divided among the stage's ranks, the rest is whole on each
+    shared_bytes: int  # the part divided among the stage's ranks; the rest is whole on each
     exchange_bytes: int
     step_bytes: int
     free_bytes: int
@@ -58,11 +58,11 @@ class LayoutPlan:
     forecasts: list[Forecast]
     recommended: tuple[int, int] | None
     reason: str
-    shown: tuple[int, int]  # the layout that `stages` and `settings` are of
+    shown: tuple[int, int]  # the layout that `stages` and `settings` describe
     stages: list[StageLedger]
     settings: Settings | None  # None: the engine would not start
     state_bytes: int  # of a rank of the fullest stage
-    fits: list[dict[int, int]]  # by forecast: context -> sequences that have it at once
+    fits: list[dict[int, int]]  # by forecast: context -> sequences that fit together
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "possible": self.settings is not None}
@@ -162,7 +162,7 @@ def _ledger(
 
 
 def exchange_ms(model: str, cluster: Cluster, layout: RankLayout, rows: int) -> float:
-    """Of all layers of a step with this many rows."""
+    """Exchanges in all layers of a step with this many rows."""
     config = ModelConfig.builtin(model)
     return layer_exchange_ms(cluster, layout, config, rows) * config.num_layers
 
@@ -190,7 +190,7 @@ def _plain(stage: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(model: str, gpu: str, tp: int, pp: int, folder: Path = RECORDS) -> str:
-    """Name of the newest record in which someone ran this layout."""
+    """Name of the newest record of a run with this layout."""
     newest = "nobody has run this"
     for path in sorted(folder.glob(f"*_{gpu}_*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -109,7 +109,7 @@ class FilledState:
 
     @property
     def shape(self) -> StepShape:
-        """Of a decode step of all sequences."""
+        """The shape of a decode step of all sequences."""
         batch, context = self.buffers.max_sequences, self.buffers.contexts[-1]
         one_each = self.width == 1
         return StepShape(batch * self.width, batch, context, one_each, width=self.width)
@@ -137,7 +137,7 @@ def filled_state(
         table = buffers.slot_tables.table(index, batch)
         num_pages[pool] = _num_pages(geometry, pool, table.numel())
         pages = torch.randperm(num_pages[pool], device=device)
-        repeats = -(-table.numel() // num_pages[pool])  # sequences share pages where these are few
+        repeats = -(-table.numel() // num_pages[pool])  # sequences share pages if there are few
         table.copy_(pages.repeat(repeats)[: table.numel()].view(table.shape))
     layers: list[LayerState] = [
         KINDS[kind].allocate(geometry, batch, num_pages, str(device)) for kind in config.kinds
@@ -172,7 +172,7 @@ def fill(pool: PagedPool) -> None:
 
 def start_at(state: FilledState, position: int, *, same: bool = False) -> None:
     """Every sequence reads a random token at `position` next, with default sampling. Drafts are
-    random, too, or all the `same` token, so that they visit the same experts."""
+    random too, or all the `same` token, and then visit the same experts."""
     buffers, batch = state.buffers, state.buffers.max_sequences
     vocab_size, width = state.geometry.config.vocab_size, state.width
     buffers.step.line.zero_()

@@ -1,8 +1,8 @@
-"""Times steps of a model whose experts do not all fit the GPU, under routing that is known.
+"""Times steps of a model whose experts do not all fit the GPU, under known routing.
 
-Weights are random in the official formats, made where they stay: no checkpoint is read. Every layer
-chooses its experts by token from a table, so that routing is even or follows Zipf's law exactly.
-Steps are queued one ahead, as in the engine, with swaps between them.
+Weights are random in the official formats, generated in place: no checkpoint is read. Every layer
+looks up a token's experts in a table, so routing is even or follows Zipf's law exactly. Steps are
+queued one ahead, as in the engine, with swaps between them.
 """
 
 import gc
@@ -63,24 +63,24 @@ class PlacedResult:
     tokens_per_s: float
     resident_share: float
     missing_mb: float  # read over the bus in a step, or copied ahead of a prompt
-    missing_gbs: float  # these bytes over the whole time
+    missing_gbs: float  # these bytes over the total time
     num_swaps: int  # since the model was made
 
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """What was made, and where it is."""
+    """A generated model and the memory it takes."""
 
     line: str
     seconds: float
     pinning_s: float
-    gpu_gb: float  # used, of the whole GPU
+    gpu_gb: float  # used on the whole GPU
     planned_gb: float
-    step_gb: float  # kept free beside that
+    step_gb: float  # kept free besides
 
 
 class RandomPlaced:
-    """A model with random weights whose experts are placed as the engine would."""
+    """A model with random weights, its experts placed as the engine would place them."""
 
     def __init__(self, config: ModelConfig, choices: EngineConfig, device: torch.device) -> None:
         begin = time.perf_counter()
@@ -97,7 +97,7 @@ class RandomPlaced:
         self.seconds = time.perf_counter() - begin
 
     def _choose(self) -> tuple[ExpertChoice, int]:
-        """And the bytes of GPU memory that this plans, without what a step keeps free."""
+        """The choice, and the GPU bytes it plans to use, without those kept free for a step."""
         nbytes = parameter_bytes(self.config, scheme_named("official"))
         routed = sum(size for name, size in nbytes.items() if ".ffn.experts." in name)
         weights = WeightBytes(sum(nbytes.values()), routed)
@@ -190,7 +190,7 @@ class PlacedBench(RandomPlaced):
         return PlacedModel(line, round(self.seconds, 1), round(pinning, 1), *sizes)
 
     def route(self, routing: str) -> None:
-        """Every layer's table anew: `even`, or `zipf:` and an exponent, each layer with its own
+        """Refill every layer's table: `even`, or `zipf:` and an exponent; each layer has its own
         order of experts."""
         exponent, count = exponent_of(routing), self.config.num_experts
         ranks = torch.arange(1, count + 1, device=self.device).log()
@@ -205,7 +205,7 @@ class PlacedBench(RandomPlaced):
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, routing: str, settle: int) -> PlacedResult:
-        """`routing`: as `route` made it."""
+        """`routing`: the one last passed to `route`."""
         state = filled_state(self.config, batch, context, self.device)
         start = max(context - settle - 4 * TIMED - 8, 0)
         start_at(state, start)
@@ -217,7 +217,7 @@ class PlacedBench(RandomPlaced):
         replay = captured(step, self.device)
         start_at(state, start)
         self._run(replay, settle)
-        count = TIMED if batch == 1 else TIMED // 5  # many sequences take long over the bus
+        count = TIMED if batch == 1 else TIMED // 5  # many sequences are slow over the bus
         count = count if self.device.type == "cuda" else 2
         visits = self._missing_visits()
         times = [self._run(replay, count) / count for _ in range(3)]
@@ -225,7 +225,7 @@ class PlacedBench(RandomPlaced):
         return self._result("decode", routing, (batch, context, batch), times, missing)
 
     def _run(self, replay: Callable[[], object], count: int) -> float:
-        """Milliseconds of so many steps; the host is one ahead, and swaps between them."""
+        """Milliseconds of `count` steps; the host runs one ahead and swaps between them."""
         queued: list[Any] = []
         begin = time.perf_counter()
         for _ in range(count):
@@ -329,7 +329,7 @@ def bench_placed(
         if bench.swapper is not None:
             bench.swapper.close()
         del bench
-        gc.collect()  # tables and what moves experts know each other
+        gc.collect()  # tables and what moves experts refer to each other
         _give_back(torch.device(device))
 
 
@@ -355,7 +355,7 @@ def line_of(row: PlacedModel | PlacedResult) -> str:
 
 
 def picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
-    """An SVG: milliseconds a token of one sequence against the share of resident experts."""
+    """An SVG: milliseconds per token of one sequence against the share of resident experts."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:

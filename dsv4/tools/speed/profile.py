@@ -1,8 +1,8 @@
 """The kernels of one step, by family, timed on the GPU; and a picture of single layers: their
-kernels over time, and how fast weights flow meanwhile.
+kernels over time, and how fast they read weights.
 
 Kernels may overlap: one that starts early is drawn from its start, though it may wait for the one
-before it. Its weights count as flowing evenly over that time, so a rate is an average.
+before it. Its weights count as read evenly over that time, so a rate is an average.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,8 +53,8 @@ FAMILIES = {
 
 LEFT, WIDTH, RIGHT = 70, 1000, 90
 HEAD, BAR, RATE, FOOT = 44, 20, 90, 40
-LAST = ("_down_kernel", "down_stream")  # of a layer
-IDLE = 0.25  # of what memory can read, below which it idles
+LAST = ("_down_kernel", "down_stream")  # kernel of a layer
+IDLE = 0.25  # share of the read bandwidth below which memory idles
 COLORS = {
     "experts": "#d9893b", "linear": "#7aa6c2", "mhc": "#8bb174", "attention": "#b07aa1",
     "state": "#c9b458", "index": "#6f8fa8", "router": "#cf6f6f",
@@ -107,8 +107,8 @@ def family_of(kernel: str) -> str:
 class LayerTrace:
     title: str
     spans: Sequence[KernelSpan]
-    weights: Sequence[float]  # bytes that each reads
-    read_gbs: float  # what memory can
+    weights: Sequence[float]  # bytes that each span reads
+    read_gbs: float  # memory bandwidth
 
     @property
     def seconds(self) -> float:
@@ -138,7 +138,7 @@ class LayerTrace:
 
 
 def split_layers(spans: Sequence[KernelSpan]) -> list[list[KernelSpan]]:
-    """The kernels of each layer; what precedes the first one is part of it."""
+    """The kernels of each layer; kernels before the first one belong to it."""
     layers: list[list[KernelSpan]] = [[]]
     for span in sorted(spans, key=lambda span: span.begin_us):
         layers[-1].append(span)
@@ -151,8 +151,8 @@ def weight_bytes(
     spans: Sequence[KernelSpan], sizes: dict[str, int], layer: int, visited: float
 ) -> list[float]:
     """Bytes of weights that each kernel of a layer reads. `sizes`: of all parameters; `visited`:
-    the share of experts. Products are told apart by their order; where there are more or fewer of
-    them than four, their bytes are spread over their time."""
+    the share of experts. Products are told apart by their order; unless there are exactly four,
+    their bytes are spread over their time."""
     prefix = f"layers.{layer}."
     own = {name.removeprefix(prefix): s for name, s in sizes.items() if name.startswith(prefix)}
 
@@ -165,7 +165,7 @@ def weight_bytes(
     up, down = total(".experts.w13") * visited, total(".experts.w2") * visited
     linear = [span for span in spans if family_of(span.name) == "linear"]
     whole = sum(span.end_us - span.begin_us for span in linear)
-    streams = any(span.name == "up_stream" for span in spans)  # the shared one's is in the gate
+    streams = any(span.name == "up_stream" for span in spans)  # the gate reads the shared one's
     found = []
     for span in spans:
         family, size = family_of(span.name), 0.0
@@ -189,7 +189,7 @@ def middle_layers(
     case: str, spans: Sequence[KernelSpan], kinds: Sequence[LayerKind], sizes: dict[str, int],
     visited: float, read_gbs: float,
 ) -> Iterator[LayerTrace]:  # fmt: skip
-    """Of a step: the layer in the middle of those of each kind."""
+    """The middle layer of each kind in a step."""
     layers = split_layers(spans)
     for kind in dict.fromkeys(kinds):
         places = [place for place, found in enumerate(kinds) if found == kind]
@@ -200,7 +200,7 @@ def middle_layers(
 
 
 def picture(traces: Sequence[LayerTrace]) -> str:
-    """An SVG; all layers have one scale."""
+    """An SVG; all layers share one scale."""
     scale = WIDTH / max(trace.seconds * 1e6 for trace in traces)
     parts, top = [], 0.0
     for trace in traces:

@@ -38,7 +38,7 @@ def lines_of(result: StepResult) -> list[str]:
 
 
 def drafting_lines(rows: Sequence[Ceilings | StepResult], acceptance: float) -> list[str]:
-    """What verify steps give if each draft is right with this chance, given those before it."""
+    """The speed of verify steps if each draft is right with this chance, given those before it."""
     found, plain = [], dict[tuple[int, int], float]()
     for row in rows:
         if not isinstance(row, StepResult):

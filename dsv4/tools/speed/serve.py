@@ -55,7 +55,7 @@ class Ready:
     model: str
     settings: str
     ready_s: float
-    weights_s: float | None = None  # time to generate random weights, before that
+    weights_s: float | None = None  # time to generate random weights before that
 
 
 @dataclass(frozen=True)

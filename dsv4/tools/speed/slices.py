@@ -1,9 +1,9 @@
-"""The compute part of a layout, measured on one device: a rank's own slices, its peers left out.
+"""The compute part of a layout, measured on one device: one rank's slices, without its peers.
 
-Values are meaningless: in place of what peers would send are old numbers (a GPU) or copies of the
-rank's own. Times are those of one rank that never waits; on a GPU the launches of its exchanges are
-among them, storing to memory of this GPU. A rank computes its even share of the chosen experts; the
-fullest one has more.
+Values are meaningless: instead of its peers' data the rank reads stale numbers (on a GPU) or copies
+of its own. Times are for a rank that never waits; on a GPU they include the launches of its
+exchanges, which store to this GPU's memory. A rank computes an even share of the chosen experts;
+the fullest one has more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ from dsv4.tools.speed.steps import REPLAYS, captured, compile_ahead, elapsed_ms,
 
 
 class EchoComm:
-    """A rank whose peers say what it says itself, at once; with `pushes`: nothing."""
+    """A rank whose peers echo its own data immediately; with `pushes`, they send nothing."""
 
     def __init__(self, pushes: Any = None) -> None:
         self.pushes = pushes
@@ -67,7 +67,7 @@ class EchoComm:
         """There is no peer."""
 
     def share(self, x: Tensor) -> None:
-        """All have it."""
+        """Every rank has it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SliceTime:
 
 
 def sliced_parameters(config: ModelConfig, layout: RankLayout) -> dict[str, Parameter]:
-    """What a rank holds, with the shapes of its slices."""
+    """A rank's parameters, with the shapes of its slices."""
     select, found = selection(layout, config), {}
     for name, parameter in parameters(config).items():
         cut = slice_for(name, parameter, select, config)
@@ -99,7 +99,7 @@ def sliced_parameters(config: ModelConfig, layout: RankLayout) -> dict[str, Para
 def sliced_model(
     config: ModelConfig, layout: RankLayout, rows: int, sequences: int, device: torch.device
 ) -> tuple[Transformer, int]:
-    """Rank 0's part with random weights, and its bytes; for steps of so many rows."""
+    """Rank 0's part with random weights, and its bytes; for steps of `rows` rows."""
     torch.manual_seed(0)
     table = {
         name: random_weight(name, parameter, config, device)
@@ -182,7 +182,7 @@ def _prefill_ms(
 
 
 def _rest_ms(model: Transformer, state: FilledState, batch: int, device: torch.device) -> float:
-    """Of embedding, head and sampling, with what the head exchanges."""
+    """Embedding, head and sampling, including the head's exchanges."""
     rows = torch.randn(batch, model.config.hidden_size, device=device).bfloat16()
 
     def rest() -> None:

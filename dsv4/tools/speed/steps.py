@@ -1,7 +1,7 @@
 """Times decode steps and prompts against the floor set by the bytes they move.
 
-A decode step is captured like in the engine and replayed; replays are timed with events, and one of
-them is profiled kernel by kernel. Repeating this with the layers of one kind only gives the cost of
+A decode step is captured as in the engine and replayed; replays are timed with events, and one of
+them is profiled kernel by kernel. Repeating this with layers of just one kind gives the cost of
 a layer. Without a GPU everything runs once through the references: a trial of the tool, not a
 measurement.
 """
@@ -130,7 +130,7 @@ class Bench:
 
     @torch.inference_mode()
     def verify(self, batch: int, context: int, width: int, *, same: bool) -> StepResult:
-        """A step with `width` rows of each sequence: its newest token and drafts."""
+        """A step with `width` rows per sequence: its newest token and drafts."""
         state = filled_state(self.config, batch, context, self.device, width=width)
 
         def step() -> None:
@@ -378,7 +378,7 @@ def bench_decode(
     same: bool = False,
     traces: list[LayerTrace] | None = None,
 ) -> Iterator[Ceilings | StepResult]:
-    """`widths`: also steps with this many rows of each sequence. `traces`: see `Bench.decode`."""
+    """`widths`: also steps with this many rows per sequence. `traces`: see `Bench.decode`."""
     bench = Bench(shape, layers, device)
     yield bench.ceilings
     for context in contexts:

@@ -79,7 +79,7 @@ def _split_kernel(
         turned = norm_heads(turned, eps, T.dim, T.asm)
     slot = td.slots_of(tile, page, inside, T)
     if T.selected:
-        slot = tl.where((visible > 0) | (tile < T.wt), slot, 0)  # nothing compressed, no page
+        slot = tl.where((visible > 0) | (tile < T.wt), slot, 0)  # no compressed entries, no page
     stored, scales = td.fetch_tile(slot, tile < T.wt, at, T)
     if PREPARE:
         turned = turn_heads(turned, position, frequencies, BH, T.dim, T.rope, T.asm)

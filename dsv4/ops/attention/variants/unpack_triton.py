@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`attention` of many queries: entries are unpacked once, not again for every query.
+"""`attention` of many queries: entries are unpacked once, not for every query.
 
 The first launch writes all entries visible to the step's sequences as rows of 16-bit numbers: for
 each sequence the positions from its oldest window on, then its compressed entries. The second
@@ -15,12 +15,12 @@ from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.kv.entry_device import FP8, pool_format
 
-MOST_ROWS = 65536  # unpacked at once: 67 MB for entries of 512 channels
+MOST_ROWS = 65536  # unpacked at a time: 67 MB for entries of 512 channels
 ROWS = 16  # unpacked per program
 
 
 def num_rows(num_tokens: int, num_sequences: int, window: int, num_entries: int) -> int:
-    """Rows that are unpacked for a step."""
+    """Rows to unpack for a step."""
     return num_tokens + num_sequences * (window - 1 + num_entries)
 
 

@@ -51,9 +51,9 @@ class Machine:
     activations_why: str
     kernels: list[dict[str, str]]  # op, format, runs, why
 
-    gpu: dict[str, Any] | None = None  # what kernels choose by, see ops/core/gpu.py
+    gpu: dict[str, Any] | None = None  # the facts that kernels choose by; see ops/core/gpu.py
     about_gpu: str = ""  # too old, or newer than what kernels were compiled for
-    best_gbs: float = 0.0  # that doctor has measured on this machine
+    best_gbs: float = 0.0  # the most that doctor has measured on this machine
 
     @property
     def notes(self) -> list[str]:
@@ -109,7 +109,7 @@ def examine_machine(device: str) -> Machine:
 
 
 def _bandwidth(name: str, gpu: Gpu, memory_bytes: int) -> tuple[float, float]:
-    """GB/s now, and the most that was measured here; kept for `plan --gpu here`."""
+    """GB/s now, and the most measured here so far; saved for `plan --gpu here`."""
     found, known = measure_ceilings(), load_measured().get(name)
     read, tflops = found.read_gbs, found.matrix_tflops
     if known is not None and known.memory_bytes == memory_bytes:

@@ -30,7 +30,7 @@ HARDER = ("outliers", "large", "zero row", "ties")
 _CODES = (torch.uint8, torch.float8_e4m3fn, torch.int16)
 _NEIGHBOURS = 1e-3  # share of rounded codes that may be off by one
 _REPEATS = 7
-REPORT_SECONDS = 75.0  # of a report; what has not begun by then is left out and counted
+REPORT_SECONDS = 75.0  # time limit of a report; cases not begun by then are skipped and counted
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def check_ops(
     kernels: bool | None = None,
     seconds: float | None = None,
 ) -> Iterator[OpResult]:
-    """`kernels` None: a GPU's; a CPU runs references, which must be deterministic and finite.
-    Every op's own cases come before harder ones; after `seconds` an op without a result gets one
+    """`kernels` None: if on a GPU; a CPU runs references, which must be deterministic and finite.
+    Every op's own cases run before harder ones; after `seconds` an op without a result gets one
     case, the others none."""
     use_kernels = device != "cpu" if kernels is None else kernels
     known = OPS if ops is None else ops

@@ -18,7 +18,7 @@ from dsv4.tools.doctor.plain.weights import PlainWeights
 NEAR_TIE = 1e-5  # two correct implementations may choose either
 # taps of earlier tokens that later tokens need
 _KEPT = ("values", "gates", "index_values", "index_gates", "key", "entries", "index_keys")
-# rows of attention and of the vocabulary at a time, and elements of a cached expert: bound memory
+# bound memory: rows of attention and of the vocabulary at a time; elements of a cached expert
 _ROWS, _VOCABULARY, _SMALL_EXPERT = 128, 16384, 1 << 20
 
 
@@ -34,7 +34,7 @@ class Formats:
 
     @property
     def is_exact(self) -> bool:
-        """Whether small differences stay small, so that the logits can be compared end to end."""
+        """Whether small differences stay small, so logits can be compared end to end."""
         return self.dtype == torch.float32 and not (self.lossy or self.widths)
 
 

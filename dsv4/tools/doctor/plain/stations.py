@@ -214,7 +214,7 @@ def pick(arguments: Any, path: str) -> Any:
 def results(
     call: OpCall, layer: PlainLayer, taps: Taps, place: int = 0, first_row: int = 0
 ) -> dict[str, Tensor]:
-    """The engine's taps of sequence `place` of the step, whose rows start at `first_row`."""
+    """The engine's taps for sequence `place` of the step; its rows start at `first_row`."""
     station, arguments = call.station, call.after
     if station.op == "kv_store":
         key: WindowKey = arguments["key"]
