@@ -119,8 +119,8 @@ def draft_rows(
     out: DraftRows,
 ) -> None:  # fmt: skip
     """`sent` `[sequences, width]`: the newest token and drafts, -1: none; a first token of -1 means
-    no sequence. `starts`: length of the state or -1; `most`: the longest length after the
-    step. `out` has room for every row of `sent`."""
+    no sequence. `starts`: length of the state or -1; `most`: the longest length allowed
+    after the step. `out` has room for every row of `sent`."""
     sequences, width = sent.shape
     check(1 <= width <= MOST_DRAFTS + 1, OP.name, lambda: f"width {width}")
     for name, tensor in (("starts", starts), ("most", most), ("slots", slots)):

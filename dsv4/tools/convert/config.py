@@ -56,7 +56,7 @@ def new_config(
     ignore = _IGNORE_EXPERTS_ONLY[2:] if dense_nvfp4 else _IGNORE_EXPERTS_ONLY
     dense: dict[str, Any] = dict(_FP8_KEYS) if kept else {"quant_method": "modelopt"}
     squares = [list(tile) for tile in kept if tile[0] == tile[1]]
-    if squares:  # scales per row or matrix are told by their shape
+    if squares:  # scales per row or matrix are recognised by shape
         dense["weight_block_size"] = squares[0]
     quantization = {
         **dense,

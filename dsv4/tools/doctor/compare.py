@@ -10,7 +10,7 @@ from dsv4.tools.doctor.plain.layer import Formats
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest allowed error of a single row, and mean over rows."""
+    """Largest allowed error of a single row, and of the mean over rows."""
 
     worst: float
     mean: float

@@ -31,7 +31,7 @@ def private_words() -> list[str]:
 
 
 def scrub(value: Any, words: Sequence[str]) -> Any:
-    """JSON `value` with dots for the private parts of its strings; a file's path keeps its name."""
+    """JSON `value` with dots for private parts of its strings; of a file's path the name stays."""
     if isinstance(value, dict):
         return {scrub(key, words): scrub(item, words) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -53,7 +53,7 @@ FAMILIES = {
 
 LEFT, WIDTH, RIGHT = 70, 1000, 90
 HEAD, BAR, RATE, FOOT = 44, 20, 90, 40
-LAST = ("_down_kernel", "down_stream")  # kernel of a layer
+LAST = ("_down_kernel", "down_stream")  # the last kernel of a layer
 IDLE = 0.25  # share of the read bandwidth below which memory idles
 COLORS = {
     "experts": "#d9893b", "linear": "#7aa6c2", "mhc": "#8bb174", "attention": "#b07aa1",
@@ -138,7 +138,7 @@ class LayerTrace:
 
 
 def split_layers(spans: Sequence[KernelSpan]) -> list[list[KernelSpan]]:
-    """The kernels of each layer; kernels before the first one belong to it."""
+    """The kernels of each layer; those before the first layer belong to it."""
     layers: list[list[KernelSpan]] = [[]]
     for span in sorted(spans, key=lambda span: span.begin_us):
         layers[-1].append(span)

@@ -3,7 +3,7 @@
 Values are meaningless: instead of its peers' data the rank reads stale numbers (on a GPU) or copies
 of its own. Times are for a rank that never waits; on a GPU they include the launches of its
 exchanges, which store to this GPU's memory. A rank computes an even share of the chosen experts;
-the fullest one has more.
+the fullest rank has more.
 """
 
 from collections.abc import Callable, Iterator, Sequence

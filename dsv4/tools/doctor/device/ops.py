@@ -88,7 +88,7 @@ def check_ops(
     kernels: bool | None = None,
     seconds: float | None = None,
 ) -> Iterator[OpResult]:
-    """`kernels` None: if on a GPU; a CPU runs references, which must be deterministic and finite.
+    """`kernels` None: only on a GPU; a CPU runs references, which must be deterministic and finite.
     Every op's own cases run before harder ones; after `seconds` an op without a result gets one
     case, the others none."""
     use_kernels = device != "cpu" if kernels is None else kernels
