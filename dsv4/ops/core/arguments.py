@@ -24,14 +24,14 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def argument(arguments: Any, path: str) -> Any:
-    """`block.state` of an op's arguments."""
+    """The value at a path such as `block.state` in an op's arguments."""
     for name in path.split("."):
         arguments = arguments[name] if isinstance(arguments, dict) else getattr(arguments, name)
     return arguments
 
 
 def changed_argument(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The arguments with another `x` or `block.values`."""
+    """The arguments with the value at a path (`x`, `block.values`) replaced."""
     name, _, field = path.partition(".")
     return {**arguments, name: replace(arguments[name], **{field: value}) if field else value}
 
@@ -52,7 +52,7 @@ def copied(value: Any, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the last bit; NaN equals the same NaN."""
+    """Bitwise equal; a NaN equals the same NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(

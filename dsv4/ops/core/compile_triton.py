@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""When kernels are compiled: all ahead of time, by other processes, and noticed when not.
+"""Compiles kernels ahead of time in worker processes, and reports any compiled later.
 
-Triton's front end is Python, so threads would take turns. A process gets a line of JSON for each
-kernel (`describe`), compiles it into Triton's cache on disk and answers with a line: empty, or what
-went wrong. It needs no GPU and ends when its input does.
+Triton's front end is Python, so threads would run one at a time. A worker reads one line of JSON
+per kernel (`describe`), compiles it into Triton's cache on disk and answers with one line: empty,
+or the error. It needs no GPU and exits when its input ends.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from triton.runtime.jit import JITFunction
 
 from dsv4.ops.core.context import changed
 
-_patching = threading.Lock()  # engines that start at the same time compile in turn
+_patching = threading.Lock()  # engines that start at the same time take turns
 _watchers: ContextVar[tuple[list[str], ...]] = ContextVar("compile watchers", default=())
 
 
 @contextlib.contextmanager
 def compile_only(workers: int) -> Iterator[None]:
-    """Launches inside the block only compile their kernels, in parallel, and run nothing. At the
-    end the kernels are loaded, so that launches can be captured.
+    """Launches inside the block only compile their kernels, in parallel, and run nothing. On exit
+    the kernels are loaded, so launches can be captured.
 
-    The outputs of such launches are undefined: only kernels may read them. A kernel that does not
-    compile is left to the real launch, which reports the error. Launches of other threads run.
+    The outputs of such launches are undefined: only kernels may read them. If a kernel fails to
+    compile, its real launch reports the error. Launches in other threads run as usual.
     """
     with _patching, changed(compiling=True):
         yield from _compile_only(workers)
@@ -75,8 +75,8 @@ def _compile_only(workers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch_compiles() -> Iterator[list[str]]:
-    """The names of kernels that launches inside the block, on this thread, compile or load."""
-    triton.knobs.compilation.listener = _tell_watchers  # a hook of launches fails on some tuples
+    """Names of the kernels that this thread's launches inside the block compile or load."""
+    triton.knobs.compilation.listener = _tell_watchers  # a launch hook fails on some tuples
     names: list[str] = []
     token = _watchers.set((*_watchers.get(), names))
     try:
@@ -91,7 +91,7 @@ def _tell_watchers(*, src, **facts) -> None:
 
 
 class CompileProcesses(ThreadPoolExecutor):
-    """Threads that compile with `compile`: what is not on disk yet, in a process of each thread."""
+    """Threads that call `compile`; each has its own process for kernels that are not on disk."""
 
     def __init__(self, num: int) -> None:
         super().__init__(num)
@@ -99,9 +99,9 @@ class CompileProcesses(ThreadPoolExecutor):
         self._processes: list[subprocess.Popen[str]] = []
 
     def compile(self, source, target=None, options=None, **kwargs):
-        """As `triton.compile`, from the disk once a process has compiled it there."""
+        """Like `triton.compile`, but loads from disk after a process has compiled the kernel."""
         if not _is_on_disk(source, target, options):
-            # what cannot be told or done there is compiled here, which also raises its errors
+            # if the process cannot compile it, the call below does, and raises any error
             with contextlib.suppress(TypeError, OSError):
                 self._ask(json.dumps(describe(source, target, options)))
         return compile_here(source, target=target, options=options, **kwargs)
@@ -132,7 +132,7 @@ class CompileProcesses(ThreadPoolExecutor):
 
 
 def describe(source, target, options) -> dict:
-    """What another process needs to make the same kernel."""
+    """Everything another process needs to compile the same kernel."""
     function = source.fn
     if getattr(import_module(function.module), function.__name__, None) is not function:
         raise TypeError(f"{function.__name__} is not a name of its module")
@@ -169,7 +169,7 @@ def _is_on_disk(source, target, options) -> bool:
 
 
 def _told(value):
-    """JSON of the values that decide a kernel; a tuple is not a list."""
+    """The values that determine a kernel, as JSON that tells tuples from lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
@@ -209,14 +209,14 @@ def _heard(value):
 
 
 def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its starter decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # keeps compiler output out of the answers
     for line in sys.stdin:
         try:
             compile_described(json.loads(line))
             answer = ""
-        except Exception as error:  # the starter compiles it again and meets the same error
+        except Exception as error:  # the parent compiles again and gets the same error
             answer = f"{type(error).__name__}: {error}".splitlines()[0]
         answers.write(answer + "\n")
         answers.flush()

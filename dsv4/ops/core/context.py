@@ -1,7 +1,7 @@
-"""What ops run with: the settings and buffers of an engine, and what `with` blocks ask for.
+"""The context of op calls: an engine's settings and buffers, and settings of `with` blocks.
 
-Nothing here is shared by two engines of a process: each activates its own `EngineOps` around its
-steps, and a block counts only for calls inside it, on its thread.
+Engines in one process share nothing here: each activates its own `EngineOps` around its steps, and
+a `with` block affects only the calls inside it, on its thread.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 
 from dsv4.errors import OptionError
 
-# called instead of an op, with it and its arguments; returns what its third argument returns
+# called in place of an op with (op, arguments, call); returns the result of `call()`
 Observer = Callable[[Any, dict[str, Any], Callable[[], Any]], Any]
 Recorder = Callable[[str, str], None]  # an op, and the kernel, fusion or reference that serves it
 
@@ -48,7 +48,7 @@ class OpContext:
     strict: bool = False  # falling back to a reference raises
     kernels_on_cpu: bool = False  # for Triton's interpreter, which works on CPU tensors
     compiling: bool = False  # launches only compile
-    assumed: Any = None  # the Gpu that choices on a CPU are made for, see gpu.py
+    assumed: Any = None  # the Gpu to choose for when on a CPU, see gpu.py
     observer: Observer | None = None
     recorder: Recorder | None = None
 
@@ -72,7 +72,7 @@ def changed(**values: Any) -> Iterator[None]:
 
 
 def forced_references(choice: str, known: Iterable[str]) -> frozenset[str] | None:
-    """The ops that `EngineConfig.ops` forces; `auto` defers to the variable DSV4_OPS."""
+    """The ops that `EngineConfig.ops` forces to their reference; `auto` defers to DSV4_OPS."""
     if choice == "auto":
         choice = os.environ.get("DSV4_OPS", "auto")
     if choice == "auto":
@@ -90,7 +90,7 @@ def forced_references(choice: str, known: Iterable[str]) -> frozenset[str] | Non
 
 
 def observe(observer: Observer) -> AbstractContextManager[None]:
-    """Show every op call inside the block to `observer`; `doctor` compares them."""
+    """Pass every op call inside the block to `observer`; `doctor` compares results this way."""
     return changed(observer=observer)
 
 

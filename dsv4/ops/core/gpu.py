@@ -1,4 +1,4 @@
-"""What a GPU offers to kernels. Tiles, stages, warps and variants follow from it and shapes."""
+"""What a GPU offers kernels. Tiles, stages, warps and variants depend on it and on shapes."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -14,31 +14,31 @@ from dsv4.ops.core.context import changed, current
 log = logging.getLogger(__name__)
 
 OLDEST = 80  # bf16 products, asynchronous copies
-NEWEST = 121  # compiled for; newer ones run what every architecture has
+NEWEST = 121  # the newest one compiled for; later ones run portable variants
 
 Products = Literal["mma", "wgmma", "tcgen05"]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """`architecture` 90 is sm_90; 0 is Triton's interpreter, which takes the choices of sm_90."""
+    """`architecture` 90 is sm_90; 0 is Triton's interpreter, which uses the choices for sm_90."""
 
     architecture: int
     multiprocessors: int
-    shared_per_block: int  # bytes that one program may have
+    shared_per_block: int  # bytes available to one program
     shared_per_multiprocessor: int
     l2_bytes: int
 
     @property
     def products(self) -> Products:
-        """The matrix instruction that a program of four warps uses. `mma`: operands in registers of
-        each warp, results too; the others read shared memory, `tcgen05` writes tensor memory."""
+        """The matrix instruction of a four-warp program. `mma` keeps operands and results in each
+        warp's registers; the others read shared memory, and `tcgen05` writes tensor memory."""
         family = self.architecture // 10
         return "tcgen05" if family == 10 else "wgmma" if family in (0, 9) else "mma"
 
     @property
     def converts_fp8(self) -> bool:
-        """Otherwise E4M3 is converted by integer operations (helpers_device.py)."""
+        """Whether hardware converts E4M3; otherwise integer code does (helpers_device.py)."""
         return self.architecture == 0 or self.architecture >= 89
 
     @property
@@ -58,7 +58,7 @@ class Gpu:
 
     @property
     def note(self) -> str | None:
-        """What an owner should know, or None."""
+        """What the user should know, or None."""
         if self.architecture in KNOWN or self.architecture < OLDEST:
             return None
         what = "portable variants, " if self.products == "mma" else ""
@@ -69,8 +69,8 @@ class Gpu:
         )
 
 
-# One GPU of each architecture that kernels are compiled for; on a machine with a GPU the driver
-# describes it. A100, RTX 3090, RTX 4090, H200, B200, RTX PRO 6000, DGX Spark
+# One GPU per architecture that kernels are compiled for; a GPU that is present is described by its
+# driver. A100, RTX 3090, RTX 4090, H200, B200, RTX PRO 6000, DGX Spark
 KNOWN: dict[int, Gpu] = {
     gpu.architecture: gpu
     for gpu in (
@@ -87,7 +87,7 @@ INTERPRETER = Gpu(0, 132, 232448, 233472, 60 << 20)
 
 
 def describe(device: torch.device) -> Gpu:
-    """The GPU behind `device`; for a CPU the one that the context assumes, for compiling and
+    """The GPU behind `device`; for a CPU, the GPU that the context assumes for compiling and
     interpreting."""
     if device.type == "cuda":
         return _found(torch.cuda.current_device() if device.index is None else device.index)
@@ -95,7 +95,7 @@ def describe(device: torch.device) -> Gpu:
 
 
 def assume(gpu: Gpu) -> AbstractContextManager[None]:
-    """Choices on a CPU inside the block are those of this GPU."""
+    """Inside the block, choices on a CPU are made for this GPU."""
     return changed(assumed=gpu)
 
 
@@ -112,8 +112,8 @@ def _found(index: int) -> Gpu:
 
 
 def usable_device(device: str) -> str:
-    """`device`, or the CPU where `auto` would mean a GPU that is too old; a newer one than kernels
-    know is named once."""
+    """`device`, or the CPU if `auto` would pick a GPU that is too old. Warns about a GPU newer than
+    the kernels know."""
     if device == "cpu" or not torch.cuda.is_available():
         return device
     found = describe(torch.device("cuda" if device == "auto" else device))

@@ -16,8 +16,8 @@ def append(values, value):
 
 @triton.jit
 def narrow(x, DT: tl.constexpr, ASM: tl.constexpr):
-    """fp32 `x` in DT; to bf16 in pairs. If the compiler sees a later conversion to fp32, it
-    converts one by one in a slow unit."""
+    """fp32 `x` as DT; bf16 is converted in pairs. If the compiler saw a later conversion to fp32,
+    it would convert one value at a time, in a slow unit."""
     if ASM and tl.bfloat16 == DT:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -28,7 +28,7 @@ def narrow(x, DT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def widen(x, ASM: tl.constexpr):
-    """`x` in fp32; from bf16 with one instruction each."""
+    """`x` as fp32; one instruction per bf16 value."""
     if ASM and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=f,=f,r", [x],
@@ -50,16 +50,16 @@ def times_rounded(x, factor, ASM: tl.constexpr):
 
 @triton.jit
 def depend(DEPENDENT: tl.constexpr):
-    """Programs that started early wait until the launch before theirs is complete, then the next
-    launch may start. Before this call a kernel may read weights and what was written two launches
-    ago, and it writes nothing."""
+    """Programs that started early wait for the previous launch to complete; then the next launch
+    may start. Before this call a kernel may read weights and data written two launches ago, and
+    must not write."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def converts_e4m3(_semantic=None):
-    """Whether the GPU that a kernel is compiled for converts E4M3 (sm_89 and newer)."""
+    """Whether the target GPU converts E4M3 in hardware (sm_89 and newer)."""
     if _semantic is None:  # Triton's interpreter
         return describe(torch.device("cpu")).converts_fp8
     return tl.constexpr("fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
@@ -70,7 +70,7 @@ converts_e4m3.__triton_builtin__ = True
 
 @triton.jit
 def from_e4m3(codes, DT: tl.constexpr):
-    """E4M3 codes (uint8, or what `to_e4m3` gave) in DT, exactly."""
+    """E4M3 codes (uint8, or the result of `to_e4m3`) as DT, exactly."""
     if converts_e4m3():
         return codes.to(tl.float8e4nv, bitcast=True).to(DT)
     else:
@@ -79,8 +79,8 @@ def from_e4m3(codes, DT: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """fp32 as E4M3, to the nearest, ties to even, beyond 448 that; codes (uint8) where the GPU does
-    not have the type."""
+    """fp32 to E4M3, rounded to nearest, ties to even, saturating at 448; uint8 codes if the GPU
+    lacks the type."""
     if converts_e4m3():
         return x.to(tl.float8e4nv)
     else:
@@ -89,7 +89,7 @@ def to_e4m3(x):
 
 @triton.jit
 def e4m3_bits_to_half(codes):
-    """All 256 codes in fp16, whose subnormals hold those of E4M3, 2^8 times smaller."""
+    """All 256 codes to fp16: its subnormals cover those of E4M3, 2^8 times smaller."""
     bits = codes.to(tl.int16)
     size = bits & 0x7F
     value = (((bits & 0x80) << 8) | (size << 7)).to(tl.float16, bitcast=True) * 256.0
@@ -98,8 +98,8 @@ def e4m3_bits_to_half(codes):
 
 @triton.jit
 def e4m3_bits(x):
-    """`to_e4m3` by operations that every GPU has. Steps below 2^-6 are all 2^-9, which is the last
-    place of 2^14 in fp32: adding that rounds."""
+    """`to_e4m3` with operations that every GPU has. Below 2^-6 all steps are 2^-9, the last place
+    of 2^14 in fp32, so adding 2^14 rounds."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # exponents 120 lower

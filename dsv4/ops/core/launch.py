@@ -1,4 +1,4 @@
-"""The options of a launch, and why a kernel does not run on a device."""
+"""Launch options, and the reasons why a kernel cannot run on a device."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 from dsv4.ops.core.gpu import describe
 
 STREAMING = 90  # where kernels start early and weights stream (gemm/variants/stream_gluon.py)
-ROW_WARPS = 4  # of a program that sums along a row; the same alone and in a fused kernel
+ROW_WARPS = 4  # for programs that sum along a row; the same standalone and fused
 
 
 def interpreting() -> bool:
@@ -39,7 +39,7 @@ def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dic
 
 
 def streams(device: torch.device) -> bool:
-    """Whether kernels for few rows are those of Hopper."""
+    """Whether to use the Hopper kernels for few rows."""
     if interpreting() or device.type != "cuda":
         return False
     return describe(device).architecture == STREAMING
@@ -48,7 +48,7 @@ def streams(device: torch.device) -> bool:
 def dependent_options(
     device: torch.device, num_warps: int, num_stages: int = 1
 ) -> dict[str, object]:
-    """`launch_options` of a kernel that calls `depend`."""
+    """`launch_options` for a kernel that calls `depend`."""
     if interpreting():
         return {"DEPENDENT": False}
     early = streams(device)

@@ -3,8 +3,8 @@
 On a CPU the reference runs, or a faster variant with the same bits (`on_cpu`). On a GPU the first
 kernel that supports the arguments runs; where none does, the reference runs with one warning that
 names the op and the reason, or strict mode (`kernels_only`) raises. `DSV4_OPS` (or
-`EngineConfig.ops`) forces ops to their reference for bisection: `reference` for all of them, or a
-comma list of names.
+`EngineConfig.ops`) forces ops to their reference for bisection: `reference` for all of them, or
+comma-separated names.
 """
 
 import importlib
@@ -48,8 +48,8 @@ class Kernel:
 
     `module` defines `supports(**arguments) -> str | None` (None means yes, a text says why not)
     and `run(**arguments)`. If it chooses by size, `variant(**arguments)` names the choice, and
-    `compile_others(**arguments)` launches what other steps with the same launches need: a warm-up
-    asks for these.
+    `compile_others(**arguments)` launches the variants that other steps of this size may need: a
+    warm-up calls it.
     """
 
     module: str
@@ -72,15 +72,15 @@ class Kernel:
         return self._loaded.run(**arguments)
 
     def label(self, arguments: Arguments) -> str:
-        """The kernel with the variant it runs for these arguments."""
+        """The kernel's name and the variant it picks for these arguments."""
         variant = getattr(self._loaded, "variant", None)
         return self.name if variant is None else f"{self.name} ({variant(**arguments)})"
 
 
 @dataclass(frozen=True)
 class CpuVariant:
-    """A function of `dsv4/ops/cpu` with the signature and the bits of a reference, faster where
-    rows are few; imported on its first use."""
+    """A function in `dsv4/ops/cpu` with the same signature and bits as a reference, but faster for
+    few rows; imported on first use."""
 
     module: str
     name: str
@@ -139,7 +139,7 @@ class Op(Generic[P, R]):
         return self._run_reference(arguments)
 
     def written(self, arguments: Arguments) -> Arguments:
-        """What a call with these arguments writes in place, by path."""
+        """The arguments that a call writes in place, by path."""
         return {path: argument(arguments, path) for path in self.mutates}
 
     def _run_reference(self, arguments: Arguments) -> R:
@@ -160,10 +160,10 @@ class Fusion(Generic[P, R]):
     """
 
     one_by_one: Callable[P, R]
-    ops: tuple[str, ...]  # their names
+    ops: tuple[str, ...]  # op names
     kernel: Kernel
     reader: str = ""  # an op whose kernel alone can consume the result
-    on_cpu: CpuVariant | None = None  # returns None for arguments that it does not take
+    on_cpu: CpuVariant | None = None  # returns None for unsupported arguments
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result = self.attempt(*args, **kwargs)
@@ -196,8 +196,8 @@ class Fusion(Generic[P, R]):
 
 
 def warn_unless_strict(message: str, about: str = "") -> None:
-    """Warn that something runs differently than requested or possible, in an engine once for what
-    it is `about`; strict mode raises."""
+    """Warn that something runs differently than requested or possible, once per engine for each
+    `about`; strict mode raises."""
     context = current()
     if context.strict:
         raise KernelError(f"{message}; strict mode forbids that")
@@ -207,7 +207,7 @@ def warn_unless_strict(message: str, about: str = "") -> None:
 
 
 def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
-    """Argument check of an op: found and expected, before anything runs.
+    """Check an op's arguments before anything runs; the message says what it found and expected.
 
     A message with numbers in it is a function, called only if the check fails.
     """
@@ -216,7 +216,7 @@ def check(condition: bool, op: str, message: str | Callable[[], str]) -> None:
 
 
 def check_shape(op: str, name: str, tensor: Any, *expected: int | str) -> None:
-    """`expected`: the size of each dimension, or its name where any size is right."""
+    """`expected`: the size of each dimension, or its name if any size will do."""
     found = tensor.shape
     if len(found) == len(expected):
         for n, m in zip(found, expected, strict=True):

@@ -26,11 +26,11 @@ class Ragged:
     slots: Tensor  # [sequences] slot of the sequence's fixed-size state
     keep: "Kept | None" = None
     is_padded: bool = False  # may contain padding, so rows and sequences need not match
-    is_few: bool = False  # at most 8 rows of a sequence, none beyond the next multiple of 128
+    is_few: bool = False  # at most 8 rows per sequence, none beyond the next multiple of 128
 
     @cached_property
     def shared(self) -> dict[Any, Any]:
-        """What the layers of a step share on a CPU. The tensors do not change while it runs."""
+        """A cache that a step's layers share on a CPU; the tensors stay fixed during a step."""
         return {}
 
     @property
@@ -48,14 +48,14 @@ class Ragged:
 
     @property
     def appends_at_once(self) -> bool:
-        """Whether rows of compressors that its tokens overwrite are none that its blocks read: of
-        16 (ratio 4) a block reads the 7 before the step's tokens, of 128 those of its own block."""
+        """Whether its tokens overwrite no compressor row that its blocks read: of 16 rows (ratio 4)
+        a block reads the 7 before the step's tokens, of 128 rows those of its own block."""
         return self.one_each or self.is_few
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Boundaries inside the new tokens whose state is saved, at most one per sequence."""
+    """Boundaries inside the new tokens at which state is saved, at most one per sequence."""
 
     ends: Tensor  # [sequences] length at the boundary, at least 4 beyond the start; 0: none
     rows: Tensor  # [sequences] destination of the compressor rows carried over it

@@ -1,9 +1,9 @@
-"""Few rows on a CPU: the references' steps as calls of numpy, where the bits are certain to agree.
+"""Few rows on a CPU: the references' steps as numpy calls, where the bits are certain to agree.
 
-On small arrays a call costs more than its arithmetic, and one of numpy costs a third of one of
-torch. Sums, differences, products, quotients and maxima of two fp32 numbers have one correct
-result, so their bits agree wherever the order of additions does. Everything else (exp, rsqrt, sums
-of many numbers, matrix products) stays the call of torch that the reference makes.
+On small arrays a call costs more than its arithmetic, and a numpy call costs a third of a torch
+call. Sums, differences, products, quotients and maxima of two fp32 numbers have one correct result,
+so their bits agree wherever the order of additions does. Everything else (exp, rsqrt, sums of many
+numbers, matrix products) stays the torch call that the reference makes.
 """
 
 import threading
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from dsv4.ops.core.rows import ROW_TILE
 
-Array: TypeAlias = Any  # numpy.ndarray of float32 unless said otherwise
+Array: TypeAlias = Any  # numpy.ndarray of float32 unless noted otherwise
 T = TypeVar("T")
 tensor = torch.from_numpy
 
 
 @lru_cache(maxsize=256)
 def fp32(value: float) -> Array:
-    """A constant; with a Python number numpy takes twice as long."""
+    """A constant as an array; numpy takes twice as long with a Python number."""
     return np.array([value], dtype=np.float32)
 
 
 def tile(x: Array) -> Array:
-    """`x` with zero rows appended up to ROW_TILE, of which it has at most as many."""
+    """`x`, which has at most ROW_TILE rows, padded with zero rows to ROW_TILE."""
     padded = np.zeros((ROW_TILE, x.shape[1]), dtype=np.float32)
     padded[: len(x)] = x
     return padded
@@ -42,7 +42,7 @@ def exp(x: Array) -> Array:
 
 
 def inverse_rms(x: Array, eps: float) -> Array:
-    """`1 / sqrt(mean(x^2) + eps)` over the last axis, which stays with size 1."""
+    """`1 / sqrt(mean(x^2) + eps)` over the last axis, which is kept with size 1."""
     total = tensor(np.square(x)).sum(-1, keepdim=True)
     mean = total.numpy()
     mean /= fp32(x.shape[-1])
@@ -52,7 +52,7 @@ def inverse_rms(x: Array, eps: float) -> Array:
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Array:
-    """`rms_norm` in fp32, before it is rounded to the dtype of x."""
+    """`rms_norm` in fp32, not yet rounded to the dtype of x."""
     wide = x.float().numpy()
     out = wide * inverse_rms(wide, eps)
     if weight is not None:
@@ -61,7 +61,7 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Array:
 
 
 class RowNorm:
-    """`rms_norm` of `rows`, which others fill: its arrays and their views are made once."""
+    """`rms_norm` of `rows`, which the caller fills; arrays and their views are made once."""
 
     def __init__(self, rows: Array) -> None:
         self.rows, self.size = rows, fp32(rows.shape[1])
@@ -81,14 +81,14 @@ class RowNorm:
         return mean
 
     def write(self, weight: Array | None, eps: float, out: Array) -> None:
-        """Into `out`, in fp32, before it is rounded to the dtype of the rows."""
+        """Write the result to `out` in fp32, not yet rounded to the dtype of the rows."""
         np.multiply(self.rows, self.inverse_rms(eps), out)
         if weight is not None:
             out *= weight
 
 
 class NormScratch(RowNorm):
-    """With a tile for the result, whose other rows stay zero."""
+    """A `RowNorm` with a tile for the result; the tile's other rows stay zero."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__(np.empty((count, size), dtype=np.float32))
@@ -103,7 +103,7 @@ _local = threading.local()
 
 
 def kept(key: tuple[object, ...], make: Callable[[], T]) -> T:
-    """What this thread writes again and again; inference mode makes tensors of its own kind."""
+    """Scratch that this thread reuses; inference mode has its own, as its tensors differ."""
     of_thread: dict[Any, T] = _local.__dict__
     key = (*key, torch.is_inference_mode_enabled())
     found = of_thread.get(key)

@@ -34,17 +34,17 @@ ZERO = fp32(0.0)
 
 
 class Tile(NamedTuple):
-    """Keys that a softmax sees at once."""
+    """Keys of one step of the online softmax."""
 
     pool: PagedPool
     rows: Array  # [queries, keys]: where they are, counted over all pages
-    gaps: list[tuple[int, slice]]  # of each query those that are absent, and read another
+    gaps: list[tuple[int, slice]]  # each query's absent keys, which read another entry
 
 
 def _tile(
     pool: PagedPool, table: Tensor, batch: Ragged, entries: Array, at_end: bool
 ) -> Tile | None:
-    """None where no query sees an entry; absent ones come first or, `at_end`, last."""
+    """None if no query sees an entry; absent entries come first or, with `at_end`, last."""
     gaps = []
     size = entries.shape[1]
     for query, absent in enumerate(np.count_nonzero(entries < 0, axis=1).tolist()):
@@ -83,7 +83,7 @@ def _compressed(batch: Ragged, compressed: Compressed) -> list[Tile]:
 
 
 def _compressed_tiles(batch: Ragged, compressed: Compressed) -> list[Tile]:
-    """What layers without a selection share: they differ only in their pools."""
+    """Layers without a selection share these; only their pools differ."""
     if compressed.selected is not None:
         return _compressed(batch, compressed)
     size, ratio = compressed.pool.page_entries, compressed.ratio
@@ -114,7 +114,7 @@ def tiles_of(to: Visible) -> list[Tile]:
 
 
 def softmax_over(wide_q: Tensor, dtype: torch.dtype, sink: Tensor, tiles: list[Tile]) -> Array:
-    """Online, over `tiles` in order; the sink is the first score, with value 0."""
+    """Online softmax over `tiles` in order; the sink is the first score, with value 0."""
     top: Array = sink.float().numpy().reshape(1, -1, 1)
     total, out = fp32(1.0), ZERO
     for pool, rows, gaps in tiles:

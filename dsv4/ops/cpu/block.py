@@ -1,7 +1,7 @@
-"""The fusions of a block for few rows on a CPU, in fp32: what the ops of `dsv4/ops/fused/block.py`
-do one by one, without their checks and without tensors in between.
+"""The fusions of `dsv4/ops/fused/block.py` for few rows on a CPU, in fp32, without the checks and
+intermediate tensors of the single ops.
 
-Each returns None for arguments that it does not take; then the ops run one by one.
+Each returns None for arguments that it does not support; then the ops run one by one.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What few rows store, on a CPU: window keys and compressed entries."""
+"""Stores window keys and compressed entries of few rows on a CPU."""
 
 import numpy as np
 
@@ -39,8 +39,8 @@ def key_rows(key: WindowKey) -> Array:
 
 
 def compress(block: Compression) -> None:
-    """The rows are stored first: every token of a block that closes is then in the state. With
-    ratio 128 a row behind it would have taken the place of the first."""
+    """Rows are stored first, so every token of a closing block is in the state. With ratio 128 a
+    row after the block would overwrite its first."""
     values, state, batch, ratio = block.values, block.state, block.batch, block.ratio
     is_few = few_rows(batch) and batch.keep is None
     if is_few:
@@ -76,7 +76,7 @@ def compress(block: Compression) -> None:
 
 
 def _places(batch: Ragged, ratio: int, size: int) -> tuple[Array, Array, Array]:
-    """Of each row its slot and its place in the state; the rows that close a block."""
+    """Each row's slot and place in the state; the rows that close a block."""
     positions = batch.positions.numpy()
     slots = batch.slots.numpy().take(batch.seq_idx.numpy())
     closing = np.flatnonzero((positions + 1) % ratio == 0)
@@ -84,7 +84,7 @@ def _places(batch: Ragged, ratio: int, size: int) -> tuple[Array, Array, Array]:
 
 
 def _block(held: Array, slots: Array, last: Array, ratio: int, size: int) -> Array:
-    """What an entry reads: `[blocks, tokens, dim]`."""
+    """The state rows that each entry reads, `[blocks, tokens, dim]`."""
     count = 2 * ratio if overlaps(ratio) else ratio
     tokens = last[:, None] + np.arange(1 - count, 1)
     found = held.take(slots[:, None] * size + tokens % size, axis=0)

@@ -1,7 +1,7 @@
 """`mhc_pre`, `mhc_boundary` and `mhc_head` of few rows on a CPU.
 
-Here calls cost more than arithmetic, and views of arrays are calls too. So everything that does not
-leave an op lies in a `Scratch`, which keeps its arrays and all views of them from step to step.
+Calls cost more than arithmetic here, and making an array view is a call too. So everything that
+does not leave an op is in a `Scratch`, which keeps its arrays and all their views across steps.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ class Scratch:
         self.count, self.dtype = count, dtype
         self.products = empty(count, n, n, size)
         self.terms = [self.products[:, source] for source in range(n)]
-        # the streams in a tile, of which the other rows stay zero
+        # the streams in a tile; its other rows stay zero
         tile = np.zeros((ROW_TILE, n * size), dtype=np.float32)
         self.tile, self.wide = tensor(tile), tile[:count].reshape(count, n, size)
         self.norm = RowNorm(tile[:count])
@@ -98,7 +98,7 @@ class Scratch:
     def updated(
         self, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
     ) -> Tensor:
-        """`mhc_update`; the tile holds the result, too."""
+        """`mhc_update`; the tile also holds the result."""
         y = y.total() if isinstance(y, PartialSums) else y
         wide, spread = self.wide, self.spread
         of_all = streams.float().numpy()[:, :, None]
@@ -125,7 +125,7 @@ class Scratch:
         return logits
 
     def mixed(self, site: MixSite) -> tuple[Tensor, Tensor]:
-        """post and comb of `mhc_pre` for the streams in the tile; `row` holds the rest."""
+        """post and comb of `mhc_pre` for the streams in the tile; its other result is in `row`."""
         columns, gates, matrix = self.columns, self.gates, self.sinkhorn.matrix
         np.copyto(columns.T, self.logits(site))
         np.negative(gates, gates)
@@ -141,7 +141,7 @@ class Scratch:
         return tensor(self.row.copy()).to(self.dtype)
 
     def collapse(self, weights: Array, site: MixSite) -> None:
-        """One row for each token, normed; `weights` `[tokens, streams, 1]`."""
+        """One normalised row per token; `weights` `[tokens, streams, 1]`."""
         weights += fp32(site.hc_eps)
         np.multiply(self.wide, weights, self.weighted)
         mixed, dtype = _sum_into(self.weighted_terms), self.dtype
@@ -153,7 +153,7 @@ class Scratch:
 
 
 def _sum_into(terms: list[Array]) -> Array:
-    """One after the other, as torch adds up to four numbers; the first is overwritten."""
+    """Add in sequence, as torch does for up to four numbers; the first term is overwritten."""
     total = terms[0]
     for term in terms[1:]:
         total += term
@@ -161,9 +161,9 @@ def _sum_into(terms: list[Array]) -> Array:
 
 
 class _Sinkhorn:
-    """`sinkhorn` of `matrix`, `[source, destination, tokens]`, once the exponentials of its softmax
-    are taken. A sum over the first axis adds whole rows, one after the other; so every division
-    writes its result transposed, and a last row of `eps` is added with the others."""
+    """`sinkhorn` of `matrix` `[source, destination, tokens]`, which already holds the exponentials
+    of its softmax. A sum over the first axis adds whole rows in sequence, so every division writes
+    its result transposed, and a last row of `eps` is added with the others."""
 
     def __init__(self, matrix: Array) -> None:
         n, _, count = matrix.shape

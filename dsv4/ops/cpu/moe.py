@@ -50,7 +50,7 @@ def route(rows: Tensor, count: int, token_ids: Tensor, by: Gate) -> tuple[Tensor
 
 def experts(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
     """One tile holds all rows, and every expert multiplies it: a row's result depends neither on
-    its place in the tile nor on the others, so the rows that did not choose it are left alone."""
+    its place in the tile nor on other rows, so rows that did not choose the expert can stay."""
     count, w13, w2 = experts.shape[0], by.w13, by.w2
     is_placed = isinstance(w13, PlacedExperts)
     if is_placed or not 0 < count <= ROW_TILE or by.shared_w2.shape != w2.shape[1:]:
@@ -62,14 +62,14 @@ def experts(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:
 def sum_of_experts(
     tiles: dict[str, Tensor], experts: Tensor, weights: Tensor, by: Experts, dtype: torch.dtype
 ) -> Array:
-    """fp32 `[rows, size]`; `tiles` of the input by the width of activations."""
+    """fp32 `[rows, size]`; `tiles`: the input by activation width."""
     (count, chosen), w13, w2 = experts.shape, by.w13, by.w2
     visits: dict[int, list[int]] = {}
     pairs = count * chosen
     for place, expert in enumerate(experts.flatten().tolist()):
         if expert >= 0:
             visits.setdefault(expert, []).append(place)
-    # matrix numbers, and pairs of a place among the results and a row; -1: the shared expert
+    # (expert, [(place among the results, row), ...]); -1: the shared expert
     every = [(expert, [(p, p // chosen) for p in places]) for expert, places in visits.items()]
     every.append((-1, [(pairs + row, row) for row in range(count)]))
     products = np.zeros((pairs + count, w13.shape[1]), dtype=np.float32)
@@ -89,7 +89,7 @@ def sum_of_experts(
     for expert, places in every:
         stack = by.shared_w2 if expert < 0 else w2
         rows = inputs[activations_of(stack)]
-        for place, row in places:  # rows of other experts stay: nothing of theirs is read
+        for place, row in places:  # other experts' rows stay: their results are not read
             padded[row] = rows[place]
         product = multiply(held, _matrix(stack, expert)).numpy()
         for place, row in places:
@@ -107,7 +107,7 @@ def _widths(*stacks: Weight) -> set[str]:
 
 
 def _matrix(stack: Weight, expert: int) -> Tensor:
-    """In fp32; -1: the stack is the matrix."""
+    """An expert's matrix in fp32; -1: the stack is the matrix."""
     if isinstance(stack, UnpackedTensor):
         stack = stack.values
     return dense(stack if expert < 0 else stack[expert])

@@ -16,14 +16,14 @@ from dsv4.ops.norm.rms_norm import rms_norm_reference
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """`matmul_rows` of a whole tile: the same product, called without detours."""
+    """`matmul_rows` of a whole tile: the same product with less overhead."""
     if weight.shape[0] < MIN_COLUMNS or weight.dtype != torch.float32:
         return matmul_rows(x, weight)
     return torch.mm(x, weight.t())
 
 
 def plain(weight: Weight) -> Tensor | None:
-    """The values of a weight in fp32 whose input is not rounded and whose K is summed at once."""
+    """The values of an fp32 weight, or None, also if it rounds its input or splits K."""
     if isinstance(weight, UnpackedTensor):
         is_plain = weight.activations == "a16" and weight.k_ranges <= 1
         weight = weight.values if is_plain else weight
@@ -32,7 +32,7 @@ def plain(weight: Weight) -> Tensor | None:
 
 
 def as_multiplied(x: Tensor, width: str) -> Tensor:
-    """The rows of `x` in a tile, rounded for weights that want it."""
+    """The rows of `x` in a tile, rounded to activations of that width."""
     if width != "a16":
         x = rounded(x, width)  # type: ignore[arg-type]
     return tensor(tile(x.float().numpy()))

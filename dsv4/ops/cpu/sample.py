@@ -14,7 +14,7 @@ SURELY_KEPT = 10.0  # a token this close to the best is in no tail that rounding
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     """Without top-k, top-p and min-p the draw needs no sorting: all tokens pass, except that
-    rounding may drop some at the far end, and the one drawn is seen not to be there."""
+    rounding may drop some at the far end; a check shows that the drawn token is not there."""
     rows = logits.shape[0]
     if rows > ROW_TILE:
         return sample_reference(logits, inputs)
@@ -38,7 +38,7 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
 
 
 def _largest(row: Tensor) -> int:
-    """The first of them; a row with NaN has none."""
+    """The place of the first maximum; a row with NaN raises."""
     values = row.numpy()
     place = int(values.argmax())
     if np.isnan(values[place]):
@@ -47,7 +47,7 @@ def _largest(row: Tensor) -> int:
 
 
 def _gumbel(inputs: SampleInputs, rows: list[int], size: int) -> list[Tensor]:
-    """Gumbel noise of each of `rows`."""
+    """Gumbel noise for each of `rows`."""
     if not rows:
         return []
     seeds, positions = (x.numpy()[rows][:, None] for x in (inputs.seeds, inputs.positions))

@@ -1,4 +1,4 @@
-"""What all layers of a step of few rows share on a CPU: angles, and where entries are stored."""
+"""Shared by all layers in a step of few rows on a CPU: angles, and where entries are stored."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -27,10 +27,10 @@ def few_rows(batch: Ragged) -> bool:
 def once(
     batch: Ragged, key: tuple[object, ...], compute: Callable[[], T], of: Tensor | None = None
 ) -> T:
-    """A value that `key` and the tensor `of` determine for this step."""
+    """A value that `key` and the tensor `of` determine, computed once per step."""
     found: tuple[T, Tensor | None] | None = batch.shared.get((*key, id(of)))
     if found is None:
-        found = batch.shared[(*key, id(of))] = compute(), of  # held: no other has its id then
+        found = batch.shared[(*key, id(of))] = compute(), of  # held, so no other gets its id
     return found[0]
 
 
@@ -46,7 +46,7 @@ def entry_rows(table: Tensor, page_entries: int, seq: Array, entries: Array) -> 
 
 
 def load_rows(pool: PagedPool, rows: Array) -> Tensor:
-    """`load_at`; what is returned is a copy."""
+    """`load_at`; returns a copy."""
     if pool.format != "fp32":
         return load_at(pool, tensor(rows))
     data = pool.data
@@ -63,7 +63,7 @@ def store_rows(pool: PagedPool, rows: Array, x: Array, dtype: torch.dtype) -> No
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Array, Array]:
-    """cos and sin of the angles, `[tokens, rope_dim / 2]`, as `rope` takes them."""
+    """cos and sin of the angles, `[tokens, rope_dim / 2]`, as in `rope`."""
     key = (id(frequencies), *positions.tolist())
     found = _rotations.get(key)
     if found is None or found[0] is not frequencies:
@@ -94,5 +94,5 @@ def rotate(x: Array, by: tuple[Array, Array], inverse: bool = False) -> None:
 
 
 def rounded_to(dtype: torch.dtype, x: Array) -> Array:
-    """`x` with the precision of `dtype`, in fp32 again."""
+    """`x` rounded to `dtype`, back in fp32."""
     return x if dtype == torch.float32 else tensor(x).to(dtype).float().numpy()

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of products: reading weights in each format, and adding the ranges of K.
+"""Device code for products: reads weights in each format and adds up the ranges of K.
 
 The summation order over K belongs to the weight: K is split into *ranges* (`split_k.py`), each
 summed separately, and ranges are added in ascending order. Every variant of a kernel (few rows or
@@ -21,7 +21,7 @@ _SLOT3 = tl.constexpr(
     "{ .reg .b32 u; shr.u32 u, $1, 7; and.b32 u, u, 0x00D800D8; "
     "mul.lo.u32 u, u, 0x821; and.b32 $0, u, 0x81C081C0; }"
 )
-# of four 8-bit codes in a register, the first and third, or the others, as two bf16
+# the first and third (or second and fourth) of four 8-bit codes in a register, as two bf16
 _LOW_CODES = tl.constexpr(
     "{ .reg .b32 u; shl.b32 u, $1, 4; lop3.b32 $0, u, 0x0FF00FF0, 0x70007000, 0xEA; }"
 )
@@ -53,8 +53,8 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scale_pairs(codes, ASM: tl.constexpr, MX: tl.constexpr = False):
-    """The codes of each row, int64 or int32 -> four int32: two scales as bf16, of slots 0 and 1,
-    then 2 and 3, of the first half, then of the second. MXFP4 has one for both of a pair."""
+    """Each row's codes, int64 or int32 -> four int32 with two bf16 scales each: slots 0 and 1, then
+    2 and 3, of the first half, then of the second. In MXFP4 a pair shares one scale."""
     if MX:
         return (
             (codes & 0xFF) * 0x800080,
@@ -85,7 +85,7 @@ def scale_pairs(codes, ASM: tl.constexpr, MX: tl.constexpr = False):
 
 @triton.jit
 def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """bf16 `[..., 16]`: the weights of one of eight groups, from the words of its half."""
+    """bf16 `[..., 16]`: the weights of one of the eight groups, from the words of its half."""
     both = pairs[GROUP // 2]
     scale = (both if GROUP % 2 == 0 else both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return unpack_slot(words, GROUP % 4, ASM) * tl.expand_dims(scale, -1)
@@ -275,7 +275,7 @@ def dot_fp8(
 def finish_ranges(
     acc, live, partials, counters, slot, split, num_splits, BN: tl.constexpr, BM: tl.constexpr
 ):
-    """Store this range's partial sums of the live rows; the last program of a tile gets the total
+    """Store this range's partial sums for live rows; the last program of a tile gets the total
     and True. Ranges are added in ascending order, so it does not matter which program is last.
     """
     offsets = tl.arange(0, BN)[:, None] + (tl.arange(0, BM) * BN)[None, :]
@@ -299,7 +299,7 @@ def finish_ranges(
 
 
 class Matrices(NamedTuple):
-    """The matrices of a launch, a number of each: addresses, then sizes."""
+    """The matrices of a launch, one number per matrix: addresses, then sizes."""
 
     words: tuple[int, ...]
     scales: tuple[int, ...]
@@ -313,7 +313,7 @@ class Matrices(NamedTuple):
 
 
 def matrices(data, scales, factors, outs, sizes, parts, programs, splits) -> Matrices:
-    """`programs` of each matrix; `splits`: its ranges of K and the steps in each."""
+    """Per matrix, `programs`: how many it has; `splits`: ranges of K and the steps in each."""
     addresses = (
         tuple(tensor.data_ptr() for tensor in tensors) for tensors in (data, scales, factors, outs)
     )
@@ -323,8 +323,8 @@ def matrices(data, scales, factors, outs, sizes, parts, programs, splits) -> Mat
 
 @triton.jit
 def store_typed(total, out, offsets, mask, wide):
-    """fp32 results if `wide`, else bf16; `out` is an address: allocations are aligned, but a
-    pointer cast from an integer does not carry that."""
+    """Store fp32 if `wide`, else bf16. `out` is an address: allocations are aligned, but a pointer
+    cast from an integer does not carry that."""
     out_f32 = tl.multiple_of(out.to(tl.pointer_type(tl.float32)), 16)
     out_bf16 = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)
     if wide:

@@ -49,8 +49,8 @@ def _product(x: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def range_products(x: Tensor, weight: Weight, ranges: range) -> Tensor:
-    """fp32 `[ranges, rows, n]`: x, of which the first columns belong to the first of `ranges`,
-    times some of the weight's ranges of K."""
+    """fp32 `[ranges, rows, n]`: x times some of the weight's ranges of K; x begins at the columns
+    of the first of `ranges`."""
     values, width = dense(weight), weight.shape[1] // k_ranges_of(weight)
     products = []
     for place, number in enumerate(ranges):

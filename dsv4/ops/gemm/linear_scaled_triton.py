@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """`linear` with low-precision activations (sm_100): rows are quantised, then multiplied.
 
-Matrices of one kind share the quantised rows; those with a16 go to linear_triton.
+Matrices of one kind share the quantised rows; a16 matrices go to linear_triton.
 """
 
 import torch
@@ -67,7 +67,7 @@ def _kind(weight) -> tuple[int, int] | None:
 
 
 def launch(x, weights, outs, *, num_groups=1, config=None, limit=None) -> None:
-    """Quantise `x` `[rows, groups * k]` once and multiply it with matrices of one kind. With a
+    """Quantise `x` `[rows, groups * k]` once and multiply it by matrices of one kind. With a
     `limit`, `x` is gate and up `[rows, 2 k]`, and their SwiGLU is quantised."""
     num_rows, columns = x.shape[0], weights[0].columns
     most_ranges = max(scaled_split_k(w)[0] for w in weights)

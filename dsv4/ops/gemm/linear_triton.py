@@ -205,8 +205,8 @@ def choose_config(num_rows: int, fmt: int, gpu: Gpu) -> LinearConfig:
 
 
 def _choose_mma(num_rows: int, fmt: int) -> LinearConfig:
-    """Operands and sums in registers, at most 99 KB of shared memory; one order of columns for any
-    number of rows: of joined weights these products take another."""
+    """Operands and sums are in registers, with at most 99 KB of shared memory. The column order is
+    the same for any number of rows; with joined weights, `mma` would use another."""
     if fmt == EXPANDED:
         return LinearConfig(128, 128, 8, 3)
     stages = 3 if fmt == NVFP4 else 4
@@ -278,8 +278,8 @@ def launch(
     x, weights, outs, *, num_groups=1, config=None, parallel=None, partial=False, some=None
 ) -> None:
     """`y_i = x . W_i^T` into `outs`; with groups, x is `[rows, groups * k]` and each group of
-    weight rows reads its own k columns. `partial`: outs are fp32 `[ranges, rows, n]`, of all
-    ranges of K or of `some`, whose columns x then has alone."""
+    weight rows reads its own k columns. `partial`: outs are fp32 `[ranges, rows, n]`, for all
+    ranges of K or for `some`; x then has only the columns of these."""
     fmt, tile_rows, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
@@ -342,7 +342,7 @@ def launch(
 
 
 def _is_stream(x, fmt: int, columns: int) -> bool:
-    """Whether `stream_gluon` multiplies: few rows, which it copies 16 bytes at a time."""
+    """Whether to use `stream_gluon`: few rows, which it copies 16 bytes at a time."""
     if fmt != NVFP4 or x.shape[0] > STREAM_ROWS or columns % 128 or not streams(x.device):
         return False
     return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0

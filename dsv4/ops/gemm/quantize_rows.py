@@ -10,7 +10,7 @@ The float32 scale of a4 is per row, so a row never depends on its batch:
     scale   = E4M3(max(block) * inverse / 6), at least 2^-9
     code    = E2M1(x * (inverse / scale))                  ties to even, saturating at 6
 
-Every step is one float32 rounding, in this order, so that kernels give the same bytes. An amax
+Every step rounds to float32 once, in this order, so kernels produce the same bytes. An amax
 below 2^-100 is raised to 2^-100: a zero row has zero codes and a scale that is safe to divide by. A
 row with Inf or NaN has zero codes and a row scale of NaN: its results are NaN, never plausible.
 """
@@ -66,7 +66,7 @@ def dequantize_rows(rows: Fp4Rows) -> Tensor:
 
 
 def rounded(x: Tensor, width: Activations) -> Tensor:
-    """`[..., K]` as multiplied: unchanged for a16, otherwise float32."""
+    """`[..., K]` as a product reads it: unchanged for a16, otherwise float32."""
     if width == "a16":
         return x
     if width == "a8":

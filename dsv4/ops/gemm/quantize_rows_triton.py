@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""`quantize_rows` on a GPU, and its variants in front of a block-scaled product (sm_100).
+"""`quantize_rows` on a GPU, and its variants before a block-scaled product (sm_100).
 
 One program holds a row in registers: first the largest magnitude, then scales and codes; nothing is
 read twice and the host never waits. It quantises the row itself, or SwiGLU of gate and up, rounded
 to bf16 first like the op it replaces.
 
 A product needs rows padded to a multiple of 256 columns, and with many rows the scales in the order
-of weights/scaled.py; `QuantizedRows` describes the buffers. Row i may be that of a routed pair.
+of weights/scaled.py; `QuantizedRows` describes the buffers. Row i may belong to a routed pair.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def _source_row(
     x, weight, row, x_stride, size, limit, column, live, SOURCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 numbers of the row, zero beyond its end."""
+    """The row in fp32, zero beyond its end."""
     base = x + row * x_stride
     value = tl.load(base + column, mask=live, other=0.0).to(tl.float32)
     if SOURCE == 1:
@@ -78,7 +78,7 @@ def _scale_at(row, fold, group, num_groups, TILED: tl.constexpr):
 
 @triton.jit
 def _store_fp4(value, rows, row, TILED: tl.constexpr):
-    """Codes, scales and the row's scale of `value` `[groups, 16]`; see gemm/quantize_rows.py."""
+    """Store codes, scales and row scale of `value` `[groups, 16]`; see gemm/quantize_rows.py."""
     GROUPS: tl.constexpr = value.shape[0]
     num_groups = rows.columns // 16
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -106,10 +106,10 @@ def _store_fp4(value, rows, row, TILED: tl.constexpr):
 
 @triton.jit
 def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
-    """E4M3 codes and E8M0 scales of `value` `[groups, 32]`; see formats/fp8.py."""
+    """Store E4M3 codes and E8M0 scales of `value` `[groups, 32]`; see formats/fp8.py."""
     bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
-    power = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # of 448: 8, 1.75
+    power = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
     inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
     group = tl.arange(0, value.shape[0])
     live = group < rows.columns // 32
@@ -170,7 +170,7 @@ class QuantizedRows:
 
 
 def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> QuantizedRows:
-    """Buffers for `num_rows` rows of `columns` columns, with room up to whole tiles."""
+    """Buffers for `num_rows` rows of `columns` columns, padded to whole tiles."""
     columns = triton.cdiv(columns, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     count = triton.cdiv(num_rows // fold, 2 * ROWS) * 2 * ROWS * fold
     return QuantizedRows(

@@ -5,7 +5,7 @@ A weight (weights/scaled.py) is multiplied with quantised rows (quantize_rows_tr
 NVFP4, or MXFP4 or FP8 x MXFP8. A program computes 128 outputs for BN rows, in one of two variants:
 
     few rows    pointers: up to eight matrices per launch; split-K, one program per range
-    many rows   descriptors, so that TMA feeds the tensor core; ranges in sequence
+    many rows   descriptors, so TMA feeds the tensor core; ranges in sequence
 
 Both use the same steps and ranges of K, which depend only on the weight's shape, so a row's order
 of summation is the same. Row and weight scales are applied in fp32 at the end. The same kernels
@@ -28,7 +28,7 @@ from dsv4.ops.gemm.quantize_rows_triton import row_buffers
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.scaled import ROWS
 
-FEW_ROWS = 64  # up to here the variant with pointers
+FEW_ROWS = 64  # up to here, the pointer variant
 RANGE_COLUMNS = 256  # ranges are multiples of this
 LEAST_RANGE = 1024  # columns
 WANTED_PROGRAMS = 296  # two per multiprocessor of a B200
@@ -65,7 +65,7 @@ def _few_sum(
     words, scales, codes, x_scales, rows, first, last, k_steps,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[128, BN]` over steps `first` to `last`; `words` and `scales` are a row tile's."""
+    """fp32 `[128, BN]` over steps `first` to `last`; `words` and `scales` point at a row tile."""
     BK: tl.constexpr = 128 if A8 else 256
     GROUP: tl.constexpr = 32 if A8 else 16
     CHUNKS: tl.constexpr = BK // (4 * GROUP)
@@ -114,7 +114,7 @@ def _few_rows_kernel(
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`F32`: see `is_wide`. Each group of weight rows reads its own of `x.fold` rows; a routed pair
-    reads its token's row (`chosen` pairs each), or with 0 its own in sorted order."""
+    reads its token's row (`chosen` pairs per token), or if that is 0 its own in sorted order."""
     pid = tl.program_id(0)
     count = dd.select_matrix(m.ranges, m.firsts, pid, NUM)
     per_range = dd.select_matrix(m.range_steps, m.firsts, pid, NUM)
@@ -193,7 +193,7 @@ def _many_rows_kernel(
     F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr, RANGES: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """One matrix (or stack) and BN rows; the arguments are those of `_few_rows_kernel`."""
+    """One matrix (or stack) and BN rows; arguments as in `_few_rows_kernel`."""
     tile = tl.program_id(0)
     place = tl.program_id(1) * BN + tl.arange(0, BN)
     live = place < num_rows
@@ -238,7 +238,7 @@ class ScaledConfig:
     bn: int  # input rows per program
     num_warps: int
     num_stages: int
-    few: bool  # the variant with pointers
+    few: bool  # the pointer variant
 
 
 def choose_config(num_rows: int, num_ranges: int, gpu: Gpu) -> ScaledConfig:
@@ -253,7 +253,7 @@ def choose_config(num_rows: int, num_ranges: int, gpu: Gpu) -> ScaledConfig:
 
 
 def scaled_split_k(weight) -> tuple[int, int]:
-    """As `split_k`, in multiples of 256 columns."""
+    """Like `split_k`, in multiples of 256 columns."""
     return split_k(weight, RANGE_COLUMNS, num_scaled_ranges)
 
 
@@ -271,7 +271,7 @@ def _group_rows(rows, weight) -> int:
 
 
 def _steps(rows) -> tuple[int, int]:
-    """(steps along K, steps in RANGE_COLUMNS)."""
+    """(steps along K, steps per RANGE_COLUMNS)."""
     width = 128 if rows.a8 else 256
     return rows.columns // width, RANGE_COLUMNS // width
 

@@ -28,7 +28,7 @@ def num_ranges(rows: int, columns: int) -> tuple[int, int]:
 
 def split_k(weight: Weight, step: int = STEP, ranges_of: Ranges = num_ranges) -> tuple[int, int]:
     """(ranges, steps in each) for a weight that may be a rank's rows of a larger matrix. The
-    weight's own `k_ranges` are used if they end on steps."""
+    weight's own `k_ranges` are used if they are whole steps."""
     rows, columns = weight.shape
     if isinstance(weight, torch.Tensor):
         return ranges_of(rows, columns)

@@ -103,7 +103,7 @@ def begin_step(
     rows: tuple[Tensor, ...],
 ) -> None:
     """Write the first `num_pages` of `pages` to `places` in the tables; then write `token_ids`
-    `[tokens]` and `rows`, one table `[sequences, columns]` of each kind."""
+    `[tokens]` and `rows`, one table `[sequences, columns]` per kind."""
     for name, tensor in (("token_ids", token_ids), ("seq_idx", seq_idx)):
         check_shape(OP.name, name, tensor, *sent.shape)
     for target, width in zip(rows, tables.widths, strict=True):

@@ -32,7 +32,7 @@ def _begin_kernel(
     table, first1, first2, source0, source1, source2, out0, out1, out2, width0, width1, width2,
     sent, seq_idx, slots, newest, token_ids, num_tokens, num_sequences, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Programs of sequences copy a part of their rows; the remaining ones write tokens."""
+    """The first programs copy parts of the sequences' table rows; the others write tokens."""
     seq = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     if seq < num_sequences:

@@ -9,7 +9,7 @@ ratio 4    eight slots: the second half of the channels of the block's own token
            half of the channels of the previous block's tokens (absent for the first block).
 
 State per sequence: the last 16 (ratio 4) or 128 tokens' V and Z, token `p` in row `p % rows`. An
-entry of ratio 4 reads 8 of them; with 16, rejected drafts overwrite none that is still read.
+entry of ratio 4 reads 8 of them; with 16, rejected drafts overwrite no row that is still read.
 A block closes exactly at tokens with `(p + 1) % ratio == 0`, without a host branch.
 
 Prefixes are kept at multiples of 128, where with ratio 4 the next block still reads the first half

@@ -79,7 +79,7 @@ def _copy_token(
     block, row, position, to_v, to_z, to_row, S: tl.constexpr, WIDTH: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
-    """The first WIDTH channels of a token to a row of as many."""
+    """Copy a token's first WIDTH channels to a row of that width."""
     column = tl.arange(0, PAD)
     live = column < WIDTH
     source, target = row * S.width + column, to_row * WIDTH + column
@@ -101,7 +101,7 @@ def close_block(
     block, frequencies, eps, row, position, seq, start, first_row, state_row, table, table_width,
     page_entries, pool, S: tl.constexpr, F: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
-    """One token: store the entry if it ends a block; with APPEND also add it to the state."""
+    """One token: if it ends a block, store the entry; with APPEND, add the token to the state."""
     if (position + 1) % S.ratio == 0:
         x = _block_softmax(block, position, start, first_row, state_row, S, F)
         x = x.to(F.dtype).to(tl.float32)[None, :]
@@ -139,8 +139,8 @@ def _close_kernel(
 def _append_kernel(
     block, first_rows, starts, ends, slots, keep_ends, keep_rows, kept_v, kept_z, S: tl.constexpr
 ):
-    """One of a sequence's newest tokens, in descending order. The remaining programs store the
-    first half of the channels of the tokens before a boundary that is kept."""
+    """Store one of a sequence's newest tokens, in descending order. The remaining programs store
+    the first half of the channels of the tokens before a kept boundary."""
     seq = tl.program_id(0)
     start = tl.load(starts + seq).to(tl.int32)
     first_row = tl.load(first_rows + seq).to(tl.int64)

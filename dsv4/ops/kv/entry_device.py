@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of cache entries: Hadamard rotation, rounding, storage; pools as arguments.
+"""Device code for cache entries: Hadamard rotation, rounding, storage; pools as arguments.
 
 Every function takes fp32 values already rounded to the activation dtype where the reference rounds
 them. Nothing here depends on how many rows a launch has.
@@ -66,7 +66,7 @@ def scale_byte(exponent):
 
 @triton.jit
 def power_of_two(byte):
-    """fp32 2^(byte - 127) of E8M0 bytes 0 to 254."""
+    """fp32 2^(byte - 127) for E8M0 bytes 0 to 254."""
     return tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
 
 
@@ -231,7 +231,7 @@ def entry_pool(pool) -> EntryPool:
 
 
 def nope_dim(pool) -> int:
-    """Channels before those that are stored apart."""
+    """Channels before the tail, if it is stored separately."""
     return pool.data.shape[-1] if "tail" in pool.parts else pool.dim
 
 
@@ -249,7 +249,7 @@ def entry_format(pool, frequencies, dtype: torch.dtype) -> EntryFormat:
 
 
 def index_tensors_reason(**tensors) -> str | None:
-    """The first index tensor that is not int64 and contiguous, by name."""
+    """Why kernels cannot read one of the index tensors, or None."""
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.int64, torch.int32) or not tensor.is_contiguous():
             return f"{name} is {tensor.dtype} with strides {tensor.stride()}, kernels read integers"

@@ -40,7 +40,7 @@ def rope_angles(
 
 @triton.jit
 def rotate(x, live, sine, cosine, R: tl.constexpr, PAD: tl.constexpr):
-    """Interleaved pairs of fp32 `[R, PAD]` by the angles of `rope_angles`, where `live`."""
+    """Rotate interleaved pairs of fp32 `[R, PAD]` by the angles of `rope_angles`, if `live`."""
     u, v = tl.split(x.reshape(R, PAD // 2, 2))
     # explicit FMAs: the compiler's contraction differs from kernel to kernel
     sine = sine[None, :].broadcast_to(R, PAD // 2)

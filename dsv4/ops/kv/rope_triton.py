@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`rope` on a GPU: one program per token and HEADS of its vectors."""
+"""`rope` on a GPU: one program per token and group of HEADS vectors."""
 
 import torch
 import triton

@@ -191,7 +191,7 @@ BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases, KERNELS, o
 
 
 def _stage_end(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
-    return mhc_update_reference(streams, y, post, comb)  # which tests replace in all three ops
+    return mhc_update_reference(streams, y, post, comb)  # tests replace it in all three ops
 
 
 UPDATE = Op(
@@ -283,7 +283,7 @@ class Residual:
 
 
 def collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> updated streams, the row they collapse into, normalised, post, comb."""
+    """-> updated streams, their collapsed and normalised row, post, comb."""
     streams, update = residual.streams, residual.update
     if update is None:
         return (streams, *mhc_pre(streams, site))

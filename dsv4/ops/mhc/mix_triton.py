@@ -20,12 +20,12 @@ from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.sinkhorn_triton import comb_kernel, sinkhorn
 from dsv4.ops.mhc.update_triton import CHANNELS, GROUPS, STAGES, few_update_kernel, update_kernel
 
-BESIDE = 64  # up to this many tokens matrices have their own programs in the second launch
+BESIDE = 64  # up to this many tokens, matrices have their own programs in the second launch
 
 
 @triton.jit
 def _pick(x, row, INDEX: tl.constexpr):
-    """Element INDEX of `x`, by an integer sum, which is one warp instruction."""
+    """Element INDEX of `x`, as an integer sum, which is one warp instruction."""
     bits = tl.where(row == INDEX, x.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Sinkhorn: a token's mixing matrix from its logits. Softmax of rows, then rows and columns.
+"""Sinkhorn: a token's mixing matrix from its logits. Row softmax, then rows and columns in turn.
 
 An iteration on a 4 x 4 matrix is a chain of dependent instructions, so it is kept short. Rows are
 not divided by their sums but multiplied by those of the other rows; the column normalisation
@@ -41,7 +41,7 @@ def _inverses(a, b, c, d, ASM: tl.constexpr):
 
 @triton.jit
 def _dot4(a, b, c, d, p, q, r, s, more):
-    """ap + bq + cr + ds + more with explicit FMAs, equal wherever it is compiled."""
+    """ap + bq + cr + ds + more with explicit FMAs: the same bits wherever it is compiled."""
     return tl.fma(a, p, b * q) + tl.fma(c, r, tl.fma(d, s, more))
 
 

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""`mhc_update` on a GPU: the update of `mhc_boundary`, by the same instructions, and nothing else.
-At the end of a pipeline stage, where the next site is on another rank."""
+"""`mhc_update` on a GPU: only the update of `mhc_boundary`, with the same instructions. Used at the
+end of a pipeline stage, where the next site is on another rank."""
 
 import torch
 import triton

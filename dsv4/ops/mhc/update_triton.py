@@ -3,8 +3,8 @@
 
 The projection is computed in chunks of CHANNELS channels, all streams of a chunk in one sum. Every
 GROUPS-th chunk belongs to the same group; chunks of a group are added in ascending order, then (by
-the second launch) the groups. With few tokens each chunk has its own program; with many a program
-loops over a group, concurrently with those of the adjacent chunks: same sums, same bits. Updated
+the second launch) the groups. With few tokens each chunk has its own program; with many, a program
+loops over a group, concurrently with those of adjacent chunks: same sums, same bits. Updated
 streams are bf16, so the product with the fp32 matrix is split into three bf16 products that are
 exact together, each with its own accumulator. 16 adjacent channels of one stream share one
 tensor-core product, and a chunk's products are ordered by stream, then by channel. The sum of
@@ -90,7 +90,7 @@ def _sum_parts(
 
 @triton.jit
 def coefficients_of(post, comb, row64, live, N: tl.constexpr):
-    """Per token and new stream: the coefficients of the old streams, then that of `y`."""
+    """Per token and new stream: the coefficients of the old streams, then the one of `y`."""
     found = ()
     for k in tl.static_range(N):
         for j in tl.static_range(N):
@@ -113,7 +113,7 @@ def new_row(
     y, factor, row64, channel, mask, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
     FACTORS: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The half-block's result, of dtype DT in fp32; PARTS > 0: one token's partial sums."""
+    """The half-block's result, rounded to DT, in fp32; PARTS > 0: one token's partial sums."""
     if PARTS == 0:
         at = (row64 * D)[:, None] + channel[None, :]
         return tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
@@ -216,8 +216,8 @@ def update_kernel(
     COUNT: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
-    """COUNT chunks from `program`: new streams to `out`; the projection and, in the next column,
-    the sum of squares to `partials`."""
+    """Process COUNT chunks: write new streams to `out`, and the projection with (in the next
+    column) the sum of squares to `partials`."""
     part = tl.program_id(0)
     token = tl.program_id(1) * BM + tl.arange(0, BM)
     live = token < num_tokens

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""Products of few rows on sm_90 that keep weights flowing: variant 0 of `dot_nvfp4`, in Gluon.
+"""Products of few rows on sm_90 that keep weights streaming: variant 0 of `dot_nvfp4`, in Gluon.
 
-A program copies weights into a ring in shared memory before it waits for the launch before it:
-weights depend on no launch. Products, their operands and their order are those of `dot_nvfp4`.
+A program prefetches weights into a ring in shared memory before it waits for the previous launch:
+weights depend on no launch. Products, operands and their order are the same as in `dot_nvfp4`.
 
-Two rules keep early starts safe. Nothing is written before the wait. And of what other launches
-wrote, only `experts_stream_gluon` reads before it, what is two launches old: the launch between
-lets it start only after its own wait.
+Two rules keep early starts safe. Nothing is written before the wait. And only
+`experts_stream_gluon` reads other launches' results before it, from two launches back: the launch
+in between lets it start only after its own wait.
 """
 
 from triton.experimental import gluon
@@ -25,11 +25,11 @@ else:  # triton 3.6
     begin_copy, barrier = async_copy.async_copy_global_to_shared, gl.thread_barrier
 unpack, pairs_of, select = (gluon.jit(f.fn) for f in (unpack_slot, scale_pairs, select_matrix))
 
-SHARED_BYTES = 227 * 1024  # of a multiprocessor
+SHARED_BYTES = 227 * 1024  # per multiprocessor
 STAGES = 3  # pairs of tiles
 NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # than triton 3.6
 TILE = gl.constexpr(64)
-ROWS = gl.constexpr(8)  # of the input, at most
+ROWS = gl.constexpr(8)  # of input, at most
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 A = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 B = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
@@ -44,7 +44,7 @@ COPY_INPUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 def _copy_weights(
     words_room, codes_room, words, codes, turn, STAGES: gl.constexpr, WIDE: gl.constexpr
 ):
-    """WIDE tiles, whose words and codes each lie in one piece, into their place of the ring."""
+    """Copy WIDE tiles, words and codes each contiguous, into their place in the ring."""
     row = gl.arange(0, WIDE * 2 * TILE, layout=gl.SliceLayout(1, COPY_WORDS))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_WORDS))
     inside = gl.expand_dims(row * 16, 1) + gl.expand_dims(word, 0)
@@ -55,7 +55,7 @@ def _copy_weights(
 
 @gluon.jit
 def _copy_input(room, x, x_stride, num_rows, turn, STAGES: gl.constexpr, WIDE: gl.constexpr):
-    """Rows that do not exist stay what they are: their sums are never stored."""
+    """Missing rows are left as they are: their sums are never stored."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY_INPUT))
     column = gl.arange(0, WIDE * 128, layout=gl.SliceLayout(0, COPY_INPUT))
     at = gl.expand_dims(row * x_stride, 1) + gl.expand_dims(turn * (WIDE * 128) + column, 0)
@@ -68,8 +68,8 @@ def _multiply(
     acc, words_room, codes_room, input_room, first, PER_TURN: gl.constexpr, WIDE: gl.constexpr,
     MX: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of WIDE tiles, 16 columns at a time. `input_room`: one row, of which `first`
-    is the tiles' first column, or the tiles' columns of eight rows."""
+    """Add the products of WIDE tiles, 16 columns at a time. `input_room`: one row, where the tiles
+    begin at column `first`, or the tiles' columns of eight rows."""
     for tile in gl.static_range(WIDE):
         codes = codes_room.slice(tile * TILE, TILE).load(SCALES)
         pairs = pairs_of(codes, True, MX)
@@ -97,9 +97,9 @@ def begin_stream(
     words, codes, steps, STAGES: gl.constexpr, PAD: gl.constexpr, WIDE: gl.constexpr,
     MX: gl.constexpr,
 ):  # fmt: skip
-    """A ring of STAGES places for WIDE tiles of weights each, all but one on their way. PAD:
-    that many more places, so that no multiprocessor gets more programs than its share: those of a
-    launch that starts early would crowd where the one before it ends first."""
+    """A ring of STAGES places for WIDE tiles of weights each, with copies into all but one under
+    way. PAD more places keep any multiprocessor from getting more programs than its share: a launch
+    that starts early would crowd in where the previous one ends first."""
     words_room = gl.allocate_shared_memory(
         gl.int16, [STAGES + PAD, WIDE * 2 * TILE, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     )
@@ -115,7 +115,7 @@ def begin_stream(
 
 @gluon.jit
 def load_row(x, columns, COLUMNS: gl.constexpr):
-    """A row of `columns`, at most COLUMNS, into shared memory."""
+    """Load a row of `columns` (at most COLUMNS) into shared memory."""
     room = gl.allocate_shared_memory(
         gl.bfloat16, [COLUMNS // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -141,7 +141,7 @@ def stream_row(
     for turn in range(first // WIDE, last // WIDE):
         wait_group(STAGES - 2)
         barrier()
-        if (turn + STAGES - 1) * WIDE < steps:  # to where the last turn's tiles were
+        if (turn + STAGES - 1) * WIDE < steps:  # over the previous turn's tiles
             _copy_weights(words_room, codes_room, words, codes, turn + STAGES - 1, STAGES, WIDE)
         commit_group()
         place = turn % STAGES
@@ -190,7 +190,7 @@ def linear_stream(
     NUM: gl.constexpr, F32: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
     SPLIT: gl.constexpr, COLUMNS: gl.constexpr, PAD: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """`_linear_kernel` of `linear_triton` for NVFP4, up to eight rows and split K."""
+    """`_linear_kernel` of `linear_triton` for NVFP4, up to eight rows and split-K."""
     pid = gl.program_id(0)
     size = select(sizes, firsts, pid, NUM)
     count = select(ranges, firsts, pid, NUM)
@@ -270,8 +270,8 @@ def linear_stream(
 
 
 def ring_options(device, programs, stages, lengths, columns) -> dict[str, object]:
-    """Constants and launch options of a kernel with a ring of about `stages` pairs of tiles.
-    `lengths`: steps that programs take; `columns`: of a row that they keep, 0 for several rows."""
+    """Constants and launch options for a kernel with a ring of about `stages` pairs of tiles.
+    `lengths`: steps per program; `columns`: of the row that a program keeps, 0 if several rows."""
     wide = 1 if any(length % 2 for length in lengths) else 2
     stages = stages if wide == 2 else 2 * stages - 1
     share = -(-programs // describe(device).multiprocessors)

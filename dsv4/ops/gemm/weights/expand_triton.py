@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""NVFP4 weights dequantised for a launch with many rows, which rereads them."""
+"""Dequantises NVFP4 weights for launches with many rows, which reread them."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 
 @triton.jit
 def _expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
-    """One tile as bf16 without its global."""
+    """One tile as bf16, without the global scale."""
     step = tl.program_id(0)
     row_tile = tl.program_id(1).to(tl.int64)
     rn = tl.arange(0, 64)

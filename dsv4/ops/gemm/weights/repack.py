@@ -1,4 +1,4 @@
-"""From a checkpoint's weights to those the kernels read, once, at load."""
+"""Converts a checkpoint's weights to the layouts that kernels read, once, at load."""
 
 from dataclasses import replace
 
@@ -15,12 +15,12 @@ _PAIRED_NAMES = (".w13",)
 
 
 def stays_mxfp4(name: str) -> bool:
-    """Whether kernels read MXFP4 there: experts, routed or shared; linear ops read NVFP4."""
+    """Whether kernels read it as MXFP4: experts, routed or shared; linear ops read NVFP4."""
     return "experts." in name
 
 
 def repack(name: str, weight: Weight) -> Weight:
-    """The weight of a canonical name as the kernels want it; formats they read as stored stay."""
+    """The weight `name` (canonical) as kernels read it; formats they read as stored stay."""
     if isinstance(weight, TiledFp4 | RepackedTensor):
         return weight
     weight = _for_few_bits(name, weight)
@@ -35,7 +35,7 @@ def repack(name: str, weight: Weight) -> Weight:
 
 
 def _for_few_bits(name: str, weight: Weight) -> Weight:
-    """What block-scaled products read, where the weight asks for them and they are exact."""
+    """The weight for block-scaled products, if it asks for them and they are exact."""
     if isinstance(weight, Tensor | UnpackedTensor | RepackedTensor):
         return weight
     if weight.activations == "a16":

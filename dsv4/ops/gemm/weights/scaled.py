@@ -1,4 +1,4 @@
-"""Weights in the order of block-scaled tensor cores (sm_100). Repacked once, at load.
+"""Weights in the order that block-scaled tensor cores read (sm_100). Repacked once, at load.
 
     data    uint8  [..., Np, bytes]        two E2M1 (low nibble first) or one E4M3 per byte
     scale   uint8  [..., Np/128, Kp/(4 group), 2, 256]   E4M3 per 16 columns, or E8M0 per 32
@@ -8,8 +8,8 @@ The scales of 128 rows and 4 groups are 512 contiguous bytes in the hardware's o
 `row // 32`, `group % 4`, slowest first. No value changes:
 
     NVFP4 x a4   as stored
-    MXFP4 x a8   as stored; NVFP4 where each pair of blocks has the same power of two as its scale
-    FP8   x a8   tiles with power-of-two scales, which are repeated for each row and 32 columns
+    MXFP4 x a8   as stored; NVFP4 if each pair of blocks has the same power-of-two scale
+    FP8   x a8   tiles with power-of-two scales, repeated for each row and 32 columns
 """
 
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ def untile_scales(tiles: Tensor) -> Tensor:
 
 
 def scaled_weight(weight: Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor) -> ScaledTensor | str:
-    """`weight` for its `activations`, or why that is not exactly possible."""
+    """`weight` repacked for its `activations`, or why that cannot be exact."""
     rows, columns = weight.shape[-2:]
     width = weight.activations
     if isinstance(weight, Nvfp4Tensor) and width == "a4":

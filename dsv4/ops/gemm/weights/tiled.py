@@ -8,23 +8,22 @@ A matrix `[N, K]` is split into tiles of 64 rows by 128 columns, each contiguous
 A row of a tile has 32 words, 16 in each half of its columns. Word i of a half holds columns `i`,
 `16 + i`, `32 + i` and `48 + i` of it (slots 0..3): a slot of 16 words is one group of 16 columns,
 under one scale. A weight is sign and magnitude `eem`; in slots 0 to 2 the magnitude is at bits
-6..8, 3..5, 0..2 and the sign at 15, 12, 9, so that one shift and one mask give a bf16 whose value
-is the weight times 2^-126. Slot 3 uses the remaining bits: 13, 14, 10 (low to high), sign 11.
+6..8, 3..5, 0..2 and the sign at 15, 12, 9, so one shift and one mask give a bf16 equal to the
+weight times 2^-126. Slot 3 uses the remaining bits: 13, 14, 10 (low to high), sign 11.
 
-The scale code is bits 4..11 of bf16(scale * 2^119); the bits above are 7 for every scale. A row of
-`scale` holds the code of slot s in element s, that of the first half in the low byte. E4M3
-subnormals come out normalised; a zero scale has no code, so the weights of its group are set to
-zero.
+The scale code is bits 4..11 of bf16(scale * 2^119); the bits above are 7 for every scale. Element s
+in a row of `scale` holds the codes of slot s, the first half's in the low byte. E4M3 subnormals
+come out normalised; a zero scale has no code, so the weights of its group are set to zero.
 
-MXFP4 (experts only) differs in its scales: a byte for 32 columns, so two slots share one.
+MXFP4 (experts only) differs in its scales: one byte per 32 columns, so two slots share it.
 
     scale   int16  [..., N/64, K/128, 64, 2]       the codes of four groups of 32 columns
 
-The code is the exponent of bf16(scale * 2^119): E8M0 plus 119. Where that would leave the byte, all
-of a matrix are lowered and the global scale, a power of two, makes up for it.
+The code is the exponent of bf16(scale * 2^119): E8M0 plus 119. If that would not fit into a byte,
+all codes of a matrix are lowered, and the global scale, a power of two, makes up for it.
 
-Missing rows and columns of the last tiles are zero. A *paired* matrix (gate rows above up rows)
-has 32 gate rows and the 32 up rows that belong to them in each tile.
+Missing rows and columns of the last tiles are zero. Each tile of a *paired* matrix (gate rows above
+up rows) has 32 gate rows and their 32 up rows.
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +47,7 @@ _MOST_EXPONENT = 254  # of a finite bf16
 
 
 class _Tiled(PackedWeight):
-    """What both formats share; `packed` and `scale` are tiled as this file says."""
+    """Base of both formats; `packed` and `scale` are tiled as described above."""
 
     packed: Tensor
     scale: Tensor
@@ -105,8 +104,8 @@ class _Tiled(PackedWeight):
         raise KernelError(f"columns {start}:{stop} of a tiled weight: cut before tiling")
 
     def _plain_parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """E2M1 bytes and codes `[..., rows, columns of codes]` of a weight that is not tiled;
-        `codes` as in a tile, a byte each."""
+        """The untiled weight's E2M1 bytes and codes `[..., rows, columns of codes]`; the argument
+        `codes` is in tile order, one byte each."""
         lead = self.packed.shape[:-5]
         rows = self.packed.shape[-5] * TILE_ROWS
         words = self.packed.movedim(-2, -4).reshape(*lead, rows, -1)
@@ -194,7 +193,7 @@ def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
 
 
 def tile_mxfp4(weight: Mxfp4Tensor, *, paired: bool = False) -> TiledMxfp4:
-    """As `tile_nvfp4`."""
+    """Like `tile_nvfp4`."""
     rows, columns = weight.shape[-2:]
     if paired and rows % 2:
         raise KernelError(f"gate and up rows together are {rows}, expected an even number")
@@ -237,7 +236,7 @@ def random_tiled(
     count: int | None = None,
     paired: bool = False,
 ) -> TiledNvfp4:
-    """A random matrix, or `count` of them stacked, for cases; paired ones have two globals."""
+    """A random matrix, or `count` of them stacked, for cases; paired: two global scales."""
     num_parts = 2 if paired else 1
     parts = []
     for index in range((count or 1) * num_parts):
@@ -259,7 +258,7 @@ def random_tiled(
 def random_mxfp4(
     rows: int, columns: int, generator: torch.Generator, *, count: int | None = None
 ) -> Mxfp4Tensor:
-    """A random matrix, or `count` of them stacked, whose groups differ in size."""
+    """A random matrix, or `count` of them stacked, with groups of different magnitude."""
     lead = () if count is None else (count,)
     power = torch.randint(-4, 5, (*lead, rows, columns // MXFP4_GROUP), generator=generator)
     size = torch.exp2(power.float()).repeat_interleave(MXFP4_GROUP, dim=-1)
