@@ -177,7 +177,7 @@ def _examine(
 
 @contextmanager
 def _surviving(found: "DoctorReport", what: str) -> Iterator[None]:
-    """TapRecord an error in one part of the examination as a finding."""
+    """Record an error in one part of the examination as a finding."""
     try:
         yield
     except OptionError:
@@ -231,7 +231,7 @@ def _print_machine(machine: "Machine", console: Console) -> None:
 
 
 def _print_kernels(rows: list[dict[str, str]], console: Console) -> None:
-    """One line per op: what serves which format; references with the reason."""
+    """One line per op: what runs for each format, and why if it is a reference."""
     if all(row["runs"] == "reference" for row in rows):
         console.print(f"[bold]kernels[/] none, references: {escape(rows[0]['why'])}")
         return

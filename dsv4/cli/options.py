@@ -69,7 +69,7 @@ def field_options(
         option = typer.Option(
             item.default, *names, help=item.metadata["help"], rich_help_panel=panel
         )
-        kind = str if item.default == "auto" else item.type  # a number or auto: read below
+        kind = str if item.default == "auto" else item.type  # a number or auto: parsed below
         added.append(
             inspect.Parameter(
                 item.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind

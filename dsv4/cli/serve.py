@@ -91,7 +91,7 @@ def serve(
 
 
 def _runner(ray_options: RayOptions | None) -> Callable[..., None]:
-    """`serve` of the server or, with options about replicas, of the application on Ray."""
+    """The server's `serve` or, with options for replicas, the Ray application's."""
     try:
         if ray_options is not None:
             from dsv4.deploy.ray import serve as on_ray

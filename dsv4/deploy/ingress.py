@@ -1,4 +1,4 @@
-"""The ingress: the server's HTTP application, whose requests go to engine replicas through Ray."""
+"""The ingress: the server's HTTP application, which sends requests to replicas through Ray."""
 
 import asyncio
 import json
@@ -30,13 +30,13 @@ from dsv4.util.logs import log_requests
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # between questions to all replicas for their statistics
+POLL_SECONDS = 1.0  # between polls of all replicas for their statistics
 POLL_TIMEOUT_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # of a stream whose replica sends a sign of life every 5 s
+SILENT_SECONDS = 30.0  # before a silent stream fails; its replica sends a heartbeat every 5 s
 
 
 class ReplicaLink(RequestLink):
-    """Requests to any of the replicas; Ray chooses which, and queues what none can take."""
+    """Requests to the replicas; Ray picks one for each, and queues requests while all are full."""
 
     def __init__(self, engines: DeploymentHandle, max_waiting: int) -> None:
         super().__init__(max_waiting)
@@ -58,7 +58,7 @@ class ReplicaLink(RequestLink):
         return self.state == "ready"
 
     def check_room(self, count: int) -> None:
-        """Ray refuses what is too much; only the memory of this process is watched here."""
+        """Ray refuses excess requests; only the memory of this process is checked here."""
         self.check_ready()
         num_tokens = sum({box: box.num_tokens for box in self._live.values()}.values())
         if num_tokens > MAX_TOKENS:
@@ -68,7 +68,7 @@ class ReplicaLink(RequestLink):
     # --- requests -----------------------------------------------------------------------------
 
     def _submit(self, name: str, data: bytes, request: Request | None) -> None:
-        # A context of its own: Ray would take all calls within one HTTP request for the same one.
+        # A separate context: otherwise Ray takes all calls of one HTTP request for the same call.
         work = self._relay(name, data, request)
         self._tasks[name] = asyncio.get_running_loop().create_task(work, context=Context())
 
@@ -78,7 +78,7 @@ class ReplicaLink(RequestLink):
             task.cancel()
 
     async def _relay(self, name: str, data: bytes, request: Request | None) -> None:
-        """Take the messages of one request until it ends, or fail it."""
+        """Receive the messages of one request until it ends, or fail it."""
         response: Any = None
         try:
             response = self._engines.answer.remote(await _prefix_keys(request), name, data)
@@ -135,9 +135,7 @@ class ReplicaLink(RequestLink):
                 self._hear([])
             except TimeoutError:
                 log.warning("a replica does not answer; statistics are those of before")
-            except (
-                Exception
-            ):  # the next question may be answered; without any, figures would freeze
+            except Exception:  # the next poll may succeed; if we stop, figures freeze
                 log.exception("replicas cannot be asked")
             await asyncio.sleep(POLL_SECONDS)
 
@@ -154,7 +152,7 @@ class ReplicaLink(RequestLink):
 
 
 async def _prefix_keys(request: Request | None) -> bytes:
-    """What the router looks for; those of a long prompt are computed off the event loop."""
+    """The keys that the router looks up; computed off the event loop for a long prompt."""
     if request is None:
         return b""
     ids, salt = request.prompt_ids, request.cache_salt
@@ -173,7 +171,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def add_stats(one: Message, other: Message) -> Message:
-    """Statistics of two engines as those of one; the slower last step counts."""
+    """Add up the statistics of two engines; the slower last step counts."""
     if not one or not other:
         return one or other
     found: Message = {"last_step_s": max(one["last_step_s"], other["last_step_s"])}
@@ -188,8 +186,8 @@ def add_stats(one: Message, other: Message) -> Message:
 
 
 def merge_metrics(texts: Iterable[tuple[dict[str, str], bytes]]) -> bytes:
-    """One exposition of several, the samples of each with more labels. Of two with the same
-    family of metrics but other labels, the first wins."""
+    """Merge expositions, adding labels to the samples of each. If two have the same metric family
+    with different labels, the first wins."""
     families: dict[str, Metric] = {}
     sources: dict[str, frozenset[str]] = {}
     for labels, text in texts:
@@ -224,7 +222,7 @@ class ReplicaService(Service):
         self._all = serve.get_deployment_handle(serve.get_replica_context().deployment)
 
     async def metrics_text(self) -> bytes:
-        """Of all ingress processes and all engines, each with its label."""
+        """Metrics of all ingress processes and all engines, each with its label."""
         engines, others = await asyncio.gather(_texts(self._engines), _texts(self._all))
         ingresses = {**others, self._name: self.metrics.text()}
         model = {"model_name": self.names[0]}
@@ -248,7 +246,7 @@ async def _texts(handle: DeploymentHandle) -> dict[str, bytes]:
 
 
 class Ingress:
-    """Key files are read here: keys then are in no deployment's arguments, which Ray stores."""
+    """Reads key files itself: keys must not enter deployment arguments, which Ray stores."""
 
     def __init__(
         self,
@@ -281,6 +279,6 @@ class Ingress:
         return self._service.link.is_healthy
 
     async def drain(self) -> int:
-        """Refuse new requests; how many still run."""
+        """Refuse new requests; returns how many still run."""
         self._service.is_draining = True
         return self._service.link.num_live

@@ -1,11 +1,11 @@
-"""The operator's choices about replicas. Imports without Ray, as the command line lists them."""
+"""The operator's options for replicas. Imports without Ray: the command line lists them."""
 
 import re
 from dataclasses import dataclass, field
 
 from dsv4.errors import OptionError
 
-DEFAULT_SEQUENCES = 32  # a replica's places where `max_sequences` is left to the engine
+DEFAULT_SEQUENCES = 32  # per replica, if `max_sequences` is left to the engine
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RayOptions:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The fewest and the most replicas; (0, 0) if the text is no such thing."""
+        """The minimum and maximum number of replicas; (0, 0) if the text is invalid."""
         found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", str(self.replicas).strip())
         if found is None:
             return 0, 0

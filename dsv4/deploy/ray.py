@@ -2,9 +2,9 @@
 
     serve run dsv4.deploy.ray:app model=tiny replicas=3
 
-A request passes Ray's HTTP proxy, an ingress (`ingress.py`: the whole HTTP application, without an
-engine), the router (`router.py`: which replica has its prefix) and a replica (`replica.py`: one
-engine process), and returns the same way.
+A request passes through Ray's HTTP proxy, an ingress (`ingress.py`: the whole HTTP application,
+without an engine), the router (`router.py`: which replica has its prefix) and a replica
+(`replica.py`: one engine process), and returns the same way.
 """
 
 import logging
@@ -41,10 +41,10 @@ NAME = "dsv4"  # of the application
 ROUTER = "dsv4.deploy.router.PrefixRouter"
 STATS_SECONDS = 1.0  # between reports of cached prefixes to the router
 MAX_STARTS = 3  # of a replica that may fail before a deployment counts as failed
-MAX_INGRESS_REQUESTS = 4096  # at once in one ingress
-WATCH_SECONDS = 0.5  # between looks at what Ray says of the application
+MAX_INGRESS_REQUESTS = 4096  # concurrent, in one ingress
+WATCH_SECONDS = 0.5  # between polls of the application's status
 CALL_SECONDS = 5.0  # for an ingress to answer a question
-OBJECT_STORE_BYTES = 200 << 20  # of a Ray that is started here; nothing large goes through it
+OBJECT_STORE_BYTES = 200 << 20  # if Ray is started here; nothing large goes through it
 
 T = TypeVar("T")
 
@@ -52,10 +52,10 @@ T = TypeVar("T")
 def app(args: dict[str, Any]) -> Application:
     """The application from arguments: `model`, fields of RayOptions, ServerOptions and
     EngineConfig, and `api_key_file` and `priority_key_file`, which every ingress reads."""
-    left = {"host": "0.0.0.0", **args}  # Ray's proxy listens; this only tells Gate
+    left = {"host": "0.0.0.0", **args}  # Ray's proxy listens; only AccessMiddleware reads this
     model = str(left.pop("model", "tiny"))
     if "replicas" in left:
-        left["replicas"] = str(left["replicas"])  # YAML reads 3 as a number, 1-8 as a text
+        left["replicas"] = str(left["replicas"])  # YAML reads 3 as a number, 1-8 as text
     files = (left.pop("api_key_file", None), left.pop("priority_key_file", None))
     ray_options = _take(RayOptions, left)
     options = _take(ServerOptions, left)
@@ -70,7 +70,7 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def _take(kind: type[T], left: dict[str, Any]) -> T:
-    """An object from those arguments that are its fields; `serve run` gives them as texts."""
+    """Build an object from the arguments that are its fields; `serve run` passes strings."""
     names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
     given = {name: left.pop(name) for name in names if name in left}
     try:
@@ -112,7 +112,7 @@ def build(
         **common,
         **together,
         ray_actor_options=resources,
-        max_ongoing_requests=2 * places,  # as many wait in the engine as run, so it stays full
+        max_ongoing_requests=2 * places,  # half of them wait in the engine, so it stays full
         max_queued_requests=max(options.max_waiting, 1),
         health_check_period_s=ray_options.health_seconds,
         health_check_timeout_s=2 * ray_options.health_seconds,
@@ -164,7 +164,7 @@ def _resources(
     if choices.get("nodes", 1) != 1:
         raise OptionError(f"nodes is {choices['nodes']}, expected 1: a replica is on one machine")
     tp = choices.get("tp", 1)
-    tp = 1 if tp == "auto" else tp  # Ray has to know how many GPUs to keep free
+    tp = 1 if tp == "auto" else tp  # Ray has to know how many GPUs to reserve
     pp = choices.get("pp", 1)
     num_ranks = tp * pp
     num_gpus = num_ranks if device == "cuda" else 0
@@ -239,7 +239,7 @@ def _connect(ray_options: RayOptions) -> bool:
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C; the second one ends at once."""
+    """SIGTERM and Ctrl-C; the second one exits immediately."""
 
     def __init__(self) -> None:
         self._came = threading.Event()
@@ -256,7 +256,7 @@ class _Signals:
 
 
 def _watch(signals: _Signals, is_enough: Callable[[ApplicationStatusOverview], bool]) -> bool:
-    """Say what fails, until `is_enough`; False if a signal came first."""
+    """Log failures until `is_enough`; False if a signal came first."""
     said = set()
     while not signals.wait(WATCH_SECONDS):
         found = ray_serve.status().applications.get(NAME)
@@ -287,14 +287,14 @@ def _is_up(found: ApplicationStatusOverview, ingress: DeploymentHandle) -> bool:
 
 
 def _reason(messages: Sequence[str]) -> str:
-    """Of messages with whole tracebacks, the line that says why."""
+    """The line that says why, from messages with whole tracebacks."""
     lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("RuntimeError: ") or "Error: " in line]
     return (errors or lines or ["Ray gives no reason"])[-1]
 
 
 def _drain(ingress: DeploymentHandle, seconds: float) -> None:
-    """New requests get 503, running ones have this long."""
+    """New requests get 503; running ones have this long to finish."""
     log.warning("shutting down; running answers have %g s", seconds)
     end = time.monotonic() + seconds
     try:

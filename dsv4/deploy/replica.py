@@ -1,7 +1,7 @@
-"""A replica: one engine process, whose messages it passes on to the ingress that asked.
+"""A replica: runs one engine process and passes its messages on to the ingress that asked.
 
 If the engine ends, the replica ends with it and Ray starts another one: a replica without an engine
-would be sent requests for as long as the weights take to load.
+would keep receiving requests while the weights load.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
 
-PULSE_SECONDS = 5.0  # between signs of life in a stream that has nothing to say
+PULSE_SECONDS = 5.0  # between heartbeats in an idle stream
 FAREWELL_SECONDS = 1.0  # for the last messages to leave before the replica ends
 LAST_KINDS = ("refused", "broken", "died")
 
 
 def is_last(message: Message) -> bool:
-    """No message of this request comes after it."""
+    """Whether this is the last message of its request."""
     if message["kind"] == "outputs":
         return any("finish" in output for output in message["outputs"])
     return message["kind"] in LAST_KINDS or bool(message.get("is_last"))
 
 
 class RelayLink(EngineLink):
-    """An engine process whose messages go to queues as they are, and which is not restarted."""
+    """An engine process that is not restarted; its messages go to queues unchanged."""
 
     def __init__(
         self, model: str, choices: dict[str, Any], notify: Notify, engine: tuple[str, ...]
@@ -49,8 +49,8 @@ class RelayLink(EngineLink):
         return len(self._queues)
 
     async def relay(self, name: str, data: bytes) -> AsyncIterator[list[Message]]:
-        """Send a packed message to the engine; what it answers, several messages at once if they
-        have piled up, and nothing from time to time."""
+        """Send a packed message to the engine and yield its answers: several together if they have
+        piled up, an empty list from time to time."""
         queue: asyncio.Queue[Message] = asyncio.Queue()
         self._queues[name] = queue
         is_over = False
@@ -125,7 +125,7 @@ class EngineReplica:
         await self._loaded
 
     def _hear(self, message: Message) -> None:
-        """What the engine says of itself."""
+        """Handle the engine's messages about itself."""
         if message["kind"] == "plan":
             log.warning("plan: %s", message["text"])
         elif message["kind"] == "ready":
@@ -145,7 +145,7 @@ class EngineReplica:
             yield json.dumps(messages, separators=(",", ":")).encode()
 
     async def report(self) -> dict[str, Any]:
-        """For the ingress: facts of the model, statistics, and who says so."""
+        """For the ingress: the model's facts, statistics, and this replica's identity."""
         link = self._link
         return {
             "replica": {
@@ -169,6 +169,6 @@ class EngineReplica:
             raise RuntimeError(f"node {self._node}: the engine is {self._link.state} and silent")
 
     async def __del__(self) -> None:
-        """Ray awaits this when the replica has drained: prefixes are written to disk."""
+        """Ray awaits this once the replica has drained; prefixes are written to disk."""
         if hasattr(self, "_link"):
             await self._link.stop()

@@ -1,7 +1,7 @@
 """Sends a request to the replica that has its prefix, unless that one has much more to do.
 
-Ray Serve asks `choose_replicas` in the ingress, for every request. The prefix is known by the keys
-of its 128-token blocks, the same that the engine's prefix cache looks up (`dsv4/cache/prefix.py`).
+Ray Serve calls `choose_replicas` in the ingress for every request. A prefix is identified by the
+keys of its 128-token blocks, which the engine's prefix cache also uses (`dsv4/cache/prefix.py`).
 A replica has a block if its engine reported a snapshot there (routing statistics, every second), or
 if a request with that block was sent to it within the last minute: it is computed by then.
 """
@@ -43,7 +43,7 @@ class SentBlocks:
 
 
 def num_held(keys: list[bytes], reported: frozenset[bytes], sent: SentBlocks, now: float) -> int:
-    """Blocks of the longest prefix that a replica has."""
+    """How many blocks the longest prefix held by a replica has."""
     for place in range(len(keys), 0, -1):
         if keys[place - 1] in reported or sent.has(keys[place - 1], now):
             return place
@@ -53,7 +53,7 @@ def num_held(keys: list[bytes], reported: frozenset[bytes], sent: SentBlocks, no
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is optional, so mypy sees Any
     def initialize_state(self, **_: Any) -> None:
         self._sent: dict[ReplicaID, SentBlocks] = {}
-        # what each replica reported last, as it came and split into keys
+        # each replica's last report, raw and split into keys
         self._reported: dict[ReplicaID, tuple[bytes, frozenset[bytes]]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

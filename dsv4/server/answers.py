@@ -1,6 +1,6 @@
 """Answers in progress: engine outputs become reasoning, text and calls, piece by piece.
 
-Shared by the three message protocols, which differ only in how they serialise it.
+The three message protocols share this; they differ only in how they serialise answers.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ChoiceUpdate:
-    """What is new in one choice."""
+    """New output of one choice."""
 
     choice: int
     deltas: list[Delta] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Choice:
             update.logprobs.append(logprobs)
 
     def _must_end(self, update: ChoiceUpdate) -> bool:
-        """Whether a stop string or a second call after a single forced one was generated."""
+        """Whether the model generated a stop string, or a second call where only one is allowed."""
         if not self._plan.parallel_calls:
             kept = [delta for delta in update.deltas if delta.call_index == 0]
             if len(kept) < len(update.deltas):
@@ -321,7 +321,7 @@ def later_seed(seed: int | None, place: int) -> int | None:
 
 
 def failure(output: Output, name: str) -> ApiError:
-    """The error that a failed request's client sees; the rest goes to the log."""
+    """The error shown to the client of a failed request; details go to the log."""
     if output.refused:
         return ApiError(400, str(output.error))
     log.error("%s: the engine ended it (%s): %s", name, output.finish_reason, output.error)

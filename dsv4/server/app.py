@@ -1,8 +1,8 @@
 """The application: its routes and error handlers. READ FIRST in this folder.
 
-A chat request passes `middleware.py` (key, size), `routes/chat.py`, `generation.py` (what to ask
-the engine), `answers.py` (phases, parsing), `worker/link.py` and the engine process, and returns
-the same way.
+A chat request passes through `middleware.py` (key, size), `routes/chat.py`, `generation.py` (what
+to ask the engine), `answers.py` (phases, parsing), `worker/link.py` and the engine process, and
+returns the same way.
 """
 
 import asyncio

@@ -135,7 +135,7 @@ class _JsonReader:
             raise _too_many(f"more than {MAX_JSON_VALUES} values")
 
     def _run(self, pattern: re.Pattern[bytes], around: bytes) -> Any:
-        """What a pattern finds here, up to its last comma, read in one go; None if nothing."""
+        """Parse a pattern's match here, up to its last comma, in one go; None without a match."""
         found = pattern.match(self._data, self._place)
         if found is None:
             return None

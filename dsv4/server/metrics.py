@@ -36,7 +36,7 @@ _TOKENS = tuple(4**power for power in range(11))
 class RequestRecord:
     """One request for the log and the metrics; times in seconds of a monotonic clock."""
 
-    id: str  # as the client may have chosen it
+    id: str  # possibly chosen by the client
     path: str
     model: str
     num_prompt: int = 0
@@ -45,11 +45,11 @@ class RequestRecord:
     num_reasoning: int = 0
     num_calls: int = 0
     num_malformed: int = 0
-    finish: str = "abort"  # what it stays if the client goes away
+    finish: str = "abort"  # kept if the client disconnects
     begin: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
-    # unlike the id, never used twice, also not by another web process of the same engine
+    # unlike the id, unique, even across web processes of the same engine
     key: str = field(default_factory=lambda: f"{_PROCESS}r{next(_KEYS)}")
 
 
@@ -225,7 +225,7 @@ class Metrics:
             record.first = now
             self._first.observe(now - record.begin)
         elif record.last is not None and count:
-            gap = (now - record.last) / count  # of tokens that came together, the mean
+            gap = (now - record.last) / count  # mean over tokens that arrived together
             self._between.observe(gap)
             self._per_output.observe(gap)
         record.last = now

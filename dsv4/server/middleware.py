@@ -118,7 +118,7 @@ class AccessMiddleware:
     async def _read_body(
         self, headers: dict[bytes, str], receive: Receive, body: bytearray
     ) -> None:
-        """The whole body, within its limits of size and time."""
+        """Read the whole body, within its size and time limits."""
         too_large = ApiError(
             413, f"body: larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large"
         )

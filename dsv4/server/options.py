@@ -8,13 +8,13 @@ from dsv4.errors import OptionError
 
 log = logging.getLogger(__name__)
 
-# Limits of single fields are in `schemas.py`, those of conversations in `chat`.
+# Field limits are in `schemas.py`, conversation limits in `chat`.
 MAX_BODY_BYTES = 32 << 20
 MAX_BODIES_BYTES = 512 << 20  # total of all bodies being read or processed
-SMALL_BYTES = 128 << 10  # a body up to this size is parsed at once, on the event loop
+SMALL_BYTES = 128 << 10  # a body up to this size is parsed directly on the event loop
 MAX_JSON_DEPTH = 128
 MAX_JSON_VALUES = 200_000  # keys, strings, lists, objects and literals of a body
-MAX_JSON_NUMBERS = 1_300_000  # in lists; a prompt of token ids has as many as the context
+MAX_JSON_NUMBERS = 1_300_000  # in lists; a prompt of token ids may fill the context
 MAX_QUICK_ENTRIES = 4096  # a response up to this size is serialised on the event loop
 MAX_LOGPROBS = 500_000  # log-probabilities of one request's answers, alternatives included
 MAX_ALL_LOGPROBS = 2_000_000  # of all requests

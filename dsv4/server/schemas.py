@@ -141,7 +141,7 @@ class StructuredOutputs(BaseModel):
 
 
 class Guided(Sampling):
-    """Shared by chat and raw prompts beside sampling: guides, also under older names."""
+    """What chat and raw prompts share beyond sampling: guides, also under older names."""
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None

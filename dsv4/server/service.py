@@ -168,7 +168,7 @@ class Service:
             )
 
     def check_ids(self, ids: Sequence[int], path: str, last: int | None = None) -> None:
-        """`last`: the highest id; by default that of the vocabulary."""
+        """`last`: the highest valid id, by default the vocabulary's last."""
         if last is None:
             last = int(self.link.facts["vocab_size"]) - 1
         for start in range(0, len(ids), IDS_A_PIECE):
@@ -210,7 +210,7 @@ is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # this reque
 
 
 class BoundedThreads:
-    """Threads with a queue of bounded length."""
+    """A thread pool with a bounded queue."""
 
     def __init__(self, num_threads: int, max_waiting: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads)
@@ -228,7 +228,7 @@ class BoundedThreads:
 
 
 _QUICK = BoundedThreads(4, 4096)
-_LARGE = BoundedThreads(2, MAX_LARGE_WAITING)  # separate, so that short requests need not wait
+_LARGE = BoundedThreads(2, MAX_LARGE_WAITING)  # separate: short requests need not wait
 
 
 async def in_large_thread(work: Callable[[], T]) -> T:
@@ -297,7 +297,7 @@ class RequestTrace:
 
 
 def token_text(data: bytes) -> str:
-    """A token's text; incomplete characters as their bytes in hexadecimal."""
+    """A token's text, or its bytes in hexadecimal if they are not complete characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:

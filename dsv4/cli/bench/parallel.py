@@ -155,7 +155,7 @@ def row_of(found: Any, model: str, gpu: str, prompt: int) -> dict[str, Any]:
 
 
 def lines_of(row: dict[str, Any]) -> list[str]:
-    """Of at most 80 columns."""
+    """At most 80 columns wide."""
     room = f"{row['kv_tokens'] / 1e6:.1f} M tokens of KV" if row["fits"] else "no room"
     lines = [f"\ntp {row['tp']}, pp {row['pp']}: {size_text(row['weight_bytes'])} a GPU, {room}"]
     for batch, step in row["steps"].items():

@@ -129,7 +129,7 @@ class _Report:
     def add(self, row: "Row", stage: StageStatus) -> None:
         from dsv4.tools.bench_ops import run_facts
 
-        names = {"IdleLatency": "alone", "LoadResult": "load"}  # as records have them
+        names = {"IdleLatency": "alone", "LoadResult": "load"}  # as in records
         kind = names.get(type(row).__name__, type(row).__name__.lower())
         line = json.dumps({kind: asdict(row)})
         stage.pause()

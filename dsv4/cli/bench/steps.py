@@ -114,7 +114,7 @@ def prefill(
 def _show_placed(
     case: dict[str, Any], sizes: list[str], record: Path | None, plot: Path | None
 ) -> None:
-    """Where experts do not all fit the GPU, with one size of its memory for them after another."""
+    """Steps when not all experts fit on the GPU, for each size of its expert memory."""
     from dsv4.tools.speed.placed import bench_placed, exponent_of, line_of, picture
     from dsv4.tools.speed.report import write_record
 
@@ -137,7 +137,7 @@ def _show_placed(
 
 
 def _acceptance(draft: str) -> float | None:
-    """Of `scripted:0.7`."""
+    """The 0.7 of `scripted:0.7`."""
     if not draft:
         return None
     kind, _, text = draft.partition(":")
@@ -151,7 +151,7 @@ def _acceptance(draft: str) -> float | None:
 
 
 def _comparison(shape: str, device: str) -> "Iterator[Ceilings | StepResult]":
-    """Both models with the same few layers, in sequence in one process."""
+    """Both models with the same few layers, one after the other in one process."""
     from dsv4.tools.speed.compare import transformers_ms
     from dsv4.tools.speed.model import shape_config
     from dsv4.tools.speed.steps import StepResult, bench_decode

@@ -257,7 +257,7 @@ async def prompt_logprobs(
 
 
 def draft_usage(num_drafted: int, num_accepted: int) -> dict[str, int]:
-    """Drafts that became tokens of the answer, and those that were computed in vain."""
+    """Drafts that became tokens of the answer, and drafts that were rejected."""
     return {
         "accepted_prediction_tokens": num_accepted,
         "rejected_prediction_tokens": num_drafted - num_accepted,

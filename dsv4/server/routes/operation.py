@@ -15,7 +15,7 @@ router = make_router()
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 while the engine's loop responds; with several ranks also how each is."""
+    """200 while the engine's loop responds; with several ranks, also the state of each."""
     link = request.app.state.service.link
     status = 200 if link.is_healthy else 503
     state = "stalled" if link.state == "ready" else link.state

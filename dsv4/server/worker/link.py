@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 8  # read before streams may write; late ones then write several tokens at once
 MAX_TOKENS = 1 << 24  # of running and waiting prompts; beyond this requests are refused
-BEAT_LATE_SECONDS = 3.0  # without a sign of life the engine is not ready; one comes every 0.5 s
+BEAT_LATE_SECONDS = 3.0  # without a heartbeat the engine is not ready; one comes every 0.5 s
 SILENT_SECONDS = 300.0  # without a heartbeat from a loading engine
 END_SECONDS = 0.5  # for an engine process to end on its own
 FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at shutdown
@@ -45,7 +45,7 @@ Notify = Callable[[Message], None]  # gets plan, progress, ready and failed
 
 
 class RequestLink(ABC):
-    """Requests under way to an engine, wherever that runs, and the messages that answer them.
+    """Requests in flight to an engine, wherever it runs, and the messages that answer them.
 
     `state`: starting, ready, restarting, failed or stopped.
     """
@@ -60,7 +60,7 @@ class RequestLink(ABC):
         self.stats: Message = {}
         self.num_restarts = 0
         self.prefix_keys = ""  # of the engine's cached prefixes, in hexadecimal
-        # called with the seconds that a request waited and was computed before its first token
+        # called with a request's queue and prefill seconds before its first token
         self.on_first_token: Callable[[float, float], None] = lambda waited, computed: None
 
     @abstractmethod
@@ -153,7 +153,7 @@ class RequestLink(ABC):
             self._tell_abort(name)
 
     def fail(self, name: str, error: ApiError) -> None:
-        """End one request with an error, also one that no engine has accepted yet."""
+        """End one request with an error, even if no engine has accepted it yet."""
         waiting: list[asyncio.Future[Any]] = []
         if name in self._answers:
             waiting.append(self._answers[name])
@@ -203,7 +203,7 @@ class RequestLink(ABC):
 
 
 class EngineLink(RequestLink):
-    """One engine process of this machine at a time."""
+    """One engine process at a time, on this machine."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class EngineLink(RequestLink):
                 size = message_size(await reader.readexactly(LENGTH_BYTES))
                 self._take(json.loads(await reader.readexactly(size)))
                 if count % MESSAGES_A_TURN == 0:
-                    await asyncio.sleep(0)  # what has already arrived is read without waiting
+                    await asyncio.sleep(0)  # reading buffered data does not yield
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:

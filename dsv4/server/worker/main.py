@@ -88,7 +88,7 @@ def _load(start: Message, channel: Channel) -> Engine:
 
 
 def _progress_sender(channel: Channel, stage: str) -> Callable[[int, int], None]:
-    """Sends progress at most ten times a second, and the end."""
+    """Sends progress at most ten times a second, and at the end."""
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -188,7 +188,7 @@ class _Scoring:
 
 
 class Worker:
-    """The loop around `Engine.step`. A thread reads messages, so that no step waits for input."""
+    """The loop around `Engine.step`. A thread reads messages, so no step waits for input."""
 
     def __init__(self, engine: Engine, channel: Channel, heartbeat: "Heartbeat") -> None:
         self._engine = engine
