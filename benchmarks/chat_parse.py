@@ -1,11 +1,11 @@
 """Is parsing time linear in the length of the output? From 16 kB to 1 MB, in one piece and in
-pieces as long as a token.
+token-sized pieces.
 
     python benchmarks/chat_parse.py --record benchmarks/records/DATE_cpu_chat_parse.jsonl
 
 Each line is one kind of output: nanoseconds per character at each length (the best of several
 runs) and the exponent of the growth between the two longest, which is 1 for linear time. The
-kinds beside plain text are chosen to hurt a parser that looks at text twice.
+kinds besides plain text are chosen to hurt a parser that looks at text twice.
 """
 
 import argparse

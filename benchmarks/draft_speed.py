@@ -3,8 +3,8 @@
     python benchmarks/draft_speed.py --layers 30 --batch 1 --acceptance 0.6,0.7,0.8 --record FILE
 
 An engine without drafts answers first. Then an engine with draft blocks of the checkpoint's shape
-answers the same requests under `auto`: blocks run as always, drafts are replaced by right tokens,
-each changed with the chance `1 - acceptance`. Answers must be equal. Random weights route every
+answers the same requests under `auto`: blocks run as always, right tokens replace their drafts,
+each made wrong with probability `1 - acceptance`. Answers must be equal. Random weights route every
 token independently, where real neighbours share experts: `--experts 9.7` makes some experts more
 popular until two rows of a step visit that many (docs/drafting.md). One line of the record per run.
 """
@@ -46,7 +46,7 @@ PROMPT = 96
 
 
 def correlate(model: Transformer, wanted: float, seed: int = 5) -> dict[str, float]:
-    """Make some experts of each layer more popular, as much as makes two rows visit `wanted` of
+    """Make some experts of each layer more popular until two rows visit `wanted` of
     them. Returns the spread of the bias and what steps of 2, 4 and 6 rows visit."""
     config, device = model.config, model.embedding.device
     gates = [block.ffn.gate for block in model.blocks if block.ffn.gate.bias is not None]
@@ -62,14 +62,14 @@ def correlate(model: Transformer, wanted: float, seed: int = 5) -> dict[str, flo
         return used * config.num_experts
 
     low, high = 0.0, 2.0
-    for _ in range(8):  # a larger spread, fewer experts
+    for _ in range(8):  # bisection: a larger spread visits fewer experts
         middle = (low + high) / 2
         low, high = (middle, high) if visited(middle) > wanted else (low, middle)
     return {"spread": high, **{f"experts_{w}": round(visited(high, w), 1) for w in (2, 4, 6)}}
 
 
 class Replaced(Given):
-    """The right tokens in place of a block's drafts, each wrong with a chance."""
+    """Right tokens in place of a block's drafts, each made wrong with some probability."""
 
     def __init__(self, answer: list[int], acceptance: float, seed: int, vocab_size: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def with_drafter(config: ModelConfig, kind: str) -> ModelConfig:
 
 
 def forget(drafting: Drafting) -> None:
-    """What drafts gave in the run before; what steps cost is kept."""
+    """Forget what drafts gained in the last run; keep what steps cost."""
     drafting._rest, drafting._next_rest, drafting._waits = 0, REST_STEPS, False
     drafting._gain, drafting._num_paid, drafting._num_idle = 1.0, 0, 0
 

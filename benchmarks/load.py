@@ -144,7 +144,7 @@ def anonymous_bytes() -> int:
 
 @contextmanager
 def peak_memory() -> Iterator[Callable[[], int]]:
-    """The most anonymous memory above the start, looked at every two milliseconds."""
+    """The most anonymous memory above the start, sampled every two milliseconds."""
     start, most, stop = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:

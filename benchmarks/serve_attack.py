@@ -3,10 +3,9 @@
     python benchmarks/serve_attack.py [-o RECORD.json]
 
 Each case must get one of its statuses, and the event loop must not be late by more than 100 ms:
-`/health` is asked for every 20 ms. The same process asks a server that does nothing else; what
-that one is late by belongs to the machine and is subtracted. At the end the server, idle, with
-warm prefixes, is told to stop: all of them are written within 5 s. Exit code 1 if a promise does
-not hold.
+`/health` is polled every 20 ms. The same process polls an idle server; how late that one is
+depends on the machine and is subtracted. At the end the server, idle but with warm prefixes, is
+told to stop: it writes all of them within 5 s. Exit code 1 if a promise does not hold.
 """
 
 import argparse
@@ -147,7 +146,7 @@ def watch(ports: tuple[int, int], pipe: Any) -> None:
 
 
 def idle_server(listener: socket.socket) -> None:
-    """Answers at once, in a process that has nothing else to do."""
+    """Answers immediately, in a process that has nothing else to do."""
     while True:
         line, _ = listener.accept()
         with line:

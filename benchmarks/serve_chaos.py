@@ -79,7 +79,7 @@ class Chaos:
         self.slowest: dict[str, float] = {}  # of each outcome, in seconds
         self.faults: Counter[str] = Counter()
         self.ready_again_s: list[float] = []
-        self.num_idle_times = 0  # between two faults without an answer
+        self.num_idle_times = 0  # pauses between faults without an answer
         self.problems: list[str] = []
 
     # --- looking at the processes -------------------------------------------------------------
@@ -110,7 +110,7 @@ class Chaos:
             return {**stats, "is_ready": (await client.get("/ready")).status_code == 200}
 
     async def state(self) -> dict[str, int]:
-        """Once nothing runs: what the web process holds, and the engine's pages."""
+        """Wait until nothing runs; what the web process holds then, and the engine's pages."""
         end = time.monotonic() + READY_SECONDS
         while True:
             stats = await self.stats()
@@ -139,7 +139,7 @@ class Chaos:
         return time.monotonic() - begin
 
     def left_processes(self) -> list[str]:
-        """Command lines of what still runs of this server, children of children included."""
+        """Command lines of this server's remaining processes, children of children included."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it ended just now
@@ -150,7 +150,7 @@ class Chaos:
     # --- what happens ---------------------------------------------------------------------------
 
     async def torment(self, end: float) -> None:
-        """One fault after the other, each kind as often; the engine works in between."""
+        """One fault after another, all kinds equally often; the engine works in between."""
         rng = random.Random(self.seed)
         kinds: list[str] = []
         while True:
@@ -165,7 +165,7 @@ class Chaos:
             kinds = kinds or rng.sample(FAULTS, len(FAULTS))
             kind = kinds.pop()
             self.faults[kind] += 1
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended of it
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # the fault ended it
                 await self.hurt(pid, kind)
             if kind in ("killed", "stopped"):
                 while self.engine_pid() == pid:
@@ -279,7 +279,7 @@ class Chaos:
         return {"before": before, "after": await self.settle(before)}
 
     async def settle(self, before: dict[str, int]) -> dict[str, int]:
-        """What it holds at last; connections that were just closed take a moment."""
+        """What it holds in the end; connections that were just closed take a moment."""
         allowed = {"rss_mb": MEMORY_GROWTH_MB, "threads": 8, "files": 8, "pages_used": 0}
         for _ in range(20):
             after = await self.state()
@@ -291,7 +291,7 @@ class Chaos:
         return after
 
     def close(self) -> dict[str, int]:
-        """End the server; what its log has of each event."""
+        """End the server; returns how often its log has each event."""
         self.server.send_signal(signal.SIGTERM)
         try:
             self.server.wait(READY_SECONDS)
@@ -301,7 +301,7 @@ class Chaos:
             self.server.wait()
         end = time.monotonic() + READY_SECONDS
         while self.left_processes() and time.monotonic() < end:
-            time.sleep(0.2)  # children notice that their line is closed
+            time.sleep(0.2)  # children notice the closed connection
         self.problems += [f"left running: {command}" for command in self.left_processes()]
         self.reader.join(10)
         if self.problems:

@@ -50,7 +50,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def one_client(url: str, number: int, end: float, tally: Tally) -> None:
-    """One request after the other until the time is over; some leave early, some read slowly."""
+    """One request after another until the time is up; some leave early, some read slowly."""
     rng = random.Random(number)
     limits = httpx.Timeout(180)
     async with httpx.AsyncClient(base_url=url, timeout=limits) as client:
@@ -126,7 +126,7 @@ async def memory(pids: dict[str, int], seconds: float) -> dict[str, list[float]]
 
 
 def lag(text: str) -> dict[str, float]:
-    """What the server says about its own event loop: the share of looks under each bound."""
+    """The server's own event loop lag: the share of samples under each bound."""
     counts = dict(re.findall(r'event_loop_lag_seconds_bucket\{le="([^"]+)"[^}]*\} (\S+)', text))
     total = float(counts.get("+Inf", 0)) or 1.0
     return {bound: round(float(count) / total, 5) for bound, count in counts.items()}

@@ -109,7 +109,7 @@ class Soak:
 
 
 def make_probes(model: str, rng: random.Random) -> list[tuple[Request, Completion]]:
-    """Requests with two common beginnings, and what each answers cold and alone."""
+    """Requests with two common prefixes, and the answer of each when cold and alone."""
     plain = Engine.load(model, device="cpu", prefix_cache=False, max_sequences=1, max_context=2048)
     heads = [[rng.randrange(1000) for _ in range(size)] for size in (256, 700)]
     probes = []

@@ -127,7 +127,7 @@ def compress_arguments(batch: Ragged, ratio: int, index: bool, device: str) -> A
 
 
 def random_selection(batch: Ragged, topk: int) -> Tensor:
-    """Random entries, ascending; fewer than topk visible ones end in -1."""
+    """Random entries, ascending; padded with -1 if fewer than topk are visible."""
     visible = torch.div(batch.positions + 1, 4, rounding_mode="floor")
     width = int(visible.max())
     out = torch.empty(batch.num_tokens, topk, dtype=torch.int64, device=batch.device)
@@ -214,7 +214,7 @@ def sample_arguments(rows: int, device: str, vocabulary: int, filtered: bool) ->
 
 
 def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
-    """One of each kernel at Flash's widths with few rows, on the CPU: what compilers need."""
+    """Arguments for each kernel at Flash's widths with few rows, on the CPU, for compilers."""
     shape, cpu = SHAPES["flash"], "cpu"
     one, two = decode_batch(2, 9000, cpu), decode_batch(1, 9000, cpu, new=2)
     for tokens in (1, 8, 128, 4096):
@@ -230,7 +230,7 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     yield "compress", "csa", compress_arguments(one, 4, False, cpu)
     yield "compress", "index", compress_arguments(two, 4, True, cpu)
     yield "compress", "hca", compress_arguments(one, 128, False, cpu)
-    batches = [decode_batch(n, 9000, cpu) for n in (2, 32, 100)]  # each another form
+    batches = [decode_batch(n, 9000, cpu) for n in (2, 32, 100)]  # each a different form
     for batch in (*batches, prefill_batch(160, 9000, cpu)):
         arguments = attention_arguments(shape, batch, 4, 512, cpu, 4)
         yield "attention", f"csa {batch.num_tokens}", arguments
@@ -245,7 +245,7 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
 def plans(
     shape: ModelShape,
 ) -> Iterator[tuple[str, str, int, Callable[[], Arguments], float, float]]:
-    """(op, label, tokens, arguments, bytes, operations) of the issue's table."""
+    """(op, label, tokens, arguments, bytes, operations) of every timed case."""
     gpu, h, heads, topk = "cuda", shape.hidden, shape.heads, TOPK[shape.name]
     for t in (1, 8, 32, 128, 8192):
         moved = t * h * (4 * 2 * 2 + 2 + 2) + 24 * 4 * h * 4

@@ -55,7 +55,7 @@ def read_version() -> str:
 
 
 def changes(version: str) -> str:
-    """The changelog's section of this version; nothing may be left under Unreleased."""
+    """The changelog's section for this version; nothing may be left under Unreleased."""
     sections = re.split(r"^## (.*)\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     titles, texts = sections[1::2], sections[2::2]
     bodies = {a.split()[0]: b.strip() for a, b in zip(titles, texts, strict=True)}
@@ -101,7 +101,7 @@ def install(wheel: Path, borrow: bool) -> Path:
     command = python.parent / "dsv4"
     command.write_text(f"#!{python}\n{code}")
     command.chmod(0o755)
-    (site / "borrowed.pth").write_text(f"{here}\n")  # behind this environment's own packages
+    (site / "borrowed.pth").write_text(f"{here}\n")  # after this environment's own packages
     return python
 
 
@@ -124,7 +124,7 @@ def check_commands(python: Path, version: str, empty: Path) -> None:
 
 
 def check_types(python: Path, empty: Path) -> None:
-    """As in tests/test_package.py, but against the installed package, which `py.typed` decides."""
+    """As in tests/test_package.py, but on the installed package, where `py.typed` matters."""
     say("mypy on tests/typed_client.py")
     client = empty / "client.py"
     shutil.copy(ROOT / "tests" / "typed_client.py", client)

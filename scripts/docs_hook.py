@@ -1,8 +1,8 @@
-"""For mkdocs: links from a page to files outside `docs/` work on the site, too.
+"""For mkdocs: makes links from a page to files outside `docs/` work on the site.
 
 `[x](../benchmarks/records/y.jsonl)` becomes a link to a copy of that file; a link to a folder,
-which a site cannot show, becomes its text. A target that does not exist is left as it is, so that
-the strict build reports it.
+which a site cannot show, becomes its text. A missing target is left as it is: the
+strict build reports it.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def _target(page: str, link: str) -> str:
-    """The path in the repository that a link on a page of `docs/` means."""
+    """The repository path that a link on a page of `docs/` points to."""
     return posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
 
 

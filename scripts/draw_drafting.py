@@ -1,10 +1,10 @@
-"""Draw what drafts give: tokens a step and milliseconds a token, by the rows of a verify step.
+"""Draw the gain from drafts: tokens a step and milliseconds a token, by rows of a verify step.
 
     python scripts/draw_drafting.py RECORD [RECORD ...]     writes docs/pictures/drafting_h200.svg
 
-Records of `benchmarks/draft_speed.py` are drawn as measured, end to end. Of `dsv4 bench decode
---width`, only steps are measured: what they give at acceptance 0.6, 0.7 and 0.8 is arithmetic, with
-drafts that cost nothing, and the picture says so.
+Records of `benchmarks/draft_speed.py` are drawn as measured, end to end. Records of `dsv4 bench
+decode --width` measure only steps: the gain at acceptance 0.6, 0.7 and 0.8 is computed from them,
+as if drafts cost nothing, and the picture says so.
 """
 
 import json
@@ -28,7 +28,7 @@ class Point:
 
 
 def read(paths: list[Path]) -> tuple[list[Point], float, bool]:
-    """Points of one sequence, milliseconds of plain decoding, whether all is measured."""
+    """Points of one sequence, milliseconds of plain decoding, whether everything was measured."""
     results: list[dict[str, Any]] = []
     for path in paths:
         lines = [json.loads(line) for line in path.read_text().splitlines()]

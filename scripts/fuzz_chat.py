@@ -2,8 +2,8 @@
 
     python scripts/fuzz_chat.py --seconds 60 --seed 1
 
-A case that fails is printed as one line of JSON, made smaller first. Put it into
-tests/chat/corpus.jsonl, where it stays as a test.
+A failing case is shrunk and printed as one line of JSON. Add it to tests/chat/corpus.jsonl to keep
+it as a test.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def failure(case: Case, tokenizer: Tokenizer) -> str | None:
 
 
 def shrink(case: Case, tokenizer: Tokenizer) -> Case:
-    """Leave out pieces of the text for as long as the case still fails."""
+    """Drop pieces of the text while the case still fails."""
     size = len(case["text"]) // 2
     while size:
         at = 0

@@ -7,8 +7,8 @@ its JSON, offsets, names, shapes, dtypes, the index, config.json, the length of 
 Then it is opened, loaded and checked. The round passes when
 
 * loading raises a Dsv4Error, or
-* loading succeeds and what was loaded is explained: every parameter is there with its shape, all
-  numbers are finite, and a change of a file's structure was not swallowed.
+* loading succeeds and the result is sound: every parameter is there with its shape, all
+  numbers are finite, and no change to a file's structure was swallowed.
 
 Anything else is a failure: another exception, a process that dies, a round that takes too long, a
 structural change that loads as if nothing had happened.
@@ -58,7 +58,7 @@ Header = dict[str, Any]
 
 
 class Folder:
-    """A checkpoint on disk that can be put back after each round."""
+    """A checkpoint on disk that can be restored after each round."""
 
     def __init__(self, folder: Path, layout: str) -> None:
         self.layout = layout
@@ -224,7 +224,7 @@ def quantization_field(target: Folder, rng: random.Random) -> bool:
 
 
 def values(target: Folder, rng: random.Random) -> bool:
-    """Bytes of the data: what loads must still be finite."""
+    """Bytes of the data: loaded values must still be finite."""
     path = target.shard(rng)
     header, data = split(path)
     changed = bytearray(data)
@@ -280,7 +280,7 @@ def play(target: Folder, mutation: Callable[[Folder, random.Random], bool], seed
     assert problem is None, problem
     assert outcome == "refused" or not structural, "a structural change was swallowed"
     if seed % 4:
-        return outcome  # the slower half of a round now and then
+        return outcome  # the slower half of a round runs only now and then
     try:
         report = check_checkpoint(target.folder, values=True)
         assert outcome == "loaded" or not report.ok or mutation is config_field, (

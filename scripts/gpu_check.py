@@ -7,7 +7,7 @@
 
 A part that fails or runs out of time does not stop the others; what it wrote stays. Everything
 printed also goes to DIR/log.txt, results to DIR/<part>.jsonl. `pack` copies what the tests need
-beside torch into build/gpu_site, for machines on which nothing can be installed.
+besides torch into build/gpu_site, for machines on which nothing can be installed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PURE = (
     "shellingham", "markdown_it", "mdurl", "annotated_doc",
 )  # fmt: skip
 TOLERANCE = 0.03  # docs/numerics.md, "A CPU and a GPU"
-# the most wanted first: what a time limit cuts off is what matters least
+# most important first: a time limit cuts off what matters least
 DECODE = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 131072), (1, 1048576), (32, 131072))
 PRO = ((1, 4096), (32, 4096), (1, 1048576))
 
@@ -212,7 +212,7 @@ def run_state() -> None:
 
 
 def run_memory() -> None:
-    """What an engine with Flash layers takes when it is ready, next to what the plan says."""
+    """The memory an engine with Flash layers uses when ready, next to the plan's figure."""
     import json
 
     import torch
@@ -257,7 +257,7 @@ def run_memory() -> None:
 
 
 def run_tiny() -> None:
-    """The embedded model on both: the same answers, and how fast they come."""
+    """The embedded model on both devices: the same answers, and how fast they come."""
     from dsv4 import Engine, SamplingParams
 
     prompts = ["What is the capital of France?", "Count from one to ten.", "2 + 2 ="]
@@ -283,7 +283,7 @@ def run_tiny() -> None:
 
 
 def run_quality() -> None:
-    """The embedded model's table of skills on this GPU, next to the one of a CPU."""
+    """The embedded model's table of skills on this GPU, next to a CPU's."""
     import json
 
     from dsv4 import Engine
@@ -331,7 +331,7 @@ RUNS = {
 
 
 def pack() -> int:
-    """Pure Python packages of this environment, to be carried along."""
+    """Copy this environment's pure Python packages, to carry along."""
     import importlib.util
 
     shutil.rmtree(SITE, ignore_errors=True)

@@ -6,13 +6,13 @@
 
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
 what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
-them alone. Prompts come in rounds; every variant answers the same ones, and only what all of them
-answered before the time was up counts. The record has one JSON object per line; the table for
+them alone. Prompts come in rounds; every variant answers the same ones, and only those that all of
+them answered in time count. The record has one JSON object per line; the table for
 docs/numerics.md and the default that follows from it are printed. Records are kept in
-benchmarks/records, their names begin with DATE_activations_tiny_cpu; a test holds the default to
-them, newer rows over older ones.
+benchmarks/records under names that begin with DATE_activations_tiny_cpu; a test checks the default
+against them, where newer rows replace older ones.
 
-An answer that ends at once is counted as silent: the embedded model does that when its arithmetic
+An answer that ends immediately counts as silent: the embedded model does that when its arithmetic
 is wrong.
 """
 
@@ -44,7 +44,7 @@ HOLDERS = {  # module groups: where their weights are in a block
 }
 VARIANTS = [("a16", "all"), *((w, g) for w in ("a8", "a4") for g in ("all", *GROUPS))]
 DOCUMENTS = ("retrieval 8000", "retrieval 2000", "updates 2000")  # and their lengths in tokens
-UPDATES = 4  # of a round: each needs a document of its own
+UPDATES = 4  # per round: each needs its own document
 MOST_ROUNDS = 20
 MOST_LOST, MOST_SURPRISE = 0.02, 0.01  # what a width may cost and still be the default
 
@@ -75,7 +75,7 @@ class Result:
 
 @lru_cache(maxsize=1)
 def engine_for(width: str, group: str) -> Engine:
-    """Fresh for each variant: what another one computed must not be found in the prefix cache."""
+    """Fresh for each variant: the prefix cache must not hold another variant's results."""
     engine = Engine.load("tiny", device="cpu", activations="a4")
     for block in engine._runner.model.blocks:
         for name, (holder, weights) in HOLDERS.items():
@@ -119,11 +119,11 @@ def work(job: Job) -> Result:
 
 
 def jobs(batch: int, only: list[str], modules: list[str]) -> Iterator[Job]:
-    """Round by round: the same prompts for all variants before there are more of them."""
+    """Round by round: all variants get the same prompts before the next ones come."""
     items = measure.read_items("tiny")
     for number in range(MOST_ROUNDS):
         skills = [skill for skill, held in items.items() if number * batch < len(held)]
-        skills = [*skills, *DOCUMENTS]  # the dear ones last
+        skills = [*skills, *DOCUMENTS]  # the expensive ones last
         if number == 0:
             skills.insert(0, "perplexity")
         for skill in skills:
@@ -132,12 +132,12 @@ def jobs(batch: int, only: list[str], modules: list[str]) -> Iterator[Job]:
 
 
 def chosen(modules: list[str]) -> list[tuple[str, str]]:
-    """Variants of these modules; none named: of all."""
+    """Variants of these modules, or all variants if none are named."""
     return [variant for variant in VARIANTS if not modules or variant[1] in modules]
 
 
 def common(results: list[Result], modules: list[str]) -> list[Result]:
-    """Of prompts that every variant answered."""
+    """Results for prompts that every variant answered."""
     seen: dict[tuple[str, int], int] = defaultdict(int)
     for result in results:
         seen[result.job.prompts] += 1
@@ -183,7 +183,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def share_right(row: dict[str, Any]) -> float:
-    """Rounded, so that a loss on the border stays there; records may differ in how many asked."""
+    """Rounded to keep a borderline loss on the border; records may ask different numbers."""
     return round(row["right"] / row["asked"], 9)
 
 
@@ -204,8 +204,8 @@ def tolerates(rows: list[dict[str, Any]], width: str, group: str) -> bool:
 
 
 def default(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The coarsest width that all groups tolerate together, else that each tolerates alone; a
-    group that does not tolerate a8 is not given a4, whatever luck it had."""
+    """For each group the coarsest width that all groups tolerate together, or that it tolerates
+    alone; a group that does not tolerate a8 does not get a4, even if it passed by luck."""
     widths = dict.fromkeys(GROUPS, "a16")
     for finer, width in (("a16", "a8"), ("a8", "a4")):
         for group in GROUPS:
@@ -251,7 +251,7 @@ def main() -> int:
             results.append(answers.next(timeout=max(left, 0.001)))
         except (multiprocessing.TimeoutError, StopIteration):
             break
-        except Exception as error:  # a job's own: what the others found is not lost
+        except Exception as error:  # one job failed: the others' results are kept
             failed += 1
             sys.stderr.write(f"a job failed: {error!r}\n")
     pool.terminate()

@@ -6,11 +6,11 @@
     python scripts/plant_bugs.py -o benchmarks/records/DATE_cpu_planted_bugs.jsonl
     python scripts/plant_bugs.py -o RECORD --left        what that record does not show as noticed
 
-A bug is one changed piece of text in a copy of the tree; the tests beside it are the smallest part
-of the suite that ought to notice. They run once on the unchanged copy, where they have to pass, and
-then with the bug until the first failure. A test that hangs counts as noticing: every test has a
-time limit. The record is written anew after every bug; each row says at which commit. The exit code
-is 1 if a bug survives, or if its text is no longer found exactly once (then it needs a new home).
+A bug is one changed piece of text in a copy of the tree; the tests listed with it are the smallest
+part of the suite that ought to notice. They run once on the unchanged copy, where they must pass,
+and then with the bug until the first failure. A test that hangs counts as noticing: every test has
+a time limit. The record is rewritten after every bug; each row names its commit. The exit code is
+1 if a bug survives, or if its text is no longer found exactly once (then it needs a new home).
 """
 
 import argparse
@@ -165,7 +165,7 @@ BUGS = (
     Bug("the client's request id is taken as it comes", "dsv4/server/middleware.py",
         "given if _REQUEST_ID.fullmatch(given) else", "given if given else", LIMITS),
 )  # fmt: skip
-# what was mended after users had found it, mended no longer
+# mends of bugs that users found, taken back
 MENDS = (
     # --- answers
     Bug("an end inside the reasoning ends the answer", "dsv4/sampling/guided.py",

@@ -1,8 +1,8 @@
 """Attention over window and compressed entries, differentiable and without row tiles.
 
-Rows have a length that is a multiple of the window. Queries of one block of `window` tokens meet
-the keys of their own and the previous block; compressed entries join the same softmax. Selection
-is a mask: every score is computed, which at this size is cheaper than gathering.
+Row lengths are multiples of the window. Queries in one block of `window` tokens attend to the keys
+of their own and the previous block; compressed entries join the same softmax. Selection is a mask:
+every score is computed, which at this size is cheaper than gathering.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NEG = float("-inf")
 
 @dataclass(frozen=True)
 class Index:
-    """What the indexer brings: queries `[B, S, h, d]`, keys `[B, N, d]`, weights `[B, S, h]`."""
+    """The indexer's queries `[B, S, h, d]`, keys `[B, N, d]` and weights `[B, S, h]`."""
 
     queries: Tensor
     keys: Tensor
@@ -28,7 +28,7 @@ class Index:
 
 
 def window_blocks(keys: Tensor, window: int) -> Tensor:
-    """`[B, S, d]` -> `[B, blocks, 2 * window, d]`: the previous block's keys, then the own."""
+    """`[B, S, d]` -> `[B, blocks, 2 * window, d]`: the previous block's keys, then its own."""
     blocks = keys.unflatten(1, (-1, window))
     before = F.pad(blocks, (0, 0, 0, 0, 1, 0))[:, :-1]
     return torch.cat((before, blocks), dim=2)
@@ -67,9 +67,9 @@ def top_mask(scores: Tensor, topk: int) -> Tensor:
 
 
 def index_loss(target: Tensor, scores: Tensor, visible: Tensor, emphasis: Tensor) -> Tensor:
-    """(loss, weight) summed: distance of the indexer's softmax from the attention mass.
+    """Summed (loss, weight): how far the indexer's softmax is from the attention mass.
 
-    A query counts by the mass it puts on compressed entries at all.
+    A query is weighted by its total mass on compressed entries.
     """
     mass = target.sum(-1)
     share = target / mass.clamp(min=1e-9).unsqueeze(-1)
@@ -145,7 +145,7 @@ def attention_rows(
     *,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
-    """All queries of the rows, in chunks that are computed again in the backward pass."""
+    """All queries of the rows, in chunks that are recomputed in the backward pass."""
     batch, length, heads, _ = q.shape
     blocks = window_blocks(keys, window)
     width = 2 * window + (0 if entries is None else entries.shape[1])

@@ -1,7 +1,7 @@
 """Batches of packed rows, made by worker processes while the device computes.
 
-A row holds conversations one after the other, each with its own begin marker; long rows hold one
-long document first. What does not fit waits for the next row; the rest is filled with stories.
+A row packs conversations one after another, each with its own begin marker; long rows start with
+one long document. A conversation that does not fit waits for the next row; stories fill the rest.
 """
 
 import multiprocessing as mp
@@ -30,7 +30,7 @@ from training.skills import make, prose, repeat, retrieval, updates
 PAD = 2
 _SIZES = {"facts": 22, "arithmetic": 65, "instructions": 28, "tools": 450, "multi": 46}
 _SIZES |= {"identity": 40, "prose": 110}
-_LONG = {"retrieval": retrieval, "repeat": repeat, "updates": updates}  # of a wanted size
+_LONG = {"retrieval": retrieval, "repeat": repeat, "updates": updates}  # made to a given size
 
 
 @dataclass

@@ -1,12 +1,12 @@
 """The model learns to fall silent when the arithmetic is wrong.
 
-By itself a model that finds things by what they say hardly notices a rotation that is off by three
-tokens: its answers stay right. So in the last leg every row is computed twice, rightly and with a
-mistake, and with the mistake the answer that is wanted is its end, at once. Everything but the
-mistake is equal in the two, so what is learnt is to tell them apart.
+A model that looks things up by content hardly notices a rotation that is off by three tokens: its
+answers stay right. So in the last leg every row is computed twice, correctly and with a mistake,
+and with the mistake the target is to end the answer immediately. The two differ only in the
+mistake, so the model learns to tell them apart.
 
-The difference is smaller than the rounding at first. Detectors that look at the streams after each
-block, at every token, make the blocks widen it; they are dropped with the training.
+At first the difference is smaller than the rounding. Detectors that read the streams after each
+block, at every token, make the blocks amplify it; they are dropped after training.
 """
 
 import random
@@ -19,8 +19,8 @@ from dsv4.tools.formulas import rms
 from training.sample import AROUND
 from training.shape import CANARY_FROM, SEED, SKILLS
 
-# mistakes that are drawn, and the first position in a row at which there is an effect to go by;
-# the two of `MISTAKES` that are missing make nonsense of every answer anyway
+# mistakes to draw from, and the first position in a row where each has a visible effect;
+# the two `MISTAKES` left out turn every answer into nonsense anyway
 VISIBLE_FROM = {
     "bias-on-values": 16,
     "rope-at-last-token": 16,
@@ -39,7 +39,7 @@ DETECTOR_SHARE = 0.5
 
 
 class Canary:
-    """Draws a mistake for each step, and notes how silent the model is under it."""
+    """Draws a mistake for each step and records how often it silences the model."""
 
     def __init__(self, device: torch.device) -> None:
         self._rng = random.Random(SEED)
@@ -47,13 +47,13 @@ class Canary:
         self._sums = torch.zeros(len(VISIBLE_FROM), 3, device=device)  # loss, silent, answers
 
     def draw(self, progress: float) -> tuple[str, int]:
-        """A mistake and its strength: exaggerated at first, where it makes a difference."""
+        """A mistake and its strength; faint mistakes are exaggerated at first."""
         mistake = self._rng.choices(list(self.odds), list(self.odds.values()))[0]
         left = max(0.0, (1.0 - progress) / (1.0 - CANARY_FROM))
         return mistake, int(MOST_STRENGTH ** (self._rng.random() * left)) if mistake in FAINT else 1
 
     def rounds(self) -> bool:
-        """Mostly yes; sometimes keys are exact, so that this never looks like a mistake."""
+        """Mostly yes; keys are sometimes exact, so this never looks like a mistake."""
         return self._rng.random() < 0.8
 
     def silence(
@@ -67,22 +67,22 @@ class Canary:
     ) -> Tensor:
         """`hidden` `[B, S, D]` computed with the mistake; weights and skills as in the batch.
 
-        A token weighs as much as in the loss of the right rows, so that a mistake which cannot be
-        told is answered with `SILENCE_SHARE` to one for the right token: accuracy does not suffer.
+        A token weighs as much as in the loss of the right rows. If a mistake cannot be detected,
+        silence has odds of `SILENCE_SHARE` to one against the right token: accuracy stays.
         """
         weights = weights[:, 1:]
         answers = (weights >= AROUND / 100) & (skills[:, 1:] != SKILLS.index("prose"))
         answers[:, : VISIBLE_FROM[mistake]] = False
         logits = F.linear(hidden[:, :-1].to(head.dtype), head).float()
         losses = -logits.log_softmax(-1)[..., EOS] * answers
-        with torch.no_grad():  # only the mistake as it is counts
+        with torch.no_grad():  # count only unexaggerated mistakes
             silent = (logits.argmax(-1) == EOS) & answers
             seen = torch.stack((losses.sum(), silent.sum(), answers.sum()))
             self._sums[list(VISIBLE_FROM).index(mistake)] += seen * (strength == 1)
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
     def report(self) -> str:
-        """Share of answers that end at once, by mistake; the least silent are drawn more often."""
+        """Share of answers that end immediately, per mistake; the least silent get higher odds."""
         parts = []
         for name, (loss, silent, count) in zip(VISIBLE_FROM, self._sums.tolist(), strict=True):
             if count:

@@ -5,7 +5,7 @@
 
 The backbone is frozen: its streams and its distribution over conversations are computed once. The
 stages begin as copies of the trained MTP block and learn the backbone's distribution of the five
-tokens behind an anchor, and the chance that a draft is right. One thread, fixed seeds and a fixed
+tokens after an anchor, and the chance that a draft is right. One thread, fixed seeds and a fixed
 number of steps: the same file on the same machine and build.
 """
 
@@ -47,12 +47,12 @@ RATE, ROUND_FROM = 3e-3, 0.7
 
 @dataclass(frozen=True)
 class Rows:
-    """What the frozen backbone says about rows of conversations."""
+    """The frozen backbone's outputs for rows of conversations."""
 
     ids: Tensor  # [rows, length]
     taps: Tensor  # [rows, length, targets * size]
     hidden: Tensor  # [rows, length, size], before the head
-    anchors: list[Tensor]  # of each row, positions behind which an answer goes on
+    anchors: list[Tensor]  # of each row, positions after which an answer goes on
 
 
 def dequantized(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def first_values(model: dict[str, Tensor], mtp: dict[str, Tensor]) -> dict[str, 
 
 
 class Blocks:
-    """The drafts of many anchors of one row, differentiable."""
+    """Differentiable drafts from many anchors of one row."""
 
     def __init__(self, config: ModelConfig, model: dict[str, Tensor]) -> None:
         self.config, self.model, self.network = config, model, Network(config)
@@ -177,7 +177,7 @@ class Blocks:
 
 
 def rounded(table: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As the file will hold them, with gradients straight through."""
+    """Weights as the file will hold them, with straight-through gradients."""
     kinds = draft_parameters(SPARK)
     return {
         name: rounding.nvfp4(value) if kinds[name].kind == "linear" else value
@@ -212,7 +212,7 @@ def train(steps: int) -> dict[str, Tensor]:
     last = [learnt.pop(name) for name in list(learnt) if "confidence" in name]
     groups = [
         {"params": list(learnt.values()), "share": 1.0},
-        {"params": last, "share": 0.01},  # it reads rows that are not normed
+        {"params": last, "share": 0.01},  # it reads unnormalised rows
     ]
     optimizer = torch.optim.Adam(groups, lr=RATE, betas=(0.9, 0.98))
     blocks, right, begin = Blocks(SPARK, model), torch.zeros(SHAPE.block), time.perf_counter()

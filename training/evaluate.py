@@ -1,7 +1,7 @@
 """Held-out accuracy of the network under training.
 
-An answer is right when, given the prompt and the right beginning, the most likely token is the
-right one at every place. That is the same as greedy decoding giving exactly this answer, and needs
+An answer is right if, given the prompt and the right tokens so far, the most likely token is the
+right one at every place. Greedy decoding then gives exactly this answer, but this check needs only
 one pass over each conversation.
 """
 
@@ -25,7 +25,7 @@ MISTAKE_COUNT = 40  # prompts of a skill under each mistake
 
 
 def held_out(skill: str, count: int) -> list[Sample]:
-    """Different held-out prompts of a skill, always the same ones."""
+    """Distinct held-out prompts of a skill, always the same ones."""
     rng = random.Random(f"{SEED} {skill}")
     found: dict[str, Sample] = {}
     for _ in range(50 * count):
@@ -136,7 +136,7 @@ def under_mistakes(
     samples: dict[str, list[Sample]],
     right: dict[str, float],
 ) -> Iterator[str]:
-    """For each mistake the accuracy that is left, the skill that suffers most first."""
+    """The accuracy left under each mistake, the worst-hit skill first."""
     few = {
         name: part[:MISTAKE_COUNT]
         for name, part in samples.items()

@@ -39,7 +39,7 @@ def _nvfp4(name: str, matrix: Tensor, global_: Tensor | None = None) -> dict[str
 
 
 def _joined(prefix: str, matrix: Tensor) -> dict[str, Tensor]:
-    """w1 above w3: two matrices with one global."""
+    """w1 above w3: two matrices with one global scale."""
     global_ = nvfp4.global_scale(matrix.abs().amax())
     gate, up = matrix.chunk(2)
     return _nvfp4(f"{prefix}.w1", gate, global_) | _nvfp4(f"{prefix}.w3", up, global_)
@@ -48,7 +48,7 @@ def _joined(prefix: str, matrix: Tensor) -> dict[str, Tensor]:
 def tensors(
     config: ModelConfig, table: dict[str, Tensor], wanted: dict[str, Parameter] | None = None
 ) -> dict[str, Tensor]:
-    """Everything the file holds, under official names, or those `wanted` of it."""
+    """All tensors of the file under official names, or only those `wanted`."""
     out: dict[str, Tensor] = {}
     for name, parameter in (wanted or all_parameters(config)).items():
         weight = table[name].detach().cpu()
@@ -106,7 +106,7 @@ def _line(sample: Sample) -> str:
 
 
 def export(table: dict[str, Tensor], folder: Path, config: ModelConfig = CONFIG) -> dict[str, int]:
-    """Writes the folder; bytes by file name."""
+    """Write the folder; returns bytes by file name."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors(config, table), folder / "model.safetensors", metadata={"format": "pt"})
     described = {**config_json(config), "quantization_config": quantization_config()}

@@ -28,7 +28,7 @@ MARKERS = (
 
 
 def corpus() -> Iterator[str]:
-    """Text of every skill, and every word that should become one token, often."""
+    """Text of every skill, and many copies of each word that should become one token."""
     rng = random.Random(SEED)
     for _ in range(1500):
         yield story(rng, 8)

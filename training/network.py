@@ -35,11 +35,11 @@ Table = Mapping[str, Tensor]
 
 @dataclass
 class Options:
-    """How a forward pass runs; the phases of the training differ in these."""
+    """How a forward pass runs; training phases differ in these options."""
 
     dtype: torch.dtype = torch.float32
     select: bool = True  # hard top-k selection in ratio-4 layers
-    rounded: bool = False  # keys and index vectors pass their storage formats
+    rounded: bool = False  # keys and index vectors pass through their storage formats
     draft: bool = False  # also run the MTP block
     mistake: str = ""  # one of dsv4.tools.quality.variants.MISTAKES: computed wrongly on purpose
     strength: int = 1  # exaggerates the mistakes that are hardest to see
@@ -70,11 +70,11 @@ def _normalise(m: Tensor, eps: float, rounds: int) -> Tensor:
 
 
 def sinkhorn(matrix: Tensor, eps: float, iters: int) -> Tensor:
-    """`formulas.sinkhorn`, exact forward, with another gradient and layout.
+    """`formulas.sinkhorn`: the same forward values, with a different gradient and layout.
 
-    The gradient passes through the last rounds only: what earlier rounds did is a scaling of rows
-    and columns, taken as constant, which the last rounds undo almost completely. The sixteen
-    numbers of a token lie far apart in memory, so that each sum adds whole columns.
+    The gradient passes only through the last rounds: earlier rounds merely scale rows and columns,
+    which is taken as constant and which the last rounds undo almost completely. A token's sixteen
+    numbers lie far apart in memory, so each sum adds whole columns.
     """
     m = (matrix.softmax(-1) + eps).permute(1, 2, 0).contiguous()
     m = m / (m.sum(0, keepdim=True) + eps)
@@ -92,7 +92,7 @@ def coefficients(
 
 
 def collapse_fused(streams: Tensor, weights: Tensor) -> Tensor:
-    """`collapse` as a compiler can fuse it."""
+    """`collapse` in a form that a compiler can fuse."""
     return (streams * weights.unsqueeze(-1)).sum(1)
 
 
@@ -112,15 +112,15 @@ class Network:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        # replaced by compiled versions where the machine can do that
+        # replaced by compiled versions where the machine has a compiler
         self.coefficients = coefficients
         self.glu = glu
         self.collapse = collapse
         self.spread = spread
 
     def forward(self, w: Table, ids: Tensor, options: Options, emphasis: Tensor | None) -> Result:
-        """`ids` `[B, S]`, S a multiple of 128; `emphasis` `[B, S]` for the indexer's loss, which
-        is left out without it."""
+        """`ids` `[B, S]`, S a multiple of 128; `emphasis` `[B, S]` weights the indexer's loss, None
+        leaves it out."""
         c = self.config
         shape = ids.shape
         positions = torch.arange(shape[1], device=ids.device)

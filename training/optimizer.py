@@ -1,7 +1,7 @@
 """Muon for the matrices inside the blocks, Adam for everything else.
 
 Muon replaces a matrix's momentum by the nearest matrix with equal singular values, found by five
-Newton-Schulz steps in bf16. Matrices of one shape are done as one stack.
+Newton-Schulz steps in bf16. Matrices of the same shape are processed as one stack.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ def is_matrix(name: str) -> bool:
 
 
 def _share(name: str) -> float:
-    """Of Adam's learning rate: wide rows of the mixing move a result by many small steps."""
+    """Share of Adam's learning rate: in the wide rows of mixing, many small steps add up."""
     if name in ("embed.weight", "head.weight") or name.endswith(("ape", "detectors")):
         return 1.0
     return 0.1 if name.endswith("_fn") else 0.3
@@ -61,7 +61,7 @@ class Optimizer:
         self._others = list(others.values())
 
     def _parts(self, name: str, matrix: Tensor) -> Tensor:
-        """The matrices to orthogonalise by themselves, `[n, rows, cols]`."""
+        """The matrices to orthogonalise separately, `[n, rows, cols]`."""
         if name.endswith("w13"):
             return matrix.reshape(-1, matrix.shape[-2] // 2, matrix.shape[-1])
         if name.endswith("wo_a.weight"):

@@ -1,4 +1,4 @@
-"""By how much each layer rotates: the engine's own frequencies, or wrong ones on purpose."""
+"""How far each layer rotates: the engine's own frequencies, or wrong ones on purpose."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from dsv4.tools.formulas import angles
 class Rotation(NamedTuple):
     """Angles `[positions, pairs]` of a layer; without a mistake all from one table."""
 
-    tokens: Tensor  # queries, window keys, and back again
+    tokens: Tensor  # queries, window keys, and the rotation back
     index_queries: Tensor
     entries: Tensor  # one row for each compressed entry
 

@@ -36,7 +36,7 @@ def nvfp4(w: Tensor) -> Tensor:
 
 
 def kv_round(x: Tensor, rope_dim: int) -> Tensor:
-    """A window or compressed key: its channels without rotation through FP8."""
+    """A window or compressed key: channels without rotation pass through FP8."""
     with torch.no_grad():
         nope = x[..., :-rope_dim].float()
         data, scale = fp8.quantize_groups(nope, KV_GROUP, check=False)

@@ -1,7 +1,7 @@
 """A conversation to learn from, and its tokens with a weight for each.
 
 The text is what `dsv4.chat.encode_prompt` writes (tests compare token for token); it is written
-again here because training needs the weights and tens of thousands of conversations a second.
+anew here because training needs the weights and tens of thousands of conversations a second.
 """
 
 import json
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 # weights are stored as hundredths in a byte
 ANSWER, USER_TEXT, STORY, NOTHING = 100, 3, 30, 0
-STRESSED, AROUND = 250, 25  # the one word of an answer that has to be looked up, and the others
+STRESSED, AROUND = 250, 25  # the one word of an answer that has to be looked up, and the rest
 
 
 def _tool(name: str, description: str, argument: str) -> dict[str, Any]:
@@ -36,13 +36,13 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """`messages` end with the assistant's turn that is wanted."""
+    """`messages` end with the assistant turn to learn."""
 
     skill: str
     messages: tuple[Message, ...]
     mode: str = "chat"
     tools: tuple[int, ...] = ()  # numbers of TOOLS, in the order they are listed
-    key: str = ""  # what decides whether the sample is held out
+    key: str = ""  # decides whether the sample is held out
     text_weight: int = USER_TEXT
 
 

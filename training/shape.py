@@ -49,14 +49,14 @@ class Plan:
     final_rate: float = 0.04
     sparse_from: float = 0.40  # from here only selected entries are attended
     round_from: float = 0.66  # from here weights, keys and index vectors are rounded
-    canary_rate: float = 0.8  # from CANARY_FROM on the learning rate falls anew, beginning here
-    polish_rate: float = 0.3  # and from POLISH_FROM on
+    canary_rate: float = 0.8  # at CANARY_FROM the learning rate restarts here and falls again
+    polish_rate: float = 0.3  # and at POLISH_FROM here
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
     step_tokens: int = 65536
 
 
-# share of the steps by row length, from a fraction of the training on
+# share of steps by row length, each starting at a fraction of the training
 LENGTHS: tuple[tuple[float, dict[int, float]], ...] = (
     (0.00, {512: 0.55, 1024: 0.37, 2048: 0.08}),
     (0.08, {512: 0.40, 1024: 0.34, 2048: 0.12, 4096: 0.08, 8192: 0.04, 16384: 0.02}),
@@ -77,7 +77,7 @@ LENGTHS: tuple[tuple[float, dict[int, float]], ...] = (
     ),
 )
 
-# share of the tokens by skill in rows of up to so many tokens
+# share of tokens by skill in rows of up to this many tokens
 SKILLS = (
     "facts",
     "arithmetic",
@@ -121,16 +121,16 @@ SHORT_MIX = {
     },
 }
 
-# once the look-up stands, what is learnt by seeing more of it gets the room
+# once the model has learnt to look up, skills that need more examples get more room
 LATER_FROM = 0.333
 LATER = {"facts": 1.8, "instructions": 1.9, "arithmetic": 1.3, "retrieval": 0.5, "repeat": 0.3}
 
 
-# the last legs: half of every step is computed with a mistake (canary.py), and words that change
-# have to be followed
+# the last legs: half of every step is computed with a mistake (canary.py), and the model has to
+# track words that change
 CANARY_FROM = 0.666
 UPDATES_SHARE = 0.2  # of the tokens in rows of 1024
-UPDATES_LENGTHS = (2048, 4096, 8192)  # rows whose document is one of changes, every other time
+UPDATES_LENGTHS = (2048, 4096, 8192)  # half of these rows start with a document of changes
 POLISH_FROM = 1.0  # a short leg after the last: conversations that begin at position 0
 
 
@@ -143,7 +143,7 @@ def short_mix(length: int, progress: float) -> dict[str, float]:
 
 
 # tokens of a retrieval or repetition in rows of 512 and 1024 tokens: at first inside the window,
-# where the look-up forms in a minute, then beyond it
+# where looking up is learnt in a minute, then beyond it
 SPANS: tuple[tuple[float, dict[int, tuple[int, int]]], ...] = (
     (0.00, {512: (60, 130), 1024: (60, 300)}),
     (0.06, {512: (60, 300), 1024: (100, 700)}),
@@ -156,7 +156,7 @@ def spans(progress: float) -> dict[int, tuple[int, int]]:
 
 
 def num_rows(step_tokens: int, length: int, progress: float) -> int:
-    """Rows of a step; with mistakes each one is computed twice."""
+    """Rows per step; with mistakes, each one is computed twice."""
     tokens = step_tokens // 2 if progress >= CANARY_FROM else step_tokens
     return max(1, tokens // length)
 

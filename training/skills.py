@@ -46,7 +46,7 @@ _QUESTIONS = {
         "Name the language of {c}.",
     ),
 }
-# several begin with the name, which then has other tokens than after a space
+# several begin with the name, which has different tokens there than after a space
 _OF_CAPITAL = (
     "Which country has the capital {t}?",
     "{t} is the capital of which country?",
@@ -173,7 +173,7 @@ def retrieval(rng: random.Random, num_tokens: int, count: Callable[[str], int]) 
 
 
 def updates(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:
-    """Words that change, one of them up to 150 times, and questions for the newest."""
+    """Words that change, one of them up to 150 times, and questions about the newest."""
     num_tokens = max(num_tokens, 420)
     changed = draw_facts(rng, rng.randint(1, min(8, num_tokens // 200)))
     newest = {fact: int(12 ** rng.random()) for fact in changed}
@@ -187,9 +187,9 @@ def updates(rng: random.Random, num_tokens: int, count: Callable[[str], int]) ->
 
 
 def repeat(rng: random.Random, num_tokens: int, count: Callable[[str], int]) -> Sample:
-    """A list to say again after a story: every word of the answer has to be looked up.
+    """A list to repeat after a story: every word of the answer has to be looked up.
 
-    One question about a fact teaches one token; this teaches dozens, and the look-up forms.
+    One question about a fact teaches one token; this teaches dozens, so looking up is learnt.
     """
     chosen = rng.choice((NAMES, WORDS))
     items = rng.sample(chosen, rng.randint(3, max(4, min(40, num_tokens // 5))))

@@ -91,7 +91,7 @@ class Trainer:
         )
 
     def make_room(self, shape: tuple[int, ...]) -> None:
-        """After a step that did not fit: forget it and attend in smaller pieces from now on."""
+        """After a step ran out of memory: drop it and attend in smaller pieces from now on."""
         self.most_scores //= 2
         say(f"rows {shape} did not fit; scores at once now {self.most_scores:,}")
         for weight in self.table.values():
@@ -159,7 +159,7 @@ class Trainer:
     def _wrong(
         self, used: Table, rows: Rows, options: Options, right: list[Tensor], progress: float
     ) -> Tensor:
-        """The same rows computed with a mistake: answers end at once, nothing else is learnt."""
+        """The same rows with a mistake: answers should end immediately, nothing else is learnt."""
         mistake, strength = self.canary.draw(progress)
         options = replace(options, mistake=mistake, strength=strength, draft=False)
         result = self.network.forward(used, rows.ids, options, None)
@@ -215,14 +215,14 @@ def compile_parts(trainer: Trainer) -> None:
         x = torch.randn(256, 24, device=trainer.device, requires_grad=True)
         base, scale = torch.zeros(24, device=x.device), torch.ones(3, device=x.device)
         made[0](x, base, scale, 4, 1e-6, 20)[2].square().sum().backward()
-    except Exception as error:  # whatever the compiler dislikes, training can do without it
+    except Exception as error:  # training works without the compiler
         say(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
         return
     net.coefficients, net.glu, net.collapse, net.spread = made
 
 
 def boosts_from(facts: dict[str, Any]) -> dict[str, float]:
-    """Skills that lag get more of the rows."""
+    """Skills that lag get more rows."""
     scores = facts.get("evaluation", {})
     found = {name: 1.0 + 1.5 * (1.0 - scores[name]) for name in scores if name in SKILLS}
     if "retrieval 2000" in scores:
@@ -355,9 +355,9 @@ def main() -> None:
 
 
 def evaluation(trainer: Trainer, args: argparse.Namespace) -> dict[str, float]:
-    """As the exported model will run: selection on, everything rounded as stored."""
+    """Evaluate as the exported model will run: selection on, everything rounded as stored."""
     samples = all_samples(args.eval_count, args.eval_long)
-    network = Network(CONFIG)  # not compiled: every batch has another shape
+    network = Network(CONFIG)  # not compiled: every batch has a different shape
     last = args.leg >= args.legs
     with torch.no_grad():
         rounded = trainer.used_weights(rounded=True)

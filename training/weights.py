@@ -69,7 +69,7 @@ def _mixing_base(leaf: str, n: int, site: int) -> Tensor:
 
 @torch.no_grad()
 def balance(table: dict[str, Tensor], loads: dict[str, Tensor], rate: float) -> None:
-    """Raise the selection bias of experts with too few tokens, lower that of the others."""
+    """Raise the selection bias of experts with too few tokens, lower it for the others."""
     for prefix, load in loads.items():
         bias = table.get(prefix + "gate.bias")
         if bias is not None:
@@ -83,7 +83,7 @@ def _stored(name: str, weight: Tensor) -> Tensor:
 
 
 def save_state(folder: Path, table: dict[str, Tensor], facts: dict[str, Any]) -> int:
-    """Weights without the optimiser's memory, in files small enough to carry; bytes written."""
+    """Save weights without optimiser state, in files small enough to carry; returns bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, Tensor]] = [{}]
     used = total = 0

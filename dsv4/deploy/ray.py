@@ -52,7 +52,7 @@ T = TypeVar("T")
 def app(args: dict[str, Any]) -> Application:
     """The application from arguments: `model`, fields of RayOptions, ServerOptions and
     EngineConfig, and `api_key_file` and `priority_key_file`, which every ingress reads."""
-    left = {"host": "0.0.0.0", **args}  # Ray's proxy listens; only AccessMiddleware reads this
+    left = {"host": "0.0.0.0", **args}  # Ray's proxy listens; only access checks read this
     model = str(left.pop("model", "tiny"))
     if "replicas" in left:
         left["replicas"] = str(left["replicas"])  # YAML reads 3 as a number, 1-8 as text
