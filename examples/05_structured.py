@@ -1,4 +1,4 @@
-"""An answer that is always valid JSON of a given schema. Needs the extra `dsv4[guided]`."""
+"""An answer that is always valid JSON for a given schema. Needs the extra `dsv4[guided]`."""
 
 import json
 

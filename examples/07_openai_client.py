@@ -1,4 +1,4 @@
-"""The openai package: chat, streamed, with the reasoning apart. Needs a server: `dsv4 serve`."""
+"""The openai package: chat, streamed, with separate reasoning. Needs a server: `dsv4 serve`."""
 
 import sys
 

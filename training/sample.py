@@ -139,7 +139,7 @@ def segments(sample: Sample) -> list[Segment]:
 
 
 class Encoder:
-    """Segments to ids, with every piece between two spaces looked up once."""
+    """Segments to ids; caches the ids of every piece between two spaces."""
 
     _PIECES = re.compile(r" ?[^ ]+|^ $| $")
 
