@@ -373,12 +373,12 @@ class EngineConfig:
 
     @property
     def world(self) -> int:
-        """Ranks; one while `auto` is not resolved."""
+        """Number of ranks; 1 until `auto` is resolved."""
         return (1 if self.tp == "auto" else self.tp) * self.pp
 
     @property
     def expert_bytes(self) -> int:
-        """Of GPU memory for experts; 0 where `expert_memory` is no size."""
+        """GPU memory for experts; 0 if `expert_memory` is not a size."""
         size = re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]{1,2})?", str(self.expert_memory))
         return int(float(size[0]) * 1e9) if size else 0
 

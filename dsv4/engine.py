@@ -2,7 +2,7 @@
 
     text  --chat.Tokenizer-->  token ids  --Engine.add-->  a waiting SequenceState
     Engine.step:
-        Pipeline.take          one step; on a GPU the next one is already in submitted:
+        Pipeline.take          one step; on a GPU the next one is already submitted:
             scheduler.next_step    which sequences run, with how many new tokens
                                    (pages, cached prefixes, priorities, preemption)
             runner.submit          allocate pages; model and ops turn tokens into logits
@@ -294,7 +294,7 @@ class Engine:
         return frozenset(own | self.tokenizer.stop_ids(self.dialect) if self.tokenizer else own)
 
     def stats(self) -> Stats:
-        """What runs now, and counters since the start."""
+        """Current state, and counters since start."""
         team, audit = self._runner.team, self._audit
         pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
         return Stats(
@@ -484,7 +484,7 @@ class Engine:
             return self._fail([sequence], error)[0]
 
     def _accept(self, sequence: SequenceState, result: TokenLogprobs) -> Output:
-        """Append a sampled token to its sequence; returns what is new."""
+        """Append a sampled token to its sequence; returns the new output."""
         live, params = self._live[sequence.request.id], sequence.request.params
         if live.matcher is not None:
             token = live.matcher.replacement(result.token_id, live.text.stop_ids)

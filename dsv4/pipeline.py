@@ -1,16 +1,16 @@
 """Pipelined steps: on a GPU the next step is submitted before the last one is read.
 
 The next step reads its input tokens on the device, so the host schedules, detokenises and answers
-while the GPU computes. A sequence that turns out to have ended wastes one row of the next step; one
-that ends by its length does not. A guide's mask depends on the previous token: such a step is
-submitted too, but sampled only once that token is known.
+while the GPU computes. A sequence that turns out to have ended wastes one row of the next step,
+unless it ended at its maximum length. A guide's mask depends on the previous token: such a step is
+submitted early too, but sampled only once that token is known.
 
-A step with drafts gives several tokens of a sequence. They are taken in rounds: `take` returns the
-first of each, and once the engine has accepted it, `next_round` the next one of those sequences
-whose draft was the token that was accepted. No step runs ahead of such a step.
+A step with drafts can give a sequence several tokens. They are taken in rounds: `take` returns the
+first of each sequence; once the engine has accepted it, `next_round` returns the next one if the
+draft matched the accepted token. The step after one with drafts is not submitted early.
 
-With several stages (`pp`), as many steps as stages are in flight, the *lanes*: of different
-sequences, or of chunks of one prompt. A sequence whose token is in flight is in no other step.
+With several stages (`pp`), one step per stage is in flight. These *lanes* hold different sequences
+or chunks of one prompt. A sequence with a token in flight is in no other step.
 """
 
 import time
@@ -40,13 +40,13 @@ class InFlightStep:
     dropped: set[SequenceState] = field(
         default_factory=set
     )  # computed from a token that was replaced
-    # of a step with drafts:
+    # for a step with drafts:
     answers: list[list[TokenLogprobs]] = field(default_factory=list)  # drawn so far
     going: list[int] = field(default_factory=list)  # places whose drafts were right so far
-    taken: list[int] = field(default_factory=list)  # tokens of each place
+    taken: list[int] = field(default_factory=list)  # tokens taken at each place
     begin: float = 0.0
-    is_plain: bool = True  # no drafts are made behind it
-    is_ahead: bool = False  # submitted before the step before it was read
+    is_plain: bool = True  # no drafts are made after it
+    is_ahead: bool = False  # submitted before the previous step was read
 
     @property
     def drafts(self) -> list[tuple[int, ...]]:
@@ -84,7 +84,7 @@ class Pipeline:
         self._settled = (False, 0.0)  # whether the last step ran ahead, and when it was done
 
     def take(self) -> StepOutcome:
-        """Read the oldest step, after submitting the next one where that is possible."""
+        """Submit the next step if possible, then read the oldest one."""
         outcome = StepOutcome(clock=[time.perf_counter()])
         step, self._ahead = self._ahead, None
         if self._runner.num_lanes > 1:
@@ -130,8 +130,8 @@ class Pipeline:
         return outcome
 
     def _next_lane(self, failures: list[Failure]) -> InFlightStep | None:
-        """The oldest step in flight, once every stage has something to do. Logits of steps whose
-        requests were all aborted arrive in between and are dropped."""
+        """The oldest step in flight, once every stage has work. Steps whose requests were all
+        aborted are dropped here; their logits are dropped when they arrive."""
         self._lanes = deque(step for step in self._lanes if self._live_of(step))
         while len(self._lanes) < self._runner.num_lanes:
             step = self._start(failures)
@@ -143,12 +143,12 @@ class Pipeline:
 
     @property
     def _may_run_ahead(self) -> bool:
-        """Drafts follow from the tokens of the step before, which the host must know."""
+        """Not while drafting: drafts depend on the previous tokens, which the host must know."""
         return self.runs_ahead and (self._drafting is None or self._drafting.rests)
 
     def next_round(self) -> StepOutcome | None:
-        """The next tokens of a step with drafts, once those before are accepted; None: it has no
-        more. Then the sequences are as long as their answers say."""
+        """The next tokens of a step with drafts, once the previous ones are accepted. None if there
+        are no more; sequence lengths then match the answers."""
         step = self._accepting
         if step is None:
             return None
@@ -181,14 +181,14 @@ class Pipeline:
         return outcome
 
     def _goes_on(self, step: InFlightStep, place: int) -> bool:
-        """Whether the draft behind the token accepted last is that token."""
+        """Whether the last accepted token equals its draft."""
         sequence, drafts, count = step.sampled[place], step.drafts[place], step.taken[place]
         if not self._is_live(sequence) or count > len(drafts):
             return False
         return drafts[count - 1] == sequence.token_ids[-1]
 
     def _settle(self, step: InFlightStep) -> None:
-        """All tokens of a step are accepted."""
+        """Finish a step, once all its tokens are accepted."""
         self._accepting = None
         drafting = self._drafting
         assert drafting is not None
@@ -209,7 +209,7 @@ class Pipeline:
     def _queue_drafts(
         self, step: InFlightStep, places: list[int], counts: Sequence[int] = ()
     ) -> None:
-        """By blocks of the model, which must see every token; drafts where they are wanted."""
+        """Run the model's draft blocks: they must see every token, but draft only where wanted."""
         drafting = self._drafting
         if drafting is None or self._runner.drafter is None or drafting.is_off:
             return
@@ -241,7 +241,7 @@ class Pipeline:
             drafting.switch_off(error)
 
     def _time(self, drafting: Drafting, step: InFlightStep) -> None:
-        """Of a step that ran ahead, the time since the one before it was taken."""
+        """Time a step; one that ran ahead counts from the end of the previous step."""
         now = time.perf_counter()
         before, self._settled = self._settled, (step.is_ahead, now)
         if not all(item.num_new == 1 + len(item.drafts) for item in step.scheduled):
@@ -264,7 +264,7 @@ class Pipeline:
         return failures
 
     def discard_pending(self, sequence: SequenceState) -> None:
-        """The token just outcome was replaced: discard what was computed from it."""
+        """The token just taken was replaced: discard what was computed from it."""
         if self._ahead is not None and sequence.num_pending:
             self._ahead.dropped.add(sequence)
             sequence.num_pending = 0
@@ -301,7 +301,7 @@ class Pipeline:
     def _sample_step(
         self, step: InFlightStep | None, failures: list[Failure], *, early: bool = False
     ) -> InFlightStep | None:
-        """With `early`: unless that depends on tokens in flight."""
+        """Sample a step; with `early`, only if that does not depend on tokens in flight."""
         if step is None:
             return None
         if early and any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):

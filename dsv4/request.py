@@ -38,10 +38,10 @@ class Guide:
     """A constraint on the answer's form.
 
     `value`: a JSON schema (an object or its text), nothing for `json_object`, a regular expression,
-    a sequence of strings to choose from, an EBNF grammar, or a structure: a format of the grammar
-    library's structural tags, which can name tokens. With `after_id` the answer is unconstrained
+    a sequence of strings to choose from, an EBNF grammar, or a structure: a structural-tag format
+    of the grammar library, which can name tokens. With `after_id` the answer is unconstrained
     until that token (the end of the reasoning). With `must_come`, an end marker sampled before
-    `after_id` is replaced by it, so that the guide always applies.
+    `after_id` is replaced by it, so the guide always applies.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structure"]
@@ -64,7 +64,7 @@ class Guide:
 
     @functools.cached_property
     def text(self) -> str:
-        """The value in canonical form, with the checks that are cheap."""
+        """The value in canonical form, after the cheap checks."""
         if self.kind == "json_object":
             _need_guide(self.value is None, self, "no value")
             return ""
@@ -157,7 +157,7 @@ class SamplingParams:
     seed: int | None = None  # None: random for each request
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] | None = None  # None: the model's own end markers
-    logprobs: int | None = None  # None: off; n: the sampled token's and the n best
+    logprobs: int | None = None  # None: off; n: for the sampled token and the n best
     guide: Guide | None = None  # None: any text
     draft: bool = True  # False: one token a step, for comparisons; the answer is the same
 
@@ -307,8 +307,8 @@ class Output:
     error: str | None = None  # why it was aborted or failed
     refused: bool = False  # the request is at fault, not the engine
     num_cached: int | None = None  # prompt tokens from the prefix cache; first and last output
-    num_drafted: int = 0  # of the whole answer, in the last output: drafts verified,
-    num_accepted: int = 0  # and of those, drafts that were right
+    num_drafted: int = 0  # in the last output, for the whole answer: drafts verified,
+    num_accepted: int = 0  # and of those, accepted
 
     @property
     def finished(self) -> bool:
@@ -354,7 +354,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Stats:
-    """Current state of the engine, and its counters since start."""
+    """The engine's current state, and its counters since start."""
 
     num_waiting: int
     num_running: int
@@ -372,14 +372,14 @@ class Stats:
     num_finished: dict[str, int]  # by finish reason
     num_audited: int = 0  # requests rerun without the prefix cache
     num_differences: int = 0  # of those, requests with a different answer
-    num_verified: int = 0  # times that a sequence had drafts verified
-    num_drafted: int = 0  # drafts that were verified
-    num_accepted: int = 0  # of those, drafts that were right
-    accepted_by_place: tuple[int, ...] = ()  # the same by their place behind the newest token
-    experts_missing: int = 0  # in host memory, where not all fit the GPU
+    num_verified: int = 0  # times a sequence had drafts verified
+    num_drafted: int = 0  # drafts verified
+    num_accepted: int = 0  # of those, accepted
+    accepted_by_place: tuple[int, ...] = ()  # the same, by place after the newest token
+    experts_missing: int = 0  # in host memory, if not all fit the GPU
     num_swaps: int = 0  # of such experts for resident ones
-    expert_pairs: tuple[int, int] = (0, 0)  # with tp, decoding: the fullest rank's, and all
-    ranks: tuple[dict[str, float], ...] = ()  # beside rank 0: rank, node, pid, silent_s, behind
+    expert_pairs: tuple[int, int] = (0, 0)  # with tp, decoding: on the fullest rank, and in all
+    ranks: tuple[dict[str, float], ...] = ()  # except rank 0: rank, node, pid, silent_s, behind
 
 
 def join_outputs(request: Request, outputs: Sequence[Output]) -> Completion:

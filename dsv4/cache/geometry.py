@@ -41,14 +41,14 @@ class Geometry:
     index_format: str
     chunk_tokens: int  # most prompt tokens of one step, over all sequences
     kept_prefixes: int = 0  # snapshots of the prefix cache, for each sequence that may run
-    layers: range | None = None  # a stage's, which the bytes are of; page numbers are global
-    draft_layers: int = 0  # window-only blocks that draft
-    spare_tokens: int = 0  # of the window, behind a step's tokens: where such blocks guess
+    layers: range | None = None  # the stage's layers that bytes count; page numbers are global
+    draft_layers: int = 0  # window-only draft blocks
+    spare_tokens: int = 0  # of the window, past a step's tokens, where draft blocks guess
 
     @property
     def lookback(self) -> int:
         """Tokens of the window that a sequence needs; drafters see one more than the next token
-        does, since they draft behind the newest that is stored."""
+        does, since they draft after the newest stored token."""
         return self.config.sliding_window - 1 + (self.spare_tokens > 0)
 
     @property
@@ -160,7 +160,7 @@ class Geometry:
         return self._held("csa") * csa + self._held("hca") * hca
 
     def _held(self, pool: Pool) -> int:
-        """Layers of this pool that the bytes are of."""
+        """Layers of this pool that bytes count."""
         kinds = self.config.kinds
         held = kinds if self.layers is None else [kinds[layer] for layer in self.layers]
         return len(held) + self.draft_layers if pool == "window" else held.count(pool)

@@ -126,8 +126,8 @@ class SequencePages:
 
 @dataclass
 class Growth:
-    """A prepared step: sequence `i` grows by `num_new[i]` tokens once it is applied, of which
-    at least `least[i]` stay."""
+    """A prepared step: once applied, sequence `i` grows by `num_new[i]` tokens and keeps at least
+    `least[i]` of them."""
 
     sequences: list[SequencePages]
     num_new: list[int]
@@ -239,8 +239,8 @@ class StatePages:
         growth.taken.clear()
 
     def retract(self, sequence: SequencePages, count: int) -> None:
-        """The last `count` tokens were drafts and are rejected. The state needs no undo: what they
-        wrote is written again before it is read (docs/drafting.md). Their pages are kept."""
+        """Reject the last `count` tokens, which were drafts. The state needs no undo: what they
+        wrote is overwritten before it is read (docs/drafting.md). Their pages are kept."""
         sequence.length -= count
 
     def table_row(self, sequence: SequencePages, pool: Pool, width: int) -> list[int]:

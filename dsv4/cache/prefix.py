@@ -6,7 +6,7 @@ all of this, so a sequence that starts from one has exactly the state it would h
 are digests over the salt and all tokens up to B.
 
 Pages are shared, not copied. Only the newest hca page may be partly filled; a new holder gets a
-copy, because it appends its own entries behind the shared ones.
+copy, because it appends its own entries after the shared ones.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ class PrefixCache:
         return key in self._snapshots
 
     def keys(self) -> list[bytes]:
-        """Of the snapshots in memory, least recently used first."""
+        """Keys of the snapshots in memory, least recently used first."""
         return list(self._snapshots)
 
     # --- lookup -------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class StateTensors:
 
     @torch.inference_mode()
     def checksum(self, page: int) -> int:
-        """Of a window page in all layers. The newest keys come from all that their tokens attended
-        to, so ranks that should be alike and are not soon differ here."""
+        """Checksum of a window page over all layers. The newest keys depend on everything their
+        tokens attended to, so ranks that have diverged soon differ here."""
         total = 0
         for pool, part in self._pools.values():
             if pool == "window":
@@ -68,7 +68,7 @@ class StateTensors:
         return total
 
     def warm_up_copies(self) -> None:
-        """Run every copy once on unused state, so that its kernel is loaded."""
+        """Run every copy once on unused state to load its kernel."""
         if self.num_snapshots:
             self.save_rows(0, 0)
             self.restore_rows(0, 0)
@@ -98,7 +98,7 @@ class StateTensors:
     def parts(
         self, tensors: dict[str, Tensor], pages: dict[Pool, list[int]]
     ) -> Iterable[tuple[int, list[int], bytes]]:
-        """What `read` returned, as `write_part` takes it elsewhere: place, pages, bytes."""
+        """Split what `read` returned for `write_part` on other ranks: place, pages, bytes."""
         names = [(f"pages.{name}", pages[pool]) for name, (pool, _) in self._pools.items()]
         names += [(f"rows.{number}", [0]) for number in range(len(self._saved))]
         for place, (name, held) in enumerate(names):

@@ -2,7 +2,7 @@
 
 Attention projections, the shared expert and the routed experts may use `a8` or `a4`. Compressor,
 indexer, router, head and embedding always use `a16`: they make discrete choices that rounding would
-change. Queries meet cached keys as they are.
+change. Queries are not rounded for products with cached keys.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from dsv4.checkpoint.stored_matrix import StoredFormat
 from dsv4.formats.spec import WIDTHS, Activations
 
 GROUPS = ("attention", "shared expert", "routed experts")
-# sm_100 and sm_120 multiply block-scaled operands, and those of their families
+# sm_100, sm_120 and their families multiply block-scaled operands
 DATA_CENTER, WORKSTATION = 10, 12
 OLDEST_TRITON = (3, 6)
 OLDEST_DRIVER = (12, 8)  # the first CUDA version with sm_100

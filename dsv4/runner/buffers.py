@@ -1,7 +1,7 @@
 """A step's inputs and outputs, at fixed addresses.
 
 A step has a *shape*: token rows, sequences, tokens of context. All host inputs of a step are packed
-into one line of integers, so that a single copy brings them to the device; the offsets of its parts
+into one line of integers, so a single copy brings them to the device; the offsets of its parts
 follow from the shape. Page tables and the sampling state stay on the device, one row per slot.
 """
 
@@ -25,13 +25,13 @@ from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
 ALIGNED = 16  # integers: Triton specialises on addresses divisible by 16 bytes
 STAGES = 4  # host buffers used in rotation: the previous copy may still be in flight
 MOST_DRAFT_ROWS = 64  # of all sequences in a step
-DRAFT_WIDTHS = (2, 4, 6, 8)  # rows of a sequence in a step that verifies drafts
-SCORED = 256  # tokens of a step that scores a prompt's own
+DRAFT_WIDTHS = (2, 4, 6, 8)  # rows per sequence in a step that verifies drafts
+SCORED = 256  # tokens of a step that scores a prompt
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shape of a step. With one token per sequence rows are sequences and padding rows
+    """The shape of a step. With one token per sequence, rows are sequences and padding rows
     duplicate row 0; otherwise padding rows come last and belong to no sequence."""
 
     tokens: int
@@ -39,7 +39,7 @@ class StepShape:
     context: int
     one_each: bool
     scored: bool = False  # logits of all rows, not of one per sequence
-    width: int = 1  # above 1, rows of drafts: up to `width` of each sequence, then padding rows
+    width: int = 1  # above 1, draft rows: up to `width` per sequence, then padding rows
 
     def __str__(self) -> str:
         return f"{self.kind} {self.tokens}x{self.sequences} context {self.context}"
@@ -66,7 +66,7 @@ def token_sizes(most: int) -> list[int]:
 
 
 def context_sizes(most: int) -> list[int]:
-    """4096 tokens, then four times as many each; the last is `most`."""
+    """4096 tokens, then four times the previous size; the last is `most`."""
     sizes, size = [], 4096
     while size < most:
         sizes.append(size)
@@ -95,7 +95,7 @@ class LineLayout:
 
 
 def step_line(shape: StepShape) -> LineLayout:
-    """`places` and `pages` hold as many pages as a step of this shape can allocate."""
+    """`places` and `pages` have room for all pages that a step of this shape can allocate."""
     tokens, sequences = shape.tokens, shape.sequences
     if shape.width > 1:
         new = 2 * len(POOLS) * sequences  # a step is shorter than a page
@@ -158,7 +158,7 @@ class StagedLine:
 
 
 class VerifyBuffers:
-    """Rows of drafts, their logits and what is drawn from them; drafts of each slot."""
+    """Draft rows, their logits and the tokens drawn from them; drafts per slot."""
 
     def __init__(
         self, max_sequences: int, draft_tokens: int, vocab_size: int, device: torch.device
@@ -168,7 +168,7 @@ class VerifyBuffers:
         self.widths = [w for w in DRAFT_WIDTHS if w <= enough]
         rows = max_sequences * enough
         if device.type != "cpu":
-            rows = max(min(rows, MOST_DRAFT_ROWS), enough)  # the largest shape that there is
+            rows = max(min(rows, MOST_DRAFT_ROWS), enough)  # the largest shape
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -183,7 +183,7 @@ class VerifyBuffers:
         self.chosen, self.norms = (torch.zeros(rows, device=device) for _ in range(2))
 
     def laid_out(self, shape: StepShape) -> DraftRows:
-        """Where the rows of a step are written; room for `width` rows of every sequence."""
+        """Where a step's rows are written, with room for `width` rows per sequence."""
         at, rows, n = self.rows, shape.sequences * shape.width, shape.sequences
         return DraftRows(
             *(part[:rows] for part in (at.token_ids, at.positions, at.seq_idx)),
@@ -211,7 +211,7 @@ class StepBuffers:
     ) -> None:
         count, vocab_size = max_sequences, geometry.config.vocab_size
         self.device = device
-        self.pads = device.type != "cpu"  # few shapes, so that each can be a graph
+        self.pads = device.type != "cpu"  # few shapes, so each can be a graph
         self.vocab_size = vocab_size
         self.max_sequences = count
         self.batches = batch_sizes(count)
@@ -250,7 +250,7 @@ class StepBuffers:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Logits of a step that scores; there only where steps have few shapes."""
+        """Logits of a scoring step; allocated only where steps have few shapes."""
         return torch.zeros(self.scored, self.vocab_size, device=self.device)
 
     @staticmethod
@@ -270,7 +270,7 @@ class StepBuffers:
         return StepShape(rows, self.max_sequences, context, False)
 
     def verify_shape(self, counts: Sequence[int], length: int) -> StepShape:
-        """For sequences with this many rows each, the longest of which reaches `length` tokens."""
+        """For sequences with this many rows each; the longest reaches `length` tokens."""
         assert self.verify is not None
         context = next(size for size in self.contexts if size >= length)
         width, sequences = max(counts), len(counts)
@@ -280,7 +280,7 @@ class StepBuffers:
         return StepShape(batch * width, batch, context, False, width=width)
 
     def most_drafts(self, sequences: int) -> int:
-        """Drafts of each sequence for which there are shapes."""
+        """The most drafts per sequence for which there is a shape."""
         if self.verify is None:
             return 0
         most, batch = self.verify.widths[-1], self.batch(sequences)
@@ -290,11 +290,11 @@ class StepBuffers:
         return most - 1
 
     def batch(self, rows: int) -> int:
-        """The smallest batch size, of rows to sample or sequences to decode, that fits `count`."""
+        """The smallest batch size that holds `rows` rows to sample or sequences to decode."""
         return next(size for size in self.batches if size >= rows) if self.pads else rows
 
     def shapes(self) -> list[StepShape]:
-        """Every shape that can occur, largest first, so that memory is allocated once."""
+        """Every shape that can occur, largest first, so memory is allocated once."""
         prompts = [
             StepShape(tokens, self.max_sequences, context, False)
             for tokens in reversed(self.tokens)
@@ -320,7 +320,7 @@ class StepBuffers:
         ]
 
     def scored_shape(self, length: int) -> StepShape:
-        """For a chunk of a prompt whose own tokens are scored, up to `length` tokens."""
+        """For scoring a chunk of a prompt that reaches `length` tokens."""
         context = next(size for size in self.contexts if size >= length)
         return StepShape(self.scored, self.max_sequences, context, False, scored=True)
 

@@ -48,8 +48,8 @@ class StepCosts:
         return self.ms[place - 1] * (1 - share) + self.ms[place] * share
 
     def budget(self, num_decoding: int, max_ms: float) -> int:
-        """Prompt tokens allowed beside this many decoding sequences, in whole blocks; at least
-        one block, so that prompts make progress."""
+        """Prompt tokens allowed alongside this many decoding sequences, in whole blocks; at least
+        one block, so prompts make progress."""
         tokens = SHARED_TOKENS
         while (
             tokens + num_decoding < self.tokens[-1]

@@ -73,9 +73,9 @@ class LoadedModel:
     model: Transformer
     settings: Settings
     folder: Path
-    team: Team | None = None  # the other ranks, where there are any
+    team: Team | None = None  # the other ranks, if any
     draft: DraftModel | None = None
-    swapper: Swapper | None = None  # where experts do not all fit
+    swapper: Swapper | None = None  # if experts do not all fit
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class PreparedModel:
     settings: Settings
     gpu: GpuFacts | None
     layout: RankLayout = RankLayout()  # noqa: RUF009  # frozen; rank 0's
-    layout_why: str = ""  # where tp=auto chose it
-    draft: Checkpoint | None = None  # its draft blocks, where they are used
+    layout_why: str = ""  # if tp=auto chose it
+    draft: Checkpoint | None = None  # its draft blocks, if used
     experts: ExpertChoice | None = None  # with one rank
 
     def __str__(self) -> str:
@@ -247,7 +247,7 @@ def load_model(
 
 
 def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Weight]:
-    """w13 and w2 of one expert, as the others will be."""
+    """w13 and w2 of one expert, in the form that all will have."""
     names = [f"layers.0.ffn.experts.{name}" for name in ("w13", "w2")]
     select = Selection(names=frozenset(names), experts=range(1))
     found = read_weights(checkpoint, settings, select)
@@ -256,7 +256,7 @@ def _one_expert(checkpoint: Checkpoint, settings: Settings) -> tuple[Weight, Wei
 
 
 def find_gpu(device: str) -> GpuFacts | None:
-    """The GPU facts that decide about low-precision products; None for a CPU."""
+    """The GPU facts that decide on low-precision products; None for a CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     numbers = metadata.version("triton").split(".")
@@ -273,7 +273,7 @@ def find_devices(device: str) -> Devices | None:
         return None
     count = torch.cuda.device_count()
     totals = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
-    free, total = torch.cuda.mem_get_info(0)  # of others this would take memory there
+    free, total = torch.cuda.mem_get_info(0)  # asking another GPU would allocate memory on it
     return Devices(count, torch.cuda.get_device_name(0), min(totals) - (total - free))
 
 
@@ -321,9 +321,9 @@ def read_weights(
     progress: Progress | None = None,
     placed: PlacedWeights | None = None,
 ) -> dict[str, Weight]:
-    """All weights, on a GPU as the kernels read them: matrices in the activations' dtype, 4-bit
-    weights repacked one at a time so that only one exists twice. Each carries the precision of
-    its activations. Experts may be `placed`: some at a time, each where its table says."""
+    """All weights; on a GPU, in the form that kernels read: matrices in the activations' dtype,
+    4-bit weights repacked one at a time, so only one exists twice. Each carries its activation
+    precision. Experts may be `placed`: a few at a time, each where its table says."""
     on_cpu = settings.device == "cpu"
     stream = checkpoint.stream(
         dtype=None if on_cpu else getattr(torch, settings.dtype),

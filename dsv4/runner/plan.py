@@ -15,8 +15,8 @@ from dsv4.runner.buffers import StepShape
 
 @dataclass(frozen=True)
 class DraftPart:
-    """What drafting adds to a step of this shape: the sampling of all rows of a verify step, a
-    drafter's keys of the step's tokens, or its drafts (`width` of each sequence)."""
+    """A part that drafting adds to a step of this shape: sampling all rows of a verify step, a
+    drafter's keys for the step's tokens, or its drafts (`width` per sequence)."""
 
     kind: Literal["verify sampling", "draft keys", "drafts"]
     shape: StepShape
@@ -27,7 +27,7 @@ class DraftPart:
 
 # a model step of this shape, the sampling of this many rows, or what drafting adds
 Planned = StepShape | int | DraftPart
-SHARE = "share"  # the part of a step that brings its tokens to all ranks
+SHARE = "share"  # the part of a step that sends its tokens to all ranks
 Key = Planned | str
 _KINDS = (
     "decode", "prompt", "score", "verify", "sampling", "verify sampling", "draft keys", "drafts",

@@ -1,11 +1,11 @@
 """A step: scheduled work in, tokens out. Long because it is the whole life of a step.
 
-Holds the model and its state; knows no requests.
+Holds the model and its state; knows nothing of requests.
 
 `submit` queues the model's part of a step, `sample` its sampling, `read` waits for the tokens. The
 host need not wait in between: a step may be submitted before the previous tokens are known, since
-they are already on the device. A sequence that ended in the meantime writes only behind its last
-token, and pages that were reassigned are overwritten later by their new owners.
+they are already on the device. A sequence that has ended in the meantime writes only past its last
+token, and reassigned pages are overwritten later by their new owners.
 """
 
 import logging
@@ -72,8 +72,8 @@ class Chunk:
     num_logits: int
     keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
     keep_row: int = 0
-    num_drafts: int = 0  # of the last tokens, which may be rejected: `StatePages.retract`
-    next_id: int = NEWEST  # the token behind them, for drafters, where it is known
+    num_drafts: int = 0  # trailing tokens that may be rejected: `StatePages.retract`
+    next_id: int = NEWEST  # the token after them, for drafters, if known
 
 
 @dataclass
@@ -81,13 +81,13 @@ class SubmittedStep:
     """A step in flight: the sequences it samples for, and the results being copied back."""
 
     sampled: list[SequencePages]
-    positions: list[int]  # of these tokens
+    positions: list[int]  # of the sampled tokens
     shape: StepShape
-    chunks: list[Chunk]  # in the order of their rows
+    chunks: list[Chunk]  # in row order
     results: PendingResults | None = None
     verify: Verify | None = None  # its rows of drafts
-    logits: Tensor | None = None  # of several stages: on their way to rank 0
-    drafts: PendingDrafts | None = None  # made behind its tokens
+    logits: Tensor | None = None  # with several stages: on their way to rank 0
+    drafts: PendingDrafts | None = None  # made after its tokens
 
     @property
     def is_sampled(self) -> bool:
@@ -100,7 +100,7 @@ class SubmittedStep:
 
     @property
     def failures(self) -> dict[int, Exception]:
-        """Of `sampled`, by their place: why a token does not count."""
+        """Why a token does not count, by place in `sampled`."""
         return {} if self.results is None else self.results.failures
 
 
@@ -140,8 +140,8 @@ class Runner:
         draft: DraftModel | None = None,
         swapper: Swapper | None = None,
     ) -> None:
-        """With `cuda_graphs` the warm-up runs here and reports to `progress`. A `team` of other
-        ranks runs every step, too; on these a runner is told by `follow_step` and the like."""
+        """With `cuda_graphs` the warm-up runs here and reports to `progress`. The other ranks, the
+        `team`, run every step too; their runners are driven by `follow_step` and the like."""
         config, layers = model.config, model.exchange.layout.layers(model.config)
         self.team = team
         self.swapper = swapper
@@ -170,7 +170,7 @@ class Runner:
         self.costs: StepCosts | None = None
         exchange = model.exchange
         self._sampling = SamplingRows(self.buffers, exchange.comm.error, exchange.expert_load)
-        self.expert_load = (0, 0)  # with tp: pairs of the fullest rank, and of all
+        self.expert_load = (0, 0)  # with tp: pairs on the fullest rank, and in all
         self._in_flight = LogitsInFlight(model, self.device)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
@@ -185,13 +185,13 @@ class Runner:
 
     @property
     def num_lanes(self) -> int:
-        """Steps that can be in flight at once, each of other sequences: one for each stage."""
+        """Steps that can be in flight together, with different sequences: one per stage."""
         return self.model.exchange.layout.pp
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be submitted before the tokens of the last one are known. With
-        several stages other sequences keep the device busy."""
+        """Whether a step may be submitted before the last one's tokens are known. With several
+        stages, other sequences keep the device busy instead."""
         return self.device.type == "cuda" and self.num_lanes == 1
 
     # --- steps --------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Runner:
     def submit(self, chunks: Sequence[Chunk], started: Started | None = None) -> SubmittedStep:
         """Queue the model's part of a step; at most the last token of each chunk is sampled.
 
-        Pages are allocated first; if they do not suffice, nothing changes. `started` is called
+        Pages are allocated first; if there are too few, nothing changes. `started` is called
         once the step is queued, before pages behind the window are freed.
         """
         chunks = sorted(chunks, key=lambda chunk: -chunk.num_logits)  # rows of logits come first
@@ -231,13 +231,13 @@ class Runner:
         counts: Sequence[int] = (),
         rows: Sequence[SamplingRow] = (),
     ) -> None:
-        """Queue drafts behind the tokens of a step, for its sequences at `places`; none: only store
-        the keys. Where the host has drawn: `counts`, tokens of each sequence that count, and
-        `rows`, how to sample those at `places`."""
+        """Queue drafts after a step's tokens, for its sequences at `places`; if empty, only store
+        the keys. If the host did the sampling, `counts` says how many tokens of each sequence
+        count, and `rows` how to sample those at `places`."""
         drafter = self.drafter
         assert drafter is not None
         drafter.send(places, counts)
-        shape = replace(submitted.shape, context=self.buffers.contexts[0])  # all alike
+        shape = replace(submitted.shape, context=self.buffers.contexts[0])  # same for all
         self._run(DraftPart("draft keys", shape))
         if places:
             wanted = drafter.shape(len(places))
@@ -255,9 +255,9 @@ class Runner:
 
     @_with_own_ops
     def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
-        """Queue the sampling of a step: one token per sequence in `submitted.sampled`. Of drafts,
-        this is the first row of each sequence, or all of them where no row needs the host. With
-        several stages this waits for the last one."""
+        """Queue the sampling of a step: one token per sequence in `submitted.sampled`. With drafts,
+        this samples the first row of each sequence, or all rows if none needs the host. With
+        several stages, it waits for the last one."""
         self._receive(submitted.shape, submitted.logits)
         if submitted.verify is not None and samples_together(rows, self.device):
             self._sampling.prepare(
@@ -286,7 +286,7 @@ class Runner:
         submitted.results = self._sampling.read_back(rows)
 
     def read(self, submitted: SubmittedStep) -> list[list[TokenLogprobs]]:
-        """Wait for a step and return the tokens drawn last, of each sequence that was drawn."""
+        """Wait for a step and return the newly drawn tokens of each sequence it sampled."""
         assert submitted.results is not None
         answers = submitted.results.answers()
         if submitted.results.load is not None:
@@ -298,8 +298,8 @@ class Runner:
     def step(self, chunks: Sequence[Chunk]) -> Tensor:
         """fp32 logits of the requested tokens, `[rows, vocabulary]`, in the order of `chunks`.
 
-        Like `submit`, but without graphs and for any number of logits per chunk; all of one chunk
-        of up to `scored_tokens` come from a graph.
+        Like `submit`, but without graphs and for any number of logits per chunk; only a single
+        chunk of up to `scored_tokens` with all its logits runs as a graph.
         """
         if self._graphs is not None and len(chunks) == 1:
             chunk = chunks[0]
@@ -322,7 +322,7 @@ class Runner:
 
     @property
     def scored_tokens(self) -> int:
-        """The most tokens of a chunk that `step` scores best."""
+        """The largest chunk that `step` scores efficiently, in tokens."""
         return self.buffers.scored if self._graphs is not None else self.buffers.tokens[-1]
 
     def _queue(
@@ -332,7 +332,7 @@ class Runner:
         counts: list[int],
         started: Started | None = None,
     ) -> Tensor | None:
-        """With several stages: where the logits will be, see `_receive`."""
+        """Returns, with several stages, where the logits will arrive; see `_receive`."""
         if self.swapper is not None:
             self.swapper.between_steps()
         with self._grown(chunks, counts) as growth:
@@ -349,7 +349,7 @@ class Runner:
         return logits
 
     def _receive(self, shape: StepShape, logits: Tensor | None) -> None:
-        """Those that `_queue` returned."""
+        """Wait for the logits that `_queue` returned."""
         if logits is None:
             return
         assert self.team is not None
@@ -375,11 +375,11 @@ class Runner:
         """Copies state for the prefix cache, on all ranks."""
         return self.state if self.team is None else TeamStateCopier(self.team, self.state)
 
-    # --- told by rank 0 -----------------------------------------------------------------------
+    # --- commands from rank 0 -----------------------------------------------------------------
 
     @_with_own_ops
     def follow_step(self, shape: StepShape, line: Any) -> None:
-        """`line`: that of the step, then (table offset, page) of pages it has no room for."""
+        """`line`: the step's line, then (table offset, page) of the pages that do not fit in it."""
         length = step_line(shape).length
         self.buffers.step.array()[:length] = line[:length]
         self._write_pages(line[length:].reshape(-1, 2))
@@ -432,7 +432,7 @@ class Runner:
         return nullcontext() if self.swapper is None else self.swapper.residency.step(rows)
 
     def _is_staged(self, key: Key) -> bool:
-        """Copies change from step to step, so these are no graphs."""
+        """Whether a step copies experts; copies vary from step to step, so it is no graph."""
         if self.swapper is None or not isinstance(key, StepShape):
             return False
         return key.tokens >= self.swapper.residency.staged_rows
@@ -446,7 +446,7 @@ class Runner:
         return found
 
     def close(self) -> None:
-        """End the other ranks, and give back the host memory of experts; no step may follow."""
+        """Stop the other ranks and free the experts' host memory; no step may follow."""
         if self.swapper is not None:
             self.swapper.close()
         if self.team is not None:
@@ -520,7 +520,7 @@ class Runner:
             self.team.command("step", numbers, array[: line.length].tobytes() + beyond.tobytes())
 
     def _write_pages(self, pairs: Any) -> None:
-        """Pages that a step's line has no room for: (table offset, page)."""
+        """Write pages that do not fit in a step's line: (table offset, page)."""
         if len(pairs):
             values = torch.from_numpy(np.array(pairs))
             if self.device.type == "cuda":
@@ -592,6 +592,6 @@ class Runner:
             self.costs = StepCosts.measure(buffers, self._run)
         self.state.warm_up_copies()
         torch.topk(buffers.logits[0], 1)  # torch also loads its kernels on first use
-        buffers.scores.clone()  # what `step` hands out has its place
+        buffers.scores.clone()  # allocates the memory that `step` returns
         self.buffers.step.line.zero_()
         self.guard.arm()

@@ -1,4 +1,4 @@
-"""The host side of sampling: per-row settings, and the state that slots need first.
+"""The host side of sampling: per-row settings, and the initial state of slots.
 
 A slot's token counts and biases are written when its sequence samples for the first time; from then
 on the device counts tokens itself. A guide's mask is sent with every step. If one row cannot be
@@ -30,14 +30,14 @@ class PendingResults:
     tokens: Tensor | None = None
     chosen: Tensor | None = None
     tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
-    failures: dict[int, Exception] = field(default_factory=dict)  # sequences that are dropped
-    rows: list[int] = field(default_factory=list)  # of each sequence, if it has several
+    failures: dict[int, Exception] = field(default_factory=dict)  # sequences to drop
+    rows: list[int] = field(default_factory=list)  # per sequence, if it has several
     counts: Tensor | None = None  # and how many of them count
     error: Tensor | None = None  # `Comm.error`
     load: Tensor | None = None  # `Exchange.expert_load`
 
     def answers(self) -> list[list[TokenLogprobs]]:
-        """Of each sequence the tokens that count. Waits for the step."""
+        """The tokens that count, per sequence. Waits for the step."""
         found, answers = self.wait(), []
         if self.counts is None:
             return [[result] for result in found]
@@ -47,7 +47,7 @@ class PendingResults:
         return answers
 
     def wait(self) -> list[TokenLogprobs]:
-        """Wait for the step; the results of all rows."""
+        """Wait for the step and return the results of all rows."""
         if self.event is not None:
             self.event.synchronize()
         if self.error is not None and int(self.error):
@@ -68,12 +68,12 @@ class SamplingRows:
     def __init__(
         self, buffers: StepBuffers, error: Tensor | None = None, load: Tensor | None = None
     ) -> None:
-        """`error`, `load`: of exchanges between ranks, read with every result."""
+        """`error`, `load`: from exchanges between ranks, read back with every result."""
         self._error, self._load = error, load
         self._buffers = buffers
         count = buffers.max_sequences
         self._owners: list[SequencePages | None] = [None] * count
-        self._failures: dict[int, Exception] = {}  # of the rows to sample next
+        self._failures: dict[int, Exception] = {}  # for the rows to sample next
         self._settings = {
             name: np.zeros(count, dtype=part.dtype)
             for name, part in sampling_arrays(buffers.sampling_stage.array(), 1)
@@ -116,7 +116,7 @@ class SamplingRows:
         return num_rows
 
     def _enter(self, row: SamplingRow, pages: SequencePages) -> None:
-        """The first sampling of a sequence in its slot."""
+        """Set up a slot when its sequence samples for the first time."""
         buffers, slot, flags = self._buffers, pages.slot, row.flags
         for name, value in {**row.settings(), "flags": flags}.items():
             self._settings[name][slot] = value
@@ -136,7 +136,7 @@ class SamplingRows:
         return self._read(self._buffers, [(row, 1) for row in rows])
 
     def read_rows(self, rows: Sequence[SamplingRow], counts: Sequence[int]) -> PendingResults:
-        """The same of a verify step whose sequences have this many rows each."""
+        """The same for a verify step; `counts`: rows of each sequence."""
         verify = self._buffers.verify
         assert verify is not None
         pending = self._read(verify, list(zip(rows, counts, strict=True)), len(counts))

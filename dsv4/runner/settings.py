@@ -1,4 +1,4 @@
-"""Resolves every "auto" of EngineConfig, by a pure function with a printable result."""
+"""Resolves every "auto" in EngineConfig: a pure function with a printable result."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ DEFAULT_SEQUENCES, GPU_SEQUENCES = 8, 32
 DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
-SELECTED_OF = 4096  # scores of a row, for which selecting keeps topk numbers of 8 bytes
+SELECTED_OF = 4096  # scores of a row, from which selection keeps topk 8-byte numbers
 STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU's memory, for activations, workspaces, graphs
 StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
@@ -65,7 +65,7 @@ class Settings:
         return "/".join(f"{group} {width}" for group, width in self.activations.items())
 
     def _guessed_tokens(self, config: ModelConfig) -> int:
-        """Positions behind a sequence for which a drafter stores keys."""
+        """Positions past the end of a sequence for which a drafter stores keys."""
         return config.dspark.block if self.draft == "dspark" else self.draft_tokens
 
     def geometry(self, config: ModelConfig) -> Geometry:
@@ -85,9 +85,9 @@ def step_bytes(gpu_bytes: int) -> int:
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
-    """Index scores of a chunk at the end of such a context and what selecting keeps of them, beyond
-    what `step_bytes` holds: the buffers that grow with both, for 2,048 tokens at a million 2 GB and
-    half as much."""
+    """Bytes beyond `step_bytes` for a chunk's index scores at the end of the context, and for what
+    selection keeps of them. These buffers grow with chunk and context: 2,048 tokens at a million
+    take 2 GB and half as much."""
     if 4 not in config.compress_ratios:
         return 0
     entries = chunk_tokens * max(0, context - GPU_CONTEXT) // 4
@@ -95,7 +95,7 @@ def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of main memory available without swapping; half of all where unknown."""
+    """Bytes of main memory available without swapping; half of the total if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -114,8 +114,8 @@ def resolve(
     stages: Sequence[StageRoom] = (),
 ) -> Settings:
     """`memory_bytes`: the limit for the state; only defaults are lowered to fit it, explicit
-    choices are not. `gpu`: decides about activation precision. `stages`: with several ranks, the
-    layers of each stage and the limit there."""
+    choices are not. `gpu`: decides the activation precision. `stages`: with several ranks, the
+    layers of each stage and its limit."""
     device = choices.device
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
@@ -160,8 +160,8 @@ DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}  # dspark: its block
 
 
 def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
-    """The drafter; `auto`: the checkpoint's own, or lookup. Whether drafts pay is seen while they
-    run (dsv4/scheduler/drafts.py)."""
+    """The drafter; `auto`: the checkpoint's own, or lookup. Whether drafts pay off is measured at
+    run time (dsv4/scheduler/drafts.py)."""
     name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
     is_auto = name == "auto"
     if is_auto:
@@ -191,7 +191,7 @@ def _fit(
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
 
     def tightest() -> tuple[int, int]:
-        """State and limit of the stage that lacks most, or has least left."""
+        """State bytes and limit of the stage with the least room."""
         current = Settings(**values)
         sizes = current.max_context, current.max_sequences, current.state_tokens
         scores = 0
@@ -222,7 +222,7 @@ def _pick(choice: str, default: str) -> str:
 
 
 def wants_one_thread(device: str, config: ModelConfig) -> bool:
-    """Operations of a small model on a CPU end before other threads wake, and on a busy machine
-    waiting for them cost a factor of ten. OMP_NUM_THREADS takes precedence."""
+    """A small model's ops on a CPU finish before other threads wake up, and on a busy machine
+    waiting for those costs a factor of ten. OMP_NUM_THREADS takes precedence."""
     is_small = device == "cpu" and config.hidden_size <= SMALL_HIDDEN
     return is_small and "OMP_NUM_THREADS" not in os.environ

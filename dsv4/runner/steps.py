@@ -35,8 +35,8 @@ def forward(
     shape: StepShape,
     taps: DraftTaps | None = None,
 ) -> None:
-    """No data-dependent branch, no wait, no allocation that outlives the step. `taps`: what a
-    drafter reads of the rows."""
+    """No data-dependent branch, no wait, no allocation that outlives the step. `taps`: take the
+    values of the rows that a drafter reads."""
     at = step_line(shape).views(buffers.step.line)
     inputs, verify = buffers.inputs(shape), buffers.verify
     sent, seq_idx, token_ids = at["token_ids"], inputs.batch.seq_idx, inputs.token_ids
@@ -67,7 +67,7 @@ def forward(
 
 
 def logits_of(buffers: StepBuffers, shape: StepShape) -> Tensor:
-    """Where those of a step are, one row for each token or sequence."""
+    """Where a step's logits are: one row per token or sequence."""
     if shape.width > 1:
         assert buffers.verify is not None
         return buffers.verify.logits[: shape.tokens]
@@ -82,9 +82,9 @@ def sample_tokens(buffers: StepBuffers, rows: int) -> None:
 
 
 def sample_verified(buffers: StepBuffers, shape: StepShape) -> None:
-    """Sample every row of a verify step and count the drafts that are right. The host has sent
-    the settings of each sequence, not of each row. For rows without penalties and guides: these
-    depend on the tokens before, which are drafts still."""
+    """Sample every row of a verify step and count the accepted drafts. The host has sent settings
+    per sequence, not per row. Only for rows without penalties and guides: these depend on the
+    tokens before, which are still drafts."""
     verify = buffers.verify
     assert verify is not None
     inputs, at = buffers.inputs(shape), verify.laid_out(shape)
@@ -104,16 +104,16 @@ def sample_verified(buffers: StepBuffers, shape: StepShape) -> None:
 
 
 def share(model: Transformer, buffers: StepBuffers) -> None:
-    """Rank 0's newest tokens on all ranks: a step may be queued before the host knows them."""
+    """Send rank 0's newest tokens to all ranks: a step may be queued before the host knows them."""
     model.exchange.comm.share(buffers.newest)
 
 
 def score_line(
     chunks: Sequence[Any], pages: StatePages, buffers: StepBuffers
 ) -> tuple[list[int], Any]:
-    """Of `Chunk`s, for `score`: (sequences, widths of tables, then starts, counts, slots, logits of
-    each sequence) and a line of token ids and page tables. Tables are as wide as the longest
-    sequence needs, rounded to fixed widths."""
+    """Inputs of `score` for these `Chunk`s: (sequences, table widths, then starts, counts, slots
+    and logits per sequence) and a line of token ids and page tables. Tables are as wide as the
+    longest sequence needs, rounded up to fixed widths."""
     counts = [len(chunk.token_ids) for chunk in chunks]
     starts = [chunk.pages.length for chunk in chunks]
     longest = max(start + count for start, count in zip(starts, counts, strict=True))
@@ -135,8 +135,7 @@ def score(
     line: Any,
     device: torch.device,
 ) -> Tensor:
-    """Logits of any rows of any chunks, one launch after the other, from what
-    `score_line` writes."""
+    """Logits of any rows of any chunks, one launch at a time, from what `score_line` returns."""
     n, widths = numbers[0], numbers[1:4]
     starts, counts, slots, logits = (list(numbers[4 + n * i : 4 + n * (i + 1)]) for i in range(4))
     rows: list[int] = []

@@ -1,9 +1,9 @@
 """Compilation, allocation and graph capture, done once before the engine is ready.
 
 Steps have few shapes (`StepBuffers.shapes`). Each runs twice: first with launches that only compile
-and load, in parallel on all cores, which also grows workspaces to their final size; then into a
-graph. Identical layers compile once. Triton caches compiled kernels on disk (`TRITON_CACHE_DIR`),
-so a second start only loads them.
+and load, in parallel on all cores, which also grows workspaces to their final size; then to capture
+a graph. Identical layers compile once. Triton caches compiled kernels on disk
+(`TRITON_CACHE_DIR`), so a second start only loads them.
 """
 
 import logging
@@ -54,7 +54,7 @@ def warm_up(
     pieces = Pieces(len(steps) + num_captures, progress)
     freeze_workspaces(device, False)
     begin = time.perf_counter()
-    from dsv4.ops.core.compile_triton import compile_only  # Triton, which a CPU does without
+    from dsv4.ops.core.compile_triton import compile_only  # needs Triton, which a CPU does not
 
     with compile_only(os.cpu_count() or 1), kernels_only():  # a graph holds kernels, not references
         for step in steps:

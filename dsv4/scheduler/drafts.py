@@ -1,13 +1,13 @@
 """Drafts: tokens proposed for the next step, and how many of them are worth verifying. No tensors.
 
 A drafter proposes; the step verifies (docs/drafting.md). Nothing here can change an answer, only
-how many tokens a step adds to it. Verifying costs time, so drafts are taken in the order of their
-survival, the chance that they and all before them are right, as long as the step's tokens per
-millisecond grow beyond those of plain decoding. Costs of steps are measured while they run;
-survival is the acceptance of the sequence's own drafts in each place, with old ones forgotten.
+how many tokens a step adds to it. Verifying costs time, so drafts are taken in order of survival,
+the chance that they and all before them are right, as long as that raises the step's tokens per
+millisecond above plain decoding. Step costs are measured at run time; survival is the acceptance
+rate of the sequence's own drafts at each place, with old ones forgotten.
 
-Where drafts do not pay, drafting *rests*: steps are plain ones, which also tells what these cost.
-A rest is twice as long as the one before it if drafts did not pay in between.
+When drafts do not pay off, drafting *rests*: steps are plain, which also measures their cost. A
+rest is twice as long as the last one if drafts did not pay off in between.
 """
 
 import itertools
@@ -22,17 +22,17 @@ from dsv4.scheduler.sequence import SequenceState
 log = logging.getLogger(__name__)
 
 NGRAMS = (4, 3, 2)
-MOST_INDEXED = 8192  # newest tokens of a sequence in which a drafter looks
-INDEXED_AT_ONCE = 2048  # tokens of a long prompt that are indexed in one step
+MOST_INDEXED = 8192  # newest tokens of a sequence that a drafter searches
+INDEXED_AT_ONCE = 2048  # tokens of a long prompt indexed per step
 PRIOR = 0.7  # acceptance of a place before anything is known
 FORGET = 0.15  # weight of the newest observation
 REST_AFTER = 4  # steps in a row without a draft worth its cost
 REST_STEPS, LONGEST_REST = 256, 4096
-LEARN_STEPS = 8  # plain ones, where their cost is not known
-PAYS_AFTER = 64  # steps with drafts after which they are taken to pay
+LEARN_STEPS = 8  # plain ones, if their cost is unknown
+PAYS_AFTER = 64  # steps with drafts after which they count as paying off
 GAIN_WEIGHT = 0.1  # of the newest step
-LEAST_GAIN = 0.9, 0.97  # in tokens per ms against plain decoding: of the first steps, and later
-TRIES = 2  # of a number of rows, before its cost counts as known
+LEAST_GAIN = 0.9, 0.97  # in tokens per ms relative to plain decoding: at first, and later
+TRIES = 2  # measurements of a row count before its cost counts as known
 JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons, too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
@@ -51,7 +51,7 @@ class Lookup:
         self._next = -1  # the first token that is not indexed yet
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """`tokens`: all of the sequence; they only grow."""
+        """`tokens`: the whole sequence, which only grows."""
         end = len(tokens)
         if self._next < 0:
             self._next = max(1, end - MOST_INDEXED)
@@ -66,7 +66,7 @@ class Lookup:
             first = self._places.get(tuple(tokens[end - n :])) if end >= n else None
             if first is not None:
                 found: list[int] = []
-                for at in range(first, first + most):  # a repetition goes on in its own drafts
+                for at in range(first, first + most):  # a repetition continues into its own drafts
                     found.append(tokens[at] if at < end else found[at - end])
                 return found
         return []
@@ -80,7 +80,7 @@ class Given:
         self.chances: Sequence[float] = ()  # of each, if those before are right; empty: unknown
 
     def give(self, length: int, drafts: list[int], chances: Sequence[float] = ()) -> None:
-        """To follow the first `length` tokens."""
+        """Set the drafts that follow the first `length` tokens."""
         self._at, self._drafts, self.chances = length, drafts, chances
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -88,8 +88,8 @@ class Given:
 
 
 class Acceptance:
-    """How often the drafts of a sequence were right, by place, given that those before were. Where
-    a drafter tells chances itself, they are scaled by how they turned out."""
+    """How often a sequence's drafts were right, by place, given that those before were. If a
+    drafter reports chances itself, they are scaled by how they turned out."""
 
     def __init__(self, places: int) -> None:
         self._rates = [PRIOR] * places
@@ -104,7 +104,7 @@ class Acceptance:
                 self._told[place] += FORGET * (self._proposed[place] - self._told[place])
 
     def survival(self, num_drafts: int, chances: Sequence[float] = ()) -> list[float]:
-        """Of each draft, the chance that it is accepted."""
+        """The chance that each draft is accepted."""
         self._proposed = chances[:num_drafts]
         rates = self._rates[:num_drafts]
         for place, chance in enumerate(self._proposed):
@@ -114,7 +114,7 @@ class Acceptance:
 
 
 class StepTimes:
-    """Milliseconds of steps by their number of rows, as measured; a line between two of them."""
+    """Milliseconds of steps by row count, as measured; linear in between."""
 
     def __init__(self, ms: dict[int, float] | None = None) -> None:
         self._ms: dict[int, float] = dict(ms or {})
@@ -144,7 +144,7 @@ class StepTimes:
         return max(low + (high - low) * (rows - a) / (b - a), 0.0)
 
     def near(self, rows: int) -> float | None:
-        """Of about as many rows: measured ones within a factor of two; None: there are none."""
+        """For about this many rows: measured within a factor of two; None if there are none."""
         if rows in self._ms:
             return self._ms[rows]
         known = [(r, ms) for r, ms in sorted(self._ms.items()) if r <= 2 * rows and rows <= 2 * r]
@@ -156,11 +156,11 @@ class StepTimes:
 def num_worth(
     survivals: Sequence[Sequence[float]], cost: Callable[[int], float | None]
 ) -> list[int]:
-    """How many drafts of each sequence to verify: as many, over all sequences, as give the most
-    tokens per millisecond. `cost`: of a step with this many rows, None where it is unknown. Then
-    one draft more of each sequence is tried than is known to pay, so that it becomes known."""
+    """How many drafts of each sequence to verify: the number, over all sequences, that gives the
+    most tokens per millisecond. `cost`: of a step with this many rows, None if unknown. Then one
+    more draft per sequence is tried than is known to pay off, to find out."""
     plain = cost(len(survivals))
-    # survivals of a sequence never rise, so that the best drafts of all are prefixes
+    # survivals of a sequence never rise, so the best drafts overall are prefixes
     order = sorted(
         (-chance, place, seq)
         for seq, drafts in enumerate(survivals)
@@ -189,7 +189,7 @@ def num_worth(
 class DraftStats:
     """Counters since the start."""
 
-    num_drafts: int = 0  # times that a sequence had drafts verified
+    num_drafts: int = 0  # times a sequence had drafts verified
     num_tokens: int = 0
     num_accepted: int = 0
     num_failures: int = 0  # drafters that raised
@@ -210,20 +210,20 @@ class Drafting:
         learns: bool = False,
         peeks: bool = False,
     ) -> None:
-        """`allow`: the first drafts of a sequence, as many as its guide can follow. `room`: drafts
-        of each sequence for which steps of so many sequences are prepared. `learns`: no drafts
-        until it is known what plain steps cost. `peeks`: drafters need no step to propose, so that
-        plain steps run until one has something."""
+        """`allow`: the leading drafts of a sequence that its guide allows. `room`: drafts per
+        sequence that a step of this many sequences has room for. `learns`: no drafts until the
+        cost of plain steps is known. `peeks`: drafters need no step to propose, so plain steps run
+        until one has something."""
         self._allow, self._room, self._learns, self._peeks = allow, room, learns, peeks
         self.stats = DraftStats(accepted_by_place=[0] * most)
-        self.times = StepTimes()  # of steps with drafts, the making of the next ones included
+        self.times = StepTimes()  # of steps with drafts, including making the next ones
         self.plain = StepTimes()  # of steps during a rest
         self._most, self._vocab_size, self._make = most, vocab_size, make
         self._num_idle = 0  # steps since drafts were last worth their cost
         self._rest = 0  # steps left of a rest
         self._waits = False  # until a drafter has something to propose
         self._next_rest = REST_STEPS
-        self._gain, self._num_paid = 1.0, 0  # tokens per ms against plain ones, since the last rest
+        self._gain, self._num_paid = 1.0, 0  # tokens per ms relative to plain, since the last rest
         self.is_off = False
         self._warned = False
 
@@ -239,7 +239,7 @@ class Drafting:
 
     @property
     def rests(self) -> bool:
-        """Whether no drafts are proposed, since they do not pay now or there are none."""
+        """Whether no drafts are proposed, because they do not pay off now or there are none."""
         return self._rest > 0 or self._waits or self.is_off
 
     def pass_step(self, sequences: Sequence[SequenceState]) -> None:
@@ -249,13 +249,13 @@ class Drafting:
             self._waits = False
 
     def switch_off(self, error: Exception) -> None:
-        """For good: the drafter of all sequences has failed. Answers go on without drafts."""
+        """Stop drafting for good: the shared drafter has failed. Answers go on without drafts."""
         self.is_off = True
         self.stats.num_failures += 1
         log.error("drafting is off: %s", error)
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
-        """Drafts of each sequence, at most as many as it can take."""
+        """Drafts for each sequence, no more than it can take."""
         plain, nothing = self.plain.near(len(wanted)), [list[int]() for _ in wanted]
         if self.rests:
             return nothing
@@ -287,20 +287,20 @@ class Drafting:
             self._next_rest = REST_STEPS
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
         self._num_idle, self._num_paid, self._gain = 0, 0, 1.0
-        self.times = StepTimes()  # all is tried again afterwards: a slow step may have been chance
+        self.times = StepTimes()  # measured again afterwards: a slow step may have been chance
         for sequence in sequences:
             sequence.acceptance = None
 
     @property
     def needs_keys(self) -> bool:
-        """Whether blocks that draft have to see the tokens of plain steps: the rest may end before
-        their window has passed."""
+        """Whether draft blocks must see the tokens of plain steps: the rest may end before those
+        have left the window."""
         return not self.is_off and self._rest <= SHARED_TOKENS
 
     def time_step(
         self, sequences: Sequence[SequenceState], rows: int, tokens: int, ms: float, *, plain: bool
     ) -> None:
-        """A step in which all decode took so long: of so many rows, with so many new tokens."""
+        """Record the time of a step in which all decode, with its rows and new tokens."""
         if plain:
             self.plain.observe(len(sequences), ms)
             return
@@ -337,7 +337,7 @@ class Drafting:
         return sequence.drafter
 
     def observe(self, sequence: SequenceState, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts of a sequence were verified, and so many of them were right."""
+        """Record how many drafts of a sequence were verified, and how many were right."""
         if not num_drafts:
             return
         stats = self.stats

@@ -6,7 +6,7 @@ request starves. Lower ranks are admitted first. When pages run out, the highest
 its pages are freed and it is recomputed later.
 
 A step holds one token of every decoding sequence. Prompts fill the rest of the step's token budget:
-`chunk_tokens`, or, where step costs were measured, as many tokens as keep the gap between two
+`chunk_tokens`, or, if step costs were measured, the most tokens that keep the gap between two
 tokens of a stream within its bound. The budget is shared among prompts in whole 128-token blocks.
 
 A step may be planned while the previous one runs. A sequence then counts the token in flight
@@ -35,7 +35,7 @@ from dsv4.scheduler.stalls import StallDetector
 log = logging.getLogger(__name__)
 
 PRIORITY_STEPS = 1000
-WORTH_WAITING = 2 * SHARED_TOKENS  # of a shared prefix that another request is computing
+WORTH_WAITING = 2 * SHARED_TOKENS  # tokens of a shared prefix that another request is computing
 
 
 Propose = Callable[[Some[tuple[SequenceState, int]]], list[list[int]]]
@@ -50,7 +50,7 @@ class ScheduledTokens:
     samples: bool  # the step computes the sequence's last known token
     keep_len: int = 0  # a boundary inside the new tokens to snapshot
     keep_row: int = -1  # where it is kept
-    drafts: tuple[int, ...] = ()  # behind its newest token, counted in `num_new`
+    drafts: tuple[int, ...] = ()  # after its newest token, counted in `num_new`
 
 
 class Scheduler:
@@ -65,8 +65,8 @@ class Scheduler:
         lanes: int = 1,
     ) -> None:
         """`budget`: prompt tokens allowed in a step, by its number of decoding sequences.
-        `propose`: drafts of sequences, given how many each can take. `lanes`: steps in flight at
-        once, which share the decoding sequences."""
+        `propose`: drafts for sequences, given how many each can take. `lanes`: steps in flight
+        together, among which decoding sequences are divided."""
         self._pages, self._lanes = pages, lanes
         self._propose = propose
         self._budget = budget
@@ -126,7 +126,7 @@ class Scheduler:
             self._preempt(self._running[-1])
 
     def _with_drafts(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
-        """Drafts for a step in which everybody decodes, if there are pages for them."""
+        """Add drafts to a step in which every sequence decodes, if there are pages for them."""
         decodes = (s.num_new == 1 and s.samples and not s.sequence.num_pending for s in scheduled)
         if self._propose is None or not scheduled or not all(decodes):
             return scheduled
@@ -161,8 +161,8 @@ class Scheduler:
                 self._prefix.give_back(item.keep_row)
 
     def done(self, scheduled: list[ScheduledTokens], *, has_tokens: bool = False) -> None:
-        """Keep the prefixes that end with this step; no later step may be in submitted.
-        `has_tokens`: what the step sampled is known already."""
+        """Keep the prefixes that end with this step; no later step may be submitted yet.
+        `has_tokens`: the step's sampled tokens are already known."""
         for item in scheduled:
             if item.sequence.pages is None:
                 continue  # ended or preempted meanwhile
@@ -184,7 +184,7 @@ class Scheduler:
         while place < len(self._waiting):
             first = self.admitting = self._waiting[place]
             found = self._find(first)
-            if first.num_pending:  # preempted while its token was sampled, which is read next
+            if first.num_pending:  # preempted while its token was being sampled; read that first
                 first.waits_for = "its token in flight"
                 place += 1
             elif self._prefix_in_flight(first, found):
@@ -230,7 +230,7 @@ class Scheduler:
 
     def _has_room(self, sequence: SequenceState, found: Snapshot | None) -> bool:
         """Whether pages suffice for all known tokens of this and the running sequences, plus one
-        page to grow, unless it ends before.
+        page to grow, unless it ends first.
 
         A sequence that would run alone is always admitted: if it does not fit now, it never will.
         """

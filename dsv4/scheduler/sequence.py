@@ -52,8 +52,8 @@ class SequenceState:
 
     @property
     def draft_room(self) -> int:
-        """Drafts that it can take: none beyond a multiple of 128, where rejected ones could not
-        be overwritten, and none beyond its last token."""
+        """Drafts it can take: none past a multiple of 128, where rejected ones could not be
+        overwritten, and none past its last token."""
         to_block = SHARED_TOKENS - 1 - self.num_computed % SHARED_TOKENS
         return max(min(to_block, self.max_len - self.num_computed - 2), 0)
 

@@ -1,1 +1,1 @@
-"""Drafts on the side of the runner: their rows in a step, and blocks of the model that draft."""
+"""Drafts in the runner: their rows in a step, and the model's draft blocks."""

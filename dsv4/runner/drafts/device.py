@@ -1,10 +1,10 @@
-"""Drafts by blocks of the checkpoint itself, in the same parts as a step.
+"""Drafts by the checkpoint's own draft blocks, run in parts like a step.
 
-Once a step is sampled, `keys` stores the blocks' keys of its tokens and notes where each sequence
-ends now; then `tokens` makes the drafts of all sequences. Both are pure functions of fixed buffers
-and need no host between them and the sampling: what was drawn and how many drafts were right is on
-the device. Drafts are drawn with the noise that the target will use for the same token: where the
-block's distribution is close to the model's, so is what is drawn.
+Once a step is sampled, `keys` stores the blocks' keys for its tokens and records where each
+sequence now ends; then `tokens` makes the drafts of all sequences. Both are pure functions of fixed
+buffers and need no host after the sampling: the drawn tokens and the number of accepted drafts are
+on the device. Drafts are drawn with the noise that the target will use for the same token: if the
+block's distribution is close to the model's, the drawn tokens mostly agree.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ from dsv4.runner.sampling_rows import to_host
 
 @dataclass(frozen=True)
 class Drafted:
-    """Drafts of a sequence, and the chance of each if those before it are right; empty: unknown."""
+    """A sequence's drafts, and the chance of each if those before it are right; empty: unknown."""
 
     token_ids: list[int]
     chances: list[float]
@@ -36,7 +36,7 @@ class Drafted:
 
 @dataclass
 class PendingDrafts:
-    """Drafts being copied to the host; `places`: of their sequences in the step."""
+    """Drafts being copied to the host; `places`: their sequences' places in the step."""
 
     places: list[int]
     token_ids: Tensor
@@ -69,19 +69,19 @@ class DeviceDrafter(ABC):
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # of each sequence of a step: its last row that counts, and that row's position
+        # for each sequence of a step: its last row that counts, and that row's position
         self._rows, self._positions, self._slots = ints(count), ints(count), ints(count)
         self.drafts = ints(count, num_drafts)
         self.chances = torch.ones(count, num_drafts, device=device)
 
     def shape(self, count: int) -> StepShape:
-        """Of the drafts of so many sequences."""
+        """The shape for drafting this many sequences."""
         batch = self._buffers.batch(count)
         return StepShape(batch, batch, 0, True, width=self.num_drafts)
 
     def send(self, places: Sequence[int], counts: Sequence[int]) -> None:
-        """Which sequences of a step get drafts; `counts`: tokens of each sequence that count, where
-        the device does not know."""
+        """Send which sequences of a step get drafts; `counts`: how many tokens of each sequence
+        count, if the device does not know."""
         array, n = self._line.array(), len(self.drafts)
         array[:n] = places[0] if places else 0  # padding rows duplicate the first
         array[: len(places)] = places
@@ -91,8 +91,8 @@ class DeviceDrafter(ABC):
             self._verify.counts[: len(counts)].copy_(self._line.line[n : n + len(counts)])
 
     def keys(self, shape: StepShape) -> None:
-        """Of the rows of a step, with what was drawn from them. Page tables come from the slots, so
-        that the step's context does not matter."""
+        """Store keys for a step's rows, given the tokens drawn from them. Page tables come from the
+        slots, so the step's context does not matter."""
         inputs, n = self._buffers.inputs(shape), shape.sequences
         batch = inputs.batch
         inputs = replace(inputs, window_table=self._tables().index_select(0, batch.slots))
@@ -129,11 +129,11 @@ class DeviceDrafter(ABC):
 
     @abstractmethod
     def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write the drafts of `n` sequences: behind these rows of the step, at these positions."""
+        """Write the drafts of `n` sequences: after these rows of the step, at these positions."""
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """As the target will be drawn, but for its guide, whose mask is not known yet. What is
-        drawn in padding rows belongs to the sequence that they duplicate."""
+        """Draw as the target will be drawn, but without its guide, whose mask is not known yet.
+        Padding rows get the token of the sequence that they duplicate."""
         settings = self._buffers.sampling(logits.shape[0])
         settings = replace(settings, positions=positions, flags=settings.flags & ~MASK)
         tokens, _ = sample(logits, settings)
@@ -162,7 +162,7 @@ class MtpDrafter(DeviceDrafter):
         self.block.keys(streams, following, inputs, self._states[0])
 
     def _following(self, shape: StepShape, inputs: StepInputs) -> Tensor:
-        """The token after each row: the next row's, and behind a sequence's last one the newest."""
+        """The token after each row: the next row's, or the newest after a sequence's last row."""
         batch, n, newest = inputs.batch, shape.sequences, self._buffers.newest
         behind = newest.index_select(0, batch.slots)
         if shape.width == 1:

@@ -1,4 +1,4 @@
-"""Draft blocks of a checkpoint: whether they are there and whole."""
+"""A checkpoint's draft blocks: whether they are present and complete."""
 
 import logging
 from dataclasses import replace
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def find_draft(
     checkpoint: Checkpoint, folder: Path, config: ModelConfig, choices: EngineConfig
 ) -> tuple[Checkpoint | None, Dsv4Error | None]:
-    """The draft blocks where they are asked for, or why they cannot be used."""
+    """The draft blocks if they are asked for, or why they cannot be used."""
     kind = config.draft_kind if config.num_draft_layers else ""
     if not kind or choices.world > 1 or choices.draft not in ("auto", kind):
         return None, None
@@ -29,7 +29,7 @@ def find_draft(
 
 
 def without_drafts(settings: Settings, error: Dsv4Error) -> Settings:
-    """Answers need no drafts: damaged draft blocks are named, and left out."""
+    """Answers do not need drafts: unusable draft blocks are logged and left out."""
     if settings.draft_auto:
         log.warning("drafts come from lookup: %s", error)
         return replace(settings, draft="lookup", draft_tokens=DRAFT_TOKENS["lookup"])

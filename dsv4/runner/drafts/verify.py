@@ -1,10 +1,10 @@
-"""The rows of drafts in a step: how the host describes them, and how they are drawn.
+"""Draft rows in a step: how the host describes them, and how they are drawn.
 
-A verify step computes logits of each sequence's newest token and of its drafts. The tokens drawn
-from them are the answer's as long as the draft behind each is the token that was drawn. On a GPU
-all rows are drawn at once and counted there (`sample_verified`). Where a row's draw depends on the
-tokens before it (penalties, guides), and on a CPU, rows are drawn in rounds: row i of the sequences
-whose first i drafts were right.
+A verify step computes logits for each sequence's newest token and its drafts. The tokens drawn from
+them belong to the answer up to and including the first that differs from its draft. On a GPU all
+rows are drawn together and counted there (`sample_verified`). If a row's draw depends on earlier
+tokens (penalties, guides), and on a CPU, rows are drawn in rounds: row i of the sequences whose
+first i drafts were right.
 """
 
 import logging
@@ -20,7 +20,7 @@ from dsv4.sampling import SamplingRow
 
 log = logging.getLogger(__name__)
 
-TOGETHER_ON_CPU = False  # all rows at once there, too: for tests of what runs on a GPU
+TOGETHER_ON_CPU = False  # draw all rows together there too: tests of the GPU path
 
 
 class Verify:
@@ -29,7 +29,7 @@ class Verify:
     def __init__(self, shape: StepShape, counts: Sequence[int]) -> None:
         self.shape = shape
         self.counts = list(counts)  # rows of each sequence
-        self.round = -1  # of the rows drawn last
+        self.round = -1  # round of the rows drawn last
         self._firsts = [sum(self.counts[:place]) for place in range(len(counts))]
 
     @property
@@ -40,7 +40,7 @@ class Verify:
         return DraftPart("verify sampling", replace(self.shape, context=buffers.contexts[0]))
 
     def next_rows(self, buffers: StepBuffers, places: Sequence[int]) -> None:
-        """Bring the next row of these sequences to the first rows of logits."""
+        """Copy the next row of each of these sequences into the first rows of logits."""
         self.round += 1
         assert buffers.verify is not None
         rows = [self._firsts[place] + self.round for place in places]
@@ -60,7 +60,7 @@ def samples_together(rows: Sequence[SamplingRow], device: torch.device) -> bool:
 def send_drafts(
     at: dict[str, Any], shape: StepShape, rows: Sequence[tuple[Sequence[int], int]]
 ) -> None:
-    """Write tokens and drafts of each sequence, and the length up to which they reach."""
+    """Write each sequence's tokens and drafts, and the length they reach."""
     at["token_ids"][:] = -1
     at["most"][:] = 0
     for place, (token_ids, most) in enumerate(rows):
@@ -74,7 +74,7 @@ class _Runner(Protocol):
 
 
 def warm_up_drafting(runner: _Runner, warm_up: Callable[[], None]) -> None:
-    """The warm-up; without draft blocks, if it fails with them: answers need no drafts."""
+    """Warm up; if that fails with draft blocks, again without: answers do not need drafts."""
     try:
         warm_up()
     except Exception as error:

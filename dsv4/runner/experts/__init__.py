@@ -1,1 +1,1 @@
-"""Experts that do not all fit the GPU: how many stay, which ones, and how they move."""
+"""For experts that do not all fit the GPU: how many stay, which ones, and how they move."""

@@ -1,7 +1,7 @@
 """How many experts stay on the GPU, and what the others cost. Pure functions, no torch.
 
-Slots hold resident experts, one slot is spare for swaps; two staging buffers hold the missing
-experts of two layers while a prompt runs. Missing experts lie in host memory, with one spare block.
+Slots hold the resident experts, plus one spare slot for swaps; two staging buffers hold the missing
+experts of two layers while a prompt runs. Missing experts are in host memory, plus one spare block.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from dsv4.errors import CapacityError
 from dsv4.util.sizes import size_text
 
-STAGED_ROOM = 1.25  # a staging buffer, in missing experts of an average layer
-MOST_STAGED = 8  # at most one of so many blocks
+STAGED_ROOM = 1.25  # size of a staging buffer, in missing experts of an average layer
+MOST_STAGED = 8  # a staging buffer takes at most one block in eight
 BUS_GBS, COPY_GBS = 51.0, 53.0  # kernels and the copy engine read host memory (H200, PCIe 5 x16)
 LOAD_BYTES = 4 * 10**9  # of host memory, while loading
 
@@ -18,10 +18,10 @@ LOAD_BYTES = 4 * 10**9  # of host memory, while loading
 @dataclass(frozen=True)
 class ExpertBudget:
     num_layers: int
-    num_experts: int  # of a layer
-    block_bytes: int  # of one expert
+    num_experts: int  # per layer
+    block_bytes: int  # per expert
     slots: int  # resident experts
-    staged: int  # experts of a staging buffer
+    staged: int  # experts per staging buffer
 
     @property
     def total(self) -> int:
@@ -54,8 +54,8 @@ class ExpertBudget:
 def fit_experts(
     room: int, num_layers: int, num_experts: int, block_bytes: int, chosen: int
 ) -> ExpertBudget | None:
-    """The most experts that stay in `room` bytes; None if all of them fit. `chosen`: experts that a
-    token visits in a layer, the fewest that must stay."""
+    """The most experts that fit in `room` bytes; None if all of them do. `chosen`: experts that a
+    token visits per layer, the fewest that must stay."""
     total = num_layers * num_experts
     if total * block_bytes <= room:
         return None
@@ -75,7 +75,7 @@ def fit_experts(
 
 
 def check_host_memory(budget: ExpertBudget, available: int) -> None:
-    """Before anything is read: a clear end instead of a killed process."""
+    """Called before anything is read: a clear error instead of a killed process."""
     needed = budget.host_bytes + LOAD_BYTES
     if needed > available:
         raise CapacityError(

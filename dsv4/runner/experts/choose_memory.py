@@ -1,4 +1,4 @@
-"""Whether all experts stay on the GPU, and what else that decides. Pure, shared by the engine and
+"""Whether all experts stay on the GPU, and the settings that follow. Pure, shared by the engine and
 `plan`; no torch."""
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from dsv4.runner.experts.budget import ExpertBudget, fit_experts
 from dsv4.runner.settings import Settings, step_bytes
 from dsv4.util.sizes import size_text
 
-STATE_SHARE = 0.02  # of a GPU, for state where experts compete with it and no size was asked for
-LEAST_CONTEXT = 32768  # tokens that a sequence must have for all experts to stay
-CHUNK_TOKENS, SMALL_CHUNK = 8192, 4096  # of a prompt in a step: layers take longer than copies
+STATE_SHARE = 0.02  # of a GPU, for state, if experts compete with it and no size was asked for
+LEAST_CONTEXT = 32768  # tokens of context that must fit for all experts to stay
+CHUNK_TOKENS, SMALL_CHUNK = 8192, 4096  # prompt tokens per step: layers take longer than copies
 LARGE_GPU = 10**11
 BLOCK_MULTIPLE = 256
 
@@ -21,7 +21,7 @@ Resolve = Callable[[EngineConfig, int], Settings]  # choices, and bytes for stat
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """On a GPU. `experts`: routed ones of the main layers; `formats`: theirs."""
+    """Bytes on a GPU. `experts`: routed experts of the main layers; `formats`: theirs."""
 
     total: int
     experts: int
@@ -29,7 +29,7 @@ class WeightBytes:
 
     @property
     def can_leave(self) -> bool:
-        """Whether kernels find experts by a table."""
+        """Whether kernels can find experts through a table."""
         return self.formats <= {"mxfp4", "nvfp4"}
 
     def block(self, config: ModelConfig) -> int:
@@ -52,7 +52,7 @@ def choose_experts(
     total: int,
     resolve: Resolve,
 ) -> ExpertChoice:
-    """On one GPU with `free` of `total` bytes."""
+    """For one GPU with `free` of `total` bytes free."""
     left = free - weights.total - step_bytes(total)
     asked = choices.expert_bytes
     if not asked:
@@ -111,8 +111,8 @@ def _all_resident(
 def _beside_experts(
     choices: EngineConfig, room: int, total: int, asked: int, resolve: Resolve
 ) -> Settings:
-    """With a size of experts, the state has the rest; without one, a share of the GPU, or what was
-    asked for."""
+    """If a size for experts was asked for, the state gets the rest; otherwise a share of the GPU,
+    or more if the choices need it."""
     if asked:
         return resolve(choices, room)
     try:
@@ -122,14 +122,14 @@ def _beside_experts(
 
 
 def _without_few_bits(settings: Settings) -> Settings:
-    """Tables are read by kernels with 16-bit activations."""
+    """Kernels that read expert tables use 16-bit activations."""
     return replace(settings, activations={**settings.activations, "routed experts": "a16"})
 
 
 def choose_on_cpu(
     choices: EngineConfig, config: ModelConfig, weights: WeightBytes, settings: Settings
 ) -> ExpertChoice:
-    """Everything is main memory there: experts are divided only on request, for tests."""
+    """A CPU has only main memory: experts are divided only on request, for tests."""
     if not choices.expert_bytes:
         return ExpertChoice(settings, None)
     counts = config.num_layers, config.num_experts, weights.block(config)

@@ -1,7 +1,7 @@
-"""Host memory for experts: few large areas, pinned where a GPU reads them.
+"""Host memory for experts: a few large areas, pinned if a GPU reads them.
 
-Areas are mapped directly: torch's allocator of pinned memory would round their sizes up to powers
-of two and keep them.
+Areas are mapped directly: torch's pinned-memory allocator would round their sizes up to powers of
+two and keep them.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 AREA_BYTES = 16 << 30
 _MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 CONTAINER = Path("/sys/fs/cgroup")
-_RECLAIMED = ("inactive_file", "active_file")  # pages of files, which give way
+_RECLAIMED = ("inactive_file", "active_file")  # page cache, which the kernel reclaims
 
 
 class HostMemory:
@@ -62,7 +62,7 @@ class HostMemory:
                 log.debug("this kernel has no huge pages; pinning is slower")
         area = torch.frombuffer(memory, dtype=torch.uint8)
         if self._pinned:
-            area.zero_()  # on all cores; pinning would touch the pages on one
+            area.zero_()  # on all cores; pinning would touch the pages on only one
             status = _runtime().cudaHostRegister(area.data_ptr(), nbytes, _MAPPED)
             if int(status) != 0:
                 raise _exhausted(nbytes, f"CUDA error {int(status)} while pinning")
@@ -70,7 +70,7 @@ class HostMemory:
         return area
 
     def close(self) -> None:
-        """Give the memory back; nothing may read it any more."""
+        """Free the memory; nothing may read it afterwards."""
         self.blocks.clear()
         self._give_back()
 
@@ -94,7 +94,7 @@ def _exhausted(nbytes: int, why: str) -> CapacityError:
 
 
 def free_host_memory() -> int:
-    """Without swapping, and within the limit of a container."""
+    """Bytes free without swapping and within a container's limit."""
     try:
         most, used = (
             int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current")

@@ -1,4 +1,4 @@
-"""Loading experts into their places, some at a time, with no second copy of a layer."""
+"""Loads experts into their places, a few at a time, without a second copy of a layer."""
 
 import logging
 from collections.abc import Callable
@@ -28,10 +28,10 @@ class PlacedWeights:
 
     def __init__(self, swapper: Swapper) -> None:
         self.swapper = swapper
-        self._next: dict[tuple[int, int], int] = {}  # expert, by layer and matrix
+        self._next: dict[tuple[int, int], int] = {}  # next expert, by layer and matrix
 
     def take(self, name: str, weight: Weight) -> bool:
-        """Put some of a layer's experts into their places; False if these are no experts."""
+        """Put some of a layer's experts into their places; False if the weight is not experts."""
         parts = name.split(".")
         if parts[0] != "layers" or parts[2:4] != ["ffn", "experts"]:
             return False
@@ -40,7 +40,7 @@ class PlacedWeights:
         return True
 
     def weights(self) -> dict[str, Weight]:
-        """Under their names, once all are read."""
+        """The placed experts by name, once all are read."""
         residency = self.swapper.residency
         found: dict[str, Weight] = {}
         for layer in range(residency.budget.num_layers):
@@ -55,7 +55,7 @@ def open_experts(
     settings: Settings,
     examples: Callable[[], tuple[Weight, Weight]],
 ) -> PlacedWeights:
-    """Slots, host memory and tables, before the first expert is read."""
+    """Allocate slots, host memory and tables, before the first expert is read."""
     layout = BlockLayout.of(*examples())
     counts = config.num_layers, config.num_experts, layout.nbytes
     budget = fit_experts(choice.room, *counts, config.num_experts_per_tok) or _all_but_one(*counts)
@@ -64,7 +64,7 @@ def open_experts(
 
 
 def _all_but_one(layers: int, experts: int, block_bytes: int) -> ExpertBudget:
-    """Stored smaller than planned: everything but one would fit."""
+    """Experts are stored smaller than planned, and all would fit: all but one stay."""
     return ExpertBudget(layers, experts, block_bytes, layers * experts - 1, 1)
 
 
@@ -73,7 +73,7 @@ def make_swapper(
 ) -> Swapper:
     shape = budget.num_layers, budget.num_experts
     use = ExpertUse(np.zeros(shape) if profile is None else read_profile(profile, *shape))
-    log.warning("%s", budget)  # said at every start: it decides the speed
+    log.warning("%s", budget)  # logged at every start: it decides the speed
     check_host_memory(budget, free_host_memory())
     residency = Residency(layout, budget, use.first_residents(budget.slots), device)
     return Swapper(residency, use, profile)

@@ -1,10 +1,10 @@
-"""Where every expert is, and how it gets elsewhere.
+"""Where every expert is, and how experts move.
 
-Tables lie on the device and change between steps, in the order of the steps' own stream; old places
-stay valid until everything queued before the change has run. So captured graphs follow without a
-word, and no step waits for a copy.
+Tables are on the device and change between steps, on the steps' own stream; old places stay valid
+until everything queued before the change has run. Captured graphs therefore need no update, and no
+step waits for a copy.
 
-A prompt visits nearly all experts: while a layer computes, the copy engine brings the missing
+A prompt visits nearly all experts: while a layer computes, the copy engine prefetches the missing
 experts of the next one into one of two staging buffers, and that step's tables point there. On a
 CPU the same happens without streams.
 """
@@ -23,7 +23,7 @@ from dsv4.ops.moe.placed import BlockLayout, ExpertTable, PlacedExperts, offset_
 from dsv4.runner.experts.budget import ExpertBudget
 from dsv4.runner.experts.host_memory import HostMemory
 
-STAGED_ROWS = 512  # of a step from which missing experts are copied ahead
+STAGED_ROWS = 512  # a step with at least this many rows prefetches missing experts
 Expert = tuple[int, int]  # layer, expert
 
 
@@ -31,7 +31,7 @@ class Residency:
     def __init__(
         self, layout: BlockLayout, budget: ExpertBudget, resident: Any, device: torch.device
     ) -> None:
-        """`resident`: bool `[layers, experts]`, with as many as there are slots."""
+        """`resident`: bool `[layers, experts]`, true for as many experts as there are slots."""
         self.layout, self.budget, self.device = layout, budget, device
         self.resident = resident.copy()
         self.staged_rows = STAGED_ROWS
@@ -42,7 +42,7 @@ class Residency:
         self.pool = torch.empty(count, nbytes, dtype=torch.uint8, device=device)
         slots, blocks = list(self.pool.unbind(0)), list(self.host.blocks)
         self._staging = slots[-budget.staged :], slots[-2 * budget.staged : -budget.staged]
-        padded = -(-experts // 16) * 16  # rows are aligned alike: kernels are compiled once
+        padded = -(-experts // 16) * 16  # equally aligned rows: kernels compile once
         self.offsets = torch.zeros(layers, padded, dtype=torch.int64, device=device)
         self.counts = torch.zeros(layers, padded, dtype=torch.int32, device=device)
         self._staged_offsets = torch.zeros_like(self.offsets)
@@ -69,7 +69,7 @@ class Residency:
         self._steps_done: list[Any] = [None, None]
 
     def _beside(self, experts: int) -> tuple[Tensor | None, Tensor | None]:
-        """Global scales: of NVFP4 gate and up may differ, even where the first expert's do not."""
+        """Global scales; NVFP4 gate and up may differ, even if the first expert's do not."""
         found = []
         for which, example in enumerate(self.layout.examples):
             scale = getattr(example, "global_scale", None)
@@ -84,7 +84,7 @@ class Residency:
         return placed_pair(self.tables[layer])
 
     def fill(self, layer: int, which: int, first: int, stack: Weight) -> int:
-        """Put matrices of experts from `first` on into their places; returns the next one."""
+        """Put matrices of experts from `first` on into their places; returns the next expert."""
         table = self.tables[layer]
         for index in range(stack.shape[0]):
             self.layout.store(table.blocks[first + index], which, stack[index])
@@ -94,7 +94,7 @@ class Residency:
         return first + int(stack.shape[0])
 
     def close(self) -> None:
-        """Give pinned memory back; no step may follow."""
+        """Free the pinned memory; no step may follow."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         for table in self.tables:
@@ -110,7 +110,7 @@ class Residency:
 
     @property
     def settled(self) -> Any:
-        """`resident` once the swap in flight has arrived."""
+        """`resident` as it will be after the swap in flight."""
         found = self.resident.copy()
         if self._moving is not None:
             leaves, comes, _ = self._moving
@@ -118,7 +118,7 @@ class Residency:
         return found
 
     def begin_swap(self, leaves: Expert, comes: Expert) -> None:
-        """Start copying both ways, beside the steps."""
+        """Start copying both experts, concurrently with the steps."""
         assert self._moving is None
         assert self.resident[leaves]
         assert not self.resident[comes]
@@ -128,7 +128,7 @@ class Residency:
             self._moving = leaves, comes, self.recorded()
 
     def finish_swap(self) -> bool:
-        """Point the tables at the new places, if the copies have arrived. Before the next step."""
+        """Point the tables at the new places if the copies have arrived. Call between steps."""
         assert self._moving is not None
         leaves, comes, arrived = self._moving
         if arrived is not None and not arrived.query():
@@ -151,14 +151,14 @@ class Residency:
     # --- prompts ------------------------------------------------------------------------------
 
     def step(self, rows: int) -> AbstractContextManager[None]:
-        """Around a step that is not a graph: one with many rows has its missing experts staged."""
+        """Context of a step that is not a graph: with many rows, missing experts are staged."""
         return self._staged_step() if rows >= self.staged_rows else nullcontext()
 
     @contextmanager
     def _staged_step(self) -> Iterator[None]:
         self._turn = 1 - self._turn
         if self._steps_done[self._turn] is not None:
-            self._steps_done[self._turn].synchronize()  # its rows of offsets are written again
+            self._steps_done[self._turn].synchronize()  # its rows of offsets will be overwritten
         self._staged: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._is_staging = True
         try:
@@ -170,8 +170,8 @@ class Residency:
             self._steps_done[self._turn] = self.recorded()
 
     def _stage(self, layer: int) -> None:
-        """Copy a layer's missing experts, as many as there is room for, behind all that is queued;
-        the others are read in place."""
+        """Copy the missing experts of a layer that fit in the buffer, after everything queued so
+        far; the others are read in place."""
         table, buffer = self.tables[layer], self._staging[layer % 2]
         missing = np.flatnonzero(~self.resident[layer])[: len(buffer)]
         blocks = list(table.blocks)
@@ -206,7 +206,7 @@ class Residency:
     # --- streams ------------------------------------------------------------------------------
 
     def _stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work on another stream, behind what the steps' own has queued."""
+        """Work on another stream, after everything queued on the steps' own."""
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream())

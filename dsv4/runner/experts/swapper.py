@@ -1,7 +1,7 @@
-"""Swaps rarely visited experts for often visited ones, between steps and beside them.
+"""Swaps rarely visited experts for often visited ones, between steps and while they run.
 
-One swap is in flight at a time, and copies may take at most a small share of the time that steps
-take, since both use the bus. Counts are read back without waiting for them.
+One swap is in flight at a time, and copies may take only a small share of step time, since both use
+the bus. Counts are read back without waiting for them.
 """
 
 import atexit
@@ -46,7 +46,7 @@ class Swapper:
             atexit.register(self.save)
 
     def between_steps(self) -> None:
-        """Before a step is queued: microseconds."""
+        """Called before a step is queued; takes microseconds."""
         self._steps += 1
         if self._steps % READ_EVERY == 0 and self._arriving is None:
             self._counts.copy_(self.residency.counts, non_blocking=True)

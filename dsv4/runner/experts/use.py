@@ -1,4 +1,4 @@
-"""Which experts are worth their slot: how often steps visit them, kept in a profile."""
+"""Which experts are worth a slot: how often steps visit them, kept in a profile."""
 
 import json
 import math
@@ -11,9 +11,9 @@ import numpy as np
 from dsv4.errors import OptionError
 
 FORMAT = "dsv4 expert profile 1"
-KEPT = 0.98  # of the past, with every reading of the counts
+KEPT = 0.98  # share of past visits kept with every reading of the counts
 GAIN = 1.2  # a missing expert must be visited this much more often than the one it replaces
-LEAST_VISITS = 2.0  # and by at least as many visits
+LEAST_VISITS = 2.0  # and by at least this many visits
 MAX_PROFILE_BYTES = 1 << 26
 
 
@@ -25,14 +25,14 @@ class ExpertUse:
         self._seen = np.zeros(visits.shape, dtype=np.int32)
 
     def read(self, counts: Any) -> None:
-        """New counts from the device, int32 that may have wrapped."""
+        """Take new counts from the device, int32 that may have wrapped around."""
         with np.errstate(over="ignore"):
             new = counts - self._seen
         self._seen = counts.copy()
         self.visits = self.visits * KEPT + new
 
     def first_residents(self, slots: int) -> Any:
-        """bool `[layers, experts]`: the most visited; where none is known, even over the layers."""
+        """bool `[layers, experts]`: the most visited; without visits, evenly over the layers."""
         layers, experts = self.visits.shape
         layer, expert = np.divmod(np.arange(layers * experts), experts)
         order = np.lexsort((layer, expert, -self.visits.ravel()))
@@ -57,7 +57,7 @@ class ExpertUse:
 
 
 def write_profile(path: Path, visits: Any) -> None:
-    """Whole or not at all."""
+    """Write the whole file or nothing."""
     rows = [[round(float(value), 3) for value in row] for row in visits]
     layers, experts = visits.shape
     text = json.dumps({"format": FORMAT, "layers": layers, "experts": experts, "visits": rows})
@@ -70,7 +70,7 @@ def write_profile(path: Path, visits: Any) -> None:
 
 
 def read_profile(path: Path, layers: int, experts: int) -> Any:
-    """Visits `[layers, experts]`; nothing where the file does not exist yet."""
+    """Visits `[layers, experts]`; zeros if the file does not exist yet."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROFILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The layout of an engine: as asked, or with tp=auto what the forecast recommends. No torch."""
+"""An engine's layout: as asked, or with tp=auto as the forecast recommends. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from dsv4.runner.settings import StageRoom, resolve
 from dsv4.util.measured_gpu import load_measured
 from dsv4.util.sizes import size_text
 
-ONE_STREAM = 0.95  # a layout that is so much faster for one stream is named beside the best
+ONE_STREAM = 0.95  # a layout this much faster for one stream is named along with the best
 UNKNOWN = GpuRates("unknown GPU", 0.0, 1000, 200, "pcie")  # only comparisons depend on it
 
 
@@ -37,7 +37,7 @@ class Devices:
     memory: int
 
     def cluster(self, nodes: int) -> Cluster:
-        """So many nodes like this one."""
+        """A cluster of `nodes` nodes like this one."""
         rates = published_rates(self.name)
         if rates is None:
             measured = load_measured().get(self.name)
@@ -50,13 +50,13 @@ class Devices:
 class LayoutChoice:
     tp: int
     pp: int
-    why: str = ""  # only where it was chosen here
+    why: str = ""  # only if chosen here
 
 
 def choose_layout(
     choices: EngineConfig, sizes: WeightSizes, devices: Devices | None
 ) -> LayoutChoice:
-    """`devices`: None on a CPU. A GPU that is named is used alone; with several nodes, all."""
+    """`devices`: None on a CPU. A GPU given by name is used alone; several nodes use all GPUs."""
     nodes = choices.nodes
     if choices.tp != "auto":
         return LayoutChoice(choices.tp, choices.pp)
@@ -84,8 +84,8 @@ def choose_layout(
 def recommend_for(
     found: Sequence[Forecast], sizes: WeightSizes, cluster: Cluster, choices: EngineConfig
 ) -> tuple[Forecast | None, str]:
-    """The layout to run and why, of those in which the sequences and contexts that `choices` ask
-    for fit: stages share the state, ranks of one stage all hold it."""
+    """The layout to run and why, among those with room for the sequences and context that `choices`
+    ask for: stages divide the state, ranks of one stage all hold it."""
     best, why = recommend(found, cluster)
     if best is None or (choices.max_sequences is None and choices.max_context is None):
         return best, why
@@ -108,7 +108,7 @@ def recommend_for(
 
 
 def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast | None, str]:
-    """The layout to run, and why; None where nothing fits."""
+    """The layout to run, and why; None if nothing fits."""
     fitting = [found for found in forecasts if found.fits]
     if not fitting:
         least = min(forecasts, key=lambda f: max(s.weight_bytes for s in f.stages))
@@ -142,7 +142,7 @@ def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast
 def stage_rooms(
     sizes: WeightSizes, layout: RankLayout, cluster: Cluster, choices: EngineConfig
 ) -> Sequence[StageRoom]:
-    """Layers of each stage, and the bytes that weights and a step leave there on a GPU."""
+    """Layers of each stage, and the bytes that weights and a step leave free on its GPUs."""
     chunk = min(choices.chunk_tokens or CHUNK, choices.max_context or sizes.config.max_positions)
     rooms, most = [], (chunk, choices.max_sequences or SEQUENCES)
     for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout, *most)):

@@ -1,4 +1,4 @@
-"""GPUs and what connects them, as published or assumed. No torch."""
+"""GPUs and the links between them, as published or assumed. No torch."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from dsv4.util.measured_gpu import MeasuredGpu, load_measured, measured_file
 
 @dataclass(frozen=True)
 class GpuRates:
-    """Published GB/s and dense TFLOP/s with fp32 sums: of bf16, and of FP8 and FP4 where products
-    take block-scaled operands. `memory_gb` (10^9 bytes) as CUDA reports it, read on an H200, of the
-    others as their owners have published it."""
+    """Published GB/s and dense TFLOP/s with fp32 accumulation: for bf16, and for FP8 and FP4 where
+    the GPU multiplies block-scaled operands. `memory_gb` (10^9 bytes) is what CUDA reports: read on
+    an H200, for the others as published by their owners."""
 
     name: str
     memory_gb: float
@@ -22,7 +22,7 @@ class GpuRates:
     tflops4: float = 0.0
 
     def rate(self, bits: int) -> float:
-        """TFLOP/s with activations of so many bits; wider ones where those do not exist."""
+        """TFLOP/s at this activation width; of bf16 where the GPU lacks it."""
         return {8: self.tflops8, 4: self.tflops4}.get(bits, 0.0) or self.tflops
 
 
@@ -45,12 +45,12 @@ GPUS = {
 
 
 HERE = "here"  # the GPU that `doctor` measured on this machine
-# of published rates, what `doctor` measures on an H200: forecasts are fitted to published ones
+# measured by `doctor` on an H200, as shares of the published rates that forecasts are fitted to
 _READ, _PRODUCTS = 0.955, 0.69
 
 
 def published_rates(name: str) -> GpuRates | None:
-    """Of a GPU by the name that its driver has."""
+    """Rates of a GPU by the name its driver reports."""
     words = name.lower().replace(" ", "-").replace("gb10", "spark")
     if "laptop" in words:
         return None  # slower than its namesake
@@ -67,7 +67,7 @@ def measured_rates(found: MeasuredGpu) -> GpuRates:
 
 
 def gpu_rates(name: str, option: str = "gpu") -> GpuRates:
-    """`name`: of the table, or `here`."""
+    """`name`: a key of `GPUS`, or `here`."""
     if name == HERE:
         found = list(load_measured().values())
         if not found:
@@ -83,7 +83,7 @@ def gpu_rates(name: str, option: str = "gpu") -> GpuRates:
 
 @dataclass(frozen=True)
 class Interconnect:
-    """`exchange_us`: of one exchange without its bytes."""
+    """`exchange_us`: fixed time of one exchange, without its bytes."""
 
     name: str
     gbs: float
@@ -103,7 +103,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` in all `nodes` together; `memory`: bytes of one."""
+    """`gpus`: total over all `nodes`; `memory`: bytes per GPU."""
 
     gpu: GpuRates
     gpus: int

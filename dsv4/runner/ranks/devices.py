@@ -1,4 +1,4 @@
-"""Which GPU a rank has, and how the GPUs of a machine reach each other."""
+"""Which GPU a rank uses, and how a machine's GPUs reach each other."""
 
 import importlib
 import logging
@@ -16,7 +16,7 @@ from dsv4.parallel.probe import probe
 from dsv4.parallel.torch_comm import TorchComm
 from dsv4.runner.settings import Settings
 
-SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own variable, for trying out
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own variable, for experiments
 PROBE_WORDS = 1 << 20
 STEADY_NCCL = (2, 30, 4)  # vllm-project/vllm#41725: two DGX Spark
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def device_of(device: str, rank: int, each: int) -> str:
-    """A rank's device, the place in its node of `each` ranks; one for all where torch may share
+    """A rank's device, by its place on a node of `each` ranks; GPU 0 for all if torch may share
     it."""
     return device if device == "cpu" else f"cuda:{0 if _is_shared() else rank % each}"
 
@@ -94,7 +94,7 @@ def open_comm(
     timeout: float,
     address: str,
 ) -> Comm:
-    """Called by all ranks at once."""
+    """Called by all ranks together."""
     if kind == "gloo":
         return TorchComm.gloo(layout, store, 2 * timeout, address)
     device = torch.device(settings.device)
@@ -110,7 +110,7 @@ def open_comm(
 
 
 def _probe(comm: Comm, layout: RankLayout, device: torch.device) -> None:
-    """A pattern of 4 MB from every rank to every other, before any weight depends on it."""
+    """Send 4 MB from every rank to every other and check it, before any weight depends on it."""
     words = torch.arange(PROBE_WORDS, dtype=torch.int32, device=device)
     mine = words * 40503 + layout.rank
     found = comm.all(mine)  # type: ignore[attr-defined]

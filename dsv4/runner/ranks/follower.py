@@ -1,8 +1,7 @@
 """A rank that follows: loads its slices, then runs rank 0's commands. Decides nothing.
 
-The main thread runs commands; another one reads the socket and answers pings meanwhile, so that
-rank 0 can tell a rank that waits for others from one that hangs. When rank 0 is gone, this process
-ends.
+The main thread runs commands; another one reads the socket and answers pings, so rank 0 can tell a
+rank that waits for others from one that hangs. When rank 0 is gone, this process ends.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def main(connection: socket.socket, gone_code: int = 1) -> int:
-    """`gone_code`: how the process exits when rank 0 is gone without a word."""
+    """`gone_code`: exit code if rank 0 disappears without a word."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return Follower(Link(connection), gone_code).run()
@@ -94,7 +93,7 @@ class Follower:
         return runner
 
     def execute(self, runner: Runner, command: Command) -> int | None:
-        """A `check` has a checksum for an answer."""
+        """Run a command; a `check` returns a checksum."""
         numbers = command.numbers
         if command.kind == "step":
             tokens, sequences, context, one_each, scored, width = numbers
@@ -129,5 +128,5 @@ class Follower:
                 else:
                     self._inbox.put(found)
                 if found[0].get("kind") == "end":
-                    return  # the main thread ends the process when it comes to that
+                    return  # the main thread ends the process when it gets there
         os._exit(self._gone_code)

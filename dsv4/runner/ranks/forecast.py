@@ -1,10 +1,10 @@
-"""What a layout costs before anyone has run it: bytes on each rank, room for state, and the time of
-a step. No torch.
+"""Forecasts a layout's cost before anyone has run it: bytes per rank, room for state, and step
+time. No torch.
 
-A decode step reads its weights once, pays a fixed time for every layer, and exchanges. The shares
-of a GPU's published rates and the time of a layer are fitted to records of one H200
+A decode step reads its weights once, pays a fixed time per layer, and exchanges. The shares of a
+GPU's published rates and the time per layer are fitted to records of one H200
 (benchmarks/records/2026-11-17_h200_decode_flash.jsonl, ..._decode_pro.jsonl, ..._prefill.jsonl).
-What an exchange costs is assumed until someone measures it: `dsv4 bench parallel`.
+The cost of an exchange is assumed until someone measures it: `dsv4 bench parallel`.
 """
 
 import random
@@ -24,22 +24,22 @@ from dsv4.runner.settings import GPU_CHUNK, GPU_SEQUENCES, step_bytes
 
 READ_SHARE, COMPUTE_SHARE, LAYER_US = 0.74, 0.41, 53.0
 CHUNK = GPU_CHUNK  # prompt tokens of a step
-LEAST_TOKENS, SEQUENCES = 32768, GPU_SEQUENCES  # of state, for a layout to be of use
-# the work that layouts are compared by: so many answers at once, and some one by one
+LEAST_TOKENS, SEQUENCES = 32768, GPU_SEQUENCES  # of state, for a layout to be useful
+# the workload that layouts are compared by: a batch of answers, and some one by one
 ANSWERS, ALONE, ANSWER_TOKENS, PROMPT_TOKENS = 32, 4, 256, 2048
 _SHARED = ("attn.wq_b.weight", "attn.wo_a.weight", "attn.wo_b.weight", "attn.attn_sink")
-DRAWS = 200  # of experts, to find the fullest rank's expected number
+DRAWS = 200  # of experts, to estimate how many the fullest rank reads
 
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """A model's parameters: canonical name -> bytes of the whole on a GPU."""
+    """A model's parameters: canonical name -> bytes of the whole parameter on a GPU."""
 
     config: ModelConfig
     nbytes: Mapping[str, int]
 
     def layout(self, tp: int, pp: int, experts: str = "whole") -> RankLayout:
-        """Rank 0's; stages are balanced by the bytes of their layers."""
+        """Rank 0's layout; stages are balanced by layer bytes."""
         costs = [sum(part) for part in self._layers]
         stages = balance(costs, pp, self.nbytes["embed.weight"], self._last)
         layout = RankLayout(tp, pp, 0, stages, experts == "split")
@@ -68,7 +68,7 @@ class WeightSizes:
 
     @cached_property
     def _layers(self) -> list[tuple[int, int, int]]:
-        """Bytes of each layer: whole on a rank, shared by ranks when read, routed experts."""
+        """Bytes of each layer: read whole by every rank, divided among ranks, routed experts."""
         found = [[0, 0, 0] for _ in range(self.config.num_layers)]
         for name, nbytes in self.nbytes.items():
             if name.startswith("layers."):
@@ -79,13 +79,13 @@ class WeightSizes:
 
     @cached_property
     def _last(self) -> int:
-        """Bytes behind the last layer."""
+        """Bytes after the last layer."""
         names = (name for name in self.nbytes if not name.startswith("layers."))
         return sum(self.nbytes[name] for name in names if name != "embed.weight")
 
     @cached_property
     def _held(self) -> Callable[[int, bool], dict[str, int]]:
-        """By tp: the bytes of each layer on a rank, the embedding's, and under "" the rest."""
+        """By tp: bytes on a rank of each layer, of the embedding, and under "" of the rest."""
 
         @cache
         def of(tp: int, split: bool) -> dict[str, int]:
@@ -135,7 +135,7 @@ class Forecast:
     prompt_bound: str
     layer_mb: dict[int, float]  # received by a rank in a layer, by rows
     fullest: dict[int, float]  # experts read on the fullest rank, by batch
-    job_s: float  # the work that layouts are compared by
+    job_s: float  # for the workload that layouts are compared by
 
     @property
     def world(self) -> int:
@@ -143,7 +143,7 @@ class Forecast:
 
     @property
     def kv_tokens(self) -> int:
-        """Of all sequences together: what the fullest rank has room for."""
+        """Tokens of all sequences together that the fullest rank has room for."""
         return min(stage.kv_tokens for stage in self.stages)
 
     @property
@@ -156,8 +156,8 @@ class Forecast:
 
 
 def layouts(config: ModelConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """(tp, pp) that use all GPUs or a part that divides them; groups that exchange in every layer
-    span nodes only where a node has too few GPUs for any other."""
+    """(tp, pp) that use all GPUs or a part that divides them; tensor groups, which exchange in
+    every layer, span nodes only if a node has too few GPUs."""
     found = []
     most = k_ranges(config)
     for tp in (n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0):
@@ -213,7 +213,7 @@ def rank_stages(
     chunk_tokens: int = CHUNK,
     max_sequences: int = SEQUENCES,
 ) -> Iterator[tuple[int, int, int]]:
-    """Of a rank of each stage: bytes of weights, of exchange buffers, and what is left."""
+    """For a rank of each stage: bytes of weights, of exchange buffers, and left over."""
     channels = channel_bytes(sizes.config, layout, chunk_tokens, max_sequences)
     for stage in range(layout.pp):
         first = replace(layout, rank=stage * layout.tp)
@@ -230,13 +230,13 @@ def _stages(
         part = replace(geometry, layers=layers)
         room = free - part.sequence_bytes(0) * SEQUENCES
         growth = sum(part.bytes_per_token(pool) for pool in POOLS)
-        most = config.max_positions * SEQUENCES  # of layers with windows alone: any length
+        most = config.max_positions * SEQUENCES  # window-only layers: any length
         tokens = min(int(room / growth) if growth else most, most)
         yield StageForecast(layers, held, exchange, free, max(tokens, 0) if room > 0 else 0)
 
 
 def received_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> float:
-    """By a rank in one layer. Split experts exchange what W2 reads, then columns of the sums."""
+    """Per rank and layer. Split experts exchange W2's inputs, then columns of the sums."""
     c, width, chosen = config, config.hidden_size, config.num_experts_per_tok
     tp, between = layout.tp, chosen * c.moe_intermediate_size * 2
     if rows < ROWS_FROM:
@@ -249,7 +249,7 @@ def received_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> float:
 
 
 def experts_read(config: ModelConfig, layout: RankLayout, batch: int) -> float:
-    """By the fullest rank in one layer of a step, in whole experts."""
+    """By the fullest rank in one layer of a step, counted in whole experts."""
     shape = config.num_experts, config.num_experts_per_tok, batch
     return visited(*shape, 1) / layout.tp if layout.split_experts else visited(*shape, layout.tp)
 
@@ -274,14 +274,14 @@ def visited(num_experts: int, chosen: int, batch: int, tp: int) -> float:
 
 
 def _overlapped(chunks: int, pp: int) -> float:
-    """The time of so many chunks, in that of one through all stages: each stage begins the next
-    chunk when it has passed on the last."""
+    """Time of this many chunks, relative to one chunk through all stages: each stage starts the
+    next chunk as soon as it has passed on the last."""
     return 1 + (chunks - 1) / pp
 
 
 def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) -> StepTime:
-    """Each stage has an equal share of the sequences at a time: they take as long as one share
-    through all stages, or as the slowest stage takes for all."""
+    """Each stage works on an equal share of the sequences: a step takes as long as one share
+    through all stages or all shares through the slowest stage, whichever is longer."""
     config, tp = sizes.config, layout.tp
     rate = cluster.gpu.read_gbs * READ_SHARE * 1e6  # bytes in a ms
     lanes = min(layout.pp, batch)
@@ -300,7 +300,7 @@ def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) 
 def layer_exchange_ms(
     cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int
 ) -> float:
-    """Of one layer."""
+    """Exchange time of one layer."""
     if layout.tp == 1:
         return 0.0
     link, count = _group_link(cluster, layout.tp), 2 if rows < ROWS_FROM else 4
@@ -310,7 +310,7 @@ def layer_exchange_ms(
 
 
 def _boundaries_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int) -> float:
-    """Streams from stage to stage, and logits back to the first."""
+    """Time to send streams from stage to stage, and logits back to the first."""
     if layout.pp == 1:
         return 0.0
     link = cluster.between if layout.world > cluster.per_node else cluster.link
@@ -330,7 +330,7 @@ def _transfer_ms(link: Interconnect, nbytes: float) -> float:
 def _prompt(
     sizes: WeightSizes, cluster: Cluster, layout: RankLayout, tokens: int
 ) -> tuple[float, float, str]:
-    """Compute and exchange in ms, one chunk after the other, and what bounds the former."""
+    """Compute and exchange in ms, one chunk after the other, and the bottleneck."""
     config, tp = sizes.config, layout.tp
     whole, shared = prompt_flops(config, tokens)
     compute = (whole + shared / tp) / (cluster.gpu.tflops * COMPUTE_SHARE * 1e9)
@@ -348,7 +348,7 @@ def _prompt(
 
 @cache
 def prompt_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
-    """(what every rank of a tensor group computes, what they share)."""
+    """(repeated on every rank of a tensor group, divided among them)."""
     c, whole, shared = config, 0.0, 0.0
     for name, parameter in parameters(c).items():
         if len(parameter.shape) < 2 or parameter.kind == "table" or not name.startswith("layers."):

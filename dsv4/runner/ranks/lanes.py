@@ -1,5 +1,5 @@
-"""Logits of steps that later stages still compute. They arrive on rank 0 in the order of the steps,
-so several steps can be in flight, one for each stage."""
+"""Logits of steps that later stages are still computing. They arrive on rank 0 in step order, so
+several steps can be in flight, one per stage."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,13 +19,13 @@ class LogitsInFlight:
         self._pending: deque[tuple[Tensor, Callable[[], None]]] = deque()
 
     def make_room(self) -> None:
-        """For one more step. What has to go belongs to steps whose requests were aborted."""
+        """Make room for one more step. Logits dropped here belong to aborted requests."""
         while len(self._pending) >= self._most:
             self._receive_oldest()
 
     def expect(self, num_rows: int) -> Tensor | None:
-        """Those of the step that was just submitted; `wait_for` fills them. None where they are
-        not sent: on one stage, and on other ranks."""
+        """Logits of the step just submitted; `wait_for` fills them. None where none are sent: with
+        one stage, and on other ranks."""
         if not self._has_stages:
             return None
         logits = torch.empty((num_rows, self._model.config.vocab_size), device=self._device)

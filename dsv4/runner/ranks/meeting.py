@@ -1,4 +1,4 @@
-"""Where ranks come from and where they meet: this machine, other nodes, or processes of torchrun.
+"""Where ranks come from and where they meet: this machine, other nodes, or torchrun processes.
 
 Under torchrun every process runs the same program. `RANK` 0 goes on as rank 0; the others follow
 it from `Engine.load` on, and end with it. They find it through torchrun's own store.
@@ -27,11 +27,11 @@ from dsv4.parallel.nodes import Head, connect_to, greet
 from dsv4.parallel.team import Member, start_members
 
 LOOPBACK = "127.0.0.1"
-_STORE_SECONDS = 30.0  # at least, to reach a store
+_STORE_SECONDS = 30.0  # least timeout for reaching a store
 
 
 def torchrun_place() -> tuple[int, int] | None:
-    """(rank, world) if torchrun started this process beside others."""
+    """(rank, world) if torchrun started this process along with others."""
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world is None or "MASTER_ADDR" not in os.environ or world == "1":
         return None
@@ -39,7 +39,7 @@ def torchrun_place() -> tuple[int, int] | None:
 
 
 def find_members(choices: EngineConfig, layout: RankLayout, module: str) -> list[Member]:
-    """Ranks 1 and on, in order."""
+    """Ranks 1 and up, in order."""
     place, nodes = torchrun_place(), choices.nodes
     if place is not None:
         if place[1] != layout.world:
@@ -69,8 +69,8 @@ def find_members(choices: EngineConfig, layout: RankLayout, module: str) -> list
 
 @contextmanager
 def meeting_place(host: str) -> Iterator[str]:
-    """What `open_store` needs: a folder that only this user may enter, or an address of this
-    machine. Rank 0 holds it until all have met."""
+    """The place for `open_store`: a file in a folder that only this user may enter, or an address
+    of this machine. Rank 0 keeps it until all ranks have met."""
     if host == LOOPBACK:
         folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
         try:
@@ -116,7 +116,7 @@ _ADDRESS = "dsv4/head"
 
 
 class _Foreign:
-    """A process that torchrun started, and ends."""
+    """A process that torchrun starts and ends."""
 
     def status(self, pid: int, timeout: float) -> int | None:
         return None
@@ -162,7 +162,7 @@ def _torchrun_members(world: int, timeout: float) -> list[Member]:
 
 
 def torchrun_connection(rank: int, timeout: float) -> socket.socket:
-    """Of a rank above 0 to rank 0."""
+    """Connect a rank above 0 to rank 0."""
     port, key = _torchrun_store(timeout).get(_ADDRESS).decode().split()
     connection = connect_to((os.environ["MASTER_ADDR"], int(port)), bytes.fromhex(key))
     Link(connection).send({"kind": "rank", "rank": rank, "pid": os.getpid()})

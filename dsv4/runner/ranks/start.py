@@ -1,4 +1,4 @@
-"""How ranks begin: each reads its slices, all connect, each builds its part of the model."""
+"""How ranks start: each reads its slices, all connect, each builds its part of the model."""
 
 import hashlib
 import importlib
@@ -51,8 +51,8 @@ SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, for the digest
 def load_ranks(
     model: Model, choices: EngineConfig, progress: Progress | None = None
 ) -> LoadedModel:
-    """`load_model`, on as many ranks as chosen. A process of torchrun above rank 0 follows until
-    the end and does not return."""
+    """`load_model` on the chosen number of ranks. A torchrun process above rank 0 follows rank 0
+    to the end and does not return."""
     follow_torchrun(choices.join_timeout)
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
     if prepared.layout.world == 1:
@@ -61,13 +61,13 @@ def load_ranks(
 
 
 def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
-    """Start the other ranks and load this one; all read at the same time."""
+    """Start the other ranks and load this one; all read in parallel."""
     begin = time.perf_counter()
     choices, layout = prepared.choices, prepared.layout
     check_layout(prepared)
     host = head_host(choices)
-    # ranks are named before a server gives up
     members = find_members(choices, layout, FOLLOWER)
+    # half the timeout: a stuck rank is named before a server gives up
     team = Team(members, choices.step_timeout / 2, layout.tp)
     try:
         with meeting_place(host) as store:
@@ -151,8 +151,8 @@ def connect(
     address: str,
     kind: str,
 ) -> Transformer:
-    """Called by all ranks at once, when each has loaded, so none waits long. `address`: of this
-    rank, for the others; `kind`: from `choose_comm`."""
+    """Called by all ranks together once each has loaded, so none waits long. `address`: this
+    rank's, for the others; `kind`: from `choose_comm`."""
     place = open_store(store, layout.world, timeout)
     comm = open_comm(kind, layout, config, settings, place, timeout, address)
     exchange = Exchange(layout, comm, config)
@@ -160,7 +160,7 @@ def connect(
 
 
 def follow_torchrun(timeout: float) -> None:
-    """In a process of torchrun above rank 0: do as rank 0 tells, then exit."""
+    """In a torchrun process above rank 0: follow rank 0, then exit."""
     place = torchrun_place()
     if place is not None and place[0] > 0:
         follower = importlib.import_module(FOLLOWER)
@@ -169,13 +169,13 @@ def follow_torchrun(timeout: float) -> None:
 
 
 def _shared_name(folder: Path) -> str:
-    """An embedded model by its name: its path differs from node to node."""
+    """The name of an embedded model, whose path differs between nodes; otherwise the path."""
     return folder.name if folder.parent == BUILTIN_MODELS else str(folder)
 
 
 def digest(folder: str) -> str:
-    """Of what ranks must have in common: config, headers, samples of the values, and the code that
-    runs them."""
+    """Digest of what all ranks must share: config, headers, samples of the values, and code
+    versions."""
     found = hashlib.blake2b(f"{__version__} {torch.__version__}".encode(), digest_size=16)
     found.update((Path(folder) / "config.json").read_bytes())
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -184,7 +184,7 @@ def digest(folder: str) -> str:
             found.update(path.name.encode() + start)
             found.update(file.read(int.from_bytes(start, "little")))
             first, size = file.tell(), os.fstat(file.fileno()).st_size
-            for sample in range(SAMPLES):  # another training of the same shape has the same headers
+            for sample in range(SAMPLES):  # a retrained model has the same headers
                 file.seek(first + (size - first) * sample // SAMPLES)
                 found.update(file.read(SAMPLE_BYTES))
     return found.hexdigest()

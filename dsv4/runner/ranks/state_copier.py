@@ -1,4 +1,4 @@
-"""State on all ranks: the prefix cache's copies of it, and a check that ranks have the same."""
+"""State on all ranks: copies for the prefix cache, and a check that ranks agree."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ CHECK_COMMANDS = 1024  # between two checks; each waits for the device once
 
 
 def check_state(team: Team | None, state: StateTensors, held: SequencePages) -> None:
-    """Now and then, after a step: a rank whose state differs is named, and all end."""
+    """Now and then, after a step, compare states: a rank that differs is named, and all end."""
     if team is not None and team.num_commands % CHECK_COMMANDS == 0:
         newest = next(reversed(held.columns["window"].values()))
         team.command("check", (newest,))
@@ -19,8 +19,8 @@ def check_state(team: Team | None, state: StateTensors, held: SequencePages) -> 
 
 
 class TeamStateCopier:
-    """Copies of state on all ranks. Prefixes are read from rank 0's state and written to all: with
-    one stage it has the same bytes everywhere."""
+    """Copies state on all ranks. Prefixes are read from rank 0 and written to all: with one stage,
+    every rank's state has the same bytes."""
 
     def __init__(self, team: Team, state: StateTensors) -> None:
         self._team, self._state = team, state
