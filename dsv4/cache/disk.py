@@ -1,4 +1,4 @@
-"""Cold prefixes on disk, so that a restarted engine still finds them.
+"""Cold prefixes on disk, where a restarted engine still finds them.
 
 One safetensors file per prefix, named by its key, in a folder named by the model's fingerprint.
 Files are written atomically (temporary name, then rename). Each carries its key, its length, the

@@ -1,6 +1,6 @@
 """A fingerprint of the checkpoint and the settings that changes with a single bit of the weights.
 
-Every file is hashed once in full; the digests are stored in a small file beside the prefixes. A
+Every file is hashed once in full; the digests are stored in a small file with the prefixes. A
 stored digest stays valid while the file has the same size, times and inode, and samples of every
 tensor are unchanged: a tool may reset a file's time, but hardly all of these.
 """

@@ -127,7 +127,7 @@ class Geometry:
         return len(self.pages_needed("window", end, end))
 
     def snapshot_bytes(self) -> int:
-        """Compressor rows that a cached prefix holds beside its pages."""
+        """Compressor rows that a cached prefix holds in addition to its pages."""
         width = self.config.head_dim + self.config.index_head_dim
         return self._held("csa") * CARRIED_ROWS * width * 2 * 4
 

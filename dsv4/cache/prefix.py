@@ -305,7 +305,7 @@ class PrefixCache:
 
 
 def _partial_column(snapshot: Snapshot) -> int:
-    """The hca column whose page is partly filled at the snapshot's end; past the end if none."""
+    """The hca column whose page is partly filled at the snapshot's end; -1 if none."""
     entries = snapshot.length // TOKENS_PER_ENTRY["hca"]
     page = PAGE_ENTRIES["hca"]
     return entries // page if entries % page else -1

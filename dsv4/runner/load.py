@@ -373,7 +373,7 @@ def disk_store(loaded: LoadedModel, state: StateTensors) -> DiskStore | None:
     names = ("device", "dtype", "kv_format", "index_format", "activations", "ops")
     how = {name: getattr(settings, name) for name in names}
     if settings.draft not in ("off", "lookup"):
-        how["draft"] = settings.draft  # its blocks have pages, too
+        how["draft"] = settings.draft  # its blocks have pages too
     on_gpu = settings.device != "cpu"
     chip = torch.cuda.get_device_name() if on_gpu else torch.backends.cpu.get_cpu_capability()
     builds = {"dsv4": __version__, "torch": torch.__version__, "chip": chip}

@@ -432,7 +432,7 @@ class Runner:
         return nullcontext() if self.swapper is None else self.swapper.residency.step(rows)
 
     def _is_staged(self, key: Key) -> bool:
-        """Whether a step copies experts; copies vary from step to step, so it is no graph."""
+        """Whether a step copies experts; copies vary between steps, so it cannot be a graph."""
         if self.swapper is None or not isinstance(key, StepShape):
             return False
         return key.tokens >= self.swapper.residency.staged_rows

@@ -21,7 +21,7 @@ DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
 SELECTED_OF = 4096  # scores of a row, from which selection keeps topk 8-byte numbers
-STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of a GPU's memory, for activations, workspaces, graphs
+STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of GPU memory, for activations, workspaces, graphs
 StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
 SMALL_HIDDEN = 1024

@@ -30,10 +30,10 @@ REST_AFTER = 4  # steps in a row without a draft worth its cost
 REST_STEPS, LONGEST_REST = 256, 4096
 LEARN_STEPS = 8  # plain ones, if their cost is unknown
 PAYS_AFTER = 64  # steps with drafts after which they count as paying off
-GAIN_WEIGHT = 0.1  # of the newest step
+GAIN_WEIGHT = 0.1  # weight of the newest step
 LEAST_GAIN = 0.9, 0.97  # in tokens per ms relative to plain decoding: at first, and later
 TRIES = 2  # measurements of a row count before its cost counts as known
-JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons, too
+JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
 
@@ -93,7 +93,7 @@ class Acceptance:
 
     def __init__(self, places: int) -> None:
         self._rates = [PRIOR] * places
-        self._told = [PRIOR] * places  # what the drafter said on average
+        self._told = [PRIOR] * places  # the chances the drafter reported, on average
         self._proposed: Sequence[float] = ()
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:

@@ -1,7 +1,7 @@
 """One class per layer kind: the tensors of its state.
 
 `pools` names its paged tensors. `carried` is the part of a slot that is still needed at a 128-token
-boundary, `[slots, rows, width]` each, which a cached prefix stores beside its pages. `kept` is that
+boundary, `[slots, rows, width]` each, which a cached prefix stores with its pages. `kept` is that
 storage, `[prefixes, rows, width]`, in the same order.
 """
 

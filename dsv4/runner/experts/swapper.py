@@ -18,7 +18,7 @@ from dsv4.runner.experts.use import ExpertUse, write_profile
 
 log = logging.getLogger(__name__)
 
-TIME_SHARE = 0.02  # of steps, for copies
+TIME_SHARE = 0.02  # of step time, for copies
 READ_EVERY = 32  # steps
 MOST_PLANNED = 64  # swaps, until counts are read again
 
