@@ -105,7 +105,7 @@ def sum_experts_reference(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> 
 
 
 def _no_cases() -> Iterable[Case]:
-    """Their results are compared as what they add up to: tests/ops/kernels/test_shares.py."""
+    """What they add up to is compared: tests/ops/kernels/test_shares_interpreter.py."""
     return ()
 
 
@@ -121,8 +121,6 @@ EXPERT_SUMS = Op(
     _no_cases,
     (Kernel("dsv4.ops.comm.expert_sums_triton"),),
 )
-
-
 SPLIT_EXPERTS = Op(
     "split_experts",
     split_experts_reference,

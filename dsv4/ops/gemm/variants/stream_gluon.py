@@ -54,13 +54,12 @@ def _copy_weights(
 
 
 @gluon.jit
-def _copy_input(room, x, x_stride, num_rows, turn, STAGES: gl.constexpr, WIDE: gl.constexpr):
-    """Missing rows are left as they are: their sums are never stored."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY_INPUT))
+def _copy_input(room, x, row_at, live, turn, STAGES: gl.constexpr, WIDE: gl.constexpr):
+    """Missing rows stay as they are: their sums are never stored."""
     column = gl.arange(0, WIDE * 128, layout=gl.SliceLayout(0, COPY_INPUT))
-    at = gl.expand_dims(row * x_stride, 1) + gl.expand_dims(turn * (WIDE * 128) + column, 0)
-    live = gl.expand_dims(row < num_rows, 1) & (gl.expand_dims(column, 0) >= 0)
-    begin_copy(room.index(turn % STAGES), x + at, mask=live)
+    at = gl.expand_dims(row_at, 1) + gl.expand_dims(turn * (WIDE * 128) + column, 0)
+    mask = gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) >= 0)
+    begin_copy(room.index(turn % STAGES), x + at, mask=mask)
 
 
 @gluon.jit
@@ -158,12 +157,14 @@ def _stream_rows(
     STAGES: gl.constexpr, WIDE: gl.constexpr, MX: gl.constexpr,
 ):  # fmt: skip
     """fp32 `[64, 8]`: all `steps` tiles times up to eight rows."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY_INPUT))
+    row_at, live = row * x_stride, row < num_rows
     input_room = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, ROWS, WIDE * 128], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
     for turn in gl.static_range(STAGES - 1):
         if turn * WIDE < steps:
-            _copy_input(input_room, x, x_stride, num_rows, turn, STAGES, WIDE)
+            _copy_input(input_room, x, row_at, live, turn, STAGES, WIDE)
         commit_group()
     acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
     for turn in range(0, steps // WIDE):
@@ -172,7 +173,7 @@ def _stream_rows(
         following = turn + STAGES - 1
         if following * WIDE < steps:
             _copy_weights(words_room, codes_room, words, codes, following, STAGES, WIDE)
-            _copy_input(input_room, x, x_stride, num_rows, following, STAGES, WIDE)
+            _copy_input(input_room, x, row_at, live, following, STAGES, WIDE)
         commit_group()
         place = turn % STAGES
         acc = _multiply(

@@ -26,6 +26,7 @@ Missing rows and columns of the last tiles are zero. Each tile of a *paired* mat
 up rows) has 32 gate rows and their 32 up rows.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NoReturn, Self
@@ -46,7 +47,7 @@ _SCALE_POWER = 119
 _MOST_EXPONENT = 254  # of a finite bf16
 
 
-class _Tiled(PackedWeight):
+class _Tiled(PackedWeight, ABC):
     """Base of both formats; `packed` and `scale` are tiled as described above."""
 
     packed: Tensor
@@ -90,9 +91,9 @@ class _Tiled(PackedWeight):
             raise KernelError("indexing needs a leading axis (stacked experts); this is a matrix")
         return self.map(lambda value: value[index])
 
+    @abstractmethod
     def plain(self) -> QuantizedTensor:
         """The weight as a checkpoint stores it."""
-        raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.plain().dequantize(dtype)
