@@ -2,8 +2,7 @@
 
 The residual is `hc_mult` streams per token. Before each half-block they are collapsed into one
 normalised row; after it, its result is spread over the streams. The update after one half-block
-and the collapse before the next are one op (`mhc_boundary`). With 4- or 8-bit activations this op
-is fused with its consumer, so the row is quantised where it is computed.
+and the collapse before the next are one op (`mhc_boundary`).
 """
 
 import copy
