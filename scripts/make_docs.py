@@ -291,10 +291,12 @@ def command_page() -> str:
     for name, command in commands(typer.main.get_command(app), "dsv4"):
         own = []
         for param in command.params:
-            if param.opts[0].split("/")[0] in engine:
-                shared.setdefault(param.opts[0], option_row(param))
+            row = option_row(param)
+            is_flag = getattr(param, "is_flag", False) and not param.secondary_opts
+            if param.opts[0].split("/")[0] in engine and not is_flag:  # `doctor --ops` is a flag
+                shared.setdefault(param.opts[0], row)
             else:
-                own.append(option_row(param))
+                own.append(row)
         text = inspect.cleandoc(command.help or "").replace("Example: ", "Example:\n\n    ")
         text = text.replace("Examples: ", "Examples:\n\n    ").replace("; dsv4", "\n    dsv4")
         takes = len(own) < len(command.params)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _COLORS = {"ok": "green", "wrong": "bold red", "skipped": "yellow", "unsupported": "yellow"}
+_RESULTS = {"unsupported": "no kernel"}
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +41,9 @@ def doctor(
     model: str = typer.Argument("tiny", help="A folder, 'tiny', or 'replay'."),
     capsule: Path | None = typer.Argument(None, help="After 'replay': a folder of --save."),
     ops: bool = typer.Option(False, "--ops", help="Only the machine and its kernels, no model."),
+    check_all: bool = typer.Option(
+        False, "--all", help="With --ops: check all cases, however long it takes."
+    ),
     parallel: bool = typer.Option(
         False, "--parallel", help="Only several ranks: exchanges, answers like one rank, times."
     ),
@@ -58,7 +62,7 @@ def doctor(
     *,
     choices: dict[str, Any],
 ) -> None:
-    """Find the operation that is wrong; exit code 1 if there is one.
+    """Find the operation that is wrong; exit code 1 if there is one, 0 if none of those checked is.
 
     Examples: dsv4 doctor; dsv4 doctor ./model --save bug; dsv4 doctor replay bug
     """
@@ -77,6 +81,7 @@ def doctor(
         model,
         EngineConfig.make(**choices),
         with_model=not ops,
+        limit=ops and not check_all,
         options={"prompt": prompt, "tokens": tokens, "against": against, "stream": stream},
     )
     _write(found, subject, save, picture, report, console)
@@ -138,13 +143,14 @@ def _examine(
     choices: EngineConfig,
     *,
     with_model: bool,
+    limit: bool,
     options: dict[str, Any],
 ) -> tuple["DoctorReport", "Subject | None"]:
     import torch
 
     from dsv4.ops.core.gpu import usable_device
+    from dsv4.tools.doctor.device.all_ops import REPORT_SECONDS, check_ops
     from dsv4.tools.doctor.device.machine import examine_machine
-    from dsv4.tools.doctor.device.ops import REPORT_SECONDS, check_ops
     from dsv4.tools.doctor.device.sampling import check_sampling
     from dsv4.tools.doctor.examine import examine_model
     from dsv4.tools.doctor.report import DoctorReport
@@ -157,8 +163,13 @@ def _examine(
     with console.status("looking at the machine"):
         found = DoctorReport(examine_machine(device))
     _print_machine(found.machine, console)
-    with console.status("comparing ops with their references"):
-        found.ops = list(check_ops(device, seconds=None if with_model else REPORT_SECONDS))
+    what = "comparing ops with their references"
+    with console.status(what) as status:
+
+        def count(done: int, total: int) -> None:
+            status.update(f"{what}: {done} of {total} cases")
+
+        found.ops = check_ops(device, seconds=REPORT_SECONDS if limit else None, progress=count)
     with console.status("drawing tokens"), _surviving(found, "drawing tokens"):
         found.ops += check_sampling(device)
     _print_ops(found.ops, console)
@@ -247,24 +258,35 @@ def _print_kernels(rows: list[dict[str, str]], console: Console) -> None:
 
 
 def _print_ops(results: list["OpResult"], console: Console) -> None:
-    from dsv4.tools.doctor.device.ops import summarize
+    from dsv4.tools.doctor.device.all_ops import coverage, summarize
 
     table = Table("op", "runs", "cases", "result", "worst", "us", "")
     for row in summarize(results):
-        color = _COLORS[row["status"]]
+        color, result = _COLORS[row["status"]], _RESULTS.get(row["status"], row["status"])
         worst = f"{row['worst']:.2g}" if row["ran"] != "reference" else ""
         time_us = f"{row['time_us']:g}" if row["time_us"] else ""
         table.add_row(
             row["op"],
             row["ran"],
             str(row["cases"]),
-            f"[{color}]{row['status']}[/]",
+            f"[{color}]{result}[/]",
             worst,
             time_us,
             escape(row["detail"]),
         )
     console.print(table)
     console.print("[dim]worst: largest error in units of what the case allows[/]")
+    seen = coverage(results)
+    for counts, text in (
+        (seen.by_reference, "cases that the reference runs, for the reasons above"),
+        (seen.left_out, "[yellow]cases left out[/], not checked"),
+    ):
+        if counts:
+            listed = ", ".join(f"{op} {count}" for op, count in counts.items())
+            console.print(f"{text}: {listed}", soft_wrap=True)
+    for item in results:
+        if item.status == "skipped" and item.ran == "kernel":  # it had begun
+            console.print(f"[yellow]{escape(f'{item.op}, case {item.case}: {item.detail}')}[/]")
 
 
 def _print_model(model: "ModelReport", console: Console) -> None:
@@ -315,7 +337,7 @@ def _conclude(found: "DoctorReport", console: Console) -> None:
     for line in found.conclusions():
         console.print(f"[red]{escape(line)}[/]", soft_wrap=True)
     if found.ok:
-        console.print("[green]nothing is wrong[/]")
+        console.print(f"[{'green' if found.is_complete else 'yellow'}]{found.verdict()}[/]")
 
 
 def _replay(folder: Path | None, as_json: bool) -> None:

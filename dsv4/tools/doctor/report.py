@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.tools.doctor.check import GridCell
+from dsv4.tools.doctor.device.all_ops import coverage, summarize
 from dsv4.tools.doctor.device.machine import Machine
-from dsv4.tools.doctor.device.ops import OpResult, summarize
+from dsv4.tools.doctor.device.ops import OpResult
 from dsv4.tools.doctor.examine import ModelReport
 from dsv4.tools.doctor.private import private_words, scrub
 
@@ -39,10 +40,28 @@ class DoctorReport:
             )
         return lines + (model_conclusions(self.model) if self.model else []) + self.failures
 
+    @property
+    def is_complete(self) -> bool:
+        """Every case of every op was checked."""
+        return not coverage(self.ops).left_out
+
+    def verdict(self) -> str:
+        """The last line, if nothing is wrong: it says so only of what was checked."""
+        seen = coverage(self.ops)
+        if seen.left_out:
+            return (
+                f"{seen.total - seen.num_left_out} of {seen.total} cases of ops checked, nothing "
+                "wrong among them; --all checks the rest"
+            )
+        return f"nothing is wrong: all {seen.total} cases of ops checked"
+
     def to_json(self) -> dict[str, Any]:
+        cases = coverage(self.ops)
         return {
             "ok": self.ok,
+            "complete": self.is_complete,
             "conclusions": self.conclusions(),
+            "cases": {"total": cases.total, **asdict(cases)},
             "machine": self.machine.to_json(),
             "ops": [_finite(asdict(item)) for item in self.ops],
             "model": model_json(self.model) if self.model else None,

@@ -1,6 +1,7 @@
 """The parts of `doctor`: its formulas, ops, capsule, picture, command."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from dsv4.ops.core.op import Arguments, Kernel, Op
 from dsv4.testing import random_weights, small_config
 from dsv4.tools.doctor.capsule import replay, save_capsule
 from dsv4.tools.doctor.check import hand_on
+from dsv4.tools.doctor.device.all_ops import check_ops, summarize
 from dsv4.tools.doctor.device.machine import examine_machine
-from dsv4.tools.doctor.device.ops import check_ops, summarize
 from dsv4.tools.doctor.device.sampling import SETTINGS
 from dsv4.tools.doctor.examine import ModelReport, examine_model, layers_of
 from dsv4.tools.doctor.picture import svg, terminal
@@ -103,7 +104,7 @@ def test_a_kernel_that_fails_above_500_passes_the_plain_cases_only() -> None:
     def change(reference: Any, a: Arguments) -> Any:
         return reference(**{**a, "x": a["x"].clamp(-500, 500)})
 
-    found = list(check_ops("cpu", ops=planted("linear", change), kernels=True))
+    found = check_ops("cpu", ops=planted("linear", change), kernels=True)
     by_kind = {item.case.rpartition(", ")[2]: set() for item in found}
     for item in found:
         by_kind[item.case.rpartition(", ")[2]].add(item.status)
@@ -117,9 +118,10 @@ def test_a_kernel_that_fails_above_500_passes_the_plain_cases_only() -> None:
 
 def test_a_right_kernel_passes() -> None:
     ops = planted("router", lambda reference, a: reference(**a))
-    found = list(check_ops("cpu", ops=ops, kernels=True))
+    found = check_ops("cpu", ops=ops, kernels=True)
     assert {item.status for item in found} == {"ok", "unsupported"}
-    assert all(item.time_us > 0 for item in found if item.status == "ok")
+    own = {case.name for case in OPS["router"].cases()}
+    assert all((item.time_us > 0) == (item.case in own) for item in found if item.status == "ok")
 
 
 def test_a_wrong_choice_is_wrong_at_any_tolerance() -> None:
@@ -127,12 +129,12 @@ def test_a_wrong_choice_is_wrong_at_any_tolerance() -> None:
         chosen, weights = reference(**a)
         return chosen.flip(1), weights
 
-    found = list(check_ops("cpu", ops=planted("router", change), kernels=True))
+    found = check_ops("cpu", ops=planted("router", change), kernels=True)
     assert "wrong" in {item.status for item in found}
 
 
 def test_references_of_a_cpu_repeat() -> None:
-    found = list(check_ops("cpu", only="router,index_select"))
+    found = check_ops("cpu", only="router,index_select")
     assert {(item.ran, item.status) for item in found} == {("reference", "ok")}
 
 
@@ -234,7 +236,7 @@ def test_report_is_json_and_names_nothing_private(ill: tuple[Subject, ModelRepor
 def run(*arguments: str) -> Any:
     few = {name: OPS[name] for name in ("router", "index_select")}
     quick = patch("dsv4.tools.doctor.device.sampling.SETTINGS", SETTINGS[3:5])
-    with patch("dsv4.tools.doctor.device.ops.OPS", few), quick:
+    with patch("dsv4.tools.doctor.device.all_ops.OPS", few), quick:
         return CliRunner().invoke(app, ["doctor", *arguments])
 
 
@@ -277,6 +279,24 @@ def test_command_on_ops_alone(tmp_path: Path) -> None:
     assert data["model"] is None
     assert {item["op"] for item in data["ops"]} == {"router", "index_select", "sample"}
     assert "issue" in data["next"]
+    assert "nothing is wrong: all" in result.output
+    assert data["complete"] is True
+
+
+def test_command_without_time(tmp_path: Path) -> None:
+    """Cases left out are counted; nothing is said of them, and the exit code stays 0."""
+    report = tmp_path / "r.json"
+    arguments = ("--ops", "--report", str(report), "--device", "cpu")
+    with patch("dsv4.tools.doctor.device.all_ops.REPORT_SECONDS", 0.0):
+        result = run(*arguments)
+        whole = run(*arguments[:1], "--all", *arguments[-2:])
+    assert result.exit_code == 0, result.output
+    assert "nothing is wrong" not in result.output
+    last = " ".join(result.output.split("report in")[1].split())
+    assert re.search(r"\d+ of \d+ cases of ops checked, nothing wrong among them; --all", last)
+    assert re.search(r"cases left out, not checked: router \d+, index_select \d+", result.output)
+    assert json.loads(report.read_text())["complete"] is False
+    assert "nothing is wrong: all" in whole.output
 
 
 def test_a_crash_inside_doctor_is_a_finding(tmp_path: Path) -> None:

@@ -1,18 +1,16 @@
-"""Compares every kernel with its reference on this machine: the op's own cases and harder ones."""
+"""Compares kernels with their references on one case: the op's own cases and harder ones."""
 
+import itertools
 import logging
-import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.ops import OPS
 from dsv4.ops.core.arguments import argument, changed_argument, copied, leaves, same_bits
 from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel
 from dsv4.ops.kv.pool import rotates, round_index
@@ -30,7 +28,6 @@ HARDER = ("outliers", "large", "zero row", "ties")
 _CODES = (torch.uint8, torch.float8_e4m3fn, torch.int16)
 _NEIGHBOURS = 1e-3  # share of rounded codes that may be off by one
 _REPEATS = 7
-REPORT_SECONDS = 75.0  # time limit of a report; cases not begun by then are skipped and counted
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class OpResult:
     op: str
     case: str
     ran: str  # the kernel's module, or "reference"
-    status: str  # ok, wrong, unsupported, skipped
+    status: str  # ok, wrong, unsupported (the reference runs), skipped
     error: float = 0.0  # largest, in units of the tolerance: above 1 is wrong
     where: str = ""  # of the largest error
     atol: float = 0.0
@@ -46,6 +43,19 @@ class OpResult:
     time_us: float = 0.0
     reference_us: float = 0.0
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """An op's own case and the harder ones made of it: they have its shapes, so its kernels."""
+
+    op: str
+    place: int  # among the op's cases
+
+
+def task_cases(op: AnyOp, place: int, kinds: Sequence[str]) -> list[Case]:
+    case = next(itertools.islice(op.cases(), place, None))
+    return [case, *harder(case, op.name, kinds)]
 
 
 def harder(case: Case, op: str, kinds: Sequence[str] = HARDER) -> Iterator[Case]:
@@ -80,71 +90,56 @@ def _change(x: Tensor, kind: str, generator: torch.Generator) -> Tensor:
     return torch.where(x.isinf(), x, x.round().clamp(-1, 1))
 
 
-def check_ops(
-    device: str,
-    *,
-    ops: Mapping[str, AnyOp] | None = None,
-    only: str = "",
-    kernels: bool | None = None,
-    seconds: float | None = None,
-) -> Iterator[OpResult]:
-    """`kernels` None: only on a GPU; a CPU runs references, which must be deterministic and finite.
-    Every op's own cases run before harder ones; after `seconds` an op without a result gets one
-    case, the others none."""
-    use_kernels = device != "cpu" if kernels is None else kernels
-    known = OPS if ops is None else ops
-    chosen = [op for op in known.values() if not only or op.name in only.split(",")]
-    kinds = HARDER if use_kernels else HARDER[:1]
-    plain = [(op, case, False) for op in chosen for case in op.cases()]
-    hard = [(op, made, True) for op, case, _ in plain for made in harder(case, op.name, kinds)]
-    end = time.monotonic() + (math.inf if seconds is None else seconds)
-    skipped: Counter[str] = Counter()
-    seen: set[str] = set()
-    for op, case, is_hard in plain + hard:
-        if op.name in seen and time.monotonic() >= end:
-            skipped[op.name] += 1
-            continue
-        for result in _try_case(op, case, device, use_kernels, scaled=is_hard):
-            seen.add(op.name)
-            yield result
-    for name, count in skipped.items():
-        detail = f"{count} cases left out: {seconds:g} s were over"
-        yield OpResult(name, f"{count} more", "none", "skipped", detail=detail)
-
-
-def _try_case(
+def check_case(
     op: AnyOp, case: Case, device: str, use_kernels: bool, *, scaled: bool
-) -> Iterator[OpResult]:
-    """A case that raises is recorded as a finding."""
+) -> list[OpResult]:
+    """One result for each kernel, or one for the reference. A case that raises is a finding."""
+    found: list[OpResult] = []
     try:
-        yield from _check_case(op, case, device, use_kernels, scaled=scaled)
+        found.extend(_check_case(op, case, device, use_kernels, scaled=scaled))
     except Exception as error:
         log.debug("%s, %s", op.name, case.name, exc_info=True)
         ran = "kernel" if use_kernels else "reference"
         worst = float("inf")
-        yield OpResult(op.name, case.name, ran, "wrong", worst, detail=f"failed: {error!r}")
+        found.append(OpResult(op.name, case.name, ran, "wrong", worst, detail=f"failed: {error!r}"))
+    return found
 
 
 def _check_case(
     op: AnyOp, case: Case, device: str, use_kernels: bool, *, scaled: bool
 ) -> Iterator[OpResult]:
-    drawn = case.build(torch.Generator().manual_seed(1))
-    if any(tensor.numel() == 0 for _, tensor in leaves(drawn)):
-        return  # returned early by the public function
-    arguments = copied(drawn, lambda tensor: tensor.to(device))
+    arguments = arguments_of(case, device)
     if not use_kernels:
         yield _check_reference(op, case, arguments)
         return
     for kernel in op.kernels:
         reason = kernel.supports(arguments)
         if reason is not None:
-            yield OpResult(op.name, case.name, _short(kernel), "unsupported", detail=reason)
+            yield OpResult(op.name, case.name, kernel.name, "unsupported", detail=reason)
             continue
         yield _check_kernel(op, kernel, case, arguments, scaled)
 
 
-def _short(kernel: Kernel) -> str:
-    return kernel.module.rpartition(".")[2]
+def drawn(case: Case) -> Arguments:
+    return case.build(torch.Generator().manual_seed(1))
+
+
+def arguments_of(case: Case, device: str) -> Arguments:
+    arguments: Arguments = copied(drawn(case), lambda tensor: tensor.to(device))
+    return arguments
+
+
+def timed(result: OpResult, op: AnyOp, case: Case, device: str) -> OpResult:
+    """The result with the times of its kernel and of the reference."""
+    arguments = arguments_of(case, device)
+    kernel = next(kernel for kernel in op.kernels if kernel.name == result.ran)
+    calls = (lambda: kernel.run(arguments), lambda: op.reference(**arguments))
+    try:
+        kernel_us, reference_us = (_time_us(call, arguments) for call in calls)
+    except Exception as error:
+        log.debug("%s, %s", op.name, case.name, exc_info=True)
+        return replace(result, status="wrong", detail=f"failed while it was timed: {error!r}")
+    return replace(result, time_us=kernel_us, reference_us=reference_us)
 
 
 def _outputs(op: AnyOp, run: Callable[[Arguments], Any], arguments: Arguments) -> dict[str, Tensor]:
@@ -183,15 +178,13 @@ def _check_kernel(
     return OpResult(
         op.name,
         case.name,
-        _short(kernel),
+        kernel.name,
         "ok" if worst <= 1 else "wrong",
         worst,
         where,
         case.atol,
         case.rtol,
-        _time_us(lambda: kernel.run(arguments), arguments),
-        _time_us(lambda: op.reference(**arguments), arguments),
-        detail,
+        detail=detail,
     )
 
 
@@ -222,6 +215,7 @@ def _compare(
 def _time_us(call: Callable[[], object], arguments: Arguments) -> float:
     on_gpu = any(tensor.is_cuda for _, tensor in leaves(arguments))
     times = []
+    call()  # loads the kernel
     for _ in range(_REPEATS):
         if on_gpu:
             torch.cuda.synchronize()
@@ -231,29 +225,3 @@ def _time_us(call: Callable[[], object], arguments: Arguments) -> float:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e6)
     return round(median(times), 1)
-
-
-def summarize(results: Iterable[OpResult]) -> list[dict[str, Any]]:
-    """One row per op and implementation: number of cases, the worst one, the longest time."""
-    groups: dict[tuple[str, str], list[OpResult]] = {}
-    for item in results:
-        groups.setdefault((item.op, item.ran), []).append(item)
-    rows = []
-    for (op, ran), items in groups.items():
-        tried = [item for item in items if item.status not in ("unsupported", "skipped")]
-        worst = max(tried, key=lambda item: item.error, default=items[0])
-        rows.append(
-            {
-                "op": op,
-                "ran": ran,
-                "status": "wrong" if any(i.status == "wrong" for i in items) else worst.status,
-                "cases": len(tried),
-                "unsupported": len(items) - len(tried),
-                "worst": worst.error,
-                "worst_case": worst.case,
-                "where": worst.where,
-                "time_us": max((i.time_us for i in tried), default=0.0),
-                "detail": worst.detail,
-            }
-        )
-    return rows
