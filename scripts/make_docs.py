@@ -183,11 +183,9 @@ def compiled_table() -> str:
             f"| sm_{architecture} | {len(kernels)} | {len(own)} | {most['registers']} | "
             f"{most['shared'] >> 10} of {limit >> 10} | {hot} | {len(outside)} |"
         )
-    whole = {row["architecture"] for row in compiled_rows() if row["case"].startswith("prompt ")}
-    names = ", ".join(f"sm_{number}" for number in sorted(whole))
     return (
-        f"Compiled with Triton {facts['triton']} on {facts['date']} "
-        f"([record](../{record_path(COMPILED)})), steps of drafts and prompts for {names}:\n\n"
+        f"Compiled with Triton {facts['triton']} on {facts['date']} from one tree "
+        f"([record](../{record_path(COMPILED)})):\n\n"
         "| | kernels | configurations | most registers | most shared memory, KB | reloads in loops "
         "with products | kernels that spill elsewhere |\n|---|---|---|---|---|---|---|\n"
         + "\n".join(rows)
