@@ -5,7 +5,7 @@
     python scripts/measure_activations.py --out some.jsonl --modules "all,attention"
 
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
-what A4 (NVFP4 rows) and A8 (MXFP8) cost. Each width is tried on all modules and on one group of
+what A4 (NVFP4 rows) and A8 (FP8 rows) cost. Each width is tried on all modules and on one group of
 them alone. Prompts come in rounds; every variant answers the same ones, and only those that all of
 them answered in time count. The record has one JSON object per line; the table for
 docs/numerics.md and the default that follows from it are printed. Records are kept in

@@ -21,7 +21,7 @@ from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP, Activations
 class PackedWeight:
     """Shared by all formats: iteration over their tensors, and the activation precision.
 
-    `activations`: what a product rounds its input to: nothing, MXFP8 or NVFP4 rows.
+    `activations`: what a product rounds its input to: nothing, FP8 or NVFP4 rows.
 
     A rank may hold only some rows, but sums along K in the order of the whole matrix:
     `whole_rows`: rows of the whole matrix (0: this one); kernels derive their K split from it.

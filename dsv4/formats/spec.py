@@ -24,7 +24,7 @@ FP8_BLOCK = 128
 # rejected drafts overwrite none that are still read.
 CSA_ROWS = 16
 
-# Precision of a product's input: unrounded, MXFP8, NVFP4.
+# Precision of a product's input: unrounded, FP8 with a scale per 128 columns, NVFP4.
 Activations = Literal["a16", "a8", "a4"]
 WIDTHS: tuple[Activations, ...] = ("a16", "a8", "a4")  # finest first
 

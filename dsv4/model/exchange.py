@@ -27,6 +27,7 @@ from dsv4.ops.comm.shares import (
 )
 from dsv4.ops.fused import block
 from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.gemm.quantize_rows import shares_scales
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import MixSite, Residual, Update, collapse
 from dsv4.ops.moe.experts import Experts
@@ -81,7 +82,7 @@ class ReplicatedRows(SingleRank):
         self.held = layout.experts(config)
 
     def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
-        if activations_of(wo_b) == "a4":  # one scale for all columns of a row
+        if shares_scales(activations_of(wo_b), grouped.shape[1] // len(self.ranges)):
             return linear(self.all_columns(grouped), wo_b)
         own = linear_ranges(grouped, wo_b, self.ranges)
         if self.push is not None:

@@ -25,6 +25,9 @@ NATIVE_AUTO: dict[str, Activations] = {
     "routed experts": "a16",
 }
 
+# The official model rounds the input of every FP8 matrix to a8 but this one's.
+UNROUNDED = "attn.wo_a.weight"
+
 # Activation widths that each stored format supports; MXFP4 outside experts is cast to NVFP4.
 SERVED: dict[StoredFormat, tuple[Activations, ...]] = {
     "nvfp4": WIDTHS,
@@ -92,7 +95,15 @@ def width_of(source: Source, widths: dict[str, Activations]) -> Activations:
         return "a16"
     wanted = widths.get(source.parameter.group, "a16")
     finest_first = WIDTHS[: WIDTHS.index(wanted) + 1]
-    return next(width for width in reversed(finest_first) if width in SERVED[source.format])
+    served = SERVED[source.format]
+    if _by_design(source):
+        served = tuple(width for width in served if width != "a8")
+    return next(width for width in reversed(finest_first) if width in served)
+
+
+def _by_design(source: Source) -> bool:
+    """Whether the input stays unrounded where others are rounded to a8."""
+    return source.name.endswith(UNROUNDED) and "a8" in SERVED[source.format]
 
 
 def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list[str]:
@@ -101,7 +112,7 @@ def fallbacks(sources: Iterable[Source], widths: dict[str, Activations]) -> list
     for source in sources:
         group, given = source.parameter.group, width_of(source, widths)
         wanted = widths.get(group, "a16")
-        if source.parameter.kind == "linear" and given != wanted:
+        if source.parameter.kind == "linear" and given != wanted and not _by_design(source):
             groups = found.setdefault((source.stored.label, wanted, given), [])
             if group not in groups:
                 groups.append(group)
@@ -118,7 +129,8 @@ def describe(sources: Iterable[Source], choice: ActivationChoice) -> list[str]:
     for source in sources:
         if source.parameter.kind in ("linear", "plain"):
             width = width_of(source, choice.widths)
-            groups.setdefault(source.parameter.group, {})[source.stored.label] = width
+            label = f"{source.stored.label}{' wo_a' if _by_design(source) else ''}"
+            groups.setdefault(source.parameter.group, {})[label] = width
     lines = []
     for group, formats in groups.items():
         served = ", ".join(f"{label} weights x {width}" for label, width in formats.items())

@@ -164,7 +164,7 @@ def as_multiplied(x: Tensor, width: str) -> Tensor:
     """Activations as multiplied: a16, a8 or a4."""
     if width == "a16":
         return x
-    return through_nvfp4(x) if width == "a4" else through_fp8(x, 32)
+    return through_nvfp4(x) if width == "a4" else through_fp8(x, 128)
 
 
 def stored_key(key: Tensor, kv_format: str, rope_dim: int) -> Tensor:

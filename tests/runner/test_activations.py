@@ -17,7 +17,8 @@ from dsv4.formats.quantized import Nvfp4Tensor, UnpackedTensor, activations_of
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.context import EngineOps, kernels_only
 from dsv4.ops.gemm.grouped_linear import grouped_linear
-from dsv4.ops.gemm.linear import linear_multi
+from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.gemm.quantize_rows import quantize_a8
 from dsv4.ops.gemm.weights.repack import repack
 from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
@@ -28,6 +29,7 @@ from dsv4.runner.activations import (
     GpuFacts,
     choose_activations,
     describe,
+    width_of,
 )
 from dsv4.runner.load import prepare, tell_activations
 from dsv4.runner.settings import resolve
@@ -201,6 +203,42 @@ def test_weights_of_the_groups_know_their_width(folders: dict[str, Path]) -> Non
             others += [indexer.wq_b, indexer.weights_proj, *indexer.compressor.matrices]
         assert {activations_of(weight) for weight in others} == {"a16"}
     assert {activations_of(weight) for weight in (model.head, model.embedding)} == {"a16"}
+
+
+def test_wo_a_reads_unrounded_rows_at_a8(folders: dict[str, Path], caplog: Any) -> None:
+    """As the official model does."""
+    checkpoint = opened(folders["official"])
+    widths = choose_activations("a8", None).widths
+    found = {name: width_of(source, widths) for name, source in checkpoint.sources.items()}
+    assert found["layers.0.attn.wo_a.weight"] == "a16"
+    assert found["layers.0.attn.wo_b.weight"] == found["layers.0.ffn.experts.w13"] == "a8"
+    assert told(checkpoint, "a8", None, caplog) == []
+    lines = describe(checkpoint.sources.values(), choose_activations("a8", None))
+    [line] = [line for line in lines if line.startswith("attention:")]
+    assert "fp8 weights x a8, fp8 wo_a weights x a16" in line
+
+
+def test_a8_rows_are_those_of_the_official_model() -> None:
+    """One power of two per 128 columns, as small as 448 allows, never below 1e-4 / 448."""
+    x = torch.zeros(5, 256)
+    x[0, 3], x[0, 4], x[0, 127], x[0, 128] = 449.0, 1.0, 17.0, 448.0
+    x[1, 0], x[1, 255] = 1e-9, -3e4
+    x[2, 7], x[3, 200] = float("nan"), float("-inf")
+    codes, scales = quantize_a8(x)
+    powers = scales.int() - 127
+    # 1e-4 / 448 is 2^-22.1
+    assert powers[:2].tolist() == [[1, 0], [-22, 7]]
+    assert powers[4].tolist() == [-22, -22]
+    assert codes[0, [3, 4, 127, 128]].tolist() == [224.0, 0.5, 8.0, 448.0]  # 8.5: ties to even
+    assert codes[1, [0, 255]].tolist() == [2.0**-8, -240.0]  # 1e-9 * 2^22, 234.4
+    assert codes[2, :128].isnan().all()
+    assert codes[3, 128:].isnan().all()
+    assert (codes[2, 128:] == 0).all()
+    assert (codes[3, :128] == 0).all()
+    assert (codes[4] == 0).all()
+    row = linear(torch.stack((x[2], x[0])), _weight(torch.Generator(), 6, 256, width="a8"))
+    assert row[0].isnan().all()
+    assert row[1].isfinite().all()
 
 
 def test_each_width_gives_its_own_numbers(folders: dict[str, Path]) -> None:

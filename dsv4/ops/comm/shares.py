@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4.formats.quantized import Weight, activations_of, k_ranges_of
 from dsv4.ops.core.op import Case, Kernel, Op, check, check_shape
 from dsv4.ops.gemm.linear import range_products
-from dsv4.ops.gemm.quantize_rows import rounded
+from dsv4.ops.gemm.quantize_rows import rounded, shares_scales
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.moe.experts import (
     Experts,
@@ -136,8 +136,8 @@ SUM_EXPERTS = Op(
 
 
 def linear_ranges(x: Tensor, weight: Weight, some: range) -> PartialSums:
-    """The sums of `some` of the weight's ranges of K. `x` has the columns of these alone. With
-    `a4` a range would need the whole row for its scale."""
+    """The sums of `some` of the weight's ranges of K. `x` has the columns of these alone, so none
+    may share a scale with another range (`shares_scales`)."""
     name, total = LINEAR_RANGES.name, k_ranges_of(weight)
     check_shape(name, "x", x, "rows", len(some) * (weight.shape[1] // total))
     check(
@@ -146,9 +146,12 @@ def linear_ranges(x: Tensor, weight: Weight, some: range) -> PartialSums:
         lambda: f"ranges {some} of a weight of {weight.shape[1]} columns in {total} ranges",
     )
     check(
-        activations_of(weight) != "a4",
+        not shares_scales(activations_of(weight), weight.shape[1] // total),
         name,
-        lambda: "activations a4, expected a8 or a16",
+        lambda: (
+            f"activations {activations_of(weight)} and ranges of {weight.shape[1] // total} "
+            "columns: a scale would cover several ranges; expected a16, or a8 and multiples of 128"
+        ),
     )
     if x.shape[0] == 0:
         values = x.new_empty(1, len(some), 0, weight.shape[0], dtype=torch.float32)

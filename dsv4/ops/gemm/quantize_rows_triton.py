@@ -105,19 +105,31 @@ def _store_fp4(value, rows, row, TILED: tl.constexpr):
 
 
 @triton.jit
-def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
-    """Store E4M3 codes and E8M0 scales of `value` `[groups, 32]`; see formats/fp8.py."""
+def a8_scale(value):
+    """(exponent of the scale, its inverse) of fp32 `[groups, 128]`; the inverse is NaN if the group
+    has Inf or NaN."""
     bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    finite = bits < 0x7F800000
     bits = tl.maximum(bits, 0x38D1B717)  # 1e-4
     power = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
     inverse = ((127 - power) << 23).to(tl.float32, bitcast=True)
-    group = tl.arange(0, value.shape[0])
-    live = group < rows.columns // 32
-    at = rows.codes + row * rows.columns + group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    return power, tl.where(finite, inverse, float("nan"))
+
+
+@triton.jit
+def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
+    """Store E4M3 codes and E8M0 scales of `value` `[groups, 128]`; the hardware takes a scale per
+    32 columns, so each is stored four times."""
+    GROUPS: tl.constexpr = value.shape[0]
+    power, inverse = a8_scale(value)
+    group = tl.arange(0, GROUPS)
+    at = rows.codes + row * rows.columns + group[:, None] * 128 + tl.arange(0, 128)[None, :]
     code = to_e4m3(value * inverse[:, None]).to(tl.uint8, bitcast=True)
-    tl.store(at, code, mask=live[:, None])
-    at = _scale_at(row, rows.fold, group, rows.columns // 32, TILED)
-    tl.store(rows.scales + at, (power + 127).to(tl.uint8), mask=live)
+    tl.store(at, code, mask=(group < rows.columns // 128)[:, None])
+    part = group[:, None] * 4 + tl.arange(0, 4)[None, :]
+    at = _scale_at(row, rows.fold, part, rows.columns // 32, TILED)
+    bytes_ = (power + 127).to(tl.uint8)[:, None].broadcast_to(GROUPS, 4)
+    tl.store(rows.scales + at, bytes_, mask=part < rows.columns // 32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -149,7 +161,7 @@ def _quantize_kernel(
             x, own, source, x_stride, size, limit, column, column < size, SOURCE, WEIGHTED
         )  # fmt: skip
         if A8:
-            _store_mxfp8(value.reshape(PAD // 32, 32), rows, row, TILED)
+            _store_mxfp8(value.reshape(PAD // 128, 128), rows, row, TILED)
         else:
             _store_fp4(value.reshape(PAD // 16, 16), rows, row, TILED)
 

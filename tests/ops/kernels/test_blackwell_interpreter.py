@@ -14,7 +14,7 @@ import torch
 from dsv4.formats import fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor
 from dsv4.ops.core.context import EngineOps
-from dsv4.ops.gemm.quantize_rows import Fp4Rows, quantize_rows
+from dsv4.ops.gemm.quantize_rows import Fp4Rows, quantize_a8, quantize_rows
 from dsv4.ops.gemm.weights.repack import mxfp4_as_nvfp4, repack
 from dsv4.ops.gemm.weights.scaled import ScaledTensor, scaled_weight, tile_scales, untile_scales
 from dsv4.ops.gemm.weights.tiled import TiledNvfp4
@@ -125,18 +125,20 @@ def check_rows() -> None:
     assert differing <= 2, f"{differing} bytes: more than exp's last bit explains"
     assert torch.equal(scales, wanted.scales.view(torch.uint8))
 
-    # MXFP8, two rows side by side in one row of the product
-    x = torch.randn(6, 96) * 1000
-    x[0], x[1, :32], x[2, 5] = 0, 1e-9, float("nan")
-    x[3, 0], x[3, 32] = 448 * 64, 450 * 64  # just fits its scale, just does not
+    # a8, two rows side by side in one row of the product
+    x = torch.randn(6, 160) * 1000
+    x[0], x[1, :128], x[2, 5], x[4, 130] = 0, 1e-9, float("nan"), float("-inf")
+    x[3, 0], x[3, 128] = 448 * 64, 450 * 64  # just fits its scale, just does not
     rows = quantize_rows_triton.make_rows(
-        x.device, 6, 96, tiled=True, name="test8", fold=2, a8=True
+        x.device, 6, 160, tiled=True, name="test8", fold=2, a8=True
     )
     quantize_rows_triton.fill_rows(rows, x)
-    data, power = fp8.quantize_groups(torch.nn.functional.pad(x, (0, 160)), 32, check=False)
+    data, power = quantize_a8(torch.nn.functional.pad(x, (0, 96)))
     assert torch.equal(rows.codes[: 6 * 256].view(6, 256), data.view(torch.uint8))
+    assert data[2, :128].isnan().all()
+    assert data[4, 128:].isnan().all()
     scales = untile_scales(rows.scales[: 128 * 16].view(1, 4, 2, 256))
-    assert torch.equal(scales[:3].reshape(6, 8), power)
+    assert torch.equal(scales[:3].reshape(6, 8), power.repeat_interleave(4, 1))
 
 
 def check_cases(name: str, skip: tuple[str, ...] = ()) -> None:
@@ -163,7 +165,8 @@ def fill_by_reference(rows: Any, x: torch.Tensor) -> None:
     time over a row."""
     x = torch.nn.functional.pad(x.float(), (0, rows.columns - x.shape[1]))
     if rows.a8:
-        codes, scales = fp8.quantize_groups(x, 32, check=False)
+        codes, scales = quantize_a8(x)
+        scales = scales.repeat_interleave(4, 1)
     else:
         codes, scales, row_scale = quantize_rows(x)
         rows.row_scale[: x.shape[0]] = row_scale
