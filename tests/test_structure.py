@@ -114,8 +114,9 @@ LINE_BUDGET = {
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
-    # 90 for reports of any card: nothing private, an end; 440 for every case in worker processes
-    "tools": 9940,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    # 90 for reports of any card: nothing private, an end
+    # 560 for reports of every case: worker processes, fused steps
+    "tools": 10060,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
     "cli": 2700,  # 200 for plans over several GPUs and join
     "deploy": 1000,
     "__main__.py": 10,

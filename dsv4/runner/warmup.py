@@ -62,6 +62,7 @@ def warm_up(
             pieces()
     compiled = time.perf_counter()
     freeze_workspaces(device)
+    torch.cuda.empty_cache()  # graphs have their own pool, and a capture cannot free this memory
     capture(pieces)
     log.info(
         "warm-up: compiled in %.1f s, %d graphs in %.1f s, workspaces %s",

@@ -2,19 +2,21 @@
 
 import signal
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from dsv4.ops import OPS
+from dsv4.ops.core.context import current
 from dsv4.parallel.fork_server import ForkServer
-from dsv4.tools.doctor.device import workers
+from dsv4.tools.doctor.device import steps, workers
 from dsv4.tools.doctor.device.all_ops import check_ops, coverage, ordered_tasks, summarize
 from dsv4.tools.doctor.device.machine import examine_machine, format_of
 from dsv4.tools.doctor.device.ops import OpResult, drawn
 from dsv4.tools.doctor.device.workers import WorkerPool, num_workers
 from dsv4.tools.doctor.report import DoctorReport
+from dsv4.tools.speed.model import shape_config
 from tests.tools.doctor.fake_ops import FAKES
 
 MODULE = "tests.tools.doctor.fake_ops"
@@ -119,7 +121,7 @@ def test_without_workers_one_process_checks(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_limit_leaves_out_second_sizes_first() -> None:
-    some = ("linear", "rope", "kv_store", "attention", "router", "experts")
+    some = ("linear", "kv_store", "attention", "router", "experts")
     ops = {name: OPS[name] for name in some}
     tasks = ordered_tasks(ops)
     cases = {name: list(op.cases()) for name, op in ops.items()}
@@ -177,3 +179,28 @@ def test_number_of_workers() -> None:
     assert num_workers(16, 166, 8 * gb, 60 * gb) == 4
     assert num_workers(16, 166, gb // 2, gb) == 1
     assert num_workers(16, 3, 140 * gb, 120 * gb) == 3
+
+
+def test_steps_with_fusions_are_steps_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = shape_config("trial", None)
+    layers = {item.name: getattr(small, item.name) for item in fields(small)}
+    monkeypatch.setattr(steps, "LAYERS", layers)
+    steps._model.cache_clear()
+    ops = {"step": steps.STEP}
+    kinds = [task.place for task in ordered_tasks(ops)]
+    assert kinds == list(range(8))
+    found = check_ops("cpu", ops=ops, kernels=True)
+    assert {(item.ran, item.status) for item in found} == {("fused_step", "ok")}
+    right = steps.forward
+
+    def wrong(*arguments: Any) -> None:
+        right(*arguments)
+        if current().observer is None:
+            steps.logits_of(*arguments[2:])[0, 3] += 1e-5
+
+    monkeypatch.setattr(steps, "forward", wrong)
+    again = check_ops("cpu", ops=ops, kernels=True)
+    steps._model.cache_clear()
+    assert {item.case: item.status for item in again} == {
+        item.case: "ok" if item.case.startswith("prompt") else "wrong" for item in found
+    }

@@ -1,5 +1,5 @@
-"""Checks every case of every op: on a GPU in worker processes, each op in each number format first,
-so that a time limit leaves out second sizes, not formats."""
+"""Checks every case of every op, and steps with fusions: on a GPU in worker processes, each op in
+each number format first, so that a time limit leaves out second sizes, not formats."""
 
 import logging
 import math
@@ -27,6 +27,7 @@ from dsv4.tools.doctor.device.ops import (
     task_cases,
     timed,
 )
+from dsv4.tools.doctor.device.steps import STEP
 from dsv4.tools.doctor.device.workers import WORKERS, WorkerPool, num_workers
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def check_ops(
     have not begun after `seconds` are skipped. `progress` gets the numbers of cases checked and of
     all."""
     use_kernels = device != "cpu" if kernels is None else kernels
-    known = OPS if ops is None else ops
+    known = ops or (OPS if device == "cpu" else {**OPS, STEP.name: STEP})
     chosen = {op.name: op for op in known.values() if not only or op.name in only.split(",")}
     end = time.monotonic() + (math.inf if seconds is None else seconds)
     how = OpsCheck(device, chosen, use_kernels, HARDER if use_kernels else HARDER[:1], end)
@@ -86,7 +87,8 @@ def check_ops(
 
 def ordered_tasks(ops: Mapping[str, AnyOp]) -> list[Task]:
     """All cases but empty ones, which public functions answer themselves: the first of each op and
-    format, formats of checkpoints before float32, then their second sizes, and so on."""
+    format, formats of checkpoints before float32, then their second sizes, and so on. Every kind of
+    step counts as a format."""
     seen: Counter[tuple[str, str]] = Counter()
     ranked: list[tuple[int, bool, int, str, int]] = []
     for op in ops.values():
@@ -94,7 +96,7 @@ def ordered_tasks(ops: Mapping[str, AnyOp]) -> list[Task]:
             arguments = drawn(case)
             if any(tensor.numel() == 0 for _, tensor in leaves(arguments)):
                 continue
-            label = format_of(arguments)
+            label = case.name if op is STEP else format_of(arguments)
             ranked.append((seen[op.name, label], label in _RESEARCH, len(ranked), op.name, place))
             seen[op.name, label] += 1
     return [Task(name, place) for *_, name, place in sorted(ranked)]
@@ -148,7 +150,7 @@ def _add_times(how: OpsCheck, tasks: list[Task], found: Found, seconds: float) -
     for task in tasks:
         results = found.get((task, 0), [])
         for place, result in enumerate(results):
-            if result.status == "ok" and time.monotonic() < end:
+            if result.status == "ok" and task.op != STEP.name and time.monotonic() < end:
                 case = how.cases(task)[0]
                 results[place] = timed(result, how.ops[task.op], case, how.device)
 

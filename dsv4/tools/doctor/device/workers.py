@@ -27,6 +27,7 @@ from dsv4.ops.core.op import AnyOp
 from dsv4.parallel.commands import Link, Message
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
 from dsv4.tools.doctor.device.ops import OpResult, Task, check_case, task_cases
+from dsv4.tools.doctor.device.steps import STEP
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +176,10 @@ def _how(status: int | None) -> str:
 # --- the worker's side ----------------------------------------------------------------------------
 
 
-def main(connection: socket.socket, ops: Mapping[str, AnyOp] = OPS) -> int:
+KNOWN_OPS = {**OPS, STEP.name: STEP}
+
+
+def main(connection: socket.socket, ops: Mapping[str, AnyOp] = KNOWN_OPS) -> int:
     os.dup2(2, 1)  # the client's output may be JSON
     torch.set_num_threads(1)
     link = Link(connection)
