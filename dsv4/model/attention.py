@@ -88,6 +88,8 @@ class Attention:
     ) -> Tensor | PartialSums:
         """The results of `inputs` -> `[tokens, hidden]`; updates the layer's state."""
         latent, kv, *rest = projected
+        if not len(kv):  # a home without a sequence in this step
+            return kv.new_empty(0, self.wo_b.shape[0])
         table = step.csa_table if self.indexer is not None else step.hca_table
         key = WindowKey(
             kv, self.kv_norm, self.frequencies, self.eps, step.batch, state.window,

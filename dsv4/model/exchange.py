@@ -1,20 +1,25 @@
-"""Two ways for the ranks of a tensor group to share a layer, with bit-identical results:
+"""Ways for the ranks of a tensor group to share a layer, with bit-identical results:
 
     ReplicatedRows   few rows: every rank has all rows and streams; each computes its ranges of K
                      of `wo_b` and its experts, and every rank gets all parts
     ShardedRows      many rows: a rank has streams, mHC, sums and the shared expert for its own rows
                      only; collapsed rows are gathered, finished rows and parts go to the row's
                      owner
+    HomedRows        data-parallel attention: a rank has all heads and the rows of its own
+                     sequences, any number of them; only experts are shared, as with ShardedRows
 
 Partial sums are added in one fixed order, whichever rank computed them: ranges of K ascending;
 experts ascending, the shared one last. `SingleRank` exchanges nothing and uses all fusions.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight, activations_of
+from dsv4.model.inputs import HomeRows
 from dsv4.model.mhc import collapse_head
 from dsv4.ops.comm.own_experts import own_experts
 from dsv4.ops.comm.shares import (
@@ -132,10 +137,19 @@ class ReplicatedRows(SingleRank):
 
 
 class ShardedRows(ReplicatedRows):
-    def __init__(self, layout: RankLayout, comm: Comm, config: ModelConfig, num_rows: int) -> None:
-        super().__init__(layout, comm, config)
-        self.num_rows, self.rows = num_rows, layout.rows(num_rows)
-        self.owned = layout.owned(num_rows)
+    def __init__(
+        self,
+        layout: RankLayout,
+        comm: Comm,
+        config: ModelConfig,
+        owned: Sequence[int],
+        load: Tensor | None = None,
+    ) -> None:
+        """`owned`: rows of each rank, which follow each other. Ranks that push own as many as rank
+        0 each, until none is left."""
+        super().__init__(layout, comm, config, load)
+        self.owned, first = list(owned), sum(owned[: layout.tp_rank])
+        self.rows = range(first, first + owned[layout.tp_rank])
 
     def own(self, rows: Tensor) -> Tensor:
         return rows[self.rows.start : self.rows.stop]
@@ -152,7 +166,7 @@ class ShardedRows(ReplicatedRows):
             parts = split_experts(every_x, every, weights, by, self.all_columns)
             sums = self.to_owners(sum_in_order(sum_in_order(parts, 2), 1))
             return sum_experts(sums[:, None, None], shared, x.dtype)
-        local = own_experts(every, self.held)
+        local = own_experts(every, self.held, self.load)
         made = expert_sums(every_x, local, weights, by, with_shared=False)
         if self.push is not None:
             return self.push.sum_pairs(made.parts, local, shared, self.owned[0])
@@ -176,7 +190,44 @@ class ShardedRows(ReplicatedRows):
 
     def all_rows(self, x: Tensor) -> Tensor:
         missing = self.owned[0] - x.shape[0]
-        return self.gather(_padded(x, missing)).flatten(0, 1)[: self.num_rows]
+        return self.gather(_padded(x, missing)).flatten(0, 1)[: sum(self.owned)]
+
+
+class HomedRows(ShardedRows):
+    def __init__(
+        self,
+        layout: RankLayout,
+        comm: Comm,
+        config: ModelConfig,
+        homes: HomeRows,
+        load: Tensor | None,
+    ) -> None:
+        super().__init__(layout, comm, config, homes.rows, load)
+        self.homes = homes
+
+    def own(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def all_rows(self, x: Tensor) -> Tensor:
+        most = max(self.owned)
+        every = self.gather(_padded(x, most - x.shape[0]))
+        if min(self.owned) == most:
+            return every.flatten(0, 1)
+        return torch.cat([rows[:count] for rows, count in zip(every, self.owned, strict=True)])
+
+    def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
+        """Attention stays at home: nothing is gathered."""
+        streams, x, post, comb = collapse(residual, site)
+        return streams, post, comb, linear_multi(x, *by)
+
+    def project(self, grouped: Tensor, wo_b: Weight) -> Tensor | PartialSums:
+        return SingleRank.project(self, grouped, wo_b)
+
+    def hidden(self, residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
+        """Rows of all homes in the order of the logits; a range of the vocabulary needs all."""
+        own, most = collapse_head(residual, site, rows), max(self.homes.logits)
+        every = self.gather(_padded(own, most - own.shape[0])).flatten(0, 1)
+        return every[self.homes.order]
 
 
 class Exchange:
@@ -189,12 +240,16 @@ class Exchange:
         self.rows_from = rows_from
         self.expert_load: Tensor | None = None  # see `own_experts`; only in steps with few rows
 
-    def sharing(self, num_rows: int) -> SingleRank:
+    def sharing(self, num_rows: int, homes: HomeRows | None = None) -> SingleRank:
         if self.layout.tp == 1:
             return SingleRank()
+        ends = self.layout, self.comm, self.config
+        if homes is not None:
+            load = self.expert_load if sum(homes.rows) < self.rows_from else None
+            return HomedRows(*ends, homes, load)
         if num_rows < self.rows_from:
-            return ReplicatedRows(self.layout, self.comm, self.config, self.expert_load)
-        return ShardedRows(self.layout, self.comm, self.config, num_rows)
+            return ReplicatedRows(*ends, self.expert_load)
+        return ShardedRows(*ends, self.layout.owned(num_rows))
 
     def logits(self, hidden: Tensor, head: Weight) -> Tensor:
         """fp32 `[rows, vocabulary]`, the ranks' parts concatenated."""

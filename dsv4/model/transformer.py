@@ -131,8 +131,7 @@ class Transformer:
         a drafter; single rank only."""
         logits, layout = self.run_stage(step, state, taps), self.exchange.layout
         if layout.rank == 0 and layout.pp > 1:
-            rows = step.token_ids if step.logits_rows is None else step.logits_rows
-            logits = logits.new_empty(len(rows), self.config.vocab_size)
+            logits = logits.new_empty(step.num_logits, self.config.vocab_size)
             self.exchange.comm.receive_logits(logits)()
         return logits
 
@@ -141,7 +140,8 @@ class Transformer:
     ) -> Tensor:
         """This rank's part of a step, without waiting for later stages. The last stage returns the
         logits and sends them to rank 0; other stages return no rows."""
-        layout, sharing = self.exchange.layout, self.exchange.sharing(step.token_ids.shape[0])
+        layout = self.exchange.layout
+        sharing = self.exchange.sharing(step.token_ids.shape[0], step.homes)
         residual = Residual(self._streams(step, sharing))
         for layer, block in enumerate(self.blocks):
             residual = block(residual, step, state[layer], sharing)

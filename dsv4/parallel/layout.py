@@ -2,7 +2,8 @@
 
 The world is `pp` stages of `tp` ranks; rank = stage * tp + place in the stage's tensor group. A
 stage has consecutive layers. Inside a tensor group a rank has whole output groups of heads, whole
-experts and a range of the vocabulary; the rest, and the state, is replicated.
+experts and a range of the vocabulary; the rest, and the state, is replicated. With data-parallel
+attention a rank has all heads, and the state of its own sequences only: it is their *home*.
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ MOST_TP = 8  # ranks of a tensor group: more would span nodes and cut the shared
 @dataclass(frozen=True)
 class RankLayout:
     """`stages`: the layers of each stage, from `balance`; not needed for a single stage.
-    `split_experts`: a rank has a range of every expert instead of whole experts."""
+    `split_experts`: a rank has a range of every expert instead of whole experts.
+    `data_attention`: a rank has all heads, for the sequences whose home it is."""
 
     tp: int = 1
     pp: int = 1
     rank: int = 0
     stages: tuple[range, ...] = ()
     split_experts: bool = False
+    data_attention: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
@@ -68,6 +71,11 @@ class RankLayout:
         return range(self.stage * self.tp, (self.stage + 1) * self.tp)
 
     @property
+    def homes(self) -> int:
+        """How many ranks of a tensor group have sequences of their own."""
+        return self.tp if self.data_attention else 1
+
+    @property
     def logits_rank(self) -> int:
         """The rank that sends the logits to rank 0, which samples."""
         return (self.pp - 1) * self.tp
@@ -77,7 +85,7 @@ class RankLayout:
         return range(groups.start * each, groups.stop * each)
 
     def groups(self, config: ModelConfig) -> range:
-        return self._share(config.o_groups)
+        return range(config.o_groups) if self.data_attention else self._share(config.o_groups)
 
     def experts(self, config: ModelConfig) -> range:
         return range(config.num_experts) if self.split_experts else self._share(config.num_experts)
@@ -111,12 +119,18 @@ class RankLayout:
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this layout does not fit."""
-        most = k_ranges(config)
-        allowed = [n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0]
+        allowed = allowed_tp(config, data_attention=self.data_attention)
         if self.tp not in allowed:
+            most = MOST_TP if self.data_attention else k_ranges(config)
+            groups = "" if self.data_attention else f" ({config.o_groups} output groups)"
             raise OptionError(
-                f"tp is {self.tp}, expected a divisor of {most} ({config.o_groups} output groups) "
+                f"tp is {self.tp}, expected a divisor of {most}{groups} "
                 f"that divides {config.num_experts} experts: {', '.join(map(str, allowed))}"
+            )
+        if self.data_attention and self.tp == 1:
+            raise OptionError(
+                "attention is 'dp' with tp 1, expected several ranks, each with sequences of its "
+                "own; give tp, or leave attention out"
             )
         sizes = config.moe_intermediate_size, config.hidden_size
         if self.split_experts and any(size % self.tp for size in sizes):
@@ -137,6 +151,12 @@ class RankLayout:
     def _share(self, count: int) -> range:
         share = count // self.tp
         return range(self.tp_rank * share, (self.tp_rank + 1) * share)
+
+
+def allowed_tp(config: ModelConfig, *, data_attention: bool = False) -> list[int]:
+    """How many ranks can share a layer of this model. Ranks with all heads share experts only."""
+    most = MOST_TP if data_attention else k_ranges(config)
+    return [n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0]
 
 
 def k_ranges(config: ModelConfig) -> int:
