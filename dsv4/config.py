@@ -250,6 +250,7 @@ class EngineOptions(TypedDict, total=False):
     tp: int | Literal["auto"]
     pp: int
     experts: str
+    attention: str
     comm: str
     nodes: int
     head: str | None
@@ -259,7 +260,12 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
 
 
-DRAFTERS = ("auto", "off", "lookup", "mtp", "dspark")
+_CHOICES = {
+    "dtype": "auto bfloat16 float32", "kv_format": "auto fp8 bf16 fp32",
+    "index_format": "auto fp4 fp8 bf16 fp32", "activations": "auto a4 a8 a16",
+    "draft": "auto off lookup mtp dspark", "experts": "whole split", "attention": "tp dp",
+    "comm": "auto symmetric nccl gloo",
+}  # fmt: skip
 MAX_DRAFT_TOKENS = 7
 
 
@@ -307,6 +313,7 @@ class EngineConfig:
     )
     pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
     experts: str = field(default="whole", metadata={"help": "whole on a rank, or split over all"})
+    attention: str = field(default="tp", metadata={"help": "divide heads (tp) or sequences (dp)"})
     comm: str = field(
         default="auto", metadata={"help": "between ranks: auto, symmetric, nccl or gloo"}
     )
@@ -322,19 +329,16 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
-        _check_choice("kv_format", self.kv_format, ("auto", "fp8", "bf16", "fp32"))
-        _check_choice("index_format", self.index_format, ("auto", "fp4", "fp8", "bf16", "fp32"))
-        _check_choice("experts", self.experts, ("whole", "split"))
-        _check_choice("comm", self.comm, ("auto", "symmetric", "nccl", "gloo"))
-        _check_choice("activations", self.activations, ("auto", "a4", "a8", "a16"))
+        for name, allowed in _CHOICES.items():
+            if (value := getattr(self, name)) not in allowed.split():
+                among = ", ".join(allowed.split())
+                raise OptionError(f"{name} is {value!r}, expected one of {among}")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):
             raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         for name in ("max_context", "max_sequences", "state_tokens", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise OptionError(f"{name} is {value!r}, expected a whole number above 0")
-        _check_choice("draft", self.draft, DRAFTERS)
         most = self.draft_tokens
         if most is not None and (type(most) is not int or not 1 <= most <= MAX_DRAFT_TOKENS):
             raise OptionError(f"draft_tokens is {most!r}, expected 1 to {MAX_DRAFT_TOKENS}")
@@ -392,8 +396,3 @@ class EngineConfig:
                 f"unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}"
             )
         return cls(**choices)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise OptionError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")

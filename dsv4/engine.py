@@ -27,7 +27,7 @@ from typing import Any, Unpack
 
 import torch
 
-from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.geometry import POOLS
 from dsv4.chat.dialect import Dialect, choose_dialect
 from dsv4.chat.encode import encode_prompt
 from dsv4.chat.output.answer import AnswerText
@@ -53,6 +53,7 @@ from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Guides, Matcher, MinTokens, PendingGuide, SamplingRow
 from dsv4.scheduler import Audit, AuditedAnswer, ScheduledTokens, Scheduler, SequenceState
 from dsv4.scheduler.drafts import Drafting, Given, Lookup
+from dsv4.scheduler.home import open_homes
 from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener
 from dsv4.util.progress import Progress
@@ -96,21 +97,17 @@ class Engine:
             loaded.model, loaded.settings, warm_up_progress, loaded.team, loaded.draft,
             loaded.swapper,
         )  # fmt: skip
-        pages, state = self._runner.pages, self._runner.state
-        self._prefix = None
-        if loaded.settings.prefix_cache:
-            self._prefix = PrefixCache(
-                pages, self._runner.state_copier, state.num_snapshots, disk_store(loaded, state)
-            )
-        self.prefixes = self._prefix  # for a router: which ones are cached
+        store = disk_store(loaded, self._runner.state) if loaded.settings.prefix_cache else None
+        self._homes = open_homes(self._runner.homes, self._runner.copiers, store)
+        self._prefixes = [home.prefix for home in self._homes if home.prefix is not None]
         most, make = loaded.settings.draft_tokens, Lookup if self._runner.drafter is None else Given
         sizes, room = (most, self.config.vocab_size), self._runner.buffers.most_drafts
         how = {"learns": loaded.settings.draft_auto, "peeks": make is Lookup}
         drafting = Drafting(*sizes, self._allowed_drafts, make, room, **how) if most else None
         self._drafting = drafting
         self._scheduler = Scheduler(
-            pages, loaded.settings.chunk_tokens, self._prefix, self._emit_sequence, self._budget(),
-            None if drafting is None else drafting.propose, self._runner.num_lanes,
+            self._homes, loaded.settings.home_share.chunk_tokens, self._emit_sequence,
+            self._budget(), None if drafting is None else drafting.propose, self._runner.num_lanes,
         )  # fmt: skip
         self._pipeline = Pipeline(
             self._scheduler,
@@ -296,15 +293,15 @@ class Engine:
     def stats(self) -> Stats:
         """Current state, and counters since start."""
         team, audit = self._runner.team, self._audit
-        pools = {str(pool): a for pool, a in self._runner.pages.allocators.items()}
+        pools = [home.pages.allocators for home in self._homes]
         return Stats(
             num_waiting=len(self._live) - self._scheduler.num_running,
             num_running=self._scheduler.num_running,
-            pages_total={name: a.num_pages for name, a in pools.items()},
-            pages_used={n: a.num_pages - a.num_available for n, a in pools.items()},
-            pages_cached={name: a.num_idle for name, a in pools.items()},
-            num_prefix_asked=self._prefix.num_asked if self._prefix else 0,
-            num_prefix_hit=self._prefix.num_hit if self._prefix else 0,
+            pages_total={n: sum(by[n].num_pages for by in pools) for n in POOLS},
+            pages_used={n: sum(by[n].num_used for by in pools) for n in POOLS},
+            pages_cached={n: sum(by[n].num_idle for by in pools) for n in POOLS},
+            num_prefix_asked=sum(prefix.num_asked for prefix in self._prefixes),
+            num_prefix_hit=sum(prefix.num_hit for prefix in self._prefixes),
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=self._scheduler.num_preemptions,
@@ -323,11 +320,15 @@ class Engine:
         """Abort running requests and write the prefixes worth keeping to disk."""
         for request_id in list(self._live):
             self.abort(request_id)
-        if self._prefix is not None:
-            self._prefix.flush()
+        for prefix in self._prefixes:
+            prefix.flush()
         if "_guides" in self.__dict__:  # created on first use
             self._guides.close()
         self._runner.close()
+
+    def cached_prefixes(self) -> set[bytes]:
+        """Keys of the prefixes in memory, for a router."""
+        return set().union(*(prefix.keys() for prefix in self._prefixes))
 
     @property
     def failure(self) -> Dsv4Error | None:
@@ -336,10 +337,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise if a page or slot is leaked or miscounted. For tests, and when idle."""
-        if self._prefix is not None:
-            self._prefix.check_integrity()
-        else:
-            self._runner.pages.check_integrity()
+        for home in self._homes:
+            (home.prefix or home.pages).check_integrity()
 
     # --- whole answers ------------------------------------------------------------------------
 
@@ -422,14 +421,15 @@ class Engine:
             self.settings.max_context,
             self.settings.max_context,
         )
-        pages = self._runner.pages.open()
+        home = max(self._runner.homes, key=lambda home: home.num_free_slots)
+        pages = home.open()
         try:
-            size = min(self.settings.chunk_tokens, self._runner.scored_tokens)
+            size = min(home.geometry.chunk_tokens, self._runner.scored_tokens)
             for start in range(0, len(token_ids), size):
                 part = list(token_ids[start : start + size])
                 yield self._runner.step([Chunk(pages, part, len(part))])
         finally:
-            self._runner.pages.close(pages)
+            home.close(pages)
 
     # --- the steps in between -----------------------------------------------------------------
 

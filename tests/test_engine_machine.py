@@ -143,8 +143,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_prefixes(self) -> None:
-        assert self.engine._prefix is not None
-        self.engine._prefix.clear()
+        assert self.engine._prefixes
+        for prefix in self.engine._prefixes:
+            prefix.clear()
 
     @rule()
     def restart(self) -> None:

@@ -104,13 +104,14 @@ LINE_BUDGET = {
     "chat": 4500,
     "sampling": 700,
     "model": 1600,
-    "scheduler": 1000,
+    "scheduler": 1160,  # 160 for homes: where a sequence runs, what a home has room for
     # 300 for ranks: starting them, following commands; 550 for layouts: their forecast, the choice;
     # 150 for where ranks meet;
     # 750 for drafts
     # 800 for experts in host memory: what fits, moving them, which ones stay
     # 100 for DSpark, 110 for cards, what they cannot do and were measured to do
-    "runner": 5150,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
+    # 220 for attention by sequences: lines, state and copies of several homes, their forecast
+    "runner": 5400,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan

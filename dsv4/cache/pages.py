@@ -41,6 +41,10 @@ class PageAllocator:
         return len(self._free) + self._num_idle
 
     @property
+    def num_used(self) -> int:
+        return len(self._references) - self.num_available
+
+    @property
     def num_pages(self) -> int:
         return len(self._references)
 
@@ -115,9 +119,11 @@ class PageAllocator:
 
 @dataclass(eq=False)
 class SequencePages:
-    """A sequence's slot, its length in tokens, and its pages by table column."""
+    """A sequence's slot, its length in tokens, and its pages by table column. Slots are numbered
+    over all homes, pages within one."""
 
     slot: int
+    home: int = 0
     length: int = 0
     columns: dict[Pool, Columns] = field(default_factory=lambda: {pool: {} for pool in POOLS})
     full_at: int = 0  # its pages suffice up to this length
@@ -136,13 +142,17 @@ class Growth:
 
 
 class StatePages:
-    """Slots and pages of all running sequences."""
+    """Slots and pages of all running sequences, or of those at one home."""
 
-    def __init__(self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int]) -> None:
+    def __init__(
+        self, geometry: Geometry, num_slots: int, num_pages: dict[Pool, int], home: int = 0
+    ) -> None:
         self.geometry = geometry
+        self.home = home
         self.allocators = {pool: PageAllocator(pool, num_pages[pool]) for pool in POOLS}
         self.reclaim: Callable[[Pool, int], None] | None = None  # frees this many pages
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        first = home * num_slots
+        self._free_slots = list(range(first + num_slots - 1, first - 1, -1))
         self._open: list[SequencePages] = []
 
     @property
@@ -152,7 +162,7 @@ class StatePages:
     def open(self) -> SequencePages:
         if not self._free_slots:
             raise CapacityError("all sequence slots are taken; wait for a sequence to end")
-        sequence = SequencePages(self._free_slots.pop())
+        sequence = SequencePages(self._free_slots.pop(), self.home)
         self._open.append(sequence)
         return sequence
 

@@ -79,13 +79,15 @@ class PrefixCache:
         copier: StateCopier,
         num_snapshots: int,
         store: Store | None = None,
+        seen: "OrderedDict[bytes, None] | None" = None,
     ) -> None:
+        """`seen`: shared by the caches of several homes, for `seen_prefix_len`."""
         self._pages = pages
         self._copier = copier
         self._store = store
         self._free_rows = list(range(num_snapshots - 1, -1, -1))
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._seen: OrderedDict[bytes, None] = OrderedDict() if seen is None else seen
         self.num_asked = self.num_hit = self.num_evicted = 0
         pages.reclaim = self._reclaim
 

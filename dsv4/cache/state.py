@@ -22,9 +22,14 @@ class StateTensors:
         num_pages: dict[Pool, int],
         device: str,
         layers: range | None = None,
+        *,
+        spare: bool = False,
     ) -> None:
+        """`spare`: one more slot and window page, for rows that stand for no sequence."""
         kinds = geometry.config.kinds
         self.num_snapshots = geometry.kept_prefixes * num_slots
+        num_slots += spare
+        num_pages = {**num_pages, "window": num_pages["window"] + spare}
         self.layers: list[LayerState] = [
             KINDS[kinds[layer]].allocate(geometry, num_slots, num_pages, device)
             for layer in (range(len(kinds)) if layers is None else layers)

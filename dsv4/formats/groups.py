@@ -15,7 +15,7 @@ def split(x: torch.Tensor, group: int) -> torch.Tensor:
     short = -x.shape[-1] % group
     if short:
         x = torch.nn.functional.pad(x, (0, short))
-    return x.reshape(*x.shape[:-1], -1, group)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
 def expand(scale: torch.Tensor, group: int, channels: int) -> torch.Tensor:

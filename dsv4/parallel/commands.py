@@ -26,11 +26,13 @@ MAX_HEADER, MAX_LINE = 1 << 24, 1 << 30
 COMMANDS: dict[str, int | None] = {
     # tokens, sequences, context, one_each, scored, width; line: step line, then (place, page) pairs
     "step": 6,
+    "home_step": None,  # the same for one home, then rows and sequences of each home
     "share": 0,  # rank 0's newest tokens
     "score": None,
-    "copy_page": 3,  # pool, source, target
-    "save_rows": 2,  # slot, row
-    "restore_rows": 2,  # row, slot
+    # the first number of copies is the home that has the state, -1: all ranks
+    "copy_page": 4,  # pool, source, target
+    "save_rows": 3,  # slot, row
+    "restore_rows": 3,  # row, slot
     "write_state": None,  # tensor, row, pages; line: their bytes
     "check": 1,  # window page; the answer has its checksum
     "probe": 2,  # bytes, turns: ranks send each other patterns

@@ -26,7 +26,7 @@ GRACE_SECONDS = 2.0  # for all ranks to report the same failure
 END_SECONDS = 5.0
 
 
-class Home(Protocol):
+class ProcessHost(Protocol):
     """Where rank processes run: a `ForkServer` here, or another node."""
 
     def status(self, pid: int, timeout: float) -> int | None: ...
@@ -40,7 +40,7 @@ class Member:
 
     pid: int
     connection: socket.socket
-    home: Home
+    host: ProcessHost
     node: int = 0
     address: str = ""  # where other ranks reach it; empty: same as rank 0
     model: str | None = None  # its node's path to the files, if not rank 0's
@@ -123,12 +123,19 @@ class Team:
 
     def command(self, kind: str, numbers: Sequence[int] = (), line: bytes = b"") -> None:
         """Send the same numbered command to all ranks."""
+        self.command_each(kind, [(numbers, line)])
+
+    def command_each(self, kind: str, parts: Sequence[tuple[Sequence[int], bytes]]) -> None:
+        """Send a numbered command; `parts`: numbers and line for all ranks, or by the rank's place
+        in its tensor group."""
         self.check()
         self._sent += 1
         self._sent_at = time.monotonic()
-        message = Command(self._sent, kind, tuple(numbers), line).to_message()
+        made = [
+            Command(self._sent, kind, tuple(numbers), line).to_message() for numbers, line in parts
+        ]
         for rank in self._ranks:
-            self._send(rank, *message)
+            self._send(rank, *made[rank.number % len(made)])
 
     def wait_for(self, kind: str, progress: Callable[[], None] | None = None) -> list[Message]:
         """Wait until each rank has said `kind`; no limit while any of them says something."""
@@ -195,14 +202,14 @@ class Team:
                 self._send(rank, *Command(self._sent + 1, "end").to_message())
         limit = time.monotonic() + END_SECONDS
         for rank in self._ranks:
-            rank.member.home.status(rank.member.pid, max(0.0, limit - time.monotonic()))
+            rank.member.host.status(rank.member.pid, max(0.0, limit - time.monotonic()))
         self._kill()
         for rank in self._ranks:
-            rank.member.home.status(rank.member.pid, END_SECONDS)
+            rank.member.host.status(rank.member.pid, END_SECONDS)
             rank.link.close()
-        for home in {id(m.home): m.home for m in self.members}.values():
-            if isinstance(home, RemoteNode):
-                home.end(in_order=self._failure is None)
+        for host in {id(m.host): m.host for m in self.members}.values():
+            if isinstance(host, RemoteNode):
+                host.end(in_order=self._failure is None)
 
     def _send(self, rank: _Rank, message: Message, line: bytes = b"") -> None:
         try:
@@ -318,7 +325,7 @@ class Team:
         return all(rank.failed and rank.failed[0] == self._sent for rank in self._ranks)
 
     def _how_it_ended(self, rank: _Rank) -> str:
-        status = rank.member.home.status(rank.member.pid, GRACE_SECONDS)
+        status = rank.member.host.status(rank.member.pid, GRACE_SECONDS)
         if status is None:
             how = "closed its connection"
         elif status < 0:
@@ -329,7 +336,7 @@ class Team:
 
     def _kill(self) -> None:
         for member in self.members:
-            member.home.kill([member.pid])
+            member.host.kill([member.pid])
 
     def _fail(self, message: str) -> None:
         if self._failure is None:

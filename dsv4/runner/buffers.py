@@ -5,127 +5,28 @@ into one line of integers, so a single copy brings them to the device; the offse
 follow from the shape. Page tables and the sampling state stay on the device, one row per slot.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.cache.geometry import PAGE_ENTRIES, POOLS, TOKENS_PER_ENTRY, Geometry, Pool
-from dsv4.model.inputs import StepInputs
+from dsv4.cache.geometry import POOLS, Geometry, Pool
+from dsv4.model.inputs import HomeRows, StepInputs
 from dsv4.ops.core.ragged import Kept, Ragged
 from dsv4.ops.kv.begin_step import SlotTables
 from dsv4.ops.sample.accept import Sampled
 from dsv4.ops.sample.draft_rows import MOST_DRAFTS, DraftRows
 from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
+from dsv4.runner.step.line import REAL, WHOLE, sampling_line, step_line
+from dsv4.runner.step.shape import StepShape, batch_sizes, context_sizes, token_sizes
 
-ALIGNED = 16  # integers: Triton specialises on addresses divisible by 16 bytes
 STAGES = 4  # host buffers used in rotation: the previous copy may still be in flight
 MOST_DRAFT_ROWS = 64  # of all sequences in a step
 DRAFT_WIDTHS = (2, 4, 6, 8)  # rows per sequence in a step that verifies drafts
 SCORED = 256  # tokens of a step that scores a prompt
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The shape of a step. With one token per sequence, rows are sequences and padding rows
-    duplicate row 0; otherwise padding rows come last and belong to no sequence."""
-
-    tokens: int
-    sequences: int
-    context: int
-    one_each: bool
-    scored: bool = False  # logits of all rows, not of one per sequence
-    width: int = 1  # above 1, draft rows: up to `width` per sequence, then padding rows
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.tokens}x{self.sequences} context {self.context}"
-
-    @property
-    def kind(self) -> str:
-        if self.width > 1:
-            return "verify"
-        return "decode" if self.one_each else "score" if self.scored else "prompt"
-
-
-def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then in steps of 8 to 64, of 16 to 128, of 32; the last is `most`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max(most, 128) + 1, 32)]
-    return [size for size in sizes if size < most] + [most]
-
-
-def token_sizes(most: int) -> list[int]:
-    """Row counts of prefill steps: in steps of 16 to 64, of 32 to 128, of 64 to 640, of 128 to
-    1280, then of 256; the last is `most`."""
-    sizes = [16, 32, 48, 64, 96, *range(128, 640, 64), *range(640, 1280, 128)]
-    sizes += range(1280, max(most, 1280) + 1, 256)
-    return [size for size in sizes if size < most] + [most]
-
-
-def context_sizes(most: int) -> list[int]:
-    """4096 tokens, then four times the previous size; the last is `most`."""
-    sizes, size = [], 4096
-    while size < most:
-        sizes.append(size)
-        size *= 4
-    return [*sizes, most]
-
-
-@dataclass(frozen=True)
-class LineLayout:
-    """Offsets and lengths of the parts of a line of integers."""
-
-    parts: dict[str, tuple[int, int]]
-    length: int
-
-    @classmethod
-    def of(cls, **lengths: int) -> "LineLayout":
-        parts, end = {}, 0
-        for name, length in lengths.items():
-            parts[name] = (end, length)
-            end += -(-length // ALIGNED) * ALIGNED
-        return cls(parts, end)
-
-    def views(self, line: Any) -> dict[str, Any]:
-        """Views of the parts in a tensor or an array."""
-        return {name: line[first : first + n] for name, (first, n) in self.parts.items()}
-
-
-def step_line(shape: StepShape) -> LineLayout:
-    """`places` and `pages` have room for all pages that a step of this shape can allocate."""
-    tokens, sequences = shape.tokens, shape.sequences
-    if shape.width > 1:
-        new = 2 * len(POOLS) * sequences  # a step is shorter than a page
-        return LineLayout.of(
-            **dict.fromkeys(("slots", "starts", "most"), sequences),
-            token_ids=sequences * shape.width,
-            num_pages=1,
-            places=new,
-            pages=new,
-        )
-    new = len(POOLS) * sequences + sum(
-        tokens // (PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]) + 1 for pool in POOLS
-    )
-    each = ("slots", "starts", "ends", "first_rows", "keep_ends", "keep_rows", "logits_rows")
-    return LineLayout.of(
-        **dict.fromkeys((*each, "next_ids"), sequences),
-        **dict.fromkeys(("token_ids", "positions", "seq_idx"), tokens),
-        num_pages=1,
-        places=new,
-        pages=new,
-    )
-
-
-_WHOLE = ("seeds", "positions", "slots", "flags", "top_k")
-_REAL = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-
-
-def sampling_line(rows: int) -> LineLayout:
-    """Floats are stored in the first halves of their integers."""
-    return LineLayout.of(**dict.fromkeys((*_WHOLE, *_REAL), rows))
 
 
 class StagedLine:
@@ -208,14 +109,20 @@ class StepBuffers:
         max_context: int,
         device: torch.device,
         draft_tokens: int = 0,
+        homes: int = 1,
+        place: int = 0,
     ) -> None:
+        """`max_sequences`: of all `homes`; steps hold those of the home at `place`, samples all.
+        With several homes, one spare slot stands for a home without sequences."""
         count, vocab_size = max_sequences, geometry.config.vocab_size
         self.device = device
+        self.homes, spare = homes, int(homes > 1)
+        self.own_sequences = own = count // homes
         self.pads = device.type != "cpu"  # few shapes, so each can be a graph
         self.vocab_size = vocab_size
         self.max_sequences = count
         self.batches = batch_sizes(count)
-        self.tokens = token_sizes(max(geometry.chunk_tokens + count - 1, 16))
+        self.tokens = token_sizes(max(geometry.chunk_tokens + own - 1, 16))
         self.scored = next((size for size in self.tokens if size >= SCORED), self.tokens[-1])
         self.contexts = context_sizes(max_context)
 
@@ -223,14 +130,16 @@ class StepBuffers:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         widths = self._widths(geometry, self.contexts[-1])
-        firsts = tuple(count * sum(widths[:i]) for i in range(len(widths)))
-        self.slot_tables = SlotTables(ints(count * sum(widths)), firsts, widths)
+        slots = own + spare
+        firsts = tuple(slots * sum(widths[:i]) for i in range(len(widths)))
+        self.slot_tables = SlotTables(ints(slots * sum(widths)), firsts, widths)
         self._tables = {
-            context: tuple(ints(count * w) for w in self._widths(geometry, context))
+            context: tuple(ints(own * w) for w in self._widths(geometry, context))
             for context in self.contexts
         }
         self.verify: VerifyBuffers | None = None
-        longest = step_line(StepShape(self.tokens[-1], count, self.contexts[-1], False)).length
+        largest = self._shape(self.tokens[-1], own, self.contexts[-1])
+        longest = max(step_line(replace(largest, scored=scored)).length for scored in (False, True))
         if draft_tokens:
             self.verify = VerifyBuffers(count, draft_tokens, vocab_size, device)
             widest = StepShape(count, count, self.contexts[-1], False, width=self.verify.widths[-1])
@@ -239,7 +148,8 @@ class StepBuffers:
         self.sampling_stage = StagedLine(sampling_line(count).length, device)
         self.token_ids = ints(self.tokens[-1])
         self.rows = torch.arange(count, device=device)
-        self.newest = ints(count)
+        self.newest = ints(count + spare)
+        self.own_newest = self.newest[place * own :][:slots]
         self.sampled = ints(count)
         self.chosen, self.norms = (torch.zeros(count, device=device) for _ in range(2))
         self.logits = torch.zeros(count, vocab_size, device=device)
@@ -264,10 +174,40 @@ class StepBuffers:
         if not self.pads:
             return StepShape(tokens, sequences, context, one_each)
         if one_each:
-            batch = self.batch(sequences)
-            return StepShape(batch, batch, context, True)
+            batch = next(size for size in self.own_batches if size >= sequences)
+            return self._shape(batch, batch, context, one_each=True)
         rows = next(size for size in self.tokens if size >= tokens)
-        return StepShape(rows, self.max_sequences, context, False)
+        return self._shape(rows, self.own_sequences, context)
+
+    def home_shapes(
+        self, homes: Sequence[tuple[int, int]], length: int, *, one_each: bool
+    ) -> list[StepShape]:
+        """A shape for each home, given its rows and sequences. Padded, they are equal."""
+        if self.pads:
+            rows, sequences = (max(counts) for counts in zip(*homes, strict=True))
+            return [self.shape(rows, sequences, length, one_each=one_each)] * len(homes)
+        shape = self.shape(0, 0, length, one_each=one_each)
+        return [
+            replace(shape, tokens=rows, sequences=sequences, homes=tuple(homes))
+            for rows, sequences in homes
+        ]
+
+    def _shape(
+        self,
+        tokens: int,
+        sequences: int,
+        context: int,
+        *,
+        one_each: bool = False,
+        scored: bool = False,
+    ) -> StepShape:
+        homes = ((tokens, sequences),) * self.homes if self.homes > 1 else ()
+        return StepShape(tokens, sequences, context, one_each, scored, homes=homes)
+
+    @property
+    def own_batches(self) -> list[int]:
+        """Sizes of decode steps; with several homes, of one home's part."""
+        return batch_sizes(self.own_sequences)
 
     def verify_shape(self, counts: Sequence[int], length: int) -> StepShape:
         """For sequences with this many rows each; the longest reaches `length` tokens."""
@@ -296,16 +236,16 @@ class StepBuffers:
     def shapes(self) -> list[StepShape]:
         """Every shape that can occur, largest first, so memory is allocated once."""
         prompts = [
-            StepShape(tokens, self.max_sequences, context, False)
+            self._shape(tokens, self.own_sequences, context)
             for tokens in reversed(self.tokens)
             for context in reversed(self.contexts)
         ]
         prompts += [self.scored_shape(context) for context in reversed(self.contexts)]
         prompts += self.draft_shapes(self.contexts)
         return prompts + [
-            StepShape(batch, batch, context, True)
+            self._shape(batch, batch, context, one_each=True)
             for context in reversed(self.contexts)
-            for batch in reversed(self.batches)
+            for batch in reversed(self.own_batches)
         ]
 
     def draft_shapes(self, contexts: Sequence[int]) -> list[StepShape]:
@@ -322,14 +262,15 @@ class StepBuffers:
     def scored_shape(self, length: int) -> StepShape:
         """For scoring a chunk of a prompt that reaches `length` tokens."""
         context = next(size for size in self.contexts if size >= length)
-        return StepShape(self.scored, self.max_sequences, context, False, scored=True)
+        return self._shape(self.scored, self.own_sequences, context, scored=True)
 
     def tables(self, shape: StepShape) -> tuple[Tensor, ...]:
         """One row per sequence of the step."""
         count = shape.sequences
+        widths = (table.numel() // self.own_sequences for table in self._tables[shape.context])
         return tuple(
-            table[: count * (table.numel() // self.max_sequences)].view(count, -1)
-            for table in self._tables[shape.context]
+            table[: count * width].view(count, width)
+            for table, width in zip(self._tables[shape.context], widths, strict=True)
         )
 
     def inputs(self, shape: StepShape) -> StepInputs:
@@ -360,19 +301,25 @@ class StepBuffers:
             csa_table=csa,
             hca_table=hca,
             logits_rows=at["logits_rows"] if shape.kind == "prompt" else None,
+            homes=self._home_rows(shape, at),
         )
+
+    def _home_rows(self, shape: StepShape, at: dict[str, Tensor]) -> HomeRows | None:
+        if not shape.homes:
+            return None
+        return HomeRows(tuple(rows for rows, _ in shape.homes), shape.home_logits, at["order"])
 
     def sampling(self, rows: int) -> SampleInputs:
         at = sampling_line(rows).views(self.sampling_stage.line)
-        real = {name: at[name].view(torch.float32)[:rows] for name in _REAL}
-        whole = {name: at[name] for name in _WHOLE}
+        real = {name: at[name].view(torch.float32)[:rows] for name in REAL}
+        whole = {name: at[name] for name in WHOLE}
         return SampleInputs(**real, **whole, seen=self.seen, bias=self.bias, mask=self.mask)
 
     def row_settings(self, shape: StepShape, batch: Ragged) -> SampleInputs:
         """The settings of a verify step's sequences, repeated for each of their rows."""
         given = self.sampling(shape.sequences)
         repeated = {
-            name: getattr(given, name).index_select(0, batch.seq_idx) for name in (*_WHOLE, *_REAL)
+            name: getattr(given, name).index_select(0, batch.seq_idx) for name in (*WHOLE, *REAL)
         }
         repeated["positions"] = batch.positions + 1
         repeated["slots"] = torch.where(batch.positions < 0, -1, repeated["slots"])
@@ -384,13 +331,13 @@ class StepBuffers:
         )
 
     def page_place(self, pool: Pool, slot: int, column: int) -> int:
-        """Offset of a page in the table line; the window's columns form a ring."""
+        """Offset of a page in the table line of the slot's home; the window's columns form a
+        ring."""
         index = POOLS.index(pool)
         width = self.slot_tables.widths[index]
-        return self.slot_tables.firsts[index] + slot * width + column % width
+        own = slot % self.own_sequences
+        return self.slot_tables.firsts[index] + own * width + column % width
 
-
-def sampling_arrays(array: Any, rows: int) -> Iterator[tuple[str, Any]]:
-    """The parts of a sampling line as the host writes them."""
-    for name, part in sampling_line(rows).views(array).items():
-        yield name, part.view(np.float32)[:rows] if name in _REAL else part
+    def set_spare_page(self, page: int) -> None:
+        """The window page of the spare slot."""
+        self.slot_tables.table(0, self.own_sequences + 1)[-1] = page

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from dsv4.cache.geometry import SHARED_TOKENS
-from dsv4.runner.buffers import StepBuffers, StepShape, step_line
+from dsv4.runner.buffers import StepBuffers
+from dsv4.runner.step.line import step_line
+from dsv4.runner.step.shape import StepShape
 
 SAMPLES = 5  # token counts to time
 

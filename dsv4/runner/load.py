@@ -95,13 +95,14 @@ class PreparedModel:
 
     def __str__(self) -> str:
         s = self.settings
-        sizes = s.max_context, s.max_sequences, s.state_tokens
-        layers = self.layout.layers(self.config)
-        state = replace(s.geometry(self.config), layers=layers).state_bytes(*sizes)
+        home, layers = s.home_share, self.layout.layers(self.config)
+        sizes = home.max_context, home.max_sequences, home.state_tokens
+        state = replace(home.geometry(self.config), layers=layers).state_bytes(*sizes)
         tp, pp, world = self.layout.tp, self.layout.pp, self.layout.world
         chosen, each = f"{self.layout_why}; " if self.layout_why else "", " each" * (world > 1)
+        dp = ", attention dp" * self.layout.data_attention
         why = choose_activations(self.choices.activations, self.gpu).why
-        where = s.device if world == 1 else f"{world} ranks (tp {tp}, pp {pp}) on {s.device}"
+        where = s.device if world == 1 else f"{world} ranks (tp {tp}, pp {pp}{dp}) on {s.device}"
         weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
         budget = None if self.experts is None else self.experts.budget
         placed = "" if budget is None else f"; {budget}"
@@ -143,7 +144,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     choice = choose_layout(choices, sizes, devices)
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
     draft, damage = find_draft(checkpoint, folder, config, choices)
-    layout = sizes.layout(choice.tp, choice.pp, choices.experts)
+    layout = sizes.layout(choice.tp, choice.pp, choices)
     stages: Sequence[StageRoom] = ()
     experts = None
     if layout.world == 1:

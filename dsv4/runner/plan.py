@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsv4.ops.core.context import record
-from dsv4.runner.buffers import StepShape
+from dsv4.runner.step.shape import StepShape
 
 
 @dataclass(frozen=True)

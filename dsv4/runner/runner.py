@@ -27,14 +27,13 @@ from dsv4.errors import CapacityError, KernelError
 from dsv4.model.draft import DraftModel
 from dsv4.model.transformer import DraftTaps, Transformer
 from dsv4.ops import engine_ops
-from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.parallel.team import Team
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import StepBuffers, StepShape, step_line
+from dsv4.runner.buffers import StepBuffers
 from dsv4.runner.compile_guard import CompileGuard, numbered
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.drafts.device import DeviceDrafter, PendingDrafts, device_drafter, draft_parts
-from dsv4.runner.drafts.verify import Verify, samples_together, send_drafts, warm_up_drafting
+from dsv4.runner.drafts.verify import Verify, samples_together, warm_up_drafting
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
@@ -42,13 +41,17 @@ from dsv4.runner.ranks.lanes import LogitsInFlight
 from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
 from dsv4.runner.sampling_rows import PendingResults, SamplingRows
 from dsv4.runner.settings import Settings, wants_one_thread
+from dsv4.runner.step.line import PENDING as PENDING
+from dsv4.runner.step.line import Chunk as Chunk
+from dsv4.runner.step.line import order_of_logits, step_line, write_pages, write_step
+from dsv4.runner.step.shape import StepShape
 from dsv4.runner.steps import (
     forward,
     logits_of,
     sample_tokens,
     sample_verified,
     score,
-    score_line,
+    score_lines,
     share,
 )
 from dsv4.runner.warmup import warm_up
@@ -60,20 +63,6 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 Started = Callable[[], None]
-PENDING = [NEWEST]  # a chunk whose only token is still on the device
-
-
-@dataclass(slots=True)
-class Chunk:
-    """New tokens of one sequence, and how many of the last ones need logits."""
-
-    pages: SequencePages
-    token_ids: Sequence[int]
-    num_logits: int
-    keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
-    keep_row: int = 0
-    num_drafts: int = 0  # trailing tokens that may be rejected: `StatePages.retract`
-    next_id: int = NEWEST  # the token after them, for drafters, if known
 
 
 @dataclass
@@ -149,18 +138,21 @@ class Runner:
         self.ops = engine_ops(settings.ops)
         self._wants_one_thread = wants_one_thread(settings.device, config)
         self.device = numbered(settings.device)
-        geometry = settings.geometry(config)
-        num_pages = geometry.num_pages(
-            settings.max_context, settings.max_sequences, settings.state_tokens
-        )
-        self.pages = StatePages(geometry, settings.max_sequences, num_pages)
+        share, homes = settings.home_share, settings.homes
+        geometry, slots = share.geometry(config), share.max_sequences
+        num_pages = geometry.num_pages(share.max_context, slots, share.state_tokens)
+        self.homes = [StatePages(geometry, slots, num_pages, home) for home in range(homes)]
+        self.pages = self.homes[0]  # of rank 0
         self.state = StateTensors(
-            geometry, settings.max_sequences, num_pages, settings.device, layers
+            geometry, slots, num_pages, settings.device, layers, spare=homes > 1
         )
+        self.place = model.exchange.layout.tp_rank
         self.buffers = StepBuffers(
             geometry, settings.max_sequences, settings.max_context, self.device,
-            settings.draft_tokens,
+            settings.draft_tokens, homes, self.place,
         )  # fmt: skip
+        if homes > 1:
+            self.buffers.set_spare_page(num_pages["window"])
         self.drafter: DeviceDrafter | None = None
         if draft is not None:
             drafts = self.state.drafts, self.buffers, settings.draft_tokens
@@ -215,10 +207,11 @@ class Runner:
             raise CapacityError(
                 f"a sequence has {longest} tokens, the context ends at {self.buffers.contexts[-1]}"
             )
-        shape, verify = self._shape(chunks, counts, longest), None
+        shapes, verify = self._shapes(chunks, counts, longest), None
+        shape = shapes[0]
         if shape.width > 1:
             verify = Verify(shape, counts)
-        logits = self._queue(shape, chunks, counts, started)
+        logits = self._queue(shapes, chunks, counts, started)
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
         positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
         return SubmittedStep(sampled, positions, shape, list(chunks), None, verify, logits)
@@ -247,11 +240,22 @@ class Runner:
             self._run(DraftPart("drafts", wanted))
             submitted.drafts = drafter.read(places)
 
-    def _shape(self, chunks: Sequence[Chunk], counts: list[int], longest: int) -> StepShape:
+    def _shapes(self, chunks: Sequence[Chunk], counts: list[int], longest: int) -> list[StepShape]:
+        """The shape of a step at each home."""
         if any(chunk.num_drafts for chunk in chunks):
-            return self.buffers.verify_shape(counts, longest)
+            return [self.buffers.verify_shape(counts, longest)]
         one_each = max(counts) == 1
-        return self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)
+        if len(self.homes) == 1:
+            return [self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)]
+        sizes = [(sum(counts[i] for i in own), len(own)) for own in self._by_home(chunks)]
+        return self.buffers.home_shapes(sizes, longest, one_each=one_each)
+
+    def _by_home(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """Which chunks are whose."""
+        found: list[list[int]] = [[] for _ in self.homes]
+        for place, chunk in enumerate(chunks):
+            found[chunk.pages.home].append(place)
+        return found
 
     @_with_own_ops
     def sample(self, submitted: SubmittedStep, rows: Sequence[SamplingRow]) -> None:
@@ -306,16 +310,16 @@ class Runner:
             count = chunk.num_logits
             if count == len(chunk.token_ids) <= self.scored_tokens:
                 shape = self.buffers.scored_shape(chunk.pages.length + count)
-                self._receive(shape, self._queue(shape, chunks, [count]))
+                self._receive(shape, self._queue([shape] * len(self.homes), chunks, [count]))
                 return self.buffers.scores[:count].clone()
         counts = [len(chunk.token_ids) for chunk in chunks]
         with self._grown(chunks, counts):
-            numbers, line = score_line(chunks, self.pages, self.buffers)
+            lines = score_lines(chunks, self._by_home(chunks), self.pages, self.buffers)
             if self.team is not None:
-                self.team.command("score", numbers, line.tobytes())
+                self.team.command_each("score", [(n, line.tobytes()) for n, line in lines])
             with self._together():
                 self._in_flight.wait_for_all()
-                logits = self._score(numbers, line)
+                logits = self._score(*lines[0])
         for chunk in chunks:  # the slots' tables were not written
             self._written[chunk.pages.slot] = None
         return logits
@@ -327,21 +331,23 @@ class Runner:
 
     def _queue(
         self,
-        shape: StepShape,
+        shapes: Sequence[StepShape],
         chunks: Sequence[Chunk],
         counts: list[int],
         started: Started | None = None,
     ) -> Tensor | None:
-        """Returns, with several stages, where the logits will arrive; see `_receive`."""
+        """`shapes`: at each home. Returns, with several stages, where the logits will arrive; see
+        `_receive`."""
         if self.swapper is not None:
             self.swapper.between_steps()
-        with self._grown(chunks, counts) as growth:
-            self._send(shape, chunks, counts, self._new_pages(chunks, growth))
+        with self._grown(chunks, counts) as growths:
+            self._send(shapes, chunks, counts, growths)
             with self._together():
                 self._in_flight.make_room()
-                self._run(shape)
-                logits = self._in_flight.expect(len(logits_of(self.buffers, shape)))
-            check_state(self.team, self.state, chunks[0].pages)
+                self._run(shapes[0])
+                logits = self._in_flight.expect(len(logits_of(self.buffers, shapes[0])))
+            if len(self.homes) == 1:
+                check_state(self.team, self.state, chunks[0].pages)
             if started is not None:
                 started()
             for chunk in chunks:
@@ -359,21 +365,31 @@ class Runner:
             logits_of(self.buffers, shape).copy_(logits)
 
     @contextmanager
-    def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[Growth]:
-        """Pages for a step; given back if it fails."""
+    def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[list[Growth]]:
+        """Pages for a step, at each home; given back if it fails."""
         least = [n - chunk.num_drafts for n, chunk in zip(counts, chunks, strict=True)]
-        growth = self.pages.prepare([chunk.pages for chunk in chunks], counts, least)
+        growths: list[Growth] = []
         try:
-            yield growth
+            for home, own in zip(self.homes, self._by_home(chunks), strict=True):
+                parts = [[each[i] for i in own] for each in (counts, least)]
+                growths.append(home.prepare([chunks[i].pages for i in own], *parts))
+            yield growths
         except BaseException:
-            self.pages.cancel(growth)
+            for home, growth in zip(self.homes, growths, strict=False):
+                home.cancel(growth)
             raise
-        self.pages.apply(growth)
+        for home, growth in zip(self.homes, growths, strict=True):
+            home.apply(growth)
 
     @property
-    def state_copier(self) -> StateCopier:
-        """Copies state for the prefix cache, on all ranks."""
-        return self.state if self.team is None else TeamStateCopier(self.team, self.state)
+    def copiers(self) -> list[StateCopier]:
+        """For each home: copies its state for the prefix cache, on all ranks that have it."""
+        if self.team is None:
+            return [self.state]
+        if len(self.homes) == 1:
+            return [TeamStateCopier(self.team, self.state)]
+        slots = self.buffers.own_sequences
+        return [TeamStateCopier(self.team, self.state, h, slots) for h in range(len(self.homes))]
 
     # --- commands from rank 0 -----------------------------------------------------------------
 
@@ -474,50 +490,36 @@ class Runner:
 
     def _send(
         self,
-        shape: StepShape,
+        shapes: Sequence[StepShape],
         chunks: Sequence[Chunk],
         counts: list[int],
-        new_pages: list[tuple[int, int]],
+        growths: Sequence[Growth],
     ) -> None:
-        """Fill a step's line and start its copy to the device."""
-        line, beyond = step_line(shape), np.empty((0, 2), dtype=np.int64)
-        array = self.buffers.step.array()
-        at: dict[str, Any] = line.views(array)
-        if len(new_pages) > len(at["places"]):  # a sequence starts from a long prefix
-            beyond = np.array(new_pages, dtype=np.int64)
-            self._write_pages(beyond)
-            new_pages = []
-        at["num_pages"][0] = len(new_pages)
-        if new_pages:
-            at["places"][: len(new_pages)], at["pages"][: len(new_pages)] = zip(
-                *new_pages, strict=True
-            )
-        n = len(chunks)
-        starts = [chunk.pages.length for chunk in chunks]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        columns: dict[str, list[int]] = {
-            "slots": [chunk.pages.slot for chunk in chunks],
-            "starts": starts,
-            "ends": ends,
-            "next_ids": [chunk.next_id for chunk in chunks],
-        }
-        for name in at.keys() & columns.keys():
-            at[name][:n] = columns[name]
-            # padding sequences have no tokens
-            at[name][n:] = columns[name][0] if shape.one_each else 0
-        if shape.width > 1:
-            rows = [(chunk.token_ids, end) for chunk, end in zip(chunks, ends, strict=True)]
-            send_drafts(at, shape, rows)
-        elif shape.one_each:
-            at["token_ids"][:n] = [chunk.token_ids[0] for chunk in chunks]
-            at["token_ids"][n:] = chunks[0].token_ids[0]
-        else:
-            self._send_rows(at, shape, chunks, counts)
-        self.buffers.step.send(line.length)
+        """Fill a step's line for each home, and start the copy of rank 0's to the device."""
+        by_home, lines = self._by_home(chunks), []
+        slots, order = self.buffers.own_sequences, self._order(shapes[0], by_home, counts)
+        for home, (shape, own) in enumerate(zip(shapes, by_home, strict=True)):
+            line, mine = step_line(shape), [chunks[i] for i in own]
+            array = self.buffers.step.array() if home == 0 else np.zeros(line.length, np.int64)
+            at: dict[str, Any] = line.views(array)
+            beyond = write_pages(at, self._new_pages(mine, growths[home]))
+            write_step(at, shape, mine, [counts[i] for i in own], slots)
+            if shape.homes:
+                at["order"][:] = order + [0] * (len(at["order"]) - len(order))
+            if home == 0:
+                self._write_pages(beyond)
+                self.buffers.step.send(line.length)
+            if self.team is not None:
+                tail = beyond.tobytes()
+                lines.append((shape.numbers, array[: line.length].tobytes() + tail))
         if self.team is not None:
-            kind = int(shape.one_each), int(shape.scored), shape.width
-            numbers = (shape.tokens, shape.sequences, shape.context, *kind)
-            self.team.command("step", numbers, array[: line.length].tobytes() + beyond.tobytes())
+            self.team.command_each("home_step" if shapes[0].homes else "step", lines)
+
+    def _order(self, shape: StepShape, by_home: list[list[int]], counts: list[int]) -> list[int]:
+        if not shape.homes:
+            return []
+        rows = counts if shape.scored else [1] * len(counts)
+        return order_of_logits(by_home, rows, max(shape.home_logits))
 
     def _write_pages(self, pairs: Any) -> None:
         """Write pages that do not fit in a step's line: (table offset, page)."""
@@ -526,29 +528,6 @@ class Runner:
             if self.device.type == "cuda":
                 values = values.pin_memory().to(self.device, non_blocking=True)
             self.buffers.slot_tables.pages[values[:, 0]] = values[:, 1]
-
-    def _send_rows(
-        self, at: dict[str, Any], shape: StepShape, chunks: Sequence[Chunk], counts: list[int]
-    ) -> None:
-        """Per-row values where sequences have several rows; padding is -1."""
-        n, end = len(chunks), 0
-        at["keep_ends"][:] = 0
-        at["logits_rows"][:] = 0
-        at["first_rows"][n:] = 0
-        for place, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
-            rows = slice(end, end + count)
-            start = chunk.pages.length
-            at["token_ids"][rows] = chunk.token_ids
-            at["positions"][rows] = range(start, start + count)
-            at["seq_idx"][rows] = place
-            at["first_rows"][place] = end
-            at["keep_ends"][place] = chunk.keep_len
-            at["keep_rows"][place] = chunk.keep_row
-            end += count
-            at["logits_rows"][place] = end - 1
-        at["token_ids"][end:] = -1
-        at["positions"][end:] = -1
-        at["seq_idx"][end:] = shape.sequences - 1
 
     def _score(self, numbers: Sequence[int], line: Any) -> Tensor:
         rows = sum(numbers[4 + numbers[0] : 4 + 2 * numbers[0]])

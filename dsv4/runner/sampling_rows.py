@@ -17,7 +17,8 @@ from dsv4.cache.pages import SequencePages
 from dsv4.errors import RankError
 from dsv4.ops.sample.sample import BIAS, MASK, PENALTIES
 from dsv4.request import TokenLogprobs
-from dsv4.runner.buffers import StepBuffers, VerifyBuffers, sampling_arrays, sampling_line
+from dsv4.runner.buffers import StepBuffers, VerifyBuffers
+from dsv4.runner.step.line import sampling_arrays, sampling_line
 from dsv4.sampling import SamplingRow
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4.cache.geometry import Geometry
+from dsv4.cache.geometry import SHARED_TOKENS, Geometry
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.formats.spec import Activations
@@ -51,6 +51,7 @@ class Settings:
     draft_tokens: int = 0
     expert_profile: str | None = None
     draft_auto: bool = False  # chosen here, not by the user
+    homes: int = 1  # ranks that each hold the state of their own sequences
 
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -63,6 +64,20 @@ class Settings:
         if len(set(self.activations.values())) == 1:
             return next(iter(self.activations.values()))
         return "/".join(f"{group} {width}" for group, width in self.activations.items())
+
+    @property
+    def home_share(self) -> "Settings":
+        """The settings of one home: its share of sequences, of their tokens and of a step's."""
+        if self.homes == 1:
+            return self
+        tokens = None if self.state_tokens is None else self.state_tokens // self.homes
+        return replace(
+            self,
+            homes=1,
+            max_sequences=self.max_sequences // self.homes,
+            state_tokens=tokens,
+            chunk_tokens=self.chunk_tokens // self.homes,
+        )
 
     def _guessed_tokens(self, config: ModelConfig) -> int:
         """Positions past the end of a sequence for which a drafter stores keys."""
@@ -128,10 +143,17 @@ def resolve(
         raise OptionError(
             f"max_context is {context}, the model's limit is {config.max_positions} tokens"
         )
-    if choices.state_tokens is not None and choices.state_tokens < context:
+    homes = homes_of(choices)
+    if choices.state_tokens is not None and choices.state_tokens < context * homes:
+        each = f" on each of {homes} ranks (attention=dp)" if homes > 1 else ""
         raise OptionError(
             f"state_tokens is {choices.state_tokens}, expected at least the {context} of one "
-            "sequence; raise it or lower max_context"
+            f"sequence{each}; raise it or lower max_context"
+        )
+    if choices.max_sequences is not None and choices.max_sequences % homes:
+        raise OptionError(
+            f"max_sequences is {choices.max_sequences}, expected a multiple of tp {homes} with "
+            "attention=dp: each rank has as many of its own"
         )
     settings = Settings(
         device=device,
@@ -141,7 +163,7 @@ def resolve(
         activations=choose_activations(choices.activations, gpu if on_gpu else None).widths,
         max_context=context,
         max_sequences=choices.max_sequences or (GPU_SEQUENCES if on_gpu else DEFAULT_SEQUENCES),
-        chunk_tokens=min(choices.chunk_tokens or (GPU_CHUNK if on_gpu else DEFAULT_CHUNK), context),
+        chunk_tokens=_chunk(choices, context, GPU_CHUNK if on_gpu else DEFAULT_CHUNK),
         max_gap_ms=choices.max_gap_ms,
         state_tokens=choices.state_tokens,
         prefix_cache=choices.prefix_cache,
@@ -151,9 +173,25 @@ def resolve(
         cuda_graphs=choices.cuda_graphs and on_gpu,
         ops=choices.ops,
         expert_profile=choices.expert_profile,
+        homes=homes,
         **_drafting(choices, config),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
+
+
+def homes_of(choices: EngineConfig) -> int:
+    """Ranks that each have sequences of their own; 1 until `auto` is resolved."""
+    return choices.tp if choices.attention == "dp" and choices.tp != "auto" else 1
+
+
+def _chunk(choices: EngineConfig, context: int, default: int) -> int:
+    """Prompt tokens of a step: whole blocks of 128 at each home, if there are enough of them."""
+    homes = homes_of(choices)
+    each = max((choices.chunk_tokens or default) // homes, 1)
+    if homes > 1:
+        least = 1 if choices.chunk_tokens else SHARED_TOKENS
+        each = max(each // SHARED_TOKENS * SHARED_TOKENS or each, least)
+    return min(each, context) * homes
 
 
 DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}  # dspark: its block
@@ -192,7 +230,7 @@ def _fit(
 
     def tightest() -> tuple[int, int]:
         """State bytes and limit of the stage with the least room."""
-        current = Settings(**values)
+        current = Settings(**values).home_share
         sizes = current.max_context, current.max_sequences, current.state_tokens
         scores = 0
         if current.device != "cpu":
@@ -204,13 +242,14 @@ def _fit(
         return max(found, key=lambda pair: pair[0] - pair[1])
 
     while (needed := tightest())[0] > needed[1]:
-        if choices.max_sequences is None and values["max_sequences"] > 1:
+        if choices.max_sequences is None and values["max_sequences"] > settings.homes:
             values["max_sequences"] //= 2
         elif choices.max_context is None and values["max_context"] > 1024:
             values["max_context"] //= 2
         else:
             raise CapacityError(
-                f"the state of {values['max_sequences']} sequences of {values['max_context']} "
+                f"the state of {values['max_sequences'] // settings.homes} sequences of "
+                f"{values['max_context']} "
                 f"tokens takes {size_text(needed[0])}, {size_text(needed[1])} "
                 "are free; lower max_context or max_sequences, or choose a smaller kv_format"
             )

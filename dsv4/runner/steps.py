@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4.cache.geometry import POOLS
 from dsv4.cache.kinds import LayerState
 from dsv4.cache.pages import StatePages
-from dsv4.model.inputs import StepInputs
+from dsv4.model.inputs import HomeRows, StepInputs
 from dsv4.model.transformer import DraftTaps, Transformer
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.begin_step import begin_step
@@ -25,7 +25,9 @@ from dsv4.ops.sample.draft_rows import SlotDrafts, draft_rows
 from dsv4.ops.sample.sample import sample
 from dsv4.ops.sample.verify import Accepted
 from dsv4.ops.sample.verify import verify as count_drafts
-from dsv4.runner.buffers import StepBuffers, StepShape, step_line
+from dsv4.runner.buffers import StepBuffers
+from dsv4.runner.step.line import Chunk, order_of_logits, step_line
+from dsv4.runner.step.shape import StepShape
 
 
 def forward(
@@ -58,7 +60,7 @@ def forward(
         sent=sent,
         seq_idx=seq_idx,
         slots=at["slots"],
-        newest=buffers.newest,
+        newest=buffers.own_newest,
         token_ids=token_ids,
         rows=buffers.tables(shape),
     )
@@ -71,7 +73,7 @@ def logits_of(buffers: StepBuffers, shape: StepShape) -> Tensor:
     if shape.width > 1:
         assert buffers.verify is not None
         return buffers.verify.logits[: shape.tokens]
-    return buffers.scores if shape.scored else buffers.logits[: shape.sequences]
+    return buffers.scores if shape.scored else buffers.logits[: shape.num_logits]
 
 
 def sample_tokens(buffers: StepBuffers, rows: int) -> None:
@@ -108,24 +110,35 @@ def share(model: Transformer, buffers: StepBuffers) -> None:
     model.exchange.comm.share(buffers.newest)
 
 
-def score_line(
-    chunks: Sequence[Any], pages: StatePages, buffers: StepBuffers
-) -> tuple[list[int], Any]:
-    """Inputs of `score` for these `Chunk`s: (sequences, table widths, then starts, counts, slots
-    and logits per sequence) and a line of token ids and page tables. Tables are as wide as the
-    longest sequence needs, rounded up to fixed widths."""
-    counts = [len(chunk.token_ids) for chunk in chunks]
-    starts = [chunk.pages.length for chunk in chunks]
-    longest = max(start + count for start, count in zip(starts, counts, strict=True))
+def score_lines(
+    chunks: Sequence[Chunk],
+    by_home: Sequence[Sequence[int]],
+    pages: StatePages,
+    buffers: StepBuffers,
+) -> list[tuple[list[int], Any]]:
+    """Inputs of `score` at each home: (sequences, table widths, then starts, counts, slots and
+    logits per sequence, then with several homes the rows of each, their rows of logits and the
+    order of these) and a line of token ids and page tables. Tables are as wide as the longest
+    sequence needs, rounded up to fixed widths."""
+    longest = max(chunk.pages.length + len(chunk.token_ids) for chunk in chunks)
     shape = buffers.shape(len(chunks), len(chunks), longest, one_each=True)
-    widths = [table.shape[1] for table in buffers.tables(shape)]
-    line = [token for chunk in chunks for token in chunk.token_ids]
-    for pool, width in zip(POOLS, widths, strict=True):
-        for chunk in chunks:
-            line += pages.table_row(chunk.pages, pool, width)
-    slots, logits = [c.pages.slot for c in chunks], [c.num_logits for c in chunks]
-    numbers = [len(chunks), *widths, *starts, *counts, *slots, *logits]
-    return numbers, np.array(line, dtype=np.int64)
+    widths, tail = [table.shape[1] for table in buffers.tables(shape)], list[int]()
+    if len(by_home) > 1:
+        logits = [sum(chunks[i].num_logits for i in own) for own in by_home]
+        tail = [sum(len(chunks[i].token_ids) for i in own) for own in by_home] + logits
+        tail += order_of_logits(by_home, [chunk.num_logits for chunk in chunks], max(logits))
+    found = []
+    for own in ([chunks[i] for i in places] for places in by_home):
+        line = [token for chunk in own for token in chunk.token_ids]
+        for pool, width in zip(POOLS, widths, strict=True):
+            for chunk in own:
+                line += pages.table_row(chunk.pages, pool, width)
+        numbers = [len(own), *widths, *(chunk.pages.length for chunk in own)]
+        numbers += [len(chunk.token_ids) for chunk in own]
+        numbers += [chunk.pages.slot % buffers.own_sequences for chunk in own]
+        numbers += [chunk.num_logits for chunk in own]
+        found.append((numbers + tail, np.array(line, dtype=np.int64)))
+    return found
 
 
 def score(
@@ -135,7 +148,7 @@ def score(
     line: Any,
     device: torch.device,
 ) -> Tensor:
-    """Logits of any rows of any chunks, one launch at a time, from what `score_line` returns."""
+    """Logits of any rows of any chunks, one launch at a time, from what `score_lines` returns."""
     n, widths = numbers[0], numbers[1:4]
     starts, counts, slots, logits = (list(numbers[4 + n * i : 4 + n * (i + 1)]) for i in range(4))
     rows: list[int] = []
@@ -145,7 +158,9 @@ def score(
         rows += range(end - wanted, end)
     values = torch.from_numpy(np.array(line)).to(device)
     token_ids, *tables = torch.split(values, [end, *(n * width for width in widths)])
-    window, csa, hca = (table.view(n, -1) for table in tables)
+    sized = zip(tables, widths, strict=True)
+    window, csa, hca = (table.view(n, width) for table, width in sized)
+    tail, homes = numbers[4 + 4 * n :], model.exchange.layout.homes
     inputs = StepInputs(
         token_ids=token_ids,
         batch=make_ragged(starts, counts, slots, device),
@@ -153,5 +168,12 @@ def score(
         csa_table=csa,
         hca_table=hca,
         logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        homes=HomeRows(
+            tuple(tail[:homes]),
+            tuple(tail[homes : 2 * homes]),
+            torch.tensor(tail[2 * homes :], dtype=torch.int64, device=device),
+        )
+        if tail
+        else None,
     )
     return model(inputs, state)

@@ -3,7 +3,8 @@
 Every sequence gets a rank on arrival: its arrival step, where one priority level is worth
 `PRIORITY_STEPS` steps of waiting. A later arrival can therefore overtake only for a while, and no
 request starves. Lower ranks are admitted first. When pages run out, the highest rank is preempted:
-its pages are freed and it is recomputed later.
+its pages are freed and it is recomputed later. With several homes (`attention=dp`) a sequence runs
+where it has fewest tokens to compute and few pages are in use; each home has a step's budget.
 
 A step holds one token of every decoding sequence. Prompts fill the rest of the step's token budget:
 `chunk_tokens`, or, if step costs were measured, the most tokens that keep the gap between two
@@ -22,13 +23,11 @@ from dataclasses import dataclass, replace
 
 from dsv4.cache.geometry import (
     CARRIED_ROWS,
-    GROWING_POOLS,
-    PAGE_ENTRIES,
     SHARED_TOKENS,
-    TOKENS_PER_ENTRY,
 )
-from dsv4.cache.pages import StatePages
-from dsv4.cache.prefix import PrefixCache, Snapshot
+from dsv4.cache.pages import SequencePages
+from dsv4.cache.prefix import Snapshot
+from dsv4.scheduler.home import Home, usable_keys
 from dsv4.scheduler.sequence import SequenceState
 from dsv4.scheduler.stalls import StallDetector
 
@@ -56,27 +55,26 @@ class ScheduledTokens:
 class Scheduler:
     def __init__(
         self,
-        pages: StatePages,
+        homes: Some[Home],
         chunk_tokens: int,
-        prefix: PrefixCache | None = None,
         emit: Callable[[str, SequenceState], None] = lambda kind, sequence: None,
         budget: Callable[[int], int] | None = None,
         propose: Propose | None = None,
         lanes: int = 1,
     ) -> None:
-        """`budget`: prompt tokens allowed in a step, by its number of decoding sequences.
+        """`chunk_tokens`: prompt tokens of a step, at each home.
+        `budget`: prompt tokens allowed in a step, by its number of decoding sequences.
         `propose`: drafts for sequences, given how many each can take. `lanes`: steps in flight
         together, among which decoding sequences are divided."""
-        self._pages, self._lanes = pages, lanes
+        self._homes, self._lanes = list(homes), lanes
         self._propose = propose
         self._budget = budget
         self._chunk_tokens = chunk_tokens
-        self._prefix = prefix
         self._emit = emit
         self._waiting: list[SequenceState] = []  # both lists are sorted by rank
         self._running: list[SequenceState] = []
         self._num_added = self._num_steps = 0
-        self._stalls = StallDetector(pages, chunk_tokens)
+        self._stalls = StallDetector(self._has_slot, chunk_tokens)
         self.num_preemptions = 0
         self.admitting: SequenceState | None = None  # being admitted; stays set if that fails
 
@@ -113,17 +111,28 @@ class Scheduler:
             self._waiting.remove(sequence)
             return
         self._running.remove(sequence)
-        self._close(sequence)
+        self._home(sequence).close(sequence)
 
     def next_step(self) -> list[ScheduledTokens]:
         self._num_steps += 1
         self._admit()
-        while True:
+        scheduled = self._plan()
+        while (home := self._too_full(scheduled)) is not None:
+            here = self._running_at(home)
+            if len(here) < 2:  # the step will fail, so it is that sequence's alone
+                scheduled = [item for item in scheduled if item.sequence is here[0]]
+                break
+            self._preempt(here[-1])
             scheduled = self._plan()
-            if self._fits(scheduled) or len(self._running) < 2:
-                self._stalls.check(self._running, self._waiting, bool(scheduled))
-                return [self._reserve(item) for item in self._with_drafts(scheduled)]
-            self._preempt(self._running[-1])
+        self._stalls.check(self._running, self._waiting, bool(scheduled))
+        return [self._reserve(item) for item in self._with_drafts(scheduled)]
+
+    def _home(self, sequence: SequenceState) -> Home:
+        """Where a running sequence has its state."""
+        return self._homes[_pages(sequence).home]
+
+    def _running_at(self, home: Home) -> list[SequenceState]:
+        return [sequence for sequence in self._running if self._home(sequence) is home]
 
     def _with_drafts(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """Add drafts to a step in which every sequence decodes, if there are pages for them."""
@@ -135,30 +144,32 @@ class Scheduler:
             replace(item, num_new=1 + len(drafts), drafts=tuple(drafts))
             for item, drafts in zip(scheduled, self._propose(wanted), strict=True)
         ]
-        return drafted if self._fits(drafted) else scheduled
+        return drafted if self._too_full(drafted) is None else scheduled
 
     def _reserve(self, item: ScheduledTokens) -> ScheduledTokens:
         """Reserve a row for the prefix that ends inside the step's tokens, unless it is cached."""
-        if self._prefix is None or not item.keep_len:
+        prefix = self._home(item.sequence).prefix
+        if prefix is None or not item.keep_len:
             return item
-        row = self._prefix.reserve(item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1])
+        row = prefix.reserve(item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1])
         return replace(item, keep_len=0) if row is None else replace(item, keep_row=row)
 
     def started(self, scheduled: list[ScheduledTokens]) -> None:
         """The step is in flight and its pages are still held: keep prefixes that end inside it."""
         for item in scheduled:
             item.sequence.last_served = self._num_steps
-            if self._prefix is not None and item.keep_len:
-                assert item.sequence.pages is not None
+            prefix = self._home(item.sequence).prefix
+            if prefix is not None and item.keep_len:
                 key = item.sequence.keys()[item.keep_len // SHARED_TOKENS - 1]
-                self._prefix.keep_inside(item.sequence.pages, key, item.keep_len, item.keep_row)
+                prefix.keep_inside(_pages(item.sequence), key, item.keep_len, item.keep_row)
                 item.keep_len = 0  # the prefix owns the row now
 
     def failed(self, scheduled: list[ScheduledTokens]) -> None:
         """The step failed to start."""
         for item in scheduled:
-            if self._prefix is not None and item.keep_len:
-                self._prefix.give_back(item.keep_row)
+            prefix = self._home(item.sequence).prefix
+            if prefix is not None and item.keep_len:
+                prefix.give_back(item.keep_row)
 
     def done(self, scheduled: list[ScheduledTokens], *, has_tokens: bool = False) -> None:
         """Keep the prefixes that end with this step; no later step may be submitted yet.
@@ -166,11 +177,10 @@ class Scheduler:
         for item in scheduled:
             if item.sequence.pages is None:
                 continue  # ended or preempted meanwhile
-            if self._prefix is not None and item.sequence.uses_prefix_cache:
-                try:
-                    self._keep(self._prefix, item.sequence, has_tokens=has_tokens)
-                except Exception as error:  # the answer continues; only its prefix is not cached
-                    log.error("a prefix could not be kept: %s", error)
+            try:
+                self._home(item.sequence).keep(item.sequence, has_tokens=has_tokens)
+            except Exception as error:  # the answer continues; only its prefix is not cached
+                log.error("a prefix could not be kept: %s", error)
 
     def preempt(self, sequence: SequenceState) -> None:
         """Free its state and queue it for recomputation."""
@@ -183,82 +193,72 @@ class Scheduler:
         place = 0
         while place < len(self._waiting):
             first = self.admitting = self._waiting[place]
-            found = self._find(first)
+            home, found = self._choose(first)
             if first.num_pending:  # preempted while its token was being sampled; read that first
                 first.waits_for = "its token in flight"
                 place += 1
             elif self._prefix_in_flight(first, found):
                 place += 1  # others may overtake; the wait ends with the other's prompt
-            elif self._has_room(first, found):
+            elif home is not None:
                 self._waiting.pop(place)
-                self._open(first, found)
-            elif self._running and first.rank < self._running[-1].rank:
-                self._preempt(self._running[-1])
+                self._open(first, home, found)
+            elif (last := self._less_urgent(first)) is not None:
+                self._preempt(last)
             else:
-                first.waits_for = "pages" if self._pages.num_free_slots else "a slot"
+                first.waits_for = "pages" if self._has_slot() else "a slot"
                 break  # no overtaking, or the first could starve
         self.admitting = None
+
+    def _choose(self, sequence: SequenceState) -> tuple[Home | None, Snapshot | None]:
+        """The home that costs a sequence least, and the cached prefix it can start from there. No
+        home: none has room; then the longest prefix of any."""
+        found = [(home, home.find(sequence), self._running_at(home)) for home in self._homes]
+        able = [each for each in found if each[0].has_room(sequence, *each[1:])]
+        if able:
+            home, prefix, _ = min(able, key=lambda each: each[0].cost(sequence, *each[1:]))
+            return home, prefix
+        known = [prefix for _, prefix, _ in found if prefix is not None]
+        return None, max(known, key=lambda prefix: prefix.length, default=None)
+
+    def _less_urgent(self, sequence: SequenceState) -> SequenceState | None:
+        """Who is preempted for a waiting sequence: the last of all, at a home where that helps."""
+        found: list[SequenceState] = []
+        for home in self._homes:
+            here = self._running_at(home)
+            later = [other for other in here if sequence.rank < other.rank]
+            if later and (len(self._homes) == 1 or home.could_hold(sequence, here, later)):
+                found.append(later[-1])
+        return max(found, key=lambda other: other.rank, default=None)
+
+    def _has_slot(self) -> bool:
+        return any(home.has_slot for home in self._homes)
 
     def _prefix_in_flight(self, sequence: SequenceState, found: Snapshot | None) -> bool:
         """Whether a running prompt is computing a long prefix of this one.
 
         That prompt is then told to snapshot it, and this one waits to reuse the snapshot.
         """
-        if self._prefix is None or not sequence.uses_prefix_cache:
+        if not sequence.uses_prefix_cache:
             return False
-        keys = self._usable_keys(sequence)
+        keys = usable_keys(sequence)
         known = found.length if found is not None else 0
         for other in self._running:
             if not other.uses_prefix_cache or other.num_left <= 1:
                 continue
-            common = SHARED_TOKENS * _num_common(keys, self._usable_keys(other))
+            home = self._home(other)
+            if home.prefix is None or (not home.has_slot and self._has_slot()):
+                continue
+            common = SHARED_TOKENS * _num_common(keys, usable_keys(other))
             if common >= known + WORTH_WAITING and other.num_computed < common:
                 other.snapshot_lens |= {common}
                 sequence.waits_for = f"the beginning that {other.request.id!r} computes"
                 return True
         return False
 
-    def _usable_keys(self, sequence: SequenceState) -> list[bytes]:
-        """Keys of the blocks before the last known token, which is always recomputed for its
-        logits."""
-        return sequence.keys()[: (len(sequence.token_ids) - 1) // SHARED_TOKENS]
-
-    def _find(self, sequence: SequenceState) -> Snapshot | None:
-        if self._prefix is None or not sequence.uses_prefix_cache or not self._pages.num_free_slots:
-            return None
-        return self._prefix.find(self._usable_keys(sequence))
-
-    def _has_room(self, sequence: SequenceState, found: Snapshot | None) -> bool:
-        """Whether pages suffice for all known tokens of this and the running sequences, plus one
-        page to grow, unless it ends first.
-
-        A sequence that would run alone is always admitted: if it does not fit now, it never will.
-        """
-        if not self._running or not self._pages.num_free_slots:
-            return self._pages.num_free_slots > 0
-        geometry = self._pages.geometry
-        for pool in GROWING_POOLS:
-            allocator = self._pages.allocators[pool]
-            grown = len(sequence.token_ids) + PAGE_ENTRIES[pool] * TOKENS_PER_ENTRY[pool]
-            needed = len(geometry.pages_needed(pool, 0, min(grown, sequence.max_len)))
-            if found is not None and self._prefix is not None:
-                needed -= len(found.columns[pool])
-                needed += self._prefix.num_fresh(found, pool)
-            for other in self._running:
-                known = geometry.pages_needed(pool, 0, len(other.token_ids))
-                assert other.pages is not None
-                needed += max(len(known) - len(other.pages.columns[pool]), 0)
-            if needed > allocator.num_available:
-                return False
-        return True
-
-    def _open(self, sequence: SequenceState, found: Snapshot | None) -> None:
-        sequence.pages = self._pages.open()
+    def _open(self, sequence: SequenceState, home: Home, found: Snapshot | None) -> None:
         try:
-            if self._prefix is not None and sequence.uses_prefix_cache:
-                self._begin(self._prefix, sequence, found)
+            home.open(sequence, found)
         except BaseException:
-            self._close(sequence)
             _insert(self._waiting, sequence)
             raise
         if sequence.num_cached is None:
@@ -267,32 +267,14 @@ class Scheduler:
         _insert(self._running, sequence)
         self._emit("began", sequence)
 
-    def _begin(self, prefix: PrefixCache, sequence: SequenceState, found: Snapshot | None) -> None:
-        assert sequence.pages is not None
-        keys = self._usable_keys(sequence)
-        if found is not None:
-            prefix.begin(sequence.pages, found)
-        if sequence.num_cached is None:
-            prefix.num_asked += len(sequence.token_ids)
-            prefix.num_hit += sequence.num_computed
-        # worth a snapshot: the prompt's end, and where it diverges from earlier ones
-        sequence.snapshot_lens = frozenset(
-            (len(keys) * SHARED_TOKENS, prefix.seen_prefix_len(keys))
-        )
-
     def _preempt(self, sequence: SequenceState) -> None:
         self._stalls.preempted(self.sequences())
         self._running.remove(sequence)
-        self._close(sequence)
+        self._home(sequence).close(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         _insert(self._waiting, sequence)
         self._emit("preempted", sequence)
-
-    def _close(self, sequence: SequenceState) -> None:
-        assert sequence.pages is not None
-        self._pages.close(sequence.pages)
-        sequence.pages = None
 
     # --- token budget -------------------------------------------------------------------------
 
@@ -308,7 +290,9 @@ class Scheduler:
         budget = self._chunk_tokens
         if self._budget is not None:
             budget = min(budget, self._budget(len(scheduled)))
-        counts = _split_budget(prompts, budget)
+        counts: dict[SequenceState, int] = {}
+        for home in self._homes:
+            counts |= _split_budget([s for s in prompts if self._home(s) is home], budget)
         for sequence in prompts:
             count = counts[sequence]
             if count:
@@ -322,33 +306,18 @@ class Scheduler:
         """Whether its next token may be computed before the one in flight is known."""
         return self._lanes == 1 and not sequence.is_last_pending
 
-    def _fits(self, scheduled: list[ScheduledTokens]) -> bool:
-        growing = []
-        for item in scheduled:
-            pages = item.sequence.pages
-            assert pages is not None
-            if pages.length + item.num_new > pages.full_at:
-                growing.append((pages, item.num_new))
-        for pool, allocator in self._pages.allocators.items():
-            needed = sum(len(self._pages.missing(pages, pool, new)) for pages, new in growing)
-            if needed > allocator.num_available:
-                return False
-        return True
+    def _too_full(self, scheduled: list[ScheduledTokens]) -> Home | None:
+        """A home that has too few pages for its part of a step."""
+        for home in self._homes:
+            mine = [item for item in scheduled if self._home(item.sequence) is home]
+            if not home.fits([(_pages(item.sequence), item.num_new) for item in mine]):
+                return home
+        return None
 
-    # --- snapshots ----------------------------------------------------------------------------
 
-    def _keep(self, prefix: PrefixCache, sequence: SequenceState, *, has_tokens: bool) -> None:
-        length = sequence.num_computed
-        if length == 0 or length % SHARED_TOKENS:
-            return
-        assert sequence.pages is not None
-        key = sequence.keys()[length // SHARED_TOKENS - 1]
-        if length in sequence.snapshot_lens:
-            prefix.keep(sequence.pages, key)
-        elif length < len(sequence.token_ids) - has_tokens:
-            prefix.keep(sequence.pages, key, only_if_free=True)
-        elif prefix.keep(sequence.pages, key, instead_of=sequence.kept_key):
-            sequence.kept_key = key
+def _pages(sequence: SequenceState) -> SequencePages:
+    assert sequence.pages is not None
+    return sequence.pages
 
 
 def _insert(sequences: list[SequenceState], sequence: SequenceState) -> None:
@@ -367,7 +336,7 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
 def _split_budget(prompts: list[SequenceState], budget: int) -> dict[SequenceState, int]:
     """Step tokens per prompt: equal shares first, then the remainder."""
     counts = dict.fromkeys(prompts, 0)
-    share = max(budget // len(prompts) // SHARED_TOKENS * SHARED_TOKENS, SHARED_TOKENS)
+    share = max(budget // max(len(prompts), 1) // SHARED_TOKENS * SHARED_TOKENS, SHARED_TOKENS)
     for room, sequence in itertools.product((share, budget), prompts):
         count = _chunk_len(sequence, min(room, counts[sequence] + budget))
         if count > counts[sequence]:

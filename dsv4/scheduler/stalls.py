@@ -1,7 +1,8 @@
 """Stall detection: requests that would wait indefinitely are a bug, and are reported by name."""
 
+from collections.abc import Callable
+
 from dsv4.cache.geometry import SHARED_TOKENS
-from dsv4.cache.pages import StatePages
 from dsv4.errors import StallError
 from dsv4.scheduler.sequence import SequenceState
 
@@ -9,8 +10,8 @@ MOST_NAMED = 4
 
 
 class StallDetector:
-    def __init__(self, pages: StatePages, chunk_tokens: int) -> None:
-        self._pages = pages
+    def __init__(self, has_slot: Callable[[], bool], chunk_tokens: int) -> None:
+        self._has_slot = has_slot
         self._block = min(chunk_tokens, SHARED_TOKENS)
         self._num_idle_steps = 0  # since a sequence last made new progress or ended
         self._num_preempted = 0  # since the last step
@@ -38,7 +39,7 @@ class StallDetector:
         # without work, `score` may hold every slot or last tokens are in flight; both end
         can_run = any(s.num_pending == 0 for s in running)
         ready = any(s.num_pending == 0 for s in waiting)
-        can_run = can_run or (ready and bool(self._pages.num_free_slots) and not running)
+        can_run = can_run or (ready and self._has_slot() and not running)
         if (can_run and not has_work) or any(s.num_left < 1 for s in running):
             what = "requests wait although nothing is in their way"
             raise StallError(f"{what}: {_who_waits(everyone)}")

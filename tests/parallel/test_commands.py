@@ -11,7 +11,8 @@ import pytest
 
 from dsv4.errors import RankError
 from dsv4.parallel.commands import COMMANDS, Command, Link
-from dsv4.runner.buffers import StepShape, step_line
+from dsv4.runner.step.line import step_line
+from dsv4.runner.step.shape import StepShape
 
 Ends = tuple[Link, Link, socket.socket]
 
@@ -50,16 +51,16 @@ def test_commands_come_back_as_they_were(ends: Ends, seed: int) -> None:
     [
         ({"n": 7}, "found command 7, expected 5: one is lost or repeated"),
         ({"kind": "dance"}, "found the command 'dance', expected one of step"),
-        ({"numbers": [1]}, "command 5 (copy_page) has 1 numbers, expected 3"),
+        ({"numbers": [1]}, "command 5 (copy_page) has 1 numbers, expected 4"),
         ({"numbers": [1, 2, "3"]}, "expected whole numbers"),
         ({"numbers": None}, "expected whole numbers"),
         ({"check": 1}, "command 5 (copy_page) arrived damaged"),
     ],
 )
 def test_commands_that_are_refused(change: dict[str, object], words: str) -> None:
-    message, line = Command(5, "copy_page", (1, 2, 3), b"abc").to_message()
+    message, line = Command(5, "copy_page", (-1, 1, 2, 3), b"abc").to_message()
     message = json.loads(json.dumps(message))
-    assert Command.from_message(message, line, 5).numbers == (1, 2, 3)
+    assert Command.from_message(message, line, 5).numbers == (-1, 1, 2, 3)
     with pytest.raises(RankError) as error:
         Command.from_message({**message, **change}, line, 5)
     assert words in str(error.value)

@@ -83,10 +83,10 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.ops.gemm.weights.repack import repack
     from dsv4.runner.activations import choose_activations, width_of
-    from dsv4.runner.buffers import StepShape
     from dsv4.runner.plan import StepPlan
     from dsv4.runner.runner import Runner
     from dsv4.runner.settings import resolve
+    from dsv4.runner.step.shape import StepShape
     from dsv4.util.models import model_folder
 
     config = ModelConfig.from_folder(model_folder("tiny"))

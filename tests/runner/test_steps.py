@@ -15,9 +15,9 @@ from dsv4.config import EngineConfig
 from dsv4.errors import CapacityError
 from dsv4.model.transformer import Transformer
 from dsv4.request import SamplingParams
-from dsv4.runner.buffers import batch_sizes, context_sizes, token_sizes
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import resolve
+from dsv4.runner.step.shape import batch_sizes, context_sizes, token_sizes
 from dsv4.testing import random_weights, small_config
 from tests.runner.driver import OPTIONS, Story, check_alone, make_stories, ordinary_logits, tell
 

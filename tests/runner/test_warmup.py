@@ -13,12 +13,12 @@ from dsv4.errors import KernelError
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.workspace import freeze_workspaces, workspace
 from dsv4.runner import runner as runner_module
-from dsv4.runner.buffers import StepShape
 from dsv4.runner.compile_guard import CompileGuard
 from dsv4.runner.cost import StepCosts
 from dsv4.runner.graphs import Graphs
 from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Chunk, Runner
+from dsv4.runner.step.shape import StepShape
 from dsv4.testing import random_weights, small_config
 from tests.runner.driver import check_alone, make_stories, tell
 from tests.runner.test_steps import make_runner

@@ -3,10 +3,10 @@
 from typing import Any
 
 from dsv4.cache.geometry import Geometry, Pool
-from dsv4.cache.pages import StatePages
-from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.pages import SequencePages, StatePages
 from dsv4.request import Request, SamplingParams
 from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler.home import open_homes
 from tests.models import quick_config
 
 CONTEXT = 1024
@@ -36,18 +36,18 @@ class Simulator:
         prefix: bool = True,
         store: Any = None,
         lanes: int = 1,
+        homes: int = 1,
     ) -> None:
+        """`max_sequences` and `state_tokens`: of each home."""
         geometry = Geometry(quick_config(), "fp32", "fp32", chunk_tokens, 4 if prefix else 0)
         num_pages = geometry.num_pages(CONTEXT, max_sequences, state_tokens)
-        self.pages = StatePages(geometry, max_sequences, num_pages)
-        self.prefix = None
-        if prefix:
-            self.prefix = PrefixCache(self.pages, NoTensors(), 4 * max_sequences, store)
+        pages = [StatePages(geometry, max_sequences, num_pages, home) for home in range(homes)]
+        self.homes = open_homes(pages, [NoTensors() for _ in pages], store)
+        self.pages, self.prefix = pages[0], self.homes[0].prefix
         self.told: list[tuple[str, str]] = []
         self.scheduler = Scheduler(
-            self.pages,
+            self.homes,
             chunk_tokens,
-            self.prefix,
             lambda k, s: self.told.append((k, s.request.id)),
             lanes=lanes,
         )
@@ -66,11 +66,15 @@ class Simulator:
         work = self.scheduler.next_step()
         if not work:
             return work
-        held = [item.sequence.pages for item in work]
-        assert all(pages is not None for pages in held)
-        growth = self.pages.prepare(held, [item.num_new for item in work])  # type: ignore[arg-type]
+        growths = []
+        for number, home in enumerate(self.homes):
+            mine = [(pages_of(item.sequence), item.num_new) for item in work]
+            own = [pair for pair in mine if pair[0].home == number]
+            counts = [count for _, count in own]
+            growths.append(home.pages.prepare([pages for pages, _ in own], counts))
         self.scheduler.started(work)
-        self.pages.apply(growth)
+        for home, growth in zip(self.homes, growths, strict=True):
+            home.pages.apply(growth)
         self.scheduler.done(work)
         for item in work:
             if item.samples:
@@ -92,12 +96,16 @@ class Simulator:
         raise AssertionError(f"still unfinished: {self.scheduler.num_unfinished}")
 
     def check(self) -> None:
-        if self.prefix is not None:
-            self.prefix.check_integrity()
-        else:
-            self.pages.check_integrity()
+        for home in self.homes:
+            (home.prefix or home.pages).check_integrity()
 
     def check_idle(self) -> None:
         self.check()
-        for allocator in self.pages.allocators.values():
-            assert allocator.num_available == allocator.num_pages
+        for home in self.homes:
+            for allocator in home.pages.allocators.values():
+                assert allocator.num_available == allocator.num_pages
+
+
+def pages_of(sequence: SequenceState) -> SequencePages:
+    assert sequence.pages is not None
+    return sequence.pages

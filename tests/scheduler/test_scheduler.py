@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dsv4.cache.pages import StatePages
 from dsv4.errors import StallError
-from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler import Home, ScheduledTokens, Scheduler, SequenceState, home
 from dsv4.scheduler.scheduler import PRIORITY_STEPS
 from tests.scheduler.simulator import CONTEXT, Simulator
 
@@ -89,19 +89,19 @@ def test_every_slot_is_used(prefix: bool) -> None:
     ("bug", "says"),
     [
         # a prefix that reaches to the last token leaves nothing to compute
-        (("_usable_keys", lambda self, sequence: sequence.keys()), "'b' .* .256 of 256 tokens"),
-        (("_has_room", lambda *args: False), "'a' waits for pages .0 of 256 tokens"),
-        (("_plan", lambda self: []), "'a' waits for its turn .*; 'b' waits for a slot"),
+        ((home, "usable_keys", lambda sequence: sequence.keys()), "'b' .* .256 of 256 tokens"),
+        ((Home, "has_room", lambda *args: False), "'a' waits for pages .0 of 256 tokens"),
+        ((Scheduler, "_plan", lambda self: []), "'a' waits for its turn .*; 'b' waits for a slot"),
         (
-            ("_prefix_in_flight", lambda *args: True),
+            (Scheduler, "_prefix_in_flight", lambda *args: True),
             "although nothing is in their way: 'a' waits",
         ),
     ],
 )
 def test_requests_that_can_never_run_are_named(
-    bug: tuple[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    bug: tuple[Any, str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scheduler, *bug)
+    monkeypatch.setattr(*bug)
     sim = Simulator(max_sequences=1)
     for name in "ab":
         sim.add(name, [5] * 256)
@@ -115,7 +115,7 @@ def test_preempting_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in "abc":
         sim.add(name, [ord(name)] * 300)
     sim.step()
-    monkeypatch.setattr(Scheduler, "_has_room", lambda self, *args: not self._running)
+    monkeypatch.setattr(Home, "has_room", lambda self, sequence, found, running: not running)
     rank = property(lambda self: (0, 0) if self.pages is None else (1, 1))
     monkeypatch.setattr(SequenceState, "rank", rank, raising=False)
     with pytest.raises(StallError, match=r"preempts without end: .*'[abc]' .* preempted \d+ times"):

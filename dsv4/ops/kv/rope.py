@@ -49,7 +49,7 @@ def rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: b
     rope_dim = 2 * frequencies.shape[0]
     head, tail = x[..., :-rope_dim], x[..., -rope_dim:].float()
     angles = positions.float().unsqueeze(-1) * frequencies
-    angles = angles.view(positions.shape + (1,) * (x.dim() - 1 - positions.dim()) + (-1,))
+    angles = angles.view(*positions.shape, *[1] * (x.dim() - 1 - positions.dim()), rope_dim // 2)
     cos, sin = angles.cos(), angles.sin()
     if inverse:
         sin = -sin

@@ -21,9 +21,11 @@ from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import DraftTaps
 from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.sample.sample import MASK, sample
-from dsv4.runner.buffers import StagedLine, StepBuffers, StepShape, step_line
+from dsv4.runner.buffers import StagedLine, StepBuffers
 from dsv4.runner.plan import DraftPart
 from dsv4.runner.sampling_rows import to_host
+from dsv4.runner.step.line import step_line
+from dsv4.runner.step.shape import StepShape
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from dsv4.runner.buffers import StepBuffers, StepShape
+from dsv4.runner.buffers import StepBuffers
 from dsv4.runner.plan import DraftPart
+from dsv4.runner.step.shape import StepShape
 from dsv4.sampling import SamplingRow
 
 log = logging.getLogger(__name__)
@@ -55,18 +56,6 @@ def samples_together(rows: Sequence[SamplingRow], device: torch.device) -> bool:
     if device.type == "cpu" and not TOGETHER_ON_CPU:
         return False
     return all(row.mask is None and not row.params.has_penalties for row in rows)
-
-
-def send_drafts(
-    at: dict[str, Any], shape: StepShape, rows: Sequence[tuple[Sequence[int], int]]
-) -> None:
-    """Write each sequence's tokens and drafts, and the length they reach."""
-    at["token_ids"][:] = -1
-    at["most"][:] = 0
-    for place, (token_ids, most) in enumerate(rows):
-        first = place * shape.width
-        at["token_ids"][first : first + len(token_ids)] = token_ids
-        at["most"][place] = most
 
 
 class _Runner(Protocol):

@@ -66,8 +66,8 @@ def choose_layout(
     cluster, config = devices.cluster(nodes), sizes.config
     roomy = resolve(choices, config, has_gpu=True, memory_bytes=2**62)
     found = [
-        forecast(sizes, cluster, roomy.geometry(config), tp, pp, experts=choices.experts)
-        for tp, pp in layouts(config, cluster)
+        forecast(sizes, cluster, roomy.geometry(config), tp, pp, how=choices)
+        for tp, pp in layouts(config, cluster, choices)
         if choices.pp in (1, pp) and (nodes == 1 or tp * pp == cluster.gpus)
     ]
     if not found:
@@ -92,9 +92,10 @@ def recommend_for(
 
     def refusal(of: Forecast) -> CapacityError | None:
         try:
-            layout = sizes.layout(of.tp, of.pp, choices.experts)
+            layout = sizes.layout(of.tp, of.pp, choices)
+            asked = replace(choices, tp=of.tp, pp=of.pp)
             rooms = stage_rooms(sizes, layout, cluster, choices)
-            resolve(choices, sizes.config, has_gpu=True, memory_bytes=0, stages=rooms)
+            resolve(asked, sizes.config, has_gpu=True, memory_bytes=0, stages=rooms)
         except CapacityError as error:
             return error
         return None

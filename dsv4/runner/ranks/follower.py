@@ -14,16 +14,16 @@ import threading
 
 import numpy as np
 
-from dsv4.cache.geometry import POOLS
 from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, Message
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.probe import probe
 from dsv4.parallel.team import describe
-from dsv4.runner.buffers import StepShape
 from dsv4.runner.ranks.start import connect, digest, load_rank
+from dsv4.runner.ranks.state_copier import COPIES, copy_state
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings
+from dsv4.runner.step.shape import StepShape
 from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ class Follower:
     def _start(self, told: Message) -> Runner:
         logging.basicConfig(level=told["log_level"], format=f"rank {told['rank']}: %(message)s")
         stages = tuple(range(*pair) for pair in told["stages"])
-        layout = RankLayout(told["tp"], told["pp"], told["rank"], stages, told["split_experts"])
+        shared = told["split_experts"], told["data_attention"]
+        layout = RankLayout(told["tp"], told["pp"], told["rank"], stages, *shared)
         settings = Settings(**told["settings"])
         folder = str(model_folder(told["folder"]))
         found = digest(folder)
@@ -95,21 +96,16 @@ class Follower:
     def execute(self, runner: Runner, command: Command) -> int | None:
         """Run a command; a `check` returns a checksum."""
         numbers = command.numbers
-        if command.kind == "step":
-            tokens, sequences, context, one_each, scored, width = numbers
-            kinds = bool(one_each), bool(scored), width
-            shape = StepShape(tokens, sequences, context, *kinds)
+        if command.kind in ("step", "home_step"):
+            shape = StepShape.from_numbers(numbers)
             runner.follow_step(shape, np.frombuffer(command.line, dtype=np.int64))
         elif command.kind == "share":
             runner.follow_share()
         elif command.kind == "score":
             runner.follow_score(numbers, np.frombuffer(command.line, dtype=np.int64))
-        elif command.kind == "copy_page":
-            runner.state.copy_page(POOLS[numbers[0]], numbers[1], numbers[2])
-        elif command.kind == "save_rows":
-            runner.state.save_rows(*numbers)
-        elif command.kind == "restore_rows":
-            runner.state.restore_rows(*numbers)
+        elif command.kind in COPIES:
+            if numbers[0] in (-1, runner.place):
+                copy_state(runner.state, command.kind, numbers[1:])
         elif command.kind == "write_state":
             runner.state.write_part(numbers[0], numbers[1], numbers[2:], command.line)
         elif command.kind == "check":

@@ -16,9 +16,9 @@ from functools import cache, cached_property
 from dsv4.cache.geometry import POOLS, Geometry
 from dsv4.checkpoint.names import parameters
 from dsv4.checkpoint.rank_slices import held_parts
-from dsv4.config import ModelConfig
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.parallel.channels import ROWS_FROM, channel_bytes
-from dsv4.parallel.layout import RankLayout, balance, k_ranges
+from dsv4.parallel.layout import RankLayout, allowed_tp, balance, k_ranges
 from dsv4.runner.ranks.cluster import Cluster, Interconnect
 from dsv4.runner.settings import GPU_CHUNK, GPU_SEQUENCES, step_bytes
 
@@ -28,6 +28,7 @@ LEAST_TOKENS, SEQUENCES = 32768, GPU_SEQUENCES  # of state, for a layout to be u
 # the workload that layouts are compared by: a batch of answers, and some one by one
 ANSWERS, ALONE, ANSWER_TOKENS, PROMPT_TOKENS = 32, 4, 256, 2048
 _SHARED = ("attn.wq_b.weight", "attn.wo_a.weight", "attn.wo_b.weight", "attn.attn_sink")
+HOW = EngineConfig()
 DRAWS = 200  # of experts, to estimate how many the fullest rank reads
 
 
@@ -38,17 +39,17 @@ class WeightSizes:
     config: ModelConfig
     nbytes: Mapping[str, int]
 
-    def layout(self, tp: int, pp: int, experts: str = "whole") -> RankLayout:
-        """Rank 0's layout; stages are balanced by layer bytes."""
+    def layout(self, tp: int, pp: int, how: EngineConfig = HOW) -> RankLayout:
+        """Rank 0's layout; stages are balanced by layer bytes. `how`: experts, attention."""
         costs = [sum(part) for part in self._layers]
         stages = balance(costs, pp, self.nbytes["embed.weight"], self._last)
-        layout = RankLayout(tp, pp, 0, stages, experts == "split")
+        layout = RankLayout(tp, pp, 0, stages, how.experts == "split", how.attention == "dp")
         layout.check(self.config)
         return layout
 
     def held(self, layout: RankLayout) -> int:
         """Bytes that a rank holds."""
-        held = self._held(layout.tp, layout.split_experts)
+        held = self._held(layout.tp, layout.split_experts, layout.data_attention)
         names = [f"layers.{layer}." for layer in layout.layers(self.config)]
         if layout.is_first:
             names.append("embed.weight")
@@ -84,13 +85,13 @@ class WeightSizes:
         return sum(self.nbytes[name] for name in names if name != "embed.weight")
 
     @cached_property
-    def _held(self) -> Callable[[int, bool], dict[str, int]]:
+    def _held(self) -> Callable[[int, bool, bool], dict[str, int]]:
         """By tp: bytes on a rank of each layer, of the embedding, and under "" of the rest."""
 
         @cache
-        def of(tp: int, split: bool) -> dict[str, int]:
+        def of(tp: int, split: bool, data_attention: bool) -> dict[str, int]:
             found: Counter[str] = Counter()
-            layout = RankLayout(tp, split_experts=split)
+            layout = RankLayout(tp, split_experts=split, data_attention=data_attention)
             for name, nbytes in held_parts(self.config, self.nbytes, layout).items():
                 is_layer = name.startswith("layers.")
                 key = f"layers.{name.split('.')[1]}." if is_layer else ""
@@ -155,12 +156,13 @@ class Forecast:
         return self.prompt_compute_ms + self.prompt_exchange_ms
 
 
-def layouts(config: ModelConfig, cluster: Cluster) -> list[tuple[int, int]]:
+def layouts(
+    config: ModelConfig, cluster: Cluster, how: EngineConfig = HOW
+) -> list[tuple[int, int]]:
     """(tp, pp) that use all GPUs or a part that divides them; tensor groups, which exchange in
     every layer, span nodes only if a node has too few GPUs."""
-    found = []
-    most = k_ranges(config)
-    for tp in (n for n in range(1, most + 1) if most % n == 0 and config.num_experts % n == 0):
+    found, data_attention = [], how.attention == "dp"
+    for tp in allowed_tp(config, data_attention=data_attention)[data_attention:]:
         for pp in range(1, min(cluster.gpus // tp, config.num_layers) + 1):
             inside = tp * pp <= cluster.per_node and cluster.per_node % (tp * pp) == 0
             spans = tp * pp == cluster.gpus and (
@@ -179,9 +181,9 @@ def forecast(
     pp: int,
     batches: Sequence[int] = (1, 32),
     prompt: int = 8192,
-    experts: str = "whole",
+    how: EngineConfig = HOW,
 ) -> Forecast:
-    layout = sizes.layout(tp, pp, experts)
+    layout = sizes.layout(tp, pp, how)
     steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, 1, ANSWERS}}
     compute, exchange, bound = _prompt(sizes, cluster, layout, prompt)
     chunks, config = -(-prompt // CHUNK), sizes.config

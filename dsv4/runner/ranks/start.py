@@ -92,6 +92,7 @@ def _start_together(
         "pp": layout.pp,
         "stages": [(stage.start, stage.stop) for stage in layout.stages],
         "split_experts": layout.split_experts,
+        "data_attention": layout.data_attention,
         "comm": kind,
         "store": store,
         "timeout": timeout,
@@ -127,6 +128,11 @@ def check_layout(prepared: PreparedModel) -> None:
         raise OptionError(
             f"prefix_disk is not possible with several stages (pp is {layout.pp}): rank 0 has the "
             "state of its own layers alone; leave it out or use tp"
+        )
+    if settings.prefix_disk is not None and layout.homes > 1:
+        raise OptionError(
+            "prefix_disk is not possible with attention=dp: rank 0 has the state of its own "
+            "sequences alone; leave it out or use attention=tp"
         )
 
 

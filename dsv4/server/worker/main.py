@@ -324,8 +324,7 @@ class Worker:
             steps = {"counts": watch.step_counts, "num_tokens": watch.num_tokens}
             message["stats"]["step_sizes"] = {"bounds": STEP_BOUNDS, **steps}
             self._channel.send(message)
-            prefixes = self._engine.prefixes
-            keys = b"".join(sorted(prefixes.keys())).hex() if prefixes is not None else ""
+            keys = b"".join(sorted(self._engine.cached_prefixes())).hex()
             if keys != self._prefixes:
                 self._prefixes = keys
                 self._channel.send({"kind": "prefixes", "keys": keys})

@@ -17,11 +17,11 @@ from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.context import observe
-from dsv4.runner.buffers import StepShape
 from dsv4.runner.plan import Key as StepKey
 from dsv4.runner.plan import StepPlan
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
+from dsv4.runner.step.shape import StepShape
 from dsv4.tools.doctor.check import LayerMaker
 from dsv4.tools.doctor.plain.layer import Taps
 from dsv4.tools.doctor.plain.stations import STATIONS, OpCall, results

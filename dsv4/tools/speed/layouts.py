@@ -88,16 +88,16 @@ def plan_layouts(
     choices = replace(choices or EngineConfig(), device="cuda")
     geometry = resolve(choices, config, has_gpu=True, memory_bytes=2**62).geometry(config)
     asked = None if choices.tp == "auto" else (choices.tp, choices.pp)
-    wanted = list(only) or layouts(config, cluster)
+    wanted = list(only) or layouts(config, cluster, choices)
     if asked is not None and asked not in wanted:
-        sizes.layout(*asked, choices.experts)  # refuses what the model cannot do
+        sizes.layout(*asked, choices)  # refuses what the model cannot do
         if asked[0] * asked[1] > cluster.gpus:
             raise OptionError(
                 f"tp {asked[0]} x pp {asked[1]} needs {asked[0] * asked[1]} GPUs, found "
                 f"{cluster.gpus}; raise --gpus or lower tp or pp"
             )
         wanted.append(asked)
-    figures = batches, prompt, choices.experts
+    figures = batches, prompt, choices
     found = [forecast(sizes, cluster, geometry, tp, pp, *figures) for tp, pp in wanted]
     best, reason = recommend_for(found, sizes, cluster, choices)
     contexts = (choices.max_context,) if choices.max_context else CONTEXTS
@@ -107,7 +107,7 @@ def plan_layouts(
     ]
     least = min(found, key=lambda f: max(stage.weight_bytes for stage in f.stages))
     shown = asked or ((best or least).tp, (best or least).pp)
-    layout = sizes.layout(*shown, choices.experts)
+    layout = sizes.layout(*shown, choices)
     settings, state = None, 0
     try:
         rooms = stage_rooms(sizes, layout, cluster, choices)

@@ -20,7 +20,9 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.sample.draft_rows import BLOCK
-from dsv4.runner.buffers import StepBuffers, StepShape, step_line
+from dsv4.runner.buffers import StepBuffers
+from dsv4.runner.step.line import step_line
+from dsv4.runner.step.shape import StepShape
 from dsv4.runner.steps import forward, sample_tokens, sample_verified
 from dsv4.tools.bench_ops import random_fp4
 
