@@ -111,7 +111,8 @@ def _examine_ranks(
 
 
 def _print_ranks(found: "ParallelReport", console: Console) -> None:
-    console.print(f"tp {found.tp}, pp {found.pp} on {found.device}")
+    dp = ", attention dp" if found.attention == "dp" else ""
+    console.print(f"tp {found.tp}, pp {found.pp}{dp} on {found.device}")
     table = Table("bytes", "gather us", "GB/s", "to the next stage us", "GB/s")
     for row in found.exchanges:
         cells = []

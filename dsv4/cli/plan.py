@@ -43,6 +43,7 @@ def plan(
     tp: int | None = typer.Option(None, min=1, help="Show the ranks of this layout: tp,"),
     pp: int = typer.Option(1, min=1, help="and its stages."),
     experts: str = typer.Option("whole", help="Of a rank: whole ones, or split: a part of each."),
+    attention: str = typer.Option("tp", help="Of a rank: some heads (tp), or sequences (dp)."),
     weights: str | None = typer.Option(
         None, help="official, nvfp4, nvfp4-all, fp8, base, bf16; default: as stored."
     ),
@@ -75,12 +76,15 @@ def plan(
         tp="auto" if tp is None and pp == 1 else tp or 1,
         pp=pp,
         experts=experts,
+        attention=attention,
     )
     cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
     subject = planned_model(model, weights, folder)
     if gpus > 1:
         _show(plan_layouts(subject, cluster, choices), as_json=as_json)
         return
+    if attention == "dp":
+        raise OptionError("attention is 'dp', gpus is 1; give --gpus, expected several")
     if choices.world > 1:
         raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
     contexts = tuple(sorted(context)) or CONTEXTS
@@ -164,9 +168,10 @@ def _print_settings(s: Settings | None, state_bytes: int, where: str, console: C
 def _print_layouts(result: LayoutPlan, console: Console) -> None:
     cluster = result.cluster
     nodes = f" on {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    homes = ", attention dp" if result.forecasts[0].homes > 1 else ""
     console.print(
         f"[bold]{escape(result.model)}[/], {result.weights} weights, on {cluster.gpus} "
-        f"{cluster.gpu.name} of {cluster.memory / 1e9:g} GB{nodes}, {cluster.link.name}"
+        f"{cluster.gpu.name} of {cluster.memory / 1e9:g} GB{nodes}, {cluster.link.name}{homes}"
     )
     batches = list(result.forecasts[0].steps)
     rows = list(zip(result.forecasts, result.fits, strict=True))

@@ -149,7 +149,7 @@ class StepBuffers:
         self.token_ids = ints(self.tokens[-1])
         self.rows = torch.arange(count, device=device)
         self.newest = ints(count + spare)
-        self.own_newest = self.newest[place * own :][:slots]
+        self.own_newest = self.newest[place % homes * own :][:slots]
         self.sampled = ints(count)
         self.chosen, self.norms = (torch.zeros(count, device=device) for _ in range(2))
         self.logits = torch.zeros(count, vocab_size, device=device)

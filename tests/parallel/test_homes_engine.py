@@ -13,6 +13,7 @@ from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
 from dsv4.runner.load import prepare
 from dsv4.runner.ranks.start import check_layout
+from dsv4.tools.doctor import parallel as doctor
 from tests.parallel.test_lanes import choices, run
 
 
@@ -98,6 +99,19 @@ def test_what_is_refused(folder: Path, options: Any, words: str, tmp_path: Path)
             prepare(str(folder), EngineConfig(device="cpu", **{"attention": "dp"} | options))
         )
     assert words in str(error.value)
+
+
+def test_the_doctor_compares_homes_with_one_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SIZES", (4096,))
+    monkeypatch.setattr(doctor, "STEPS", 6)
+    monkeypatch.setattr(doctor, "TEXTS", ("ab", "Once upon a time " * 8))
+    choices = EngineConfig(device="cpu", tp=2, attention="dp")
+    report = doctor.examine_ranks(str(folder), choices, lambda text: None)
+    assert report.ok
+    assert report.to_json()["attention"] == "dp"
+    assert report.num_logits > 271 * 136
 
 
 def test_more_ranks_than_output_groups() -> None:

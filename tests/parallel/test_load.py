@@ -80,6 +80,20 @@ def test_bytes_of_the_fullest_rank(name: str, tp: int, pp: int, gigabytes: float
     assert max(sizes) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
+@pytest.mark.parametrize(("name", "gigabytes"), [("flash", 27.25), ("pro", 131.4)])
+def test_bytes_of_a_home(name: str, gigabytes: float) -> None:
+    """As computed by hand for 8 ranks with whole attention, if the head were whole, too."""
+    config = MODELS[name]
+    nbytes = parameter_bytes(config, scheme_named("official"))
+    held = held_parts(config, nbytes, RankLayout(8, data_attention=True))
+    for part, whole in nbytes.items():
+        is_divided = part == "head.weight" or ".ffn.experts." in part
+        assert held[part] == (whole // 8 if is_divided else whole), part
+    assert (sum(held.values()) + nbytes["head.weight"] * 7 / 8) / 1e9 == pytest.approx(
+        gigabytes, abs=0.1
+    )
+
+
 @pytest.fixture(scope="module")
 def model() -> tiny.Model:
     return tiny.random_model()

@@ -118,10 +118,10 @@ def test_the_doctor_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("gpus", "layout"), [(2, (2, 1)), (3, (1, 3)), (4, (2, 2)), (8, (2, 3)), (5, (1, 3))]
 )
 def test_the_doctor_uses_many_gpus(gpus: int, layout: tuple[int, int]) -> None:
-    assert (
-        doctor.default_layout(small_config(num_layers=3, compress_ratios=(0, 4, 128)), gpus)
-        == layout
-    )
+    config = small_config(num_layers=3, compress_ratios=(0, 4, 128), num_experts=8)
+    assert doctor.default_layout(config, gpus) == layout
+    homes = {2: (2, 1), 3: (1, 3), 4: (4, 1), 8: (8, 1), 5: (1, 3)}
+    assert doctor.default_layout(config, gpus, "dp") == homes[gpus]
 
 
 def test_prefixes_on_disk(folder: Path, tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
     assert f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)" in server.final_log
 
 
-@pytest.mark.parametrize("layout", ["--pp 3", "--tp 2 --pp 2"])
+LAYOUTS = {"--pp 3": 3, "--tp 2 --pp 2": 4, "--tp 2 --attention dp": 2}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_answer_like_one_process(tiny: Server, layout: str) -> None:
     body = {"messages": ASK, "max_tokens": 12, "seed": 3, "logprobs": True, "top_logprobs": 3}
     long = {**body, "messages": [{"role": "user", "content": "hello world, " * 60}]}
@@ -69,7 +72,7 @@ def test_stages_answer_like_one_process(tiny: Server, layout: str) -> None:
             found, wanted = (each.post(CHAT, asked).json() for each in (server, tiny))
             assert found["choices"] == wanted["choices"]
         left = ranks(server.engine_pid)
-        assert len(left) == (3 if layout == "--pp 3" else 4)  # the nursery and all but rank 0
+        assert len(left) == LAYOUTS[layout]  # the nursery and all but rank 0
     finally:
         assert server.stop() == 0
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))

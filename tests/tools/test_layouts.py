@@ -165,7 +165,8 @@ def test_split_experts_read_less_at_batch_1() -> None:
     sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
     cluster, geometry = Cluster.of("h200", 8), Geometry(FLASH, "fp8", "fp8", 2048)
     whole, split = (
-        forecast(sizes, cluster, geometry, 8, 1, experts=experts) for experts in ("whole", "split")
+        forecast(sizes, cluster, geometry, 8, 1, how=EngineConfig(experts=experts))
+        for experts in ("whole", "split")
     )
     assert split.fullest[1] == 6 / 8
     expert = sum(n for name, n in sizes.nbytes.items() if ".ffn.experts." in name) / 256
@@ -175,6 +176,35 @@ def test_split_experts_read_less_at_batch_1() -> None:
     assert split.stages[0].weight_bytes == pytest.approx(whole.stages[0].weight_bytes, rel=1e-6)
     each = 8 * 4096 * 4 + 6 * 2048 * 2 + 4096 * 2
     assert split.layer_mb[1] == pytest.approx(each * 7 / 8 / 1e6)
+
+
+def test_homes_hold_other_sequences_and_all_heads() -> None:
+    """By hand for 8 ranks of Flash: all attention weights, an eighth of the experts; seven times
+    the state; a row travels to the experts and comes back as partial sums."""
+    sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
+    cluster, geometry = Cluster.of("h200", 8), Geometry(FLASH, "fp8", "fp8", 2048)
+    heads, homes = (
+        forecast(sizes, cluster, geometry, 8, 1, how=EngineConfig(attention=attention))
+        for attention in ("tp", "dp")
+    )
+    spread = ("attn.wq_b.weight", "attn.wo_a.weight", "attn.attn_sink")
+    divided = sum(n for name, n in sizes.nbytes.items() if name.endswith(spread))
+    more = homes.stages[0].weight_bytes - heads.stages[0].weight_bytes
+    assert more == pytest.approx(divided * 7 / 8, rel=1e-6)
+    rate = cluster.gpu.read_gbs * READ_SHARE * 1e6
+    read = divided + sum(n for name, n in sizes.nbytes.items() if name.endswith("attn.wo_b.weight"))
+    assert homes.steps[1].read - heads.steps[1].read == pytest.approx(read * 7 / 8 / rate)
+    for rows in (1, 8192):
+        each = 4096 * 2 + 6 * 4096 * 4 / 8
+        assert homes.layer_mb[rows] == pytest.approx(rows * each * 7 / 8 / 1e6)
+    assert homes.prompt_ms > heads.prompt_ms  # one prompt alone keeps one home busy
+    assert homes.job_s == pytest.approx(heads.job_s, rel=0.5)
+    plans = [plan_of("flash", "h200", 8, tp=8, attention=attention) for attention in ("tp", "dp")]
+    fits = [plan.fits[[f.tp for f in plan.forecasts].index(8)] for plan in plans]
+    assert 7.5 < fits[1][131072] / fits[0][131072] < 8
+    assert plans[1].settings is not None
+    assert plans[1].settings.homes == 8
+    assert plans[1].state_bytes < plans[0].state_bytes / 6
 
 
 def test_buffers_of_exchanges_follow_the_model() -> None:

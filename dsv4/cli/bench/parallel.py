@@ -23,6 +23,7 @@ def parallel(
     tp: str = typer.Option("1,2,4,8", help="Ranks that share a layer."),
     pp: str = typer.Option("1", help="Stages."),
     experts: str = typer.Option("whole", help="Of a rank: whole ones, or split: a part of each."),
+    attention: str = typer.Option("tp", help="Of a rank: some heads (tp), or sequences (dp)."),
     nodes: int = typer.Option(1, min=1, help="Machines that the ranks are spread over."),
     link: str | None = typer.Option(None, help="nvlink, pcie, 200g; default: that of --gpu."),
     exchange_us: float | None = typer.Option(None, min=0, help="Of an exchange, without bytes."),
@@ -48,11 +49,16 @@ def parallel(
             "give --predict flash (or pro), or --slices; what this machine's ranks take together "
             "is measured by dsv4 doctor --parallel"
         )
-    batches, choices = numbers("batch", batch), EngineConfig(experts=experts)
+    choices = EngineConfig(experts=experts, attention=attention)
+    batches = numbers("batch", batch)
+    if slices and attention == "dp":
+        raise OptionError("--slices times a rank with some heads; leave out --attention dp")
     if slices:
         _slices(slices, layers, numbers("tp", tp), batches, prompt, device, gpu, record, experts)
         return
     pairs = [(a, b) for b in numbers("pp", pp) for a in numbers("tp", tp)]
+    if attention == "dp":  # one rank alone has all sequences anyway
+        pairs = [pair for pair in pairs if pair[0] > 1] or pairs
     most = max(a * b for a, b in pairs)
     cluster = Cluster.of(gpu, -(-most // nodes) * nodes, nodes, None, link)
     chosen = cluster.link
@@ -150,7 +156,7 @@ def row_of(found: Any, model: str, gpu: str, prompt: int) -> dict[str, Any]:
             "layer_mb": round(found.layer_mb[prompt], 1),
             "bound": found.prompt_bound,
         },
-        "measured": measured(model, gpu, found.tp, found.pp),
+        "measured": measured(model, gpu, found.tp, found.pp, attention=found.attention),
     }
 
 

@@ -58,10 +58,11 @@ class WeightSizes:
     def read(self, layout: RankLayout, batch: int) -> float:
         """Bytes that the fullest rank of a stage reads in a decode step."""
         c, total = self.config, 0.0
+        heads_over = 1 if layout.data_attention else layout.tp
         experts = experts_read(c, layout, batch) / c.num_experts
         for layer in layout.layers(c):
             whole, shared, routed = self._layers[layer]
-            total += whole + shared / layout.tp + routed * experts
+            total += whole + shared / heads_over + routed * experts
         if layout.is_last:
             head = self.nbytes["head.weight"]
             total += self._last - head + head / layout.tp
@@ -137,19 +138,25 @@ class Forecast:
     layer_mb: dict[int, float]  # received by a rank in a layer, by rows
     fullest: dict[int, float]  # experts read on the fullest rank, by batch
     job_s: float  # for the workload that layouts are compared by
+    homes: int = 1  # ranks of a tensor group with sequences of their own
 
     @property
     def world(self) -> int:
         return self.tp * self.pp
 
     @property
+    def attention(self) -> str:
+        return "dp" if self.homes > 1 else "tp"
+
+    @property
     def kv_tokens(self) -> int:
-        """Tokens of all sequences together that the fullest rank has room for."""
+        """Tokens of all sequences together that the fullest stage has room for."""
         return min(stage.kv_tokens for stage in self.stages)
 
     @property
     def fits(self) -> bool:
-        return self.kv_tokens >= LEAST_TOKENS
+        """A sequence has all its state at one home."""
+        return self.kv_tokens >= LEAST_TOKENS * self.homes
 
     @property
     def prompt_ms(self) -> float:
@@ -186,9 +193,12 @@ def forecast(
     layout = sizes.layout(tp, pp, how)
     steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, 1, ANSWERS}}
     compute, exchange, bound = _prompt(sizes, cluster, layout, prompt)
-    chunks, config = -(-prompt // CHUNK), sizes.config
-    together, alone = (_overlapped(n * PROMPT_TOKENS // CHUNK, pp) for n in (ANSWERS, 1))
-    job = (together + ALONE * alone) * (compute + exchange) / chunks
+    chunk, config = CHUNK // layout.homes, sizes.config
+    chunks, all_chunks = -(-prompt // chunk), -(-prompt // CHUNK)
+    together = sum(_prompt(sizes, cluster, layout, prompt, at_all_homes=True)[:2]) / all_chunks
+    job = together * _overlapped(ANSWERS * PROMPT_TOKENS // CHUNK, pp)
+    alone = (compute + exchange) / chunks
+    job += ALONE * alone * _overlapped(PROMPT_TOKENS // chunk, pp)
     job += ANSWER_TOKENS * (steps[ANSWERS].total + ALONE * steps[1].total)
     shown = _overlapped(chunks, pp) / chunks
     return Forecast(
@@ -202,6 +212,7 @@ def forecast(
         {rows: received_bytes(config, layout, rows) / 1e6 for rows in (*batches, prompt)},
         {batch: experts_read(config, layout, batch) for batch in batches},
         job / 1e3,
+        layout.homes,
     )  # fmt: skip
 
 
@@ -230,10 +241,10 @@ def _stages(
     for stage, (held, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
         layers = replace(layout, rank=stage * layout.tp).layers(config)
         part = replace(geometry, layers=layers)
-        room = free - part.sequence_bytes(0) * SEQUENCES
+        room = free - part.sequence_bytes(0) * SEQUENCES // layout.homes
         growth = sum(part.bytes_per_token(pool) for pool in POOLS)
         most = config.max_positions * SEQUENCES  # window-only layers: any length
-        tokens = min(int(room / growth) if growth else most, most)
+        tokens = min(int(room * layout.homes / growth) if growth else most, most)
         yield StageForecast(layers, held, exchange, free, max(tokens, 0) if room > 0 else 0)
 
 
@@ -241,12 +252,14 @@ def received_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> float:
     """Per rank and layer. Split experts exchange W2's inputs, then columns of the sums."""
     c, width, chosen = config, config.hidden_size, config.num_experts_per_tok
     tp, between = layout.tp, chosen * c.moe_intermediate_size * 2
-    if rows < ROWS_FROM:
+    if rows < ROWS_FROM and not layout.data_attention:
         experts = between + width * 2 if layout.split_experts else chosen * width * 4
         return rows * (k_ranges(c) * width * 4 + experts) * (tp - 1) / tp
     pairs = 1 if layout.split_experts else chosen
-    own = (c.o_groups * c.o_lora_rank * 2 + pairs * width * 4) / tp
-    every = 2 * width * 2 + (between if layout.split_experts else 0)
+    groups = 0 if layout.data_attention else c.o_groups * c.o_lora_rank
+    own = (groups * 2 + pairs * width * 4) / tp
+    gathers = 1 if layout.data_attention else 2
+    every = gathers * width * 2 + (between if layout.split_experts else 0)
     return rows * (every + own) * (tp - 1) / tp
 
 
@@ -305,7 +318,8 @@ def layer_exchange_ms(
     """Exchange time of one layer."""
     if layout.tp == 1:
         return 0.0
-    link, count = _group_link(cluster, layout.tp), 2 if rows < ROWS_FROM else 4
+    few = rows < ROWS_FROM and not layout.data_attention
+    link, count = _group_link(cluster, layout.tp), 2 if few else 4
     count += layout.split_experts
     nbytes = received_bytes(config, layout, rows)
     return count * link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
@@ -330,18 +344,29 @@ def _transfer_ms(link: Interconnect, nbytes: float) -> float:
 
 
 def _prompt(
-    sizes: WeightSizes, cluster: Cluster, layout: RankLayout, tokens: int
+    sizes: WeightSizes,
+    cluster: Cluster,
+    layout: RankLayout,
+    tokens: int,
+    *,
+    at_all_homes: bool = False,
 ) -> tuple[float, float, str]:
-    """Compute and exchange in ms, one chunk after the other, and the bottleneck."""
+    """Compute and exchange in ms, one chunk after the other, and the bottleneck. With several homes
+    a prompt runs at one of them, in smaller chunks; or per prompt, if all are busy with one."""
     config, tp = sizes.config, layout.tp
-    whole, shared = prompt_flops(config, tokens)
-    compute = (whole + shared / tp) / (cluster.gpu.tflops * COMPUTE_SHARE * 1e9)
+    whole, shared, experts = prompt_flops(config, tokens)
+    chunk, flops = CHUNK, whole + (shared + experts) / tp
+    if layout.data_attention:
+        flops = (whole + shared) / (tp if at_all_homes else 1) + experts / tp
+        chunk = CHUNK if at_all_homes else CHUNK // tp
+    compute = flops / (cluster.gpu.tflops * COMPUTE_SHARE * 1e9)
     stages = [replace(layout, rank=stage * tp) for stage in range(layout.pp)]
     held = sum(sizes.held(stage) for stage in stages)
-    chunks = -(-tokens // CHUNK)
+    chunks = -(-tokens // chunk)
     read = chunks * held / (cluster.gpu.read_gbs * READ_SHARE * 1e6)
-    exchange = layer_exchange_ms(cluster, layout, config, min(tokens, CHUNK)) * config.num_layers
-    exchange += _boundaries_ms(cluster, layout, config, min(tokens, CHUNK))
+    rows = CHUNK if layout.data_attention else min(tokens, CHUNK)  # homes bring padding
+    exchange = layer_exchange_ms(cluster, layout, config, rows) * config.num_layers
+    exchange += _boundaries_ms(cluster, layout, config, rows)
     bound = "products" if compute > read else "reading weights"
     if exchange * chunks > max(compute, read):
         bound = "exchange"
@@ -349,9 +374,9 @@ def _prompt(
 
 
 @cache
-def prompt_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
-    """(repeated on every rank of a tensor group, divided among them)."""
-    c, whole, shared = config, 0.0, 0.0
+def prompt_flops(config: ModelConfig, tokens: int) -> tuple[float, float, float]:
+    """(repeated on every rank of a tensor group, divided among them, routed experts)."""
+    c, whole, shared, experts = config, 0.0, 0.0, 0.0
     for name, parameter in parameters(c).items():
         if len(parameter.shape) < 2 or parameter.kind == "table" or not name.startswith("layers."):
             continue
@@ -360,7 +385,7 @@ def prompt_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
             count *= size
         part = name.split(".", 2)[2]
         if part.startswith("ffn.experts."):
-            shared += count * c.num_experts_per_tok / c.num_experts
+            experts += count * c.num_experts_per_tok / c.num_experts
         elif part.startswith(("attn.compressor", "attn.indexer", "attn.wq_a", "attn.wkv")):
             whole += count
         else:
@@ -373,4 +398,4 @@ def prompt_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
         elif ratio:
             seen += tokens // (2 * ratio)
         shared += 4.0 * tokens * min(seen, tokens) * c.num_heads * c.head_dim
-    return whole, shared
+    return whole, shared, experts

@@ -15,7 +15,7 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
-from dsv4.parallel.layout import k_ranges
+from dsv4.parallel.layout import MOST_TP, allowed_tp
 from dsv4.parallel.probe import probe
 from dsv4.request import Request, SamplingParams
 
@@ -39,6 +39,7 @@ class ParallelReport:
     tp: int
     pp: int
     device: str
+    attention: str = "tp"
     exchanges: list[ExchangeTime] = field(default_factory=list)
     num_tokens: int = 0
     num_logits: int = 0
@@ -55,22 +56,25 @@ class ParallelReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def default_layout(config: ModelConfig, gpus: int) -> tuple[int, int]:
+def default_layout(config: ModelConfig, gpus: int, attention: str = "tp") -> tuple[int, int]:
     """(tp, pp) over all the GPUs that the embedded model can use; two ranks on a CPU."""
-    tp = 2 if k_ranges(config) % 2 == 0 and gpus % 2 == 0 else 1
+    allowed = allowed_tp(config, data_attention=attention == "dp")
+    most = MOST_TP if attention == "dp" else 2
+    tp = max(n for n in allowed if gpus % n == 0 and n <= most)
     return tp, min(gpus // tp, config.num_layers)
 
 
 def examine_ranks(model: str, choices: EngineConfig, tell: Callable[[str], None]) -> ParallelReport:
     """Without tp and pp in `choices`, all devices are used."""
-    alone = Engine.load(model, **asdict(replace(choices, tp=1, pp=1, nodes=1, head=None)))
+    one = replace(choices, tp=1, pp=1, nodes=1, head=None, attention="tp")
+    alone = Engine.load(model, **asdict(one))
     try:
         if choices.tp == "auto" and choices.pp == 1:
             on_gpu = alone.settings.device != "cpu"
             count = torch.cuda.device_count() if on_gpu else 2
             if count < 2:
                 raise OptionError("one GPU is visible, expected several; or give --device cpu")
-            tp, pp = default_layout(alone.config, count)
+            tp, pp = default_layout(alone.config, count, choices.attention)
         else:
             tp, pp = (1 if choices.tp == "auto" else choices.tp), choices.pp
         if tp * pp == 1:
@@ -81,7 +85,7 @@ def examine_ranks(model: str, choices: EngineConfig, tell: Callable[[str], None]
         alone.close()
     engine = Engine.load(model, **asdict(replace(choices, tp=tp, pp=pp)))
     try:
-        report = ParallelReport(tp, pp, engine.settings.device)
+        report = ParallelReport(tp, pp, engine.settings.device, choices.attention)
         tell("exchanging patterns")
         report.exchanges = [_exchange(engine, nbytes) for nbytes in SIZES]
         tell("comparing answers")

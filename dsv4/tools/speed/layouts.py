@@ -102,7 +102,10 @@ def plan_layouts(
     best, reason = recommend_for(found, sizes, cluster, choices)
     contexts = (choices.max_context,) if choices.max_context else CONTEXTS
     fits = [
-        {n: sequences_that_fit(sizes, cluster, geometry, f.tp, f.pp, n) for n in contexts}
+        {
+            n: sequences_that_fit(sizes, cluster, geometry, sizes.layout(f.tp, f.pp, choices), n)
+            for n in contexts
+        }
         for f in found
     ]
     least = min(found, key=lambda f: max(stage.weight_bytes for stage in f.stages))
@@ -111,9 +114,11 @@ def plan_layouts(
     settings, state = None, 0
     try:
         rooms = stage_rooms(sizes, layout, cluster, choices)
-        settings = resolve(choices, config, has_gpu=True, memory_bytes=0, stages=rooms)
-        held = settings.geometry(config)
-        limits = settings.max_context, settings.max_sequences, settings.state_tokens
+        run = replace(choices, tp=shown[0], pp=shown[1])
+        settings = resolve(run, config, has_gpu=True, memory_bytes=0, stages=rooms)
+        share = settings.home_share
+        held = share.geometry(config)
+        limits = share.max_context, share.max_sequences, share.state_tokens
         state = max(replace(held, layers=layers).state_bytes(*limits) for layers, _ in rooms)
     except CapacityError as error:
         reason = f"{reason}; {error}" if asked else reason
@@ -125,15 +130,15 @@ def plan_layouts(
 
 
 def sequences_that_fit(
-    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, tp: int, pp: int, context: int
+    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout, context: int
 ) -> int:
     """How many sequences of this context the fullest stage has room for."""
-    layout, most = sizes.layout(tp, pp), MOST_SEQUENCES
+    most = MOST_SEQUENCES
     scores = score_bytes(sizes.config, geometry.chunk_tokens, context)
     for stage, (_, _, free) in enumerate(rank_stages(sizes, cluster, layout)):
-        layers = replace(layout, rank=stage * tp).layers(sizes.config)
+        layers = replace(layout, rank=stage * layout.tp).layers(sizes.config)
         held = replace(geometry, layers=layers)
-        most = min(most, most_sequences(held, context, free - scores))
+        most = min(most, layout.homes * most_sequences(held, context, free - scores))
     return most
 
 
@@ -189,13 +194,16 @@ def _plain(stage: dict[str, Any]) -> dict[str, Any]:
     return {**stage, "layers": (layers.start, layers.stop)}
 
 
-def measured(model: str, gpu: str, tp: int, pp: int, folder: Path = RECORDS) -> str:
+def measured(
+    model: str, gpu: str, tp: int, pp: int, folder: Path = RECORDS, attention: str = "tp"
+) -> str:
     """Name of the newest record of a run with this layout."""
     newest = "nobody has run this"
     for path in sorted(folder.glob(f"*_{gpu}_*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line).get("result", {})
             ran = (row.get("shape"), row.get("tp", 1), row.get("pp", 1))
-            if ran == (model, tp, pp) and row.get("what") in ("decode", "parallel"):
+            ran = *ran, row.get("attention", "tp")
+            if ran == (model, tp, pp, attention) and row.get("what") in ("decode", "parallel"):
                 newest = path.name + (" (fewer layers)" if "full_layers" in row else "")
     return newest
