@@ -83,10 +83,6 @@ def plan(
     if gpus > 1:
         _show(plan_layouts(subject, cluster, choices), as_json=as_json)
         return
-    if attention == "dp":
-        raise OptionError("attention is 'dp', gpus is 1; give --gpus, expected several")
-    if choices.world > 1:
-        raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
     contexts = tuple(sorted(context)) or CONTEXTS
     _show(_on_one(subject, cluster, choices, contexts, gpu, host_memory, zipf), as_json=as_json)
 
@@ -95,6 +91,10 @@ def _on_one(
     subject: PlannedModel, cluster: Cluster, choices: EngineConfig, contexts: tuple[int, ...],
     gpu: str, host_memory: float | None, zipf: float,
 ) -> Plan:  # fmt: skip
+    if choices.attention == "dp":
+        raise OptionError("attention is 'dp', gpus is 1; give --gpus, expected several")
+    if choices.world > 1:
+        raise OptionError(f"tp x pp is {choices.world}, gpus is 1; give --gpus {choices.world}")
     host_bytes = None if host_memory is None else int(host_memory * 1e9)
     return make_plan(
         subject, cluster.memory, choices, contexts=contexts, gpu=gpu, host_bytes=host_bytes,

@@ -61,7 +61,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return answers(tmp_path_factory.mktemp("alone"))
 
 
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "experts": "split"}]
+LAYOUTS = [
+    {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "experts": "split"},
+    {"tp": 2, "attention": "dp"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

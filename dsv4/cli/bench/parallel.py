@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.util.sizes import size_text
 from dsv4.util.writable import check_writable
+
+if TYPE_CHECKING:
+    from dsv4.runner.ranks.cluster import Interconnect
 
 
 def parallel(
@@ -49,24 +52,17 @@ def parallel(
             "give --predict flash (or pro), or --slices; what this machine's ranks take together "
             "is measured by dsv4 doctor --parallel"
         )
-    choices = EngineConfig(experts=experts, attention=attention)
-    batches = numbers("batch", batch)
-    if slices and attention == "dp":
-        raise OptionError("--slices times a rank with some heads; leave out --attention dp")
+    batches, choices = numbers("batch", batch), EngineConfig(experts=experts, attention=attention)
     if slices:
-        _slices(slices, layers, numbers("tp", tp), batches, prompt, device, gpu, record, experts)
+        tps = numbers("tp", tp)
+        _slices(slices, layers, tps, batches, prompt, device, gpu, record, choices)
         return
     pairs = [(a, b) for b in numbers("pp", pp) for a in numbers("tp", tp)]
     if attention == "dp":  # one rank alone has all sequences anyway
         pairs = [pair for pair in pairs if pair[0] > 1] or pairs
     most = max(a * b for a, b in pairs)
     cluster = Cluster.of(gpu, -(-most // nodes) * nodes, nodes, None, link)
-    chosen = cluster.link
-    if exchange_us is not None:
-        chosen = replace(chosen, exchange_us=exchange_us, source="as given")
-    if link_gbs is not None:
-        chosen = replace(chosen, gbs=link_gbs, source="as given")
-    cluster = replace(cluster, link=chosen)
+    cluster = replace(cluster, link=_link(cluster.link, exchange_us, link_gbs))
     subject = planned_model(predict, weights)
     result = plan_layouts(subject, cluster, choices, batches=batches, prompt=prompt, only=pairs)
     rows = [row_of(found, predict, gpu, prompt) for found in result.forecasts]
@@ -82,6 +78,15 @@ def parallel(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def _link(link: "Interconnect", exchange_us: float | None, gbs: float | None) -> "Interconnect":
+    """A link with what is given instead of what is assumed."""
+    if exchange_us is not None:
+        link = replace(link, exchange_us=exchange_us, source="as given")
+    if gbs is not None:
+        link = replace(link, gbs=gbs, source="as given")
+    return link
+
+
 def _slices(
     shape: str,
     layers: int,
@@ -91,7 +96,7 @@ def _slices(
     device: str,
     gpu: str,
     record: Path | None,
-    experts: str,
+    choices: EngineConfig,
 ) -> None:
     """Compute as measured, exchanges as predicted: the only figure that mixes both."""
     from dsv4.parallel.layout import RankLayout
@@ -100,6 +105,9 @@ def _slices(
     from dsv4.tools.speed.layouts import exchange_ms
     from dsv4.tools.speed.slices import measure_slices
 
+    experts = choices.experts
+    if choices.attention == "dp":
+        raise OptionError("--slices times a rank with some heads; leave out --attention dp")
     check_writable(files=(record,))
     console, lines = Console(), [json.dumps({"run": run_facts()})]
     cluster = Cluster.of(gpu, max(tps))

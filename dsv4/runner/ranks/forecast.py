@@ -197,8 +197,7 @@ def forecast(
     chunks, all_chunks = -(-prompt // chunk), -(-prompt // CHUNK)
     together = sum(_prompt(sizes, cluster, layout, prompt, at_all_homes=True)[:2]) / all_chunks
     job = together * _overlapped(ANSWERS * PROMPT_TOKENS // CHUNK, pp)
-    alone = (compute + exchange) / chunks
-    job += ALONE * alone * _overlapped(PROMPT_TOKENS // chunk, pp)
+    job += ALONE * (compute + exchange) / chunks * _overlapped(PROMPT_TOKENS // chunk, pp)
     job += ANSWER_TOKENS * (steps[ANSWERS].total + ALONE * steps[1].total)
     shown = _overlapped(chunks, pp) / chunks
     return Forecast(
@@ -351,8 +350,8 @@ def _prompt(
     *,
     at_all_homes: bool = False,
 ) -> tuple[float, float, str]:
-    """Compute and exchange in ms, one chunk after the other, and the bottleneck. With several homes
-    a prompt runs at one of them, in smaller chunks; or per prompt, if all are busy with one."""
+    """Compute and exchange in ms, one chunk after the other, and the bottleneck. A prompt runs at
+    one of several homes, in smaller chunks; `at_all_homes`: per prompt, if each has one."""
     config, tp = sizes.config, layout.tp
     whole, shared, experts = prompt_flops(config, tokens)
     chunk, flops = CHUNK, whole + (shared + experts) / tp

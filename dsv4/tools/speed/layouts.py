@@ -202,8 +202,8 @@ def measured(
     for path in sorted(folder.glob(f"*_{gpu}_*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line).get("result", {})
-            ran = (row.get("shape"), row.get("tp", 1), row.get("pp", 1))
-            ran = *ran, row.get("attention", "tp")
-            if ran == (model, tp, pp, attention) and row.get("what") in ("decode", "parallel"):
+            ranks = row.get("tp", 1), row.get("pp", 1), row.get("attention", "tp")
+            is_same = (row.get("shape"), *ranks) == (model, tp, pp, attention)
+            if is_same and row.get("what") in ("decode", "parallel"):
                 newest = path.name + (" (fewer layers)" if "full_layers" in row else "")
     return newest
