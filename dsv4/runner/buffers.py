@@ -121,7 +121,8 @@ class StepBuffers:
         self.pads = device.type != "cpu"  # few shapes, so each can be a graph
         self.vocab_size = vocab_size
         self.max_sequences = count
-        self.batches = batch_sizes(count)
+        self.batches = batch_sizes(count)  # of sampling
+        self.own_batches = batch_sizes(own)  # of decode steps
         self.tokens = token_sizes(max(geometry.chunk_tokens + own - 1, 16))
         self.scored = next((size for size in self.tokens if size >= SCORED), self.tokens[-1])
         self.contexts = context_sizes(max_context)
@@ -203,11 +204,6 @@ class StepBuffers:
     ) -> StepShape:
         homes = ((tokens, sequences),) * self.homes if self.homes > 1 else ()
         return StepShape(tokens, sequences, context, one_each, scored, homes=homes)
-
-    @property
-    def own_batches(self) -> list[int]:
-        """Sizes of decode steps; with several homes, of one home's part."""
-        return batch_sizes(self.own_sequences)
 
     def verify_shape(self, counts: Sequence[int], length: int) -> StepShape:
         """For sequences with this many rows each; the longest reaches `length` tokens."""

@@ -1,6 +1,7 @@
 """The layout that an engine takes: as asked, or what `plan` recommends for the GPUs it finds."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_what_is_asked_for_is_taken() -> None:
     four = replace(H200, count=4)
     assert choose_layout(EngineConfig(pp=2), FLASH, four).tp == 2  # stages as asked
     assert choose_layout(EngineConfig(pp=3), FLASH, None) == LayoutChoice(1, 3)
+
+
+def test_homes_have_room_for_more_sequences() -> None:
+    """704 sequences of 128k tokens: too many for any other layout of four."""
+    many: dict[str, Any] = {"max_sequences": 704, "max_context": 131072}
+    with pytest.raises(CapacityError, match="no layout has room"):
+        choose_layout(EngineConfig(**many), FLASH, replace(H200, count=4))
+    for count, tp in ((4, 4), (8, 8)):
+        choices = EngineConfig(attention="dp", **many)
+        choice = choose_layout(choices, FLASH, replace(H200, count=count))
+        assert (choice.tp, choice.pp) == (tp, 1)
 
 
 @pytest.mark.parametrize(
