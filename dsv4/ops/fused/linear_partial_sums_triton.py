@@ -10,8 +10,9 @@ from dsv4.ops.gemm.split_k import PartialSums, split_k
 
 
 def supports(x, weight) -> str | None:
-    if x.shape[0] != 1 or linear_triton.weight_format(weight) != linear_triton.NVFP4:
-        return "more rows than one, or not NVFP4"
+    formats = linear_triton.NVFP4, linear_triton.FP8
+    if x.shape[0] != 1 or linear_triton.weight_format(weight) not in formats:
+        return "more rows than one, or neither NVFP4 nor FP8"
     return linear_triton.supports(x, [weight], [torch.float32])
 
 
@@ -20,4 +21,4 @@ def run(x, weight) -> PartialSums:
     values = workspace(x.device, "linear_partial_sums", ranges * rows, torch.float32)
     values = values[: ranges * rows].view(ranges, 1, rows)
     linear_triton.launch(x, [weight], [values], parallel=True, partial=True)
-    return PartialSums(values[None], weight.global_scale, x.dtype)
+    return PartialSums(values[None], getattr(weight, "global_scale", None), x.dtype)

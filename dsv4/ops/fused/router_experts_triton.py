@@ -10,12 +10,14 @@ from dsv4.ops.moe.shared_expert_triton import is_separate
 def supports(x, token_ids, gate, experts) -> str | None:
     if x.shape[0] != 1:
         return "more than one token"
-    if is_separate(experts):
+    if is_separate(experts) and not experts_single_token_triton.separate_streams(x, experts):
         return "a shared expert in another format"
     reason = router_triton.supports(x, token_ids, gate)
     return reason or experts_triton.weights_reason(x, experts)
 
 
 def run(x, token_ids, gate, experts) -> PartialSums:
-    parts = experts_single_token_triton.launch_routed(x, token_ids, gate, experts)
+    kernels = experts_single_token_triton
+    launch = kernels.launch_separate if is_separate(experts) else kernels.launch_routed
+    parts = launch(x, token_ids, gate, experts)
     return PartialSums(parts[:, :, None], None, x.dtype)

@@ -26,7 +26,7 @@ from dsv4.ops.gemm.weights.expand_triton import expand
 from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
 
 MAX_MATRICES = 8
-STREAM_ROWS = 8
+STREAM_ROWS, STREAM_PROGRAMS = 8, 1024
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
 EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights are dequantised to bf16 first
 
@@ -285,7 +285,7 @@ def launch(
     data = [_data(w) for w in weights]
     if fmt == NVFP4 and _expands(num_rows, columns, config):
         fmt, data = EXPANDED, expand(weights)
-    streaming = config is None and parallel is not False and _is_stream(x, fmt, columns)
+    streaming = config is None and parallel is not False and _is_stream(x, weights, fmt)
     config = config or choose_config(num_rows, fmt, describe(x.device))
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
         config = replace(config, bn=128)  # a program's rows must be in one group
@@ -324,6 +324,16 @@ def launch(
     )  # fmt: skip
     found = dd.matrices(data, map(_scale, weights), factors, outs, sizes, parts, programs, splits)
     sums = (0 if some is None else some.start, partials, counters)
+    if streaming and fmt != NVFP4:
+        module = import_module("dsv4.ops.gemm.variants.stream_stored_gluon")
+        longest, width = max(steps for _, steps in splits), data[0].element_size()
+        module.stored_stream[grid](
+            *rows, *found, *sums, NUM=len(weights), F32=f32, PARTIAL=partial, SPLIT=split,
+            COLUMNS=triton.next_power_of_2(longest * 128), FP8=fmt == FP8,
+            TILE_ROWS=max(tile_rows, 1), E8M0=e8m0, MOST=triton.next_power_of_2(longest),
+            **module.ring_options(x.device, total, width, longest * 128),
+        )  # fmt: skip
+        return
     if streaming:
         module = import_module("dsv4.ops.gemm.variants.stream_gluon")
         longest = max(steps for _, steps in splits) * 128 if num_rows == 1 else 0
@@ -341,11 +351,25 @@ def launch(
     )  # fmt: skip
 
 
-def _is_stream(x, fmt: int, columns: int) -> bool:
-    """Whether to use `stream_gluon`: few rows, which it copies 16 bytes at a time."""
-    if fmt != NVFP4 or x.shape[0] > STREAM_ROWS or columns % 128 or not streams(x.device):
+def _is_stream(x, weights, fmt: int) -> bool:
+    """Whether to use the streams of gemm/variants: few rows, one if weights are not NVFP4, which
+    they copy 16 bytes at a time."""
+    if weights[0].shape[1] % 128 or fmt == EXPANDED or not streams(x.device):
         return False
-    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+    if fmt == NVFP4:
+        good = x.shape[0] <= STREAM_ROWS
+    else:
+        good = x.shape[0] == 1 and all(streams_stored(weight) for weight in weights)
+    return good and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+
+
+def streams_stored(weight) -> bool:
+    """Whether `stream_stored_gluon` reads the weight. A long matrix, the head's, has so many
+    programs that starting early gives nothing."""
+    if isinstance(weight, Fp8BlockTensor) and (weight.tile[1] != 128 or weight.tile[0] % 64):
+        return False
+    short = triton.cdiv(weight.shape[0], 64) * split_k(weight)[0] <= STREAM_PROGRAMS
+    return short and weight.shape[1] % 128 == 0 and _data(weight).data_ptr() % 16 == 0
 
 
 def _expands(num_rows: int, columns: int, config: LinearConfig | None) -> bool:

@@ -14,12 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.formats.quantized import Fp8BlockTensor
 from dsv4.ops.core.helpers_device import depend
 from dsv4.ops.core.launch import dependent_options, interpreting, streams
 from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.dot_device import dot_nvfp4, scale_pairs, unpack_group
-from dsv4.ops.gemm.split_k import num_ranges
+from dsv4.ops.gemm.split_k import num_ranges, split_k
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4
+from dsv4.ops.moe import router_triton
 from dsv4.ops.moe.placed import stack_of, table_of
 from dsv4.ops.moe.router_triton import gate_program, prepare
 from dsv4.ops.moe.shared_expert_triton import swiglu
@@ -243,13 +246,42 @@ def launch_routed(x, token_ids, gate, by):
         GATE_ROWS=GATE_ROWS, PARTS=shared.global_scale.shape[0], EVEN_K=size % 128 == 0,
         G=sizes, U=tile, **dependent_options(x.device, 2),
     )  # fmt: skip
-    even = w13.columns % 128 == w2.columns % 128 == 0
-    if table_of(by.w13)[0] is None and even and streams(x.device):
+    if _is_stream(x, w13, w2):
         module = import_module("dsv4.ops.moe.experts_stream_gluon")
-        chosen, weights = tensors.chosen, tensors.weights
-        return module.run(x, z, chosen, weights, w13, w2, by.shared_w2, by.limit)
+        given = (x, z, tensors.chosen, tensors.weights, w13, w2, by.shared_w2, by.limit)
+        return module.run(*given, table_of(by.w13))
     _up(x, z, tensors.chosen, tensors.weights, by, None)
     return _down(z, tensors.chosen, by)
+
+
+def _is_stream(x, w13, w2) -> bool:
+    return w13.columns % 128 == w2.columns % 128 == 0 and streams(x.device)
+
+
+def separate_streams(x, by) -> bool:
+    """Whether `launch_separate` runs these experts."""
+    shared = by.shared_w13, by.shared_w2
+    if not all(isinstance(w, Fp8BlockTensor) and linear_triton.streams_stored(w) for w in shared):
+        return False
+    w13, w2 = stack_of(by.w13), stack_of(by.w2)
+    return by.shared_w2.shape[1] == w2.columns and _is_stream(x, w13, w2)
+
+
+def launch_separate(x, token_ids, gate, by):
+    """`launch_routed` with an FP8 shared expert, on sm_90: its matrices have their own launches."""
+    module = import_module("dsv4.ops.moe.experts_stream_gluon")
+    w13, w2, table = stack_of(by.w13), stack_of(by.w2), table_of(by.w13)
+    chosen, weights = router_triton.run(x, token_ids, gate)
+    ranges, rows = split_k(by.shared_w13)[0], by.shared_w13.shape[0]
+    sums = workspace(x.device, "shared_sums", ranges * rows, torch.float32)[: ranges * rows]
+    linear_triton.launch(x, [by.shared_w13], [sums.view(ranges, 1, rows)], partial=True)
+    z, last = _between(x, gate.num_chosen, w2), gate.num_chosen * w2.columns
+    parts = module.partial_sums(z, gate.num_chosen + 1, w2)
+    given = (x, z, chosen, weights, w13, w2, by.limit, table)
+    module.up(*given, sums.view(ranges, rows), parts[-1, 1:])
+    linear_triton.launch(z[last : last + w2.columns].view(1, -1), [by.shared_w2], [parts[-1, :1]])
+    module.down(z, parts, chosen, w2, None, table, early=True)
+    return parts
 
 
 def _between(x, chosen, w2):

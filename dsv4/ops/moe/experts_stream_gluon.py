@@ -4,6 +4,9 @@ sums of `experts_single_token_triton`, in the same order.
 
 A token's experts are known only once the gate is complete: the up-projection waits for it; the
 down-projection, one launch later, does not.
+
+A shared expert in FP8 (official checkpoints) has two launches of its own, between these: gate, its
+w13, up, its w2, down. Then neither projection waits: what it reads is from two launches back.
 """
 
 import math
@@ -42,24 +45,74 @@ def _tile_at(words, scales, tile, steps, MX: gl.constexpr):
 
 
 @gluon.jit
-def up_stream(
-    x, z, experts, weights, words, scales, factors, inner, limit, total_steps, expert_tiles,
-    PARTS: gl.constexpr, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
-    WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
+def _activate_shared(
+    sums, z, rest, num_rest, part, inner, limit, RANGES: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """32 activations of an expert, from 32 gate rows and 32 up rows of a tile."""
+    """32 activations of the shared expert, from RANGES partial sums of its gate and up rows. Its
+    result will be a single sum: the `rest` of its ranges is zero."""
+    for first in range(part * HALF, num_rest, gl.num_programs(0) * HALF):
+        at = first + gl.arange(0, HALF, layout=LAYOUT)
+        gl.store(rest + at, gl.zeros([HALF], gl.float32, LAYOUT), mask=at < num_rest)
+    column = part * HALF + gl.arange(0, HALF, layout=LAYOUT)
+    live = column < inner
+    gate = gl.zeros([HALF], gl.float32, LAYOUT)
+    up = gl.zeros([HALF], gl.float32, LAYOUT)
+    for index in gl.static_range(RANGES):
+        at = sums + index * 2 * inner + column
+        gate += gl.load(at, mask=live, other=0.0, cache_modifier=".cg")
+        up += gl.load(at + inner, mask=live, other=0.0, cache_modifier=".cg")
+    result = activate(gate, up, limit)
+    gl.store(z + column, result.to(gl.bfloat16), mask=live)
+
+
+@gluon.jit
+def up_stream(
+    x, z, experts, weights, words, scales, factors, places, counts, shared, rest, num_rest,
+    chosen, inner, limit, total_steps, expert_tiles,
+    PARTS: gl.constexpr, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
+    WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr, PLACED: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """32 activations of an expert, from 32 gate rows and 32 up rows of a tile. `places` and
+    `counts`: from an expert table (PLACED). SHARED: ranges of K of an FP8 shared expert, whose
+    sums `shared` are from the previous launch; the gate was the one before."""
     part = gl.program_id(0)
     place = gl.program_id(1)
-    row = load_row(x, total_steps * 128, COLUMNS)  # written two launches earlier
-    gdc_wait()
-    gdc_launch_dependents()
-    expert = gl.load(experts + place)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if SHARED == 0:
+        row = load_row(x, total_steps * 128, COLUMNS)  # written two launches earlier
+        gdc_wait()
+        gdc_launch_dependents()
+        expert = gl.load(experts + place)
+        found = expert
+    else:
+        found = gl.load(experts + place, cache_modifier=".cg")
+        expert = gl.maximum(found, 0)  # all programs run: some also serve the shared expert
     if expert >= 0:  # otherwise on another rank
-        words, codes = _tile_at(words, scales, expert * expert_tiles + part, total_steps, MX)
+        tile = expert * expert_tiles + part
+        if PLACED:
+            tile = expert * 0 + part
+            at = gl.load(places + expert)
+            words += at
+            scales += at
+        words, codes = _tile_at(words, scales, tile, total_steps, MX)
         words_room, codes_room = begin_stream(words, codes, total_steps, STAGES, PAD, WIDE, MX)
         gate_factor = gl.load(factors + expert * PARTS) * 128.0
         up_factor = gl.load(factors + expert * PARTS + PARTS - 1) * 128.0
-        weight = gl.load(weights + place)
+        if SHARED == 0:
+            weight = gl.load(weights + place)
+        else:
+            weight = gl.load(weights + place, cache_modifier=".cg")
+            row = load_row(x, total_steps * 128, COLUMNS)
+            gdc_wait()
+            gdc_launch_dependents()
+            if place == 0:
+                _activate_shared(
+                    shared, z + chosen * inner, rest, num_rest, part, inner, limit, SHARED, LAYOUT
+                )
+        if PLACED:  # noqa: SIM102 - a constant, then a value
+            if part == 0:
+                gl.atomic_add(counts + expert, gl.where(found >= 0, 1, 0), sem="relaxed")
         total = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, SUMS))
         per_range = gl.cdiv(total_steps, RANGES)
         for index in gl.static_range(RANGES):
@@ -70,22 +123,26 @@ def up_stream(
             total = total + gl.max(acc, 1)  # all columns are equal
         room = gl.allocate_shared_memory(gl.float32, [TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         room.store(total)
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         gate = room.slice(0, HALF).load(LAYOUT)
         up = room.slice(HALF, HALF).load(LAYOUT)
         result = activate(gate * gate_factor, up * up_factor, limit) * weight
         column = part * HALF + gl.arange(0, HALF, layout=LAYOUT)
-        gl.store(z + place * inner + column, result.to(gl.bfloat16), mask=column < inner)
+        live = column < inner
+        if SHARED > 0:
+            live = live & (found >= 0)
+        gl.store(z + place * inner + column, result.to(gl.bfloat16), mask=live)
 
 
 @gluon.jit
 def down_stream(
     z, parts_at, experts, words, scales, factors, shared_words: gl.int64,
-    shared_scales: gl.int64, shared_factors: gl.int64, chosen, size, inner, total_steps,
+    shared_scales: gl.int64, shared_factors: gl.int64, places, chosen, size, inner, total_steps,
     expert_tiles, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
-    WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr,
+    WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr, PLACED: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Stores split-K partial sums; the consumer reduces them."""
+    """Stores split-K partial sums; the consumer reduces them. EARLY: the activations are from two
+    launches back."""
     part = gl.program_id(0)
     place = gl.program_id(1)
     split = gl.program_id(2)
@@ -96,7 +153,13 @@ def down_stream(
         factor = gl.load(factors + gl.where(routed, expert, shared_factors)) * 128.0
         words += gl.where(routed, 0, shared_words)
         scales += gl.where(routed, 0, shared_scales)
-        words, codes = _tile_at(words, scales, expert * expert_tiles + part, total_steps, MX)
+        tile = expert * expert_tiles + part
+        if PLACED:
+            tile = expert * 0 + part
+            at = gl.load(places + expert, mask=routed, other=0)
+            words += at
+            scales += at
+        words, codes = _tile_at(words, scales, tile, total_steps, MX)
         per_range = gl.cdiv(total_steps, RANGES)
         first = split * per_range
         steps = gl.minimum(per_range, total_steps - first)
@@ -104,11 +167,14 @@ def down_stream(
         codes += first * TILE
         gdc_launch_dependents()
         words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, WIDE, MX)
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
         row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS)
         acc = stream_row(
             words_room, codes_room, row, words, codes, 0, steps, steps, STAGES, WIDE, MX
         )
+        if EARLY:
+            gdc_wait()
         sums = gl.convert_layout(acc, OUT)
         column = gl.expand_dims(part * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT)), 1)
         only = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, OUT)), 0)
@@ -116,28 +182,48 @@ def down_stream(
         gl.store(out + column + only, sums * factor, mask=(column < size) & (only < 1))
 
 
-def run(x, z, experts, weights, w13, w2, shared_w2, limit):
+def run(x, z, experts, weights, w13, w2, shared_w2, limit, table=(None, None)):
     """fp32 `[places, ranges, size]` for one row. Its gate was the previous launch; `z` already
-    holds the shared expert's activations."""
+    holds the shared expert's activations. `table`: see `table_of`."""
+    up(x, z, experts, weights, w13, w2, limit, table)
+    parts = partial_sums(z, experts.shape[1] + (shared_w2 is not None), w2)
+    down(z, parts, experts, w2, shared_w2, table)
+    return parts
+
+
+def up(x, z, experts, weights, w13, w2, limit, table, shared=None, rest=None) -> None:
+    """`shared`: partial sums `[ranges, 2 inner]` of an FP8 shared expert; `rest`: what its result
+    leaves of its ranges."""
     chosen, ranges, size = experts.shape[1], num_expert_ranges(w13), w13.num_steps
     grid = (triton.cdiv(w13.rows, 64), chosen)
     columns = triton.next_power_of_2(w13.columns)
     lengths = (triton.cdiv(size, ranges), size)
     up_stream[grid](
-        x, z, experts, weights, *expert_weights(w13, None)[0], w2.columns, limit, size,
+        x, z, experts, weights, *expert_weights(w13, None)[0], *table, shared, rest,
+        0 if rest is None else rest.numel(), chosen, w2.columns, limit, size,
         w13.packed.shape[1], PARTS=w13.global_scale.shape[1], RANGES=ranges, COLUMNS=columns,
-        MX=is_mx(w13), **ring_options(x.device, math.prod(grid), UP_STAGES, lengths, columns),
+        MX=is_mx(w13), PLACED=table[0] is not None, SHARED=0 if shared is None else len(shared),
+        **ring_options(x.device, math.prod(grid), UP_STAGES, lengths, columns),
     )  # fmt: skip
-    ranges, size = num_expert_ranges(w2), w2.num_steps
-    shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
+
+
+def partial_sums(z, num_places, w2):
+    shape = (num_places, num_expert_ranges(w2), w2.rows)
     parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
-    grid = (triton.cdiv(w2.rows, 64), shape[0], ranges)
+    return parts[: math.prod(shape)].view(shape)
+
+
+def down(z, parts, experts, w2, shared_w2, table, *, early=False) -> None:
+    """`early`: another launch ran since the up-projection. Only routed experts, or also the shared
+    one."""
+    ranges, size = parts.shape[1], w2.num_steps
+    grid = (triton.cdiv(w2.rows, 64), experts.shape[1] + (shared_w2 is not None), ranges)
     lengths = (triton.cdiv(size, ranges), size)
     columns = triton.next_power_of_2(lengths[0] * 128)
     own, *offsets = expert_weights(w2, shared_w2)
     down_stream[grid](
-        z, parts, experts, *own, *offsets, chosen, w2.rows, w2.columns, size,
+        z, parts, experts, *own, *offsets, table[0], experts.shape[1], w2.rows, w2.columns, size,
         w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
-        **ring_options(x.device, math.prod(grid), DOWN_STAGES, lengths, columns),
+        PLACED=table[0] is not None, EARLY=early,
+        **ring_options(z.device, math.prod(grid), DOWN_STAGES, lengths, columns),
     )  # fmt: skip
-    return parts[: math.prod(shape)].view(shape)

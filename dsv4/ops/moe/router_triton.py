@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import device_reason, launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, device_reason, launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.dot_device import dot_bf16
@@ -184,8 +185,9 @@ def gate_program(
 def _gate_kernel(
     x, x_stride, gate, counters, g, num_rows, num_columns, num_experts, total_steps, per_range,
     scaling, BM: tl.constexpr, BN: tl.constexpr, SELECT: tl.constexpr, EVEN_K: tl.constexpr,
-    G: tl.constexpr,
+    G: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    depend(DEPENDENT)
     gate_program(
         tl.program_id(0), tl.program_id(1), tl.program_id(2),
         tl.num_programs(0) * tl.num_programs(1), x, x_stride, gate, counters, g, num_rows,
@@ -245,7 +247,7 @@ def run(x, token_ids, by):
         _gate_kernel[grid](
             x, x.stride(0), by.gate, counters, tensors, num_rows, columns, num_experts,
             triton.cdiv(columns, 128), per_range, by.scaling, BM=bm, BN=bn, SELECT=num_rows == 1,
-            EVEN_K=columns % 128 == 0, G=sizes, **launch_options(1),
+            EVEN_K=columns % 128 == 0, G=sizes, **dependent_options(x.device, 1),
         )  # fmt: skip
     else:
         logits = tensors.partials[: num_rows * num_experts].view(num_rows, num_experts)

@@ -30,7 +30,7 @@ ONLY_SPILLS = True  # machine code is read only where registers may have been sp
 HOPPER_RELOADS = {"_loop_kernel": 140, "_prefill_kernel": 60}
 # modules that only these reach
 ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
-ONLY_90 |= {"experts_stream_gluon"}
+ONLY_90 |= {"experts_stream_gluon", "stream_stored_gluon"}
 ONLY_SCALED = {"scaled_product_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats
 

@@ -17,20 +17,22 @@ def test_placed_experts_have_the_bits_of_a_stack() -> None:
     interpreted("tests.ops.kernels.test_placed_interpreter")
 
 
-def place(arguments: dict[str, Any]) -> tuple[dict[str, Any], ExpertTable]:
-    """The first experts in slots, in reverse; each other in memory of its own."""
+def place(arguments: dict[str, Any], slots: int = SLOTS) -> tuple[dict[str, Any], ExpertTable]:
+    """The first experts in slots, in reverse; each other in memory of its own, on a GPU pinned."""
     w13, w2 = arguments["by"].w13, arguments["by"].w2
-    layout, count = BlockLayout.of(w13[0], w2[0]), w13.shape[0]
-    pool = torch.full((SLOTS, layout.nbytes), 255, dtype=torch.uint8)
+    layout, count, device = BlockLayout.of(w13[0], w2[0]), w13.shape[0], w13.device
+    pinned = device.type == "cuda"
+    pool = torch.full((max(slots, 1), layout.nbytes), 255, dtype=torch.uint8, device=device)
     blocks = [
-        pool[SLOTS - 1 - e] if e < SLOTS else torch.zeros(layout.nbytes, dtype=torch.uint8)
+        pool[slots - 1 - e] if e < slots
+        else torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
         for e in range(count)
-    ]
+    ]  # fmt: skip
     for expert, block in enumerate(blocks):
         layout.store(block, 0, w13[expert])
         layout.store(block, 1, w2[expert])
-    offsets = torch.tensor([offset_of(block, pool[0]) for block in blocks])
-    counts = torch.zeros(count, dtype=torch.int32)
+    offsets = torch.tensor([offset_of(block, pool[0]) for block in blocks], device=device)
+    counts = torch.zeros(count, dtype=torch.int32, device=device)
     beside = w13.global_scale, w2.global_scale
     table = ExpertTable(layout, pool[0], blocks, offsets, counts, beside)
     w13, w2 = placed_pair(table)

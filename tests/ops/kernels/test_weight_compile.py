@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def test_kernels_compile(capability: int) -> None:
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"_linear_kernel", "_up_kernel", "_down_kernel", "_gate_kernel"}
     if capability == 90:
-        assert kernels >= {"linear_stream", "up_stream", "down_stream"}
+        assert kernels >= {"linear_stream", "stored_stream", "up_stream", "down_stream"}
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         check_limits(row, 20, capability)
@@ -77,6 +78,32 @@ def stream_launches() -> Iterator[Launch]:
         given = (one, z, ids, torch.zeros(1, 2), w13, w2, w2[0], 10.0)
         name = f"stream of experts {type(w2).__name__}"
         yield name, lambda a=given: experts_stream_gluon.run(*a)
+    yield from stored_launches(one, both[1])
+
+
+def stored_launches(one: torch.Tensor, experts: tuple[Any, Any]) -> Iterator[Launch]:
+    """Official checkpoints: FP8 and bf16 matrices; placed experts beside an FP8 shared one."""
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.fused import router_experts_triton
+    from dsv4.ops.gemm import linear_triton
+    from dsv4.ops.moe.experts import Experts
+    from dsv4.ops.moe.router import Gate
+    from tests.ops.kernels.test_placed_interpreter import place
+
+    shared = [
+        Fp8BlockTensor(*fp8.quantize_tiles(torch.zeros(shape), 128), 128)
+        for shape in ((512, 2048), (256, 256))
+    ]
+    for name, weight in (("fp8", shared[0]), ("bf16", torch.zeros(512, 2048).bfloat16())):
+        given = (one, [weight] * 2, [torch.bfloat16, torch.float32])
+        yield f"stream {name} decode", lambda a=given: linear_triton.run(*a)
+    ids, weights = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
+    by = Experts(*experts, *shared, 10.0)
+    placed = place({"x": one, "experts": ids, "weights": weights, "by": by})[0]["by"]
+    gate = Gate(torch.zeros(2, 2048).bfloat16(), torch.zeros(2), None, 2, 1.5)
+    given = (one, torch.zeros(1, dtype=torch.int64), gate, placed)
+    yield "stream of placed experts decode", lambda: router_experts_triton.run(*given)
 
 
 def all_launches() -> Iterator[Launch]:

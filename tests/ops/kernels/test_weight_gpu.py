@@ -1,6 +1,7 @@
 """The weight kernels on a GPU: every case, and rows that do not depend on their batch."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,103 @@ def test_experts_that_choose_themselves(hashed: bool) -> None:
     arguments = {**experts, "experts": picked, "weights": weights}
     wanted = OPS["experts"].kernels[0].run(arguments)
     assert torch.equal(fused.run(*given).total(), wanted)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("size", [(1024, 4096), (32768, 1024), (4096, 8192), (576, 512)])
+def test_streams_of_stored_weights(size: tuple[int, int], power_of_two: bool) -> None:
+    """One row times FP8 and bf16: the bits of the kernel that does not stream."""
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.core.gpu import describe
+    from dsv4.ops.gemm import linear_triton as kernel
+    from dsv4.ops.gemm.split_k import split_k
+
+    torch.manual_seed(7)
+    rows, columns = size
+    codes = torch.randint(0, 127, (2, rows, columns), dtype=torch.uint8, device="cuda")
+    codes |= torch.randint_like(codes, 0, 2) << 7
+    grid = (2, -(-rows // 128), columns // 128)
+    scale = torch.randint(100, 120, grid, dtype=torch.uint8, device="cuda")
+    if not power_of_two:
+        scale = torch.rand(grid, device="cuda") * 1e-3
+    fp8 = [Fp8BlockTensor(codes[i].view(torch.float8_e4m3fn), scale[i], 128) for i in (0, 1)]
+    x = torch.randn(1, columns, device="cuda").bfloat16()
+    for weights in (fp8, [w.dequantize(torch.bfloat16) for w in fp8]):
+        assert all(kernel.streams_stored(weight) for weight in weights)
+        config = kernel.choose_config(1, kernel.weight_format(weights[0]), describe(x.device))
+        ranges = split_k(weights[0])[0]
+        for partial in (False, True):
+            shape = (ranges, 1, rows) if partial else (1, rows)
+            results = []
+            for by in (None, config):
+                dtypes = torch.float32, torch.float32 if partial else torch.bfloat16
+                outs = [torch.zeros(shape, dtype=dtype, device="cuda") for dtype in dtypes]
+                kernel.launch(x, weights, outs, config=by, parallel=True, partial=partial)
+                results.append(outs)
+            for found, wanted in zip(*results, strict=True):
+                assert torch.equal(found, wanted), (type(weights[0]), partial)
+
+
+def test_streams_of_grouped_fp8() -> None:
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.core.gpu import describe
+    from dsv4.ops.gemm import linear_triton as kernel
+
+    torch.manual_seed(8)
+    codes = torch.randint(0, 127, (2048, 1024), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(100, 120, (16, 8), dtype=torch.uint8, device="cuda")
+    weight = Fp8BlockTensor(codes.view(torch.float8_e4m3fn), scale, 128)
+    x = torch.randn(1, 4 * 1024, device="cuda").bfloat16()
+    outs = []
+    for config in (None, kernel.choose_config(1, kernel.FP8, describe(x.device))):
+        outs.append(torch.zeros(1, 2048, dtype=torch.bfloat16, device="cuda"))
+        kernel.launch(x, [weight], [outs[-1]], num_groups=4, config=config, parallel=True)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 3, 8])
+@pytest.mark.parametrize("fp8_shared", [True, False])
+def test_placed_experts_stream(missing: int, fp8_shared: bool) -> None:
+    """Official formats: experts in slots and in pinned host memory have the bits of the ops."""
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.fused import router_experts_triton as fused
+    from dsv4.ops.moe.experts import Experts
+    from dsv4.ops.moe.router import Gate
+    from dsv4.tools.bench_ops import random_fp4
+    from tests.ops.kernels.test_placed_interpreter import place
+
+    torch.manual_seed(9)
+    size, inner, count, chosen = 2048, 1024, 8, 6
+    routed = [
+        random_fp4(2 * inner, size, count, paired=True, mx=True),
+        random_fp4(size, inner, count, mx=True),
+    ]
+
+    def shared(rows: int, columns: int, paired: bool) -> Any:
+        if not fp8_shared:
+            return random_fp4(rows, columns, None, paired, mx=True)
+        codes = torch.randint(0, 100, (rows, columns), dtype=torch.uint8, device="cuda")
+        scale = torch.full((rows // 128, columns // 128), 114, dtype=torch.uint8, device="cuda")
+        return Fp8BlockTensor(codes.view(torch.float8_e4m3fn), scale, 128)
+
+    by = Experts(*routed, shared(2 * inner, size, True), shared(size, inner, False), 10.0)
+    x = torch.randn(1, size, device="cuda").bfloat16()
+    gate = Gate(
+        torch.randn(count, size, device="cuda").bfloat16() * 0.02,
+        torch.randn(count, device="cuda"), None, chosen, 1.5,
+    )  # fmt: skip
+    token = torch.zeros(1, dtype=torch.int64, device="cuda")
+    picked, weights = OPS["router"].kernels[0].run({"x": x, "token_ids": token, "by": gate})
+    given = {"x": x, "experts": picked, "weights": weights, "by": by}
+    wanted = OPS["experts"].kernels[0].run(given)
+    placed, table = place(given, count - missing)
+    for experts in (by, placed["by"]):
+        assert fused.supports(x, token, gate, experts) is None
+        for _ in range(3):
+            assert torch.equal(fused.run(x, token, gate, experts).total(), wanted)
+    visits = torch.zeros_like(table.counts)
+    visits[picked[0]] = 3
+    assert torch.equal(table.counts, visits)
 
 
 def test_a_whole_layer_is_the_same_at_any_size() -> None:

@@ -113,6 +113,16 @@ def begin_stream(
 
 
 @gluon.jit
+def as_matrix(room):
+    """Rows that are indexed one by one, as a whole."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if NEWER:
+        return room.reinterpret(room.dtype, room.shape, PLAIN)
+    else:
+        return room._reinterpret(room.dtype, room.shape, PLAIN)
+
+
+@gluon.jit
 def load_row(x, columns, COLUMNS: gl.constexpr):
     """Load a row of `columns` (at most COLUMNS) into shared memory."""
     room = gl.allocate_shared_memory(
@@ -121,12 +131,7 @@ def load_row(x, columns, COLUMNS: gl.constexpr):
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     group = gl.expand_dims(gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(1, WHOLE)) * 16, 1)
     at = group + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, WHOLE)), 0)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if NEWER:
-        plain = room.reinterpret(gl.bfloat16, [COLUMNS // 16, 16], PLAIN)
-    else:
-        plain = room._reinterpret(gl.bfloat16, [COLUMNS // 16, 16], PLAIN)
-    plain.store(gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg"))
+    as_matrix(room).store(gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg"))
     return room
 
 
@@ -183,6 +188,60 @@ def _stream_rows(
     return acc
 
 
+@gluon.jit
+def add_ranges(total, num_rows, partials, counters, pid, split, count):
+    """Like `finish_ranges`: store this range's sums; the last program of a tile gets their total
+    and True."""
+    rm = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    live = gl.expand_dims(rm < num_rows, 0)
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT))
+    inside = gl.expand_dims(row, 1) + gl.expand_dims(rm * TILE, 0)
+    base = partials + (pid - split).to(gl.int64) * (TILE * ROWS)
+    gl.store(base + split * (TILE * ROWS) + inside, total, mask=live & (inside >= 0))
+    barrier()
+    arrived = gl.atomic_add(counters + (pid - split), 1, sem="acq_rel")
+    is_last = arrived == count - 1
+    total = gl.zeros([TILE, ROWS], gl.float32, OUT)
+    if is_last:
+        for first_of in range(0, count, 8):
+            for index in gl.static_range(8):
+                present = live & (first_of + index < count) & (inside >= 0)
+                ptrs = base + (first_of + index) * (TILE * ROWS) + inside
+                total += gl.load(ptrs, mask=present, other=0.0, cache_modifier=".cg")
+        gl.store(counters + (pid - split), 0)
+    return total, is_last
+
+
+@gluon.jit
+def store_sums(
+    total, outs, firsts, pid, tile, first_row, num_rows, size, is_last, NUM: gl.constexpr,
+    F32: gl.constexpr,
+):  # fmt: skip
+    """Store `[64, 8]` sums of weight tile `tile`, from output row `first_row` on; `F32`: see
+    `is_wide`."""
+    rn = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT))
+    rm = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    out = select(outs, firsts, pid, NUM)
+    out_f32 = gl.multiple_of(out.to(gl.pointer_type(gl.float32)), 16)
+    out_bf16 = gl.multiple_of(out.to(gl.pointer_type(gl.bfloat16)), 16)
+    out_rows = rm.to(gl.int64) + first_row
+    offsets = gl.expand_dims(out_rows, 0) * size + gl.expand_dims(rn, 1)
+    live = gl.expand_dims(rm < num_rows, 0)
+    mask = gl.expand_dims(rn < gl.where(is_last, size, 0), 1) & live
+    if F32 == 0:
+        gl.store(out_bf16 + offsets, total.to(gl.bfloat16), mask=mask)
+    elif F32 == 2**NUM - 1:
+        gl.store(out_f32 + offsets, total, mask=mask)
+    else:
+        wide = gl.where(pid >= 0, F32 % 2, 0)
+        for i in gl.static_range(1, NUM):
+            wide = gl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
+        if wide == 1:
+            gl.store(out_f32 + offsets, total, mask=mask)
+        else:
+            gl.store(out_bf16 + offsets, total.to(gl.bfloat16), mask=mask)
+
+
 @gluon.jit(do_not_specialize=["num_rows", "first_range"])
 def linear_stream(
     x, x_stride, num_rows, num_columns, group_rows, total_steps,
@@ -206,9 +265,7 @@ def linear_stream(
     s = select(scales, firsts, pid, NUM).to(gl.pointer_type(gl.int64)) + at * TILE
     group = tile * TILE // group_rows
     x += group * num_columns + split * per_range * 128
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, OUT)
-    rn = tile * TILE + gl.arange(0, TILE, layout=LAYOUT)
-    rm = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
+    rn = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT))
     factors = select(globals_, firsts, pid, NUM).to(gl.pointer_type(gl.float32))
     part_rows = select(parts, firsts, pid, NUM)
     factor = gl.load(factors + rn // part_rows, mask=rn < size, other=0.0) * 128.0
@@ -226,48 +283,16 @@ def linear_stream(
         )
     total = gl.convert_layout(total, OUT)
     is_last = count > 0
-    live = gl.expand_dims(rm < num_rows, 0)
     if SPLIT:  # noqa: SIM102 - a branch that never runs does not compile
         if count > 1:
-            inside = gl.expand_dims(gl.arange(0, TILE, layout=LAYOUT), 1) + gl.expand_dims(
-                rm * TILE, 0
-            )
-            base = partials + (pid - split).to(gl.int64) * (TILE * ROWS)
-            gl.store(base + split * (TILE * ROWS) + inside, total, mask=live & (inside >= 0))
-            barrier()
-            arrived = gl.atomic_add(counters + (pid - split), 1, sem="acq_rel")
-            is_last = arrived == count - 1
-            total = gl.zeros([TILE, ROWS], gl.float32, OUT)
-            if is_last:
-                for first_of in range(0, count, 8):
-                    for index in gl.static_range(8):
-                        present = live & (first_of + index < count) & (inside >= 0)
-                        ptrs = base + (first_of + index) * (TILE * ROWS) + inside
-                        total += gl.load(ptrs, mask=present, other=0.0, cache_modifier=".cg")
-                gl.store(counters + (pid - split), 0)
-    out_rows = rm.to(gl.int64)
+            total, is_last = add_ranges(total, num_rows, partials, counters, pid, split, count)
+    first_row = split * 0
     if PARTIAL:
         total = total * 128.0
-        out_rows += split * num_rows
+        first_row = split * num_rows
     else:
         total = total * gl.expand_dims(factor, 1)
-    out = select(outs, firsts, pid, NUM)
-    out_f32 = gl.multiple_of(out.to(gl.pointer_type(gl.float32)), 16)
-    out_bf16 = gl.multiple_of(out.to(gl.pointer_type(gl.bfloat16)), 16)
-    offsets = gl.expand_dims(out_rows, 0) * size + gl.expand_dims(rn, 1)
-    mask = gl.expand_dims(rn < gl.where(is_last, size, 0), 1) & live
-    if F32 == 0:
-        gl.store(out_bf16 + offsets, total.to(gl.bfloat16), mask=mask)
-    elif F32 == 2**NUM - 1:
-        gl.store(out_f32 + offsets, total, mask=mask)
-    else:
-        wide = gl.where(pid >= 0, F32 % 2, 0)
-        for i in gl.static_range(1, NUM):
-            wide = gl.where(pid >= firsts[i], (F32 >> i) % 2, wide)
-        if wide == 1:
-            gl.store(out_f32 + offsets, total, mask=mask)
-        else:
-            gl.store(out_bf16 + offsets, total.to(gl.bfloat16), mask=mask)
+    store_sums(total, outs, firsts, pid, tile, first_row, num_rows, size, is_last, NUM, F32)
 
 
 def ring_options(device, programs, stages, lengths, columns) -> dict[str, object]:
