@@ -81,7 +81,7 @@ def _weights_at(
         first += tl.program_id(0) * (E.bn // 64)
     word_at = tl.where(is_shared, shared_words, at) + first * total_steps * 2048
     scale_at = tl.where(is_shared, shared_scales, at) + first * total_steps * (128 if E.mx else 256)
-    return word_at, scale_at
+    return tl.multiple_of(word_at, 64), tl.multiple_of(scale_at, 64)
 
 
 @triton.jit

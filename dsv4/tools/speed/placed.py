@@ -191,7 +191,9 @@ class PlacedBench(RandomPlaced):
 
     def route(self, routing: str) -> None:
         """Refill every layer's table: `even`, or `zipf:` and an exponent; each layer has its own
-        order of experts."""
+        order of experts. Past visits are forgotten, as in a new engine."""
+        if self.swapper is not None:
+            self.swapper.use.visits[:] = 0
         exponent, count = exponent_of(routing), self.config.num_experts
         ranks = torch.arange(1, count + 1, device=self.device).log()
         for block in self.model.blocks:
@@ -219,9 +221,8 @@ class PlacedBench(RandomPlaced):
         self._run(replay, settle)
         count = TIMED if batch == 1 else TIMED // 5  # many sequences are slow over the bus
         count = count if self.device.type == "cuda" else 2
-        visits = self._missing_visits()
         times = [self._run(replay, count) / count for _ in range(3)]
-        missing = (self._missing_visits() - visits) / (3 * count)
+        missing = self._missing(replay, count)
         return self._result("decode", routing, (batch, context, batch), times, missing)
 
     def _run(self, replay: Callable[[], object], count: int) -> float:
@@ -262,14 +263,18 @@ class PlacedBench(RandomPlaced):
         self._synchronize()
         return (time.perf_counter() - begin) * 1e3
 
-    def _missing_visits(self) -> int:
-        """Visits so far of experts that are missing now."""
+    def _missing(self, replay: Callable[[], object], count: int) -> float:
+        """Missing experts that a step visits, on average. Without swaps: they choose by past
+        visits, so counts of what is missing after them would be too low."""
         if self.swapper is None:
-            return 0
+            return 0.0
         residency = self.swapper.residency
-        counts = residency.counts[:, : self.config.num_experts].cpu()
-        missing: Tensor = counts[torch.from_numpy(~residency.resident)]
-        return int(missing.sum())
+        before = residency.counts.clone()
+        for _ in range(count):
+            replay()
+        visits = (residency.counts - before)[:, : self.config.num_experts].cpu()
+        missing: Tensor = visits[torch.from_numpy(~residency.resident)]
+        return int(missing.sum()) / count
 
     def _result(
         self,
