@@ -235,12 +235,20 @@ def dot_bf16(
 
 
 @triton.jit
+def power_of(codes):
+    """E8M0 bytes as bf16: 2^(byte - 127); byte 0 is a subnormal, which no published weight uses."""
+    return (codes.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def dot_fp8(
     weight, scale, scale_rows, n_mask, x, x_rows, x_mask, first, last, num_columns,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
-    """Like `dot_bf16`, for E4M3 tiles; a product over BK columns is scaled in fp32, then added.
+    """Like `dot_bf16`, for E4M3 tiles. E8M0: weights are multiplied by their scale, exactly, and the
+    sum is that of bf16 weights. Other scales: a product over BK columns is scaled in fp32, then
+    added.
 
     `scale_rows` `[BN]`: offset of each weight row's scales.
     """
@@ -262,10 +270,11 @@ def dot_fp8(
         part = tl.load(x_ptrs, mask=mask, other=0.0)
         live = n_mask & (step * BK < num_columns)
         factor = tl.load(scale + scale_rows + step * BK // BLOCK, mask=live, other=0)
-        if E8M0:  # 2^(byte - 127); byte 0 is a subnormal, which no published weight uses
-            factor = (factor.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        product = tl.dot(from_e4m3(w, tl.bfloat16), part)
-        acc = tl.fma(product, factor[:, None].broadcast_to(BN, BM), acc)
+        if E8M0:
+            acc = tl.dot(from_e4m3(w, tl.bfloat16) * power_of(factor)[:, None], part, acc)
+        else:
+            product = tl.dot(from_e4m3(w, tl.bfloat16), part)
+            acc = tl.fma(product, factor[:, None].broadcast_to(BN, BM), acc)
         w_ptrs += BK
         x_ptrs += BK
     return acc

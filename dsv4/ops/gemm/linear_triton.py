@@ -28,7 +28,7 @@ from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
 MAX_MATRICES = 8
 STREAM_ROWS, STREAM_PROGRAMS = 8, 1024
 NVFP4, BF16, FP8, EXPANDED = 0, 1, 2, 3
-EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on NVFP4 weights are dequantised to bf16 first
+EXPAND_ROWS, EXPAND_COLUMNS = 1024, 1024  # from here on weights are dequantised to bf16 first
 
 
 class LinearTile(NamedTuple):
@@ -283,8 +283,10 @@ def launch(
     fmt, tile_rows, block, e8m0 = launch_key(weights[0])
     num_rows, columns = x.shape[0], weights[0].shape[1]
     data = [_data(w) for w in weights]
-    if fmt == NVFP4 and _expands(num_rows, columns, config):
-        fmt, data = EXPANDED, expand(weights)
+    kind = fmt
+    if _expands(x, fmt, e8m0, columns, config):
+        kind, fmt = EXPANDED if fmt == NVFP4 else BF16, EXPANDED
+        data = data if data[0].dtype == torch.bfloat16 else expand(weights)
     streaming = config is None and parallel is not False and _is_stream(x, weights, fmt)
     config = config or choose_config(num_rows, fmt, describe(x.device))
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:
@@ -310,11 +312,11 @@ def launch(
     counters = workspace(x.device, "counters", size, torch.int32)
     f32 = sum(1 << i for i, out in enumerate(outs) if out.dtype == torch.float32)
     factors = [_factor(w) for w in weights]
-    sizes, is_fp4 = [w.shape[0] for w in weights], fmt in (NVFP4, EXPANDED)
+    sizes, is_fp4 = [w.shape[0] for w in weights], kind in (NVFP4, EXPANDED)
     pairs = zip(sizes, factors, strict=True)
     parts = [size // factor.shape[-1] if is_fp4 else 1 for size, factor in pairs]
     tile = LinearTile(
-        fmt, config.bm, config.bn, 128 if block % 128 == 0 else 32, max(block, 1),
+        kind, config.bm, config.bn, 128 if block % 128 == 0 else 32, max(block, 1),
         max(tile_rows, 1), config.num_stages, config.variant, columns % 128 == 0, e8m0,
         not interpreting(),
     )  # fmt: skip
@@ -372,10 +374,14 @@ def streams_stored(weight) -> bool:
     return short and weight.shape[1] % 128 == 0 and _data(weight).data_ptr() % 16 == 0
 
 
-def _expands(num_rows: int, columns: int, config: LinearConfig | None) -> bool:
+def _expands(x, fmt: int, e8m0: bool, columns: int, config: LinearConfig | None) -> bool:
+    """Whether to multiply weights as bf16, with the tiles for many rows. FP8 only where `mma`, which
+    would take its columns in another order, is not used."""
+    if fmt == FP8 and (not e8m0 or describe(x.device).products == "mma"):
+        return False
     if config is not None:
         return config.variant == EXPANDED
-    return num_rows >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
+    return x.shape[0] >= EXPAND_ROWS and columns >= EXPAND_COLUMNS
 
 
 def _data(weight):

@@ -52,8 +52,10 @@ def linear_arguments(rows: int, k: int) -> Arguments:
     weights: list[Any] = [random_fp4(1024, k), random_fp4(200, k), values.bfloat16()]
     weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)]
     weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 128, power_of_two=False), 128)]
+    weights += [Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128)]
     x = torch.randn(rows, k, device="cuda").bfloat16()
     dtypes = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    dtypes += [torch.float32]
     return {"x": x, "weights": weights, "out_dtypes": dtypes}
 
 

@@ -102,6 +102,8 @@ def check_empty(op: Any, case: str, arguments: Any) -> None:
 
 def check_linear_variants() -> None:
     """Every form gives the same numbers; groups, bf16 and FP8 with an uneven K."""
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor
     from dsv4.ops.gemm import linear_triton as kernel
     from dsv4.ops.gemm.linear import linear_reference
     from dsv4.ops.gemm.weights.tiled import random_tiled
@@ -109,17 +111,37 @@ def check_linear_variants() -> None:
     generator = torch.Generator().manual_seed(2)
     weight = random_tiled(130, 1024, generator)
     x = torch.randn(3, 1024, generator=generator).bfloat16()
-    wanted = linear_reference(x, [weight], [torch.float32])
-    configs = [
-        kernel.LinearConfig(8, 64, 2, 3),
-        kernel.LinearConfig(16, 128, 4, 3, 1),
-        kernel.LinearConfig(16, 128, 4, 3, kernel.EXPANDED),
-    ]
-    for config in configs:
-        for parallel in (True, False):
-            out = torch.full((3, 130), float("nan"))
-            kernel.launch(x, [weight], [out], config=config, parallel=parallel)
-            compare(f"{config} {parallel}", wanted, [out], 1e-4, 1e-4)
+    values = torch.randn(130, 1024, generator=generator)
+    plain = kernel.LinearConfig(8, 64, 2, 3)
+    expanded = kernel.LinearConfig(16, 128, 4, 3, kernel.EXPANDED)
+    for weight, configs in (
+        (weight, (plain, kernel.LinearConfig(16, 128, 4, 3, 1), expanded)),
+        (values.bfloat16(), (expanded,)),
+        (Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128), (plain, expanded)),
+        (Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32), (expanded,)),
+    ):
+        wanted = linear_reference(x, [weight], [torch.float32])
+        for config in configs:
+            for parallel in (True, False):
+                out = torch.full((3, 130), float("nan"))
+                kernel.launch(x, [weight], [out], config=config, parallel=parallel)
+                compare(f"{config} {parallel}", wanted, [out], 1e-4, 1e-4)
+
+
+def check_partial_sums() -> None:
+    """FP8 as sums of ranges: the bits of the whole product."""
+    from dsv4.formats import fp8
+    from dsv4.formats.quantized import Fp8BlockTensor
+    from dsv4.ops.fused import linear_partial_sums_triton as sums
+    from dsv4.ops.gemm import linear_triton as kernel
+
+    generator = torch.Generator().manual_seed(3)
+    weight = Fp8BlockTensor(*fp8.quantize_tiles(torch.randn(70, 1024, generator=generator)), 128)
+    x = torch.randn(1, 1024, generator=generator).bfloat16()
+    assert sums.supports(x, weight) is None
+    parts = sums.run(x, weight)
+    assert parts.values.shape[1] == 2
+    assert torch.equal(parts.total(), kernel.run(x, [weight], [x.dtype])[0])
 
 
 def check_two_ranges() -> None:
@@ -259,6 +281,7 @@ def main(group: str) -> None:
     if group == "linear":
         check_cases("linear")
         check_linear_variants()
+        check_partial_sums()
         check_slices()
         check_cases("grouped_linear")
     elif group == "experts":

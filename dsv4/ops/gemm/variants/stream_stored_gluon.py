@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.ops.core.gpu import describe
+from dsv4.ops.gemm.dot_device import power_of
 from dsv4.ops.gemm.variants.stream_gluon import (
     OUT,
     ROWS,
@@ -35,6 +36,7 @@ from dsv4.ops.gemm.variants.stream_gluon import (
     wait_group,
 )
 
+power = gluon.jit(power_of.fn)
 STAGES = {1: 4, 2: 3}  # turns in the ring, by bytes of a weight
 
 # four adjacent columns of two rows per thread, and what becomes of them if columns are permuted
@@ -74,7 +76,9 @@ def _copy_turn(room, weight, row_at, turn, STAGES: gl.constexpr, COPY: gl.conste
 
 
 @gluon.jit
-def _multiply(sums, weights, row_room, first, FP8: gl.constexpr):
+def _multiply(
+    sums, weights, row_room, first, factor, FP8: gl.constexpr, E8M0: gl.constexpr
+):  # fmt: skip
     """Add the products of a turn, 16 columns at a time; in the row they begin at `first`."""
     for group in gl.static_range(8):
         own = weights.slice(group * 16, 16, dim=1)
@@ -82,6 +86,8 @@ def _multiply(sums, weights, row_room, first, FP8: gl.constexpr):
         if FP8:
             weight = _from_e4m3(own.load(FOURS)).reshape([TILE, 4, 2, 2]).permute((0, 2, 1, 3))
             weight = gl.convert_layout(weight.reshape([TILE, 16]), A)
+            if E8M0:
+                weight = weight * factor
             part = inputs.load(FOUR_INPUTS).reshape([4, 2, 2]).permute((1, 0, 2)).reshape([16])
             part = gl.convert_layout(part, gl.SliceLayout(1, B))
         else:
@@ -94,16 +100,16 @@ def _multiply(sums, weights, row_room, first, FP8: gl.constexpr):
 
 @gluon.jit
 def _load_factors(scales, steps, E8M0: gl.constexpr, MOST: gl.constexpr):
-    """The FP8 scales of a range's steps, in shared memory, each eight times."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-    room = gl.allocate_shared_memory(
-        gl.float32, [MOST, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    """The FP8 scales of a range's steps, in shared memory, repeated: 16 bf16 if E8M0, or 8 fp32."""
+    DTYPE: gl.constexpr = gl.bfloat16 if E8M0 else gl.float32
+    TIMES: gl.constexpr = 16 if E8M0 else ROWS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TIMES, TIMES], [4, 1], [1, 0])
+    room = gl.allocate_shared_memory(DTYPE, [MOST, TIMES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     step = gl.expand_dims(gl.arange(0, MOST, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    at = step + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)) * 0, 0)
+    at = step + gl.expand_dims(gl.arange(0, TIMES, layout=gl.SliceLayout(0, LAYOUT)) * 0, 0)
     factor = gl.load(scales + at, mask=at < steps, other=0)
     if E8M0:
-        factor = (factor.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+        factor = power(factor)
     as_matrix(room).store(factor)
     return room
 
@@ -159,14 +165,17 @@ def stored_stream(
             _copy_turn(room, w, row_at, turn + STAGES - 1, STAGES, COPY)
         commit_group()
         weights = room.index(turn % STAGES)
-        if FP8:
+        if FP8 and not E8M0:
             zero = gl.zeros([TILE, ROWS], gl.float32, SUMS)
-            product = _multiply(zero, weights, row_room, turn * 128, FP8)
+            product = _multiply(zero, weights, row_room, turn * 128, 0.0, FP8, E8M0)
             factor = gl.expand_dims(factors.index(turn).load(gl.SliceLayout(0, SUMS)), 0)
             factor, _ = gl.broadcast(factor, product)
             total = gl.fma(product, factor, total)
         else:
-            total = _multiply(total, weights, row_room, turn * 128, FP8)
+            factor = 0.0
+            if FP8:
+                factor = gl.expand_dims(factors.index(turn).load(gl.SliceLayout(0, A)), 0)
+            total = _multiply(total, weights, row_room, turn * 128, factor, FP8, E8M0)
     total = gl.convert_layout(total, OUT)
     is_last = count > 0
     if SPLIT:  # noqa: SIM102 - a branch that never runs does not compile
