@@ -1,6 +1,8 @@
 """Experts that do not all fit: the same answers, whatever stays and whatever moves."""
 
 import random
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_expe
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.experts.use import ExpertUse, read_profile, write_profile
+from dsv4.testing import random_weights, small_config, write_checkpoint
 from tests.checkpoint import writers
 from tests.models import write_fast_model
 
@@ -272,6 +275,51 @@ def test_experts_are_read_some_at_a_time(folder: Path) -> None:
             found, wanted = (getattr(b.ffn.experts, name) for b in (ours, other))
             assert torch.equal(found.dequantize(), wanted)
     engine.close()
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from dsv4.checkpoint import reader
+from dsv4.engine import Engine
+from dsv4.runner.experts.residency import Residency
+
+def anonymous():  # without pages of mapped files, which the kernel reclaims
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("RssAnon:") + 1]) * 1024
+
+def filled(self, *args):
+    global most
+    most = max(most, anonymous() - before)
+    return fill(self, *args)
+
+folder, small, piece = sys.argv[1:]
+Engine.load(small, expert_memory=3e-4).close()  # modules, threads
+reader.PIECE_BYTES = int(piece)
+fill, Residency.fill, most, before = Residency.fill, filled, 0, anonymous()
+engine = Engine.load(folder, expert_memory=0.03, max_context=128)
+residency = engine._runner.swapper.residency
+print(most, residency.pool.nbytes + residency.budget.host_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_loading_needs_little_besides_the_experts(tmp_path: Path, folder: Path) -> None:
+    """Resident memory while experts are read: their places, and a few pieces at any time."""
+    config = small_config(
+        num_layers=2, num_hash_layers=1, compress_ratios=(0, 4), num_experts=32,
+        moe_intermediate_size=1024,
+    )  # fmt: skip
+    write_checkpoint(tmp_path, config, random_weights(config, 0))
+    more = []
+    for piece in (10**6, 10**9):  # the second: a layer at a time
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), str(folder), str(piece)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        most, placed = map(int, run.stdout.split())
+        assert placed > 50_000_000
+        more.append(most - placed)
+    assert more[0] < 10_000_000
+    assert more[1] > more[0] + 15_000_000  # the measure sees a layer's matrix
 
 
 def test_the_plan_of_experts_is_one_line() -> None:
