@@ -318,8 +318,8 @@ def test_loading_needs_little_besides_the_experts(tmp_path: Path, folder: Path) 
         most, placed = map(int, run.stdout.split())
         assert placed > 50_000_000
         more.append(most - placed)
-    assert more[0] < 10_000_000
-    assert more[1] > more[0] + 15_000_000  # the measure sees a layer's matrix
+    assert more[0] < 6_000_000
+    assert more[1] > more[0] + 8_000_000  # the measure sees a layer's matrix
 
 
 def test_the_plan_of_experts_is_one_line() -> None:

@@ -246,7 +246,7 @@ def dot_fp8(
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
-    """Like `dot_bf16`, for E4M3 tiles. E8M0: weights are multiplied by their scale, exactly, and the
+    """Like `dot_bf16`, for E4M3 tiles. E8M0: weights are multiplied by their scale, exactly, so the
     sum is that of bf16 weights. Other scales: a product over BK columns is scaled in fp32, then
     added.
 

@@ -326,29 +326,15 @@ def launch(
     )  # fmt: skip
     found = dd.matrices(data, map(_scale, weights), factors, outs, sizes, parts, programs, splits)
     sums = (0 if some is None else some.start, partials, counters)
-    if streaming and fmt != NVFP4:
-        module = import_module("dsv4.ops.gemm.variants.stream_stored_gluon")
-        longest, width = max(steps for _, steps in splits), data[0].element_size()
-        module.stored_stream[grid](
-            *rows, *found, *sums, NUM=len(weights), F32=f32, PARTIAL=partial, SPLIT=split,
-            COLUMNS=triton.next_power_of_2(longest * 128), FP8=fmt == FP8,
-            TILE_ROWS=max(tile_rows, 1), E8M0=e8m0, MOST=triton.next_power_of_2(longest),
-            **module.ring_options(x.device, total, width, longest * 128),
-        )  # fmt: skip
-        return
+    constants = {"NUM": len(weights), "F32": f32, "PARTIAL": partial}
     if streaming:
-        module = import_module("dsv4.ops.gemm.variants.stream_gluon")
-        longest = max(steps for _, steps in splits) * 128 if num_rows == 1 else 0
-        lengths = [n for c, n in splits for n in (n, triton.cdiv(columns, 128) - (c - 1) * n)]
-        module.linear_stream[grid](
-            *rows, *found, *sums, NUM=len(weights), F32=f32, PARTIAL=partial, SPLIT=split,
-            COLUMNS=triton.next_power_of_2(longest) if longest else 0,
-            **module.ring_options(x.device, total, module.STAGES, lengths, longest),
-        )  # fmt: skip
+        name = "stream_gluon" if fmt == NVFP4 else "stream_stored_gluon"
+        module = import_module(f"dsv4.ops.gemm.variants.{name}")
+        module.launch(grid, (*rows, *found, *sums), splits, tile, SPLIT=split, **constants)
         return
     _linear_kernel[grid](
-        *rows, found, *sums, NUM=len(weights), F32=f32, PARALLEL=parallel,
-        SWIZZLE=8 if fmt == EXPANDED and not split else 1, PARTIAL=partial, L=tile,
+        *rows, found, *sums, PARALLEL=parallel, L=tile,
+        SWIZZLE=8 if fmt == EXPANDED and not split else 1, **constants,
         **launch_options(config.num_warps),
     )  # fmt: skip
 
@@ -375,8 +361,8 @@ def streams_stored(weight) -> bool:
 
 
 def _expands(x, fmt: int, e8m0: bool, columns: int, config: LinearConfig | None) -> bool:
-    """Whether to multiply weights as bf16, with the tiles for many rows. FP8 only where `mma`, which
-    would take its columns in another order, is not used."""
+    """Whether to multiply weights as bf16, with the tiles for many rows. `mma` would take the
+    columns of FP8 in another order."""
     if fmt == FP8 and (not e8m0 or describe(x.device).products == "mma"):
         return False
     if config is not None:

@@ -25,7 +25,9 @@ def test_kernels_compile(capability: int) -> None:
         # offsets from a table are known to be aligned: loads are as wide as from a stack
         length = {(row["case"], row["kernel"]): row["instructions"] for row in rows}
         for kernel in ("_up_kernel", "_down_kernel"):
-            stacked, placed = (length[f"{kind}experts 8 decode", kernel] for kind in ("", "placed "))
+            stacked, placed = (
+                length[f"{kind}experts 8 decode", kernel] for kind in ("", "placed ")
+            )
             assert placed < 1.15 * stacked, kernel
     for row in rows:
         label = f"{row['case']} {row['kernel']}"

@@ -109,13 +109,13 @@ def check_linear_variants() -> None:
     from dsv4.ops.gemm.weights.tiled import random_tiled
 
     generator = torch.Generator().manual_seed(2)
-    weight = random_tiled(130, 1024, generator)
+    tiled = random_tiled(130, 1024, generator)
     x = torch.randn(3, 1024, generator=generator).bfloat16()
     values = torch.randn(130, 1024, generator=generator)
     plain = kernel.LinearConfig(8, 64, 2, 3)
     expanded = kernel.LinearConfig(16, 128, 4, 3, kernel.EXPANDED)
     for weight, configs in (
-        (weight, (plain, kernel.LinearConfig(16, 128, 4, 3, 1), expanded)),
+        (tiled, (plain, kernel.LinearConfig(16, 128, 4, 3, 1), expanded)),
         (values.bfloat16(), (expanded,)),
         (Fp8BlockTensor(*fp8.quantize_tiles(values, 128), 128), (plain, expanded)),
         (Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32), (expanded,)),

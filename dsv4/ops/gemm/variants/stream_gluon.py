@@ -9,6 +9,7 @@ Two rules keep early starts safe. Nothing is written before the wait. And only
 in between lets it start only after its own wait.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -304,3 +305,14 @@ def ring_options(device, programs, stages, lengths, columns) -> dict[str, object
     used = 1024 + stages * wide * (4608 if columns else 4608 + 2048) + 2 * columns
     pad = max(0, SHARED_BYTES // share - used) // (wide * 4096)
     return {"STAGES": stages, "PAD": pad, "WIDE": wide, "launch_pdl": True, "num_warps": 4}
+
+
+def launch(grid, arguments, splits, tile, **constants) -> None:
+    """`splits`: ranges of K and steps in each, by matrix; `tile`: a `LinearTile`."""
+    x, _, num_rows, columns = arguments[:4]
+    longest = max(steps for _, steps in splits) * 128 if num_rows == 1 else 0
+    lengths = [n for c, n in splits for n in (n, triton.cdiv(columns, 128) - (c - 1) * n)]
+    linear_stream[grid](
+        *arguments, COLUMNS=triton.next_power_of_2(longest) if longest else 0, **constants,
+        **ring_options(x.device, grid[0], STAGES, lengths, longest),
+    )  # fmt: skip

@@ -10,6 +10,7 @@ The next launch may start only after this one's wait: a launch may rely on it to
 two launches back.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -37,14 +38,17 @@ from dsv4.ops.gemm.variants.stream_gluon import (
 )
 
 power = gluon.jit(power_of.fn)
-STAGES = {1: 4, 2: 3}  # turns in the ring, by bytes of a weight
+FP8_KIND = 2  # of `LinearTile`
 
 # four adjacent columns of two rows per thread, and what becomes of them if columns are permuted
 FOURS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
-        [], [64, 16],
-    )  # fmt: skip
+        reg_bases=[[0, 1], [0, 2], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 16],
+    )
 )
 FOUR_INPUTS = gl.constexpr(
     gl.DistributedLinearLayout([[1], [2]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [16])
@@ -136,9 +140,7 @@ def stored_stream(
     x += tile * TILE // group_rows * num_columns + split * per_range * 128
     DTYPE: gl.constexpr = gl.uint8 if FP8 else gl.bfloat16
     WIDTH: gl.constexpr = 16 if FP8 else 8  # of a copy
-    COPY: gl.constexpr = gl.BlockedLayout(
-        [1, WIDTH], [WIDTH // 4, 128 // WIDTH], [4, 1], [1, 0]
-    )
+    COPY: gl.constexpr = gl.BlockedLayout([1, WIDTH], [WIDTH // 4, 128 // WIDTH], [4, 1], [1, 0])
     w = gl.multiple_of(select(words, firsts, pid, NUM).to(gl.pointer_type(DTYPE)), 16)
     row = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY))
     row_at = gl.minimum(row, size - 1).to(gl.int64) * num_columns + first * 128
@@ -187,9 +189,15 @@ def stored_stream(
     store_sums(total, outs, firsts, pid, tile, first_row, num_rows, size, is_last, NUM, F32)
 
 
-def ring_options(device, programs, width, columns) -> dict[str, object]:
-    """Like `stream_gluon.ring_options`; `width`: bytes of a weight."""
-    share = -(-programs // describe(device).multiprocessors)
-    stages, turn = STAGES[width], width * 8192
-    pad = max(0, SHARED_BYTES // share - (3072 + stages * turn + 2 * columns)) // turn
-    return {"STAGES": stages, "PAD": pad, "launch_pdl": True, "num_warps": 4}
+def launch(grid, arguments, splits, tile, **constants) -> None:
+    """`splits`: ranges of K and steps in each, by matrix; `tile`: a `LinearTile`."""
+    device, fp8 = arguments[0].device, tile.kind == FP8_KIND
+    steps = max(steps for _, steps in splits)
+    stages, turn = (4, 8192) if fp8 else (3, 16384)  # of the ring; bytes
+    share = -(-grid[0] // describe(device).multiprocessors)
+    used = 3072 + stages * turn + 256 * steps
+    stored_stream[grid](
+        *arguments, STAGES=stages, PAD=max(0, SHARED_BYTES // share - used) // turn,
+        COLUMNS=triton.next_power_of_2(128 * steps), MOST=triton.next_power_of_2(steps), FP8=fp8,
+        TILE_ROWS=tile.tile_rows, E8M0=tile.e8m0, **constants, launch_pdl=True, num_warps=4,
+    )  # fmt: skip
