@@ -62,7 +62,9 @@ def doctor(
     *,
     choices: dict[str, Any],
 ) -> None:
-    """Find the operation that is wrong; exit code 1 if there is one, 0 if none of those checked is.
+    """Find the operation that is wrong; exit code 1 if there is one.
+
+    Exit code 0 means that none of those checked is wrong.
 
     Examples: dsv4 doctor; dsv4 doctor ./model --save bug; dsv4 doctor replay bug
     """
