@@ -208,8 +208,14 @@ def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
         found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"
         use = f"{has}, lookup" if has else "lookup"
         raise OptionError(f"draft is {name!r}, but this checkpoint has {found}; use {use} or off")
-    if name != "off" and choices.world > 1:
-        raise OptionError(f"draft is {name!r}, which runs on one rank only; use draft=off")
+    if name in ("mtp", "dspark") and choices.world > 1:
+        raise OptionError(f"draft is {name!r}, which runs on one rank only; use lookup or off")
+    if name != "off" and (choices.pp > 1 or choices.attention == "dp"):
+        found = "attention=dp" if choices.attention == "dp" else f"pp {choices.pp}"
+        raise OptionError(
+            f"draft is {name!r} with {found}, expected one stage whose ranks divide heads; use "
+            "draft=off, or tp alone"
+        )
     block = config.dspark.block
     most = choices.draft_tokens or DRAFT_TOKENS.get(name, block)
     if is_auto and name == "dspark":

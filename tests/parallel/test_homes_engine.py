@@ -87,7 +87,7 @@ def test_state_has_the_room_of_all_ranks(folder: Path) -> None:
             {"tp": 2, "max_context": 256, "state_tokens": 300},
             "state_tokens is 300, expected at least the 256 of one sequence on each of 2 ranks",
         ),
-        ({"tp": 2, "draft": "lookup"}, "draft is 'lookup', which runs on one rank only"),
+        ({"tp": 2, "draft": "lookup"}, "draft is 'lookup' with attention=dp, expected one stage"),
         ({"tp": 2, "prefix_disk": "."}, "prefix_disk is not possible with attention=dp: rank 0"),
     ],
 )

@@ -21,9 +21,12 @@ from dsv4.errors import KernelError, OptionError, RankError
 from dsv4.parallel import team as team_module
 from dsv4.parallel.fork_server import ForkServer
 from dsv4.request import Request, SamplingParams
+from dsv4.runner.drafts import verify
 from dsv4.runner.ranks import start, state_copier
+from dsv4.runner.runner import Runner
 from dsv4.testing import small_config
 from dsv4.tools.doctor import parallel as doctor
+from tests.test_drafting import verify_everything
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=5, logprobs=3)
 PROMPTS = ([7, 8, 9], list(range(1, 140)), [3], list(range(1, 133)))
@@ -68,6 +71,44 @@ def test_rounded_activations(width: str, experts: str) -> None:
             engine.close()
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_drafts_from_lookup(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify steps run on all ranks; tokens are drawn row by row, and all rows together."""
+    loop = [5, 6, 7, 8, 9, 10] * 12
+    prompts = [loop, [*loop[:40], 3], [4] * 30]
+    bias = dict.fromkeys(range(11, 271), -100.0)  # answers that repeat themselves
+    kinds = [
+        SamplingParams(max_tokens=24, temperature=0.0, logprobs=2, stop_ids=(), logit_bias=bias),
+        SamplingParams(max_tokens=12, seed=4, temperature=0.5, stop_ids=(), logit_bias=bias),
+        SamplingParams(max_tokens=12, seed=4, stop_ids=(), frequency_penalty=0.2, logit_bias=bias),
+    ]
+
+    def found(engine: Engine) -> Any:
+        answers = [engine.generate(prompts, params) for params in kinds]
+        engine.check_integrity()
+        return [(a.token_ids, a.logprobs) for batch in answers for a in batch]
+
+    alone = found(Engine.load(folder, device="cpu", draft="off"))
+    engine = Engine.load(folder, device="cpu", tp=2, draft="lookup")
+    assert engine._drafting is not None
+    verify_everything(engine._drafting)
+    try:
+        for together in (False, True):
+            monkeypatch.setattr(verify, "TOGETHER_ON_CPU", together)
+            before = engine.stats().num_accepted
+            assert found(engine) == alone
+            assert engine.stats().num_accepted > before + 5
+            assert engine.stats().num_drafted > engine.stats().num_accepted  # some were wrong
+    finally:
+        engine.close()
+    # as on a GPU: while drafting rests or finds nothing, steps are queued ahead
+    monkeypatch.setattr(Runner, "runs_ahead", True)
+    engine = Engine.load(folder, device="cpu", tp=2, draft="lookup")
+    try:
+        assert found(engine) == alone
+    finally:
+        engine.close()
 
 
 def test_preempted_sequences_go_on_alike(folder: Path) -> None:

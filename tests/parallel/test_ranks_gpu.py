@@ -63,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 LAYOUTS = [
     {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "experts": "split"},
-    {"tp": 2, "attention": "dp"},
+    {"tp": 2, "attention": "dp"}, {"tp": 2, "draft": "lookup"},
 ]  # fmt: skip
 
 
