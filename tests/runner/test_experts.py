@@ -166,6 +166,9 @@ def test_swaps_need_a_reason() -> None:
     resident = np.array([[True, True, False], [False, False, True]])
     assert use.swaps(resident, 9) == [((0, 1), (1, 1)), ((1, 2), (0, 2))]  # 4 for 9: no
     assert use.swaps(resident, 1) == [((0, 1), (1, 1))]
+    unused = ExpertUse(np.array([[0.0, 0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 0.0, 9.0, 9.0]]))
+    resident = unused.visits == 0
+    assert [leaves for leaves, _ in unused.swaps(resident, 4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     counts = np.array([[2**31 - 1, 0, 0], [0, 0, 0]], dtype=np.int32)
     use.read(counts)
     before = use.visits[0, 0]

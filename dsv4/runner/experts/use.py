@@ -41,11 +41,13 @@ class ExpertUse:
         return found.reshape(layers, experts)
 
     def swaps(self, resident: Any, most: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """(leaves, comes), the most useful first."""
+        """(leaves, comes), the most useful first. Of equally useless ones every layer loses some:
+        a prompt's staging buffer is made for an average layer."""
         visits, experts = self.visits.ravel(), self.visits.shape[1]
         inside = np.flatnonzero(resident.ravel())
         outside = np.flatnonzero(~resident.ravel())
-        inside = inside[np.argsort(visits[inside], kind="stable")][:most]
+        order = np.lexsort((inside // experts, inside % experts, visits[inside]))
+        inside = inside[order][:most]
         outside = outside[np.argsort(-visits[outside], kind="stable")][:most]
         found = []
         for leaves, comes in zip(inside.tolist(), outside.tolist(), strict=False):
