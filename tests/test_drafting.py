@@ -644,6 +644,6 @@ def test_options() -> None:
     with pytest.raises(OptionError, match="draft is 'mtp', but this checkpoint has no draft"):
         Engine.load(plain_folder, device="cpu", draft="mtp")
     with pytest.raises(OptionError, match="draft is 'mtp', which runs on one rank only; use look"):
-        Engine.load(folder(), device="cpu", draft="mtp", tp=2)
+        Engine.load(folder(), device="cpu", draft="mtp", pp=2)
     with pytest.raises(OptionError, match="draft is 'lookup' with pp 2, expected one stage"):
         Engine.load(folder(), device="cpu", draft="lookup", pp=2)
