@@ -202,8 +202,11 @@ class HomedRows(ShardedRows):
         homes: HomeRows,
         load: Tensor | None,
     ) -> None:
-        super().__init__(layout, comm, config, homes.rows, load)
-        self.homes = homes
+        most, rows = max(homes.rows), homes.rows
+        if comm.pushes is not None:  # even rows; on a GPU only scores without graphs are not
+            rows = (most,) * layout.tp
+        super().__init__(layout, comm, config, rows, load)
+        self.homes, self.missing = homes, rows[layout.tp_rank] - homes.rows[layout.tp_rank]
 
     def own(self, rows: Tensor) -> Tensor:
         return rows
@@ -214,6 +217,10 @@ class HomedRows(ShardedRows):
         if min(self.owned) == most:
             return every.flatten(0, 1)
         return torch.cat([rows[:count] for rows, count in zip(every, self.owned, strict=True)])
+
+    def expert_rows(self, x: Tensor, chosen: Tensor, weights: Tensor, by: Experts) -> Tensor:
+        every, chosen, weights = (_padded(part, self.missing) for part in (x, chosen, weights))
+        return super().expert_rows(every, chosen, weights, by)[: x.shape[0]]
 
     def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
         """Attention stays at home: nothing is gathered."""

@@ -13,6 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.model import exchange as exchange_module
 from dsv4.model.exchange import Exchange, HomedRows
 from dsv4.model.inputs import HomeRows, StepInputs
+from dsv4.ops.comm.shares import sum_experts, sum_in_order
 from dsv4.parallel.layout import RankLayout, balance
 from tests.parallel.test_threads import (
     CONFIG,
@@ -22,7 +23,7 @@ from tests.parallel.test_threads import (
     Results,
     alone,
 )
-from tests.parallel.threads import ThreadWorld
+from tests.parallel.threads import ThreadComm, ThreadWorld
 
 Work = tuple[tuple[int, int], ...]
 
@@ -76,14 +77,51 @@ def _nothing(step: StepInputs) -> dict[str, Any]:
     return {"batch": replace(step.batch, **empty), **tables}
 
 
+class EvenPushes:
+    """As ranks do that write to each other's memory: every owner has the same number of rows."""
+
+    def __init__(self, comm: ThreadComm, tp: int) -> None:
+        self._comm, self._tp = comm, tp
+
+    def to_owners(self, x: Tensor, per_owner: int) -> Tensor:
+        assert len(x) == self._tp * per_owner, "rows are not even"
+        out = x.new_empty(self._tp, per_owner, x.shape[1])
+        self._comm.exchange(out.flatten(0, 1), x, [per_owner] * self._tp, [per_owner] * self._tp)
+        return out.transpose(0, 1).reshape(per_owner, -1)
+
+    def sum_pairs(self, parts: Tensor, experts: Tensor, shared: Tensor, per_owner: int) -> Tensor:
+        chosen, size = experts.shape[1], parts.shape[3]
+        held = (experts >= 0)[:, :, None]
+        mine = sum_in_order(parts[:, :chosen], 2).where(held, 0.0).flatten(1)
+        pairs = self.to_owners(mine, per_owner).view(per_owner, self._tp, chosen, size)
+        return sum_experts(pairs.sum(1).unsqueeze(2), shared, shared.dtype)  # one is not zero
+
+
+class PushingComm(ThreadComm):
+    def __init__(self, comm: ThreadComm, tp: int) -> None:
+        self.__dict__ = comm.__dict__
+        self.pushes = EvenPushes(comm, tp)  # type: ignore[assignment]
+
+
 def results(
-    tp: int, pp: int, formats: Formats, config: ModelConfig = CONFIG, split: bool = False
+    tp: int,
+    pp: int,
+    formats: Formats,
+    config: ModelConfig = CONFIG,
+    split: bool = False,
+    pushes: bool = False,
 ) -> Results:
     stages, world = balance([1] * config.num_layers, pp), ThreadWorld(tp, pp)
     layouts = [
         RankLayout(tp, pp, rank, stages, split, data_attention=True) for rank in range(tp * pp)
     ]
-    ranks = [HomeRank(layout, world.rank(layout), 20, formats, config) for layout in layouts]
+    comms = [world.rank(layout) for layout in layouts]
+    if pushes:
+        comms = [PushingComm(comm, tp) for comm in comms]
+    ranks = [
+        HomeRank(layout, comm, 20, formats, config)
+        for layout, comm in zip(layouts, comms, strict=True)
+    ]
     logits = world.run([rank.run for rank in ranks])
     found = [rank.state_bytes() for rank in ranks]
     for rank, state in zip(ranks, found, strict=True):
@@ -122,6 +160,12 @@ def _by_slot(part: Tensor) -> tuple[Tensor, ...]:
 def test_homes_have_the_bits_of_one_rank(tp: int, pp: int, split: bool) -> None:
     name = "trained" if (tp, pp) in ((4, 1), (2, 2)) else "exact"
     check_equal(results(tp, pp, FORMATS[name], split=split), name, tp, pp)
+
+
+@pytest.mark.parametrize(("tp", "split"), [(2, False), (4, True)])
+def test_ranks_that_push_have_even_rows(tp: int, split: bool) -> None:
+    """Homes bring different numbers of rows, some none: the exchange is padded."""
+    check_equal(results(tp, 1, FORMATS["exact"], split=split, pushes=True), "exact", tp, 1)
 
 
 # --- mistakes that the comparison must see --------------------------------------------------------

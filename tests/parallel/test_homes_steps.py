@@ -165,7 +165,7 @@ def test_sequences_come_and_go(
     monkeypatch.setattr(Runner, "_send", spy)
     with started(tp, pads=pads) as runner:
         monkeypatch.setattr(runner, "pages", Homes(runner, rng))
-        stories = make_stories(rng, 6, CONFIG.vocab_size, 150)
+        stories = make_stories(rng, 6 if tp == 2 else 4, CONFIG.vocab_size, 150)
         tell(runner, stories, rng, ahead=ahead)
     assert {shape.kind for shape, counts in seen if 0 in counts} == {"decode", "prompt"}
     if pads:  # every home has the same shape
