@@ -354,10 +354,13 @@ def _is_stream(x, weights, fmt: int) -> bool:
 def streams_stored(weight) -> bool:
     """Whether `stream_stored_gluon` reads the weight. A long matrix, the head's, has so many
     programs that starting early gives nothing."""
-    if isinstance(weight, Fp8BlockTensor) and (weight.tile[1] != 128 or weight.tile[0] % 64):
-        return False
-    short = triton.cdiv(weight.shape[0], 64) * split_k(weight)[0] <= STREAM_PROGRAMS
-    return short and weight.shape[1] % 128 == 0 and _data(weight).data_ptr() % 16 == 0
+    if isinstance(weight, Fp8BlockTensor):
+        rows, columns = weight.tile
+        if rows % 64 or columns != 128 or weight.scale.dtype != torch.uint8:
+            return False
+    rows, columns = weight.shape
+    even = rows % 64 == columns % 128 == 0 and _data(weight).data_ptr() % 16 == 0
+    return even and rows // 64 * split_k(weight)[0] <= STREAM_PROGRAMS
 
 
 def _expands(x, fmt: int, e8m0: bool, columns: int, config: LinearConfig | None) -> bool:

@@ -99,9 +99,8 @@ def test_experts_that_choose_themselves(hashed: bool) -> None:
     assert torch.equal(fused.run(*given).total(), wanted)
 
 
-@pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("size", [(1024, 4096), (32768, 1024), (4096, 8192), (576, 512)])
-def test_streams_of_stored_weights(size: tuple[int, int], power_of_two: bool) -> None:
+def test_streams_of_stored_weights(size: tuple[int, int]) -> None:
     """One row times FP8 and bf16: the bits of the kernel that does not stream."""
     from dsv4.formats.quantized import Fp8BlockTensor
     from dsv4.ops.core.gpu import describe
@@ -114,8 +113,6 @@ def test_streams_of_stored_weights(size: tuple[int, int], power_of_two: bool) ->
     codes |= torch.randint_like(codes, 0, 2) << 7
     grid = (2, -(-rows // 128), columns // 128)
     scale = torch.randint(100, 120, grid, dtype=torch.uint8, device="cuda")
-    if not power_of_two:
-        scale = torch.rand(grid, device="cuda") * 1e-3
     fp8 = [Fp8BlockTensor(codes[i].view(torch.float8_e4m3fn), scale[i], 128) for i in (0, 1)]
     x = torch.randn(1, columns, device="cuda").bfloat16()
     for weights in (fp8, [w.dequantize(torch.bfloat16) for w in fp8]):

@@ -1,6 +1,7 @@
 # mypy: ignore-errors
-"""One row times matrices that kernels read as stored, FP8 or bf16, on sm_90: `_linear_kernel` of
-`linear_triton` as a stream of weights (`stream_gluon.py`), with the same sums in the same order.
+"""One row times matrices that kernels read as stored, bf16 or FP8 with power-of-two scales, on
+sm_90: `_linear_kernel` of `linear_triton` as a stream of weights (`stream_gluon.py`), with the same
+sums in the same order.
 
 A turn takes 64 rows by 128 columns. FP8: columns are permuted within each 16, which changes no bit
 of a product: a thread then multiplies the four adjacent columns that it loads. Codes of NaN, which
@@ -80,9 +81,7 @@ def _copy_turn(room, weight, row_at, turn, STAGES: gl.constexpr, COPY: gl.conste
 
 
 @gluon.jit
-def _multiply(
-    sums, weights, row_room, first, factor, FP8: gl.constexpr, E8M0: gl.constexpr
-):  # fmt: skip
+def _multiply(sums, weights, row_room, first, factor, FP8: gl.constexpr):
     """Add the products of a turn, 16 columns at a time; in the row they begin at `first`."""
     for group in gl.static_range(8):
         own = weights.slice(group * 16, 16, dim=1)
@@ -90,8 +89,7 @@ def _multiply(
         if FP8:
             weight = _from_e4m3(own.load(FOURS)).reshape([TILE, 4, 2, 2]).permute((0, 2, 1, 3))
             weight = gl.convert_layout(weight.reshape([TILE, 16]), A)
-            if E8M0:
-                weight = weight * factor
+            weight = weight * factor
             part = inputs.load(FOUR_INPUTS).reshape([4, 2, 2]).permute((1, 0, 2)).reshape([16])
             part = gl.convert_layout(part, gl.SliceLayout(1, B))
         else:
@@ -103,18 +101,13 @@ def _multiply(
 
 
 @gluon.jit
-def _load_factors(scales, steps, E8M0: gl.constexpr, MOST: gl.constexpr):
-    """The FP8 scales of a range's steps, in shared memory, repeated: 16 bf16 if E8M0, or 8 fp32."""
-    DTYPE: gl.constexpr = gl.bfloat16 if E8M0 else gl.float32
-    TIMES: gl.constexpr = 16 if E8M0 else ROWS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TIMES, TIMES], [4, 1], [1, 0])
-    room = gl.allocate_shared_memory(DTYPE, [MOST, TIMES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def _load_factors(scales, steps, MOST: gl.constexpr):
+    """The scales of a range's steps, as bf16 in shared memory, each 16 times."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+    room = gl.allocate_shared_memory(gl.bfloat16, [MOST, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     step = gl.expand_dims(gl.arange(0, MOST, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    at = step + gl.expand_dims(gl.arange(0, TIMES, layout=gl.SliceLayout(0, LAYOUT)) * 0, 0)
-    factor = gl.load(scales + at, mask=at < steps, other=0)
-    if E8M0:
-        factor = power(factor)
-    as_matrix(room).store(factor)
+    at = step + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT)) * 0, 0)
+    as_matrix(room).store(power(gl.load(scales + at, mask=at < steps, other=0)))
     return room
 
 
@@ -125,7 +118,7 @@ def stored_stream(
     partials, counters,
     NUM: gl.constexpr, F32: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
     SPLIT: gl.constexpr, COLUMNS: gl.constexpr, PAD: gl.constexpr, FP8: gl.constexpr,
-    TILE_ROWS: gl.constexpr, E8M0: gl.constexpr, MOST: gl.constexpr,
+    TILE_ROWS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
     """TILE_ROWS: weight rows under one FP8 scale; MOST: steps of a range, rounded up."""
     pid = gl.program_id(0)
@@ -143,7 +136,7 @@ def stored_stream(
     COPY: gl.constexpr = gl.BlockedLayout([1, WIDTH], [WIDTH // 4, 128 // WIDTH], [4, 1], [1, 0])
     w = gl.multiple_of(select(words, firsts, pid, NUM).to(gl.pointer_type(DTYPE)), 16)
     row = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY))
-    row_at = gl.minimum(row, size - 1).to(gl.int64) * num_columns + first * 128
+    row_at = row.to(gl.int64) * num_columns + first * 128
     room = gl.allocate_shared_memory(
         DTYPE, [STAGES + PAD, TILE, 128], gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
     )
@@ -152,10 +145,8 @@ def stored_stream(
             _copy_turn(room, w, row_at, turn, STAGES, COPY)
         commit_group()
     if FP8:
-        SCALE: gl.constexpr = gl.uint8 if E8M0 else gl.float32
-        s = select(scales, firsts, pid, NUM).to(gl.pointer_type(SCALE))
-        s += tile * TILE // TILE_ROWS * total_steps + first
-        factors = _load_factors(s, steps, E8M0, MOST)
+        s = select(scales, firsts, pid, NUM).to(gl.pointer_type(gl.uint8))
+        factors = _load_factors(s + tile * TILE // TILE_ROWS * total_steps + first, steps, MOST)
     gdc_wait()
     gdc_launch_dependents()
     row_room = load_row(x, steps * 128, COLUMNS)
@@ -167,17 +158,10 @@ def stored_stream(
             _copy_turn(room, w, row_at, turn + STAGES - 1, STAGES, COPY)
         commit_group()
         weights = room.index(turn % STAGES)
-        if FP8 and not E8M0:
-            zero = gl.zeros([TILE, ROWS], gl.float32, SUMS)
-            product = _multiply(zero, weights, row_room, turn * 128, 0.0, FP8, E8M0)
-            factor = gl.expand_dims(factors.index(turn).load(gl.SliceLayout(0, SUMS)), 0)
-            factor, _ = gl.broadcast(factor, product)
-            total = gl.fma(product, factor, total)
-        else:
-            factor = 0.0
-            if FP8:
-                factor = gl.expand_dims(factors.index(turn).load(gl.SliceLayout(0, A)), 0)
-            total = _multiply(total, weights, row_room, turn * 128, factor, FP8, E8M0)
+        factor = 0.0
+        if FP8:
+            factor = gl.expand_dims(factors.index(turn).load(gl.SliceLayout(0, A)), 0)
+        total = _multiply(total, weights, row_room, turn * 128, factor, FP8)
     total = gl.convert_layout(total, OUT)
     is_last = count > 0
     if SPLIT:  # noqa: SIM102 - a branch that never runs does not compile
@@ -199,5 +183,5 @@ def launch(grid, arguments, splits, tile, **constants) -> None:
     stored_stream[grid](
         *arguments, STAGES=stages, PAD=max(0, SHARED_BYTES // share - used) // turn,
         COLUMNS=triton.next_power_of_2(128 * steps), MOST=triton.next_power_of_2(steps), FP8=fp8,
-        TILE_ROWS=tile.tile_rows, E8M0=tile.e8m0, **constants, launch_pdl=True, num_warps=4,
+        TILE_ROWS=tile.tile_rows, **constants, launch_pdl=True, num_warps=4,
     )  # fmt: skip
