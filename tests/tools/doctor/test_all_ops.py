@@ -1,6 +1,7 @@
 """Every case of every op: in which order, in several processes, what a process that dies leaves."""
 
 import signal
+import time
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -14,7 +15,7 @@ from dsv4.tools.doctor.device import steps, workers
 from dsv4.tools.doctor.device.all_ops import check_ops, coverage, ordered_tasks, summarize
 from dsv4.tools.doctor.device.machine import examine_machine, format_of
 from dsv4.tools.doctor.device.ops import OpResult, drawn
-from dsv4.tools.doctor.device.workers import WorkerPool, num_workers
+from dsv4.tools.doctor.device.workers import WorkerPool, num_compilers, num_workers
 from dsv4.tools.doctor.report import DoctorReport
 from dsv4.tools.speed.model import shape_config
 from tests.tools.doctor.fake_ops import FAKES
@@ -112,6 +113,22 @@ def test_an_interrupted_check_leaves_no_process(started: list[int]) -> None:
     assert all_ended(started)
 
 
+def test_compiling_ahead_may_fail(started: list[int]) -> None:
+    """Kernels that crash or hang while they compile are left to the workers that check them."""
+    pytest.importorskip("triton", reason="the compiler is absent")
+    setup = {"device": "cpu", "use_kernels": True, "kinds": ()}
+    for name, seconds, wanted in (
+        ("rms_norm", 60.0, True),
+        ("rope", 60.0, False),
+        ("embed", 2.0, False),
+    ):
+        tasks = ordered_tasks({name: FAKES[name]})
+        end = time.monotonic() + workers.COMPILE_UNTIL + seconds
+        assert WorkerPool(setup, MODULE).compile(tasks, 1, end) == wanted
+    assert len(started) == 3
+    assert all_ended(started)
+
+
 def test_without_workers_one_process_checks(caplog: pytest.LogCaptureFixture) -> None:
     ops = {"rms_norm": FAKES["rms_norm"]}
     found = check_ops("nowhere", ops=ops, kernels=True, workers=2, worker_module=MODULE)
@@ -173,7 +190,10 @@ def test_cases_of_the_reference_do_not_look_like_failures() -> None:
 
 def test_number_of_workers() -> None:
     gb = 10**9
-    assert num_workers(16, 166, 140 * gb, 120 * gb) == 16
+    assert num_workers(6, 166, 140 * gb, 120 * gb) == 6
+    assert num_compilers(16, 120 * gb) == 16
+    assert num_compilers(128, 1000 * gb) == workers.MOST_COMPILERS
+    assert num_compilers(16, 1 * gb) == 1
     assert num_workers(192, 166, 140 * gb, 2000 * gb) == workers.MOST
     assert num_workers(2, 166, 20 * gb, 20 * gb) == 2
     assert num_workers(16, 166, 8 * gb, 60 * gb) == 4

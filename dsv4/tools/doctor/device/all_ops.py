@@ -28,12 +28,13 @@ from dsv4.tools.doctor.device.ops import (
     timed,
 )
 from dsv4.tools.doctor.device.steps import STEP
-from dsv4.tools.doctor.device.workers import WORKERS, WorkerPool, num_workers
+from dsv4.tools.doctor.device.workers import WORKERS, WorkerPool, num_compilers, num_workers
 
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 75.0  # time limit of a report: no case begins later
-TIMING_SECONDS = 15.0  # for times, after all cases are compared
+TIMING_SECONDS = 15.0  # for times, after all cases are compared, and none later than
+LAST_SECONDS = 20.0  # after the time limit
 _RESEARCH = ("float32", "fp32 entries")  # formats that no checkpoint has: after the others
 
 Found = dict[tuple[Task, int], list[OpResult]]  # by task and number of its case
@@ -119,6 +120,11 @@ def _run(
     setup = {"device": how.device, "use_kernels": how.use_kernels, "kinds": how.kinds}
     pool, any_found = WorkerPool(setup, module), False
     try:
+        if how.device != "cpu":
+            compilers = num_compilers(len(os.sched_getaffinity(0)), available_memory())
+            begin, done = time.monotonic(), pool.compile(tasks, compilers, how.end)
+            took = time.monotonic() - begin
+            log.info("compiled %s of the kernels in %.0f s", "all" if done else "some", took)
         for item in pool.check(tasks, count, how.end):
             any_found = True
             yield item
@@ -146,7 +152,7 @@ def _run_here(how: OpsCheck, tasks: list[Task]) -> Iterator[tuple[Task, int, lis
 def _add_times(how: OpsCheck, tasks: list[Task], found: Found, seconds: float) -> None:
     """Times are taken in this process, where nothing else runs; kernels come from Triton's cache.
     Harder cases have the shapes of the op's own."""
-    end = time.monotonic() + seconds
+    end = min(time.monotonic() + seconds, how.end + LAST_SECONDS)
     for task in tasks:
         results = found.get((task, 0), [])
         for place, result in enumerate(results):

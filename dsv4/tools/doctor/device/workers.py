@@ -1,12 +1,12 @@
-"""Checks ops in several processes: compiling takes most of the time, and one process uses one core.
+"""Checks ops in worker processes: a kernel that destroys its CUDA context or its process, or never
+ends, takes no other case with it.
 
-Each worker has its own CUDA context, so a kernel that destroys its context, its process, or never
-ends takes no other case with it. Workers are forked from a process that has imported torch but not
-touched the GPU; they end with the process that started them. Triton renames finished files into its
-cache, so workers may compile the same kernel at the same time.
+Cold kernels are compiled first, each once and on all cores (`compile_only`), by a worker that runs
+none of them; the others find them in Triton's cache. Workers are forked from a process that has
+imported torch but not touched the GPU; they end with the process that started them.
 
-    to a worker     device, kernels, kinds; then a task at a time
-    from a worker   ready, or failed; for each case running and results; done
+    to a worker     device, kernels, kinds; then what to compile, or a task at a time
+    from a worker   ready, or failed; compiled, or for each case running and results; done
 """
 
 import contextlib
@@ -23,25 +23,32 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from dsv4.ops import OPS
+from dsv4.ops.core.context import EngineOps, changed
 from dsv4.ops.core.op import AnyOp
 from dsv4.parallel.commands import Link, Message
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
-from dsv4.tools.doctor.device.ops import OpResult, Task, check_case, task_cases
+from dsv4.tools.doctor.device.ops import OpResult, Task, arguments_of, check_case, task_cases
 from dsv4.tools.doctor.device.steps import STEP
 
 log = logging.getLogger(__name__)
 
 WORKERS = "dsv4.tools.doctor.device.workers"
-MOST = 16
+MOST = 8
+MOST_COMPILERS = 32
 GPU_BYTES = 3 << 29  # of a worker: its context, kernels and a case
 HOST_BYTES = 2 << 30
-GRACE_SECONDS = 20.0  # after the time limit, for cases that have begun
+COMPILE_UNTIL = 30.0  # seconds before the time limit; what is not compiled then, workers compile
+GRACE_SECONDS = 15.0  # after the time limit, for cases that have begun
 CASE_SECONDS = 300.0  # no case takes this long, with compiling
 
 
 def num_workers(cores: int, num_tasks: int, gpu_bytes: int, host_bytes: int) -> int:
     room = min(gpu_bytes // GPU_BYTES, host_bytes // HOST_BYTES)
     return max(1, min(MOST, cores, num_tasks, room))
+
+
+def num_compilers(cores: int, host_bytes: int) -> int:
+    return max(1, min(MOST_COMPILERS, cores, host_bytes // HOST_BYTES))
 
 
 @dataclass
@@ -91,6 +98,26 @@ class WorkerPool:
             self._server.kill([worker.pid for worker in self._workers])
             for worker in self._workers:
                 worker.link.close()
+
+    def compile(self, tasks: Sequence[Task], processes: int, end: float) -> bool:
+        """Compile the kernels of all tasks before any of them runs; whether all were in time."""
+        until = end - COMPILE_UNTIL
+        try:
+            self._start(1)
+            [worker] = self._workers
+            while (now := time.monotonic()) < until:
+                readable, _, _ = select.select([worker], [], [], min(0.2, until - now))
+                received = worker.link.receive() if readable else ({"kind": "none"}, b"")
+                kind = None if received is None else received[0]["kind"]
+                if kind == "ready":
+                    pairs = [asdict(task) for task in tasks]
+                    worker.tell({"kind": "compile", "tasks": pairs, "processes": processes})
+                elif kind != "none":
+                    return kind == "compiled"
+            return False
+        finally:
+            for worker in list(self._workers):
+                self._remove(worker)
 
     def _start(self, count: int) -> None:
         pids, sockets = self._server.start(count, START_SECONDS)
@@ -196,6 +223,11 @@ def main(connection: socket.socket, ops: Mapping[str, AnyOp] = KNOWN_OPS) -> int
     link.send({"kind": "ready"})
     while (received := link.receive()) is not None:
         message = received[0]
+        if message["kind"] == "compile":
+            tasks = [Task(**task) for task in message["tasks"]]
+            compile_tasks(ops, tasks, device, message["processes"])
+            link.send({"kind": "compiled"})
+            continue
         op, place = ops[message["op"]], message["place"]
         for number, case in enumerate(task_cases(op, place, setup["kinds"])):
             link.send({"kind": "running", "number": number, "case": case.name})
@@ -208,6 +240,26 @@ def main(connection: socket.socket, ops: Mapping[str, AnyOp] = KNOWN_OPS) -> int
             torch.cuda.empty_cache()
         link.send({"kind": "done"})
     return 0
+
+
+def compile_tasks(
+    ops: Mapping[str, AnyOp], tasks: Sequence[Task], device: str, processes: int
+) -> None:
+    """The kernels of each task's first case; harder ones have the same."""
+    from dsv4.ops.core.compile_triton import compile_only  # needs Triton, which a CPU does not
+
+    with compile_only(processes), changed(compiling=False), EngineOps().active():
+        for task in tasks:
+            op = ops[task.op]
+            try:
+                arguments = arguments_of(task_cases(op, task.place, ())[0], device)
+                for kernel in op.kernels:
+                    if kernel.supports(arguments) is None:
+                        kernel.run(arguments)
+                if op is STEP:
+                    op.reference(**arguments)
+            except Exception:  # the worker that checks this case reports it
+                log.debug("compiling %s", task, exc_info=True)
 
 
 def _is_alive(device: str) -> bool:
