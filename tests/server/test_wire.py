@@ -378,7 +378,7 @@ def test_cached_prefixes_are_reported_when_they_change(monkeypatch: pytest.Monke
     """A router of replicas looks for these keys; the message has up to some kilobytes."""
     keys = [b"\xbb", b"\xaa"]
     sent: list[Any] = []
-    engine = SimpleNamespace(listeners=[], prefixes=SimpleNamespace(keys=lambda: keys))
+    engine = SimpleNamespace(listeners=[], cached_prefixes=lambda: keys)
     monkeypatch.setattr("dsv4.server.worker.main._stats", lambda _: {"kind": "stats", "stats": {}})
     monkeypatch.setattr("dsv4.server.worker.main.STATS_SECONDS", 0.0)
     worker = Worker(engine, SimpleNamespace(send=sent.append), SimpleNamespace())  # type: ignore[arg-type]
