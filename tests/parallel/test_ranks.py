@@ -261,8 +261,11 @@ def test_a_rank_that_is_killed_or_stopped(
     timer.join()
 
 
-def test_a_rank_that_fails_alone(folder: Path, faulty: None, loaded: list[Engine]) -> None:
-    engine = load(folder, loaded, "raises")
+@pytest.mark.parametrize("attention", ["tp", "dp"])
+def test_a_rank_that_fails_alone(
+    folder: Path, faulty: None, loaded: list[Engine], attention: str
+) -> None:
+    engine = load(folder, loaded, "raises", attention=attention)
     check_broken(
         engine,
         ranks_of(engine),
