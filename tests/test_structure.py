@@ -82,7 +82,7 @@ LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 1
     "weight streams": 114,
     "other GPUs": 111,
     "few rows on a CPU": 47,
-    "official checkpoints on one GPU: FP8 in streams and prompts": 85,
+    "official checkpoints on one GPU: FP8 in streams and prompts": 60,
 }
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
@@ -99,8 +99,8 @@ LINE_BUDGET = {
     # Its own lines, and what other issues added to its files; their own files are counted apart
     "ops": OWN_OPS_LINES + sum(LINES_IN_FILES_OF_OPS.values()),
     # 170 for experts split over ranks, their count, an echo; 320 for fusions of few rows on a CPU
-    # 330 for streams of FP8 and bf16, and of experts by a table
-    "ops of other issues": 3860,
+    # 360 for streams of FP8 and bf16, and of experts by a table; FP8 as bf16 in prompts
+    "ops of other issues": 3890,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -135,6 +135,7 @@ OPS_OF_OTHER_ISSUES = (
     "cpu/*.py",
     "gemm/variants/stream_gluon.py",
     "gemm/variants/stream_stored_gluon.py",
+    "gemm/weights/expand_fp8_triton.py",
     "kv/begin_step*.py",
     "mhc/stage_end_triton.py",
     "moe/experts_stream_gluon.py",

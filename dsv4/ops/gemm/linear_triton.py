@@ -22,6 +22,7 @@ from dsv4.ops.core.launch import device_reason, interpreting, launch_options, st
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.split_k import split_k
+from dsv4.ops.gemm.weights.expand_fp8_triton import expand_fp8
 from dsv4.ops.gemm.weights.expand_triton import expand
 from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
 
@@ -285,8 +286,9 @@ def launch(
     data = [_data(w) for w in weights]
     kind = fmt
     if _expands(x, fmt, e8m0, columns, config):
+        if fmt != BF16:
+            data = (expand if fmt == NVFP4 else expand_fp8)(weights)
         kind, fmt = EXPANDED if fmt == NVFP4 else BF16, EXPANDED
-        data = data if data[0].dtype == torch.bfloat16 else expand(weights)
     streaming = config is None and parallel is not False and _is_stream(x, weights, fmt)
     config = config or choose_config(num_rows, fmt, describe(x.device))
     if num_groups > 1 and weights[0].shape[0] // num_groups % config.bn:

@@ -31,6 +31,7 @@ HOPPER_RELOADS = {"_loop_kernel": 140, "_prefill_kernel": 60}
 # modules that only these reach
 ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
 ONLY_90 |= {"experts_stream_gluon", "stream_stored_gluon"}
+NOT_MMA = {"expand_fp8_triton"}
 ONLY_SCALED = {"scaled_product_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats
 
@@ -131,6 +132,8 @@ def _name(node: ast.expr) -> str:
 def is_reached(module: str, gpu: Gpu) -> bool:
     if module in ONLY_90:
         return gpu.architecture == 90
+    if module in NOT_MMA:
+        return gpu.products != "mma"
     return gpu.scales_blocks or module not in ONLY_SCALED
 
 

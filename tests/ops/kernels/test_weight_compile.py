@@ -167,7 +167,7 @@ def other_formats() -> Iterator[Launch]:
     tiles = [Fp8BlockTensor(*fp8.quantize_tiles(values, 32), 32)]
     tiles += [Fp8BlockTensor(*fp8.quantize_tiles(values, 128, power_of_two=False), 128)]
     for weight in tiles:
-        for rows in (1, 32, 64, 512):
+        for rows in (1, 32, 64, 512, 1024):
             x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
             name = f"linear fp8 {weight.block} {rows} prefill"
             yield name, lambda x=x, w=weight: linear_triton.run(x, [w], [x.dtype])

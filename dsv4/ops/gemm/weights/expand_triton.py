@@ -1,15 +1,13 @@
 # mypy: ignore-errors
-"""Dequantises NVFP4 and FP8 weights for launches with many rows, which reread them."""
+"""Dequantises NVFP4 weights for launches with many rows, which reread them."""
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4.formats.quantized import Fp8BlockTensor
-from dsv4.ops.core.helpers_device import from_e4m3
 from dsv4.ops.core.launch import interpreting, launch_options
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.dot_device import power_of, whole_tile
+from dsv4.ops.gemm.dot_device import whole_tile
 from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 
 
@@ -27,46 +25,14 @@ def _expand_kernel(words, codes, out, total_steps, ASM: tl.constexpr):
     tl.store(out + row[:, None] + tl.arange(0, 128)[None, :], weights)
 
 
-@triton.jit
-def _expand_fp8_kernel(
-    codes, scales, out, size, num_columns, tile_rows, block, BN: tl.constexpr, BK: tl.constexpr
-):
-    row = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
-    column = tl.program_id(0) * BK + tl.arange(0, BK)[None, :]
-    live = (row < size) & (column < num_columns)
-    at = row.to(tl.int64) * num_columns + column
-    factor = row // tile_rows * tl.cdiv(num_columns, block) + column // block
-    values = from_e4m3(tl.load(codes + at, mask=live, other=0), tl.bfloat16)
-    values = values * power_of(tl.load(scales + factor, mask=live, other=0))
-    tl.store(out + at, values, mask=live)
-
-
-def expand(weights: list[TiledNvfp4] | list[Fp8BlockTensor]) -> list[torch.Tensor]:
-    """The weights in bf16, in a workspace: NVFP4 without the global scale; FP8, whose scales must
-    be powers of two, exactly."""
-    if isinstance(weights[0], Fp8BlockTensor):
-        return _expand_fp8(weights)
+def expand(weights: list[TiledNvfp4]) -> list[torch.Tensor]:
+    """The weights in bf16, without their global scales, in a workspace."""
     sizes = [4 * weight.packed.numel() for weight in weights]
-    outs = _room(weights, sizes)
+    room = workspace(weights[0].device, "expanded", sum(sizes), torch.bfloat16)
+    outs = list(room[: sum(sizes)].split(sizes))
     for weight, out in zip(weights, outs, strict=True):
         row_tiles, steps = weight.packed.shape[:2]
         _expand_kernel[(steps, row_tiles)](
             weight.packed, weight.scale, out, steps, ASM=not interpreting(), **launch_options(4)
         )
     return outs
-
-
-def _expand_fp8(weights: list[Fp8BlockTensor]) -> list[torch.Tensor]:
-    outs = _room(weights, [weight.data.numel() for weight in weights])
-    for weight, out in zip(weights, outs, strict=True):
-        size, columns = weight.shape
-        _expand_fp8_kernel[(triton.cdiv(columns, 128), triton.cdiv(size, 64))](
-            weight.data.view(torch.uint8), weight.scale, out, size, columns, *weight.tile, BN=64,
-            BK=128, **launch_options(4),
-        )  # fmt: skip
-    return outs
-
-
-def _room(weights: list, sizes: list[int]) -> list[torch.Tensor]:
-    room = workspace(weights[0].device, "expanded", sum(sizes), torch.bfloat16)
-    return list(room[: sum(sizes)].split(sizes))
