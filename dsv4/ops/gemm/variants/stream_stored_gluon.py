@@ -176,12 +176,12 @@ def stored_stream(
 def launch(grid, arguments, splits, tile, **constants) -> None:
     """`splits`: ranges of K and steps in each, by matrix; `tile`: a `LinearTile`."""
     device, fp8 = arguments[0].device, tile.kind == FP8_KIND
-    steps = max(steps for _, steps in splits)
+    most = triton.next_power_of_2(max(steps for _, steps in splits))
     stages, turn = (4, 8192) if fp8 else (3, 16384)  # of the ring; bytes
     share = -(-grid[0] // describe(device).multiprocessors)
-    used = 3072 + stages * turn + 256 * steps
+    used = 3072 + stages * turn + most * (256 + 32)
     stored_stream[grid](
         *arguments, STAGES=stages, PAD=max(0, SHARED_BYTES // share - used) // turn,
-        COLUMNS=triton.next_power_of_2(128 * steps), MOST=triton.next_power_of_2(steps), FP8=fp8,
-        TILE_ROWS=tile.tile_rows, **constants, launch_pdl=True, num_warps=4,
+        COLUMNS=128 * most, MOST=most, FP8=fp8, TILE_ROWS=tile.tile_rows, **constants,
+        launch_pdl=True, num_warps=4,
     )  # fmt: skip
