@@ -312,7 +312,7 @@ class Engine:
             num_audited=audit.num_audited if audit else 0,
             num_differences=audit.num_differences if audit else 0,
             **({} if self._drafting is None else self._drafting.counts()),
-            **self._runner.expert_stats(),
+            **self._runner.load_stats(),
             ranks=team.report() if team is not None else (),
         )
 

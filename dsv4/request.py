@@ -379,6 +379,7 @@ class Stats:
     experts_missing: int = 0  # in host memory, if not all fit the GPU
     num_swaps: int = 0  # of such experts for resident ones
     expert_pairs: tuple[int, int] = (0, 0)  # with tp, decoding: on the fullest rank, and in all
+    home_tokens: tuple[int, int] = (0, 0)  # with attention=dp: at a step's fullest home, and in all
     ranks: tuple[dict[str, float], ...] = ()  # except rank 0: rank, node, pid, silent_s, behind
 
 

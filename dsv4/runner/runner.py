@@ -163,6 +163,7 @@ class Runner:
         exchange = model.exchange
         self._sampling = SamplingRows(self.buffers, exchange.comm.error, exchange.expert_load)
         self.expert_load = (0, 0)  # with tp: pairs on the fullest rank, and in all
+        self.home_load = (0, 0)  # with several homes: tokens at the fullest, and in all
         self._in_flight = LogitsInFlight(model, self.device)
         self._written: list[SequencePages | None] = [None] * settings.max_sequences
         self._graphs: Graphs | None = None
@@ -248,6 +249,8 @@ class Runner:
         if len(self.homes) == 1:
             return [self.buffers.shape(sum(counts), len(chunks), longest, one_each=one_each)]
         sizes = [(sum(counts[i] for i in own), len(own)) for own in self._by_home(chunks)]
+        fullest, every = self.home_load
+        self.home_load = fullest + max(rows for rows, _ in sizes), every + sum(counts)
         return self.buffers.home_shapes(sizes, longest, one_each=one_each)
 
     def _by_home(self, chunks: Sequence[Chunk]) -> list[list[int]]:
@@ -453,9 +456,9 @@ class Runner:
             return False
         return key.tokens >= self.swapper.residency.staged_rows
 
-    def expert_stats(self) -> dict[str, Any]:
-        """Fields of `Stats`."""
-        found: dict[str, Any] = {"expert_pairs": self.expert_load}
+    def load_stats(self) -> dict[str, Any]:
+        """Fields of `Stats`: how even ranks are loaded, and experts in host memory."""
+        found: dict[str, Any] = {"expert_pairs": self.expert_load, "home_tokens": self.home_load}
         if (swapper := self.swapper) is not None:
             missing = swapper.residency.budget.missing
             found |= {"experts_missing": missing, "num_swaps": swapper.num_swaps}

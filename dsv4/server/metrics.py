@@ -87,6 +87,11 @@ class EngineMetrics:
             yield counter("expert_pairs", text, every)
             text = "The same on the rank that has most, in each layer of each step"
             yield counter("expert_pairs_fullest_rank", text, fullest)
+        fullest, every = stats.get("home_tokens", (0, 0))
+        if every:
+            yield counter("home_tokens", "Tokens computed with attention=dp, at all homes", every)
+            text = "The same at the home that has most, in each step"
+            yield counter("home_tokens_fullest", text, fullest)
         surprises = "Steps after ready that compiled a kernel or took more memory"
         yield counter("step_surprises", surprises, stats["num_surprises"])
         yield counter("prefix_cache_queries", "Tokens looked up", stats["num_prefix_asked"])

@@ -14,7 +14,7 @@ from dsv4.request import SamplingParams
 from dsv4.runner.load import prepare
 from dsv4.runner.ranks.start import check_layout
 from dsv4.tools.doctor import parallel as doctor
-from tests.parallel.test_lanes import choices, run
+from tests.parallel.test_lanes import PROMPTS, choices, run
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,9 @@ def test_homes_have_the_bits_of_one_process(
         assert engine.stats().num_prefix_hit > 0
         fullest, every = engine.stats().expert_pairs
         assert every / tp < fullest <= every if experts == "whole" else every == 0
+        fullest, every = engine.stats().home_tokens
+        assert every / tp < fullest < every
+        assert every > sum(map(len, PROMPTS)) - 2 * len(PROMPTS[1])  # one is aborted, some cached
     finally:
         engine.close()
 

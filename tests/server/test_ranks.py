@@ -71,11 +71,18 @@ def test_stages_answer_like_one_process(tiny: Server, layout: str) -> None:
         for asked in (body, long):
             found, wanted = (each.post(CHAT, asked).json() for each in (server, tiny))
             assert found["choices"] == wanted["choices"]
+        if "dp" in layout:
+            wait_for(lambda: "dsv4:home_tokens_fullest_total{" in _metrics(server))
         left = ranks(server.engine_pid)
         assert len(left) == LAYOUTS[layout]  # the nursery and all but rank 0
     finally:
         assert server.stop() == 0
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
+
+
+def _metrics(server: Server) -> str:
+    with server.client() as client:
+        return client.get("/metrics").text
 
 
 def _is_ready(server: Server) -> bool:
