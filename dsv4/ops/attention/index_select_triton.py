@@ -20,6 +20,7 @@ from dsv4.ops.core.launch import dependent_options, device_reason, launch_option
 from dsv4.ops.core.workspace import workspace
 
 ONE = 4096  # longest row that one program handles
+FEW_ROWS = 8  # more that start early crowd onto the multiprocessors with room: 17 us, not 5
 CHUNK = 2048  # scores per program of a long row; doubled if not all run concurrently
 CANDIDATES = 4096  # most that the last program holds at once
 MOST = 8192  # largest topk
@@ -330,6 +331,6 @@ def run(scores, topk):
         select_long(scores, topk, *_find_peaks(scores, topk), out)
         return out
     block, warps = choose_config(width)
-    options = dependent_options(scores.device, warps)
+    options = dependent_options(scores.device, warps, early=rows <= FEW_ROWS)
     _select_kernel[(rows,)](scores, out, width, topk, out.shape[1], BLOCK=block, **options)
     return out

@@ -46,11 +46,12 @@ def streams(device: torch.device) -> bool:
 
 
 def dependent_options(
-    device: torch.device, num_warps: int, num_stages: int = 1
+    device: torch.device, num_warps: int, num_stages: int = 1, *, early: bool = True
 ) -> dict[str, object]:
-    """`launch_options` for a kernel that calls `depend`."""
+    """`launch_options` for a kernel that calls `depend`; `early`: it may start before the previous
+    launch is complete."""
     if interpreting():
         return {"DEPENDENT": False}
-    early = streams(device)
+    early = early and streams(device)
     options = launch_options(num_warps, num_stages, DEPENDENT=early)
     return options | {"launch_pdl": True} if early else options
