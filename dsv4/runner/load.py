@@ -157,7 +157,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
             )
             experts = _choose_experts(choices, config, checkpoint, 0, gpu)
     elif devices is None:
-        room = state_memory("cpu", 0, has_gpu=False) // layout.world
+        room = state_memory("cpu", config, 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
     else:
         stages = stage_rooms(sizes, layout, devices.cluster(choices.nodes), choices)
@@ -300,16 +300,17 @@ def tell_activations(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None) -
         warn_unless_strict(line)
 
 
-def state_memory(device: str, weight_bytes: int, *, has_gpu: bool) -> int:
+def state_memory(device: str, config: ModelConfig, weight_bytes: int, *, has_gpu: bool) -> int:
     """Bytes available for sequence state: on a GPU, what weights and a step leave free."""
     if device == "cpu" or not has_gpu:
         return int(available_memory() * STATE_SHARE)
     free, total = torch.cuda.mem_get_info("cuda" if device == "auto" else device)
-    left = free - weight_bytes - step_bytes(total)
+    step = step_bytes(total, config)
+    left = free - weight_bytes - step
     if left <= 0:
         raise CapacityError(
             f"the weights take {size_text(weight_bytes)} and a step about "
-            f"{size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
+            f"{size_text(step)}, the GPU has {size_text(free)} of "
             f"{size_text(total)} free; use smaller weights, fewer layers or another GPU"
         )
     return left

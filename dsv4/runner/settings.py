@@ -21,7 +21,9 @@ DEFAULT_CHUNK, GPU_CHUNK = 256, 2048
 DEFAULT_CONTEXT, GPU_CONTEXT = 32768, 131072  # per sequence, where the model allows more
 
 SELECTED_OF = 4096  # scores of a row, from which selection keeps topk 8-byte numbers
-STEP_SHARE, STEP_BYTES = 0.04, 2 * 10**9  # of GPU memory, for activations, workspaces, graphs
+STEP_SHARE = 0.04  # of a GPU, for activations, workspaces, graphs
+# CUDA, kernels, graphs, logits: what 24 layers of Flash used on an H200 beyond activations
+STEP_BYTES = 2 * 10**9
 StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
 SMALL_HIDDEN = 1024
@@ -94,9 +96,19 @@ class Settings:
         )  # fmt: skip
 
 
-def step_bytes(gpu_bytes: int) -> int:
-    """Bytes reserved for a step on a GPU of this size."""
-    return max(STEP_BYTES, int(STEP_SHARE * gpu_bytes))
+def step_bytes(gpu_bytes: int, config: ModelConfig, chunk_tokens: int = GPU_CHUNK) -> int:
+    """Bytes reserved for a step: a share of large GPUs, at least what it needs."""
+    entries = chunk_tokens * GPU_CONTEXT // 4 if 4 in config.compress_ratios else 0
+    needed = STEP_BYTES + chunk_tokens * row_bytes(config) + _score_bytes(config, entries)
+    return max(needed, int(STEP_SHARE * gpu_bytes))
+
+
+def row_bytes(config: ModelConfig) -> int:
+    """Bytes of activations and workspaces per token of a step: inputs and partial sums of experts,
+    four buffers as wide as all queries, residual streams."""
+    c, chosen = config, config.num_experts_per_tok + 1
+    experts = chosen * (4 * c.hidden_size + 2 * c.moe_intermediate_size)
+    return experts + 8 * c.num_heads * c.head_dim + 12 * c.hidden_size
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
@@ -105,7 +117,10 @@ def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
     take 2 GB and half as much."""
     if 4 not in config.compress_ratios:
         return 0
-    entries = chunk_tokens * max(0, context - GPU_CONTEXT) // 4
+    return _score_bytes(config, chunk_tokens * max(0, context - GPU_CONTEXT) // 4)
+
+
+def _score_bytes(config: ModelConfig, entries: int) -> int:
     return 4 * entries + 8 * config.index_topk * entries // SELECTED_OF
 
 

@@ -133,7 +133,8 @@ def make_plan(
         cluster = Cluster.of(gpu, 1, memory=gpu_bytes)
         experts = plan_experts(subject.nbytes, config, cluster, choice, zipf)
         groups["routed experts"] = experts.gpu_bytes
-    free = gpu_bytes - sum(groups.values()) - step_bytes(gpu_bytes)
+    step = step_bytes(gpu_bytes, config, (settings or roomy).chunk_tokens)
+    free = gpu_bytes - sum(groups.values()) - step
     fits = []
     for context in contexts:
         if context <= config.max_positions:
@@ -146,7 +147,7 @@ def make_plan(
         gpu_bytes=gpu_bytes,
         checkpoint_bytes=subject.checkpoint_bytes,
         weight_bytes=groups,
-        step_bytes=step_bytes(gpu_bytes),
+        step_bytes=step,
         free_bytes=free,
         settings=settings,
         state_bytes=_state_bytes(settings, config) if settings else 0,
@@ -200,7 +201,7 @@ def _choose(
 
 
 def _free(subject: PlannedModel, gpu_bytes: int) -> int:
-    return gpu_bytes - sum(subject.groups.values()) - step_bytes(gpu_bytes)
+    return gpu_bytes - sum(subject.groups.values()) - step_bytes(gpu_bytes, subject.config)
 
 
 def _settings(choices: EngineConfig, config: ModelConfig, free: int) -> Settings | None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import subprocess
+import sys
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -15,7 +17,7 @@ from dsv4.runner.load import state_memory
 from dsv4.runner.ranks.choose_layout import Devices, choose_layout
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import WeightSizes
-from dsv4.runner.settings import Settings, resolve, score_bytes
+from dsv4.runner.settings import Settings, resolve, row_bytes, score_bytes, step_bytes
 from dsv4.tools.plan import Plan, make_plan, planned_model
 from dsv4.tools.plan_weights import SCHEMES, num_parameters, num_tensors, weight_bytes
 from dsv4.tools.speed.layouts import plan_layouts
@@ -136,7 +138,7 @@ def test_the_plan_is_what_the_engine_decides() -> None:
     plan = make_plan(subject, memory)
     with patch("torch.cuda.mem_get_info", return_value=(memory, memory)):
         weights = sum(subject.groups.values()) + subject.draft_bytes
-        free = state_memory("cuda", weights, has_gpu=True)
+        free = state_memory("cuda", subject.config, weights, has_gpu=True)
     assert plan.free_bytes == free
     assert plan.settings == resolve(EngineConfig(), subject.config, has_gpu=True, memory_bytes=free)
 
@@ -293,3 +295,18 @@ def test_the_plan_knows_what_selecting_keeps(model: str, monkeypatch: pytest.Mon
     assert held["select_kept"] > 10**8
     grown = sizes[1048576] - sizes[131072]
     assert score_bytes(config, chunk, 1048576) == pytest.approx(grown, rel=0.01)
+
+
+def test_the_plan_knows_what_rows_of_a_step_take() -> None:
+    """What a prompt step allocates with kernels that launch and do nothing."""
+    pytest.importorskip("triton", reason="kernels' modules allocate")
+    command = [sys.executable, "-m", "tests.runner.step_memory", "512", "2048"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    peaks = [int(line.split()[2]) for line in found.stdout.splitlines() if "peak" in line]
+    config = ModelConfig.builtin("flash")
+    assert (peaks[1] - peaks[0]) / 1536 == pytest.approx(row_bytes(config), rel=0.15)
+    assert step_bytes(24 * 10**9, config, 2048) > peaks[1] + 10**9  # beside CUDA and graphs
+    grown = step_bytes(24 * 10**9, config, 4096) - step_bytes(24 * 10**9, config, 2048)
+    assert grown > peaks[1] - peaks[0]
+    assert step_bytes(150 * 10**9, config, 2048) == 6 * 10**9

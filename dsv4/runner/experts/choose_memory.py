@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.experts.budget import ExpertBudget, fit_experts
-from dsv4.runner.settings import Settings, step_bytes
+from dsv4.runner.settings import GPU_CHUNK, Settings, step_bytes
 from dsv4.util.sizes import size_text
 
 STATE_SHARE = 0.02  # of a GPU, for state, if experts compete with it and no size was asked for
@@ -53,7 +53,9 @@ def choose_experts(
     resolve: Resolve,
 ) -> ExpertChoice:
     """For one GPU with `free` of `total` bytes free."""
-    left = free - weights.total - step_bytes(total)
+    tokens = choices.chunk_tokens or GPU_CHUNK
+    step = step_bytes(total, config, tokens)
+    left = free - weights.total - step
     asked = choices.expert_bytes
     if not asked:
         found = _all_resident(choices, config, left, resolve)
@@ -64,7 +66,7 @@ def choose_experts(
                 raise found
             raise CapacityError(
                 f"the weights take {size_text(weights.total)} and a step about "
-                f"{size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
+                f"{size_text(step)}, the GPU has {size_text(free)} of "
                 f"{size_text(total)} free; use MXFP4 or NVFP4 experts and expert_memory=auto, "
                 "fewer layers, or another GPU"
             )
@@ -73,18 +75,19 @@ def choose_experts(
             f"expert_memory is {choices.expert_memory!r}, but experts are stored as "
             f"{', '.join(sorted(weights.formats))}; only MXFP4 and NVFP4 are read from host memory"
         )
-    room = left + weights.experts
-    if room <= 0:
-        raise CapacityError(
-            f"the weights without experts take {size_text(weights.total - weights.experts)} and a "
-            f"step about {size_text(step_bytes(total))}, the GPU has {size_text(free)} of "
-            f"{size_text(total)} free; use another GPU or several"
-        )
     large = total >= LARGE_GPU
     tokens = choices.chunk_tokens or (CHUNK_TOKENS if large else SMALL_CHUNK)
     if choices.max_context is not None:
         tokens = min(tokens, choices.max_context)
     choices = replace(choices, chunk_tokens=tokens)
+    step = step_bytes(total, config, tokens)
+    room = free - weights.total - step + weights.experts
+    if room <= 0:
+        raise CapacityError(
+            f"the weights without experts take {size_text(weights.total - weights.experts)} and a "
+            f"step about {size_text(step)}, the GPU has {size_text(free)} of "
+            f"{size_text(total)} free; use another GPU or several"
+        )
     settings = _beside_experts(choices, room - asked if asked else room, total, asked, resolve)
     sizes = settings.max_context, settings.max_sequences, settings.state_tokens
     room = asked or room - settings.geometry(config).state_bytes(*sizes)

@@ -227,10 +227,10 @@ def rank_stages(
 ) -> Iterator[tuple[int, int, int]]:
     """For a rank of each stage: bytes of weights, of exchange buffers, and left over."""
     channels = channel_bytes(sizes.config, layout, chunk_tokens, max_sequences)
-    for stage in range(layout.pp):
-        first = replace(layout, rank=stage * layout.tp)
+    room = cluster.memory - step_bytes(cluster.memory, sizes.config, chunk_tokens)
+    for first in (replace(layout, rank=stage * layout.tp) for stage in range(layout.pp)):
         held, exchange = sizes.held(first), channels.held(first)
-        yield held, exchange, cluster.memory - held - exchange - step_bytes(cluster.memory)
+        yield held, exchange, room - held - exchange
 
 
 def _stages(

@@ -159,7 +159,7 @@ def _ledger(
             weight_bytes=groups,
             shared_bytes=sum(n for name, n in parts.items() if n < sizes.nbytes[name]),
             exchange_bytes=exchange,
-            step_bytes=step_bytes(cluster.memory),
+            step_bytes=step_bytes(cluster.memory, config),
             free_bytes=free,
             token_bytes=sum(part.bytes_per_token(pool) for pool in POOLS),
             sequence_bytes=part.sequence_bytes(0),

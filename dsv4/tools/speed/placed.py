@@ -183,7 +183,8 @@ class PlacedBench(RandomPlaced):
         used = kept = 0
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            used, kept = total - free, kept_free(total)
+            used, chunk = total - free, self.choice.settings.chunk_tokens
+            kept = kept_free(total, self.config, chunk)
         line = str(self.budget) if self.budget else "experts: all stay on the GPU"
         sizes = (round(size / 1e9, 2) for size in (used, self.planned, kept))
         pinning = self.swapper.residency.host.seconds if self.swapper else 0.0

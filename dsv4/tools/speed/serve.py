@@ -125,7 +125,7 @@ def random_engine(
             ) from error
         if has_gpu:
             torch.cuda.empty_cache()  # free the generator's memory
-        memory = state_memory(choices.device, 0, has_gpu=has_gpu)
+        memory = state_memory(choices.device, config, 0, has_gpu=has_gpu)
         gpu = find_gpu(choices.device)
         settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=memory, gpu=gpu)
         loaded = LoadedModel(model, settings, nowhere)
