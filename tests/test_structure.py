@@ -83,6 +83,7 @@ LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 1
     "other GPUs": 111,
     "few rows on a CPU": 47,
     "official checkpoints on one GPU: FP8 in streams and prompts": 60,
+    "FP8 rows as trained": 92,
 }
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
@@ -100,7 +101,8 @@ LINE_BUDGET = {
     "ops": OWN_OPS_LINES + sum(LINES_IN_FILES_OF_OPS.values()),
     # 170 for experts split over ranks, their count, an echo; 320 for fusions of few rows on a CPU
     # 360 for streams of FP8 and bf16, and of experts by a table; FP8 as bf16 in prompts
-    "ops of other issues": 3890,
+    # 670 for FP8 products on sm_90
+    "ops of other issues": 4560,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,
@@ -133,11 +135,14 @@ OPS_OF_OTHER_ISSUES = (
     "comm/*.py",
     "core/gpu.py",
     "cpu/*.py",
+    "gemm/a8/*.py",
     "gemm/variants/stream_gluon.py",
     "gemm/variants/stream_stored_gluon.py",
     "gemm/weights/expand_fp8_triton.py",
+    "gemm/weights/a8.py",
     "kv/begin_step*.py",
     "mhc/stage_end_triton.py",
+    "moe/experts_a8_triton.py",
     "moe/experts_stream_gluon.py",
     "moe/placed.py",
     "sample/accept*.py",

@@ -13,8 +13,12 @@ from dsv4.checkpoint.stored_matrix import StoredFormat
 from dsv4.formats.spec import WIDTHS, Activations
 
 GROUPS = ("attention", "shared expert", "routed experts")
-# sm_100, sm_120 and their families multiply block-scaled operands
-DATA_CENTER, WORKSTATION = 10, 12
+# sm_100, sm_120 and their families multiply block-scaled operands, sm_90 multiplies FP8 ones
+HOPPER, DATA_CENTER, WORKSTATION = 9, 10, 12
+UNTRIED = {
+    HOPPER: "a8 compiles for sm_90 but has not run there; ask for it",
+    WORKSTATION: "a8 and a4 compile for sm_120 but nobody has run them; ask for them",
+}
 OLDEST_TRITON = (3, 6)
 OLDEST_DRIVER = (12, 8)  # the first CUDA version with sm_100
 
@@ -45,20 +49,19 @@ class GpuFacts:
     triton: tuple[int, int]
     driver: tuple[int, int]
 
-    @property
-    def missing(self) -> str | None:
-        """Why this GPU has no native low-precision products."""
+    def missing(self, width: str) -> str | None:
+        """Why this GPU has no native products at this width; `auto`: at any."""
         major, minor = self.capability
-        if major not in (DATA_CENTER, WORKSTATION):
+        if major not in (DATA_CENTER, WORKSTATION) and (major != HOPPER or width == "a4"):
+            what = "a4: tensor cores" if major == HOPPER else "tensor cores"
             return (
-                f"sm_{major}{minor} has no tensor cores for block-scaled operands, sm_100 and "
-                "sm_120 have"
+                f"sm_{major}{minor} has no {what} for block-scaled operands, sm_100 and sm_120 have"
             )
         for name, found, oldest in (
             ("Triton", self.triton, OLDEST_TRITON),
             ("driver for CUDA", self.driver, OLDEST_DRIVER),
         ):
-            if found < oldest:
+            if found < oldest and (major != HOPPER or name == "Triton"):
                 return f"the {name} is {_version(found)}, expected {_version(oldest)} or newer"
         return None
 
@@ -72,7 +75,7 @@ class ActivationChoice:
 
 def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
     """`asked`: EngineConfig.activations; `gpu` None: a CPU, where references round exactly."""
-    missing = gpu.missing if gpu else None
+    missing = gpu.missing(asked) if gpu else None
     if asked == "auto":
         if gpu is None:
             return ActivationChoice(
@@ -80,7 +83,7 @@ def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
             )
         if missing is None and gpu.capability[0] == DATA_CENTER:
             return ActivationChoice(NATIVE_AUTO, "the accuracy table in docs/numerics.md")
-        why = missing or "a8 and a4 compile for sm_120 but nobody has run them; ask for them"
+        why = missing or UNTRIED[gpu.capability[0]]
         return ActivationChoice(dict.fromkeys(GROUPS, "a16"), why)
     if missing is None or asked == "a16":
         how = "chosen" if gpu or asked == "a16" else "chosen; references round, nothing is faster"

@@ -63,7 +63,10 @@ def opened(folder: Path) -> Checkpoint:
         ("auto", None, "a16", "CPU"),
         ("a16", None, "a16", "chosen"),
         ("a4", None, "a4", "references round"),
-        ("auto", HOPPER, "a16", "sm_90 has no tensor cores"),
+        ("auto", HOPPER, "a16", "a8 compiles for sm_90 but has not run there"),
+        ("a8", HOPPER, "a8", "chosen"),
+        ("a8", replace(HOPPER, driver=(12, 4)), "a8", "chosen"),
+        ("auto", GpuFacts((8, 9), (3, 6), (13, 0)), "a16", "sm_89 has no tensor cores"),
         ("a16", BLACKWELL, "a16", "chosen"),
         ("a8", BLACKWELL, "a8", "chosen"),
         ("a8", GpuFacts((12, 0), (3, 9), (13, 0)), "a8", "chosen"),
@@ -85,7 +88,7 @@ def test_auto_follows_the_table_where_products_are_native() -> None:
 @pytest.mark.parametrize(
     ("gpu", "reason"),
     [
-        (HOPPER, "sm_90"),
+        (HOPPER, "sm_90 has no a4"),
         (replace(BLACKWELL, triton=(3, 5)), "Triton is 3.5, expected 3.6"),
         (replace(BLACKWELL, driver=(12, 6)), "driver for CUDA is 12.6, expected 12.8"),
     ],
@@ -135,7 +138,7 @@ def test_what_is_prepared_says_what_and_why_and_is_what_runs(folders: dict[str, 
     sizes = f"{engine.settings.max_sequences} sequences of {engine.settings.max_context:,} tokens"
     assert sizes in str(prepared)
     on_hopper = str(replace(prepared, gpu=HOPPER))
-    assert "activations a16: sm_90 has no tensor cores for block-scaled operands" in on_hopper
+    assert "activations a16: a8 compiles for sm_90 but has not run there" in on_hopper
 
 
 def told(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, caplog: Any) -> list[str]:
@@ -155,8 +158,9 @@ def test_one_warning_names_what_is_not_had(folders: dict[str, Path], caplog: Any
     [message] = told(opened(folders["official"]), "a4", None, caplog)
     assert message.startswith("fp8 weights (attention, shared expert)")
     assert message.endswith("a8 is used")
-    [message] = told(opened(folders["modelopt-full"]), "a8", HOPPER, caplog)
+    [message] = told(opened(folders["modelopt-full"]), "a4", HOPPER, caplog)
     assert "sm_90" in message
+    assert told(opened(folders["official"]), "a8", HOPPER, caplog) == []
     assert "a16 is used" in message
     for asked in ("auto", "a16"):
         assert told(plain, asked, HOPPER, caplog) == []

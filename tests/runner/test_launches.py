@@ -55,6 +55,19 @@ def test_the_embedded_model_runs_on_block_scaled_products_alone(
         assert not {"_up_kernel", "_down_kernel"} & names.keys()
 
 
+def test_an_official_model_runs_on_fp8_products_alone(launches: dict[str, list[str]]) -> None:
+    """The embedded one in FP8 and MXFP4 with a8 rows, as sm_90 runs it; `wo_a` reads the row
+    unrounded."""
+    for part in ("prompt", "decode"):
+        names = Counter(launches[f"tiny a8 {part}"])
+        assert names["_a8_kernel"] == 6 * 8, names  # each layer: attention 4, experts 4
+        assert names["_a8_rows_kernel"] == 6 * 7, names  # wq_a and wkv share their rows
+        assert not {"_up_kernel", "_down_kernel"} & names.keys()
+    plan = "; ".join(launches["tiny a8 plan"])
+    assert "reference" not in plan
+    assert "experts by experts_a8_triton" in plan
+
+
 def test_the_plan_says_what_serves_what(launches: dict[str, list[str]]) -> None:
     """Fusions stay on while it is recorded, and each op has the kernel that launched."""
     plan = dict(line.split(": ", 1) for line in launches["tiny plan"])
@@ -76,6 +89,17 @@ def test_drafts_take_the_launches_of_a_batch(launches: dict[str, list[str]]) -> 
         assert "_state_kernel" in launches[f"{kind} verify"]
 
 
+def as_official(name: str, weight: Any) -> Any:
+    """A quantised weight of the embedded model in the formats of an official checkpoint."""
+    from dsv4.formats import fp8, mxfp4
+    from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor
+
+    values = weight.dequantize()
+    if ".experts." in name:
+        return Mxfp4Tensor(*mxfp4.quantize(values))
+    return Fp8BlockTensor(*fp8.quantize_tiles(values), 128)
+
+
 def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     from dsv4.checkpoint.reader import open_checkpoint
     from dsv4.config import EngineConfig, ModelConfig
@@ -95,6 +119,7 @@ def tiny_launches(names: list[str], width: str = "a16") -> dict[str, list[str]]:
     for name, weight in checkpoint.stream(torch.bfloat16, "cpu", None, True):
         if not isinstance(weight, torch.Tensor):
             asked = width_of(checkpoint.sources[name], choose_activations(width, None).widths)
+            weight = as_official(name, weight) if width == "a8" else weight
             weight = replace(weight, activations=asked)
         table[name] = repack(name, weight)
     choices = EngineConfig(
@@ -125,6 +150,7 @@ def main() -> None:
 
     from dsv4.config import ModelConfig
     from dsv4.ops.core.context import kernels_on_cpu
+    from dsv4.ops.core.gpu import KNOWN, assume
     from dsv4.tools.speed.model import decode_step, filled_state, random_model, start_at
 
     names: list[str] = []
@@ -167,6 +193,8 @@ def main() -> None:
     once, twice = (launched(places, long) for places in ([1], [1, 1]))
     counts["csa long"] = sorted((Counter(twice) - Counter(once)).elements())
     tiny = {**tiny_launches(names), **tiny_launches(names, "a4")}
+    with assume(KNOWN[90]):
+        tiny |= tiny_launches(names, "a8")
     sys.stdout.write(json.dumps({**counts, **tiny}) + "\n")
 
 

@@ -49,6 +49,13 @@ def times_rounded(x, factor, ASM: tl.constexpr):
 
 
 @triton.jit
+def swiglu(gate, up, limit):
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def depend(DEPENDENT: tl.constexpr):
     """Programs that started early wait for the previous launch to complete; then the next launch
     may start. Before this call a kernel may read weights and data written two launches ago, and

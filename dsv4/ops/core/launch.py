@@ -32,6 +32,14 @@ def native_reason(device: torch.device) -> str | None:
     return f"sm_{found} has no block-scaled products, sm_100 and sm_120 have"
 
 
+def a8_reason(device: torch.device) -> str | None:
+    """Why FP8 products that all have the same bits (`wgmma`) do not run on `device`, or None."""
+    reason = device_reason(device)
+    if reason is not None or interpreting() or describe(device).products == "wgmma":
+        return reason
+    return f"sm_{describe(device).architecture} has no wgmma, sm_90 has"
+
+
 def launch_options(num_warps: int, num_stages: int = 1, **others: object) -> dict[str, object]:
     if interpreting():
         return {}

@@ -18,6 +18,7 @@ from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check
 from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
+from dsv4.ops.gemm.weights.a8 import random_a8_fp8
 from dsv4.ops.gemm.weights.scaled import random_scaled
 from dsv4.ops.gemm.weights.tiled import random_tiled
 
@@ -126,9 +127,27 @@ def _few_bit_cases() -> Iterable[Case]:
     yield build(5, 2048, ("nvfp4", "nvfp4", "mxfp4", "fp8"), (130, 7, 64, 40))
     yield build(130, 1024, ("nvfp4", "mxfp4"), (128, 130))
     yield build(600, 512, ("nvfp4", "fp8"), (256, 64))
+    yield _a8_case(1, 1536, (200, 64))
+    yield _a8_case(18, 288, (72,))
+    yield _a8_case(600, 1024, (256, 128))
 
 
-KERNELS = (Kernel("dsv4.ops.gemm.linear_triton"), Kernel("dsv4.ops.gemm.linear_scaled_triton"))
+def _a8_case(rows: int, k: int, sizes: tuple[int, ...]) -> Case:
+    """FP8 weights for a8 rows on sm_90, beside one that reads the row unrounded."""
+
+    def make(generator: torch.Generator) -> Arguments:
+        x = (torch.randn(rows, k, generator=generator) * 30).bfloat16()
+        weights: list[Weight] = [random_a8_fp8(n, k, generator) for n in sizes]
+        weights.append(torch.randn(24, k, generator=generator).bfloat16())
+        dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
+        return {"x": x, "weights": weights, "out_dtypes": dtypes[: len(weights)]}
+
+    return Case(f"{rows}x{k} to {sizes} FP8 with a8 rows", make, 5e-2, 2e-2, rows < 100)
+
+
+KERNELS = tuple(
+    Kernel(f"dsv4.ops.gemm.{name}_triton") for name in ("linear", "linear_scaled", "a8.linear_a8")
+)
 OP = Op("linear", linear_reference, cases, KERNELS, on_cpu=CpuVariant("products", "linear"))
 
 

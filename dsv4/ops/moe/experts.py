@@ -22,6 +22,7 @@ from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shap
 from dsv4.ops.core.rows import matmul_rows, silu
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
+from dsv4.ops.gemm.weights.a8 import random_a8, random_a8_fp8
 from dsv4.ops.gemm.weights.scaled import random_scaled
 from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
 from dsv4.ops.moe.placed import PlacedExperts
@@ -129,6 +130,9 @@ def cases() -> Iterable[Case]:
     yield _few_bit_case(1, ("nvfp4", "a16"))
     yield _few_bit_case(1, ("a16", "nvfp4"))
     yield _few_bit_case(300, ("nvfp4", "mxfp4"))
+    yield _a8_case(1, 288, 96)
+    yield _a8_case(40, 160, 64)
+    yield _a8_case(900, 1024, 512)
 
 
 def _case(
@@ -211,7 +215,26 @@ def _few_bit_case(tokens: int, kinds: tuple[str, str]) -> Case:
     return _case(name, (tokens, size, count, chosen), weights, (0.2, 2e-2), small=tokens < 100)
 
 
-KERNELS = (Kernel("dsv4.ops.moe.experts_triton"), Kernel("dsv4.ops.moe.experts_scaled_triton"))
+def _a8_case(tokens: int, size: int, inner: int) -> Case:
+    """MXFP4 experts and an FP8 shared one, for a8 rows on sm_90."""
+    count, chosen = 4, 2
+
+    def weights(generator: torch.Generator) -> Experts:
+        return Experts(
+            random_a8(2 * inner, size, generator, count=count, paired=True),
+            random_a8(size, inner, generator, count=count),
+            random_a8_fp8(2 * inner, size, generator),
+            random_a8_fp8(size, inner, generator),
+            3.0,
+        )
+
+    name = f"{tokens}x{size} inner {inner} {chosen} of {count} MXFP4 with a8 rows"
+    return _case(name, (tokens, size, count, chosen), weights, (0.2, 2e-2), small=tokens < 100)
+
+
+KERNELS = tuple(
+    Kernel(f"dsv4.ops.moe.{name}_triton") for name in ("experts", "experts_scaled", "experts_a8")
+)
 OP = Op("experts", experts_reference, cases, KERNELS, on_cpu=CpuVariant("moe", "experts"))
 
 

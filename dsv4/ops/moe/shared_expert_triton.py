@@ -6,18 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import launch_options, native_reason
+from dsv4.ops.core.helpers_device import swiglu
+from dsv4.ops.core.launch import a8_reason, launch_options, native_reason
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
+from dsv4.ops.gemm.a8 import linear_a8_triton
+from dsv4.ops.gemm.weights.a8 import A8Fp8
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe.placed import stack_of
-
-
-@triton.jit
-def swiglu(gate, up, limit):
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -42,6 +38,8 @@ def shared_reason(w13, w2) -> str | None:
     for weight in (w13, w2):
         if isinstance(weight, ScaledTensor):
             reason = native_reason(weight.device)
+        elif isinstance(weight, A8Fp8):
+            reason = a8_reason(weight.device)
         else:
             found = linear_triton.weight_format(weight)
             reason = found if isinstance(found, str) else None
@@ -53,6 +51,8 @@ def shared_reason(w13, w2) -> str | None:
 def _multiply(x, weight, out) -> None:
     if isinstance(weight, ScaledTensor):
         linear_scaled_triton.launch(x, [weight], [out])
+    elif isinstance(weight, A8Fp8):
+        linear_a8_triton.launch(x, [weight], [out])
     else:
         linear_triton.launch(x, [weight], [out])
 
@@ -69,7 +69,7 @@ def shared_output(x, w13, w2, limit):
     z = torch.empty(tokens, inner, dtype=torch.bfloat16, device=x.device)
     grid = (triton.cdiv(inner, 1024), tokens)
     _activate_kernel[grid](h, z, inner, limit, BN=1024, **launch_options(4))
-    linear_triton.launch(z, [w2], [part])
+    _multiply(z, w2, part)
     return part
 
 

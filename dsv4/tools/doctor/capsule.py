@@ -26,6 +26,7 @@ from dsv4.ops.attention.attention import Compressed, Visible
 from dsv4.ops.core.arguments import copied, leaves
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.core.ragged import Ragged
+from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
 from dsv4.ops.kv.compress import Compression, CompressorState
@@ -46,7 +47,7 @@ _TYPES: dict[str, Any] = {
         Ragged, PagedPool, CompressorState, Compressed, MixSite, WindowKey, Compression, Visible,
         Gate, Experts,
         Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, UnpackedTensor, TiledNvfp4, TiledMxfp4,
-        ScaledTensor,
+        ScaledTensor, A8Fp8, A8Mxfp4,
     )
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ HOPPER_RELOADS = {"_loop_kernel": 140, "_prefill_kernel": 60}
 # modules that only these reach
 ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
 ONLY_90 |= {"experts_stream_gluon", "stream_stored_gluon"}
+ONLY_90 |= {"fp8_product_triton", "fp8_rows_triton"}
 NOT_MMA = {"expand_fp8_triton"}
 ONLY_SCALED = {"scaled_product_triton", "quantize_rows_triton"}
 AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all their formats
@@ -39,7 +40,12 @@ AT_MODEL_SIZES = ("linear", "experts", "router", "embed", "sample")  # in all th
 def launches(capability: int) -> Iterator[Launch]:
     """Matrices and state at the sizes of V4-Flash, whole steps, then a case of each op and number
     format for what these do not reach, exchanges, block-scaled products."""
-    from tests.ops.kernels import test_blackwell_compile, test_state_compile, test_weight_compile
+    from tests.ops.kernels import (
+        test_a8_compile,
+        test_blackwell_compile,
+        test_state_compile,
+        test_weight_compile,
+    )
     from tests.runner import test_compile
 
     yield from test_weight_compile.all_launches()
@@ -53,6 +59,7 @@ def launches(capability: int) -> Iterator[Launch]:
     if capability == 90:
         test_weight_compile.as_on_hopper()
         yield from test_weight_compile.stream_launches()
+        yield from test_a8_compile.launches(capability)
 
 
 def case_launches() -> Iterator[Launch]:

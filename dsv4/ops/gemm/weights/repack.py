@@ -7,7 +7,9 @@ from torch import Tensor
 
 from dsv4.formats import mxfp4
 from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor, RepackedTensor, UnpackedTensor, Weight
+from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.op import warn_unless_strict
+from dsv4.ops.gemm.weights.a8 import a8_weight
 from dsv4.ops.gemm.weights.scaled import scaled_weight
 from dsv4.ops.gemm.weights.tiled import TiledFp4, tile_mxfp4, tile_nvfp4
 
@@ -23,8 +25,8 @@ def repack(name: str, weight: Weight) -> Weight:
     """The weight `name` (canonical) as kernels read it; formats they read as stored stay."""
     if isinstance(weight, TiledFp4 | RepackedTensor):
         return weight
-    weight = _for_few_bits(name, weight)
     paired = name.endswith(_PAIRED_NAMES)
+    weight = _for_few_bits(name, weight, paired=paired)
     if isinstance(weight, Mxfp4Tensor) and stays_mxfp4(name):
         return tile_mxfp4(weight, paired=paired)
     if isinstance(weight, Mxfp4Tensor):
@@ -34,15 +36,19 @@ def repack(name: str, weight: Weight) -> Weight:
     return weight
 
 
-def _for_few_bits(name: str, weight: Weight) -> Weight:
-    """The weight for block-scaled products, if it asks for them and they are exact."""
+def _for_few_bits(name: str, weight: Weight, *, paired: bool) -> Weight:
+    """The weight for products with rounded rows, if it asks for them and they are exact."""
     if isinstance(weight, Tensor | UnpackedTensor | RepackedTensor):
         return weight
     if weight.activations == "a16":
         return weight
-    if isinstance(weight, Mxfp4Tensor) and weight.activations == "a4":
-        weight = mxfp4_as_nvfp4(weight)
-    found = scaled_weight(weight)
+    found: RepackedTensor | str
+    if describe(weight.device).scales_blocks:
+        if isinstance(weight, Mxfp4Tensor) and weight.activations == "a4":
+            weight = mxfp4_as_nvfp4(weight)
+        found = scaled_weight(weight)
+    else:
+        found = a8_weight(weight, paired=paired and stays_mxfp4(name))
     if not isinstance(found, str):
         return found
     # a model has hundreds of weights, but few reasons

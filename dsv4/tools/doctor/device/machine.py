@@ -16,6 +16,7 @@ from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied, leaves
 from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.op import AnyOp, Arguments
+from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.runner.activations import choose_activations
@@ -174,17 +175,17 @@ def format_of(value: Any) -> str:
     return ", ".join(found)
 
 
-def _stored(weight: QuantizedTensor | ScaledTensor) -> str:
+def _stored(weight: QuantizedTensor | ScaledTensor | A8Fp8 | A8Mxfp4) -> str:
     if isinstance(weight, ScaledTensor):
         four = "nvfp4" if weight.group == NVFP4_GROUP else "mxfp4"
         return four if weight.element_bits == 4 else "fp8"
     if isinstance(weight, Nvfp4Tensor):
         return "nvfp4"
-    return "fp8" if isinstance(weight, Fp8BlockTensor) else "mxfp4"
+    return "fp8" if isinstance(weight, Fp8BlockTensor | A8Fp8) else "mxfp4"
 
 
 def _formats(value: Any) -> Iterator[str]:
-    if isinstance(value, QuantizedTensor | ScaledTensor):
+    if isinstance(value, QuantizedTensor | ScaledTensor | A8Fp8 | A8Mxfp4):
         yield f"{_stored(value)} x {value.activations}"
     elif isinstance(value, PagedPool):
         yield f"{value.format} entries"

@@ -1,0 +1,67 @@
+# mypy: ignore-errors
+"""a8 rows for FP8 products on sm_90: E4M3 codes, and scales transposed, one row per 128 columns.
+
+One program holds a row in registers. With a `route` row i is that of the i-th sorted pair's token,
+so that the rows of an expert are contiguous. Columns are padded with zeros to a multiple of 128.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.core.helpers_device import to_e4m3
+from dsv4.ops.core.launch import ROW_WARPS, launch_options
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.quantize_rows import A8_GROUP
+from dsv4.ops.gemm.quantize_rows_triton import a8_scale
+
+
+@dataclass(frozen=True)
+class A8Rows:
+    codes: torch.Tensor  # float8_e4m3fn [rows, columns]
+    scales: torch.Tensor  # float32 [columns / 128, rows or more]
+
+    @property
+    def num_rows(self) -> int:
+        return self.codes.shape[0]
+
+
+@triton.jit
+def _a8_rows_kernel(
+    x, x_stride, size, codes, columns, scales, scale_stride, pairs, chosen,
+    GATHER: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if GATHER:
+        source = (tl.load(pairs + row) // chosen).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = tl.load(x + source * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    power, inverse = a8_scale(value)
+    live = group < columns // 128
+    tl.store(codes + row * columns + column, to_e4m3(value * inverse[:, None]), mask=live[:, None])
+    scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    tl.store(scales + group * scale_stride + row, scale, mask=live)
+
+
+def make_a8_rows(x, name: str, *, route=None, chosen: int = 1) -> A8Rows:
+    """`x` `[rows, size]` quantised into the workspace `name`; with a `route` and `chosen` experts
+    per token, a row per pair."""
+    size = x.shape[1]
+    count = x.shape[0] * chosen if route is not None else x.shape[0]
+    columns = triton.cdiv(size, A8_GROUP) * A8_GROUP
+    stride = triton.cdiv(count, 4) * 4  # descriptors need multiples of 16 bytes
+    codes = workspace(x.device, f"{name}_codes", count * columns, torch.uint8)
+    codes = codes[: count * columns].view(torch.float8_e4m3fn).view(count, columns)
+    scales = workspace(x.device, f"{name}_scales", columns // A8_GROUP * stride, torch.float32)
+    scales = scales[: columns // A8_GROUP * stride].view(-1, stride)
+    groups = triton.next_power_of_2(columns // A8_GROUP)
+    _a8_rows_kernel[(count,)](
+        x, x.stride(0), size, codes, columns, scales, stride,
+        x if route is None else route.sorted_pairs, chosen, GATHER=route is not None,
+        GROUPS=groups, **launch_options(ROW_WARPS if groups <= 64 else 8),
+    )  # fmt: skip
+    return A8Rows(codes, scales)

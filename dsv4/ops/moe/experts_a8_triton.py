@@ -1,0 +1,55 @@
+# mypy: ignore-errors
+"""`experts` with a8 rows on sm_90: FP8 products of MXFP4 experts (gemm/a8/fp8_product_triton.py).
+
+Pairs are sorted by expert and split into tiles, which gather the quantised rows of their tokens.
+The first product clamps, activates, weights and rounds to bf16, one launch quantises the result,
+and the second writes each pair's row. Rows are summed in the order of a token's experts, the shared
+one last.
+"""
+
+import torch
+
+from dsv4.ops.core.launch import a8_reason
+from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, multiply_experts
+from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+from dsv4.ops.gemm.weights.a8 import A8Mxfp4
+from dsv4.ops.moe import experts_triton
+from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+from dsv4.ops.moe.shared_expert_triton import combine
+
+
+def supports(x, experts, weights, by) -> str | None:
+    return experts_triton.choice_reason(experts, weights) or weights_reason(x, by)
+
+
+def weights_reason(x, by) -> str | None:
+    if not (isinstance(by.w13, A8Mxfp4) and isinstance(by.w2, A8Mxfp4)):
+        return "the experts do not ask for a8 rows on sm_90"
+    if not by.w13.paired or by.w2.paired:
+        return "the experts' matrices are tiled for another use"
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
+        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
+    reason = experts_triton.separate_reason(by.shared_w13, by.shared_w2)
+    return reason or a8_reason(x.device)
+
+
+def run(x, experts, weights, by, bm=None):
+    """`bm`: rows per tile, for tests."""
+    num_tokens, chosen = experts.shape
+    w13, w2 = by.w13, by.w2
+    extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit)
+    num_pairs, inner = experts.numel(), w2.columns
+    z = workspace(x.device, "experts_z", num_pairs * inner, torch.bfloat16)
+    z = z[: num_pairs * inner].view(num_pairs, inner)
+    parts = workspace(x.device, "a8_parts", num_pairs * w2.rows, torch.float32)
+    parts = parts[: num_pairs * w2.rows].view(num_pairs, w2.rows)
+    bm = bm or choose_rows(num_tokens * chosen / w2.shape[0], most=128)
+    table = group_by_expert(experts, w2.shape[0], bm)
+    rows = make_a8_rows(x, "a8_pairs")
+    multiply_experts(rows, w13, z, table, bm, weights=weights, chosen=chosen, limit=by.limit)
+    rows = make_a8_rows(z, "a8_pairs")
+    multiply_experts(rows, w2, parts, table, bm)
+    y = torch.empty_like(x)
+    combine(parts, extra, y, chosen)
+    return y

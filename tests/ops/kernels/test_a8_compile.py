@@ -1,0 +1,52 @@
+"""Compile FP8 products of a8 rows for sm_90, at the sizes of V4-Flash, without a GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
+
+
+def test_kernels_compile() -> None:
+    pytest.importorskip("triton", reason="the compiler is absent")
+    rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90)
+    products = [row for row in rows if row["kernel"] == "_a8_kernel"]
+    assert {row["kernel"] for row in rows} == {"_a8_kernel", "_a8_rows_kernel"}
+    assert len(products) == 9
+    for row in rows:
+        check_limits(row, 0, 90)
+    for row in products:
+        # all by the same instruction, whose bits do not depend on the number of rows
+        assert row["products"], row["case"]
+        for product in row["products"]:
+            assert product.startswith("wgmma.mma_async"), f"{row['case']}: {product}"
+            assert product.endswith("k32.f32.e4m3.e4m3"), f"{row['case']}: {product}"
+        if counts_are_known():
+            assert row["hot_reloads"] == 0, row["case"]
+
+
+def launches(capability: int) -> Iterator[Launch]:
+    from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
+    from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
+
+    x = torch.zeros(256, 4096, dtype=torch.bfloat16)
+    yield "a8 rows", lambda: make_a8_rows(x, "rows")
+    rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
+    matrix = A8Fp8(torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.ones(8, 32))
+    for bm in (16, 32, 64):
+        out = torch.empty(256, 1024, dtype=torch.bfloat16)
+        yield f"a8 fp8 {bm}", lambda bm=bm, out=out: multiply_rows(rows, matrix, out, bm=bm)
+    route = ExpertTiles(RouteTable(*torch.zeros(4, 256, dtype=torch.int32)), 4)
+    words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
+    for bm in (16, 64, 128):
+        for up in (True, False):
+            weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)
+            out = torch.empty(256, 256 if up else 512, dtype=torch.bfloat16)
+            given = {"weights": torch.ones(256), "chosen": 2, "limit": 10.0} if up else {}
+            yield (
+                f"a8 mxfp4 {bm} {'up' if up else 'down'}",
+                lambda w=weight, o=out, b=bm, g=given: multiply_experts(rows, w, o, route, b, **g),
+            )

@@ -1,0 +1,67 @@
+"""FP8 products of a8 rows on a Hopper GPU: cases, and rows that do not depend on their batch."""
+
+import pytest
+import torch
+
+from dsv4.ops import OPS
+from dsv4.ops.core.arguments import copied
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["linear", "experts"])
+def test_kernels_match_references(name: str) -> None:
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    op, num_run = OPS[name], 0
+    for case in op.cases():
+        if "with a8 rows" in case.name:
+            arguments = copied(case.build(torch.Generator().manual_seed(1)), lambda t: t.cuda())
+            [kernel] = [kernel for kernel in op.kernels if kernel.supports(arguments) is None]
+            found, wanted = kernel.run(arguments), op.reference(**arguments)
+            compare(case.name, wanted, found, case.atol, case.rtol)
+            num_run += 1
+    assert num_run == 3
+
+
+def test_rows_do_not_depend_on_their_batch() -> None:
+    """1 to 3,000 rows, with ranges of K in parallel and in sequence; one row has NaN."""
+    from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import random_a8_fp8
+
+    weight = random_a8_fp8(1024, 4096, torch.Generator().manual_seed(2)).to("cuda")
+    x = torch.randn(3000, 4096, device="cuda").bfloat16()
+    x[7, 9] = float("nan")
+
+    def product(rows: torch.Tensor, **how: object) -> torch.Tensor:
+        out = torch.empty(len(rows), 1024, device="cuda")
+        multiply_rows(make_a8_rows(rows, "test"), weight, out, **how)
+        return out.nan_to_num(7e7)
+
+    wanted = product(x)
+    assert (wanted[7] == 7e7).all()
+    assert (wanted[8] != 7e7).all()
+    for count in (1, 16, 17, 33, 65, 500):
+        assert torch.equal(product(x[5 : 5 + count]), wanted[5 : 5 + count])
+    for bm in (16, 32, 64):
+        for parallel in (True, False):
+            assert torch.equal(product(x, bm=bm, parallel=parallel), wanted)
+
+
+def test_experts_do_not_depend_on_the_height_of_their_tile() -> None:
+    from dsv4.ops.moe import experts_a8_triton as kernel
+
+    [case] = [c for c in OPS["experts"].cases() if "with a8 rows" in c.name and not c.small]
+    arguments = copied(case.build(torch.Generator().manual_seed(1)), lambda t: t.cuda())
+    wanted = kernel.run(**arguments)
+    for bm in (16, 32, 64, 128):
+        assert torch.equal(kernel.run(**arguments, bm=bm), wanted)
+    rows = {n: v[40:41] if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+    assert torch.equal(kernel.run(**rows), wanted[40:41])

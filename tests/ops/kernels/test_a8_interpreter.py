@@ -1,0 +1,162 @@
+"""FP8 products of a8 rows (sm_90) in Triton's interpreter: layouts, rows, products, row bits."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.errors import KernelError
+from dsv4.formats import fp8, mxfp4
+from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, activations_of
+from dsv4.ops.core.context import kernels_only
+from dsv4.ops.core.gpu import KNOWN, assume
+from dsv4.ops.gemm.quantize_rows import quantize_a8
+from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4, a8_weight
+from dsv4.ops.gemm.weights.repack import repack
+from tests.ops.kernels.compiling import interpreted
+
+
+@pytest.mark.parametrize("group", ["rows", "linear", "experts"])
+def test_kernels_match_references(group: str) -> None:
+    interpreted("tests.ops.kernels.test_a8_interpreter", group)
+
+
+def spread_mxfp4(spread: int, *shape: int) -> Mxfp4Tensor:
+    """Scales over `spread` + 1 powers of two; one group is zero under a tiny scale."""
+    generator = torch.Generator().manual_seed(3)
+    *lead, rows, columns = shape
+    power = torch.randint(0, spread + 1, (*lead, rows, columns // 32), generator=generator)
+    power[..., 0, 0], power[..., 0, 1] = 0, spread
+    size = torch.exp2(-power.float()).repeat_interleave(32, dim=-1)
+    values = torch.randint(1, 7, shape, generator=generator) * size
+    packed, scale = mxfp4.quantize(values * (1 - 2 * torch.randint(0, 2, shape)))
+    packed[..., 1, :16], scale[..., 1, 0] = 0, 0
+    return Mxfp4Tensor(packed, scale, activations="a8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "paired"),
+    [((128, 256), False), ((96, 160), True), ((3, 200, 288), False), ((2, 144, 64), True)],
+)
+def test_weights_keep_their_values(shape: tuple[int, ...], paired: bool) -> None:
+    weight = spread_mxfp4(9, *shape)
+    found = a8_weight(weight, paired=paired)
+    assert isinstance(found, A8Mxfp4)
+    assert found.shape == weight.shape
+    assert torch.equal(found.dequantize(), weight.dequantize())
+    if len(shape) == 3:
+        assert torch.equal(found[1].dequantize(), weight[1].dequantize())
+    assert torch.equal(a8_weight(weight, paired=False).dequantize(), weight.dequantize())
+
+
+def test_weights_that_e4m3_cannot_take_stay_wide(caplog: Any) -> None:
+    assert isinstance(a8_weight(spread_mxfp4(11, 128, 128), paired=False), A8Mxfp4)
+    wide = spread_mxfp4(12, 2, 128, 128)
+    assert "spread over 13 powers of two" in str(a8_weight(wide, paired=False))
+    fine = fp8.quantize_tiles(torch.randn(128, 256), 32)
+    stored = Fp8BlockTensor(*fine, 32, activations="a8")
+    assert "FP8 tiles of 32 x 32" in str(a8_weight(stored, paired=False))
+    codes = torch.zeros(128, 128, dtype=torch.uint8)
+    scale = torch.ones(128, 16).to(torch.float8_e4m3fn)
+    nvfp4 = Nvfp4Tensor(codes, scale, torch.ones(1), activations="a8")
+    with assume(KNOWN[90]):
+        found = repack("layers.0.ffn.experts.w13", wide)
+        assert activations_of(found) == activations_of(repack("x", stored)) == "a16"
+        assert activations_of(repack("layers.0.attn.wq_a.weight", nvfp4)) == "a16"
+        assert caplog.text.count("activations stay a16") == 3
+        with kernels_only(), pytest.raises(KernelError, match="spread over 13"):
+            repack("layers.0.ffn.experts.w13", wide)
+        tiles = Fp8BlockTensor(*fp8.quantize_tiles(torch.randn(200, 256)), 128, activations="a8")
+        found = repack("layers.0.attn.wq_a.weight", tiles)
+        assert isinstance(found, A8Fp8)
+        assert torch.equal(found.dequantize(), tiles.dequantize())
+        experts = repack("layers.0.ffn.experts.w13", spread_mxfp4(5, 2, 128, 128))
+        assert isinstance(experts, A8Mxfp4)
+        assert experts.paired
+
+
+# --- in the interpreter's process --------------------------------------------------------------
+
+
+def check_rows() -> None:
+    """The same bytes as the reference; rows of a route; NaN or Inf in a row."""
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+
+    x = torch.randn(7, 300) * torch.logspace(-4, 4, 7)[:, None]
+    x[1], x[2, 5], x[3, 299], x[4, 128] = 0, float("nan"), float("-inf"), 1e4
+    experts = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 2], [0, 1], [2, 0], [1, 0]])
+    route = group_by_expert(experts, 3, 16)
+    for rows, source in (
+        (make_a8_rows(x, "one"), x),
+        (make_a8_rows(x.bfloat16(), "two"), x.bfloat16()),
+        (make_a8_rows(x, "three", route=route.table, chosen=2),
+         x[route.table.sorted_pairs[:14].long() // 2]),
+    ):  # fmt: skip
+        codes, scales = quantize_a8(torch.nn.functional.pad(source.float(), (0, 84)))
+        assert torch.equal(rows.codes.float().nan_to_num(999), codes.float().nan_to_num(999))
+        found, finite = rows.scales[:, : rows.num_rows].T, codes[:, ::128].float().isfinite()
+        assert torch.equal(found[finite], torch.exp2(scales.float() - 127)[finite])
+
+
+def check_cases(name: str) -> None:
+    from dsv4.ops import OPS
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    op, num_run = OPS[name], 0
+    for case in op.cases():
+        if "with a8 rows" not in case.name or not case.small:
+            continue
+        arguments = case.build(torch.Generator().manual_seed(1))
+        [kernel] = [kernel for kernel in op.kernels if kernel.supports(arguments) is None]
+        assert kernel.name.endswith("_a8_triton")
+        compare(case.name, op.reference(**arguments), kernel.run(arguments), case.atol, case.rtol)
+        num_run += 1
+    assert num_run == 2
+
+
+def check_linear() -> None:
+    """Cases; a row has the same bits alone and in any tile, whether or not ranges run apart; NaN
+    stays in its row."""
+    from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import random_a8_fp8
+
+    check_cases("linear")
+    weight = random_a8_fp8(72, 1056, torch.Generator().manual_seed(2))
+    x = torch.randn(20, 1056)
+    x[3, 7], x[5], x[6] = float("inf"), 0, x[6] * 1e4
+    found = []
+    for rows, bm, parallel in ((x, 16, True), (x, 64, False), (x[6:7], 16, None)):
+        out = torch.full((len(rows), 72), float("nan"))
+        multiply_rows(make_a8_rows(rows, "rows"), weight, out, bm=bm, parallel=parallel)
+        found.append(out)
+    assert torch.equal(found[0].nan_to_num(7e7), found[1].nan_to_num(7e7))
+    assert torch.equal(found[2], found[0][6:7])
+    assert found[0].isnan().all(1).nonzero().flatten().tolist() == [3]
+    assert (found[0][5] == 0).all()
+
+
+def check_experts() -> None:
+    """Cases; tiles of any height give the same bits."""
+    from dsv4.ops.moe import experts_a8_triton as kernel
+    from dsv4.ops.moe.experts import cases
+
+    check_cases("experts")
+    [case] = [case for case in cases() if "40x160" in case.name and "a8 rows" in case.name]
+    arguments = case.build(torch.Generator().manual_seed(1))
+    wanted = kernel.run(**arguments)
+    assert torch.equal(kernel.run(**arguments, bm=16), wanted)
+    one = {key: value[9:10] if isinstance(value, torch.Tensor) else value
+           for key, value in arguments.items()}  # fmt: skip
+    assert torch.equal(kernel.run(**one), wanted[9:10])
+
+
+if __name__ == "__main__":
+    import tests.ops.kernels.shim  # noqa: F401 - repairs the interpreter
+    from tests.ops.kernels.test_weight_interpreter import poison_new_buffers
+
+    torch.manual_seed(0)
+    poison_new_buffers()
+    {"rows": check_rows, "linear": check_linear, "experts": check_experts}[sys.argv[1]]()
