@@ -225,8 +225,8 @@ def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
         raise OptionError(f"draft is {name!r}, but this checkpoint has {found}; use {use} or off")
     if name in ("mtp", "dspark") and choices.world > 1:
         raise OptionError(f"draft is {name!r}, which runs on one rank only; use lookup or off")
-    if name != "off" and (choices.pp > 1 or choices.attention == "dp"):
-        found = "attention=dp" if choices.attention == "dp" else f"pp {choices.pp}"
+    if name != "off" and (choices.pp > 1 or homes_of(choices) > 1):
+        found = f"pp {choices.pp}" if choices.pp > 1 else "attention=dp"
         raise OptionError(
             f"draft is {name!r} with {found}, expected one stage whose ranks divide heads; use "
             "draft=off, or tp alone"
