@@ -56,17 +56,20 @@ def swapper_of(engine: Engine) -> Swapper:
 
 
 def swap_at_random(swapper: Swapper) -> None:
-    """Another expert leaves before every step; some swaps take several steps."""
+    """Another expert leaves before every step; some swaps take several steps and pieces."""
     rng = random.Random(0)
 
     def between_steps() -> None:
         residency = swapper.residency
+        if residency.is_moving:
+            residency.copy_some(residency.layout.nbytes if rng.random() < 0.5 else 3000)
         if residency.is_moving and (rng.random() < 0.3 or not residency.finish_swap()):
             return
         inside, outside = (
             np.argwhere(m).tolist() for m in (residency.resident, ~residency.resident)
         )
         residency.begin_swap(tuple(rng.choice(inside)), tuple(rng.choice(outside)))
+        residency.copy_some(residency.layout.nbytes if rng.random() < 0.5 else 1000)
         swapper.num_swaps += 1
 
     swapper.between_steps = between_steps  # type: ignore[method-assign]
@@ -175,6 +178,30 @@ def test_swaps_need_a_reason() -> None:
     counts[0, 0] = -(2**31) + 2  # three more: it has wrapped
     use.read(counts)
     assert use.visits[0, 0] == pytest.approx(before * 0.98 + 3)
+
+
+def test_a_step_copies_only_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a pause before it; and a swap ends once all pieces are there."""
+    engine = Engine.load(folder, expert_memory=GB)
+    found = swapper_of(engine)
+    residency, now, copied = found.residency, 0.0, []
+    copy_some, nbytes = Residency.copy_some, residency.layout.nbytes
+    monkeypatch.setattr(
+        Residency, "copy_some", lambda self, n: (copied.append(n), copy_some(self, n))
+    )
+    monkeypatch.setattr(swapper.time, "perf_counter", lambda: now)
+    found._last, found._step_s = now, 1e-3
+    found._time_share = nbytes / 2.5 / 53e9 / 1e-3  # of a step of 1 ms: three for a swap
+    leaves, comes = (tuple(np.argwhere(m)[0]) for m in (residency.resident, ~residency.resident))
+    found._planned = [(leaves, comes)]
+    for step_s in (1e-3, 1e-3, 60.0, 1e-3):
+        now += step_s
+        found.between_steps()
+    assert copied == pytest.approx([nbytes / 2.5, nbytes / 2.5, 1.5 * nbytes / 2.5], abs=1)
+    assert found.num_swaps == 1
+    assert residency.resident[comes]
+    assert not residency.resident[leaves]
+    engine.close()
 
 
 def test_profiles_are_checked(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ class Residency:
             self.tables.append(table)
         self.offsets.copy_(host_rows)
         self._spare_slot, (self._spare_block,) = slots[0], blocks
-        self._moving: tuple[Expert, Expert, Any] | None = None
+        self._moving: tuple[Expert, Expert] | None = None
+        self._copied = 0  # bytes of each of the two
+        self._arrived: Any = None  # the end of the newest copy
         self._is_staging = False
         self._copies = torch.cuda.Stream() if self.on_gpu else None  # type: ignore[no-untyped-call]
         self._swaps = torch.cuda.Stream() if self.on_gpu else None  # type: ignore[no-untyped-call]
@@ -113,25 +115,35 @@ class Residency:
         """`resident` as it will be after the swap in flight."""
         found = self.resident.copy()
         if self._moving is not None:
-            leaves, comes, _ = self._moving
+            leaves, comes = self._moving
             found[leaves], found[comes] = False, True
         return found
 
     def begin_swap(self, leaves: Expert, comes: Expert) -> None:
-        """Start copying both experts, concurrently with the steps."""
         assert self._moving is None
         assert self.resident[leaves]
         assert not self.resident[comes]
+        self._moving, self._copied, self._arrived = (leaves, comes), 0, None
+
+    def copy_some(self, nbytes: int) -> None:
+        """Copy the next bytes of both experts after what is queued, concurrently with steps."""
+        assert self._moving is not None
+        leaves, comes = self._moving
+        some = slice(self._copied, min(self._copied + nbytes, self.layout.nbytes))
+        if some.start == some.stop:
+            return
         with self._stream(self._swaps):
-            self._spare_slot.copy_(self._block(comes), non_blocking=True)
-            self._spare_block.copy_(self._block(leaves), non_blocking=True)
-            self._moving = leaves, comes, self.recorded()
+            self._spare_slot[some].copy_(self._block(comes)[some], non_blocking=True)
+            self._spare_block[some].copy_(self._block(leaves)[some], non_blocking=True)
+            self._copied, self._arrived = some.stop, self.recorded()
 
     def finish_swap(self) -> bool:
-        """Point the tables at the new places if the copies have arrived. Call between steps."""
+        """Point the tables at the new places if all bytes have arrived. Call between steps."""
         assert self._moving is not None
-        leaves, comes, arrived = self._moving
-        if arrived is not None and not arrived.query():
+        leaves, comes = self._moving
+        if self._copied < self.layout.nbytes:
+            return False
+        if self._arrived is not None and not self._arrived.query():
             return False
         old_slot, old_block = self._block(leaves), self._block(comes)
         self._place(comes, self._spare_slot)

@@ -1,7 +1,7 @@
 """Swaps rarely visited experts for often visited ones, between steps and while they run.
 
-One swap is in flight at a time, and copies may take only a small share of step time, since both use
-the bus. Counts are read back without waiting for them.
+One swap is in flight at a time, in pieces: what is copied beside a step takes the bus only a small
+share of the step's time. Counts are read back without waiting for them.
 """
 
 import atexit
@@ -18,7 +18,8 @@ from dsv4.runner.experts.use import ExpertUse, write_profile
 
 log = logging.getLogger(__name__)
 
-TIME_SHARE = 0.02  # of step time, for copies
+TIME_SHARE = 0.02  # of a step, for copies
+LONGER = 1.5  # a step is at most this many times as long as the one before; the rest is a pause
 READ_EVERY = 32  # steps
 MOST_PLANNED = 64  # swaps, until counts are read again
 
@@ -34,8 +35,7 @@ class Swapper:
         self.residency, self.use, self.profile = residency, use, profile
         self.num_swaps = 0
         self._time_share = time_share
-        self._swap_s = residency.budget.block_bytes / COPY_GBS / 1e9
-        self._credit_s, self._last = 0.0, time.perf_counter()
+        self._step_s, self._last = 1e-3, time.perf_counter()
         self._steps = 0
         self._planned: list[Any] = []
         shape = residency.counts.shape
@@ -54,15 +54,13 @@ class Swapper:
         if self._arriving is True or (self._arriving is not None and self._arriving.query()):
             self._read()
         now = time.perf_counter()
-        earned = (now - self._last) * self._time_share
-        self._credit_s, self._last = min(self._credit_s + earned, 2 * self._swap_s), now
+        self._step_s, self._last = min(now - self._last, LONGER * self._step_s), now
         residency = self.residency
-        if residency.is_moving and not residency.finish_swap():
-            return
-        if self._planned and self._credit_s >= self._swap_s:
-            self._credit_s -= self._swap_s
+        if (not residency.is_moving or residency.finish_swap()) and self._planned:
             self.num_swaps += 1
             residency.begin_swap(*self._planned.pop(0))
+        if residency.is_moving:
+            residency.copy_some(int(self._step_s * self._time_share * COPY_GBS * 1e9))
 
     def _read(self) -> None:
         self._arriving = None
