@@ -184,7 +184,7 @@ def compiled_table() -> str:
             f"{most['shared'] >> 10} of {limit >> 10} | {hot} | {len(outside)} |"
         )
     return (
-        f"Compiled with Triton {facts['triton']} on {facts['date']} from one tree "
+        f"Compiled with Triton {facts['triton']} on {facts['date']} "
         f"([record](../{record_path(COMPILED)})):\n\n"
         "| | kernels | configurations | most registers | most shared memory, KB | reloads in loops "
         "with products | kernels that spill elsewhere |\n|---|---|---|---|---|---|---|\n"
