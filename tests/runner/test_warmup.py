@@ -199,6 +199,8 @@ def test_the_guard_sees_compilations() -> None:
     with guard.watch(strict=True):  # not armed yet: anything goes
         pass
     guard.arm()
+    with guard.watch(strict=True):  # sets the hook
+        pass
 
     def compile_something() -> None:
         triton.knobs.compilation.listener(src=SimpleNamespace(name="_new_kernel"))
