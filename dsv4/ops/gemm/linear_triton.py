@@ -252,7 +252,7 @@ def supports(x, weights, out_dtypes) -> str | None:
     return None
 
 
-def run(x, weights, out_dtypes):
+def run(x, weights, out_dtypes) -> list[torch.Tensor]:
     outs = [
         torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
         for weight, dtype in zip(weights, out_dtypes, strict=True)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`experts` with low-precision activations (sm_100): the products of gemm/scaled_triton.py.
+"""`experts` with low-precision activations (sm_100): the products of gemm/scaled_product_triton.py.
 
 Pairs are sorted by expert and split into tiles. With few tokens a tile gathers the quantised rows
 of its tokens; with many, rows are quantised once per pair, contiguous for each tile, so that
