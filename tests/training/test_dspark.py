@@ -7,6 +7,7 @@ import pytest
 from dsv4 import Engine, SamplingParams
 from dsv4.config import EngineConfig
 from dsv4.runner.load import load_model
+from tests.test_drafting import verify_everything
 from training.dspark import SHAPE, assemble
 
 PROMPTS = ["What is 17 + 25?", "What is the capital of France?"]
@@ -21,6 +22,8 @@ def test_drafts_are_mostly_right_and_change_nothing(folder: Path) -> None:
     answers = []
     for draft in ("off", "dspark"):
         engine = Engine.load(folder, device="cpu", draft=draft, max_context=512)
+        if engine._drafting is not None:
+            verify_everything(engine._drafting)  # not only while that is measured to be faster
         params = SamplingParams(max_tokens=24, temperature=0.0, logprobs=1)
         found = engine.generate(PROMPTS, params)
         found += engine.generate(PROMPTS[:1], SamplingParams(max_tokens=24, seed=5))
