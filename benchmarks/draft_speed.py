@@ -1,12 +1,17 @@
 """Drafting end to end with a chosen acceptance: random layers, a real drafter's cost, real steps.
 
-    python benchmarks/draft_speed.py --layers 30 --batch 1 --acceptance 0.6,0.7,0.8 --record FILE
+    python benchmarks/draft_speed.py --own-layers 12 --batch 1 --experts 9.7 --record FILE
 
 An engine without drafts answers first. Then an engine with draft blocks of the checkpoint's shape
 answers the same requests under `auto`: blocks run as always, right tokens replace their drafts,
 each made wrong with probability `1 - acceptance`. Answers must be equal. Random weights route every
 token independently, where real neighbours share experts: `--experts 9.7` makes some experts more
-popular until two rows of a step visit that many (docs/drafting.md). One line of the record per run.
+popular until two rows of a step visit that many (docs/drafting.md). One line of the record per run,
+then one per width with the parts of a step: what the GPU computes, and the rest of the step's time.
+
+Flash does not fit one GPU. With `--own-layers 12` later layers use the weights of these: as many
+launches and bytes as the whole model, and between two uses of a weight far more than the L2 cache
+holds are read.
 """
 
 import argparse
@@ -20,29 +25,53 @@ from typing import Any
 
 import torch
 
+import dsv4.runner.buffers
 from dsv4 import Engine, SamplingParams
 from dsv4.chat.dialect import choose_dialect
-from dsv4.checkpoint.names import draft_parameters
+from dsv4.checkpoint.names import draft_parameters, parameters
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.formats.quantized import Weight
 from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
+from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.request import Request
 from dsv4.runner.load import LoadedModel
+from dsv4.runner.plan import DraftPart, Key
 from dsv4.runner.settings import resolve
+from dsv4.runner.step.line import step_line
+from dsv4.runner.step.shape import StepShape
 from dsv4.scheduler import SequenceState
 from dsv4.scheduler.drafts import REST_STEPS, Drafting, Given
 from dsv4.tools.bench_ops import run_facts
 from dsv4.tools.speed.model import (
     decode_step,
     filled_state,
-    random_model,
     random_weight,
     shape_config,
     start_at,
 )
-from dsv4.tools.speed.steps import experts_used
+from dsv4.tools.speed.steps import elapsed_ms, experts_used
 
-PROMPT = 96
+PROMPT, LEARNED = 96, 64  # tokens
+MANY = 32  # sequences: shorter prompts and answers
+
+
+def random_layers(config: ModelConfig, own: int, device: torch.device) -> Transformer:
+    """A model whose first `own` layers have weights; later ones use those of a layer like them."""
+    torch.manual_seed(0)
+    table: dict[str, Weight] = {}
+    ratios = config.compress_ratios
+    for name, parameter in parameters(config).items():
+        start, _, rest = name.partition(".")
+        number, _, rest = rest.partition(".")
+        if start == "layers" and int(number) >= own:
+            layer = int(number)
+            first = config.num_hash_layers
+            like = [i for i in range(first, own) if ratios[i] == ratios[layer]]
+            table[name] = table[f"layers.{like[layer % len(like)]}.{rest}"]
+        else:
+            table[name] = random_weight(name, parameter, config, device)
+    return Transformer(config, table, torch.bfloat16)
 
 
 def correlate(model: Transformer, wanted: float, seed: int = 5) -> dict[str, float]:
@@ -92,29 +121,73 @@ def requests(batch: int, tokens: int, vocab_size: int) -> list[Request]:
     return [
         Request(
             str(number),
-            tuple(rng.choices(range(vocab_size), k=PROMPT)),
+            tuple(rng.choices(range(vocab_size), k=PROMPT if batch < MANY else PROMPT // 4)),
             replace(params, seed=number),
         )
         for number in range(batch)
     ]
 
 
-def run(engine: Engine, wanted: list[Request]) -> tuple[dict[str, list[int]], float, int]:
-    """Answers, milliseconds a token of one sequence while all decode, and steps."""
+def run(engine: Engine, wanted: list[Request]) -> tuple[dict[str, list[int]], float, float]:
+    """Answers, and while all decode: milliseconds a token of one sequence, tokens of it a step."""
     answers: dict[str, list[int]] = {request.id: [] for request in wanted}
     for request in wanted:
         engine.add(request)
-    begin, first, steps = 0.0, 0, 0
+    begin, first, steps, result = 0.0, 0, 0, (0.0, 0.0)
     while engine.num_unfinished:
         for output in engine.step():
             answers[output.request_id] += output.token_ids
-        if begin:
-            steps += 1
-        elif all(answers.values()):  # the prompts are read
-            begin, first = time.perf_counter(), sum(map(len, answers.values()))
-    seconds = time.perf_counter() - begin
-    made = sum(map(len, answers.values())) - first
-    return answers, seconds * 1e3 / (made / len(wanted)), steps
+        steps += 1
+        if not begin:
+            if all(answers.values()):  # the prompts are read
+                begin, first, steps = time.perf_counter(), sum(map(len, answers.values())), 0
+        elif not result[0] and engine.num_unfinished < len(wanted):
+            made = (sum(map(len, answers.values())) - first) / len(wanted)
+            result = (time.perf_counter() - begin) * 1e3 / made, made / steps
+    return answers, *result
+
+
+def few_shapes(batches: list[int]) -> None:
+    """Engines capture steps of these batches and one size of prompts: they start sooner."""
+    dsv4.runner.buffers.batch_sizes = lambda most: [n for n in batches if n <= most]
+    dsv4.runner.buffers.token_sizes = lambda most: [most]
+
+
+def parts(engine: Engine, whole: dict[int, float]) -> list[dict[str, Any]]:
+    """Milliseconds of the parts of a step of one sequence, by rows; `rest`: what the `whole` step
+    takes beyond them, in which the GPU waits for the host."""
+    runner = engine._runner
+    assert runner.drafter is not None
+    context, found = runner.buffers.contexts[0], []
+    drafts: Key = DraftPart("drafts", runner.drafter.shape(1))
+
+    def ms(key: Key) -> float:
+        def replays() -> None:
+            for _ in range(20):
+                runner._run(key)
+
+        with torch.inference_mode(), runner.ops.active():
+            replays()
+            return elapsed_ms(replays, runner.device) / 20
+
+    assert runner.buffers.verify is not None
+    for rows in (1, *runner.buffers.verify.widths):
+        shape = StepShape(rows, 1, context, rows == 1, width=rows)
+        place = torch.zeros_like(runner.buffers.step.line)
+        at = step_line(shape).views(place)
+        at["starts"].fill_(PROMPT - 8)
+        at["most" if rows > 1 else "ends"].fill_(PROMPT - 8 + rows)
+        at["token_ids"].random_(0, engine.config.vocab_size)
+        at["token_ids"][0] = NEWEST
+        runner.buffers.step.line.copy_(place)
+        keys: dict[str, Key] = {"model": shape, "draft_keys": DraftPart("draft keys", shape)}
+        keys["sampling"] = 1 if rows == 1 else DraftPart("verify sampling", shape)
+        keys["drafts"] = drafts
+        times = {name: ms(key) for name, key in keys.items()}
+        made = sum(times.values()) if rows > 1 else times["model"] + times["sampling"]
+        step = {"step": whole[rows], "rest": whole[rows] - made} if rows in whole else {}
+        found.append({"rows": rows, **{k: round(v, 4) for k, v in {**times, **step}.items()}})
+    return found
 
 
 def make_engine(loaded: LoadedModel, choices: dict[str, Any], memory: int) -> Engine:
@@ -150,86 +223,118 @@ def forget(drafting: Drafting) -> None:
     drafting._gain, drafting._num_paid, drafting._num_idle = 1.0, 0, 0
 
 
+class Trial:
+    """One model, its draft blocks, and what was measured with them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
+        self.config = with_drafter(shape_config(args.shape, args.layers), args.drafter)
+        self.batches = [int(n) for n in args.batch.split(",")]
+        few_shapes(self.batches)
+        with torch.inference_mode():
+            own = args.own_layers or self.config.num_layers
+            model = random_layers(self.config, own, self.device)
+            self.block = draft_blocks(model, self.config, self.device)
+            overlap = correlate(model, args.experts) if args.experts else {}
+        self.loaded = LoadedModel(model, None, Path(__file__).parent)  # type: ignore[arg-type]
+        self.facts = {"shape": args.shape, "layers": self.config.num_layers, "own_layers": own}
+        self.facts |= overlap
+        self.lines: list[dict[str, Any]] = [{"run": run_facts()}]
+        self.plain: dict[int, tuple[dict[str, list[int]], float]] = {}
+        self.all_same = True
+
+    def engine(self, draft: str, draft_tokens: int | None = None) -> Engine:
+        choices = {
+            "device": self.args.device, "max_sequences": max(self.batches), "max_context": 1024,
+            "chunk_tokens": 256, "kv_format": "fp8", "index_format": "fp8", "dtype": "bfloat16",
+            "prefix_cache": False, "max_gap_ms": 0.0, "draft": draft, "draft_tokens": draft_tokens,
+        }  # fmt: skip
+        block = None if draft == "off" else self.block
+        return make_engine(replace(self.loaded, draft=block), choices, 12 * 10**9)
+
+    def requests(self, batch: int, tokens: int | None = None) -> list[Request]:
+        most = (tokens or self.args.tokens) // max(1, min(batch // 16, 4))
+        return requests(batch, most, self.config.vocab_size)
+
+    def tell(self, **result: Any) -> None:
+        self.lines.append({"result": {**self.facts, **result}})
+        sys.stdout.write(json.dumps(self.lines[-1]["result"]) + "\n")
+        sys.stdout.flush()
+        if self.args.record:
+            self.args.record.parent.mkdir(parents=True, exist_ok=True)
+            self.args.record.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+
+    def run_plain(self) -> None:
+        engine = self.engine("off")
+        for batch in self.batches:
+            run(engine, self.requests(batch, LEARNED))
+            truth, ms, _ = run(engine, self.requests(batch))
+            self.plain[batch] = truth, ms
+            self.tell(draft="off", batch=batch, ms_per_token=round(ms, 4))
+        engine.close()
+
+    def run_drafts(self, most: int) -> None:
+        engine = self.engine("auto", most)
+        whole: dict[int, float] = {}  # step times of one sequence
+        for acceptance in map(float, self.args.acceptance.split(",")):
+            for batch in self.batches:
+                found = self._run_one(engine, batch, most, acceptance)
+                whole |= found if batch == 1 else {}
+        if 1 in self.batches:
+            for found in parts(engine, whole):
+                self.tell(draft=self.args.drafter, batch=1, draft_tokens=most, parts=found)
+        engine.close()
+
+    def _run_one(
+        self, engine: Engine, batch: int, most: int, acceptance: float
+    ) -> dict[int, float]:
+        drafting, (truth, plain) = engine._drafting, self.plain[batch]
+        assert drafting is not None
+
+        def replaced(sequence: SequenceState) -> Replaced:
+            known = [*sequence.request.prompt_ids, *truth[sequence.request.id]]
+            return Replaced(known, acceptance, sequence.seed, self.config.vocab_size)
+
+        drafting._make = replaced
+        forget(drafting)
+        run(engine, self.requests(batch, LEARNED))  # learns what steps cost
+        before = engine.stats()
+        forget(drafting)
+        answers, ms, tokens = run(engine, self.requests(batch))
+        after, same = engine.stats(), answers == truth
+        self.all_same &= same
+        self.tell(
+            draft=self.args.drafter, batch=batch, draft_tokens=most, acceptance=acceptance,
+            ms_per_token=round(ms, 4), speedup=round(plain / ms, 3),
+            tokens_per_step=round(tokens, 2),
+            drafted=after.num_drafted - before.num_drafted,
+            accepted=after.num_accepted - before.num_accepted, same=same,
+        )  # fmt: skip
+        return {1: drafting.plain.near(1) or 0.0, **drafting.times._ms}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", default="flash", help="flash, pro or trial")
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=384, help="of each answer")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--own-layers", type=int, default=None, help="with weights of their own")
+    parser.add_argument("--batch", default="1")
+    parser.add_argument(
+        "--tokens", type=int, default=384, help="of each answer; fewer from batch 32"
+    )
     parser.add_argument("--acceptance", default="0.6,0.7,0.8")
     parser.add_argument("--drafter", default="mtp", choices=("mtp", "dspark"))
     parser.add_argument("--draft-tokens", default="1,3,5")
     parser.add_argument("--experts", type=float, default=0.0, help="that two rows visit")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--record", type=Path)
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    config = with_drafter(shape_config(args.shape, args.layers), args.drafter)
-    with torch.inference_mode():
-        model, _ = random_model(config, device)
-        block = draft_blocks(model, config, device)
-        overlap = correlate(model, args.experts) if args.experts else {}
-    lines: list[dict[str, Any]] = [{"run": run_facts()}]
-    facts = {"shape": args.shape, "layers": config.num_layers, "batch": args.batch, **overlap}
-    choices = {
-        "device": args.device, "max_sequences": args.batch, "max_context": 1024,
-        "chunk_tokens": 256, "kv_format": "fp8", "index_format": "fp8", "dtype": "bfloat16",
-        "prefix_cache": False, "max_gap_ms": 0.0,
-    }  # fmt: skip
-    memory = 6 * 10**9
-    folder = Path(__file__).parent
-    wanted = requests(args.batch, args.tokens, config.vocab_size)
-    loaded = LoadedModel(model, None, folder)  # type: ignore[arg-type]
-
-    def tell(**result: Any) -> None:
-        lines.append({"result": {**facts, **result}})
-        sys.stdout.write(json.dumps(lines[-1]["result"]) + "\n")
-        sys.stdout.flush()
-        if args.record:
-            args.record.parent.mkdir(parents=True, exist_ok=True)
-            args.record.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    engine = make_engine(loaded, {**choices, "draft": "off"}, memory)
-    run(engine, wanted)
-    truth, plain, _ = run(engine, wanted)
-    tell(draft="off", ms_per_token=round(plain, 4))
-    engine.close()
-    del engine
-    different = 0
-    for most in map(int, args.draft_tokens.split(",")):
-        engine = make_engine(
-            replace(loaded, draft=block),
-            {**choices, "draft": "auto", "draft_tokens": most},
-            memory,
-        )
-        for acceptance in map(float, args.acceptance.split(",")):
-            drafting = engine._drafting
-            assert drafting is not None
-
-            def replaced(sequence: SequenceState, chance: float = acceptance) -> Replaced:
-                known = [*sequence.request.prompt_ids, *truth[sequence.request.id]]
-                return Replaced(known, chance, sequence.seed, config.vocab_size)
-
-            drafting._make = replaced
-            forget(drafting)
-            run(engine, wanted)  # learns what steps cost
-            before = engine.stats()
-            forget(drafting)
-            answers, ms, steps = run(engine, wanted)
-            after = engine.stats()
-            different += answers != truth
-            tell(
-                draft=args.drafter, draft_tokens=most, acceptance=acceptance,
-                ms_per_token=round(ms, 4),
-                speedup=round(plain / ms, 3), tokens_per_step=round(args.tokens / steps, 2),
-                drafted=after.num_drafted - before.num_drafted,
-                accepted=after.num_accepted - before.num_accepted, same=answers == truth,
-            )  # fmt: skip
-        engine.close()
-        del engine
-        if device.type == "cuda":
+    trial = Trial(parser.parse_args())
+    trial.run_plain()
+    for most in map(int, trial.args.draft_tokens.split(",")):
+        trial.run_drafts(most)
+        if trial.device.type == "cuda":
             torch.cuda.empty_cache()
-    sys.exit(bool(different))
+    sys.exit(not trial.all_same)
 
 
 if __name__ == "__main__":
