@@ -15,7 +15,7 @@ from dsv4.cli import app
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.request import SamplingParams
-from dsv4.tools.plan_weights import scheme_named, weight_bytes
+from dsv4.tools.plan_weights import parameter_bytes, scheme_named, weight_bytes
 from dsv4.tools.speed.model import (
     decode_step,
     filled_state,
@@ -109,6 +109,15 @@ def test_zipf_routing_is_what_it_says() -> None:
         shares[routing] = (counts / counts.sum()).sort(descending=True).values
     assert shares["even"][0] < 0.16
     assert shares["zipf:1"][0] > 0.25  # 0.37 of the first draw
+
+
+def test_steps_with_placed_experts_run_beside_the_planned_state() -> None:
+    """Memory in use can only be compared with the plan if everything planned is there."""
+    bench = PlacedBench("trial", 3, "cpu", "all")
+    pools = [pool for layer in bench.state.layers for _, pool in layer.pools()]
+    held = sum(part.nbytes for pool in pools for part in pool.parts.values())
+    weights = sum(parameter_bytes(bench.config, scheme_named("official")).values())
+    assert 0.8 * (bench.planned - weights) < held < bench.planned - weights  # rows of slots besides
 
 
 @torch.inference_mode()

@@ -115,8 +115,8 @@ def _show_placed(
     case: dict[str, Any], sizes: list[str], record: Path | None, plot: Path | None
 ) -> None:
     """Steps when not all experts fit on the GPU, for each size of its expert memory."""
-    from dsv4.tools.speed.placed import bench_placed, exponent_of, line_of, picture
-    from dsv4.tools.speed.report import write_record
+    from dsv4.tools.speed.placed import bench_placed, exponent_of
+    from dsv4.tools.speed.report import placed_line, share_picture, write_record
 
     check_writable(files=(record, plot))
     for routing in case["routings"]:
@@ -126,14 +126,14 @@ def _show_placed(
         stage("making random weights")
         for row in bench_placed(**case, expert_memory=size):
             stage.pause()
-            Console().print(line_of(row), highlight=False, soft_wrap=True)
+            Console().print(placed_line(row), highlight=False, soft_wrap=True)
             rows.append(row)
             if record is not None:
                 write_record(record, [asdict(row) for row in rows])
             stage("timing steps")
     stage.pause()
     if plot is not None:
-        plot.write_text(picture(rows), encoding="utf-8")
+        plot.write_text(share_picture(rows), encoding="utf-8")
 
 
 def _acceptance(draft: str) -> float | None:

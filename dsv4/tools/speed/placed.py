@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.cache.state import StateTensors
 from dsv4.checkpoint.names import Parameter, parameters
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
@@ -69,7 +70,7 @@ class PlacedResult:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A generated model and the memory it takes."""
+    """A generated model and the most memory it took so far."""
 
     line: str
     seconds: float
@@ -169,6 +170,14 @@ class RandomPlaced:
             torch.cuda.synchronize(self.device)
 
 
+def planned_state(settings: Settings, config: ModelConfig) -> StateTensors:
+    """What an engine with these settings allocates; timed steps have a state of their own, but
+    memory is to be as full as the engine's."""
+    geometry, slots = settings.geometry(config), settings.max_sequences
+    num_pages = geometry.num_pages(settings.max_context, slots, settings.state_tokens)
+    return StateTensors(geometry, slots, num_pages, settings.device)
+
+
 class PlacedBench(RandomPlaced):
     def __init__(self, shape: str, layers: int | None, device: str, expert_memory: str) -> None:
         self.shape, config = shape, shape_config(shape, layers)
@@ -178,13 +187,18 @@ class PlacedBench(RandomPlaced):
         )  # fmt: skip
         hashed = replace(config, num_hash_layers=config.num_layers)
         super().__init__(hashed, choices, torch.device(device))
+        self.state = planned_state(self.choice.settings, self.config)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # free the generator's memory
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def made(self) -> PlacedModel:
         used = kept = 0
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            used, chunk = total - free, self.choice.settings.chunk_tokens
-            kept = kept_free(total, self.config, chunk)
+            outside = total - free - torch.cuda.memory_reserved(self.device)
+            used = outside + torch.cuda.max_memory_reserved(self.device)
+            kept = kept_free(total, self.config, self.choice.settings.chunk_tokens)
         line = str(self.budget) if self.budget else "experts: all stay on the GPU"
         sizes = (round(size / 1e9, 2) for size in (used, self.planned, kept))
         pinning = self.swapper.residency.host.seconds if self.swapper else 0.0
@@ -324,14 +338,15 @@ def bench_placed(
     device: str,
     expert_memory: str,
 ) -> Iterator[PlacedModel | PlacedResult]:
-    """`cases`: batch and context of decode steps."""
+    """`cases`: batch and context of decode steps. Even routing has little to settle."""
     bench = PlacedBench(shape, layers, device, expert_memory)
     yield bench.made()
     try:
         for routing in routings:
             bench.route(routing)
+            first = settle if exponent_of(routing) else min(settle, TIMED)
             for index, (batch, context) in enumerate(cases):
-                yield bench.decode(batch, context, routing, 1 if index else settle)
+                yield bench.decode(batch, context, routing, 1 if index else first)
                 _give_back(bench.device)
         for tokens in prompts:
             yield bench.prompt(tokens, routings[-1])
@@ -348,52 +363,3 @@ def bench_placed(
 def _give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def line_of(row: PlacedModel | PlacedResult) -> str:
-    if isinstance(row, PlacedModel):
-        return (
-            f"{row.line}; after {row.seconds:g} s ({row.pinning_s:g} of them pinning), "
-            f"{row.gpu_gb:g} GB of the GPU are used, planned were {row.planned_gb:g} GB "
-            f"and {row.step_gb:g} GB for a step"
-        )
-    size = f"{row.context} tokens" if row.what == "prompt" else f"{row.batch} x {row.context}"
-    return (
-        f"{row.what} {row.shape} {row.layers} layers, {size}, {row.routing}: {row.ms:.3f} ms "
-        f"(spread {row.spread_ms:.3f}), {row.tokens_per_s} tok/s, "
-        f"{100 * row.resident_share:.1f} % resident, {row.missing_mb:g} MB from the host "
-        f"({row.missing_gbs:g} GB/s), {row.num_swaps} swaps"
-    )
-
-
-def picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
-    """An SVG: milliseconds per token of one sequence against the share of resident experts."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:
-            found.setdefault(row.routing, []).append((row.resident_share, row.ms))
-    most = max((ms for points in found.values() for _, ms in points), default=1.0)
-    wide, high, left, top = 520, 260, 50, 24
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 160}" height="{high + 70}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<text x="4" y="14">ms a token by share of experts on the GPU (0 to {most:.0f} ms)</text>',
-        f'<path d="M{left} {top}V{top + high}H{left + wide}" fill="none" stroke="#444"/>',
-    ]
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        x = left + wide * share
-        parts.append(f'<text x="{x:.0f}" y="{top + high + 16}">{100 * share:.0f} %</text>')
-    for (routing, points), color in zip(
-        found.items(), ("#b03030", "#7aa6c2", "#555"), strict=False
-    ):
-        places = [
-            (left + wide * share, top + high * (1 - ms / most), ms) for share, ms in sorted(points)
-        ]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}"/>')
-        for x, y, ms in places:
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
-            parts.append(f'<text x="{x + 5:.1f}" y="{y - 4:.1f}">{ms:.1f}</text>')
-        x, y, _ = places[-1]
-        parts.append(f'<text x="{x + 40:.1f}" y="{y:.1f}" fill="{color}">{routing}</text>')
-    return "\n".join([*parts, "</svg>\n"])

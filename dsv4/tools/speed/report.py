@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dsv4.tools.bench_ops import Ceilings, run_facts
+from dsv4.tools.speed.placed import PlacedModel, PlacedResult
 from dsv4.tools.speed.steps import StepResult
 from dsv4.util.sizes import size_text
 
@@ -93,4 +94,53 @@ def picture(result: StepResult) -> str:
             'stroke="#b03030" stroke-width="2"/>',
             f'<text x="{LABEL + long + 6:.1f}" y="{top + 12}">{us:.0f} / {floor:.0f}</text>',
         ]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def placed_line(row: PlacedModel | PlacedResult) -> str:
+    if isinstance(row, PlacedModel):
+        return (
+            f"{row.line}; made in {row.seconds:g} s ({row.pinning_s:g} of them pinning); so far at "
+            f"most {row.gpu_gb:g} GB of the GPU were used, planned are {row.planned_gb:g} GB "
+            f"and {row.step_gb:g} GB for a step"
+        )
+    size = f"{row.context} tokens" if row.what == "prompt" else f"{row.batch} x {row.context}"
+    return (
+        f"{row.what} {row.shape} {row.layers} layers, {size}, {row.routing}: {row.ms:.3f} ms "
+        f"(spread {row.spread_ms:.3f}), {row.tokens_per_s} tok/s, "
+        f"{100 * row.resident_share:.1f} % resident, {row.missing_mb:g} MB from the host "
+        f"({row.missing_gbs:g} GB/s), {row.num_swaps} swaps"
+    )
+
+
+def share_picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
+    """An SVG: milliseconds per token of one sequence against the share of resident experts."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:
+            found.setdefault(row.routing, []).append((row.resident_share, row.ms))
+    most = max((ms for points in found.values() for _, ms in points), default=1.0)
+    wide, high, left, top = 520, 260, 50, 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 160}" height="{high + 70}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<text x="4" y="14">ms a token by share of experts on the GPU (0 to {most:.0f} ms)</text>',
+        f'<path d="M{left} {top}V{top + high}H{left + wide}" fill="none" stroke="#444"/>',
+    ]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        x = left + wide * share
+        parts.append(f'<text x="{x:.0f}" y="{top + high + 16}">{100 * share:.0f} %</text>')
+    for (routing, points), color in zip(
+        found.items(), ("#b03030", "#7aa6c2", "#555"), strict=False
+    ):
+        places = [
+            (left + wide * share, top + high * (1 - ms / most), ms) for share, ms in sorted(points)
+        ]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}"/>')
+        for x, y, ms in places:
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+            parts.append(f'<text x="{x + 5:.1f}" y="{y - 4:.1f}">{ms:.1f}</text>')
+        x, y, _ = places[-1]
+        parts.append(f'<text x="{x + 40:.1f}" y="{y:.1f}" fill="{color}">{routing}</text>')
     return "\n".join([*parts, "</svg>\n"])
