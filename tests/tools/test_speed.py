@@ -81,6 +81,7 @@ def test_decode_with_experts_in_host_memory(tmp_path: Path) -> None:
     ElementTree.fromstring(plot.read_text())
     assert 0 < rows[1]["resident_share"] < 1
     assert rows[1]["missing_mb"] > 0
+    assert rows[1]["still_ms"] > 0
     for routing in ("zipf", "zipf:x", "zipf:-1", "odd"):
         result = CliRunner().invoke(app, [*command, "--routing", routing])
         assert isinstance(result.exception, OptionError)

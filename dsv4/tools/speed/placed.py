@@ -61,6 +61,7 @@ class PlacedResult:
     context: int
     ms: float
     spread_ms: float
+    still_ms: float  # without swaps
     tokens_per_s: float
     resident_share: float
     missing_mb: float  # read over the bus in a step, or copied ahead of a prompt
@@ -243,8 +244,8 @@ class PlacedBench(RandomPlaced):
         count = TIMED if batch == 1 else TIMED // 5  # many sequences are slow over the bus
         count = count if self.device.type == "cuda" else 2
         times = [self._run(replay, count) / count for _ in range(3)]
-        missing = self._missing(replay, max(count, 10))
-        return self._result("decode", routing, (batch, context, batch), times, missing)
+        still, missing = self._still(replay, max(count, 10))
+        return self._result("decode", routing, (batch, context, batch), times, still, missing)
 
     def _run(self, replay: Callable[[], object], count: int) -> float:
         """Milliseconds of `count` steps; the host runs one ahead and swaps between them."""
@@ -271,7 +272,8 @@ class PlacedBench(RandomPlaced):
         self._prompt(inputs, state)
         times = [self._prompt(inputs, state) for _ in range(3)]
         missing = 0 if self.budget is None else self.budget.missing
-        return self._result("prompt", routing, (1, tokens, tokens), times, missing)
+        still = statistics.median(times)  # experts stay where they are
+        return self._result("prompt", routing, (1, tokens, tokens), times, still, missing)
 
     def _prompt(self, inputs: Any, state: FilledState) -> float:
         self._synchronize()
@@ -284,18 +286,18 @@ class PlacedBench(RandomPlaced):
         self._synchronize()
         return (time.perf_counter() - begin) * 1e3
 
-    def _missing(self, replay: Callable[[], object], count: int) -> float:
-        """Missing experts that a step visits, on average. Without swaps: they choose by past
-        visits, so counts of what is missing after them would be too low."""
-        if self.swapper is None:
-            return 0.0
-        residency = self.swapper.residency
-        before = residency.counts.clone()
-        for _ in range(count):
-            replay()
-        visits = (residency.counts - before)[:, : self.config.num_experts].cpu()
-        missing: Tensor = visits[torch.from_numpy(~residency.resident)]
-        return int(missing.sum()) / count
+    def _still(self, replay: Callable[[], object], count: int) -> tuple[float, float]:
+        """Milliseconds of a step without swaps, and the missing experts that it visits: swaps
+        choose by past visits, so counts of what is missing after them would be too low."""
+        swapper, self.swapper = self.swapper, None
+        if swapper is None:
+            return self._run(replay, count) / count, 0.0
+        before = swapper.residency.counts.clone()
+        ms = self._run(replay, count) / count
+        visits = (swapper.residency.counts - before)[:, : self.config.num_experts].cpu()
+        missing: Tensor = visits[torch.from_numpy(~swapper.residency.resident)]
+        self.swapper = swapper
+        return ms, int(missing.sum()) / count
 
     def _result(
         self,
@@ -303,6 +305,7 @@ class PlacedBench(RandomPlaced):
         routing: str,
         case: tuple[int, int, int],
         times: Sequence[float],
+        still: float,
         missing: float,
     ) -> PlacedResult:
         batch, context, tokens = case
@@ -310,7 +313,7 @@ class PlacedBench(RandomPlaced):
         nbytes = missing * budget.block_bytes if budget else 0.0
         return PlacedResult(
             what, routing, self.shape, self.config.num_layers, batch, context, round(ms, 3),
-            round(max(times) - min(times), 3), round(tokens / ms * 1e3, 1),
+            round(max(times) - min(times), 3), round(still, 3), round(tokens / ms * 1e3, 1),
             round(budget.resident_share, 4) if budget else 1.0, round(nbytes / 1e6, 1),
             round(nbytes / ms / 1e6, 1), self.swapper.num_swaps if self.swapper else 0,
         )  # fmt: skip

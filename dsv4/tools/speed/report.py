@@ -107,9 +107,9 @@ def placed_line(row: PlacedModel | PlacedResult) -> str:
     size = f"{row.context} tokens" if row.what == "prompt" else f"{row.batch} x {row.context}"
     return (
         f"{row.what} {row.shape} {row.layers} layers, {size}, {row.routing}: {row.ms:.3f} ms "
-        f"(spread {row.spread_ms:.3f}), {row.tokens_per_s} tok/s, "
-        f"{100 * row.resident_share:.1f} % resident, {row.missing_mb:g} MB from the host "
-        f"({row.missing_gbs:g} GB/s), {row.num_swaps} swaps"
+        f"(spread {row.spread_ms:.3f}, without swaps {row.still_ms:.3f}), "
+        f"{row.tokens_per_s} tok/s, {100 * row.resident_share:.1f} % resident, "
+        f"{row.missing_mb:g} MB from the host ({row.missing_gbs:g} GB/s), {row.num_swaps} swaps"
     )
 
 
