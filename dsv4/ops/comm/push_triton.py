@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 64  # all of them must be resident at once
-BLOCK = 1024  # elements per program and turn
+BLOCK, WARPS = 1024, 8  # elements per program and turn
+WIDE_BLOCK, WIDE_WARPS = 4096, 16  # of long exchanges, which need more bytes on their way
 
 
 @triton.jit
@@ -124,32 +125,30 @@ def rows_kernel(
     `last_row` of each owner take part."""
     number = _begin(rounds)
     lanes = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(width, BLOCK)
-    turns = (last_row - first_row) * blocks
+    num = (last_row - first_row) * width  # of an owner; fits half a channel
+    base = tl.cast(first_row, tl.int64) * width
     if PUSH:
         for peer in tl.static_range(TP):
             to = _half(addresses, peer, number, half_bytes, tl.int32)
-            for turn in tl.range(tl.program_id(0), turns, PROGRAMS):
-                inside = turn // blocks
-                row = (peer * per_owner + first_row + inside).to(tl.int64)
-                at = turn % blocks * BLOCK + lanes
-                live = (at < width) & (row < num_rows)
-                value = tl.load(x + row * width + at, mask=live, other=0)
-                offset = (inside.to(tl.int64) * TP + place) * width + at
-                tl.store(to + offset, value, mask=live)
+            source = x + base + tl.cast(peer * per_owner, tl.int64) * width
+            for start in tl.range(tl.program_id(0) * BLOCK, num, PROGRAMS * BLOCK):
+                at = start + lanes
+                inside = at // width
+                live = (at < num) & (peer * per_owner + first_row + inside < num_rows)
+                value = tl.load(source + at, mask=live, other=0)
+                tl.store(to + (inside * TP + place) * width + at % width, value, mask=live)
         _raise_flags(addresses, number, place, flags_at, TP, PROGRAMS)
     if WAIT:
         _wait(addresses, number, place, flags_at, rounds, error, limit_ns, TP, PROGRAMS, ASM)
         here = _half(addresses, place, number, half_bytes, tl.int32)
-        for turn in tl.range(tl.program_id(0), turns, PROGRAMS):
-            inside = turn // blocks
-            own = (first_row + inside).to(tl.int64)
-            at = turn % blocks * BLOCK + lanes
-            live = (at < width) & (place * per_owner + own < num_rows)
+        for start in tl.range(tl.program_id(0) * BLOCK, num, PROGRAMS * BLOCK):
+            at = start + lanes
+            inside = at // width
+            live = (at < num) & (place * per_owner + first_row + inside < num_rows)
             for peer in tl.static_range(TP):
-                offset = (inside.to(tl.int64) * TP + peer) * width + at
+                offset = (inside * TP + peer) * width + at % width
                 value = tl.load(here + offset, mask=live, other=0, cache_modifier=".cg")
-                tl.store(out + (own * TP + peer) * width + at, value, mask=live)
+                tl.store(out + base * TP + offset, value, mask=live)
 
 
 @triton.jit(do_not_specialize=["place", "num_rows"])
@@ -189,17 +188,6 @@ def ranges_kernel(
             tl.store(y + at, total.to(tl.bfloat16), mask=at < num)
 
 
-@triton.jit
-def _pair_part(parts, row, place, at, live, size, PLACES: tl.constexpr, RANGES: tl.constexpr):
-    """Ranges of K of one pair, ascending."""
-    part = tl.zeros(at.shape, tl.float32)
-    for index in tl.static_range(RANGES):
-        part += tl.load(
-            parts + ((row * PLACES + place) * RANGES + index) * size + at, mask=live, other=0.0
-        )
-    return part
-
-
 @triton.jit(do_not_specialize=["place", "num_rows", "per_owner", "first_row", "last_row"])
 def pairs_kernel(
     parts, experts, extra, y, addresses, rounds, error, place, num_rows, per_owner, first_row,
@@ -219,42 +207,51 @@ def pairs_kernel(
     owners: tl.constexpr = 1 if COPIES else TP
     span = last_row - first_row
     if PUSH:
+        pairs = tl.arange(0, triton.next_power_of_2(CHOSEN))  # of a row, read at once
         for turn in tl.range(tl.program_id(0), owners * span * blocks, PROGRAMS):
             at = turn % blocks * BLOCK + lanes
             inside = turn // blocks % span
             owner = turn // blocks // span
             row = (owner * per_owner + first_row + inside).to(tl.int64)
             if (row < num_rows) & (first_row + inside < per_owner):
-                for chosen in tl.static_range(CHOSEN):
-                    if tl.load(experts + row * CHOSEN + chosen) >= 0:
-                        value = _pair_part(parts, row, chosen, at, at < size, size, PLACES, RANGES)
-                        offset = (inside.to(tl.int64) * CHOSEN + chosen) * size + at
-                        if COPIES:
-                            for peer in tl.static_range(TP):
-                                to = _half(addresses, peer, number, half_bytes, tl.float32)
-                                tl.store(to + offset, value, mask=at < size)
-                        else:
-                            to = _half(addresses, owner, number, half_bytes, tl.float32)
-                            tl.store(to + offset, value, mask=at < size)
+                chosen = tl.load(experts + row * CHOSEN + pairs, mask=pairs < CHOSEN, other=-1)
+                live = (chosen >= 0)[:, None] & (at < size)[None, :]
+                value = tl.zeros(live.shape, tl.float32)
+                for index in tl.static_range(RANGES):  # of K, ascending
+                    which = ((row * PLACES + pairs) * RANGES + index) * size
+                    value += tl.load(parts + which[:, None] + at[None, :], mask=live, other=0.0)
+                offset = ((inside * CHOSEN + pairs) * size)[:, None] + at[None, :]
+                if COPIES:
+                    for peer in tl.static_range(TP):
+                        to = _half(addresses, peer, number, half_bytes, tl.float32)
+                        tl.store(to + offset, value, mask=live)
+                else:
+                    to = _half(addresses, owner, number, half_bytes, tl.float32)
+                    tl.store(to + offset, value, mask=live)
         _raise_flags(addresses, number, place, flags_at, TP, PROGRAMS)
     if WAIT:
         _wait(addresses, number, place, flags_at, rounds, error, limit_ns, TP, PROGRAMS, ASM)
         here = _half(addresses, place, number, half_bytes, tl.float32)
-        first = place * 0 if COPIES else place * per_owner
-        for turn in tl.range(tl.program_id(0), owners * span * blocks, PROGRAMS):
+        owner = place * 0 if COPIES else place
+        begin = owner * span * blocks  # turns of the owned rows, by the programs that stored them
+        skip = (tl.program_id(0) + PROGRAMS - begin % PROGRAMS) % PROGRAMS
+        for turn in tl.range(begin + skip, begin + span * blocks, PROGRAMS):
             at = turn % blocks * BLOCK + lanes
             inside = turn // blocks % span
-            mine = turn >= 0 if COPIES else turn // blocks // span == place
             own = (first_row + inside).to(tl.int64)
-            if mine & (first + own < num_rows) & (own < per_owner):
+            if (owner * per_owner + own < num_rows) & (own < per_owner):
                 total = tl.zeros((BLOCK,), tl.float32)
                 for chosen in tl.static_range(CHOSEN):
-                    offset = (inside.to(tl.int64) * CHOSEN + chosen) * size + at
+                    offset = (inside * CHOSEN + chosen) * size + at
                     total += tl.load(here + offset, mask=at < size, other=0.0, cache_modifier=".cg")
                 if EXTRA:
                     total += tl.load(extra + own * size + at, mask=at < size, other=0.0)
                 elif PLACES > CHOSEN:
-                    total += _pair_part(parts, own, CHOSEN, at, at < size, size, PLACES, RANGES)
+                    part = tl.zeros((BLOCK,), tl.float32)
+                    for index in tl.static_range(RANGES):
+                        which = ((own * PLACES + CHOSEN) * RANGES + index) * size
+                        part += tl.load(parts + which + at, mask=at < size, other=0.0)
+                    total += part
                 tl.store(y + own * size + at, total.to(tl.bfloat16), mask=at < size)
 
 

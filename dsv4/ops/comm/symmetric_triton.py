@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory
 from torch import Tensor
 
 from dsv4.ops.comm import push_triton
-from dsv4.ops.comm.push_triton import BLOCK, PROGRAMS
+from dsv4.ops.comm.push_triton import BLOCK, PROGRAMS, WARPS, WIDE_BLOCK, WIDE_WARPS
 from dsv4.ops.core.launch import interpreting, launch_options
 from dsv4.parallel.channels import ChannelBytes
 from dsv4.parallel.layout import RankLayout
@@ -41,14 +41,17 @@ class PushChannel:
     def size(self) -> int:
         return self.addresses.shape[0]
 
-    def launch(self, kernel, before, between, *, phased=True, **constants) -> None:
-        """`before`: arguments in front of `addresses`; `between`: behind `place`."""
+    def launch(self, kernel, before, between, *, phased=True, num_words=0, **constants) -> None:
+        """`before`: arguments in front of `addresses`; `between`: behind `place`. `num_words`: of
+        the exchange, which must be equal on all ranks."""
         flags_at = 2 * self.half_bytes
+        wide = num_words >= 2 * WIDE_BLOCK * PROGRAMS
+        block, warps = (WIDE_BLOCK, WIDE_WARPS) if wide else (BLOCK, WARPS)
         constants |= self.phases if phased else {}
         kernel[(PROGRAMS,)](
             *before, self.addresses, self.rounds, self.error, self.place, *between,
             self.half_bytes, flags_at, self.limit_ns, TP=self.size, PROGRAMS=PROGRAMS,
-            BLOCK=BLOCK, ASM=not interpreting(), **constants, **launch_options(8),
+            BLOCK=block, ASM=not interpreting(), **constants, **launch_options(warps),
         )  # fmt: skip
 
 
@@ -141,8 +144,9 @@ class SymmetricPushes:
         words, held = _words(x), _words(out)
         num, most = words.numel(), self._most(4 * self.channel.size)
         for first in range(0, num, most):
-            arguments = (words, held), (num, first, min(first + most, num))
-            self.channel.launch(push_triton.gather_kernel, *arguments)
+            last = min(first + most, num)
+            arguments = (words, held), (num, first, last)
+            self.channel.launch(push_triton.gather_kernel, *arguments, num_words=last - first)
 
     def to_owners(self, x: Tensor, per_owner: int) -> Tensor:
         """Row t of `x` `[rows, width]` to rank `t // per_owner` -> `[own rows, ranks * width]`."""
@@ -152,9 +156,10 @@ class SymmetricPushes:
         width = words.numel() // max(num_rows, 1)
         most = self._most(4 * tp * width)
         for first in range(0, per_owner, most):
-            span = first, min(first + most, per_owner)
-            arguments = (words, held), (num_rows, per_owner, *span, width)
-            self.channel.launch(push_triton.rows_kernel, *arguments)
+            last = min(first + most, per_owner)
+            arguments = (words, held), (num_rows, per_owner, first, last, width)
+            num_words = (last - first) * width
+            self.channel.launch(push_triton.rows_kernel, *arguments, num_words=num_words)
         return out
 
     def _most(self, nbytes: int) -> int:
@@ -191,21 +196,24 @@ class SymmetricPushes:
         y = torch.empty(own, size, dtype=torch.bfloat16, device=parts.device)
         most = self._most(4 * chosen * size)
         for first in range(0, per_owner, most):
+            last = min(first + most, per_owner)
             self.channel.launch(
                 push_triton.pairs_kernel, (parts, experts, y if shared is None else shared, y),
-                (num_rows, per_owner, first, min(first + most, per_owner), size), CHOSEN=chosen,
-                PLACES=places, RANGES=ranges, EXTRA=shared is not None, COPIES=copies,
+                (num_rows, per_owner, first, last, size), num_words=(last - first) * size,
+                CHOSEN=chosen, PLACES=places, RANGES=ranges, EXTRA=shared is not None,
+                COPIES=copies,
             )  # fmt: skip
         return y
 
 
 class EchoPushes:
     """`Pushes` of place 0 whose peers are memory of this process, all flags raised for good: the
-    launches and stores of a rank, to time it without its peers. What peers would send is zero, or
-    left from rounds before; each kind and dtype has a channel of its own, so it is a number."""
+    launches and stores of a rank, to time it without its peers. Each kind and dtype has a channel
+    of its own, filled with random numbers once: integers are numbers of experts, evenly chosen, so
+    a rank has its share of the pairs of rows that peers would send."""
 
-    def __init__(self, tp: int, half_bytes: int, device: torch.device) -> None:
-        self._tp, self._half_bytes = tp, half_bytes
+    def __init__(self, tp: int, half_bytes: int, num_experts: int, device: torch.device) -> None:
+        self._tp, self._half_bytes, self._num_experts = tp, half_bytes, num_experts
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         self._pushes: dict[tuple[str, torch.dtype], SymmetricPushes] = {}
 
@@ -229,6 +237,11 @@ class EchoPushes:
             size = flags_at + 4 * self._tp * PROGRAMS
             memory = torch.zeros(self._tp, size, dtype=torch.uint8, device=device)
             memory[0, flags_at:].view(torch.int32).fill_(1 << 30)
+            values = memory[0, :flags_at].view(dtype)
+            if dtype.is_floating_point:
+                values.normal_()
+            else:
+                values.random_(self._num_experts)
             addresses = [part.data_ptr() for part in memory]
             channel = PushChannel(
                 place=0,
@@ -291,7 +304,7 @@ class SymmetricComm:
         words, most = _words(x), channel.half_bytes // 4
         for first in range(0, words.numel(), most):
             part = words[first : first + most]
-            channel.launch(kernel, (part,), (part.numel(),), phased=False)
+            channel.launch(kernel, (part,), (part.numel(),), phased=False, num_words=part.numel())
 
 
 def _words(x: Tensor) -> Tensor:

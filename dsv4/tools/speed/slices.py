@@ -1,7 +1,7 @@
 """The compute part of a layout, measured on one device: one rank's slices, without its peers.
 
-Values are meaningless: instead of its peers' data the rank reads stale numbers (on a GPU) or copies
-of its own. Times are for a rank that never waits; on a GPU they include the launches of its
+Values are meaningless: instead of its peers' data the rank reads random numbers (on a GPU) or
+copies of its own. Times are for a rank that never waits; on a GPU they include the launches of its
 exchanges, which store to this GPU's memory. A rank computes an even share of the chosen experts;
 the fullest rank has more.
 """
@@ -109,7 +109,7 @@ def sliced_model(
     if device.type == "cuda" and layout.tp > 1:
         half = channel_bytes(config, layout, rows, sequences).tensor
         module = import_module("dsv4.ops.comm.symmetric_triton")
-        pushes = module.EchoPushes(layout.tp, half, device)
+        pushes = module.EchoPushes(layout.tp, half, config.num_experts, device)
     exchange = Exchange(layout, EchoComm(pushes), config)
     model = Transformer(config, table, torch.bfloat16, exchange)
     return model, sum(weight.nbytes for weight in table.values())
@@ -175,10 +175,14 @@ def _prefill_ms(
 ) -> tuple[float, float]:
     state = filled_state(model.config, batch, tokens, device, chunk_tokens=tokens)
     inputs = prompt_inputs(state, tokens)
-    compile_ahead(lambda: model(inputs, state.layers), device)
-    elapsed_ms(lambda: model(inputs, state.layers), device)
-    ms = elapsed_ms(lambda: model(inputs, state.layers), device)
-    return ms, _rest_ms(model, state, batch, device)
+
+    def step() -> None:
+        model(inputs, state.layers)
+
+    compile_ahead(step, device)
+    run = captured(step, device)
+    run()
+    return elapsed_ms(run, device), _rest_ms(model, state, batch, device)
 
 
 def _rest_ms(model: Transformer, state: FilledState, batch: int, device: torch.device) -> float:

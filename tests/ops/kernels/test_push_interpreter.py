@@ -129,18 +129,22 @@ def check_pairs(channels: list[Any], rows: int, size: int, ranges: int, mode: st
 
 
 def check_echo(tp: int) -> None:
-    """A rank without peers, for timing: its own part arrives, theirs are zero, nothing waits."""
+    """A rank without peers, for timing: its own part arrives, theirs are random, nothing waits."""
     from dsv4.ops.comm.symmetric_triton import EchoPushes
 
-    pushes = EchoPushes(tp, 1 << 15, torch.device("cpu"))
+    pushes = EchoPushes(tp, 1 << 15, 8, torch.device("cpu"))
     x, values = torch.randn(5, 10).bfloat16(), torch.randn(2, 3, 72)
     for _ in range(3):  # both halves of the buffer, and the first one again
         out = torch.full((tp, 5, 10), float("nan")).bfloat16()
         pushes.gather(out, x)
         assert torch.equal(out[0], x)
-        assert not out[1:].any()
-    found = pushes.sum_ranges(values, None, torch.bfloat16)
-    assert torch.equal(found, (values[0] + values[1]).bfloat16())
+        assert out[1:].isfinite().all()
+        assert out[1:].float().std() > 0.5
+    chosen = torch.zeros(tp, 100, 6, dtype=torch.int64)
+    pushes.gather(chosen, torch.full((100, 6), 3))
+    assert (chosen[0] == 3).all()
+    assert chosen[1:].unique().tolist() == list(range(8))  # every expert of every rank
+    assert pushes.sum_ranges(values, None, torch.bfloat16).isfinite().all()
     assert int(pushes.error) == 0
 
 
@@ -148,7 +152,7 @@ def main() -> None:
     import tests.ops.kernels.shim  # noqa: F401
     from dsv4.ops.comm import symmetric_triton as symmetric
 
-    symmetric.PROGRAMS, symmetric.BLOCK = 3, 64
+    symmetric.PROGRAMS, symmetric.BLOCK, symmetric.WIDE_BLOCK = 3, 64, 128
     torch.manual_seed(5)
     for tp in (2, 4):
         channels = ranks(tp, 1 << 15)
@@ -161,6 +165,10 @@ def main() -> None:
             check_pairs(channels, 5, 70, 2, "last place")
             check_pairs(channels, 1, 70, 1, "extra")
             check_pairs(channels, 9, 130, 1, "owned")
+            check_gather(channels, (40, 33), torch.float32)  # from here on wide
+            check_owners(channels, 33 * tp - 1, 66)
+            check_pairs(channels, 6 * tp - 1, 200, 2, "owned")
+            check_pairs(channels, 5, 200, 1, "extra")
         check_echo(tp)
     few = ranks(2, 2048)  # more than a round can carry
     check_gather(few, (40, 33), torch.float32)
