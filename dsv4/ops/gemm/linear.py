@@ -18,7 +18,7 @@ from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check
 from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
-from dsv4.ops.gemm.weights.a8 import random_a8_fp8
+from dsv4.ops.gemm.weights.a8 import RANDOM_SIZE, SUM_ERROR, random_a8_fp8
 from dsv4.ops.gemm.weights.scaled import random_scaled
 from dsv4.ops.gemm.weights.tiled import random_tiled
 
@@ -142,7 +142,9 @@ def _a8_case(rows: int, k: int, sizes: tuple[int, ...]) -> Case:
         dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
         return {"x": x, "weights": weights, "out_dtypes": dtypes[: len(weights)]}
 
-    return Case(f"{rows}x{k} to {sizes} FP8 with a8 rows", make, 5e-2, 2e-2, rows < 100)
+    magnitudes = k * (30 * 0.8) * (RANDOM_SIZE * 0.8)  # 0.8: mean of |normal|
+    name = f"{rows}x{k} to {sizes} FP8 with a8 rows"
+    return Case(name, make, SUM_ERROR * magnitudes, 2**-8, rows < 100)
 
 
 KERNELS = tuple(

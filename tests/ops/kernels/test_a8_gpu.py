@@ -1,7 +1,11 @@
-"""FP8 products of a8 rows on a Hopper GPU: cases, and rows that do not depend on their batch."""
+"""FP8 products of a8 rows on a Hopper GPU: errors of sums, cases, and rows that do not depend on
+their batch."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied
@@ -13,6 +17,43 @@ pytestmark = [
         reason="needs a Hopper GPU",
     ),
 ]
+
+
+def products() -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, fp32 results, what was multiplied: the rows' values and the weights')."""
+    from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import random_a8, random_a8_fp8
+    from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+
+    generator = torch.Generator().manual_seed(4)
+    for count, k in ((1, 1536), (70, 4096), (600, 1024)):
+        x = (torch.randn(count, k, generator=generator) * 30).cuda()
+        rows = make_a8_rows(x, "test")
+        values = rows.codes.double() * rows.scales[:, :count].T.double().repeat_interleave(128, 1)
+        matrix = random_a8_fp8(256, k, generator).to("cuda")
+        out = torch.full((count, 256), float("nan"), device="cuda")
+        multiply_rows(rows, matrix, out)
+        yield f"{count} rows FP8", out, values, matrix.dequantize().double()
+        expert = random_a8(256, k, generator, count=1).to("cuda")
+        route = group_by_expert(torch.zeros(count, 1, dtype=torch.int64, device="cuda"), 1, 64)
+        out = torch.full((count, 256), float("nan"), device="cuda")
+        multiply_experts(rows, expert, out, route, 64)
+        yield f"{count} rows MXFP4", out, values, expert[0].dequantize().double()
+
+
+def test_sums_err_by_what_the_tensor_core_cuts() -> None:
+    from dsv4.ops.gemm.weights.a8 import SUM_ERROR
+
+    for name, found, values, weights in products():
+        allowed = SUM_ERROR * (values.abs() @ weights.abs().T)
+        off = (found.double() - values @ weights.T).abs() / allowed
+        assert float(off.max()) <= 1, f"{name}: {float(off.max())} times what is allowed"
+        # one scale of one step, off by a power of two, would be seen in every row
+        wrong = values.clone()
+        wrong[:, 128:256] *= 2
+        off = (found.double() - wrong @ weights.T).abs() / allowed
+        assert (off.amax(1) > 2).all(), name
 
 
 @pytest.mark.parametrize("name", ["linear", "experts"])
@@ -40,7 +81,7 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     x = torch.randn(3000, 4096, device="cuda").bfloat16()
     x[7, 9] = float("nan")
 
-    def product(rows: torch.Tensor, **how: object) -> torch.Tensor:
+    def product(rows: Tensor, **how: object) -> Tensor:
         out = torch.empty(len(rows), 1024, device="cuda")
         multiply_rows(make_a8_rows(rows, "test"), weight, out, **how)
         return out.nan_to_num(7e7)
@@ -63,5 +104,5 @@ def test_experts_do_not_depend_on_the_height_of_their_tile() -> None:
     wanted = kernel.run(**arguments)
     for bm in (16, 32, 64, 128):
         assert torch.equal(kernel.run(**arguments, bm=bm), wanted)
-    rows = {n: v[40:41] if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+    rows = {n: v[40:41] if isinstance(v, Tensor) else v for n, v in arguments.items()}
     assert torch.equal(kernel.run(**rows), wanted[40:41])
