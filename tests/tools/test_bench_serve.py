@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from dsv4 import Engine
 from dsv4.cli import app
 from dsv4.errors import OptionError
+from dsv4.runner.experts.use import read_profile
 from dsv4.tools.speed.http import engine_flags, replay_http, server_share, serving
 from dsv4.tools.speed.serve import (
     GPU_LENGTHS,
@@ -231,6 +232,15 @@ def test_a_shape_is_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["ready"]["model"] == "trial, 3 random layers"
     assert rows[1]["alone"]["num_prompt"] == 5  # 9,000 tokens do not fit
     assert rows[2]["load"]["num_failed"] == 0
+
+
+def test_bench_writes_the_profile_of_experts(tmp_path: Path) -> None:
+    path = tmp_path / "experts.json"
+    command = ["bench", "serve", "--shape", "trial", "--layers", "2", "--device", "cpu"]
+    command += ["--expert-memory", "0.0001", "--expert-profile", str(path)]
+    result = CliRunner().invoke(app, [*command, "--load", "rate=0,requests=2,in=5,out=4"])
+    assert result.exit_code == 0, result.output
+    assert (read_profile(path, 2, 8).sum(1) > 8).all()  # two experts or more in every step
 
 
 def test_wrong_use() -> None:
