@@ -168,6 +168,8 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         settings = resolve(choices, config, has_gpu=has_gpu, memory_bytes=0, gpu=gpu, stages=stages)
     if damage is not None:
         settings = without_drafts(settings, damage)
+    if profile is not None and (experts is None or experts.budget is None):
+        log.warning("expert_profile %s is not used: all experts stay in place", profile)
     return PreparedModel(
         folder, config, checkpoint, choices, settings, gpu, layout, choice.why, draft, experts
     )
