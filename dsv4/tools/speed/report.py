@@ -1,6 +1,7 @@
 """Results of timed steps as lines, as a record, and as a picture."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -119,28 +120,45 @@ def share_picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
     for row in rows:
         if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:
             found.setdefault(row.routing, []).append((row.resident_share, row.ms))
-    most = max((ms for points in found.values() for _, ms in points), default=1.0)
-    wide, high, left, top = 520, 260, 50, 24
+    every = [point for points in found.values() for point in points]
+    least = math.floor(10 * min((share for share, _ in every), default=0.0)) / 10
+    most = max((ms for _, ms in every), default=1.0)
+    each = next(
+        n * 10**power for power in range(-3, 7) for n in (1, 2, 5) if n * 10**power * 6 > most
+    )
+    wide, high, left, top = 520, 260, 50, 30
+
+    def place(share: float, ms: float) -> tuple[float, float]:
+        across = (share - least) / max(1 - least, 0.1)
+        return left + wide * across, top + high * (1 - ms / (6 * each))
+
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 160}" height="{high + 70}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 170}" height="{high + 74}" '
         'font-family="sans-serif" font-size="12">',
-        f'<text x="4" y="14">ms a token by share of experts on the GPU (0 to {most:.0f} ms)</text>',
-        f'<path d="M{left} {top}V{top + high}H{left + wide}" fill="none" stroke="#444"/>',
+        '<rect width="100%" height="100%" fill="white"/>',
+        '<text x="8" y="16">ms a token of one sequence</text>',
+        f'<text x="{left}" y="{high + 66}">share of the experts that are on the GPU</text>',
     ]
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        x = left + wide * share
-        parts.append(f'<text x="{x:.0f}" y="{top + high + 16}">{100 * share:.0f} %</text>')
+    for line in range(7):
+        y = place(1, line * each)[1]
+        parts.append(f'<path d="M{left} {y:.1f}h{wide}" stroke="#ddd"/>')
+        parts.append(
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{line * each:g}</text>'
+        )
+    for tenth in range(round(10 * least), 11):
+        x, y = place(tenth / 10, 0)
+        parts.append(
+            f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{10 * tenth} %</text>'
+        )
     for (routing, points), color in zip(
-        found.items(), ("#b03030", "#7aa6c2", "#555"), strict=False
+        found.items(), ("#b03030", "#2f6f9f", "#555"), strict=False
     ):
-        places = [
-            (left + wide * share, top + high * (1 - ms / most), ms) for share, ms in sorted(points)
-        ]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}"/>')
+        places = [(*place(share, ms), ms) for share, ms in sorted(points)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         for x, y, ms in places:
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
-            parts.append(f'<text x="{x + 5:.1f}" y="{y - 4:.1f}">{ms:.1f}</text>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
+            parts.append(f'<text x="{x + 5:.1f}" y="{y - 7:.1f}">{ms:.1f}</text>')
         x, y, _ = places[-1]
-        parts.append(f'<text x="{x + 40:.1f}" y="{y:.1f}" fill="{color}">{routing}</text>')
+        parts.append(f'<text x="{x + 34:.1f}" y="{y + 4:.1f}" fill="{color}">{routing}</text>')
     return "\n".join([*parts, "</svg>\n"])
