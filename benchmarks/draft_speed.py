@@ -159,8 +159,6 @@ def parts(engine: Engine, whole: dict[int, float]) -> list[dict[str, Any]]:
     runner = engine._runner
     assert runner.drafter is not None
     context, found = runner.buffers.contexts[0], []
-    drafts: Key = DraftPart("drafts", runner.drafter.shape(1))
-
     def ms(key: Key) -> float:
         def replays() -> None:
             for _ in range(20):
@@ -182,10 +180,13 @@ def parts(engine: Engine, whole: dict[int, float]) -> list[dict[str, Any]]:
         runner.buffers.step.line.copy_(place)
         keys: dict[str, Key] = {"model": shape, "draft_keys": DraftPart("draft keys", shape)}
         keys["sampling"] = 1 if rows == 1 else DraftPart("verify sampling", shape)
-        keys["drafts"] = drafts
+        made = runner.drafter.num_drafts
+        if not runner.drafter.makes_all:
+            made = max(min(made, rows - 1), 1)
+        keys["drafts"] = DraftPart("drafts", runner.drafter.shape(1, made))
         times = {name: ms(key) for name, key in keys.items()}
-        made = sum(times.values()) if rows > 1 else times["model"] + times["sampling"]
-        step = {"step": whole[rows], "rest": whole[rows] - made} if rows in whole else {}
+        known = sum(times.values()) if rows > 1 else times["model"] + times["sampling"]
+        step = {"step": whole[rows], "rest": whole[rows] - known} if rows in whole else {}
         found.append({"rows": rows, **{k: round(v, 4) for k, v in {**times, **step}.items()}})
     return found
 

@@ -210,11 +210,13 @@ class Pipeline:
         self, step: InFlightStep, places: list[int], counts: Sequence[int] = ()
     ) -> None:
         """Run the model's draft blocks: they must see every token, but draft only where wanted."""
-        drafting = self._drafting
-        if drafting is None or self._runner.drafter is None or drafting.is_off:
+        drafting, drafter = self._drafting, self._runner.drafter
+        if drafting is None or drafter is None or drafting.is_off:
             return
-        if step.is_plain or not any(step.sampled[place].may_draft for place in places):
-            places = []
+        wanted = 0 if step.is_plain else drafting.num_wanted([step.sampled[p] for p in places])
+        if wanted and drafter.makes_all:
+            wanted = drafter.num_drafts
+        places = places if wanted else []
         if not places and not drafting.needs_keys and step.submitted.shape.one_each:
             return
         try:
@@ -222,7 +224,7 @@ class Pipeline:
             if counts:
                 sampling = (self._sampling_row(step.sampled[place]) for place in places)
                 rows = [replace(row, mask=None) for row in sampling]
-            self._runner.queue_drafts(step.submitted, places, counts, rows)
+            self._runner.queue_drafts(step.submitted, places, wanted, counts, rows)
         except Exception as error:  # answers go on without drafts
             drafting.switch_off(error)
 

@@ -593,6 +593,31 @@ def test_a_drafters_own_chances_are_scaled_by_what_came_true() -> None:
     assert acceptance.survival(1, [0.3])[0] < 0.2
 
 
+def test_blocks_make_no_more_drafts_than_are_worth_verifying() -> None:
+    drafting = Drafting(5, 100, learns=True)
+    sequence = SequenceState(Request("a", (1, 2, 3), SamplingParams()), 0)
+    assert drafting.num_wanted([sequence]) == 0  # the cost of plain steps comes first
+    drafting.plain = StepTimes({1: 5.0})
+    assert drafting.num_wanted([sequence]) == 1  # to learn what one costs
+    drafting.times = StepTimes({2: 6.0, 6: 10.0})
+    acceptance = drafting._acceptance(sequence)
+    acceptance._rates = [0.9, 0.9, 0.1, 0.9, 0.9]
+    assert drafting.num_wanted([sequence]) == 2
+    acceptance._rates = [0.1] * 5
+    assert drafting.num_wanted([sequence]) == 0
+    other = SequenceState(Request("b", (1, 2, 3), SamplingParams()), 0)
+    drafting._acceptance(other)._rates = [0.99] * 5
+    drafting.plain = StepTimes({2: 5.0})
+    assert drafting.num_wanted([sequence, other]) == 5
+    other.may_draft = False
+    assert drafting.num_wanted([sequence, other]) == 0
+    other.may_draft = True
+    drafting._room = lambda num_sequences: 3
+    assert drafting.num_wanted([sequence, other]) == 3
+    drafting._rest = 1
+    assert drafting.num_wanted([sequence, other]) == 0
+
+
 def test_lookup_waits_for_something_to_propose() -> None:
     drafting = Drafting(4, 100, peeks=True)
     sequence = SequenceState(Request("a", tuple(range(20)), SamplingParams()), 0)

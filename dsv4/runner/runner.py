@@ -222,24 +222,25 @@ class Runner:
         self,
         submitted: SubmittedStep,
         places: Sequence[int],
+        num_drafts: int,
         counts: Sequence[int] = (),
         rows: Sequence[SamplingRow] = (),
     ) -> None:
-        """Queue drafts after a step's tokens, for its sequences at `places`; if empty, only store
-        the keys. If the host did the sampling, `counts` says how many tokens of each sequence
-        count, and `rows` how to sample those at `places`."""
+        """Queue `num_drafts` drafts after a step's tokens, for each of its sequences at `places`;
+        if there are none, only store the keys. If the host did the sampling, `counts` says how many
+        tokens of each sequence count, and `rows` how to sample those at `places`."""
         drafter = self.drafter
         assert drafter is not None
         drafter.send(places, counts)
         shape = replace(submitted.shape, context=self.buffers.contexts[0])  # same for all
         self._run(DraftPart("draft keys", shape))
         if places:
-            wanted = drafter.shape(len(places))
+            wanted = drafter.shape(len(places), num_drafts)
             if counts:
                 owners = [submitted.sampled[place] for place in places]
                 self._sampling.prepare(rows, owners, [0] * len(rows), wanted.sequences)
             self._run(DraftPart("drafts", wanted))
-            submitted.drafts = drafter.read(places)
+            submitted.drafts = drafter.read(places, num_drafts)
 
     def _shapes(self, chunks: Sequence[Chunk], counts: list[int], longest: int) -> list[StepShape]:
         """The shape of a step at each home."""

@@ -209,7 +209,7 @@ def _chunk(choices: EngineConfig, context: int, default: int) -> int:
     return min(each, context) * homes
 
 
-DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 2}  # dspark: its block
+DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 3}  # dspark: its block
 
 
 def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:

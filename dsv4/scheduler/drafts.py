@@ -12,6 +12,7 @@ rest is twice as long as the last one if drafts did not pay off in between.
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -103,6 +104,10 @@ class Acceptance:
             if place < len(self._proposed):
                 self._told[place] += FORGET * (self._proposed[place] - self._told[place])
 
+    def expected(self, num_drafts: int) -> list[float]:
+        """The chance that each draft is accepted, before they are made."""
+        return list(itertools.accumulate(self._rates[:num_drafts], operator.mul))
+
     def survival(self, num_drafts: int, chances: Sequence[float] = ()) -> list[float]:
         """The chance that each draft is accepted."""
         self._proposed = chances[:num_drafts]
@@ -110,7 +115,7 @@ class Acceptance:
         for place, chance in enumerate(self._proposed):
             scale = rates[place] / max(self._told[place], 0.01)
             rates[place] = min(chance * scale, 1.0)
-        return list(itertools.accumulate(rates, lambda a, b: a * b))
+        return list(itertools.accumulate(rates, operator.mul))
 
 
 class StepTimes:
@@ -271,16 +276,35 @@ class Drafting:
             for (sequence, _), drafts in zip(wanted, found, strict=True)
         ]
 
-        def cost(rows: int) -> float | None:
-            return plain if rows == len(wanted) and plain is not None else self.times.at(rows)
-
-        counts = num_worth(chances, cost)
+        counts = num_worth(chances, self._cost(len(wanted)))
         self._num_idle = 0 if any(counts) else self._num_idle + 1
         if self._num_idle >= REST_AFTER and self._peeks and not any(found):
             self._waits, self._num_idle = True, 0
         elif self._num_idle >= REST_AFTER:
             self._begin_rest([sequence for sequence, _ in wanted])
         return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
+
+    def num_wanted(self, sequences: Sequence[SequenceState]) -> int:
+        """How many drafts the model's blocks should make for each of these sequences: no more than
+        are worth verifying, as far as is known before they are made."""
+        limit = min(self._most, self._room(len(sequences)))
+        if self.rests or not limit or (self._learns and self.plain.near(len(sequences)) is None):
+            return 0
+        survivals = [self._acceptance(s).expected(limit) for s in sequences if s.may_draft]
+        survivals += [[] for s in sequences if not s.may_draft]
+        return max(num_worth(survivals, self._cost(len(sequences))), default=0)
+
+    def _cost(self, num_sequences: int) -> Callable[[int], float | None]:
+        """Of a step, by its rows."""
+        plain = self.plain.near(num_sequences)
+        return lambda rows: (
+            plain if rows == num_sequences and plain is not None else self.times.at(rows)
+        )
+
+    def _acceptance(self, sequence: SequenceState) -> Acceptance:
+        if sequence.acceptance is None:
+            sequence.acceptance = Acceptance(self._most)
+        return sequence.acceptance
 
     def _begin_rest(self, sequences: Sequence[SequenceState]) -> None:
         if self._num_paid >= PAYS_AFTER:
@@ -319,8 +343,7 @@ class Drafting:
     def _of(self, sequence: SequenceState, most: int) -> list[int]:
         if most < 1 or not sequence.may_draft:
             return []
-        if sequence.acceptance is None:
-            sequence.acceptance = Acceptance(self._most)
+        self._acceptance(sequence)
         try:
             drafts = self.drafter_of(sequence).propose(sequence.token_ids, most)[:most]
             known = itertools.takewhile(lambda token: 0 <= token < self._vocab_size, drafts)

@@ -3,8 +3,9 @@
 Once a step is sampled, `keys` stores the blocks' keys for its tokens and records where each
 sequence now ends; then `tokens` makes the drafts of all sequences. Both are pure functions of fixed
 buffers and need no host after the sampling: the drawn tokens and the number of accepted drafts are
-on the device. Drafts are drawn with the noise that the target will use for the same token: if the
-block's distribution is close to the model's, the drawn tokens mostly agree.
+on the device, and drafts are also written where the next verify step reads them. Drafts are drawn
+with the noise that the target will use for the same token: if the block's distribution is close to
+the model's, the drawn tokens mostly agree.
 """
 
 from abc import ABC, abstractmethod
@@ -58,6 +59,7 @@ class PendingDrafts:
 class DeviceDrafter(ABC):
     taps: DraftTaps
     has_chances = False
+    makes_all = False  # fewer drafts would not be made faster
 
     def __init__(
         self, dtype: torch.dtype, states: Sequence[SwaState], buffers: StepBuffers, num_drafts: int
@@ -76,10 +78,21 @@ class DeviceDrafter(ABC):
         self.drafts = ints(count, num_drafts)
         self.chances = torch.ones(count, num_drafts, device=device)
 
-    def shape(self, count: int) -> StepShape:
-        """The shape for drafting this many sequences."""
+    def shape(self, count: int, num_drafts: int) -> StepShape:
+        """The shape for so many drafts of this many sequences."""
         batch = self._buffers.batch(count)
-        return StepShape(batch, batch, 0, True, width=self.num_drafts)
+        return StepShape(batch, batch, 0, True, width=num_drafts)
+
+    def shapes(self) -> list[StepShape]:
+        """Every shape that can occur, largest first."""
+        found = []
+        for batch in reversed(self._buffers.batches):
+            most = min(self.num_drafts, self._buffers.most_drafts(batch))
+            numbers = range(most, 0, -1)
+            if self.makes_all and most:
+                numbers = range(self.num_drafts, self.num_drafts - 1, -1)
+            found += [self.shape(batch, number) for number in numbers]
+        return found
 
     def send(self, places: Sequence[int], counts: Sequence[int]) -> None:
         """Send which sequences of a step get drafts; `counts`: how many tokens of each sequence
@@ -113,14 +126,16 @@ class DeviceDrafter(ABC):
         rows, positions, slots = (
             part.index_select(0, places) for part in (self._rows, self._positions, self._slots)
         )
-        self._draft(n, rows, positions, slots)
+        self._draft(n, shape.width, rows, positions, slots)
+        kept = self._verify.drafts[:, : shape.width]
+        kept.index_copy_(0, slots, self.drafts[:n, : shape.width])
 
-    def read(self, places: Sequence[int]) -> PendingDrafts:
+    def read(self, places: Sequence[int], num_drafts: int) -> PendingDrafts:
         """Start copying the drafts of these sequences to the host, without waiting."""
         n = len(places)
-        pending = PendingDrafts(list(places), to_host(self.drafts[:n]))
+        pending = PendingDrafts(list(places), to_host(self.drafts[:n, :num_drafts]))
         if self.has_chances:
-            pending.chances = to_host(self.chances[:n])
+            pending.chances = to_host(self.chances[:n, :num_drafts])
         if self.drafts.is_cuda:
             pending.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.event.record()
@@ -130,8 +145,9 @@ class DeviceDrafter(ABC):
     def _store(self, shape: StepShape, inputs: StepInputs) -> None: ...
 
     @abstractmethod
-    def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write the drafts of `n` sequences: after these rows of the step, at these positions."""
+    def _draft(self, n: int, count: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write `count` drafts of `n` sequences: after these rows of the step, at these
+        positions."""
 
     def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Draw as the target will be drawn, but without its guide, whose mask is not known yet.
@@ -177,11 +193,11 @@ class MtpDrafter(DeviceDrafter):
         following = torch.where(is_last, last, inputs.token_ids.roll(-1))
         return torch.where(batch.positions < 0, -1, following)
 
-    def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _draft(self, n: int, count: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         streams = self.taps.rows.index_select(0, rows)
         token_ids = self._buffers.newest.index_select(0, slots)
         table, order = self._tables().index_select(0, slots), self._buffers.rows[:n]
-        for number in range(self.num_drafts):
+        for number in range(count):
             batch = Ragged(positions, order, order, positions, positions + 1, slots)
             step = StepInputs(token_ids, batch, table, table, table, None)
             logits, streams = self.block(streams, token_ids, step, self._states[0])
@@ -191,6 +207,8 @@ class MtpDrafter(DeviceDrafter):
 
 
 class DSparkDrafter(DeviceDrafter):
+    makes_all = True
+
     def __init__(self, block: DSpark, *drafts: Any) -> None:
         config, targets = block.model.config, block.shape.targets
         super().__init__(block.model.dtype, *drafts)
@@ -201,10 +219,10 @@ class DSparkDrafter(DeviceDrafter):
     def _store(self, shape: StepShape, inputs: StepInputs) -> None:
         self.block.keys(self.taps.rows[: shape.tokens], inputs, self._states)
 
-    def _draft(self, n: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _draft(self, n: int, count: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
         token_ids = self._buffers.newest.index_select(0, slots)
         base, hidden = self.block(token_ids, positions, slots, self._tables(), self._states)
-        for number in range(self.num_drafts):
+        for number in range(count):
             logits, chances = self.block.after(base[:, number], hidden[:, number], token_ids)
             token_ids = self._draw(logits, positions + 2 + number)
             self.drafts[:n, number].copy_(token_ids)
@@ -226,5 +244,5 @@ def draft_parts(buffers: StepBuffers, drafter: DeviceDrafter | None) -> list[Dra
     if drafter is not None:
         shapes = (shape for shape in buffers.shapes() if not shape.scored)
         parts += [DraftPart("draft keys", shape) for shape in shapes if shape.context == first]
-        parts += [DraftPart("drafts", drafter.shape(n)) for n in reversed(buffers.batches)]
+        parts += [DraftPart("drafts", shape) for shape in drafter.shapes()]
     return parts
