@@ -7,7 +7,8 @@ submitted early too, but sampled only once that token is known.
 
 A step with drafts can give a sequence several tokens. They are taken in rounds: `take` returns the
 first of each sequence; once the engine has accepted it, `next_round` returns the next one if the
-draft matched the accepted token. The step after one with drafts is not submitted early.
+draft matched the accepted token. The step after it is submitted early if its drafts are made on the
+device (`_follow`), else when all tokens are known.
 
 With several stages (`pp`), one step per stage is in flight. These *lanes* hold different sequences
 or chunks of one prompt. A sequence with a token in flight is in no other step.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from dsv4.errors import StallError
 from dsv4.ops.kv.begin_step import NEWEST
+from dsv4.ops.sample.draft_rows import DRAFTED
 from dsv4.request import TokenLogprobs
 from dsv4.runner.runner import PENDING, Chunk, Runner, SubmittedStep
 from dsv4.sampling import SamplingRow
@@ -51,6 +53,14 @@ class InFlightStep:
     @property
     def drafts(self) -> list[tuple[int, ...]]:
         return [item.drafts for item in self.scheduled]
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Of each sequence. The device may verify fewer drafts than the host allowed."""
+        results = self.submitted.results
+        if self.submitted.is_drawn and results is not None and results.told is not None:
+            return results.rows
+        return [item.num_new for item in self.scheduled]
 
 
 @dataclass
@@ -103,6 +113,8 @@ class Pipeline:
                 self._ahead = self._sample_step(following, outcome.failures, early=True)
                 if self._ahead is not None:
                     self._ahead.is_ahead = True
+        elif is_verified:
+            self._ahead = self._follow(step, outcome.failures)
         try:
             step.answers = self._runner.read(step.submitted)
             results = [answer[0] for answer in step.answers]
@@ -123,8 +135,8 @@ class Pipeline:
         step.taken = [1] * len(step.sampled)
         if is_verified:
             step.going = list(range(len(step.sampled)))
-            for item in step.scheduled:
-                item.sequence.num_drafted += len(item.drafts)
+            for item, rows in zip(step.scheduled, step.num_rows, strict=True):
+                item.sequence.num_drafted += rows - 1
         if self._drafting is not None:
             self._accepting = step
         return outcome
@@ -145,6 +157,23 @@ class Pipeline:
     def _may_run_ahead(self) -> bool:
         """Not while drafting: drafts depend on the previous tokens, which the host must know."""
         return self.runs_ahead and (self._drafting is None or self._drafting.rests)
+
+    def _follow(self, step: InFlightStep, failures: list[Failure]) -> InFlightStep | None:
+        """Submit the step after one with drafts before that is read: the device knows its tokens,
+        how many count, and the next drafts. Not if these have chances by which the host chooses, or
+        if best tokens are wanted, whose rows it must know."""
+        drafting, pending = self._drafting, step.submitted.drafts
+        if not self.runs_ahead or drafting is None or drafting.rests or not step.submitted.is_drawn:
+            return None
+        if pending is None or pending.chances is not None:
+            return None
+        if any(sequence.request.params.logprobs for sequence in step.sampled):
+            return None
+        scheduled = self._scheduler.follow(step.scheduled, [DRAFTED] * pending.num_drafts)
+        following = self._sample_step(self._submit(scheduled, failures), failures)
+        if following is not None:
+            following.is_ahead = True
+        return following
 
     def next_round(self) -> StepOutcome | None:
         """The next tokens of a step with drafts, once the previous ones are accepted. None if there
@@ -185,6 +214,8 @@ class Pipeline:
         sequence, drafts, count = step.sampled[place], step.drafts[place], step.taken[place]
         if not self._is_live(sequence) or count > len(drafts):
             return False
+        if step.submitted.is_drawn:
+            return count < len(step.answers[place])
         return drafts[count - 1] == sequence.token_ids[-1]
 
     def _settle(self, step: InFlightStep) -> None:
@@ -193,15 +224,17 @@ class Pipeline:
         drafting = self._drafting
         assert drafting is not None
         if step.submitted.verify is not None:
-            for item, count in zip(step.scheduled, step.taken, strict=True):
-                drafting.observe(item.sequence, len(item.drafts), count - 1)
+            for item, rows, count in zip(step.scheduled, step.num_rows, step.taken, strict=True):
+                drafting.observe(item.sequence, rows - 1, count - 1)
                 if item.sequence.pages is not None:  # otherwise it has ended
                     self._runner.pages.retract(item.sequence.pages, item.num_new - count)
-            self._scheduler.done(step.scheduled, has_tokens=True)
+            if self._ahead is None:  # otherwise no boundary was in reach
+                self._scheduler.done(step.scheduled, has_tokens=True)
         if not step.submitted.is_drawn:
             places = [place for place, s in enumerate(step.sampled) if self._is_live(s)]
             self._queue_drafts(step, places, step.taken)
-        self._take_drafts(step)
+        if self._ahead is None:
+            self._take_drafts(step)
         if step.is_plain:
             drafting.pass_step([s for s in step.sampled if self._is_live(s)])
         self._time(drafting, step)
@@ -253,7 +286,7 @@ class Pipeline:
             if not before[0]:
                 return
             begin = before[1]
-        rows = sum(item.num_new for item in step.scheduled)
+        rows = sum(step.num_rows)
         sequences = [item.sequence for item in step.scheduled]
         ms = (now - begin) * 1e3
         drafting.time_step(sequences, rows, sum(step.taken), ms, plain=step.is_plain)
@@ -284,6 +317,11 @@ class Pipeline:
                 raise
             failures.append(([self._scheduler.admitting], error))
             return None
+        return self._submit(scheduled, failures)
+
+    def _submit(
+        self, scheduled: list[ScheduledTokens], failures: list[Failure]
+    ) -> InFlightStep | None:
         if not scheduled:
             return None
         try:
@@ -332,4 +370,5 @@ def _chunk(item: ScheduledTokens) -> Chunk:
     wanted = 1 if item.samples else 0
     following = NEWEST if item.samples else sequence.token_ids[start + item.num_new]
     kept = item.keep_len, item.keep_row
-    return Chunk(sequence.pages, new, wanted, *kept, len(item.drafts), following)
+    drafts = len(item.drafts), item.num_unsure
+    return Chunk(sequence.pages, new, wanted, *kept, *drafts, following)

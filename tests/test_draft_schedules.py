@@ -2,7 +2,7 @@
 
 Requests with shared beginnings arrive at random times, some are aborted, pages run short. Drafts
 come from lookup, from draft blocks, or from a script that is wrong as often as it likes. Steps
-have the shapes of a CPU or those of a GPU. A few schedules here, 300 under `make drafts`.
+have the shapes of a CPU or those of a GPU, and run ahead or not. A few schedules here, 300 under `make drafts`.
 """
 
 import functools
@@ -67,6 +67,7 @@ def run(seed: int, patch: pytest.MonkeyPatch) -> None:
         script(engine, rng.choice([*CHANGES, "lookup"]), known)
     patch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", rng.random() < 0.5)
     patch.setattr(engine._runner.buffers, "pads", rng.random() < 0.5)
+    patch.setattr(engine._pipeline, "runs_ahead", rng.random() < 0.7)
     waiting, outputs = list(kinds), {f"s{seed} {kind}": list[Output]() for kind in kinds}
     aborted = f"s{seed} {kinds[0]}" if rng.random() < 0.2 else ""
     while waiting or engine.num_unfinished:

@@ -262,6 +262,51 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
     assert given[0] == given[1]
 
 
+AHEAD = {"greedy": 7, "seeded": 3, "bias": 2, "stop strings": 1, "late ends": 3, "penalties": 3}
+
+
+@pytest.mark.parametrize("option", AHEAD)
+def test_steps_with_drafts_run_ahead(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next verify step is submitted before the tokens of the last one are read, across ends,
+    boundaries and a request that comes late; not if the host must draw."""
+    monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", True)
+    fields = {"max_tokens": 60, "stop_ids": (), **OPTIONS[option], "logprobs": 0}
+    requests = [
+        Request(f"{option} {n}", tuple(range(n, n + 9 + 50 * n)), SamplingParams(seed=n, **fields))
+        for n in range(3)
+    ]
+    engine, followed = make_engine("mtp", AHEAD[option]), list[bool]()
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
+    monkeypatch.setattr(engine._runner.buffers, "pads", option == "seeded")
+    real = engine._pipeline._follow
+
+    def noted(*arguments: Any) -> Any:
+        found = real(*arguments)
+        followed.append(found is not None)
+        return found
+
+    monkeypatch.setattr(engine._pipeline, "_follow", noted)
+    outputs: dict[str, list[Any]] = {request.id: [] for request in requests}
+    waiting, steps = list(requests), 0
+    while engine.num_unfinished or waiting:
+        if steps in (0, 1, 12):
+            engine.add(waiting.pop(0))
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+        steps += 1
+    right = answer(shared_engine("off"), requests)
+    for request in requests:
+        found = join_outputs(request, outputs[request.id])
+        assert replace(found, num_cached=0) == replace(right[request.id], num_cached=0)
+    if option == "penalties":
+        assert not any(followed)
+        return
+    assert sum(followed) > 3
+    stats = engine.stats()
+    assert stats.num_drafted > stats.num_accepted > 0
+
+
 def test_right_drafts_save_steps() -> None:
     engine = make_engine("lookup")
     script(engine, "perfect", known("greedy"))

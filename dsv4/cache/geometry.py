@@ -53,8 +53,9 @@ class Geometry:
 
     @property
     def window_columns(self) -> int:
-        """Width of the window's page table: a ring that holds the window and one chunk."""
-        tokens = self.lookback + max(self.chunk_tokens, MOST_DRAFT_ROWS)
+        """Width of the window's page table: a ring that holds the window and one chunk, or the rows
+        of two steps with drafts."""
+        tokens = self.lookback + max(self.chunk_tokens, 2 * MOST_DRAFT_ROWS)
         return -(-(tokens + self.spare_tokens) // PAGE_ENTRIES["window"]) + 1
 
     def pages_needed(self, pool: Pool, start: int, end: int) -> range:

@@ -20,7 +20,7 @@ from dsv4.ops.kv.begin_step import SlotTables
 from dsv4.ops.sample.accept import Sampled
 from dsv4.ops.sample.draft_rows import MOST_DRAFTS, DraftRows
 from dsv4.ops.sample.sample import WORD_BITS, SampleInputs
-from dsv4.runner.step.line import REAL, WHOLE, sampling_line, step_line
+from dsv4.runner.step.line import ALIGNED, REAL, WHOLE, sampling_line, step_line
 from dsv4.runner.step.shape import StepShape, batch_sizes, context_sizes, token_sizes
 
 STAGES = 4  # host buffers used in rotation: the previous copy may still be in flight
@@ -74,9 +74,11 @@ class VerifyBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        each, some = (ints(rows) for _ in range(3)), (ints(max_sequences) for _ in range(3))
-        self.rows = DraftRows(*each, *some)
-        self.lengths, self.counts = ints(max_sequences), ints(max_sequences)
+        self.told = ints(3, -(-max_sequences // ALIGNED) * ALIGNED)  # read by the host in one copy
+        starts, ends, self.counts = (part[:max_sequences] for part in self.told)
+        each = (ints(rows) for _ in range(3))
+        self.rows = DraftRows(*each, ints(max_sequences), starts, ends)
+        self.lengths = ints(max_sequences)
         self.drafts = ints(max_sequences, MOST_DRAFTS).fill_(-1)
         self.unused = ints(max_sequences)
         self.logits = torch.zeros(rows, vocab_size, device=device)

@@ -85,7 +85,7 @@ class SubmittedStep:
     @property
     def is_drawn(self) -> bool:
         """Whether the device knows all its tokens; otherwise the host draws row by row."""
-        return self.results is not None and (self.verify is None or self.results.counts is not None)
+        return self.results is not None and (self.verify is None or self.results.told is not None)
 
     @property
     def failures(self) -> dict[int, Exception]:
@@ -371,7 +371,7 @@ class Runner:
     @contextmanager
     def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[list[Growth]]:
         """Pages for a step, at each home; given back if it fails."""
-        least = [n - chunk.num_drafts for n, chunk in zip(counts, chunks, strict=True)]
+        least = [n - c.num_drafts - c.num_unsure for n, c in zip(counts, chunks, strict=True)]
         growths: list[Growth] = []
         try:
             for home, own in zip(self.homes, self._by_home(chunks), strict=True):

@@ -32,17 +32,19 @@ class PendingResults:
     chosen: Tensor | None = None
     tops: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # ids, log-probabilities
     failures: dict[int, Exception] = field(default_factory=dict)  # sequences to drop
-    rows: list[int] = field(default_factory=list)  # per sequence, if it has several
-    counts: Tensor | None = None  # and how many of them count
+    told: Tensor | None = None  # `VerifyBuffers.told`, if sequences have several rows
+    rows: list[int] = field(default_factory=list)  # of each of these sequences, once waited for
     error: Tensor | None = None  # `Comm.error`
     load: Tensor | None = None  # `Exchange.expert_load`
 
     def answers(self) -> list[list[TokenLogprobs]]:
         """The tokens that count, per sequence. Waits for the step."""
         found, answers = self.wait(), []
-        if self.counts is None:
+        if self.told is None:
             return [[result] for result in found]
-        for rows, count in zip(self.rows, self.counts.tolist(), strict=True):
+        starts, ends, counts = self.told.tolist()
+        self.rows = [end - start for start, end in zip(starts, ends, strict=True)]
+        for rows, count in zip(self.rows, counts, strict=True):
             answers.append(found[:count])
             found = found[rows:]
         return answers
@@ -140,15 +142,12 @@ class SamplingRows:
         """The same for a verify step; `counts`: rows of each sequence."""
         verify = self._buffers.verify
         assert verify is not None
-        pending = self._read(verify, list(zip(rows, counts, strict=True)), len(counts))
-        pending.rows = list(counts)
-        return pending
+        return self._read(verify, list(zip(rows, counts, strict=True)))
 
     def _read(
         self,
         source: StepBuffers | VerifyBuffers,
         rows: list[tuple[SamplingRow, int]],
-        num_counts: int = 0,
     ) -> PendingResults:
         buffers, count = self._buffers, sum(n for _, n in rows)
         pending = PendingResults(count, None, failures=self._failures)
@@ -156,7 +155,7 @@ class SamplingRows:
             pending.tokens = to_host(source.sampled[:count])
             pending.chosen = to_host(source.chosen[:count])
         if isinstance(source, VerifyBuffers):
-            pending.counts = to_host(source.counts[:num_counts])
+            pending.told = to_host(source.told)[:, : len(rows)]
         first = 0
         for place, (row, count) in enumerate(rows):
             first += count

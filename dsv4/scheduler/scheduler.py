@@ -11,7 +11,8 @@ A step holds one token of every decoding sequence. Prompts fill the rest of the 
 tokens of a stream within its bound. The budget is shared among prompts in whole 128-token blocks.
 
 A step may be planned while the previous one runs. A sequence then counts the token in flight
-(`num_pending`) before its value is known.
+(`num_pending`) before its value is known. If that step verifies drafts, a sequence's length counts
+all of them until it is known how many were right.
 """
 
 import bisect
@@ -50,6 +51,7 @@ class ScheduledTokens:
     keep_len: int = 0  # a boundary inside the new tokens to snapshot
     keep_row: int = -1  # where it is kept
     drafts: tuple[int, ...] = ()  # after its newest token, counted in `num_new`
+    num_unsure: int = 0  # drafts before it that may still be rejected; see `follow`
 
 
 class Scheduler:
@@ -126,6 +128,27 @@ class Scheduler:
             scheduled = self._plan()
         self._stalls.check(self._running, self._waiting, bool(scheduled))
         return [self._reserve(item) for item in self._with_drafts(scheduled)]
+
+    def follow(self, before: list[ScheduledTokens], drafts: Some[int]) -> list[ScheduledTokens]:
+        """The step after one that verifies drafts, planned before that is read; `drafts` stand for
+        those of each sequence on the device. Empty if there is other work, or if a sequence may end
+        in that step or reach a boundary, where its prefix is kept."""
+        if self._waiting or {item.sequence for item in before} != set(self._running):
+            return []
+        found = []
+        for item in before:
+            sequence, longest = item.sequence, item.sequence.num_computed
+            room = sequence.max_len - longest - 2
+            if longest % SHARED_TOKENS < item.num_new or room < 0:
+                return []
+            own = tuple(drafts[:room]) if sequence.may_draft else ()
+            found.append(
+                ScheduledTokens(sequence, 1 + len(own), True, 0, -1, own, item.num_new - 1)
+            )
+        if not any(item.drafts for item in found) or self._too_full(found) is not None:
+            return []
+        self._num_steps += 1
+        return found
 
     def _home(self, sequence: SequenceState) -> Home:
         """Where a running sequence has its state."""

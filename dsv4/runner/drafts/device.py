@@ -46,6 +46,10 @@ class PendingDrafts:
     chances: Tensor | None = None
     event: Any = None  # torch.cuda.Event, or None on a CPU
 
+    @property
+    def num_drafts(self) -> int:
+        return self.token_ids.shape[1]
+
     def wait(self) -> dict[int, Drafted]:
         if self.event is not None:
             self.event.synchronize()

@@ -29,6 +29,7 @@ class Chunk:
     keep_len: int = 0  # a boundary inside the chunk to snapshot, and its row
     keep_row: int = 0
     num_drafts: int = 0  # trailing tokens that may be rejected: `StatePages.retract`
+    num_unsure: int = 0  # of the tokens before it: drafts of a step that was not read yet
     next_id: int = NEWEST  # the token after them, for drafters, if known
 
 
@@ -104,10 +105,11 @@ def write_step(
     over homes of `num_slots` each, a line's slots within one; the one after them is spare."""
     n = len(chunks)
     starts = [chunk.pages.length for chunk in chunks]
+    known = [-1 if chunk.num_unsure else chunk.pages.length for chunk in chunks]
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     columns: dict[str, list[int]] = {
         "slots": [chunk.pages.slot % num_slots for chunk in chunks],
-        "starts": starts,
+        "starts": known,  # -1: the length that the device holds
         "ends": ends,
         "next_ids": [chunk.next_id for chunk in chunks],
     }
