@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import dsv4.runner.buffers
 from dsv4 import Engine, SamplingParams
@@ -35,13 +36,13 @@ from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.request import Request
+from dsv4.runner.drafts.device import DeviceDrafter
 from dsv4.runner.load import LoadedModel
 from dsv4.runner.plan import DraftPart, Key
 from dsv4.runner.settings import resolve
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
-from dsv4.scheduler import SequenceState
-from dsv4.scheduler.drafts import REST_STEPS, Drafting, Given
+from dsv4.scheduler.drafts import REST_STEPS, Drafting
 from dsv4.tools.bench_ops import run_facts
 from dsv4.tools.speed.model import (
     decode_step,
@@ -53,6 +54,7 @@ from dsv4.tools.speed.model import (
 from dsv4.tools.speed.steps import elapsed_ms, experts_used
 
 PROMPT, LEARNED = 96, 64  # tokens
+LONGEST = 1024  # context
 MANY = 32  # sequences: shorter prompts and answers
 
 
@@ -97,22 +99,35 @@ def correlate(model: Transformer, wanted: float, seed: int = 5) -> dict[str, flo
     return {"spread": high, **{f"experts_{w}": round(visited(high, w), 1) for w in (2, 4, 6)}}
 
 
-class Replaced(Given):
-    """Right tokens in place of a block's drafts, each made wrong with some probability."""
+class Replaced:
+    """Right tokens in place of what draft blocks draw, each made wrong with some probability. They
+    are replaced on the device, since the next step may start before the host knows any."""
 
-    def __init__(self, answer: list[int], acceptance: float, seed: int, vocab_size: int) -> None:
-        super().__init__()
-        self.answer, self.acceptance = answer, acceptance
-        self.seed, self.vocab_size = seed, vocab_size
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.table = torch.zeros(batch * LONGEST, dtype=torch.int64, device=device)
 
-    def propose(self, tokens: Any, most: int) -> list[int]:
-        count = len(super().propose(tokens, most))  # none where the block made none
-        found = []
-        for place in range(len(tokens), len(tokens) + count):
-            right = random.Random(place * 1000 + self.seed).random() < self.acceptance
-            token = self.answer[place] if place < len(self.answer) else 0
-            found.append(token if right else (token + 1) % self.vocab_size)
-        return found
+    def __enter__(self) -> None:
+        real, table = DeviceDrafter._draw, self.table
+
+        def draw(drafter: DeviceDrafter, logits: Tensor, positions: Tensor) -> Tensor:
+            real(drafter, logits, positions)
+            seeds = drafter._buffers.sampling(logits.shape[0]).seeds
+            return table.index_select(0, seeds * LONGEST + positions)
+
+        self._real = real
+        DeviceDrafter._draw = draw  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        DeviceDrafter._draw = self._real  # type: ignore[method-assign]
+
+    def fill(
+        self, wanted: list[Request], answers: dict[str, list[int]], acceptance: float, vocab: int
+    ) -> None:
+        for request in wanted:
+            known, seed = [*request.prompt_ids, *answers[request.id]], request.params.seed or 0
+            rng = random.Random(seed)
+            drafts = [t if rng.random() < acceptance else (t + 1) % vocab for t in known]
+            self.table[seed * LONGEST :][: len(drafts)] = torch.tensor(drafts)
 
 
 def requests(batch: int, tokens: int, vocab_size: int) -> list[Request]:
@@ -159,6 +174,7 @@ def parts(engine: Engine, whole: dict[int, float]) -> list[dict[str, Any]]:
     runner = engine._runner
     assert runner.drafter is not None
     context, found = runner.buffers.contexts[0], []
+
     def ms(key: Key) -> float:
         def replays() -> None:
             for _ in range(20):
@@ -242,11 +258,11 @@ class Trial:
         self.facts |= overlap
         self.lines: list[dict[str, Any]] = [{"run": run_facts()}]
         self.plain: dict[int, tuple[dict[str, list[int]], float]] = {}
-        self.all_same = True
+        self.all_same, self.drafts = True, Replaced(max(self.batches), self.device)
 
     def engine(self, draft: str, draft_tokens: int | None = None) -> Engine:
         choices = {
-            "device": self.args.device, "max_sequences": max(self.batches), "max_context": 1024,
+            "device": self.args.device, "max_sequences": max(self.batches), "max_context": LONGEST,
             "chunk_tokens": 256, "kv_format": "fp8", "index_format": "fp8", "dtype": "bfloat16",
             "prefix_cache": False, "max_gap_ms": 0.0, "draft": draft, "draft_tokens": draft_tokens,
         }  # fmt: skip
@@ -275,7 +291,12 @@ class Trial:
         engine.close()
 
     def run_drafts(self, most: int) -> None:
-        engine = self.engine("auto", most)
+        with self.drafts:
+            engine = self.engine("auto", most)
+            self._run_all(engine, most)
+        engine.close()
+
+    def _run_all(self, engine: Engine, most: int) -> None:
         whole: dict[int, float] = {}  # step times of one sequence
         for acceptance in map(float, self.args.acceptance.split(",")):
             for batch in self.batches:
@@ -284,24 +305,19 @@ class Trial:
         if 1 in self.batches:
             for found in parts(engine, whole):
                 self.tell(draft=self.args.drafter, batch=1, draft_tokens=most, parts=found)
-        engine.close()
 
     def _run_one(
         self, engine: Engine, batch: int, most: int, acceptance: float
     ) -> dict[int, float]:
         drafting, (truth, plain) = engine._drafting, self.plain[batch]
         assert drafting is not None
-
-        def replaced(sequence: SequenceState) -> Replaced:
-            known = [*sequence.request.prompt_ids, *truth[sequence.request.id]]
-            return Replaced(known, acceptance, sequence.seed, self.config.vocab_size)
-
-        drafting._make = replaced
+        wanted = self.requests(batch)
+        self.drafts.fill(wanted, truth, acceptance, self.config.vocab_size)
         forget(drafting)
         run(engine, self.requests(batch, LEARNED))  # learns what steps cost
         before = engine.stats()
         forget(drafting)
-        answers, ms, tokens = run(engine, self.requests(batch))
+        answers, ms, tokens = run(engine, wanted)
         after, same = engine.stats(), answers == truth
         self.all_same &= same
         self.tell(

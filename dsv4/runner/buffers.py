@@ -76,8 +76,7 @@ class VerifyBuffers:
 
         self.told = ints(3, -(-max_sequences // ALIGNED) * ALIGNED)  # read by the host in one copy
         starts, ends, self.counts = (part[:max_sequences] for part in self.told)
-        each = (ints(rows) for _ in range(3))
-        self.rows = DraftRows(*each, ints(max_sequences), starts, ends)
+        self.rows = DraftRows(ints(rows), ints(rows), ints(rows), ints(max_sequences), starts, ends)
         self.lengths = ints(max_sequences)
         self.drafts = ints(max_sequences, MOST_DRAFTS).fill_(-1)
         self.unused = ints(max_sequences)
