@@ -2,7 +2,8 @@
 
 Requests with shared beginnings arrive at random times, some are aborted, pages run short. Drafts
 come from lookup, from draft blocks, or from a script that is wrong as often as it likes. Steps
-have the shapes of a CPU or those of a GPU, and run ahead or not. A few schedules here, 300 under `make drafts`.
+have the shapes of a CPU or those of a GPU, and run ahead or not. A few schedules here, 300
+under `make drafts`.
 """
 
 import functools
