@@ -170,7 +170,7 @@ class Pipeline:
         if any(sequence.request.params.logprobs for sequence in step.sampled):
             return None
         scheduled = self._scheduler.follow(step.scheduled, [DRAFTED] * pending.num_drafts)
-        following = self._sample_step(self._submit(scheduled, failures), failures)
+        following = self._sample_step(self._start(failures, scheduled), failures)
         if following is not None:
             following.is_ahead = True
         return following
@@ -305,10 +305,12 @@ class Pipeline:
             sequence.num_pending = 0
             self._scheduler.preempt(sequence)
 
-    def _start(self, failures: list[Failure]) -> InFlightStep | None:
-        """Submit the next step."""
+    def _start(
+        self, failures: list[Failure], scheduled: list[ScheduledTokens] | None = None
+    ) -> InFlightStep | None:
+        """Submit the next step, or the one that is `scheduled` already."""
         try:
-            scheduled = self._scheduler.next_step()
+            scheduled = self._scheduler.next_step() if scheduled is None else scheduled
         except StallError as error:
             failures.append((self._scheduler.sequences(), error))
             return None
@@ -317,11 +319,6 @@ class Pipeline:
                 raise
             failures.append(([self._scheduler.admitting], error))
             return None
-        return self._submit(scheduled, failures)
-
-    def _submit(
-        self, scheduled: list[ScheduledTokens], failures: list[Failure]
-    ) -> InFlightStep | None:
         if not scheduled:
             return None
         try:
