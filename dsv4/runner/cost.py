@@ -1,6 +1,7 @@
 """Step costs, measured once: how many prompt tokens fit between two tokens of a stream."""
 
 import bisect
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from dsv4.cache.geometry import SHARED_TOKENS
 from dsv4.runner.buffers import StepBuffers
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
+
+log = logging.getLogger(__name__)
 
 SAMPLES = 5  # token counts to time
 
@@ -25,9 +28,21 @@ class StepCosts:
 
     @classmethod
     def measure(cls, buffers: StepBuffers, run: Callable[[StepShape], None]) -> "StepCosts":
-        """Time steps of one sequence with random tokens, in unused pages."""
+        """Time steps of one sequence with random tokens, in unused pages. The largest step runs
+        first, at the end of the context: others find their memory in what the allocator keeps."""
         sizes = sorted({buffers.tokens[i * (len(buffers.tokens) - 1) // (SAMPLES - 1)]
                         for i in range(SAMPLES)})  # fmt: skip
+        largest = buffers.shape(sizes[-1], 1, buffers.contexts[-1], one_each=False)
+        _one_sequence(buffers, largest)
+        try:
+            run(largest)
+        except torch.cuda.OutOfMemoryError as error:
+            log.warning(
+                "%s does not fit the GPU: %s; lower chunk_tokens, max_context or expert_memory, or "
+                "end other programs on it",
+                largest,
+                str(error).split(". ")[0],
+            )
         found = []
         for size in sizes:
             shape = buffers.shape(size, 1, buffers.contexts[0], one_each=False)

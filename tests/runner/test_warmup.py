@@ -193,6 +193,28 @@ def test_costs_bound_the_prompt_tokens_of_a_step() -> None:
     assert costs.budget(0, 1e6) == 2048
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_largest_step_takes_its_memory_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fits: bool
+) -> None:
+    """Else memory kept for small steps is in pieces that a long prompt cannot use."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    buffers, ran = make_runner(sequences=2, context=4096, pads=True).buffers, list[StepShape]()
+    buffers.contexts = [1024, 4096]
+
+    def run(shape: StepShape) -> None:
+        ran.append(shape)
+        if shape.context == 4096 and not fits:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    costs = StepCosts.measure(buffers, run)
+    assert (ran[0].tokens, ran[0].context) == (buffers.tokens[-1], 4096)
+    assert len(ran) == 1 + 2 * len(costs.tokens)
+    assert {shape.context for shape in ran[1:]} == {1024}
+    said = f"{ran[0]} does not fit the GPU: CUDA out of memory; lower chunk_tokens"
+    assert (said in caplog.text) != fits
+
+
 def test_the_guard_sees_compilations() -> None:
     triton = pytest.importorskip("triton", reason="nothing to compile")
     guard = CompileGuard(CPU)
