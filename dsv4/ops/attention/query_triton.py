@@ -11,7 +11,9 @@ from dsv4.ops.kv import entry_device as ed
 from dsv4.ops.kv.rope_device import rope_tile
 
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
+INDEX_HEADS = 32  # one per thread of a warp
 FORMATS = {"fp32": 0, "bf16": 1, "fp8": 3, "fp4": 4}
+REGISTERS = 168  # per such thread: twelve warps per multiprocessor
 
 
 @triton.jit
@@ -68,16 +70,18 @@ def prepare_heads(
 @triton.jit
 def index_heads(
     q, out, positions, frequencies, num_heads, row, block, BH: tl.constexpr, DIM: tl.constexpr,
-    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
+    ROPE: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4."""
+    """FORMAT 0: none, 1: bf16, 3: rotated FP8, 4: rotated FP4. ALONE: one warp, row per thread."""
     position = tl.load(positions + row)
     at, mask = _places(num_heads, row, block, BH, DIM)
     PAD: tl.constexpr = triton.next_power_of_2(DIM)
     x = widen(tl.load(q + at, mask=mask, other=0.0), ASM)
     x = rope_tile(x, position, frequencies, 1.0, BH, DIM - ROPE, DIM, PAD)
     x = narrow(x, q.dtype.element_ty, ASM)
-    if FORMAT >= 3:
+    if FORMAT >= 3 and ALONE:
+        x = ed.hadamard_rows(x, BH, DIM, ASM)
+    elif FORMAT >= 3:
         x = narrow(ed.hadamard_tile(widen(x, ASM), BH, DIM), q.dtype.element_ty, ASM)
     x = widen(x, ASM)
     if FORMAT == 1:
@@ -108,7 +112,7 @@ def _index_kernel(
 ):  # fmt: skip
     index_heads(
         q, out, positions, frequencies, num_heads, tl.program_id(0), tl.program_id(1),
-        BH, DIM, ROPE, FORMAT, ASM,
+        BH, DIM, ROPE, FORMAT, ASM, True,
     )  # fmt: skip
 
 
@@ -125,12 +129,14 @@ def supports(q, positions, frequencies, eps=None, index_format=None) -> str | No
 def run(q, positions, frequencies, eps=None, index_format=None):
     """`query_prepare` with `eps`, `index_query` with `index_format`."""
     out = torch.empty_like(q)
-    grid = q.shape[0], triton.cdiv(q.shape[1], HEADS)
-    sizes = {"BH": HEADS, "DIM": q.shape[2], "ROPE": 2 * frequencies.shape[0]}
-    sizes |= {"ASM": not interpreting(), **launch_options(4)}
+    sizes = {"DIM": q.shape[2], "ROPE": 2 * frequencies.shape[0], "ASM": not interpreting()}
     if index_format is None:
-        _prepare_kernel[grid](q, out, positions, frequencies, eps, q.shape[1], **sizes)
-    else:
-        chosen = FORMATS[index_format]
-        _index_kernel[grid](q, out, positions, frequencies, q.shape[1], FORMAT=chosen, **sizes)
+        _prepare_kernel[(q.shape[0], triton.cdiv(q.shape[1], HEADS))](
+            q, out, positions, frequencies, eps, q.shape[1], BH=HEADS, **sizes, **launch_options(4)
+        )
+        return out
+    _index_kernel[(q.shape[0], triton.cdiv(q.shape[1], INDEX_HEADS))](
+        q, out, positions, frequencies, q.shape[1], BH=INDEX_HEADS, **sizes,
+        FORMAT=FORMATS[index_format], **launch_options(1, maxnreg=REGISTERS),
+    )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import to_e4m3
+from dsv4.ops.core.helpers_device import narrow, to_e4m3, widen
 from dsv4.ops.kv.rope_device import rope_tile
 
 FP32, BF16, FP8, INDEX_FP8, INDEX_FP4 = 0, 1, 2, 3, 4
@@ -38,6 +38,17 @@ def hadamard_tile(x, R: tl.constexpr, DIM: tl.constexpr):
         u, v = tl.split(x.reshape(R, DIM // 2, 2))
         x = tl.trans(tl.join(u + v, u - v), 0, 2, 1).reshape(R, DIM)
     return x * _unit(DIM)
+
+
+@triton.jit
+def hadamard_rows(x, R: tl.constexpr, DIM: tl.constexpr, ASM: tl.constexpr):
+    """`hadamard_tile` of `[R, DIM]` in its own dtype, with one warp: in the transposed layout each
+    thread holds one row, and data leaves registers only for the two transpositions."""
+    y = widen(tl.trans(x), ASM)
+    for _ in tl.static_range(_rounds(DIM)):
+        u, v = tl.split(tl.trans(y.reshape(DIM // 2, 2, R), 0, 2, 1))
+        y = tl.trans(tl.join(u + v, u - v), 2, 0, 1).reshape(DIM, R)
+    return tl.trans(narrow(y * _unit(DIM), x.dtype, ASM))
 
 
 @triton.jit
