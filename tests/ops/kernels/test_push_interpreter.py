@@ -1,4 +1,4 @@
-"""Exchanges between ranks in Triton's interpreter: all ranks store, then all read.
+"""Exchanges between ranks in Triton's interpreter, and on a GPU: all ranks store, then all read.
 
 This file is both the test and the program it starts (see test_weight_interpreter.py).
 """
@@ -6,6 +6,7 @@ This file is both the test and the program it starts (see test_weight_interprete
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ops.kernels.compiling import interpreted
@@ -13,6 +14,22 @@ from tests.ops.kernels.compiling import interpreted
 
 def test_exchanges_equal_what_the_ranks_add_up_to() -> None:
     interpreted("tests.ops.kernels.test_push_interpreter")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tp", [2, 8])
+def test_long_exchanges_on_a_gpu(tp: int) -> None:
+    """Sizes of prompts: the wide blocks."""
+    torch.manual_seed(5)
+    with torch.device("cuda"):
+        channels = ranks(tp, 64 << 20)
+        for _ in range(2):
+            check_gather(channels, (1025, 4096), torch.bfloat16)
+            check_owners(channels, 1500 * tp - 1, 1024)
+            check_pairs(channels, 300 * tp - 1, 4096, 1, "owned")
+            check_pairs(channels, 300 * tp - 1, 7168, 2, "owned")
+            check_pairs(channels, 33, 4096, 2, "last place")
 
 
 def ranks(tp: int, half_bytes: int) -> list[Any]:
