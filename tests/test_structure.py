@@ -83,7 +83,7 @@ LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 1
     "other GPUs": 111,
     "few rows on a CPU": 47,
     "official checkpoints on one GPU: FP8 in streams and prompts": 60,
-    "FP8 rows as trained": 92,
+    "FP8 rows as trained": 96,
 }
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
