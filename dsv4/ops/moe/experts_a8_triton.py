@@ -4,19 +4,24 @@
 Pairs are sorted by expert and split into tiles, which gather the quantised rows of their tokens.
 The first product clamps, activates, weights and rounds to bf16, one launch quantises the result,
 and the second writes each pair's row. Rows are summed in the order of a token's experts, the shared
-one last.
+one last. In prompts (gemm/a8/fp8_prompt_gluon.py) each pair has its own quantised row, next to
+those of its expert.
 """
+
+from importlib import import_module
 
 import torch
 
 from dsv4.ops.core.launch import a8_reason
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, multiply_experts
+from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
 from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
 from dsv4.ops.gemm.weights.a8 import A8Mxfp4
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 from dsv4.ops.moe.shared_expert_triton import combine
+
+PROMPT_ROWS = 16  # of an expert, on average: from here on fp8_prompt_gluon multiplies
 
 
 def supports(x, experts, weights, by) -> str | None:
@@ -36,20 +41,28 @@ def weights_reason(x, by) -> str | None:
 
 def run(x, experts, weights, by, bm=None):
     """`bm`: rows per tile, for tests."""
-    num_tokens, chosen = experts.shape
-    w13, w2 = by.w13, by.w2
+    chosen, w13, w2 = experts.shape[1], by.w13, by.w2
     extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit)
     num_pairs, inner = experts.numel(), w2.columns
     z = workspace(x.device, "experts_z", num_pairs * inner, torch.bfloat16)
     z = z[: num_pairs * inner].view(num_pairs, inner)
     parts = workspace(x.device, "a8_parts", num_pairs * w2.rows, torch.float32)
     parts = parts[: num_pairs * w2.rows].view(num_pairs, w2.rows)
-    bm = bm or choose_rows(num_tokens * chosen / w2.shape[0], most=128)
-    table = group_by_expert(experts, w2.shape[0], bm)
-    rows = make_a8_rows(x, "a8_pairs")
-    multiply_experts(rows, w13, z, table, bm, weights=weights, chosen=chosen, limit=by.limit)
-    rows = make_a8_rows(z, "a8_pairs")
-    multiply_experts(rows, w2, parts, table, bm)
+    num_experts = w2.shape[0]
+    if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
+        prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon")
+        route = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
+        rows = make_a8_rows(x, "a8_pairs", route=route.table, chosen=chosen, copies=4)
+        prompt.multiply_experts(rows, w13, z, route, weights=weights, limit=by.limit)
+        rows = make_a8_rows(z, "a8_pairs", copies=4)
+        prompt.multiply_experts(rows, w2, parts, route)
+    else:
+        bm = bm or choose_rows(num_pairs / num_experts, most=128)
+        route = group_by_expert(experts, num_experts, bm)
+        rows = make_a8_rows(x, "a8_pairs")
+        multiply_experts(rows, w13, z, route, bm, weights=weights, chosen=chosen, limit=by.limit)
+        rows = make_a8_rows(z, "a8_pairs")
+        multiply_experts(rows, w2, parts, route, bm)
     y = torch.empty_like(x)
     combine(parts, extra, y, chosen)
     return y

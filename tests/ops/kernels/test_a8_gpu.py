@@ -2,6 +2,8 @@
 their batch."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from dsv4.ops import OPS
 from dsv4.ops.core.arguments import copied
+from dsv4.ops.moe.experts import Experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,3 +109,52 @@ def test_experts_do_not_depend_on_the_height_of_their_tile() -> None:
         assert torch.equal(kernel.run(**arguments, bm=bm), wanted)
     rows = {n: v[40:41] if isinstance(v, Tensor) else v for n, v in arguments.items()}
     assert torch.equal(kernel.run(**rows), wanted[40:41])
+
+
+def random_experts(counts: list[int], hidden: int, inner: int) -> dict[str, Any]:
+    """Arguments of `experts` with `counts` rows for each expert, one expert per token."""
+    from dsv4.ops.gemm.weights.a8 import random_a8, random_a8_fp8
+
+    generator = torch.Generator().manual_seed(3)
+    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    experts = experts[torch.randperm(len(experts), generator=generator)]
+    return {
+        "x": torch.randn(len(experts), hidden, generator=generator).bfloat16().cuda(),
+        "experts": experts[:, None].cuda(),
+        "weights": torch.rand(len(experts), 1, generator=generator).cuda(),
+        "by": Experts(
+            random_a8(2 * inner, hidden, generator, count=len(counts), paired=True).to("cuda"),
+            random_a8(hidden, inner, generator, count=len(counts)).to("cuda"),
+            random_a8_fp8(2 * inner, hidden, generator).to("cuda"),
+            random_a8_fp8(hidden, inner, generator).to("cuda"),
+            3.0,
+        ),
+    }
+
+
+def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 matrices with one range of K and with several, experts with any number of rows."""
+    from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
+    from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import random_a8_fp8
+    from dsv4.ops.moe import experts_a8_triton as kernel
+
+    generator = torch.Generator().manual_seed(2)
+    for count, ranges, dtype in ((1000, 1, torch.bfloat16), (257, 4, torch.float32)):
+        weight = replace(random_a8_fp8(512, 2048, generator), k_ranges=ranges).to("cuda")
+        x = torch.randn(count, 2048, generator=generator).cuda()
+        x[7, 9], x[8] = float("nan"), 0
+        rows = make_a8_rows(x, "test")
+        found, wanted = (torch.full((count, 512), 5e5, device="cuda", dtype=dtype) for _ in "ab")
+        prompt.multiply_rows(rows, weight, found)
+        multiply_rows(rows, weight, wanted)
+        assert (found[7].isnan() & wanted[7].isnan()).all()
+        assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), (count, ranges)
+    arguments = random_experts([64, 0, 65, 127, 129, 191, 193, 400, 1, 0, 3], 1024, 512)
+    used = []
+    real = prompt.multiply_experts
+    monkeypatch.setattr(prompt, "multiply_experts", lambda *a, **k: (used.append(1), real(*a, **k)))
+    found = kernel.run(**arguments)
+    assert len(used) == 2
+    assert torch.equal(found, kernel.run(**arguments, bm=64))

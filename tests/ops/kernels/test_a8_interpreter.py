@@ -98,6 +98,10 @@ def check_rows() -> None:
         assert torch.equal(rows.codes.float().nan_to_num(999), codes.float().nan_to_num(999))
         found, finite = rows.scales[:, : rows.num_rows].T, codes[:, ::128].float().isfinite()
         assert torch.equal(found[finite], torch.exp2(scales.float() - 127)[finite])
+    single = make_a8_rows(x, "one").scales[:, :7].clone()
+    copies = make_a8_rows(x, "four", copies=4).scales.view(4, 3, 8)
+    for i in range(4):
+        assert torch.equal(copies[i, :, : 7 - i], single[:, i:])
 
 
 def check_cases(name: str) -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.helpers_device import swiglu
-from dsv4.ops.core.launch import interpreting, launch_options
+from dsv4.ops.core.launch import interpreting, launch_options, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.split_k import split_k
@@ -202,6 +202,12 @@ def _a8_kernel(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
+def fits_prompts(*weights) -> bool:
+    """Whether fp8_prompt_gluon multiplies the matrices: where Gluon runs, sides of whole tiles."""
+    whole = all(side % 128 == 0 for weight in weights for side in weight.shape[-2:])
+    return whole and streams(weights[0].device)
+
+
 def choose_rows(num_rows: float, most: int = 64) -> int:
     """Input rows per program; they change no bit of the result. With ranges of K, 128 spill."""
     return next((bm for bm in (16, 32, 64) if num_rows <= bm), most)
@@ -224,7 +230,7 @@ def multiply_rows(rows, weight, out, *, bm=None, parallel=None) -> None:
     )
     _a8_kernel[(programs, m_tiles)](
         rows.codes, rows.codes.stride(0), rows.scales, rows.scales.stride(0), rows.num_rows,
-        weight.data, weight.scale, weight.scale, out, size, columns, rows.scales.shape[0], ranges,
+        weight.data, weight.scale, weight.scale, out, size, columns, rows.num_steps, ranges,
         per_range, partials, counters, (out,), out, 1, 0.0, T=tile, **launch_options(WARPS),
     )  # fmt: skip
 

@@ -3,6 +3,9 @@
 
 One program holds a row in registers. With a `route` row i is that of the i-th sorted pair's token,
 so that the rows of an expert are contiguous. Columns are padded with zeros to a multiple of 128.
+
+A copy to shared memory (TMA) must begin at a multiple of 16 bytes, four scales, and an expert's
+rows begin anywhere. So there may be four copies of the scales: copy i lacks the first i rows.
 """
 
 from dataclasses import dataclass
@@ -21,17 +24,21 @@ from dsv4.ops.gemm.quantize_rows_triton import a8_scale
 @dataclass(frozen=True)
 class A8Rows:
     codes: torch.Tensor  # float8_e4m3fn [rows, columns]
-    scales: torch.Tensor  # float32 [columns / 128, rows or more]
+    scales: torch.Tensor  # float32 [columns / 128, rows or more], or four such, one by one
 
     @property
     def num_rows(self) -> int:
         return self.codes.shape[0]
 
+    @property
+    def num_steps(self) -> int:
+        return self.codes.shape[1] // A8_GROUP
+
 
 @triton.jit
 def _a8_rows_kernel(
     x, x_stride, size, codes, columns, scales, scale_stride, pairs, chosen,
-    GATHER: tl.constexpr, GROUPS: tl.constexpr
+    GATHER: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = row
@@ -44,24 +51,27 @@ def _a8_rows_kernel(
     live = group < columns // 128
     tl.store(codes + row * columns + column, to_e4m3(value * inverse[:, None]), mask=live[:, None])
     scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
-    tl.store(scales + group * scale_stride + row, scale, mask=live)
+    for i in tl.static_range(COPIES):
+        at = scales + (i * (columns // 128) + group) * scale_stride + row - i
+        tl.store(at, scale, mask=live & (row >= i))
 
 
-def make_a8_rows(x, name: str, *, route=None, chosen: int = 1) -> A8Rows:
+def make_a8_rows(x, name: str, *, route=None, chosen: int = 1, copies: int = 1) -> A8Rows:
     """`x` `[rows, size]` quantised into the workspace `name`; with a `route` and `chosen` experts
-    per token, a row per pair."""
+    per token, a row per pair. `copies` of the scales."""
     size = x.shape[1]
     count = x.shape[0] * chosen if route is not None else x.shape[0]
     columns = triton.cdiv(size, A8_GROUP) * A8_GROUP
     stride = triton.cdiv(count, 4) * 4  # descriptors need multiples of 16 bytes
     codes = workspace(x.device, f"{name}_codes", count * columns, torch.uint8)
     codes = codes[: count * columns].view(torch.float8_e4m3fn).view(count, columns)
-    scales = workspace(x.device, f"{name}_scales", columns // A8_GROUP * stride, torch.float32)
-    scales = scales[: columns // A8_GROUP * stride].view(-1, stride)
+    lines = copies * columns // A8_GROUP
+    scales = workspace(x.device, f"{name}_scales", lines * stride, torch.float32)
+    scales = scales[: lines * stride].view(lines, stride)
     groups = triton.next_power_of_2(columns // A8_GROUP)
     _a8_rows_kernel[(count,)](
         x, x.stride(0), size, codes, columns, scales, stride,
         x if route is None else route.sorted_pairs, chosen, GATHER=route is not None,
-        GROUPS=groups, **launch_options(ROW_WARPS if groups <= 64 else 8),
+        COPIES=copies, GROUPS=groups, **launch_options(ROW_WARPS if groups <= 64 else 8),
     )  # fmt: skip
     return A8Rows(codes, scales)

@@ -1,11 +1,15 @@
 # mypy: ignore-errors
 """`linear` with a8 rows on sm_90: rows are quantised once, then multiplied by each FP8 matrix."""
 
+from importlib import import_module
+
 from dsv4.ops.core.launch import a8_reason
-from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
+from dsv4.ops.gemm.a8.fp8_product_triton import fits_prompts, multiply_rows
 from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
 from dsv4.ops.gemm.variants import mixed_linear
 from dsv4.ops.gemm.weights.a8 import A8Fp8
+
+PROMPT_ROWS = 256  # from here on fp8_prompt_gluon multiplies
 
 
 def supports(x, weights, out_dtypes) -> str | None:
@@ -27,4 +31,7 @@ def launch(x, weights, outs) -> None:
     """Quantise `x` once and multiply it by each matrix."""
     rows = make_a8_rows(x, "a8_rows")
     for weight, out in zip(weights, outs, strict=True):
-        multiply_rows(rows, weight, out)
+        if rows.num_rows >= PROMPT_ROWS and fits_prompts(weight):
+            import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon").multiply_rows(rows, weight, out)
+        else:
+            multiply_rows(rows, weight, out)
