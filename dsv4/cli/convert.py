@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 def convert(
     source: str = typer.Argument(..., help="The checkpoint to read."),
     destination: Path = typer.Argument(..., help="An empty or new folder."),
-    to: str = typer.Option("nvfp4", help="nvfp4 (experts), nvfp4-all, fp8 or bf16."),
+    to: str = typer.Option("nvfp4", help="nvfp4 (experts), nvfp4-all, official, fp8 or bf16."),
     scales: str = typer.Option("max", help="For NVFP4: max, four-over-six or mse."),
     shard_size: float = typer.Option(5.0, help="GB (10^9 bytes) of one file."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),

@@ -33,9 +33,9 @@ def new_config(
         out["dtype"] = "bfloat16"
         return out, None
     producer = {"name": "dsv4", "version": version}
-    if target == "fp8":
+    if target in ("official", "fp8"):
         out["quantization_config"] = dict(_FP8_KEYS)
-        return out, None
+        return out | ({"expert_dtype": "fp4"} if target == "official" else {}), None
     if target == "nvfp4-all":
         quantization = {
             "quant_method": "modelopt",

@@ -12,17 +12,22 @@ from dsv4.checkpoint.names import Family, Place, spell
 from dsv4.checkpoint.sources import Source
 from dsv4.checkpoint.stored_matrix import StoredMatrix
 from dsv4.errors import CheckpointError
-from dsv4.formats.spec import FP8_BLOCK, NVFP4_GROUP
+from dsv4.formats.spec import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP
 
-Target = Literal["nvfp4", "nvfp4-all", "fp8", "bf16"]
+Target = Literal["nvfp4", "nvfp4-all", "official", "fp8", "bf16"]
 TARGETS: tuple[str, ...] = get_args(Target)
 FAMILY: dict[str, Family] = {
     "nvfp4": "official",  # as ModelOpt's experts-only files
     "nvfp4-all": "transformers",  # as ModelOpt's full files
+    "official": "official",  # MXFP4 experts, FP8 tiles elsewhere
     "fp8": "official",
     "bf16": "hybrid",  # as transformers' save_pretrained
 }
-Format = Literal["keep", "nvfp4", "fp8", "bf16"]
+Format = Literal["keep", "nvfp4", "mxfp4", "fp8", "bf16"]
+_GROUP: dict[str, tuple[str, int]] = {
+    "nvfp4": ("NVFP4", NVFP4_GROUP),
+    "mxfp4": ("MXFP4", MXFP4_GROUP),
+}
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,13 @@ def units_of(source: Source, target: Target) -> list[Unit]:
     family = FAMILY[target]
     stored_as = _format(source, target)
     matrices = _matrices(source)
-    if stored_as == "nvfp4":
-        for matrix in matrices:
-            if matrix.shape[1] % NVFP4_GROUP:
-                raise CheckpointError(
-                    f"{matrix.stored.data.file}: tensor {matrix.stored.data.name!r} has K = "
-                    f"{matrix.shape[1]}, NVFP4 needs a multiple of 16; convert to fp8 or bf16"
-                )
+    what, width = _GROUP.get(stored_as, ("", 1))
+    for matrix in matrices if width > 1 else ():
+        if matrix.shape[1] % width:
+            raise CheckpointError(
+                f"{matrix.stored.data.file}: tensor {matrix.stored.data.name!r} has K = "
+                f"{matrix.shape[1]}, {what} needs a multiple of {width}; convert to fp8 or bf16"
+            )
     step = 2 if source.name.endswith(".w13") else 1
     group = source.parameter.group
     return [
@@ -102,10 +107,11 @@ def _format(source: Source, target: Target) -> Format:
             return "bf16"  # FP8 files hold these unquantised
     if not wanted:
         return "keep"
-    same = stored.format == ("fp8" if target == "fp8" else "nvfp4")
-    if same and (target != "fp8" or stored.tile == (FP8_BLOCK, FP8_BLOCK)):
-        return "keep"
-    return "fp8" if target == "fp8" else "nvfp4"
+    found: Format = "nvfp4"
+    if target in ("official", "fp8"):
+        found = "mxfp4" if expert and target == "official" else "fp8"
+    same = stored.format == found and (found != "fp8" or stored.tile == (FP8_BLOCK, FP8_BLOCK))
+    return "keep" if same else found
 
 
 def _matrices(source: Source) -> list[Matrix]:
@@ -146,10 +152,9 @@ def out_tensors(matrix: Matrix, unit: Unit) -> list[OutTensor]:
             OutTensor(named("input_scale"), "F32", ()),
         ]
     if stored_as == "mxfp4":
-        assert stored.scale is not None
         return [
             OutTensor(name, "I8", (rows, cols // 2)),
-            OutTensor(named("scale"), "F8_E8M0", stored.scale.shape),
+            OutTensor(named("scale"), "F8_E8M0", (rows, cols // MXFP4_GROUP)),
         ]
     return [OutTensor(name, "F8_E4M3", (rows, cols)), _tile_scale(matrix, unit, named("scale"))]
 

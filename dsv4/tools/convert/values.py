@@ -10,7 +10,7 @@ from dsv4.checkpoint.files.mapped import MappedFiles
 from dsv4.errors import CheckpointError, KernelError
 from dsv4.formats import e8m0, fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
-from dsv4.formats.spec import FP8_BLOCK, NVFP4_EXACT_SPREAD
+from dsv4.formats.spec import FP8_BLOCK, MXFP4_GROUP, NVFP4_EXACT_SPREAD
 from dsv4.tools.convert.units import Matrix, Unit
 
 _CHUNK_ELEMENTS = 1 << 22  # elements dequantised at a time: a few dozen megabytes of workspace
@@ -71,7 +71,7 @@ def produce(
             return out, stats
         if unit.format == "nvfp4":
             return _to_nvfp4(unit, weights, files, choice, stats), stats
-        make = _to_fp8 if unit.format == "fp8" else _to_bf16
+        make = {"mxfp4": _to_mxfp4, "fp8": _to_fp8, "bf16": _to_bf16}[unit.format]
         return [t for weight in weights for t in make(weight, stats)], stats
     except KernelError as error:
         info = unit.matrices[0].stored.data
@@ -186,6 +186,16 @@ def _quantize(
     for span, values in _rows(weight):
         packed[span], scale[span], _ = nvfp4.quantize(values, choice, global_=global_)
     return Nvfp4Tensor(packed, scale, global_.reshape(1))
+
+
+def _to_mxfp4(weight: StoredWeight, stats: CastStats) -> list[torch.Tensor]:
+    rows, cols = weight.shape[-2:]
+    packed = torch.empty((rows, cols // 2), dtype=torch.uint8)
+    scale = torch.empty((rows, cols // MXFP4_GROUP), dtype=torch.uint8)
+    for span, values in _rows(weight):
+        packed[span], scale[span] = mxfp4.quantize(values)
+    _compare(weight, Mxfp4Tensor(packed, scale), stats)
+    return [packed, scale]
 
 
 def _to_fp8(weight: StoredWeight, stats: CastStats) -> list[torch.Tensor]:
