@@ -3,6 +3,7 @@
     python scripts/measure_activations.py --out activations.jsonl             # 15 workers, 150 s
     python scripts/measure_activations.py --out trial.jsonl --workers 2 --skills facts
     python scripts/measure_activations.py --out some.jsonl --modules "all,attention"
+    python scripts/measure_activations.py --out official.jsonl --model FOLDER --widths a8
 
 The references round activations exactly as block-scaled tensor cores see them, so a CPU can say
 what A4 (NVFP4 rows) and A8 (FP8 rows) cost. Each width is tried on all modules and on one group of
@@ -10,7 +11,8 @@ them alone. Prompts come in rounds; every variant answers the same ones, and onl
 them answered in time count. The record has one JSON object per line; the table for
 docs/numerics.md and the default that follows from it are printed. Records are kept in
 benchmarks/records under names that begin with DATE_activations_tiny_cpu; a test checks the default
-against them, where newer rows replace older ones.
+against them, where newer rows replace older ones. `--model`: the embedded model in other formats,
+written by `dsv4 convert`.
 
 An answer that ends immediately counts as silent: the embedded model does that when its arithmetic
 is wrong.
@@ -32,6 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: workers share the cores
+
+import torch  # noqa: E402
 
 from dsv4.engine import Engine  # noqa: E402
 from dsv4.runner.activations import GROUPS  # noqa: E402
@@ -56,6 +60,7 @@ class Job:
     skill: str
     number: int  # of the batch
     size: int
+    model: str = "tiny"
 
     @property
     def prompts(self) -> tuple[str, int]:
@@ -74,16 +79,20 @@ class Result:
 
 
 @lru_cache(maxsize=1)
-def engine_for(width: str, group: str) -> Engine:
+def engine_for(model: str, width: str, group: str) -> Engine:
     """Fresh for each variant: the prefix cache must not hold another variant's results."""
-    engine = Engine.load("tiny", device="cpu", activations="a4")
+    engine = Engine.load(model, device="cpu", activations="a4")
     for block in engine._runner.model.blocks:
         for name, (holder, weights) in HOLDERS.items():
             own = width if group in ("all", name) else "a16"
             module = block.attention if holder == "attention" else block.ffn.experts
-            found = {key: replace(getattr(module, key), activations=own) for key in weights}
-            if own == "a8" and "wo_a" in found:  # never rounded to a8: runner/activations.py
-                found["wo_a"] = replace(found["wo_a"], activations="a16")
+            stored = {key: getattr(module, key) for key in weights}
+            # wo_a is never rounded to a8 (runner/activations.py): in FP8 it was read as numbers
+            found = {
+                key: replace(weight, activations="a16" if (key, own) == ("wo_a", "a8") else own)
+                for key, weight in stored.items()
+                if not isinstance(weight, torch.Tensor)
+            }
             if holder == "attention":
                 vars(block.attention).update(found)
             else:
@@ -93,7 +102,7 @@ def engine_for(width: str, group: str) -> Engine:
 
 def work(job: Job) -> Result:
     begin = time.perf_counter()
-    engine, silent = engine_for(job.width, job.group), 0
+    engine, silent = engine_for(job.model, job.width, job.group), 0
     generate = Engine.generate.__get__(engine)
 
     def counted(*given: Any) -> Any:
@@ -120,7 +129,9 @@ def work(job: Job) -> Result:
     return Result(job, score.num_right, score.num_asked, silent, seconds)
 
 
-def jobs(batch: int, only: list[str], modules: list[str]) -> Iterator[Job]:
+def jobs(
+    batch: int, only: list[str], variants: list[tuple[str, str]], model: str = "tiny"
+) -> Iterator[Job]:
     """Round by round: all variants get the same prompts before the next ones come."""
     items = measure.read_items("tiny")
     for number in range(MOST_ROUNDS):
@@ -130,21 +141,21 @@ def jobs(batch: int, only: list[str], modules: list[str]) -> Iterator[Job]:
             skills.insert(0, "perplexity")
         for skill in skills:
             if not only or skill in only:
-                yield from (Job(*variant, skill, number, batch) for variant in chosen(modules))
+                yield from (Job(*variant, skill, number, batch, model) for variant in variants)
 
 
-def chosen(modules: list[str]) -> list[tuple[str, str]]:
-    """Variants of these modules, or all variants if none are named."""
-    return [variant for variant in VARIANTS if not modules or variant[1] in modules]
+def chosen(modules: list[str], widths: list[str]) -> list[tuple[str, str]]:
+    """Variants of these modules and widths, or all if none are named; a16 always."""
+    widths = ["a16", *widths] if widths else ["a16", "a8", "a4"]
+    return [(w, g) for w, g in VARIANTS if w in widths and (not modules or g in modules)]
 
 
-def common(results: list[Result], modules: list[str]) -> list[Result]:
+def common(results: list[Result], variants: list[tuple[str, str]]) -> list[Result]:
     """Results for prompts that every variant answered."""
     seen: dict[tuple[str, int], int] = defaultdict(int)
     for result in results:
         seen[result.job.prompts] += 1
-    wanted = len(chosen(modules))
-    return [result for result in results if seen[result.job.prompts] == wanted]
+    return [result for result in results if seen[result.job.prompts] == len(variants)]
 
 
 def summed(results: list[Result]) -> list[dict[str, Any]]:
@@ -238,11 +249,15 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=20, help="prompts of one job")
     parser.add_argument("--skills", default="", help="only these, separated by commas")
     parser.add_argument("--modules", default="", help="only these groups, or all, by commas")
+    parser.add_argument("--widths", default="", help="only a16 and these, by commas")
+    parser.add_argument("--model", default="tiny", help="the embedded model in other formats")
     arguments = parser.parse_args()
-    skills, modules = (
-        list(filter(None, text.split(","))) for text in (arguments.skills, arguments.modules)
+    skills, modules, widths = (
+        list(filter(None, text.split(",")))
+        for text in (arguments.skills, arguments.modules, arguments.widths)
     )
-    wanted = jobs(arguments.batch, skills, modules)
+    variants = chosen(modules, widths)
+    wanted = jobs(arguments.batch, skills, variants, arguments.model)
     begin, results = time.perf_counter(), []
     pool = multiprocessing.get_context("spawn").Pool(arguments.workers)
     answers = pool.imap_unordered(work, wanted, chunksize=1)
@@ -258,7 +273,7 @@ def main() -> int:
             sys.stderr.write(f"a job failed: {error!r}\n")
     pool.terminate()
     seconds = time.perf_counter() - begin
-    kept = common(results, modules)
+    kept = common(results, variants)
     rows = summed(kept)
     lines = [{"run": run_facts(arguments, len(results), seconds)}]
     lines += [{"result": row} for row in rows]
@@ -270,8 +285,8 @@ def main() -> int:
         sys.stdout.write("no prompts were answered by all variants; give more --seconds\n")
         return 1
     sys.stdout.write(table(rows) + "\n")
-    widths = ", ".join(f"{group} {width}" for group, width in default(rows).items())
-    sys.stdout.write(f"NATIVE_AUTO in dsv4/runner/activations.py by this table: {widths}\n")
+    found = ", ".join(f"{group} {width}" for group, width in default(rows).items())
+    sys.stdout.write(f"NATIVE_AUTO in dsv4/runner/activations.py by this table: {found}\n")
     return 1 if failed else 0
 
 

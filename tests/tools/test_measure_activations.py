@@ -80,30 +80,30 @@ def test_only_prompts_that_all_variants_answered_count(script: ModuleType) -> No
     job, result = script.Job, script.Result
     done = [result(job(*v, "facts", 0, 4), 3, 4, 0, 1.0) for v in script.VARIANTS]
     late = [result(job(*v, "facts", 1, 4), 4, 4, 1, 1.0) for v in script.VARIANTS[:-1]]
-    rows = script.summed(script.common([*done, *late], []))
+    rows = script.summed(script.common([*done, *late], script.VARIANTS))
     assert len(rows) == len(script.VARIANTS)
     assert {(row["right"], row["asked"], row["silent"]) for row in rows} == {(3, 4, 0)}
     assert "| a4 | routed experts | 75.0 | 0 |  |" in script.table(rows)
 
 
 def test_variants_round_their_own_modules(script: ModuleType) -> None:
-    engine = script.engine_for("a8", "shared expert")
+    engine = script.engine_for("tiny", "a8", "shared expert")
     block = engine._runner.model.blocks[0]
     experts = block.ffn.experts
     assert activations_of(experts.shared_w13) == activations_of(experts.shared_w2) == "a8"
     others = (experts.w13, experts.w2, block.attention.wq_a, block.attention.wo_b)
     assert {activations_of(weight) for weight in others} == {"a16"}
     before = torch.cat(list(engine.score(range(20, 60))))
-    after = torch.cat(list(script.engine_for("a16", "all").score(range(20, 60))))
+    after = torch.cat(list(script.engine_for("tiny", "a16", "all").score(range(20, 60))))
     assert not torch.equal(before, after)
 
 
 def test_jobs_cover_every_skill_before_more_of_one(script: ModuleType) -> None:
-    jobs = list(script.jobs(50, [], []))
+    jobs = list(script.jobs(50, [], script.VARIANTS))
     first = {job.skill for job in jobs if job.number == 0}
     assert first == {"perplexity", *script.DOCUMENTS, *read_items("tiny")}
     assert [job.number for job in jobs] == sorted(job.number for job in jobs)
     assert {(job.width, job.group) for job in jobs} == set(script.VARIANTS)
-    assert {job.skill for job in script.jobs(50, ["facts"], [])} == {"facts"}
-    few = {(job.width, job.group) for job in script.jobs(50, [], ["attention"])}
+    assert {job.skill for job in script.jobs(50, ["facts"], script.VARIANTS)} == {"facts"}
+    few = {(job.width, job.group) for job in script.jobs(50, [], script.chosen(["attention"], []))}
     assert few == {("a8", "attention"), ("a4", "attention")}
