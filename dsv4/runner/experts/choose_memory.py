@@ -117,7 +117,13 @@ def _beside_experts(
     """If a size for experts was asked for, the state gets the rest; otherwise a share of the GPU,
     or more if the choices need it."""
     if asked:
-        return resolve(choices, room)
+        try:
+            return resolve(choices, max(room, 0))
+        except CapacityError as error:
+            raise CapacityError(
+                f"expert_memory is {size_text(asked)}, but the GPU has {size_text(room + asked)} "
+                f"for experts and state together; lower it, or use auto ({error})"
+            ) from error
     try:
         return resolve(choices, min(room, int(STATE_SHARE * total)))
     except CapacityError:
