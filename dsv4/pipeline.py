@@ -28,6 +28,8 @@ from dsv4.sampling import SamplingRow
 from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
 from dsv4.scheduler.drafts import Drafting, Given
 
+MANY_WAITED = 8  # steps in a row that waited for the host: more will
+
 Failure = tuple[list[SequenceState], Exception]  # the sequences whose requests it ends
 
 
@@ -92,6 +94,7 @@ class Pipeline:
         self._ahead: InFlightStep | None = None  # submitted, not read yet
         self._lanes: deque[InFlightStep] = deque()  # with several stages: submitted, not sampled
         self._settled = (False, 0.0)  # whether the last step ran ahead, and when it was done
+        self._num_waited = 0  # steps since one ran ahead
 
     def take(self) -> StepOutcome:
         """Submit the next step if possible, then read the oldest one."""
@@ -277,19 +280,32 @@ class Pipeline:
 
     def _time(self, drafting: Drafting, step: InFlightStep) -> None:
         """Time a step; one that ran ahead counts from the end of the previous step."""
+        self._num_waited = 0 if step.is_ahead else self._num_waited + 1
         now = time.perf_counter()
         before, self._settled = self._settled, (step.is_ahead, now)
         if not all(item.num_new == 1 + len(item.drafts) for item in step.scheduled):
             return
         begin = step.begin
         if step.is_ahead:
-            if not before[0]:
+            if step.is_plain and not before[0]:
                 return
             begin = before[1]
         rows = sum(step.num_rows)
         sequences = [item.sequence for item in step.scheduled]
         ms = (now - begin) * 1e3
-        drafting.time_step(sequences, rows, sum(step.taken), ms, plain=step.is_plain)
+        typical = self._is_typical(step, rows)
+        tokens = sum(step.taken)
+        drafting.time_step(sequences, rows, tokens, ms, plain=step.is_plain, typical=typical)
+
+    def _is_typical(self, step: InFlightStep, rows: int) -> bool:
+        """Whether a step takes as long as others with its rows: it made as many drafts as it
+        verified, and did not wait for the host if few do."""
+        drafter, made = self._runner.drafter, step.submitted.drafts
+        if drafter is None or drafter.makes_all:
+            return True
+        if len(step.sampled) == 1 and (made is None or made.num_drafts != rows - 1):
+            return False
+        return step.is_ahead or not self.runs_ahead or self._num_waited > MANY_WAITED
 
     def sample_ahead(self) -> list[Failure]:
         """Sample the step in flight if it waited for the tokens just taken."""

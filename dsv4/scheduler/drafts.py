@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 NGRAMS = (4, 3, 2)
 MOST_INDEXED = 8192  # newest tokens of a sequence that a drafter searches
 INDEXED_AT_ONCE = 2048  # tokens of a long prompt indexed per step
-PRIOR = 0.7  # acceptance of a place before anything is known
-FORGET = 0.15  # weight of the newest observation
+PRIOR, PRIOR_WEIGHT = 0.7, 5  # acceptance of a place before anything is known; worth observations
+FORGET = 0.04  # weight of the newest observation, once there are many
 REST_AFTER = 4  # steps in a row without a draft worth its cost
-REST_STEPS, LONGEST_REST = 256, 4096
+REST_STEPS, LONGEST_REST = 512, 4096
 LEARN_STEPS = 8  # plain ones, if their cost is unknown
 PAYS_AFTER = 64  # steps with drafts after which they count as paying off
-GAIN_WEIGHT = 0.1  # weight of the newest step
+GAIN_WEIGHT, FIRST_WEIGHT = 0.04, 0.06  # weight of the newest step; of the first
 LEAST_GAIN = 0.9, 0.97  # in tokens per ms relative to plain decoding: at first, and later
 TRIES = 2  # measurements of a row count before its cost counts as known
 JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons too
@@ -93,16 +93,18 @@ class Acceptance:
     drafter reports chances itself, they are scaled by how they turned out."""
 
     def __init__(self, places: int) -> None:
-        self._rates = [PRIOR] * places
+        self._rates, self._num_seen = [PRIOR] * places, [PRIOR_WEIGHT] * places
         self._told = [PRIOR] * places  # the chances the drafter reported, on average
         self._proposed: Sequence[float] = ()
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         for place in range(min(num_drafts, num_accepted + 1)):
             right = place < num_accepted
-            self._rates[place] += FORGET * (right - self._rates[place])
+            self._num_seen[place] += 1
+            weight = max(FORGET, 1 / self._num_seen[place])  # at first, a mean
+            self._rates[place] += weight * (right - self._rates[place])
             if place < len(self._proposed):
-                self._told[place] += FORGET * (self._proposed[place] - self._told[place])
+                self._told[place] += weight * (self._proposed[place] - self._told[place])
 
     def expected(self, num_drafts: int) -> list[float]:
         """The chance that each draft is accepted, before they are made."""
@@ -128,7 +130,7 @@ class StepTimes:
     def observe(self, rows: int, ms: float) -> None:
         known = self._ms.get(rows)
         self._num_tries[rows] = self._num_tries.get(rows, 0) + 1
-        if known is None:
+        if known is None or (self._num_tries[rows] <= TRIES and ms < known):
             self._ms[rows] = ms
         else:  # a step that was held up by something else counts little
             weight = 0.5 if ms < known else 0.1
@@ -275,7 +277,6 @@ class Drafting:
             else []
             for (sequence, _), drafts in zip(wanted, found, strict=True)
         ]
-
         counts = num_worth(chances, self._cost(len(wanted)))
         self._num_idle = 0 if any(counts) else self._num_idle + 1
         if self._num_idle >= REST_AFTER and self._peeks and not any(found):
@@ -322,20 +323,30 @@ class Drafting:
         return not self.is_off and self._rest <= SHARED_TOKENS
 
     def time_step(
-        self, sequences: Sequence[SequenceState], rows: int, tokens: int, ms: float, *, plain: bool
+        self,
+        sequences: Sequence[SequenceState],
+        rows: int,
+        tokens: int,
+        ms: float,
+        *,
+        plain: bool,
+        typical: bool = True,
     ) -> None:
-        """Record the time of a step in which all decode, with its rows and new tokens."""
+        """Record the time of a step in which all decode, with its rows and new tokens. Only
+        `typical` ones tell what so many rows cost."""
         if plain:
             self.plain.observe(len(sequences), ms)
             return
         if rows == len(sequences):  # drafts were made, none verified: neither kind of step
             return
-        self.times.observe(rows, ms)
+        if typical:
+            self.times.observe(rows, ms)
         before = self.plain.near(len(sequences))
         if before is None or ms <= 0 or self.rests:
             return
         gain = tokens / len(sequences) * before / ms
-        self._gain += GAIN_WEIGHT * (min(gain, 8.0) - self._gain)
+        weight = max(GAIN_WEIGHT, 1 / (1 / FIRST_WEIGHT + self._num_paid))
+        self._gain += weight * (min(gain, 8.0) - self._gain)
         self._num_paid += 1
         if self._gain < LEAST_GAIN[self._num_paid >= JUDGED_AFTER]:
             self._begin_rest(sequences)
