@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import dsv4.model.draft
 import dsv4.runner.drafts.verify
 from dsv4 import Engine, SamplingParams
 from dsv4.chat.dialect import choose_dialect
@@ -26,6 +27,9 @@ from dsv4.chat.tokenizer import Tokenizer
 from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RequestError
+from dsv4.formats.quantized import UnpackedTensor
+from dsv4.model.draft import nvfp4_head
+from dsv4.model.transformer import Transformer
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.drafts.device import DeviceDrafter, draft_parts
 from dsv4.runner.load import LoadedModel, load_model
@@ -36,7 +40,7 @@ from dsv4.scheduler.sequence import SequenceState
 from dsv4.server.metrics import EngineMetrics
 from dsv4.server.worker.wire import output_from_wire, output_to_wire
 from dsv4.testing import _random_tensor, random_weights, write_checkpoint
-from dsv4.util.draft_shape import DSparkShape
+from dsv4.util.draft_shape import DSparkShape, head_bytes
 from tests.models import BYTE_TOKENIZER, quick_config, write_quick_model
 
 MOST = 7
@@ -388,6 +392,31 @@ def test_the_embedded_model_drafts_for_itself() -> None:
         stats = engine.stats()
     assert answers[:2] == answers[2:]
     assert stats.accepted_by_place[0] >= 0.85 * stats.num_verified > 10
+
+
+def test_a_head_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As drafts read it on a GPU: the embedded model's first drafts stay right nearly as often."""
+    monkeypatch.setattr(dsv4.model.draft, "HEAD_ROWS", 128)
+    head = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    packed = nvfp4_head(head)
+    assert not isinstance(packed, torch.Tensor)
+    assert packed.shape == head.shape
+    assert packed.nbytes < head_bytes(384, 128) + 8  # whole tiles
+    assert (packed.dequantize() - head).norm() < 0.12 * head.norm()
+    head[200, 3] = float("nan")
+    assert nvfp4_head(head) is head
+    monkeypatch.undo()
+
+    def in_four_bits(model: Transformer) -> Any:
+        assert isinstance(model.head, torch.Tensor)
+        return UnpackedTensor(nvfp4_head(model.head).dequantize())  # type: ignore[union-attr]
+
+    monkeypatch.setattr(dsv4.model.draft, "draft_head", in_four_bits)
+    engine = Engine.load("tiny", device="cpu", draft="mtp", max_context=512)
+    prompts = ["What is 17 + 25?", "What is the capital of France?"]
+    engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+    stats = engine.stats()
+    assert stats.accepted_by_place[0] >= 0.8 * stats.num_verified > 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,17 +1,21 @@
 """A checkpoint's draft blocks, which guess the tokens after the next one.
 
 They are window-only blocks with their own keys, so every token of a sequence must go through
-`keys`; they use the model's embedding and head. They cannot change an answer (docs/drafting.md).
+`keys`; they use the model's embedding and head, on a GPU a copy of the head in 4 bits, since each
+draft reads all of it. They cannot change an answer (docs/drafting.md).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.kinds import SwaState
 from dsv4.errors import CheckpointError
-from dsv4.formats.quantized import Weight
+from dsv4.formats import nvfp4
+from dsv4.formats.quantized import Nvfp4Tensor, Weight
+from dsv4.formats.spec import NVFP4_GROUP
 from dsv4.model.exchange import SingleRank
 from dsv4.model.inputs import StepInputs
 from dsv4.model.mhc import collapse_head, finish, mix_site
@@ -23,6 +27,7 @@ from dsv4.ops.core.ragged import Ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear, linear_multi
+from dsv4.ops.gemm.weights.tiled import tile_nvfp4
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.rope import rope
 from dsv4.ops.mhc.mix import Residual, Update
@@ -31,6 +36,7 @@ from dsv4.ops.sample.draft_rows import MOST_DRAFTS
 from dsv4.parallel.layout import RankLayout
 
 CONFIDENCE = "confidence_head.proj.weight"
+HEAD_ROWS = 8192  # converted at a time
 
 
 class MtpBlock:
@@ -51,7 +57,7 @@ class MtpBlock:
         self.enorm, self.hnorm = weights.tensor("enorm.weight"), weights.tensor("hnorm.weight")
         self.e_proj, self.h_proj = weights.take("e_proj.weight"), weights.take("h_proj.weight")
         self.block = Block(config, 0, weights, RankLayout(), hashed=False)
-        self.head_site = mix_site(config, weights, "hc_head", "norm")
+        self.head_site, self.head = mix_site(config, weights, "hc_head", "norm"), draft_head(model)
         if everything.left:
             raise CheckpointError(f"unused weights: {sorted(everything.left)[:5]}")
 
@@ -63,7 +69,7 @@ class MtpBlock:
         start = Residual(self._start(streams, following))
         residual = self.block(start, step, state, SingleRank())
         hidden = collapse_head(residual, self.head_site, None)
-        return linear(hidden, self.model.head, torch.float32), finish(residual)
+        return linear(hidden, self.head, torch.float32), finish(residual)
 
     def keys(self, streams: Tensor, following: Tensor, step: StepInputs, state: SwaState) -> None:
         """Only store the keys."""
@@ -122,7 +128,7 @@ class DSpark:
         self.main_proj = first.take("main_proj.weight")
         self.main_norm = first.tensor("main_norm.weight")
         self.stages = [Block(config, 0, one, RankLayout(), hashed=False) for one in stages]
-        self.head_site = mix_site(config, last, "hc_head", "norm")
+        self.head_site, self.head = mix_site(config, last, "hc_head", "norm"), draft_head(model)
         self.markov_in = last.tensor("markov_head.markov_w1.weight")
         self.markov_out = last.take("markov_head.markov_w2.weight")
         self.confidence: Tensor | None = None
@@ -162,7 +168,7 @@ class DSpark:
             residual = stage.ffn(residual, stage.ffn_site, ids, SingleRank())
         hidden = self._collapse(finish(residual))
         normed = rms_norm(hidden.to(self.model.dtype), self.head_site.norm, self.eps)
-        base = linear(normed, self.model.head, torch.float32)
+        base = linear(normed, self.head, torch.float32)
         return base.view(count, block, -1), hidden.view(count, block, -1)
 
     def after(self, base: Tensor, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,6 +216,28 @@ class DSpark:
         logits = flat @ site.fn.T * inverse_rms * site.row_scale + site.base
         weights = torch.sigmoid(logits) + site.hc_eps
         return (streams.float() * weights.unsqueeze(-1)).sum(1)
+
+
+def draft_head(model: Transformer) -> Weight:
+    """The head that drafts are drawn from."""
+    head = model.head
+    if not isinstance(head, Tensor) or not head.is_cuda or head.shape[1] % NVFP4_GROUP:
+        return head
+    return nvfp4_head(head)
+
+
+def nvfp4_head(head: Tensor) -> Weight:
+    """A plain matrix in NVFP4, as kernels read it; some rows at a time, for their memory."""
+    largest = torch.stack([rows.abs().amax() for rows in torch.split(head, HEAD_ROWS)]).amax()
+    if not torch.isfinite(largest):
+        return head
+    scale = nvfp4.global_scale(largest)
+    tiled = [
+        tile_nvfp4(Nvfp4Tensor(*nvfp4.quantize(rows, global_=scale)[:2], scale.view(1)))
+        for rows in torch.split(head, HEAD_ROWS)
+    ]
+    packed, scales = (torch.cat([getattr(t, n) for t in tiled]) for n in ("packed", "scale"))
+    return replace(tiled[0], packed=packed, scale=scales, rows=len(head))
 
 
 DraftModel = MtpBlock | DSpark

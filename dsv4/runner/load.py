@@ -57,6 +57,7 @@ from dsv4.runner.settings import (
     resolve,
     step_bytes,
 )
+from dsv4.util.draft_shape import head_bytes
 from dsv4.util.models import model_folder
 from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
@@ -148,7 +149,8 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     stages: Sequence[StageRoom] = ()
     experts = None
     if layout.world == 1:
-        draft_bytes = 0 if draft is None else draft.gpu_bytes
+        copied = head_bytes(config.vocab_size, config.hidden_size)
+        draft_bytes = 0 if draft is None else draft.gpu_bytes + copied
         experts = _choose_experts(choices, config, checkpoint, draft_bytes, gpu)
         if draft is not None and choices.draft == "auto" and gpu and experts.budget is not None:
             draft, damage = (

@@ -20,6 +20,7 @@ from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan_experts import ExpertPlan, plan_experts
 from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
+from dsv4.util.draft_shape import head_bytes
 from dsv4.util.sizes import size_text
 
 CONTEXTS = (4096, 32768, 131072, 262144, 524288, 1048576)
@@ -99,7 +100,8 @@ def planned_model(model: str, weights: str | None, folder: Path | None = None) -
     formats = frozenset(source.format for source in routed)
     blocks = build_manifest(folder, config, LAYOUTS.values(), is_draft=True)
     whole = config.num_draft_layers > 0 and not any(f.level == "error" for f in blocks.findings)
-    draft = sum(source.gpu_bytes for source in blocks.sources.values()) if whole else 0
+    copied = head_bytes(config.vocab_size, config.hidden_size)
+    draft = sum((s.gpu_bytes for s in blocks.sources.values()), copied) if whole else 0
     return PlannedModel(model, config, layout, groups, on_disk, nbytes, formats, draft)
 
 

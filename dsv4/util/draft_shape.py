@@ -15,6 +15,11 @@ class DSparkShape:
     rank: int = 256  # the Markov head's
 
 
+def head_bytes(vocab_size: int, hidden_size: int) -> int:
+    """Of the copy of the head in NVFP4 that drafts read on a GPU."""
+    return vocab_size * hidden_size * 9 // 16
+
+
 _NAMES = {
     "block": "dspark_block_size",
     "noise_id": "dspark_noise_token_id",

@@ -46,7 +46,7 @@ def engine_drafts(
         runner.sample(step, [row] * is_last)
         if is_last:
             runner.buffers.newest[pages.slot] = ids[length]  # as if it had been drawn
-        runner.queue_drafts(step, [0] * is_last)
+        runner.queue_drafts(step, [0] * is_last, num_drafts)
     assert step.drafts is not None
     return step.drafts.wait()[0]
 
