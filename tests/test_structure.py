@@ -89,8 +89,8 @@ LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 1
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
 LINE_BUDGET = {
     "engine.py": 600,
-    # 20 for drafts that are made on the device, and their times; 40 for steps ahead of their count
-    "pipeline.py": 380,
+    # 30 for drafts that are made on the device, and their times; 40 for steps ahead of their count
+    "pipeline.py": 390,
     "config.py": 400,  # options of ranks and nodes, of drafts
     "request.py": 420,
     "errors.py": 80,
