@@ -116,7 +116,7 @@ def _show_placed(
 ) -> None:
     """Steps when not all experts fit on the GPU, for each size of its expert memory."""
     from dsv4.tools.speed.placed import bench_placed, exponent_of
-    from dsv4.tools.speed.report import placed_line, share_picture, write_record
+    from dsv4.tools.speed.report import placed_line, share_picture, share_points, write_record
 
     check_writable(files=(record, plot))
     for routing in case["routings"]:
@@ -133,7 +133,7 @@ def _show_placed(
             stage("timing steps")
     stage.pause()
     if plot is not None:
-        plot.write_text(share_picture(rows), encoding="utf-8")
+        plot.write_text(share_picture(share_points(rows)), encoding="utf-8")
 
 
 def _acceptance(draft: str) -> float | None:

@@ -114,12 +114,19 @@ def placed_line(row: PlacedModel | PlacedResult) -> str:
     )
 
 
-def share_picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
-    """An SVG: milliseconds per token of one sequence against the share of resident experts."""
-    found: dict[str, list[tuple[float, float]]] = {}
+SharePoints = dict[str, list[tuple[float, float]]]  # by routing: resident share, ms a token
+
+
+def share_points(rows: Sequence[PlacedModel | PlacedResult]) -> SharePoints:
+    found: SharePoints = {}
     for row in rows:
         if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:
             found.setdefault(row.routing, []).append((row.resident_share, row.ms))
+    return found
+
+
+def share_picture(found: SharePoints) -> str:
+    """An SVG: milliseconds per token of one sequence against the share of resident experts."""
     every = [point for points in found.values() for point in points]
     least = math.floor(10 * min((share for share, _ in every), default=0.0)) / 10
     most = max((ms for _, ms in every), default=1.0)
@@ -133,7 +140,7 @@ def share_picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
         return left + wide * across, top + high * (1 - ms / (6 * each))
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 170}" height="{high + 74}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 100}" height="{high + 74}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         '<text x="8" y="16">ms a token of one sequence</text>',
@@ -156,9 +163,8 @@ def share_picture(rows: Sequence[PlacedModel | PlacedResult]) -> str:
         places = [(*place(share, ms), ms) for share, ms in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        for x, y, ms in places:
+        for index, (x, y, ms) in enumerate(places):
+            text = f"{ms:.1f}" if index else f"{ms:.1f}, {routing}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
-            parts.append(f'<text x="{x + 5:.1f}" y="{y - 7:.1f}">{ms:.1f}</text>')
-        x, y, _ = places[-1]
-        parts.append(f'<text x="{x + 34:.1f}" y="{y + 4:.1f}" fill="{color}">{routing}</text>')
+            parts.append(f'<text x="{x + 5:.1f}" y="{y - 7:.1f}" fill="{color}">{text}</text>')
     return "\n".join([*parts, "</svg>\n"])
