@@ -230,7 +230,7 @@ def small_arguments() -> Iterator[tuple[str, str, Arguments]]:
     yield "compress", "csa", compress_arguments(one, 4, False, cpu)
     yield "compress", "index", compress_arguments(two, 4, True, cpu)
     yield "compress", "hca", compress_arguments(one, 128, False, cpu)
-    batches = [decode_batch(n, 9000, cpu) for n in (2, 32, 100)]  # each a different form
+    batches = [decode_batch(n, 9000, cpu) for n in (2, 32, 100)]  # each a different variant
     for batch in (*batches, prefill_batch(160, 9000, cpu)):
         arguments = attention_arguments(shape, batch, 4, 512, cpu, 4)
         yield "attention", f"csa {batch.num_tokens}", arguments

@@ -63,7 +63,7 @@ def jobs_of(part: str) -> list[Job]:
             ),
         ]  # fmt: skip
     if part == "parallel":  # side by side on one GPU they would wait for each other
-        ranks = ["tests/parallel/test_ranks_gpu.py", "tests/ops/kernels/test_shares_gpu.py"]
+        ranks = ["tests/parallel/test_ranks_gpu.py", "tests/ops/kernels/test_sharded_gpu.py"]
         return [pytest_job("ranks", 600, *ranks)]
     if part == "slices":
         bench = ["-m", "dsv4", "bench", "parallel", "--slices", "flash", "--layers", "8"]

@@ -124,7 +124,7 @@ BUGS = (
         "s.min_p[i].double() * probabilities[0]", "s.min_p[i].double()", SAMPLE),
     # --- chat
     Bug("a stop string held one character too long", "dsv4/chat/output/stops.py",
-        "num_held = max(self._matched)", "num_held = max(self._matched) + 1",
+        "num_buffered = max(self._matched)", "num_buffered = max(self._matched) + 1",
         STOPS),
     Bug("the shorter of two stop strings", "dsv4/chat/output/stops.py",
         "len(stop) > len(found)", "len(stop) < len(found)", STOPS),

@@ -217,7 +217,7 @@ def test_events_and_the_chrome_trace(engine: Engine, tmp_path: Path) -> None:
 # --- the audit --------------------------------------------------------------------------------
 
 
-def test_the_audit_runs_requests_again_unheard(folder: Path, tmp_path: Path) -> None:
+def test_the_audit_runs_requests_again_and_answers_nobody(folder: Path, tmp_path: Path) -> None:
     engine = Engine.load(
         folder, max_context=400, max_sequences=2, audit_share=1.0, audit_folder=str(tmp_path)
     )

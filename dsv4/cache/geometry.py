@@ -130,7 +130,7 @@ class Geometry:
     def snapshot_bytes(self) -> int:
         """Compressor rows that a cached prefix holds in addition to its pages."""
         width = self.config.head_dim + self.config.index_head_dim
-        return self._held("csa") * CARRIED_ROWS * width * 2 * 4
+        return self._num_layers("csa") * CARRIED_ROWS * width * 2 * 4
 
     def kv_entry_bytes(self) -> int:
         return entry_bytes(
@@ -145,7 +145,7 @@ class Geometry:
         size = self.kv_entry_bytes()
         if pool == "csa":
             size += self.index_entry_bytes()
-        return size * PAGE_ENTRIES[pool] * self._held(pool)
+        return size * PAGE_ENTRIES[pool] * self._num_layers(pool)
 
     def bytes_per_token(self, pool: Pool) -> float:
         """Growth per token of context; the window does not grow."""
@@ -158,9 +158,9 @@ class Geometry:
         c = self.config
         csa = CSA_ROWS * 2 * (c.head_dim + c.index_head_dim) * 2 * 4
         hca = 128 * c.head_dim * 2 * 4
-        return self._held("csa") * csa + self._held("hca") * hca
+        return self._num_layers("csa") * csa + self._num_layers("hca") * hca
 
-    def _held(self, pool: Pool) -> int:
+    def _num_layers(self, pool: Pool) -> int:
         """Layers of this pool that bytes count."""
         kinds = self.config.kinds
         held = kinds if self.layers is None else [kinds[layer] for layer in self.layers]

@@ -14,11 +14,11 @@ class MarkerLexer:
         self._markers = tuple(markers)
         self._longest = max(map(len, markers))
         self._firsts = frozenset(marker[0] for marker in markers)
-        self._held = ""
+        self._buffered = ""
 
     def push(self, text: str) -> Iterator[tuple[str, bool]]:
-        text = self._held + text
-        self._held = ""
+        text = self._buffered + text
+        self._buffered = ""
         if self._firsts.isdisjoint(text):  # most pieces of an output
             if text:
                 yield text, False
@@ -28,14 +28,14 @@ class MarkerLexer:
             end += len(piece)
             if not is_marker and end == len(text):
                 hold_at = self._hold_at(piece)
-                self._held = piece[hold_at:]
+                self._buffered = piece[hold_at:]
                 piece = piece[:hold_at]
             if piece:
                 yield piece, is_marker
 
     def finish(self) -> str:
         """The buffered piece, which can no longer become a marker."""
-        held, self._held = self._held, ""
+        held, self._buffered = self._buffered, ""
         return held
 
     def _hold_at(self, text: str) -> int:

@@ -42,7 +42,7 @@ class SentBlocks:
         return now - self._times.get(key, -SENT_SECONDS) < SENT_SECONDS
 
 
-def num_held(keys: list[bytes], reported: frozenset[bytes], sent: SentBlocks, now: float) -> int:
+def num_cached(keys: list[bytes], reported: frozenset[bytes], sent: SentBlocks, now: float) -> int:
     """How many blocks the longest prefix held by a replica has."""
     for place in range(len(keys), 0, -1):
         if keys[place - 1] in reported or sent.has(keys[place - 1], now):
@@ -75,7 +75,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is optional, so 
         for replica in candidate_replicas:
             name = replica.replica_id
             sent = self._sent.setdefault(name, SentBlocks())
-            held = num_held(keys, self._reported_by(replica), sent, now) if keys else 0
+            held = num_cached(keys, self._reported_by(replica), sent, now) if keys else 0
             load = self.replica_queue_len_cache.get(name) or 0
             costs.append((len(keys) - held + LOAD_BLOCKS * load, random.random(), replica))
         if pending_request is not None:

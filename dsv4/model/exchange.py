@@ -22,12 +22,12 @@ from dsv4.formats.quantized import Weight, activations_of
 from dsv4.model.inputs import HomeRows
 from dsv4.model.mhc import collapse_head
 from dsv4.ops.comm.own_experts import own_experts
-from dsv4.ops.comm.shares import (
+from dsv4.ops.comm.sharded import (
+    combine_experts,
     expert_sums,
     linear_ranges,
     shared_expert,
     split_experts,
-    sum_experts,
     sum_in_order,
 )
 from dsv4.ops.fused import block
@@ -107,14 +107,14 @@ class ReplicatedRows(SingleRank):
         With split experts, a rank has all pairs but only a range of their sum's columns."""
         if self.layout.split_experts:
             shared = self.own_columns(shared_expert(x, by))  # first: both use one workspace
-            parts = split_experts(x, chosen, weights, by, self.all_columns)
-            return self.all_columns(sum_experts(parts, shared, x.dtype))
+            sums = split_experts(x, chosen, weights, by, self.all_columns)
+            return self.all_columns(combine_experts(sums, shared, x.dtype))
         local = own_experts(chosen, self.held, self.load)
         made = expert_sums(x, local, weights, by, with_shared=True)
         if self.push is not None:
-            return self.push.sum_pairs(made.parts, local, made.extra, None)
+            return self.push.sum_pairs(made.sums, local, made.extra, None)
         pairs = self.from_owners(self.gather(made.pairs(chosen.shape[1])), chosen)
-        return sum_experts(pairs.unsqueeze(2), made.shared(), x.dtype)
+        return combine_experts(pairs.unsqueeze(2), made.shared(), x.dtype)
 
     def from_owners(self, pairs: Tensor, chosen: Tensor) -> Tensor:
         """`[ranks, rows, chosen, size]` -> each pair from the rank that holds its expert."""
@@ -163,17 +163,17 @@ class ShardedRows(ReplicatedRows):
         shared = shared_expert(x, by)
         every_x, every, weights = map(self.all_rows, (x, chosen, weights))
         if self.layout.split_experts:
-            parts = split_experts(every_x, every, weights, by, self.all_columns)
-            sums = self.to_owners(sum_in_order(sum_in_order(parts, 2), 1))
-            return sum_experts(sums[:, None, None], shared, x.dtype)
+            sums = split_experts(every_x, every, weights, by, self.all_columns)
+            sums = self.to_owners(sum_in_order(sum_in_order(sums, 2), 1))
+            return combine_experts(sums[:, None, None], shared, x.dtype)
         local = own_experts(every, self.held, self.load)
         made = expert_sums(every_x, local, weights, by, with_shared=False)
         if self.push is not None:
-            return self.push.sum_pairs(made.parts, local, shared, self.owned[0])
+            return self.push.sum_pairs(made.sums, local, shared, self.owned[0])
         size, count = x.shape[1], len(self.rows)
         pairs = self.to_owners(made.pairs(chosen.shape[1]).flatten(1))
         pairs = pairs.view(count, self.layout.tp, chosen.shape[1], size).transpose(0, 1)
-        return sum_experts(self.from_owners(pairs, chosen).unsqueeze(2), shared, x.dtype)
+        return combine_experts(self.from_owners(pairs, chosen).unsqueeze(2), shared, x.dtype)
 
     def to_owners(self, x: Tensor) -> Tensor:
         """`[all rows, width]` of each rank -> `[own rows, ranks * width]`."""

@@ -58,7 +58,7 @@ class _Rank:
     number: int
     member: Member
     link: Link
-    heard: float = field(default_factory=time.monotonic)  # when it last said anything
+    last_message: float = field(default_factory=time.monotonic)  # when it came
     finished: int = 0  # the last command it has finished
     said: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
     failed: tuple[int, str, float] | None = None  # command, error, when
@@ -107,7 +107,7 @@ class Team:
                 "rank": rank.number,
                 "node": rank.member.node,
                 "pid": rank.member.pid,
-                "silent_s": round(now - rank.heard, 3),
+                "silent_s": round(now - rank.last_message, 3),
                 "behind": self._sent - rank.finished,
             }
             for rank in self._ranks
@@ -151,7 +151,7 @@ class Team:
     def ready(self) -> None:
         """From here on ranks answer pings."""
         for rank in self._ranks:
-            rank.heard = time.monotonic()
+            rank.last_message = time.monotonic()
         self._is_ready = True
 
     def compare(self, checksum: int) -> None:
@@ -239,7 +239,7 @@ class Team:
                 now = time.monotonic()
                 if now - last > self.timeout / 2 + turn:  # this process itself was stalled
                     for rank in self._ranks:
-                        rank.heard = now
+                        rank.last_message = now
                     self._sent_at = now
                 last = now
                 if self._failure is None and not self._is_closed:
@@ -265,7 +265,7 @@ class Team:
             self._fail(self._how_it_ended(rank))
             return
         message = found[0]
-        rank.heard = time.monotonic()
+        rank.last_message = time.monotonic()
         kind = message.get("kind", "")
         rank.said[kind] = message
         if kind in ("done", "pong"):
@@ -273,7 +273,7 @@ class Team:
             if "sum" in message:
                 self._take_sum(message["n"], rank.number, message["sum"])
         elif kind == "failed":
-            rank.failed = (message["n"], message["error"], rank.heard)
+            rank.failed = (message["n"], message["error"], rank.last_message)
             if message["n"] == 0:
                 self._fail(f"rank {rank.number} cannot start: {message['error']}")
 
@@ -299,10 +299,10 @@ class Team:
                 return
 
     def _look_at_clocks(self, now: float) -> None:
-        silent = [r for r in self._ranks if self._is_ready and now - r.heard > self.timeout]
+        silent = [r for r in self._ranks if self._is_ready and now - r.last_message > self.timeout]
         if silent:
             names = ", ".join(r.name for r in silent)
-            late = max(now - r.heard for r in silent)
+            late = max(now - r.last_message for r in silent)
             behind = f"last finished command {min(r.finished for r in silent)} of {self._sent}"
             self._fail(f"{names} gave no sign of life for {late:.1f} s; {behind}")
             return

@@ -48,11 +48,11 @@ from dsv4.runner.experts.choose_memory import (
 from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.place import PlacedWeights, open_experts
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.ranks.choose_layout import Devices, choose_layout, stage_rooms
+from dsv4.runner.ranks.choose_layout import Devices, choose_layout, stage_memory
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import (
     Settings,
-    StageRoom,
+    StageMemory,
     available_memory,
     resolve,
     step_bytes,
@@ -146,7 +146,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
     choices = replace(choices, tp=choice.tp, pp=choice.pp)
     draft, damage = find_draft(checkpoint, folder, config, choices)
     layout = sizes.layout(choice.tp, choice.pp, choices)
-    stages: Sequence[StageRoom] = ()
+    stages: Sequence[StageMemory] = ()
     experts = None
     if layout.world == 1:
         copied = head_bytes(config.vocab_size, config.hidden_size)
@@ -162,7 +162,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         room = state_memory("cpu", config, 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
     else:
-        stages = stage_rooms(sizes, layout, devices.cluster(choices.nodes), choices)
+        stages = stage_memory(sizes, layout, devices.cluster(choices.nodes), choices)
     if experts is not None:
         settings = experts.settings
     else:

@@ -24,7 +24,7 @@ SELECTED_OF = 4096  # scores of a row, from which selection keeps topk 8-byte nu
 STEP_SHARE = 0.04  # of a GPU, for activations, workspaces, graphs
 # CUDA, kernels, graphs, logits: what 24 layers of Flash used on an H200 beyond activations
 STEP_BYTES = 2 * 10**9
-StageRoom = tuple[range | None, int]  # layers (None: all), bytes for their state
+StageMemory = tuple[range | None, int]  # layers (None: all), bytes for their state
 KEPT_PREFIXES = 4  # in the prefix cache, per sequence slot
 SMALL_HIDDEN = 1024
 
@@ -141,7 +141,7 @@ def resolve(
     has_gpu: bool,
     memory_bytes: int,
     gpu: GpuFacts | None = None,
-    stages: Sequence[StageRoom] = (),
+    stages: Sequence[StageMemory] = (),
 ) -> Settings:
     """`memory_bytes`: the limit for the state; only defaults are lowered to fit it, explicit
     choices are not. `gpu`: decides the activation precision. `stages`: with several ranks, the
@@ -245,7 +245,7 @@ def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
 
 
 def _fit(
-    settings: Settings, choices: EngineConfig, config: ModelConfig, stages: Sequence[StageRoom]
+    settings: Settings, choices: EngineConfig, config: ModelConfig, stages: Sequence[StageMemory]
 ) -> Settings:
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
 

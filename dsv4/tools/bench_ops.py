@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
-from importlib import import_module, metadata
+from importlib import metadata
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,8 @@ def experts_work(
     configs: dict[str, Any] | None = None,
 ) -> OpBenchmark:
     """With or without the shared expert; other libraries are timed without it."""
-    kernel = import_module("dsv4.ops.moe.experts_triton")
+    from dsv4.ops.moe import experts_triton  # needs Triton, which a CPU does not
+
     calls: list[Call] = []
     distinct = []
     for index in range(6):
@@ -185,7 +186,7 @@ def experts_work(
                 return experts_ffn(x, e, r, by)
             if not shared:
                 by = replace(by, shared_w13=None, shared_w2=None)
-            return kernel.launch(x, e, r, by, **configs or {})
+            return experts_triton.launch(x, e, r, by, **configs or {})
 
         calls.append(call)
     is_mx = isinstance(weights.w2, TiledMxfp4)
@@ -311,11 +312,12 @@ def elapsed_us(action: Callable[[], object]) -> float:
 def measure_ceilings() -> Ceilings:
     """Read bandwidth over 4 GB, or an eighth of what is free, and a large bf16 product on random
     data."""
-    kernel = import_module("dsv4.tools.bandwidth_triton")
+    from dsv4.tools import bandwidth_triton  # needs Triton, which a CPU does not
+
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8 // 4)
     data = torch.randint(0, 100, (size,), dtype=torch.int32, device="cuda")
     out = torch.empty(132 * 8, dtype=torch.int32, device="cuda")
-    read_us, _ = time_calls([lambda: kernel.read(data, out)])
+    read_us, _ = time_calls([lambda: bandwidth_triton.read(data, out)])
     gbs = data.nbytes / read_us / 1e3
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product_us, _ = time_calls([lambda: a @ b], budget_us=20000.0)

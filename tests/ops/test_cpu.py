@@ -1,4 +1,4 @@
-"""The forms of ops for few rows on a CPU give the bits of their references."""
+"""The variants of ops for few rows on a CPU give the bits of their references."""
 
 import inspect
 from collections import Counter
@@ -22,7 +22,7 @@ from dsv4.ops.sample.sample import SampleInputs
 from dsv4.request import SamplingParams
 from tests.ops.test_references import build, num_rows
 
-FORMS = {name: op for name, op in OPS.items() if op.on_cpu is not None}
+VARIANTS = {name: op for name, op in OPS.items() if op.on_cpu is not None}
 ROWS = (1, 2, 5, 8)
 
 
@@ -39,13 +39,13 @@ def check(op: AnyOp, arguments: dict[str, Any]) -> None:
         assert same_bits(a, b), (op.name, path)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_cases(name: str) -> None:
     """More rows than a tile has go to the reference anyway; empty inputs never arrive."""
-    for case in filter(lambda case: case.small, FORMS[name].cases()):
+    for case in filter(lambda case: case.small, VARIANTS[name].cases()):
         arguments = build(case)
         if 0 < num_rows(name, arguments) <= ROW_TILE:
-            check(FORMS[name], arguments)
+            check(VARIANTS[name], arguments)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -150,10 +150,10 @@ def test_draws(has_filters: bool) -> None:
         check(OPS["sample"], {"logits": logits, "inputs": inputs})
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_signatures(name: str) -> None:
-    wanted = inspect.signature(FORMS[name].reference)
-    assert inspect.signature(FORMS[name].on_cpu.function) == wanted
+    wanted = inspect.signature(VARIANTS[name].reference)
+    assert inspect.signature(VARIANTS[name].on_cpu.function) == wanted
 
 
 def test_fusions_have_the_bits_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.request import SamplingParams
 from dsv4.runner import load
-from dsv4.runner.ranks.choose_layout import Devices, LayoutChoice, choose_layout, stage_rooms
+from dsv4.runner.ranks.choose_layout import Devices, LayoutChoice, choose_layout, stage_memory
 from dsv4.runner.ranks.cluster import GPUS, Cluster, published_rates
 from dsv4.runner.ranks.devices import check_devices
 from dsv4.runner.ranks.forecast import WeightSizes
@@ -121,7 +121,7 @@ def test_too_little_memory() -> None:
         choose_layout(EngineConfig(pp=3), FLASH, H200)
     cluster = replace(Cluster.of("h200", 2), memory=40 * GB)
     with pytest.raises(CapacityError, match=r"a rank of stage 0 has 80.[45]. GB of weights"):
-        stage_rooms(FLASH, FLASH.layout(2, 1), cluster, EngineConfig())
+        stage_memory(FLASH, FLASH.layout(2, 1), cluster, EngineConfig())
 
 
 def test_state_is_sized_for_each_stage() -> None:
@@ -130,7 +130,7 @@ def test_state_is_sized_for_each_stage() -> None:
     choices = EngineConfig(device="cuda", max_context=1_000_000)
     found = []
     for tp, pp in ((2, 1), (1, 2)):
-        rooms = stage_rooms(FLASH, FLASH.layout(tp, pp), cluster, choices)
+        rooms = stage_memory(FLASH, FLASH.layout(tp, pp), cluster, choices)
         settings = resolve(choices, FLASH.config, has_gpu=True, memory_bytes=0, stages=rooms)
         geometry = settings.geometry(FLASH.config)
         for layers, room in rooms:

@@ -13,7 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.model import exchange as exchange_module
 from dsv4.model.exchange import Exchange, HomedRows
 from dsv4.model.inputs import HomeRows, StepInputs
-from dsv4.ops.comm.shares import sum_experts, sum_in_order
+from dsv4.ops.comm.sharded import combine_experts, sum_in_order
 from dsv4.parallel.layout import RankLayout, balance
 from tests.parallel.test_threads import (
     CONFIG,
@@ -94,7 +94,7 @@ class EvenPushes:
         held = (experts >= 0)[:, :, None]
         mine = sum_in_order(parts[:, :chosen], 2).where(held, 0.0).flatten(1)
         pairs = self.to_owners(mine, per_owner).view(per_owner, self._tp, chosen, size)
-        return sum_experts(pairs.sum(1).unsqueeze(2), shared, shared.dtype)  # one is not zero
+        return combine_experts(pairs.sum(1).unsqueeze(2), shared, shared.dtype)  # one is not zero
 
 
 class PushingComm(ThreadComm):

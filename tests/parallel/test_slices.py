@@ -10,7 +10,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import KernelError
 from dsv4.formats.quantized import UnpackedTensor, part_of_whole
 from dsv4.ops.attention import attention as attention_op
-from dsv4.ops.comm.shares import linear_ranges
+from dsv4.ops.comm.sharded import linear_ranges
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums, num_ranges, split_k

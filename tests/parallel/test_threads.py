@@ -26,7 +26,7 @@ from dsv4.model.attention import Attention
 from dsv4.model.exchange import Exchange, ReplicatedRows, ShardedRows
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
-from dsv4.ops.comm.shares import ExpertSums
+from dsv4.ops.comm.sharded import ExpertSums
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.parallel.comm import Comm, SingleRankComm
 from dsv4.parallel.layout import RankLayout, balance

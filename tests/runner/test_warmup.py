@@ -74,7 +74,7 @@ def test_every_piece_is_counted(warm: tuple[Runner, list[tuple[int, int]]]) -> N
 
 
 def test_the_warm_up_plans_every_shape(warm: tuple[Runner, list[tuple[int, int]]]) -> None:
-    """On a CPU references and their forms for few rows serve them all."""
+    """On a CPU references and their variants for few rows serve them all."""
     runner = warm[0]
     assert runner.plan.served.keys() == {*runner.buffers.shapes(), *runner.buffers.batches}
     assert runner.plan.served[2] == {"sample": ("cpu",), "accept": ("reference",)}

@@ -110,7 +110,7 @@ def test_requests_that_can_never_run_are_named(
 
 
 def test_preempting_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if whoever waits were always the more urgent one."""
+    """As if the waiting one were always the more urgent one."""
     sim = Simulator(max_sequences=2)
     for name in "abc":
         sim.add(name, [ord(name)] * 300)

@@ -48,7 +48,7 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
         wait_for(lambda: _is_ready(server))
         assert server.post(CHAT, body).json()["choices"] == wanted
         left = [nursery, rank, *ranks(server.engine_pid)]
-        os.kill(server.engine_pid, signal.SIGKILL)  # rank 0: the others end, whoever kills it
+        os.kill(server.engine_pid, signal.SIGKILL)  # rank 0: the others end, too
         wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
         wait_for(lambda: server.stats()["restarts"] == 2)
         wait_for(lambda: _is_ready(server))

@@ -22,12 +22,12 @@ class ArgumentsWriter:
         self._name: str | None = None  # the open parameter's
         self._is_json = False
         self._is_wrapper = False
-        self._held: list[str] = []
+        self._buffered: list[str] = []
         self._wrapper: tuple[str, str, bool] | None = None  # complete: name, text, is_json
 
     def open_parameter(self, name: str, *, is_json: bool) -> None:
         self._release_wrapper()
-        self._name, self._is_json, self._held = name, is_json, []
+        self._name, self._is_json, self._buffered = name, is_json, []
         self._is_wrapper = (
             self._num_written == 0
             and name in _WRAPPERS
@@ -40,7 +40,7 @@ class ArgumentsWriter:
 
     def text(self, text: str) -> None:
         if self._is_json or self._is_wrapper:
-            self._held.append(text)
+            self._buffered.append(text)
         else:
             self._emit(jsontext.escape(text))
 
@@ -48,9 +48,9 @@ class ArgumentsWriter:
         assert self._name is not None
         name, self._name = self._name, None
         if self._is_wrapper:
-            self._wrapper = (name, "".join(self._held), self._is_json)
+            self._wrapper = (name, "".join(self._buffered), self._is_json)
         elif self._is_json:
-            self._write(name, "".join(self._held), is_json=True)
+            self._write(name, "".join(self._buffered), is_json=True)
         else:
             self._emit('"')
 
@@ -76,7 +76,7 @@ class ArgumentsWriter:
         self._release_wrapper()
         if self._name is None or not (self._is_json or self._is_wrapper):
             return
-        text = "".join(self._held)
+        text = "".join(self._buffered)
         self._write_name(self._name)
         self._emit(text.lstrip() if self._is_json else '"' + jsontext.escape(text))
 

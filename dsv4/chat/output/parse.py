@@ -88,7 +88,7 @@ class OutputParser:
         self._return_mode = "answer"
         self._keeps_newlines = keeps_newlines
         self._at_start = not continued and not (start == "answer" and keeps_newlines)
-        self._held = ""  # `<` or `</`, which may belong to a tag
+        self._buffered = ""  # `<` or `</`, which may belong to a tag
         self._num_newlines = 0  # held, because newlines before a marker are dropped
         self._block: CallBlock | None = None
         if start == "block":
@@ -133,7 +133,7 @@ class OutputParser:
         if not self.ended:
             self._take_text(self._decoder.decode(b"", final=True))
             tail = self._lexer.finish()
-            if not any(tag.startswith(self._held + tail) for tag in (TAG_OPEN, TAG_CLOSE)):
+            if not any(tag.startswith(self._buffered + tail) for tag in (TAG_OPEN, TAG_CLOSE)):
                 self._take_text(tail)
                 tail = ""
             self._end(cut=reason == "length", tail=tail)
@@ -170,15 +170,15 @@ class OutputParser:
     def _take_text(self, text: str) -> None:
         if not text:
             return
-        text = self._held + text
-        self._held = ""
+        text = self._buffered + text
+        self._buffered = ""
         if self._tools_active:
-            self._held = "</" if text.endswith("</") else "<" if text.endswith("<") else ""
-            text = text[: len(text) - len(self._held)]
+            self._buffered = "</" if text.endswith("</") else "<" if text.endswith("<") else ""
+            text = text[: len(text) - len(self._buffered)]
         self._route(text)
 
     def _take_marker(self, marker: str) -> None:
-        held, self._held = self._held, ""
+        held, self._buffered = self._buffered, ""
         if marker == texts.DSML and held and not self.ended:
             self._take_tag(is_opening=held == "<")
             return
@@ -263,7 +263,7 @@ class OutputParser:
         text, self._stop_sequence = self._stops.push(text)
         self._hold_newlines(text)
         if self._stop_sequence is not None:
-            self._held = ""  # it came after the stop string
+            self._buffered = ""  # it came after the stop string
             self._end(cut=False)
 
     def _hold_newlines(self, text: str) -> None:
@@ -323,7 +323,7 @@ class OutputParser:
 
     def _end(self, *, cut: bool, tail: str = "") -> None:
         """An end marker, a stop string or the end of the input; `tail` may be half a tag."""
-        held, self._held = self._held + tail, ""
+        held, self._buffered = self._buffered + tail, ""
         if self._mode == "block":
             self._end_block(held, cut=cut)
         else:

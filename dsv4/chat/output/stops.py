@@ -31,7 +31,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._failures = [_failure_table(stop) for stop in stops]
         self._matched = [0] * len(self._stops)
-        self._held = ""
+        self._buffered = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that can be released, and the stop string if one was completed."""
@@ -40,16 +40,16 @@ class StopMatcher:
         for place, char in enumerate(text):
             found = self._step(char)
             if found is not None:
-                free = self._held + text[: place + 1]
-                self._held = ""
+                free = self._buffered + text[: place + 1]
+                self._buffered = ""
                 return free[: len(free) - len(found)], found
-        free = self._held + text
-        num_held = max(self._matched)
-        self._held = free[len(free) - num_held :]
-        return free[: len(free) - num_held], None
+        free = self._buffered + text
+        num_buffered = max(self._matched)
+        self._buffered = free[len(free) - num_buffered :]
+        return free[: len(free) - num_buffered], None
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
+        held, self._buffered = self._buffered, ""
         self._matched = [0] * len(self._stops)
         return held
 

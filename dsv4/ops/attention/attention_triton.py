@@ -152,7 +152,7 @@ class Sizes:
     rope_dim: int
     window: int
     num_entries: int  # compressed ones that any query sees
-    num_held: int  # compressed ones that a sequence may have
+    max_entries: int  # compressed ones that a sequence may have
 
     @property
     def num_tiles(self) -> int:
@@ -162,7 +162,7 @@ class Sizes:
     def num_rows(self) -> int:
         """Entries that would be unpacked."""
         return unpack_triton.num_rows(
-            self.num_tokens, self.num_sequences, self.window, self.num_held
+            self.num_tokens, self.num_sequences, self.window, self.max_entries
         )
 
     def takes_few_heads(self, gpu: Gpu) -> bool:
@@ -183,10 +183,10 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
     """
     tokens, heads, tiles = sizes.num_tokens, sizes.num_heads, sizes.num_tiles
     blocks, wide = tokens * triton.cdiv(heads, 16), tokens * triton.cdiv(heads, 64)
-    rooms = wide * tiles
+    wide_tiles = wide * tiles
     few = blocks * tiles <= 48
     split = AttentionVariant(16, True, 8 if narrow and few else 4, 1, ahead=tiles_ahead(tiles))
-    fits = rooms <= decode_split_triton.MOST_ROOMS
+    fits = wide_tiles <= decode_split_triton.MOST_TILES
     gpu = describe(device)
     if sizes.takes_few_heads(gpu) or not narrow or heads <= 16:
         stages = 2 if narrow and gpu.shared_per_block >= LOOP_BYTES else 1
@@ -211,10 +211,10 @@ def variants_of(sizes: Sizes, narrow: bool, device: torch.device) -> dict[Attent
         costs[split] = together("split 16", blocks * tiles, 3)
     if fits and heads % 64 == 0 and sizes.dim == 512:  # converts entries once for 64 heads
         whole = replace(split, heads=64, num_warps=8, channels=512)
-        costs[whole] = together("split 64", rooms, 1)
-    if rooms <= decode_two_pass_triton.MOST_ROOMS and heads % 64 == 0:
-        fixed, per_tile, alone, per_room = cost["two pass"]
-        costs[TWO_PASS] = max(fixed + per_tile * tiles, alone + per_room * rooms)
+        costs[whole] = together("split 64", wide_tiles, 1)
+    if wide_tiles <= decode_two_pass_triton.MOST_TILES and heads % 64 == 0:
+        fixed, per_tile, alone, per_wide_tile = cost["two pass"]
+        costs[TWO_PASS] = max(fixed + per_tile * tiles, alone + per_wide_tile * wide_tiles)
     if sizes.unpacks(gpu):
         fixed, per_row = cost["unpacking"]
         costs[UNPACKED] = looping("prefill", wide) + fixed + per_row * sizes.num_rows

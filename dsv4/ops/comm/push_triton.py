@@ -190,16 +190,16 @@ def ranges_kernel(
 
 @triton.jit(do_not_specialize=["place", "num_rows", "per_owner", "first_row", "last_row"])
 def pairs_kernel(
-    parts, experts, extra, y, addresses, rounds, error, place, num_rows, per_owner, first_row,
+    sums, experts, extra, y, addresses, rounds, error, place, num_rows, per_owner, first_row,
     last_row, size, half_bytes, flags_at, limit_ns,
     TP: tl.constexpr, CHOSEN: tl.constexpr, PLACES: tl.constexpr, RANGES: tl.constexpr,
     EXTRA: tl.constexpr, COPIES: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
     PUSH: tl.constexpr, WAIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Expert sums. `parts` fp32 `[num_rows, PLACES, RANGES, size]`, `experts` `[num_rows, CHOSEN]`:
+    """Expert sums. `sums` fp32 `[num_rows, PLACES, RANGES, size]`, `experts` `[num_rows, CHOSEN]`:
     negative where the expert is on another rank. A pair goes to every rank (COPIES) or to the
     owner of its row. `y` bf16 of the owned rows: pairs in order, then the shared expert: the last
-    place of `parts` (COPIES with PLACES > CHOSEN) or `extra` `[own rows, size]`. Only rows
+    place of `sums` (COPIES with PLACES > CHOSEN) or `extra` `[own rows, size]`. Only rows
     `first_row` to `last_row` of each owner take part: the buffer is bounded."""
     number = _begin(rounds)
     lanes = tl.arange(0, BLOCK)
@@ -219,7 +219,7 @@ def pairs_kernel(
                 value = tl.zeros(live.shape, tl.float32)
                 for index in tl.static_range(RANGES):  # of K, ascending
                     which = ((row * PLACES + pairs) * RANGES + index) * size
-                    value += tl.load(parts + which[:, None] + at[None, :], mask=live, other=0.0)
+                    value += tl.load(sums + which[:, None] + at[None, :], mask=live, other=0.0)
                 offset = ((inside * CHOSEN + pairs) * size)[:, None] + at[None, :]
                 if COPIES:
                     for peer in tl.static_range(TP):
@@ -250,7 +250,7 @@ def pairs_kernel(
                     part = tl.zeros((BLOCK,), tl.float32)
                     for index in tl.static_range(RANGES):
                         which = ((own * PLACES + CHOSEN) * RANGES + index) * size
-                        part += tl.load(parts + which + at, mask=at < size, other=0.0)
+                        part += tl.load(sums + which + at, mask=at < size, other=0.0)
                     total += part
                 tl.store(y + own * size + at, total.to(tl.bfloat16), mask=at < size)
 

@@ -185,20 +185,20 @@ class SymmetricPushes:
         return y
 
     def sum_pairs(
-        self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
+        self, sums: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
     ) -> Tensor:
-        """`parts` fp32 `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
+        """`sums` fp32 `[rows, places, ranges, size]`, of pairs whose `experts` are not negative
         -> sums of the owned rows (None: of all). `shared`: of these rows; None: the last place."""
-        num_rows, places, ranges, size = parts.shape
+        num_rows, places, ranges, size = sums.shape
         chosen, copies = experts.shape[1], per_owner is None
         per_owner = num_rows if per_owner is None else per_owner
         own = num_rows if copies else self._num_own(num_rows, per_owner)
-        y = torch.empty(own, size, dtype=torch.bfloat16, device=parts.device)
+        y = torch.empty(own, size, dtype=torch.bfloat16, device=sums.device)
         most = self._most(4 * chosen * size)
         for first in range(0, per_owner, most):
             last = min(first + most, per_owner)
             self.channel.launch(
-                push_triton.pairs_kernel, (parts, experts, y if shared is None else shared, y),
+                push_triton.pairs_kernel, (sums, experts, y if shared is None else shared, y),
                 (num_rows, per_owner, first, last, size), num_words=(last - first) * size,
                 CHOSEN=chosen, PLACES=places, RANGES=ranges, EXTRA=shared is not None,
                 COPIES=copies,
@@ -227,9 +227,9 @@ class EchoPushes:
         return self._of("ranges", values.dtype).sum_ranges(values, factor, dtype)
 
     def sum_pairs(
-        self, parts: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
+        self, sums: Tensor, experts: Tensor, shared: Tensor | None, per_owner: int | None
     ) -> Tensor:
-        return self._of("pairs", parts.dtype).sum_pairs(parts, experts, shared, per_owner)
+        return self._of("pairs", sums.dtype).sum_pairs(sums, experts, shared, per_owner)
 
     def _of(self, kind: str, dtype: torch.dtype) -> SymmetricPushes:
         if (kind, dtype) not in self._pushes:

@@ -139,10 +139,10 @@ def describe(source, target, options) -> dict:
     return {
         "module": function.module,
         "name": function.__name__,
-        "signature": _told(source.signature),
-        "constants": _told(source.constants),
-        "attributes": _told(source.attrs),
-        "options": _told(options),
+        "signature": _encode(source.signature),
+        "constants": _encode(source.constants),
+        "attributes": _encode(source.attrs),
+        "options": _encode(options),
         "target": [target.backend, target.arch, target.warp_size],
     }
 
@@ -150,10 +150,10 @@ def describe(source, target, options) -> dict:
 def compile_described(facts: dict) -> None:
     function = getattr(import_module(facts["module"]), facts["name"])
     is_gluon = function.is_gluon()
-    room = "triton.experimental.gluon._runtime" if is_gluon else "triton.compiler"
-    kind = getattr(import_module(room), "GluonASTSource" if is_gluon else "ASTSource")
+    home = "triton.experimental.gluon._runtime" if is_gluon else "triton.compiler"
+    kind = getattr(import_module(home), "GluonASTSource" if is_gluon else "ASTSource")
     signature, constants, attributes, options = (
-        _heard(facts[name]) for name in ("signature", "constants", "attributes", "options")
+        _decode(facts[name]) for name in ("signature", "constants", "attributes", "options")
     )
     source = kind(function, signature, constants, attributes)
     triton.compile(source, target=GPUTarget(*facts["target"]), options=options)
@@ -168,43 +168,43 @@ def _is_on_disk(source, target, options) -> bool:
     return name in (entry.get_group(name) or {})
 
 
-def _told(value):
+def _encode(value):
     """The values that determine a kernel, as JSON that tells tuples from lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
-        told, kind = [_told(item) for item in value], type(value)
+        items, kind = [_encode(item) for item in value], type(value)
         name = [kind.__module__, kind.__name__]
-        return {"tuple": told} if kind is tuple else {"named": [*name, told]}
+        return {"tuple": items} if kind is tuple else {"named": [*name, items]}
     if type(value) is list:
-        return [_told(item) for item in value]
+        return [_encode(item) for item in value]
     if isinstance(value, dict):
-        return {"dict": [[_told(key), _told(item)] for key, item in value.items()]}
+        return {"dict": [[_encode(key), _encode(item)] for key, item in value.items()]}
     if isinstance(value, tl.dtype):
         return {"dtype": value.name}
     if isinstance(value, tl.constexpr):
-        return {"constexpr": _told(value.value)}
+        return {"constexpr": _encode(value.value)}
     if isinstance(value, JITFunction):
         return {"function": [value.module, value.__name__]}
     raise TypeError(f"{type(value).__name__} in the description of a kernel")
 
 
-def _heard(value):
+def _decode(value):
     if isinstance(value, list):
-        return [_heard(item) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "tuple":
-        return tuple(_heard(item) for item in inner)
+        return tuple(_decode(item) for item in inner)
     if kind == "named":
-        return getattr(import_module(inner[0]), inner[1])(*map(_heard, inner[2]))
+        return getattr(import_module(inner[0]), inner[1])(*map(_decode, inner[2]))
     if kind == "dict":
-        return {_heard(key): _heard(item) for key, item in inner}
+        return {_decode(key): _decode(item) for key, item in inner}
     if kind == "dtype":
         return tl.dtype(inner)
     if kind == "constexpr":
-        return tl.constexpr(_heard(inner))
+        return tl.constexpr(_decode(inner))
     return getattr(import_module(inner[0]), inner[1])
 
 

@@ -79,7 +79,7 @@ def sum_of_experts(
         for place, row in places:
             products[place] = product[row]
     z = tensor(_activation(products, weights.numpy().reshape(-1, 1), by.limit)).to(dtype)
-    parts = np.zeros((pairs + count, w2.shape[1]), dtype=np.float32)
+    expert_sums = np.zeros((pairs + count, w2.shape[1]), dtype=np.float32)
     inputs = {
         width: rounded(z, width).float().numpy()  # type: ignore[arg-type]
         for width in _widths(w2, by.shared_w2)
@@ -93,12 +93,12 @@ def sum_of_experts(
             padded[row] = rows[place]
         product = multiply(held, _matrix(stack, expert)).numpy()
         for place, row in places:
-            parts[place] = product[row]
-    each = parts[:pairs].reshape(count, chosen, -1)
+            expert_sums[place] = product[row]
+    each = expert_sums[:pairs].reshape(count, chosen, -1)
     total = each[:, 0]
     for number in range(1, chosen):
         total = total + each[:, number]
-    result: Array = total + parts[pairs:]
+    result: Array = total + expert_sums[pairs:]
     return result
 
 

@@ -33,8 +33,8 @@ def _fused(
     module = Kernel(f"dsv4.ops.fused.{kernel}_triton")
 
     def fusion(one_by_one: Callable[P, R]) -> Fusion[P, R]:
-        form = CpuVariant("block", one_by_one.__name__) if on_cpu else None
-        return Fusion(one_by_one, ops, module, reader, form)
+        variant = CpuVariant("block", one_by_one.__name__) if on_cpu else None
+        return Fusion(one_by_one, ops, module, reader, variant)
 
     return fusion
 

@@ -19,5 +19,5 @@ def supports(x, token_ids, gate, experts) -> str | None:
 def run(x, token_ids, gate, experts) -> PartialSums:
     kernels = experts_single_token_triton
     launch = kernels.launch_separate if is_separate(experts) else kernels.launch_routed
-    parts = launch(x, token_ids, gate, experts)
-    return PartialSums(parts[:, :, None], None, x.dtype)
+    expert_sums = launch(x, token_ids, gate, experts)
+    return PartialSums(expert_sums[:, :, None], None, x.dtype)

@@ -65,11 +65,11 @@ def experts_reference(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) 
     return sum_pairs(pair_sums(x, experts, weights, by), shared_sums(x, by), x.dtype)
 
 
-def sum_pairs(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_pairs(expert_sums: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 `[tokens, chosen, size]` and the shared expert's `[tokens, size]` -> their sum: experts
     in the given order, the shared one last, rounded once."""
     total = torch.zeros_like(shared)  # so a sum of -0.0 alone is 0.0, as in kernels
-    for part in parts.unbind(1):
+    for part in expert_sums.unbind(1):
         total = total + part
     return (total + shared).to(dtype)
 
@@ -87,10 +87,10 @@ def pair_sums(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tenso
         own = slice(start, start := start + len(list(visits)))
         matrices = by.w13[expert], by.w2[expert]
         outputs.append(expert_reference(rows[own], *matrices, row_weights[own], by.limit))
-    parts = x.new_zeros(len(chosen), x.shape[1], dtype=torch.float32)
+    expert_sums = x.new_zeros(len(chosen), x.shape[1], dtype=torch.float32)
     if outputs:
-        parts.index_copy_(0, places, torch.cat(outputs))
-    return parts.view(*experts.shape, -1)
+        expert_sums.index_copy_(0, places, torch.cat(outputs))
+    return expert_sums.view(*experts.shape, -1)
 
 
 def shared_sums(x: Tensor, by: Experts) -> Tensor:

@@ -52,7 +52,7 @@ def run(x, experts, weights, by, config=None):
     table = group_by_expert(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
-    parts = workspace(x.device, "scaled_parts", num_pairs * w2.rows, torch.float32)
+    expert_sums = workspace(x.device, "scaled_parts", num_pairs * w2.rows, torch.float32)
     swiglu = {"source": SWIGLU, "weight": weights, "limit": by.limit}
     if config.few:
         rows = _rows(x, num_tokens, w13, config)
@@ -60,7 +60,7 @@ def run(x, experts, weights, by, config=None):
         launch_few(rows, [w13], [h], config, route=table, chosen=chosen)
         rows = _rows(x, num_pairs, w2, config)
         fill_rows(rows, h, size=w2.columns, route=table, **swiglu)
-        launch_few(rows, [w2], [parts], config, route=table, to_pairs=True)
+        launch_few(rows, [w2], [expert_sums], config, route=table, to_pairs=True)
     else:
         tiles = {"route": table, "chosen": chosen, "bm": config.bn}
         rows = _rows(x, table.num_tiles * config.bn, w13, config)
@@ -68,9 +68,9 @@ def run(x, experts, weights, by, config=None):
         launch_many(rows, w13, h, config, route=table)
         rows = _rows(x, table.num_tiles * config.bn, w2, config)
         fill_rows(rows, h, size=w2.columns, **swiglu, **tiles)
-        launch_many(rows, w2, parts, config, route=table, to_pairs=True)
+        launch_many(rows, w2, expert_sums, config, route=table, to_pairs=True)
     y = torch.empty_like(x)
-    combine(parts, extra, y, chosen)
+    combine(expert_sums, extra, y, chosen)
     return y
 
 

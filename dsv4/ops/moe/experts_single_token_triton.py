@@ -276,12 +276,14 @@ def launch_separate(x, token_ids, gate, by):
     sums = workspace(x.device, "shared_sums", ranges * rows, torch.float32)[: ranges * rows]
     linear_triton.launch(x, [by.shared_w13], [sums.view(ranges, 1, rows)], partial=True)
     z, last = _between(x, gate.num_chosen, w2), gate.num_chosen * w2.columns
-    parts = module.partial_sums(z, gate.num_chosen + 1, w2)
+    expert_sums = module.partial_sums(z, gate.num_chosen + 1, w2)
     given = (x, z, chosen, weights, w13, w2, by.limit, table)
-    module.up(*given, sums.view(ranges, rows), parts[-1, 1:])
-    linear_triton.launch(z[last : last + w2.columns].view(1, -1), [by.shared_w2], [parts[-1, :1]])
-    module.down(z, parts, chosen, w2, None, table, early=True)
-    return parts
+    module.up(*given, sums.view(ranges, rows), expert_sums[-1, 1:])
+    linear_triton.launch(
+        z[last : last + w2.columns].view(1, -1), [by.shared_w2], [expert_sums[-1, :1]]
+    )
+    module.down(z, expert_sums, chosen, w2, None, table, early=True)
+    return expert_sums
 
 
 def _between(x, chosen, w2):
@@ -292,14 +294,14 @@ def _down(z, experts, by):
     places, w2, shared_w2 = table_of(by.w2)[0], stack_of(by.w2), by.shared_w2
     chosen, ranges = experts.shape[1], num_expert_ranges(w2)
     shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
-    parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
+    expert_sums = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
     _down_kernel[(triton.cdiv(w2.rows, 64), shape[0], ranges)](
-        z, parts, experts, *expert_weights(w2, shared_w2), places, chosen, w2.rows, w2.columns,
-        w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
+        z, expert_sums, experts, *expert_weights(w2, shared_w2), places, chosen, w2.rows,
+        w2.columns, w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
         EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), MX=is_mx(w2),
         PLACED=places is not None, **dependent_options(z.device, 2),
     )  # fmt: skip
-    return parts[: math.prod(shape)].view(shape)
+    return expert_sums[: math.prod(shape)].view(shape)
 
 
 def is_mx(weight) -> bool:

@@ -186,9 +186,9 @@ def run(x, z, experts, weights, w13, w2, shared_w2, limit, table=(None, None)):
     """fp32 `[places, ranges, size]` for one row. Its gate was the previous launch; `z` already
     holds the shared expert's activations. `table`: see `table_of`."""
     up(x, z, experts, weights, w13, w2, limit, table)
-    parts = partial_sums(z, experts.shape[1] + (shared_w2 is not None), w2)
-    down(z, parts, experts, w2, shared_w2, table)
-    return parts
+    expert_sums = partial_sums(z, experts.shape[1] + (shared_w2 is not None), w2)
+    down(z, expert_sums, experts, w2, shared_w2, table)
+    return expert_sums
 
 
 def up(x, z, experts, weights, w13, w2, limit, table, shared=None, rest=None) -> None:
@@ -209,21 +209,21 @@ def up(x, z, experts, weights, w13, w2, limit, table, shared=None, rest=None) ->
 
 def partial_sums(z, num_places, w2):
     shape = (num_places, num_expert_ranges(w2), w2.rows)
-    parts = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
-    return parts[: math.prod(shape)].view(shape)
+    expert_sums = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
+    return expert_sums[: math.prod(shape)].view(shape)
 
 
-def down(z, parts, experts, w2, shared_w2, table, *, early=False) -> None:
+def down(z, expert_sums, experts, w2, shared_w2, table, *, early=False) -> None:
     """`early`: another launch ran since the up-projection. Only routed experts, or also the shared
     one."""
-    ranges, size = parts.shape[1], w2.num_steps
+    ranges, size = expert_sums.shape[1], w2.num_steps
     grid = (triton.cdiv(w2.rows, 64), experts.shape[1] + (shared_w2 is not None), ranges)
     lengths = (triton.cdiv(size, ranges), size)
     columns = triton.next_power_of_2(lengths[0] * 128)
     own, *offsets = expert_weights(w2, shared_w2)
     down_stream[grid](
-        z, parts, experts, *own, *offsets, table[0], experts.shape[1], w2.rows, w2.columns, size,
-        w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
+        z, expert_sums, experts, *own, *offsets, table[0], experts.shape[1], w2.rows, w2.columns,
+        size, w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
         PLACED=table[0] is not None, EARLY=early,
         **ring_options(z.device, math.prod(grid), DOWN_STAGES, lengths, columns),
     )  # fmt: skip

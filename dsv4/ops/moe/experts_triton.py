@@ -310,15 +310,15 @@ def separate_output(x, w13, w2, limit):
     only = torch.zeros(x.shape[0], 1, dtype=torch.int64, device=x.device)
     stack = [weight.map(lambda value: value[None]) for weight in (w13, w2)]
     ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
-    parts = launch(x, only, ones, Experts(*stack, None, None, limit), partial=True)
-    return parts.sum(2).view(x.shape[0], -1)
+    expert_sums = launch(x, only, ones, Experts(*stack, None, None, limit), partial=True)
+    return expert_sums.sum(2).view(x.shape[0], -1)
 
 
 def run(x, experts, weights, by):
     return launch(x, experts, weights, by)
 
 
-def launch(x, experts, weights, by, *, partial=False, config=None, gather=None):
+def launch(x, experts, weights, by, *, partial=False, config=None, gather=None) -> torch.Tensor:
     """With shared matrices None, only the routed experts run. With `partial` the result is the
     partial sums, fp32 `[tokens, places, ranges, size]`. `gather`: see `split_experts`."""
     num_tokens, chosen = experts.shape
@@ -327,14 +327,14 @@ def launch(x, experts, weights, by, *, partial=False, config=None, gather=None):
         extra = separate_output(x, by.shared_w13, by.shared_w2, by.limit)
         by = replace(by, shared_w13=None, shared_w2=None)
     if num_tokens == 1:
-        parts = experts_single_token_triton.launch(x, experts, weights, by, gather)[None]
+        expert_sums = experts_single_token_triton.launch(x, experts, weights, by, gather)[None]
     else:
         config = config or choose_config(num_tokens, chosen, by.w2.shape[0], describe(x.device))
-        parts = _launch_tiles(x, experts, weights, by, config, gather)
+        expert_sums = _launch_tiles(x, experts, weights, by, config, gather)
     if partial:
-        return parts
+        return expert_sums
     y = torch.empty_like(x)
-    combine(parts, extra, y, *parts.shape[1:3])
+    combine(expert_sums, extra, y, *expert_sums.shape[1:3])
     return y
 
 
@@ -347,7 +347,7 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
     tiles = group_by_expert(experts, num_experts, config.bm, shared=shared is not None)
     num_pairs, places = num_tokens * chosen, chosen + (shared is not None)
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
-    parts = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
+    expert_sums = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
 
     def tile(weight) -> ExpertTile:
         return ExpertTile(
@@ -366,8 +366,8 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
     if gather is not None:
         z = gather(z[: num_pairs * own].view(num_pairs, own))
     _down_kernel[(triton.cdiv(size, config.bn), tiles.num_tiles)](
-        z, parts, tiles.table, *expert_weights(w2, by.shared_w2), places_at, num_pairs, chosen,
-        places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
+        z, expert_sums, tiles.table, *expert_weights(w2, by.shared_w2), places_at, num_pairs,
+        chosen, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
         E=tile(w2), **launch_options(config.num_warps),
     )  # fmt: skip
-    return parts[: num_tokens * places * size].view(num_tokens, places, 1, size)
+    return expert_sums[: num_tokens * places * size].view(num_tokens, places, 1, size)

@@ -93,11 +93,11 @@ def _combine_kernel(
     tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
 
 
-def combine(parts, extra, y, places, ranges=1) -> None:
-    """Sum `parts` `[tokens, places, ranges, size]` fp32, and the separate result, into `y`."""
+def combine(expert_sums, extra, y, places, ranges=1) -> None:
+    """Add `expert_sums` `[tokens, places, ranges, size]` fp32 and the separate result into `y`."""
     tokens, size = y.shape
     _combine_kernel[(triton.cdiv(size, 1024), tokens)](
-        parts, parts if extra is None else extra, y, size,
+        expert_sums, expert_sums if extra is None else extra, y, size,
         PLACES=places, RANGES=ranges, EXTRA=extra is not None, BN=1024, 
         **launch_options(4),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from dsv4.runner.ranks.forecast import (
     layouts,
     rank_stages,
 )
-from dsv4.runner.settings import StageRoom, resolve
+from dsv4.runner.settings import StageMemory, resolve
 from dsv4.util.measured_gpu import load_measured
 from dsv4.util.sizes import size_text
 
@@ -94,7 +94,7 @@ def recommend_for(
         try:
             layout = sizes.layout(of.tp, of.pp, choices)
             asked = replace(choices, tp=of.tp, pp=of.pp)
-            rooms = stage_rooms(sizes, layout, cluster, choices)
+            rooms = stage_memory(sizes, layout, cluster, choices)
             resolve(asked, sizes.config, has_gpu=True, memory_bytes=0, stages=rooms)
         except CapacityError as error:
             return error
@@ -140,9 +140,9 @@ def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast
     return best, why
 
 
-def stage_rooms(
+def stage_memory(
     sizes: WeightSizes, layout: RankLayout, cluster: Cluster, choices: EngineConfig
-) -> Sequence[StageRoom]:
+) -> Sequence[StageMemory]:
     """Layers of each stage, and the bytes that weights and a step leave free on its GPUs."""
     chunk = min(choices.chunk_tokens or CHUNK, choices.max_context or sizes.config.max_positions)
     rooms, most = [], (chunk, choices.max_sequences or SEQUENCES)

@@ -1,6 +1,5 @@
 """Which GPU a rank uses, and how a machine's GPUs reach each other."""
 
-import importlib
 import logging
 import os
 from typing import Any
@@ -102,9 +101,10 @@ def open_comm(
         over = TorchComm.nccl(layout, store, device, 2 * timeout)
         probe(over, layout, 4 * PROBE_WORDS, 1, device)
         return over
-    module = importlib.import_module("dsv4.ops.comm.symmetric_triton")
+    from dsv4.ops.comm import symmetric_triton  # needs Triton, which a CPU does not
+
     nbytes = channel_bytes(config, layout, settings.chunk_tokens, settings.max_sequences)
-    comm: Comm = module.open_comm(layout, store, device, nbytes, timeout)
+    comm: Comm = symmetric_triton.open_comm(layout, store, device, nbytes, timeout)
     _probe(comm, layout, device)
     return comm
 

@@ -49,7 +49,7 @@ class WeightSizes:
 
     def held(self, layout: RankLayout) -> int:
         """Bytes that a rank holds."""
-        held = self._held(layout.tp, layout.split_experts, layout.data_attention)
+        held = self._rank_bytes(layout.tp, layout.split_experts, layout.data_attention)
         names = [f"layers.{layer}." for layer in layout.layers(self.config)]
         if layout.is_first:
             names.append("embed.weight")
@@ -86,7 +86,7 @@ class WeightSizes:
         return sum(self.nbytes[name] for name in names if name != "embed.weight")
 
     @cached_property
-    def _held(self) -> Callable[[int, bool, bool], dict[str, int]]:
+    def _rank_bytes(self) -> Callable[[int, bool, bool], dict[str, int]]:
         """By tp: bytes on a rank of each layer, of the embedding, and under "" of the rest."""
 
         @cache

@@ -196,7 +196,7 @@ class StreamedBlocks(Sequence[Block]):
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings) -> None:
         self._checkpoint, self._settings = checkpoint, settings
-        self._held: tuple[int, Block] | None = None
+        self._loaded: tuple[int, Block] | None = None
 
     def __len__(self) -> int:
         return self._checkpoint.config.num_layers
@@ -210,8 +210,8 @@ class StreamedBlocks(Sequence[Block]):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        if self._held is None or self._held[0] != index:
-            self._held = None  # free one before loading the next
+        if self._loaded is None or self._loaded[0] != index:
+            self._loaded = None  # free one before loading the next
             prefix = f"layers.{index}."
             select = Selection(layers=range(index, index + 1))
             table = read_weights(self._checkpoint, self._settings, select)
@@ -219,8 +219,8 @@ class StreamedBlocks(Sequence[Block]):
             weights = Weights(own).under(prefix)
             config = self._checkpoint.config
             ratio, hashed = config.compress_ratios[index], index < config.num_hash_layers
-            self._held = (index, Block(config, ratio, weights, RankLayout(), hashed=hashed))
-        return self._held[1]
+            self._loaded = (index, Block(config, ratio, weights, RankLayout(), hashed=hashed))
+        return self._loaded[1]
 
 
 class StreamedTransformer(Transformer):

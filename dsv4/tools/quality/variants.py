@@ -175,7 +175,7 @@ def broken(engine: Engine, name: str) -> Broken:
     if name not in VARIANTS:
         raise OptionError(f"variant is {name!r}, expected one of {', '.join(VARIANTS)}")
     runner, stack = engine._runner, ExitStack()
-    references = replace(runner.ops, forced=None)  # faster forms do not call what is replaced
+    references = replace(runner.ops, forced=None)  # faster variants do not call what is replaced
     stack.enter_context(patch.object(runner, "ops", references))
     stack.enter_context(VARIANTS[name](runner.model))
     return stack

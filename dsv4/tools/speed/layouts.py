@@ -16,7 +16,7 @@ from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.choose_layout import recommend_for, stage_rooms
+from dsv4.runner.ranks.choose_layout import recommend_for, stage_memory
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import (
     COMPUTE_SHARE,
@@ -113,7 +113,7 @@ def plan_layouts(
     layout = sizes.layout(*shown, choices)
     settings, state = None, 0
     try:
-        rooms = stage_rooms(sizes, layout, cluster, choices)
+        rooms = stage_memory(sizes, layout, cluster, choices)
         run = replace(choices, tp=shown[0], pp=shown[1])
         settings = resolve(run, config, has_gpu=True, memory_bytes=0, stages=rooms)
         share = settings.home_share

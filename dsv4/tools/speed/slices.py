@@ -8,7 +8,6 @@ the fullest rank has more.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -108,8 +107,9 @@ def sliced_model(
     pushes = None
     if device.type == "cuda" and layout.tp > 1:
         half = channel_bytes(config, layout, rows, sequences).tensor
-        module = import_module("dsv4.ops.comm.symmetric_triton")
-        pushes = module.EchoPushes(layout.tp, half, config.num_experts, device)
+        from dsv4.ops.comm.symmetric_triton import EchoPushes  # needs Triton
+
+        pushes = EchoPushes(layout.tp, half, config.num_experts, device)
     exchange = Exchange(layout, EchoComm(pushes), config)
     model = Transformer(config, table, torch.bfloat16, exchange)
     return model, sum(weight.nbytes for weight in table.values())

@@ -31,7 +31,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def gpu_cases() -> Iterator[tuple[str, Arguments, Op, float]]:
-    """(name, arguments, op, relative tolerance): what kernels support, at all batch forms."""
+    """(name, arguments, op, relative tolerance): what kernels support, at all batch shapes."""
     for name in ("linear", "grouped_linear", "embed", "router", "experts"):
         for case in OPS[name].cases():
             arguments = on_gpu(case.build(torch.Generator().manual_seed(3)))

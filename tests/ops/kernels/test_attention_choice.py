@@ -26,8 +26,8 @@ RENAMED = {
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The forms in which attention was started, as on an H200."""
-    pytest.importorskip("triton", reason="a form is chosen in a kernel's module, which imports it")
+    """The variants of attention that were started, as on an H200."""
+    pytest.importorskip("triton", reason="a kernel's module chooses the variant")
     attention = import_module("dsv4.ops.attention.attention_triton")
     found: list[Any] = []
     monkeypatch.setattr(attention, "run", lambda q, to, config, eps: found.append(config))

@@ -77,7 +77,7 @@ def test_what_is_not_exact_is_refused(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def check_rows() -> None:
-    """The same bytes as the reference, for every case and fused form."""
+    """The same bytes as the reference, for every case and fusion."""
     from dsv4.ops.core.arguments import same_bits
     from dsv4.ops.gemm import quantize_rows_triton
 
@@ -179,7 +179,7 @@ def fill_by_reference(rows: Any, x: torch.Tensor) -> None:
 
 
 def check_linear_variants() -> None:
-    """Every form gives the same bits, however many rows come with it."""
+    """Every variant gives the same bits, however many rows come with it."""
     from dsv4.ops.gemm import linear_scaled_triton as kernel
     from dsv4.ops.gemm.linear import linear_reference
     from dsv4.ops.gemm.scaled_product_triton import ScaledConfig, num_scaled_ranges
@@ -199,17 +199,17 @@ def check_linear_variants() -> None:
         kernel.launch(x, [weight], [whole])
         compare(kind, linear_reference(x, [weight], [torch.float32]), [whole], 1e-2, 1e-5)
         assert not whole[3].any()
-        forms = [(ScaledConfig(128, 8, 3, False), 16), (ScaledConfig(64, 4, 4, True), 16)]
+        variants = [(ScaledConfig(128, 8, 3, False), 16), (ScaledConfig(64, 4, 4, True), 16)]
         counts = (1, 2, 7, 8, 9, 15) if kind == "nvfp4" else (1, 15)
-        forms += [(ScaledConfig(16, 4, 4, True), count) for count in counts]
-        for config, count in forms:
+        variants += [(ScaledConfig(16, 4, 4, True), count) for count in counts]
+        for config, count in variants:
             out = torch.full((count, 40), float("nan"))
             kernel.launch(x[16 - count :], [weight], [out], config=config)
             assert torch.equal(out, whole[16 - count :]), f"{kind} {config}, {count} rows"
 
 
 def check_many_rows() -> None:
-    """More rows than a tile of scales has, in the form with descriptors: all three kinds."""
+    """More rows than a tile of scales has, in the variant with descriptors: all three kinds."""
     from dsv4.ops.gemm import linear_scaled_triton as kernel
     from dsv4.ops.gemm.grouped_linear import grouped_linear_reference
     from dsv4.ops.gemm.scaled_product_triton import ScaledConfig
@@ -242,7 +242,7 @@ def check_experts() -> None:
     alone = kernel.run(**few)
     assert torch.equal(alone[0], whole[7]), "a row's bits depend on its batch"
     many = kernel.run(**few, config=ScaledConfig(128, 8, 3, False))
-    assert torch.equal(many[0], whole[7]), "a row's bits depend on the form"
+    assert torch.equal(many[0], whole[7]), "a row's bits depend on the variant"
 
 
 def main(group: str) -> None:

@@ -98,10 +98,10 @@ def check_attention_rows() -> None:
         arguments = case.build(torch.Generator().manual_seed(3))
         split, wanted = kernel.run(**arguments), OPS["attention"].reference(**arguments)
         compare(case.name, wanted, split, case.atol, case.rtol)
-        most, decode_split_triton.MOST_ROOMS = decode_split_triton.MOST_ROOMS, 0
+        most, decode_split_triton.MOST_TILES = decode_split_triton.MOST_TILES, 0
         assert kernel.variant(**arguments) == "loop 16"
         assert torch.equal(kernel.run(**arguments), split), case.name
-        decode_split_triton.MOST_ROOMS = most
+        decode_split_triton.MOST_TILES = most
 
 
 ROWS = {

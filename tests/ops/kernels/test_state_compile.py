@@ -42,8 +42,8 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "_best_kernel": ("SHFL", 0),
 }
 ONLY_ON_90 = {"_weights_kernel", "_values_kernel", "_unpack_kernel", "_prefill_kernel"}  # 64 heads
-# Matrix products depend on the GPU: one form of each, for the least shared memory and for two with
-# instructions of their own; `make kernels` compiles all for all.
+# Matrix products depend on the GPU: one variant of each, for the least shared memory and for two
+# with instructions of their own; `make kernels` compiles all for all.
 PRODUCTS = {
     ("mhc_boundary", "1"),
     ("mhc_boundary", "128"),

@@ -220,8 +220,8 @@ def test_attention_has_the_same_bits_in_every_form(shape: Any, kind: str) -> Non
     ]
     configs.append(module.AttentionVariant(64, True, 8, 1, 512))
     for config in (*configs, module.TWO_PASS, module.UNPACKED):
-        form = module.run(**arguments, config=config)
-        assert same_bits(form, whole), config
+        found = module.run(**arguments, config=config)
+        assert same_bits(found, whole), config
     for row in (0, 4, 5, 304, 1999):
         seq = int(batch.seq_idx[row])
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
@@ -345,7 +345,7 @@ def test_queries_are_prepared_inside_attention(shape: Any, ratio: int, context: 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
 @pytest.mark.parametrize("shape", [FLASH, PRO], ids=lambda s: s.name)
 def test_queries_are_prepared_inside_a_walk(shape: Any, kind: str) -> None:
-    """Of a prompt, next to a few tokens of a long sequence; other forms walk prepared ones."""
+    """Of a prompt, next to a few tokens of a long sequence; other variants read prepared ones."""
     torch.manual_seed(18)
     fused = import_module("dsv4.ops.fused.attention_with_queries_triton")
     module = module_of("attention")

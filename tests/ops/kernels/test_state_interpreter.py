@@ -87,7 +87,7 @@ def check_cases(name: str) -> None:
 
 
 def check_empty(op, case: str, arguments) -> None:  # type: ignore[no-untyped-def]
-    """No rows in, results of the right shape out, whoever computes them."""
+    """No rows in, results of the right shape out, by reference and kernel."""
     from dsv4.ops.core.arguments import copied, leaves
     from dsv4.ops.core.context import kernels_on_cpu
     from tests.ops.test_references import PUBLIC
@@ -328,20 +328,20 @@ def check_attention_variants() -> None:
             window=128,
             frequencies=rope_frequencies(16, 10000.0),
         )
-        forms = [
+        results = [
             module.run(q, to, config=module.AttentionVariant(heads, split, 4, 1, channels))
             for heads in (16, 32)
             for split in (True, False)
         ]
         if dim == 32:  # all pieces and blocks of heads alike
             two_pass = module.AttentionVariant(16, False, 4, 1, two_pass=True)
-            forms.append(module.run(q, to, config=two_pass))
+            results.append(module.run(q, to, config=two_pass))
             merge = importlib.import_module("dsv4.ops.attention.variants.merge_triton")
             before, merge.SHORT, merge.AHEAD = (merge.SHORT, merge.AHEAD), (), 8  # two turns
-            forms.append(module.run(q, to, config=module.AttentionVariant(16, True, 4, 1)))
+            results.append(module.run(q, to, config=module.AttentionVariant(16, True, 4, 1)))
             merge.SHORT, merge.AHEAD = before
-        assert all(same_bits(form, forms[0]) for form in forms[1:])
-        compare("attention variants", attention_reference(q, to), forms[0], 2e-2, 2e-2)
+        assert all(same_bits(found, results[0]) for found in results[1:])
+        compare("attention variants", attention_reference(q, to), results[0], 2e-2, 2e-2)
 
 
 def check_unpack() -> None:

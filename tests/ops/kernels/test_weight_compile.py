@@ -39,7 +39,7 @@ def test_kernels_compile(capability: int) -> None:
 
 
 def launches(capability: int) -> Iterator[Launch]:
-    """One form of each kernel, to save time; all are read on sm_90."""
+    """One variant of each kernel, to save time; all are read on sm_90."""
     if capability == 90:
         as_on_hopper()
         yield from stream_launches()

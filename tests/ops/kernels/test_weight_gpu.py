@@ -28,7 +28,7 @@ def test_kernels_match_references() -> None:
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
-    """1 to 8192 rows: the forms for few rows against the form for many, bit for bit."""
+    """1 to 8192 rows: the variants for few rows against the one for many, bit for bit."""
     from tests.ops.kernels import inputs
 
     wrong = [name for name, same in inputs.row_invariance() if not same]

@@ -90,7 +90,7 @@ def check_cases(name: str, seed: int = 1) -> None:
 
 
 def check_empty(op: Any, case: str, arguments: Any) -> None:
-    """No rows in, results of the right shape out, whoever computes them."""
+    """No rows in, results of the right shape out, by reference and kernel."""
     from dsv4.ops.core.context import kernels_on_cpu
     from tests.ops.test_references import PUBLIC
 
@@ -101,7 +101,7 @@ def check_empty(op: Any, case: str, arguments: Any) -> None:
 
 
 def check_linear_variants() -> None:
-    """Every form gives the same numbers; groups, bf16 and FP8 with an uneven K."""
+    """Every variant gives the same numbers; groups, bf16 and FP8 with an uneven K."""
     from dsv4.formats import fp8
     from dsv4.formats.quantized import Fp8BlockTensor
     from dsv4.ops.gemm import linear_triton as kernel

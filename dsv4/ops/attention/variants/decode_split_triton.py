@@ -24,7 +24,7 @@ from dsv4.ops.core.launch import dependent_options
 from dsv4.ops.core.workspace import workspace
 
 GROUP = 4  # pieces of keys converted together; more would displace a third program
-MOST_ROOMS = 600  # (tile, 64 heads) pairs: their sums take 78 MB
+MOST_TILES = 600  # (tile, 64 heads) pairs: their sums take 78 MB
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def run(q, to, out, config, eps) -> None:
     places, counts = td.tile_places(to)
     num_tiles = triton.cdiv(to.window, td.BT) + triton.cdiv(counts[0], td.BT)
     # sized for any number of tokens: growing would allocate later
-    most_tokens = MOST_ROOMS // (triton.cdiv(heads, 64) * num_tiles)
+    most_tokens = MOST_TILES // (triton.cdiv(heads, 64) * num_tiles)
     room = num_tiles * max(tokens, most_tokens) * heads
     sums = workspace(q.device, "attention_sums", room * dim, torch.float32)
     stats = workspace(q.device, "attention_stats", 2 * room, torch.float32)

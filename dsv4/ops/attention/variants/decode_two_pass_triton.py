@@ -22,7 +22,7 @@ from dsv4.ops.kv.rope_device import rope_tile
 
 GROUP = 2  # pieces of queries and keys in shared memory at a time
 REGISTERS = 168  # per thread of the weights kernel: three programs of four warps fit
-MOST_ROOMS = 4096  # (tile, 64 heads) pairs: their weights take 33 MB
+MOST_TILES = 4096  # (tile, 64 heads) pairs: their weights take 33 MB
 
 
 @triton.jit
@@ -169,11 +169,11 @@ def run(q, to, out, config) -> None:
     places, counts = td.tile_places(to)
     sizes = {"RATIO": td.ratio_of(to), "BH": config.heads, "T": td.tile_format(q, to)}
     num_tiles = triton.cdiv(to.window, td.BT) + triton.cdiv(counts[0], td.BT)
-    rooms = max(MOST_ROOMS * 64, num_tiles * tokens * heads)  # full size: growing would allocate
-    weights = workspace(q.device, "attention_sums", rooms * td.BT // 2, torch.float32)
+    rows = max(MOST_TILES * 64, num_tiles * tokens * heads)  # full size: growing would allocate
+    weights = workspace(q.device, "attention_sums", rows * td.BT // 2, torch.float32)
     weights = weights.view(torch.float16 if sizes["T"].mt == tl.float16 else torch.bfloat16)
-    stats = workspace(q.device, "attention_stats", 2 * rooms, torch.float32)
-    slots = workspace(q.device, "attention_slots", rooms // 64 * td.BT, torch.int32)
+    stats = workspace(q.device, "attention_stats", 2 * rows, torch.float32)
+    slots = workspace(q.device, "attention_slots", rows // 64 * td.BT, torch.int32)
     count = len(td.pieces(dim, 2 * to.frequencies.shape[0]))
     _weights_kernel[(heads // config.heads, tokens, num_tiles)](
         q, weights, stats, slots, places, *counts, heads, tokens, to.window,

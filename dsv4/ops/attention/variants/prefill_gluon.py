@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4.ops.attention.tile_device import LOG2E, most_entries, ratio_of
-from dsv4.ops.attention.variants.unpack_triton import num_held
+from dsv4.ops.attention.variants.unpack_triton import max_entries
 from dsv4.ops.core.helpers_device import narrow, widen
 from dsv4.ops.kv.rope_device import sin_cos
 
@@ -305,7 +305,7 @@ def prefill(q, to, entries, recent, num_programs, eps):
     _prefill_kernel[(min(items, num_programs),)](
         q.view(entries.dtype), to.sink, out, entries, to.batch.positions, to.batch.seq_idx,
         to.batch.positions if selected is None else selected, most_entries(to.compressed),
-        to.frequencies, heads, items, recent, num_held(to.compressed), to.window, ratio_of(to),
+        to.frequencies, heads, items, recent, max_entries(to.compressed), to.window, ratio_of(to),
         dim**-0.5 * LOG2E.value, eps or 0.0, SELECTED=selected is not None,
         WT=triton.cdiv(to.window, 64), PREPARE=eps is not None, num_warps=WARPS,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def _unpack_kernel(
         )  # fmt: skip
 
 
-def num_held(compressed) -> int:
+def max_entries(compressed) -> int:
     """Compressed entries that a sequence may have."""
     return 0 if compressed is None else compressed.table.shape[1] * compressed.pool.page_entries
 
@@ -87,7 +87,7 @@ def num_held(compressed) -> int:
 def unpack(q, to):
     """Rows of all entries, and the first compressed row."""
     batch, pool, window = to.batch, to.pool, to.window
-    tokens, sequences, held = batch.num_tokens, to.table.shape[0], num_held(to.compressed)
+    tokens, sequences, held = batch.num_tokens, to.table.shape[0], max_entries(to.compressed)
     dtype = torch.float16 if pool_format(pool) == FP8 else torch.bfloat16
     rows = workspace(pool.device, f"unpacked_{pool.format}", MOST_ROWS * pool.dim, dtype)
     recent = tokens + sequences * (window - 1)

@@ -92,7 +92,7 @@ class WorkerPool:
                     if received is None:
                         yield from self._ended(worker, end)
                     else:
-                        yield from self._heard(worker, received[0], end)
+                        yield from self._receive(worker, received[0], end)
                 yield from self._overdue(end)
         finally:
             self._server.kill([worker.pid for worker in self._workers])
@@ -126,7 +126,7 @@ class WorkerPool:
             self._workers.append(worker)
             worker.tell(self._setup)
 
-    def _heard(
+    def _receive(
         self, worker: _Worker, message: Message, end: float
     ) -> Iterator[tuple[Task, int, list[OpResult]]]:
         kind = message["kind"]

@@ -13,12 +13,12 @@ from benchmarks import state_ops
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, part_of_whole
 from dsv4.ops.comm.own_experts import own_experts
-from dsv4.ops.comm.shares import (
+from dsv4.ops.comm.sharded import (
+    combine_experts,
     expert_sums,
     linear_ranges,
     shared_expert,
     split_experts,
-    sum_experts,
 )
 from dsv4.ops.core.arguments import same_bits
 from dsv4.ops.core.ragged import make_ragged
@@ -193,7 +193,7 @@ def test_split_experts_have_the_bits_of_whole_ones(model: str, mx: bool) -> None
             every, found = torch.cat(inputs, 1), []
             for own, extra in zip(ranks, shared.chunk(tp, 1), strict=True):
                 parts = split_experts(x, experts, weights, own, lambda z, every=every: every)
-                found.append(sum_experts(parts, extra.contiguous(), x.dtype))
+                found.append(combine_experts(parts, extra.contiguous(), x.dtype))
             assert torch.equal(torch.cat(found, 1), whole), (rows, tp)
 
 

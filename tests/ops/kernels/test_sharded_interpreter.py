@@ -15,14 +15,14 @@ TP = 2
 
 
 @pytest.mark.parametrize("group", ["ranges", "experts", "split"])
-def test_shares_add_up_to_the_whole(group: str) -> None:
-    interpreted("tests.ops.kernels.test_shares_interpreter", group)
+def test_sharded_add_up_to_the_whole(group: str) -> None:
+    interpreted("tests.ops.kernels.test_sharded_interpreter", group)
 
 
 def check_ranges(rows: int) -> None:
     from dsv4.formats import fp8
     from dsv4.formats.quantized import Fp8BlockTensor, part_of_whole
-    from dsv4.ops.comm.shares import linear_ranges
+    from dsv4.ops.comm.sharded import linear_ranges
     from dsv4.ops.gemm.linear import linear
     from dsv4.ops.gemm.split_k import PartialSums
     from dsv4.ops.gemm.weights.tiled import random_tiled
@@ -48,7 +48,7 @@ def check_experts(rows: int, *, mx: bool) -> None:
     from dsv4.formats import fp8
     from dsv4.formats.quantized import Fp8BlockTensor
     from dsv4.ops.comm.own_experts import own_experts
-    from dsv4.ops.comm.shares import expert_sums, shared_expert
+    from dsv4.ops.comm.sharded import expert_sums, shared_expert
     from dsv4.ops.gemm.weights.tiled import random_mxfp4, random_tiled, tile_mxfp4
     from dsv4.ops.moe.experts import Experts, experts_ffn
 
@@ -92,7 +92,7 @@ def check_experts(rows: int, *, mx: bool) -> None:
 
 
 def check_split(rows: int, *, mx: bool) -> None:
-    from dsv4.ops.comm.shares import shared_expert, split_experts, sum_experts
+    from dsv4.ops.comm.sharded import combine_experts, shared_expert, split_experts
     from dsv4.ops.gemm.weights.tiled import random_mxfp4, tile_mxfp4, tile_nvfp4
     from dsv4.ops.moe.experts import Experts, experts_ffn
 
@@ -129,10 +129,10 @@ def check_split(rows: int, *, mx: bool) -> None:
     for rank, by in enumerate(ranks):
         extra = shared_expert(x, by).chunk(TP, 1)[rank].contiguous()
         parts = split_experts(x, picks, weights, by, lambda z: torch.cat(laid, 1))
-        columns.append(sum_experts(parts, extra, x.dtype))
+        columns.append(combine_experts(parts, extra, x.dtype))
     assert torch.equal(torch.cat(columns, 1), experts_ffn(x, picks, weights, part(0, 1)))
     zeros = torch.zeros(1, chosen, 1, size)
-    assert not sum_experts(-zeros, -zeros[:, 0, 0], x.dtype).signbit().any()  # 0 + -0 + -0
+    assert not combine_experts(-zeros, -zeros[:, 0, 0], x.dtype).signbit().any()  # 0 + -0 + -0
 
 
 def _random_nvfp4(rows: int, columns: int, generator: torch.Generator, *, count: int) -> Any:

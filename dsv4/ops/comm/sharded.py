@@ -4,7 +4,7 @@
     expert_sums     the chosen experts that the rank holds, and the shared one
     split_experts   all chosen experts, of each a range of the inner size and of the rows of W2
     shared_expert   the shared expert alone, for the rows that the rank owns
-    sum_experts     what these add up to
+    combine_experts     what these add up to
 
 Added in order, the shares of all ranks have the bits of `linear` and `experts`. On a GPU partial
 sums stay as the kernels of these ops leave them: not scaled yet, and by range of K.
@@ -35,24 +35,24 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ExpertSums:
-    """`parts` fp32 `[tokens, places, ranges, size]`: one place per chosen expert, undefined where
+    """`sums` fp32 `[tokens, places, ranges, size]`: one place per chosen expert, undefined where
     the rank does not hold it, then the shared expert's if it is not in `extra`."""
 
-    parts: Tensor
+    sums: Tensor
     extra: Tensor | None  # the shared expert's, fp32 `[tokens, size]`
 
     def pairs(self, chosen: int) -> Tensor:
         """fp32 `[tokens, chosen, size]`."""
-        return sum_in_order(self.parts[:, :chosen], 2)
+        return sum_in_order(self.sums[:, :chosen], 2)
 
     def shared(self) -> Tensor:
-        return sum_in_order(self.parts[:, -1], 1) if self.extra is None else self.extra
+        return sum_in_order(self.sums[:, -1], 1) if self.extra is None else self.extra
 
 
-def sum_in_order(parts: Tensor, dim: int) -> Tensor:
+def sum_in_order(sums: Tensor, dim: int) -> Tensor:
     """Their sum along `dim`, ascending, from zero: what kernels make of -0.0 alone, too."""
-    total = torch.zeros_like(parts.select(dim, 0))
-    for part in parts.unbind(dim):
+    total = torch.zeros_like(sums.select(dim, 0))
+    for part in sums.unbind(dim):
         total = total + part
     return total
 
@@ -79,8 +79,8 @@ def split_experts_reference(
         return expert_outer(rows, by.w2[expert])
 
     z = _by_expert(x, experts, inner, x.dtype, by.w13.shape[1] // 2, experts.shape[1])
-    parts = _by_expert(gather(z), experts, outer, torch.float32, by.w2.shape[1], 1)
-    return parts.view(*experts.shape, 1, -1)
+    sums = _by_expert(gather(z), experts, outer, torch.float32, by.w2.shape[1], 1)
+    return sums.view(*experts.shape, 1, -1)
 
 
 def _by_expert(
@@ -100,12 +100,12 @@ def _by_expert(
     return found
 
 
-def sum_experts_reference(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
-    return sum_pairs(sum_in_order(parts, 2), shared, dtype)
+def combine_experts_reference(sums: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
+    return sum_pairs(sum_in_order(sums, 2), shared, dtype)
 
 
 def _no_cases() -> Iterable[Case]:
-    """What they add up to is compared: tests/ops/kernels/test_shares_interpreter.py."""
+    """What they add up to is compared: tests/ops/kernels/test_sharded_interpreter.py."""
     return ()
 
 
@@ -127,11 +127,11 @@ SPLIT_EXPERTS = Op(
     _no_cases,
     (Kernel("dsv4.ops.comm.split_experts_triton"),),
 )
-SUM_EXPERTS = Op(
-    "sum_experts",
-    sum_experts_reference,
+COMBINE_EXPERTS = Op(
+    "combine_experts",
+    combine_experts_reference,
     _no_cases,
-    (Kernel("dsv4.ops.comm.sum_experts_triton"),),
+    (Kernel("dsv4.ops.comm.combine_experts_triton"),),
 )
 
 
@@ -190,13 +190,13 @@ def split_experts(
     return result
 
 
-def sum_experts(parts: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
+def combine_experts(sums: Tensor, shared: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 `[tokens, chosen, ranges, size]` and the shared expert's `[tokens, size]` -> their sum:
     ranges first, then experts in order, the shared one last, rounded once."""
-    check_shape(SUM_EXPERTS.name, "shared", shared, parts.shape[0], parts.shape[3])
-    if parts.shape[0] == 0:
+    check_shape(COMBINE_EXPERTS.name, "shared", shared, sums.shape[0], sums.shape[3])
+    if sums.shape[0] == 0:
         return shared.to(dtype)
-    result: Tensor = SUM_EXPERTS(parts.device, parts=parts, shared=shared, dtype=dtype)
+    result: Tensor = COMBINE_EXPERTS(sums.device, sums=sums, shared=shared, dtype=dtype)
     return result
 
 
