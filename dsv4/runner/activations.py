@@ -15,8 +15,8 @@ from dsv4.formats.spec import WIDTHS, Activations
 GROUPS = ("attention", "shared expert", "routed experts")
 # sm_100, sm_120 and their families multiply block-scaled operands, sm_90 multiplies FP8 ones
 HOPPER, DATA_CENTER, WORKSTATION = 9, 10, 12
-UNTRIED = {
-    HOPPER: "a8 compiles for sm_90 but has not run there; ask for it",
+NOT_DEFAULT = {
+    HOPPER: "a8 runs on sm_90 but is slower than a16 so far; ask for it",
     WORKSTATION: "a8 and a4 compile for sm_120 but nobody has run them; ask for them",
 }
 OLDEST_TRITON = (3, 6)
@@ -83,7 +83,7 @@ def choose_activations(asked: str, gpu: GpuFacts | None) -> ActivationChoice:
             )
         if missing is None and gpu.capability[0] == DATA_CENTER:
             return ActivationChoice(NATIVE_AUTO, "the accuracy table in docs/numerics.md")
-        why = missing or UNTRIED[gpu.capability[0]]
+        why = missing or NOT_DEFAULT[gpu.capability[0]]
         return ActivationChoice(dict.fromkeys(GROUPS, "a16"), why)
     if missing is None or asked == "a16":
         how = "chosen" if gpu or asked == "a16" else "chosen; references round, nothing is faster"

@@ -63,7 +63,7 @@ def opened(folder: Path) -> Checkpoint:
         ("auto", None, "a16", "CPU"),
         ("a16", None, "a16", "chosen"),
         ("a4", None, "a4", "references round"),
-        ("auto", HOPPER, "a16", "a8 compiles for sm_90 but has not run there"),
+        ("auto", HOPPER, "a16", "a8 runs on sm_90 but is slower than a16"),
         ("a8", HOPPER, "a8", "chosen"),
         ("a8", replace(HOPPER, driver=(12, 4)), "a8", "chosen"),
         ("auto", GpuFacts((8, 9), (3, 6), (13, 0)), "a16", "sm_89 has no tensor cores"),
@@ -138,7 +138,7 @@ def test_what_is_prepared_says_what_and_why_and_is_what_runs(folders: dict[str, 
     sizes = f"{engine.settings.max_sequences} sequences of {engine.settings.max_context:,} tokens"
     assert sizes in str(prepared)
     on_hopper = str(replace(prepared, gpu=HOPPER))
-    assert "activations a16: a8 compiles for sm_90 but has not run there" in on_hopper
+    assert "activations a16: a8 runs on sm_90 but is slower than a16" in on_hopper
 
 
 def told(checkpoint: Checkpoint, asked: str, gpu: GpuFacts | None, caplog: Any) -> list[str]:

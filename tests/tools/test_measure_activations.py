@@ -76,6 +76,16 @@ def test_the_engine_has_the_default_of_the_newest_rows(script: ModuleType) -> No
     assert script.default(list(newest.values())) == NATIVE_AUTO
 
 
+def test_numerics_has_the_table_of_official_formats(script: ModuleType) -> None:
+    """And says which groups bear a8: both kinds of experts."""
+    record = ROOT / "benchmarks/records/2026-11-18_activations_tiny_official_cpu.jsonl"
+    lines = map(json.loads, record.read_text().splitlines())
+    rows = [line["result"] for line in lines if "result" in line]
+    assert script.table(rows) in (ROOT / "docs" / "numerics.md").read_text()
+    found = script.default(rows)
+    assert found == {"attention": "a16", "shared expert": "a8", "routed experts": "a8"}
+
+
 def test_only_prompts_that_all_variants_answered_count(script: ModuleType) -> None:
     job, result = script.Job, script.Result
     done = [result(job(*v, "facts", 0, 4), 3, 4, 0, 1.0) for v in script.VARIANTS]

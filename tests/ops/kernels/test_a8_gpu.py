@@ -134,6 +134,7 @@ def random_experts(counts: list[int], hidden: int, inner: int) -> dict[str, Any]
 
 def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 matrices with one range of K and with several, experts with any number of rows."""
+    from dsv4.ops.gemm.a8 import fp8_product_triton
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
@@ -152,6 +153,7 @@ def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -
         assert (found[7].isnan() & wanted[7].isnan()).all()
         assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), (count, ranges)
     arguments = random_experts([64, 0, 65, 127, 129, 191, 193, 400, 1, 0, 3], 1024, 512)
+    monkeypatch.setattr(fp8_product_triton, "PROMPTS_RAN", True)
     used = []
     real = prompt.multiply_experts
     monkeypatch.setattr(prompt, "multiply_experts", lambda *a, **k: (used.append(1), real(*a, **k)))
