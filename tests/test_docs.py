@@ -126,6 +126,26 @@ def test_every_hop_of_the_journey_calls_the_next() -> None:
     assert missing_calls(page) == []
 
 
+def test_what_readers_of_nano_vllm_find_exists() -> None:
+    page = (ROOT / "docs" / "journey.md").read_text()
+    pairs = re.findall(r"((?:`[\w.]+`, )*`[\w.]+`) in `(dsv4/[\w/]+\.py)`", page.split("## ")[0])
+    assert len(pairs) > 8
+    for names, file in pairs:
+        found = definitions(ROOT / file)
+        first, *others = re.findall(r"`([\w.]+)`", names)
+        owner = first.rpartition(".")[0]  # `Runner.submit`, `sample`: methods of the same class
+        missing = {n for n in others if not {n, f"{owner}.{n}"} & found} | ({first} - found)
+        assert not missing, file
+
+
+def test_the_architecture_names_every_part() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in row.split(", ")}
+    parts = {path.stem for path in (ROOT / "dsv4").iterdir() if path.suffix == ".py"}
+    parts |= {path.parent.name for path in (ROOT / "dsv4").glob("*/__init__.py")}
+    assert {name.strip("`") for name in named} == parts - {"__init__", "__main__"}
+
+
 def test_a_wrong_call_would_be_seen() -> None:
     page = (ROOT / "docs" / "journey.md").read_text()
     moved = page.replace("| `Engine._start` | R12 |", "| `Engine._start` | R11 |")
