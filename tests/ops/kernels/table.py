@@ -89,19 +89,26 @@ def peer_launches() -> Iterator[Launch]:
     from dsv4.ops.comm.symmetric_triton import SymmetricPushes
     from tests.ops.kernels.test_push_interpreter import ranks
 
-    channel = ranks(2, 1 << 20)[0]
+    channel = ranks(2, 16 << 20)[0]
     pushes = SymmetricPushes(channel)
-    rows, parts = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4, 3, 1, 64)
-    local, extra = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 64)
-    yield "peers gather", lambda: pushes.gather(torch.zeros(2, 4, 64).bfloat16(), rows)
-    yield "peers owners", lambda: pushes.to_owners(rows, 2)
-    yield "peers ranges", lambda: pushes.sum_ranges(parts[:, 0], None, torch.bfloat16)
-    words = torch.zeros(64, dtype=torch.int32)
-    for name in ("send", "receive"):
-        kernel = getattr(push_triton, f"{name}_kernel")
-        yield f"peers {name}", lambda k=kernel: channel.launch(k, (words,), (64,), phased=False)
-    yield "peers pairs", lambda: pushes.sum_pairs(parts[:, :2], local, extra, None)
-    load = torch.zeros(2, dtype=torch.int64)
+    for kind, num in (("", 4), ("wide ", 256)):  # rows; prompts are exchanged in wide blocks
+        rows, words = torch.zeros(num, 4096).bfloat16(), torch.zeros(num * 2048, dtype=torch.int32)
+        everyone = torch.zeros(2, *rows.shape).bfloat16()
+        yield f"peers {kind}gather", lambda x=rows, y=everyone: pushes.gather(y, x)
+        yield f"peers {kind}owners", lambda x=rows: pushes.to_owners(x, len(x))
+        for name in ("send", "receive"):
+            kernel = getattr(push_triton, f"{name}_kernel")
+            given = {"before": (words,), "between": (len(words),), "num_words": len(words)}
+            yield f"peers {kind}{name}", partial(channel.launch, kernel, phased=False, **given)
+        local = torch.zeros(num, 6, dtype=torch.int64)
+        parts = torch.zeros(num, 7, 1, 1).expand(-1, -1, 4, 4096)  # ranges; only its shape counts
+        for name, given in (
+            ("pairs", (parts, local, None, None)),
+            ("owned pairs", (parts[:, :6], local, torch.zeros(num, 4096), num)),
+        ):
+            yield f"peers {kind}{name}", lambda a=given: pushes.sum_pairs(*a)
+    values, load = torch.zeros(3, 4, 4096), torch.zeros(2, dtype=torch.int64)
+    yield "peers ranges", lambda: pushes.sum_ranges(values, None, torch.bfloat16)
     yield "peers own experts", lambda: own_experts_triton.run(local, range(2), load)
 
 
