@@ -51,7 +51,6 @@ GPUS = (
     ("DGX Spark", "spark", 109, (1, 2, 4)),
     ("A100 80 GB", "a100", 85, (1, 2, 4, 8)),
 )
-SHARED_MEMORY = {"spark"}  # no other memory to keep experts in
 
 
 def results(name: str) -> list[Any]:
@@ -92,8 +91,8 @@ def several(model: str, count: int, gpu: str) -> str:
 
 
 def one(model: str, gpu: str, gigabytes: int) -> str:
-    subject, host = planned_model(model, "official"), 0 if gpu in SHARED_MEMORY else None
-    plan = make_plan(subject, gigabytes * 10**9, gpu=gpu, host_bytes=host)
+    subject = planned_model(model, "official")
+    plan = make_plan(subject, gigabytes * 10**9, gpu=gpu)
     if not plan.possible:
         return f"no: {sum(subject.groups.values()) / 1e9:,.0f} GB of weights"
     if plan.experts is None:
@@ -142,8 +141,7 @@ def rate(model: str, gpu: str, count: int) -> str:
         plan = plan_layouts(subject, Cluster.of(gpu, count))
         best = next((f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended), None)
         return f"{1000 / best.steps[1].total:.0f}" if best else "-"
-    host = 0 if gpu in SHARED_MEMORY else None
-    one_gpu = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu, host_bytes=host)
+    one_gpu = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu)
     if one_gpu.experts is None:
         whole = plan_layouts(subject, Cluster.of(gpu, 1)).forecasts[0]
         return f"{1000 / whole.steps[1].total:.0f}" if one_gpu.possible else "-"

@@ -148,8 +148,7 @@ def _print(result: Plan, console: Console) -> None:
     console.print(fits)
     _print_settings(result.settings, result.state_bytes, "", console)
     if result.experts is not None:
-        lines = [*lines_of(result.experts), "times are predicted from 51 GB/s over the bus"]
-        console.print(*lines, sep="\n", highlight=False)
+        console.print(*lines_of(result.experts), sep="\n", highlight=False)
     for line in result.advice:
         console.print(f"[yellow]it would not start:[/] {escape(line)}")
 

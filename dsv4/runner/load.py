@@ -200,10 +200,12 @@ def _choose_experts(
         settings = resolved(choices, int(available_memory() * STATE_SHARE))
         found = choose_on_cpu(choices, config, sizes, settings)
     else:
-        memory = torch.cuda.mem_get_info("cuda" if choices.device == "auto" else choices.device)
+        device = "cuda" if choices.device == "auto" else choices.device
+        memory = torch.cuda.mem_get_info(device)
         found = choose_experts(choices, config, sizes, *memory, resolved)
     if found.budget is not None:
-        check_host_memory(found.budget, free_host_memory())
+        shares = not on_cpu and torch.cuda.get_device_properties(device).is_integrated
+        check_host_memory(found.budget, 0 if shares else free_host_memory())
     return found
 
 

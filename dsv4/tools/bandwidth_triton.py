@@ -17,8 +17,8 @@ def _read_kernel(data, out, per_program, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.sum(total))
 
 
-def read(data: torch.Tensor, out: torch.Tensor, num_programs: int = 132 * 8) -> None:
-    """Read int32 `data`; `out` `[num_programs]` int32 keeps the compiler from dropping it."""
-    block = 2048
+def read(data: torch.Tensor, out: torch.Tensor) -> None:
+    """Read int32 `data`; `out` `[programs]` int32 keeps the compiler from dropping it."""
+    block, num_programs = 2048, out.numel()
     per_program = data.numel() // num_programs // block * block
     _read_kernel[(num_programs,)](data, out, per_program, BLOCK=block, **launch_options(4))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import OptionError
+from dsv4.ops.core.gpu import describe
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
@@ -316,7 +317,8 @@ def measure_ceilings() -> Ceilings:
 
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8 // 4)
     data = torch.randint(0, 100, (size,), dtype=torch.int32, device="cuda")
-    out = torch.empty(132 * 8, dtype=torch.int32, device="cuda")
+    programs = 8 * describe(data.device).multiprocessors
+    out = torch.empty(programs, dtype=torch.int32, device="cuda")
     read_us, _ = time_calls([lambda: bandwidth_triton.read(data, out)])
     gbs = data.nbytes / read_us / 1e3
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -16,7 +16,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.experts.budget import check_host_memory
 from dsv4.runner.experts.choose_memory import ExpertChoice, WeightBytes, choose_experts
-from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.cluster import Cluster, gpu_rates
 from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan_experts import ExpertPlan, plan_experts
 from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
@@ -123,6 +123,7 @@ def make_plan(
     if not contexts or min(contexts) < 1:
         raise OptionError(f"contexts are {list(contexts)}, expected numbers above 0")
     choices = replace(choices or EngineConfig(), device="cuda")
+    host_bytes = 0 if gpu_rates(gpu).bus_gbs == 0 else host_bytes
     subject, choices = _with_draft(subject, gpu_bytes, choices, host_bytes)
     config = subject.config
     roomy = _settings(choices, config, 2**62)

@@ -2,7 +2,7 @@
 
 A decode step takes its time with all experts on the GPU, plus the time to read the missing ones
 over the bus. A prompt copies all missing experts once per chunk, overlapping its products. Bus
-rates were measured on an H200 machine (PCIe 5 x16) and are assumed for other GPUs.
+rates were measured on an H200 machine (PCIe 5 x16); cards with PCIe 4 have half of them.
 """
 
 import math
@@ -13,9 +13,9 @@ from typing import Any
 
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
-from dsv4.runner.experts.budget import BUS_GBS, COPY_GBS, ExpertBudget
+from dsv4.runner.experts.budget import COPY_GBS, ExpertBudget
 from dsv4.runner.experts.choose_memory import ExpertChoice
-from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.cluster import PCIE5_GBS, Cluster
 from dsv4.runner.ranks.forecast import WeightSizes, forecast
 
 BATCHES, PROMPT = (1, 32), 8192
@@ -33,6 +33,7 @@ class ExpertPlan:
     all_resident_ms: dict[int, float]
     prompt_ms: float
     all_resident_prompt_ms: float
+    bus_gbs: float  # assumed
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,9 +54,10 @@ def plan_experts(
     geometry = choice.settings.geometry(config)
     found = forecast(WeightSizes(config, nbytes), cluster, geometry, 1, 1, BATCHES, PROMPT)
     resident = {batch: found.steps[batch].total for batch in BATCHES}
+    bus = cluster.gpu.bus_gbs
     steps = {
         name: {
-            batch: resident[batch] + missing_bytes(budget, config, batch, skew) / BUS_GBS / 1e6
+            batch: resident[batch] + missing_bytes(budget, config, batch, skew) / bus / 1e6
             for batch in BATCHES
         }
         for name, skew in (("even", 0.0), (f"zipf {exponent:g}", exponent))
@@ -63,11 +65,11 @@ def plan_experts(
     chunks = -(-PROMPT // choice.settings.chunk_tokens)
     staged = min(budget.missing, budget.staged * budget.num_layers) * budget.block_bytes
     in_place = budget.missing * budget.block_bytes - staged
-    prompt = max(found.prompt_ms, chunks * staged / COPY_GBS / 1e6)
-    prompt += chunks * in_place / BUS_GBS / 1e6
+    prompt = max(found.prompt_ms, chunks * staged / (COPY_GBS * bus / PCIE5_GBS) / 1e6)
+    prompt += chunks * in_place / bus / 1e6
     return ExpertPlan(
         budget, budget.resident_share, budget.gpu_bytes, budget.host_bytes, steps, resident,
-        prompt, found.prompt_ms,
+        prompt, found.prompt_ms, bus,
     )  # fmt: skip
 
 
@@ -113,4 +115,5 @@ def lines_of(plan: ExpertPlan) -> list[str]:
         f"a prompt of {PROMPT:,} tokens: {plan.prompt_ms:.0f} ms; "
         f"{plan.all_resident_prompt_ms:.0f} ms with all experts on the GPU"
     )
+    found.append(f"times are predicted from {plan.bus_gbs:g} GB/s over the bus")
     return found

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 from dsv4.checkpoint import reader
 from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, CheckpointError, OptionError
 from dsv4.runner import load
 from dsv4.runner.experts import host_memory
 from dsv4.runner.experts.budget import ExpertBudget, check_host_memory, fit_experts
+from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.experts.residency import Residency
 from dsv4.testing import random_weights, small_config, write_checkpoint
 from tests.models import write_fast_model
@@ -54,6 +57,27 @@ def test_too_little_host_memory_ends_before_loading(
     monkeypatch.setattr(MappedFiles, "tensor", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(CapacityError, match="of host memory"):
         Engine.load(folder, expert_memory=GB)
+
+
+@pytest.mark.parametrize("is_integrated", [0, 1])
+def test_a_gpu_that_shares_host_memory_keeps_no_experts_there(
+    is_integrated: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DGX Spark: the same bytes would be counted twice, and the machine would run out of them."""
+    facts = SimpleNamespace(is_integrated=is_integrated)
+    monkeypatch.setattr(load.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(load.torch.cuda, "mem_get_info", lambda device: (10**11, 10**11))
+    monkeypatch.setattr(load.torch.cuda, "get_device_properties", lambda device: facts)
+    budget = fit_experts(131 * 10**9, 43, 256, 13_369_344, 6)
+    monkeypatch.setattr(load, "choose_experts", lambda *_: ExpertChoice(None, budget))
+    monkeypatch.setattr(load, "free_host_memory", lambda: 10**12)
+    config = ModelConfig.from_folder(folder)
+    given = EngineConfig(), config, reader.open_checkpoint(folder, config), 0, None
+    if is_integrated:
+        with pytest.raises(CapacityError, match="shares the host's"):
+            load._choose_experts(*given)
+    else:
+        assert load._choose_experts(*given).budget is budget
 
 
 def test_a_container_limits_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +183,7 @@ import sys
 from pathlib import Path
 from dsv4.checkpoint import reader
 from dsv4.engine import Engine
+from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.experts.residency import Residency
 
 def anonymous():  # without pages of mapped files, which the kernel reclaims

@@ -17,17 +17,18 @@ ROOMY = EngineConfig(max_sequences=4, max_context=131072)
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "memory", "least", "most"),
+    ("model", "gpu", "memory", "least", "most", "bus"),
     [
-        ("flash", "h200", 150, 0.88, 0.96),
-        ("flash", "h100", 85, 0.40, 0.50),
-        ("flash", "rtx-pro-6000", 101.9, 0.54, 0.64),
-        ("pro", "h200", 150, 0.08, 0.16),
-        ("pro", "b200", 191.5, 0.12, 0.20),
+        ("flash", "h200", 150, 0.88, 0.96, 51),
+        ("flash", "h100", 85, 0.40, 0.50, 51),
+        ("flash", "a100", 85, 0.40, 0.50, 25.5),
+        ("flash", "rtx-pro-6000", 101.9, 0.54, 0.64, 51),
+        ("pro", "h200", 150, 0.08, 0.16, 51),
+        ("pro", "b200", 191.5, 0.12, 0.20, 51),
     ],
 )
 def test_cards_that_are_too_small(
-    model: str, gpu: str, memory: float, least: float, most: float
+    model: str, gpu: str, memory: float, least: float, most: float, bus: float
 ) -> None:
     """Memory adds up to the GPU's, and times to what the bus takes."""
     subject, size = planned_model(model, None), int(memory * GB)
@@ -44,9 +45,19 @@ def test_cards_that_are_too_small(
     assert experts.all_resident_ms[1] < skewed < even
     layers, chosen = subject.config.num_layers, subject.config.num_experts_per_tok
     missing = layers * chosen * (1 - experts.resident_share) * experts.budget.block_bytes
-    assert even - experts.all_resident_ms[1] == pytest.approx(missing / 51e6, rel=1e-3)
+    assert even - experts.all_resident_ms[1] == pytest.approx(missing / bus / 1e6, rel=1e-3)
     assert experts.prompt_ms >= experts.all_resident_prompt_ms
     assert all("\n" not in line for line in lines_of(experts))
+    assert f"from {bus:g} GB/s" in lines_of(experts)[-1]
+
+
+def test_a_card_that_shares_host_memory_has_no_other() -> None:
+    """A DGX Spark: what does not fit its GPU does not fit its host either."""
+    plan = make_plan(planned_model("flash", None), 109 * GB, gpu="spark", host_bytes=1000 * GB)
+    assert not plan.possible
+    [advice] = plan.advice
+    assert "shares the host's" in advice
+    assert "several GPUs" in advice
 
 
 @pytest.mark.parametrize("memory", [180, 191.5])

@@ -11,7 +11,7 @@ from dsv4.util.sizes import size_text
 
 STAGED_ROOM = 1.25  # size of a staging buffer, in missing experts of an average layer
 MOST_STAGED = 8  # a staging buffer takes at most one block in eight
-BUS_GBS, COPY_GBS = 51.0, 53.0  # kernels and the copy engine read host memory (H200, PCIe 5 x16)
+COPY_GBS = 53.0  # the copy engine reads host memory (H200, PCIe 5 x16)
 LOAD_BYTES = 4 * 10**9  # of host memory, while loading
 
 
@@ -75,7 +75,14 @@ def fit_experts(
 
 
 def check_host_memory(budget: ExpertBudget, available: int) -> None:
-    """Called before anything is read: a clear error instead of a killed process."""
+    """Called before anything is read: a clear error instead of a killed process. Nothing is
+    `available` where host and GPU share one memory."""
+    if not available:
+        raise CapacityError(
+            f"{budget.missing:,} experts ({size_text(budget.host_bytes)}) do not fit the GPU, and "
+            "there is no host memory for them (a GPU that shares the host's has no other); use "
+            "several GPUs (tp), smaller weights, or a shorter context"
+        )
     needed = budget.host_bytes + LOAD_BYTES
     if needed > available:
         raise CapacityError(

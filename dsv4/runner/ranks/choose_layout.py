@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 from dsv4.config import EngineConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.cluster import LINKS, Cluster, GpuRates, measured_rates, published_rates
+from dsv4.runner.ranks.cluster import (
+    LINKS,
+    PCIE5_GBS,
+    Cluster,
+    GpuRates,
+    measured_rates,
+    published_rates,
+)
 from dsv4.runner.ranks.forecast import (
     ALONE,
     ANSWER_TOKENS,
@@ -42,8 +49,10 @@ class Devices:
         if rates is None:
             measured = load_measured().get(self.name)
             rates = measured_rates(measured) if measured else UNKNOWN
-        link = LINKS["pcie" if "pcie" in self.name.lower() else rates.link]
-        return Cluster(rates, self.count * nodes, nodes, self.memory, link)
+        link = rates.link
+        if "pcie" in self.name.lower() and link == "nvlink":  # the card, not the module
+            link = "pcie" if rates.bus_gbs == PCIE5_GBS else "pcie4"
+        return Cluster(rates, self.count * nodes, nodes, self.memory, LINKS[link])
 
 
 @dataclass(frozen=True)

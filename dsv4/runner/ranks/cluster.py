@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from dsv4.errors import OptionError
 from dsv4.util.measured_gpu import MeasuredGpu, load_measured, measured_file
 
+# GB/s at which kernels read host memory: measured on an H200 machine, half of it assumed
+PCIE5_GBS, PCIE4_GBS = 51.0, 25.5
+
 
 @dataclass(frozen=True)
 class GpuRates:
     """Published GB/s and dense TFLOP/s with fp32 accumulation: for bf16, and for FP8 and FP4 where
     the GPU multiplies block-scaled operands. `memory_gb` (10^9 bytes) is what CUDA reports: read on
-    an H200, for the others as published by their owners."""
+    an H200, for the others as published by their owners. `bus_gbs`: of host memory; 0 where that
+    is the GPU's own memory."""
 
     name: str
     memory_gb: float
@@ -20,6 +24,7 @@ class GpuRates:
     architecture: int = 0  # 90: sm_90
     tflops8: float = 0.0
     tflops4: float = 0.0
+    bus_gbs: float = PCIE5_GBS
 
     def rate(self, bits: int) -> float:
         """TFLOP/s at this activation width; of bf16 where the GPU lacks it."""
@@ -31,16 +36,16 @@ GPUS = {
     "h100": GpuRates("H100", 85.0, 3350, 989, "nvlink", 90),
     "h20": GpuRates("H20", 102.0, 4000, 148, "nvlink", 90),
     "b200": GpuRates("B200", 191.5, 8000, 2250, "nvlink", 100, 4500, 9000),
-    "a100": GpuRates("A100 80 GB", 85.0, 2039, 312, "nvlink", 80),
+    "a100": GpuRates("A100 80 GB", 85.0, 2039, 312, "nvlink", 80, bus_gbs=PCIE4_GBS),
     "rtx-pro-6000": GpuRates("RTX PRO 6000", 101.9, 1790, 500, "pcie", 120, 1000, 2000),
     "rtx-5090": GpuRates("RTX 5090", 33.7, 1792, 210, "pcie", 120, 419, 1676),
     # the part of its 128 GB that its system leaves free
-    "spark": GpuRates("DGX Spark", 109.0, 273, 125, "200g", 121, 250, 500),
-    "l40s": GpuRates("L40S", 47.7, 864, 362, "pcie", 89),
-    "l20": GpuRates("L20", 47.7, 864, 119, "pcie", 89),
-    "rtx-4090": GpuRates("RTX 4090", 25.4, 1008, 165, "pcie", 89),
-    "a6000": GpuRates("RTX A6000", 51.0, 768, 155, "pcie", 86),
-    "rtx-3090": GpuRates("RTX 3090", 25.4, 936, 71, "pcie", 86),
+    "spark": GpuRates("DGX Spark", 109.0, 273, 125, "200g", 121, 250, 500, bus_gbs=0),
+    "l40s": GpuRates("L40S", 47.7, 864, 362, "pcie4", 89, bus_gbs=PCIE4_GBS),
+    "l20": GpuRates("L20", 47.7, 864, 119, "pcie4", 89, bus_gbs=PCIE4_GBS),
+    "rtx-4090": GpuRates("RTX 4090", 25.4, 1008, 165, "pcie4", 89, bus_gbs=PCIE4_GBS),
+    "a6000": GpuRates("RTX A6000", 51.0, 768, 155, "pcie4", 86, bus_gbs=PCIE4_GBS),
+    "rtx-3090": GpuRates("RTX 3090", 25.4, 936, 71, "pcie4", 86, bus_gbs=PCIE4_GBS),
 }
 
 
@@ -63,6 +68,7 @@ def measured_rates(found: MeasuredGpu) -> GpuRates:
         found.name, found.memory_bytes / 1e9, found.read_gbs / _READ, found.tflops / _PRODUCTS,
         known.link if known else "pcie", found.architecture,
         known.tflops8 if known else 0.0, known.tflops4 if known else 0.0,
+        known.bus_gbs if known else PCIE4_GBS,
     )  # fmt: skip
 
 
@@ -96,6 +102,7 @@ LINKS = {
     for link in (
         Interconnect("nvlink", 360.0, 4.0, "assumed, by stores into peers' memory; NCCL takes 12"),
         Interconnect("pcie", 45.0, 20.0, "assumed, NCCL over PCIe 5 x16"),
+        Interconnect("pcie4", 22.0, 20.0, "assumed, NCCL over PCIe 4 x16"),
         Interconnect("200g", 22.0, 30.0, "assumed, NCCL over a 200 Gb/s network"),
     )
 }

@@ -148,6 +148,21 @@ def test_bandwidth_is_kept_for_plans(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert Devices(2, "Card 1", 40 * 10**9).cluster(1).gpu == here.gpu
     assert Devices(2, "NVIDIA H200", 40 * 10**9).cluster(1).gpu.read_gbs == 4800
     assert Devices(2, "Card 2", 40 * 10**9).cluster(1).gpu.name == "unknown GPU"
+    for name, link in (("A100 80GB PCIe", "pcie4"), ("H100 PCIe", "pcie"), ("H100", "nvlink")):
+        assert Devices(2, f"NVIDIA {name}", 10**10).cluster(1).link.name == link
+
+
+@pytest.mark.parametrize(
+    ("name", "gbs"),
+    [
+        ("NVIDIA H200", 4800), ("NVIDIA GH200 480GB", 4000), ("NVIDIA H20", 4000),
+        ("NVIDIA A100-PCIE-40GB", 1555), ("NVIDIA A100 80GB PCIe", 2039), ("NVIDIA GB10", 273),
+        ("NVIDIA GeForce RTX 4090", 1008), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+    ],
+)  # fmt: skip
+def test_the_bandwidth_that_a_card_should_have(name: str, gbs: int) -> None:
+    """A wrong one would say that something else uses the GPU."""
+    assert machine.published_gbs(name) == gbs
 
 
 def test_a_damaged_cache_is_named_and_written_anew(
