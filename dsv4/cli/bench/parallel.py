@@ -28,7 +28,9 @@ def parallel(
     experts: str = typer.Option("whole", help="Of a rank: whole ones, or split: a part of each."),
     attention: str = typer.Option("tp", help="Of a rank: some heads (tp), or sequences (dp)."),
     nodes: int = typer.Option(1, min=1, help="Machines that the ranks are spread over."),
-    link: str | None = typer.Option(None, help="nvlink, pcie, pcie4, 200g; default: that of --gpu."),
+    link: str | None = typer.Option(
+        None, help="nvlink, pcie, pcie4, 200g; default: that of --gpu."
+    ),
     exchange_us: float | None = typer.Option(None, min=0, help="Of an exchange, without bytes."),
     link_gbs: float | None = typer.Option(None, min=0.001, help="GB/s between two GPUs."),
     batch: str = typer.Option("1,32", help="Sequences of a decode step."),
