@@ -119,9 +119,9 @@ LINE_BUDGET = {
     # 780 for drafts
     # 840 for experts in host memory: what fits, moving them in pieces, which ones stay, and a
     # warm-up that takes the memory of the largest step
-    # 100 for DSpark, 110 for cards, what they cannot do and were measured to do
+    # 100 for DSpark, 130 for cards, what they cannot do and were measured to do, their buses
     # 220 for attention by sequences: lines, state and copies of several homes, their forecast
-    "runner": 5470,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
+    "runner": 5490,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
