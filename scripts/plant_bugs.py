@@ -270,7 +270,7 @@ MENDS = (
         'if "anthropic-version" not in request.headers:', "if True:", ANTHROPIC),
     Bug("the queue's time has another name", "dsv4/server/metrics.py",
         '"request_queue_time_seconds"', '"request_wait_time_seconds"', DOORS),
-    Bug("outputs are not tried before work begins", "dsv4/util/writable.py",
+    Bug("outputs are not tried before work begins", "dsv4/util/output_paths.py",
         "_refusing(path, _try_file)", "pass", OUTPUTS),
     Bug("a folder that may not be read is a crash", "dsv4/cli/__init__.py",
         "except OSError as error:", "except ZeroDivisionError as error:", OUTPUTS),

@@ -382,6 +382,30 @@ def test_a_class_name_has_one_home() -> None:
     assert double_names(sources) == []
 
 
+# Names that said too little, or one name for several things.
+GIVEN_UP = {
+    *("Parts", "Forms", "form_of", "FORM", "ATTEND", "CHOOSE", "Order", "chat_order", "Work"),
+    *("Running", "Copies", "Loaded", "Draw", "_held", "_heard", "unheard", "parting", "_tell_of"),
+    *("_give_up", "_is_coming", "num_held", "rooms"),
+}
+
+
+def given_up_names(source: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "attr", "name", "arg"):  # names, attributes, definitions, parameters
+            found |= {getattr(node, field, None)} & GIVEN_UP
+    return found
+
+
+def test_names_that_were_given_up_stay_away() -> None:
+    assert given_up_names("class Parts:\n    def f(self, rooms): self._held = Work") == {
+        *("Parts", "rooms", "_held", "Work"),
+    }
+    found = {str(path): given_up_names(path.read_text()) for path in modules()}
+    assert {name: odd for name, odd in found.items() if odd} == {}
+
+
 # The first only names a type of the second, which holds it.
 TYPES_ONLY = {
     ("dsv4.scheduler.sequence", "dsv4.scheduler.drafts"),

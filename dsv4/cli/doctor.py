@@ -17,7 +17,7 @@ from rich.table import Table
 from dsv4.cli.options import engine_options
 from dsv4.config import EngineConfig
 from dsv4.errors import Dsv4Error, OptionError
-from dsv4.util.writable import check_writable
+from dsv4.util.output_paths import check_writable
 
 if TYPE_CHECKING:
     from dsv4.tools.doctor.device.machine import Machine

@@ -11,7 +11,7 @@ from rich.console import Console
 from dsv4.cli.options import engine_options, load_engine
 from dsv4.cli.progress import ProgressBar
 from dsv4.errors import OptionError, RequestError
-from dsv4.util.writable import check_writable
+from dsv4.util.output_paths import check_writable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from dsv4.deploy.options import RayOptions
 from dsv4.errors import OptionError
 from dsv4.server.options import ServerOptions, clean_keys, read_keys
 from dsv4.util.logs import log_requests
-from dsv4.util.writable import check_writable
+from dsv4.util.output_paths import check_writable
 
 # The same options under other servers' names.
 ALIASES = {

@@ -59,9 +59,9 @@ from dsv4.runner.settings import (
 )
 from dsv4.util.draft_shape import head_bytes
 from dsv4.util.models import model_folder
+from dsv4.util.output_paths import check_writable
 from dsv4.util.progress import Progress
 from dsv4.util.sizes import size_text
-from dsv4.util.writable import check_writable
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from dsv4.formats.quantized import UnpackedTensor
 from dsv4.formats.spec import Activations
 from dsv4.ops import OPS, AnyOp
 from dsv4.ops.core.arguments import copied, leaves, same_bits
+from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.core.op import Fusion
 from dsv4.ops.core.ragged import make_ragged
-from dsv4.ops.core.rows import ROW_TILE
 from dsv4.ops.kv.compress import CompressorState, state_rows
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.sample.sample import SampleInputs

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.ops.core.batch_invariance import matmul_rows, softplus
 from dsv4.ops.core.context import observe
 from dsv4.ops.core.op import Arguments, Op
-from dsv4.ops.core.rows import matmul_rows, softplus
 from tests.oracle.harness import exact_runner, run_schedule
 
 NUDGE = 1e-7

@@ -130,10 +130,10 @@ def test_state_is_sized_for_each_stage() -> None:
     choices = EngineConfig(device="cuda", max_context=1_000_000)
     found = []
     for tp, pp in ((2, 1), (1, 2)):
-        rooms = stage_memory(FLASH, FLASH.layout(tp, pp), cluster, choices)
-        settings = resolve(choices, FLASH.config, has_gpu=True, memory_bytes=0, stages=rooms)
+        memory = stage_memory(FLASH, FLASH.layout(tp, pp), cluster, choices)
+        settings = resolve(choices, FLASH.config, has_gpu=True, memory_bytes=0, stages=memory)
         geometry = settings.geometry(FLASH.config)
-        for layers, room in rooms:
+        for layers, room in memory:
             held = replace(geometry, layers=layers)
             assert held.state_bytes(settings.max_context, settings.max_sequences) <= room
         found.append(settings.max_sequences)

@@ -16,7 +16,7 @@ from dsv4.runner import load
 from dsv4.runner.experts import swapper
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.experts.use import ExpertUse, read_profile, write_profile
+from dsv4.runner.experts.usage import ExpertUse, read_profile, write_profile
 from tests.checkpoint import writers
 from tests.models import write_fast_model
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dsv4 import Engine
 from dsv4.cli import app
 from dsv4.errors import OptionError
-from dsv4.runner.experts.use import read_profile
+from dsv4.runner.experts.usage import read_profile
 from dsv4.tools.speed.http import engine_flags, replay_http, server_share, serving
 from dsv4.tools.speed.serve import (
     GPU_LENGTHS,

@@ -14,7 +14,7 @@ from dsv4.cli.bench.steps import decode, numbers, prefill
 from dsv4.cli.options import MODEL, engine_options, load_engine
 from dsv4.cli.progress import StageStatus
 from dsv4.errors import OptionError
-from dsv4.util.writable import check_writable
+from dsv4.util.output_paths import check_writable
 
 
 def register(app: typer.Typer) -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 from dsv4.cli.bench.steps import DEVICE, FITTING_LAYERS, LAYERS, RECORD, numbers
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
+from dsv4.util.output_paths import check_writable
 from dsv4.util.sizes import size_text
-from dsv4.util.writable import check_writable
 
 if TYPE_CHECKING:
     from dsv4.runner.ranks.cluster import Interconnect

@@ -16,7 +16,7 @@ from dsv4.cli.progress import ProgressBar, StageStatus
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.util.models import model_folder
-from dsv4.util.writable import check_writable
+from dsv4.util.output_paths import check_writable
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine

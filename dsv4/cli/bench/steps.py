@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dsv4.cli.progress import StageStatus
 from dsv4.errors import OptionError
-from dsv4.util.writable import check_writable
+from dsv4.util.output_paths import check_writable
 
 if TYPE_CHECKING:
     from dsv4.tools.bench_ops import Ceilings

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry
+from dsv4.ops.core.batch_invariance import ROW_TILE, pad_rows
 from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
-from dsv4.ops.core.rows import ROW_TILE, pad_rows
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, rotates, round_index, store
 
 RATIO = 4

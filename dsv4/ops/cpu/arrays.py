@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.rows import ROW_TILE
+from dsv4.ops.core.batch_invariance import ROW_TILE
 
 Array: TypeAlias = Any  # numpy.ndarray of float32 unless noted otherwise
 T = TypeVar("T")

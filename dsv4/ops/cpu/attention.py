@@ -16,8 +16,8 @@ from dsv4.ops.attention.attention import (
 )
 from dsv4.ops.attention.index import index_select_reference
 from dsv4.ops.attention.query import index_query_reference, query_prepare_reference
+from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.core.rows import ROW_TILE
 from dsv4.ops.cpu.arrays import Array, exp, fp32, normed, tensor
 from dsv4.ops.cpu.step import (
     entry_rows,

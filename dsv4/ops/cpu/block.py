@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.ops.attention.attention import HEAD_TILE, Visible
 from dsv4.ops.attention.query import Queries
-from dsv4.ops.core.rows import ROW_TILE
+from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.cpu.arrays import fp32, norm_scratch, tensor, tile
 from dsv4.ops.cpu.attention import softmax_over, tiles_of
 from dsv4.ops.cpu.kv import compress, key_rows

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.rows import MIN_COLUMNS, ROW_TILE, matmul_rows
+from dsv4.ops.core.batch_invariance import MIN_COLUMNS, ROW_TILE, matmul_rows
 from dsv4.ops.cpu.arrays import Array, RowNorm, fp32, kept, tensor
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import (

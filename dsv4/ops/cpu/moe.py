@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import UnpackedTensor, Weight, activations_of
-from dsv4.ops.core.rows import ROW_TILE
+from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.cpu.arrays import Array, exp, fp32, tensor, tile
 from dsv4.ops.cpu.products import as_multiplied, multiply
 from dsv4.ops.gemm.linear import dense

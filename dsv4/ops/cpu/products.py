@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import UnpackedTensor, Weight, activations_of, k_ranges_of
-from dsv4.ops.core.rows import MIN_COLUMNS, ROW_TILE, matmul_rows
+from dsv4.ops.core.batch_invariance import MIN_COLUMNS, ROW_TILE, matmul_rows
 from dsv4.ops.cpu.arrays import fp32, normed, tensor, tile
 from dsv4.ops.gemm.grouped_linear import grouped_linear_reference
 from dsv4.ops.gemm.linear import dense, linear_reference

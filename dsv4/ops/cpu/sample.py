@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.rows import ROW_TILE
+from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.cpu.arrays import Array, fp32, tensor
 from dsv4.ops.sample.random import _MASK, _MULTIPLIERS, _WEYL
 from dsv4.ops.sample.sample import SampleInputs, _adjusted, _kept, sample_reference

@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.core.rows import ROW_TILE
 from dsv4.ops.cpu.arrays import Array, tensor
 from dsv4.ops.kv.pool import PagedPool, load_at, store_at
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.quantized import Weight, activations_of
+from dsv4.ops.core.batch_invariance import matmul_rows, pad_rows
 from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
-from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.weights.scaled import random_scaled

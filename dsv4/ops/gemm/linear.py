@@ -14,8 +14,8 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of, k_ranges_of
 from dsv4.formats.spec import E4M3_MAX
+from dsv4.ops.core.batch_invariance import matmul_rows, pad_rows
 from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check
-from dsv4.ops.core.rows import matmul_rows, pad_rows
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.gemm.weights.a8 import RANDOM_SIZE, SUM_ERROR, random_a8_fp8

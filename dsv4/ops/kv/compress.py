@@ -26,9 +26,9 @@ from torch import Tensor
 from dsv4.errors import KernelError
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.formats.spec import CSA_ROWS
+from dsv4.ops.core.batch_invariance import softmax
 from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
-from dsv4.ops.core.rows import softmax
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.ops.core.batch_invariance import matmul_rows, sigmoid, softmax
 from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
-from dsv4.ops.core.rows import matmul_rows, sigmoid, softmax
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
 

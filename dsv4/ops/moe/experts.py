@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
+from dsv4.ops.core.batch_invariance import matmul_rows, silu
 from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shape
-from dsv4.ops.core.rows import matmul_rows, silu
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.weights.a8 import random_a8, random_a8_fp8

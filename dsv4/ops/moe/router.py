@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.ops.core.batch_invariance import matmul_rows, softplus
 from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
-from dsv4.ops.core.rows import matmul_rows, softplus
 
 LEAST_TOTAL = 1e-30  # scores of a table's experts may all be zero: weights 0, not NaN
 

@@ -15,7 +15,7 @@ from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.experts.use import ExpertUse, read_profile
+from dsv4.runner.experts.usage import ExpertUse, read_profile
 from dsv4.runner.settings import Settings
 
 log = logging.getLogger(__name__)

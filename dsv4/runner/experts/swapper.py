@@ -14,7 +14,7 @@ import torch
 
 from dsv4.runner.experts.budget import COPY_GBS
 from dsv4.runner.experts.residency import Residency
-from dsv4.runner.experts.use import ExpertUse, write_profile
+from dsv4.runner.experts.usage import ExpertUse, write_profile
 
 log = logging.getLogger(__name__)
 

@@ -103,8 +103,8 @@ def recommend_for(
         try:
             layout = sizes.layout(of.tp, of.pp, choices)
             asked = replace(choices, tp=of.tp, pp=of.pp)
-            rooms = stage_memory(sizes, layout, cluster, choices)
-            resolve(asked, sizes.config, has_gpu=True, memory_bytes=0, stages=rooms)
+            memory = stage_memory(sizes, layout, cluster, choices)
+            resolve(asked, sizes.config, has_gpu=True, memory_bytes=0, stages=memory)
         except CapacityError as error:
             return error
         return None
@@ -154,7 +154,7 @@ def stage_memory(
 ) -> Sequence[StageMemory]:
     """Layers of each stage, and the bytes that weights and a step leave free on its GPUs."""
     chunk = min(choices.chunk_tokens or CHUNK, choices.max_context or sizes.config.max_positions)
-    rooms, most = [], (chunk, choices.max_sequences or SEQUENCES)
+    memory, most = [], (chunk, choices.max_sequences or SEQUENCES)
     for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout, *most)):
         if free <= 0:
             raise CapacityError(
@@ -163,5 +163,5 @@ def stage_memory(
                 "free; raise tp or pp, see dsv4 plan"
             )
         layers = replace(layout, rank=stage * layout.tp).layers(sizes.config)
-        rooms.append((layers, free))
-    return rooms
+        memory.append((layers, free))
+    return memory

@@ -31,7 +31,7 @@ from dsv4.runner.load import (
 )
 from dsv4.runner.ranks import FOLLOWER
 from dsv4.runner.ranks.devices import check_devices, choose_comm, device_of, open_comm
-from dsv4.runner.ranks.meeting import (
+from dsv4.runner.ranks.rendezvous import (
     find_members,
     head_host,
     meeting_place,

@@ -11,7 +11,7 @@ from dsv4.tools.doctor.device.all_ops import coverage, summarize
 from dsv4.tools.doctor.device.machine import Machine
 from dsv4.tools.doctor.device.ops import OpResult
 from dsv4.tools.doctor.examine import ModelReport
-from dsv4.tools.doctor.private import private_words, scrub
+from dsv4.tools.doctor.redact import private_words, scrub
 
 NEXT = (
     "Attach this file to an issue of the project: it says which kernels ran on this GPU, how far "

@@ -113,13 +113,13 @@ def plan_layouts(
     layout = sizes.layout(*shown, choices)
     settings, state = None, 0
     try:
-        rooms = stage_memory(sizes, layout, cluster, choices)
+        memory = stage_memory(sizes, layout, cluster, choices)
         run = replace(choices, tp=shown[0], pp=shown[1])
-        settings = resolve(run, config, has_gpu=True, memory_bytes=0, stages=rooms)
+        settings = resolve(run, config, has_gpu=True, memory_bytes=0, stages=memory)
         share = settings.home_share
         held = share.geometry(config)
         limits = share.max_context, share.max_sequences, share.state_tokens
-        state = max(replace(held, layers=layers).state_bytes(*limits) for layers, _ in rooms)
+        state = max(replace(held, layers=layers).state_bytes(*limits) for layers, _ in memory)
     except CapacityError as error:
         reason = f"{reason}; {error}" if asked else reason
     stages = list(_ledger(sizes, cluster, geometry, layout))

@@ -22,7 +22,7 @@ from dsv4.tools.bench_ops import Ceilings
 from dsv4.tools.doctor.device import machine
 from dsv4.tools.doctor.device.machine import Machine, examine_machine
 from dsv4.tools.doctor.device.ops import OpResult
-from dsv4.tools.doctor.private import private_words, scrub
+from dsv4.tools.doctor.redact import private_words, scrub
 from dsv4.tools.doctor.report import DoctorReport
 from dsv4.util.measured_gpu import MeasuredGpu, load_measured, measured_file, save_measured
 
