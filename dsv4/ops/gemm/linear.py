@@ -144,7 +144,8 @@ def _a8_case(rows: int, k: int, sizes: tuple[int, ...]) -> Case:
 
     magnitudes = k * (30 * 0.8) * (RANDOM_SIZE * 0.8)  # 0.8: mean of |normal|
     name = f"{rows}x{k} to {sizes} FP8 with a8 rows"
-    return Case(name, make, SUM_ERROR * magnitudes, 2**-8, rows < 100)
+    # a bf16 result whose rounding turns is off by up to 2^-7
+    return Case(name, make, SUM_ERROR * magnitudes, 2**-7, rows < 100)
 
 
 KERNELS = tuple(

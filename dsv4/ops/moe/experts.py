@@ -228,9 +228,9 @@ def _a8_case(tokens: int, size: int, inner: int) -> Case:
             3.0,
         )
 
-    # The tensor core's error turns the rounding of about 1 % of the inner numbers, and each such
-    # number is then off by up to an eighth: a few hundredths of a result's deviation, which grows
-    # with the root of `inner`. This is about a fifth of it.
+    # The tensor core's error turns the rounding of up to 1 % of the inner numbers, and each such
+    # number is then off by up to an eighth. That moves results by up to a tenth of their deviation,
+    # which grows with the root of `inner`; this is about a fifth of it.
     tolerance = inner**0.5 / 8, 2e-2
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} MXFP4 with a8 rows"
     return _case(name, (tokens, size, count, chosen), weights, tolerance, small=tokens < 100)

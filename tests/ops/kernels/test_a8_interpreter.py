@@ -9,6 +9,7 @@ import torch
 from dsv4.errors import KernelError
 from dsv4.formats import fp8, mxfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, activations_of
+from dsv4.ops import OPS
 from dsv4.ops.core.context import kernels_only
 from dsv4.ops.core.gpu import KNOWN, assume
 from dsv4.ops.gemm.quantize_rows import quantize_a8
@@ -74,6 +75,49 @@ def test_weights_that_e4m3_cannot_take_stay_wide(caplog: Any) -> None:
         experts = repack("layers.0.ffn.experts.w13", spread_mxfp4(5, 2, 128, 128))
         assert isinstance(experts, A8Mxfp4)
         assert experts.paired
+
+
+def cut_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A model of `wgmma`: of 32 products and the sum so far, all are cut to 13 bits below the
+    largest, toward zero, then added; the sums of 128 columns are added in fp32."""
+    short = (0, -x.shape[1] % 128)
+    x, weight = (torch.nn.functional.pad(value.double(), short) for value in (x, weight))
+    total = torch.zeros(x.shape[0], weight.shape[0])
+    for first in range(0, x.shape[1], 128):
+        part = torch.zeros_like(total, dtype=torch.float64)
+        for step in range(first, first + 128, 32):
+            terms = x[:, None, step : step + 32] * weight[None, :, step : step + 32]
+            terms = torch.cat((terms, part[..., None]), -1)
+            largest = terms.abs().amax(-1, keepdim=True).clamp(min=2.0**-99)
+            unit = torch.exp2(largest.log2().floor() - 13)
+            part = (terms / unit).trunc().mul(unit).sum(-1)
+        total = total + part.float()
+    return total
+
+
+@pytest.mark.parametrize("name", ["linear", "experts"])
+def test_tolerances_allow_what_the_tensor_core_cuts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a case of experts the H200 was off by 0.446, and so is the model."""
+    from tests.ops.kernels.test_weight_interpreter import compare
+
+    op, worst = OPS[name], 0.0
+    for case in op.cases():
+        if "with a8 rows" not in case.name or not case.small:
+            continue
+        arguments = case.build(torch.Generator().manual_seed(1))
+        if name == "linear":  # the last matrix is not rounded
+            arguments |= {key: arguments[key][:-1] for key in ("weights", "out_dtypes")}
+        wanted = op.reference(**arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{op.reference.__module__}.matmul_rows", cut_product)
+            found = op.reference(**arguments)
+        compare(case.name, wanted, found, case.atol, case.rtol)
+        if name == "experts":
+            off = (wanted - found).double().abs() - 0.02 * wanted.double().abs()
+            worst = max(worst, float(off.max()))
+    assert name == "linear" or worst > 0.3  # turned roundings are among them
 
 
 # --- in the interpreter's process --------------------------------------------------------------
