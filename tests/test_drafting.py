@@ -311,6 +311,33 @@ def test_steps_with_drafts_run_ahead(option: str, monkeypatch: pytest.MonkeyPatc
     assert stats.num_drafted > stats.num_accepted > 0
 
 
+@pytest.mark.parametrize("kind", ["mtp", "random"])
+def test_several_answers_cached_prefixes_and_preemption(kind: str) -> None:
+    """`n`, the prefix cache and too few pages, with drafts and without: the same answers."""
+    limits = {"state_tokens": 512, "prefix_cache": True}
+    params = SamplingParams(max_tokens=16, seed=3, stop_ids=(), logprobs=0)
+    prompts = [tuple(random.Random(n % 2).choices(range(256), k=248 + n)) for n in range(2)]
+    found, stats = [], []
+    for draft in ("off", "mtp" if kind == "mtp" else "lookup"):
+        engine = make_engine(draft, 3, **limits)
+        if kind == "random" and draft != "off":
+            answers = {
+                (*prompt, 3 + i): found[0][0][2 * p + i][0]
+                for p, prompt in enumerate(prompts)
+                for i in range(2)
+            }
+            script(engine, kind, answers)
+        rounds = [engine.generate(prompts, params, n=2) for _ in range(2)]
+        engine.check_integrity()
+        found.append([[(a.token_ids, a.logprobs, a.text) for a in some] for some in rounds])
+        stats.append(engine.stats())
+        assert any(answer.num_cached >= 128 for some in rounds for answer in some)
+    assert found[0] == found[1]
+    assert found[0][0][0] != found[0][0][1]  # seeds differ
+    assert stats[1].num_drafted > stats[1].num_accepted > 0
+    assert stats[1].num_preemptions > 0
+
+
 def test_right_drafts_save_steps() -> None:
     engine = make_engine("lookup")
     script(engine, "perfect", known("greedy"))

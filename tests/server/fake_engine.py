@@ -195,7 +195,8 @@ class FakeEngine:
         else:
             return output
         del self.jobs[name]
-        return {**output, "finish": reason, "stop": stop, "error": error, "refused": False}
+        end = {"finish": reason, "stop": stop, "error": error, "refused": False, "drafts": (5, 3)}
+        return {**output, **end}
 
     def write_log(self, message: dict[str, Any]) -> None:
         if self.log:

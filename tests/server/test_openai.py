@@ -71,7 +71,9 @@ def test_reasoning_and_answer(client: OpenAI) -> None:
     assert done.id.startswith("chatcmpl-")
     usage = done.usage
     assert usage.prompt_tokens_details.cached_tokens == 4
-    reasoning = usage.completion_tokens_details.reasoning_tokens
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 2)
+    reasoning = details.reasoning_tokens
     assert 0 < reasoning < usage.completion_tokens
     # reasoning, its closing marker, the answer, the end marker
     assert usage.completion_tokens >= reasoning + 2
@@ -362,6 +364,8 @@ def test_ends_can_be_ignored(client: OpenAI, engine_log: Any) -> None:
     done = ask(client, say.replace("<｜User｜>", ""), max_tokens=6, extra_body={"ignore_eos": True})
     assert done.choices[0].finish_reason == "length"
     assert done.usage.completion_tokens == 6
+    details = done.usage.completion_tokens_details
+    assert details.rejected_prediction_tokens == 2 * len(done.choices)
     assert last_params(engine_log)["stop_ids"] == []
     ask(client, "ok", max_tokens=6, extra_body={"min_tokens": 4})
     assert last_params(engine_log)["min_tokens"] == 4
