@@ -32,7 +32,7 @@ from dsv4.model.draft import nvfp4_head
 from dsv4.model.transformer import Transformer
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.drafts.device import DeviceDrafter, draft_parts
-from dsv4.runner.load import LoadedModel, load_model
+from dsv4.runner.load import LoadedModel, load_model, prepare
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import resolve
 from dsv4.scheduler.drafts import Acceptance, Drafting, Given, Lookup, StepTimes, num_worth
@@ -769,7 +769,14 @@ def test_options() -> None:
     plain_folder = write_quick_model(Path(tempfile.mkdtemp()))
     with pytest.raises(OptionError, match="draft is 'mtp', but this checkpoint has no draft"):
         Engine.load(plain_folder, device="cpu", draft="mtp")
-    with pytest.raises(OptionError, match="draft is 'mtp', which runs on one rank only; use look"):
+    with pytest.raises(OptionError, match="draft is 'mtp', which runs on one rank only; use off"):
         Engine.load(folder(), device="cpu", draft="mtp", pp=2)
+    with pytest.raises(OptionError, match="'mtp', which runs on one rank only; use lookup or off"):
+        Engine.load("tiny", device="cpu", draft="mtp", tp=2)
+    with pytest.raises(OptionError, match="'dspark', which runs on one rank only; use lookup or"):
+        resolve(EngineConfig(draft="dspark", tp=2), spark, has_gpu=False, memory_bytes=2**30)
+    prepared = prepare("tiny", EngineConfig(device="cpu", tp=2))
+    assert (prepared.settings.draft, prepared.settings.draft_tokens) == ("off", 0)
+    assert "draft off: `auto` drafts on one rank only" in str(prepared)
     with pytest.raises(OptionError, match="draft is 'lookup' with pp 2, expected one stage"):
         Engine.load(folder(), device="cpu", draft="lookup", pp=2)

@@ -118,7 +118,8 @@ class PreparedModel:
     def _drafter(self) -> str:
         name, used = self.settings.draft, self.draft
         if used is None:
-            return name
+            why = ": `auto` drafts on one rank only" if self.settings.draft_auto else ""
+            return name + why * (name == "off")
         return (
             f"{name}, {size_text(used.nbytes if self.settings.device == 'cpu' else used.gpu_bytes)}"
         )

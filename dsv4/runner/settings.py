@@ -224,7 +224,8 @@ def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
         use = f"{has}, lookup" if has else "lookup"
         raise OptionError(f"draft is {name!r}, but this checkpoint has {found}; use {use} or off")
     if name in ("mtp", "dspark") and choices.world > 1:
-        raise OptionError(f"draft is {name!r}, which runs on one rank only; use lookup or off")
+        use = "off" if choices.pp > 1 or homes_of(choices) > 1 else "lookup or off"
+        raise OptionError(f"draft is {name!r}, which runs on one rank only; use {use}")
     if name != "off" and (choices.pp > 1 or homes_of(choices) > 1):
         found = f"pp {choices.pp}" if choices.pp > 1 else "attention=dp"
         raise OptionError(
