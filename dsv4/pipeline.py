@@ -14,10 +14,12 @@ With several stages (`pp`), one step per stage is in flight. These *lanes* hold 
 or chunks of one prompt. A sequence with a token in flight is in no other step.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dsv4.errors import StallError
 from dsv4.ops.kv.begin_step import NEWEST
@@ -173,10 +175,18 @@ class Pipeline:
         if any(sequence.request.params.logprobs for sequence in step.sampled):
             return None
         scheduled = self._scheduler.follow(step.scheduled, [DRAFTED] * pending.num_drafts)
-        following = self._sample_step(self._start(failures, scheduled), failures)
+        rows = [self._sampling_row(item.sequence) for item in scheduled]
+        how = rows, self._num_wanted(step.sampled) if rows else 0
+        following = self._sample_step(self._start(failures, scheduled, *how), failures)
         if following is not None:
             following.is_ahead = True
         return following
+
+    def _num_wanted(self, sequences: list[SequenceState]) -> int:
+        drafting, drafter = self._drafting, self._runner.drafter
+        assert drafting is not None
+        assert drafter is not None
+        return drafting.num_wanted(sequences, all_or_none=drafter.makes_all)
 
     def next_round(self) -> StepOutcome | None:
         """The next tokens of a step with drafts, once the previous ones are accepted. None if there
@@ -246,12 +256,10 @@ class Pipeline:
         self, step: InFlightStep, places: list[int], counts: Sequence[int] = ()
     ) -> None:
         """Run the model's draft blocks: they must see every token, but draft only where wanted."""
-        drafting, drafter = self._drafting, self._runner.drafter
-        if drafting is None or drafter is None or drafting.is_off:
+        drafting = self._drafting
+        if drafting is None or self._runner.drafter is None or drafting.is_off:
             return
-        wanted = 0 if step.is_plain else drafting.num_wanted([step.sampled[p] for p in places])
-        if wanted and drafter.makes_all:
-            wanted = drafter.num_drafts
+        wanted = 0 if step.is_plain else self._num_wanted([step.sampled[p] for p in places])
         places = places if wanted else []
         if not places and not drafting.needs_keys and step.submitted.shape.one_each:
             return
@@ -322,9 +330,9 @@ class Pipeline:
             self._scheduler.preempt(sequence)
 
     def _start(
-        self, failures: list[Failure], scheduled: list[ScheduledTokens] | None = None
+        self, failures: list[Failure], scheduled: list[ScheduledTokens] | None = None, *how: Any
     ) -> InFlightStep | None:
-        """Submit the next step, or the one that is `scheduled` already."""
+        """Submit the next step, or the one that is `scheduled` already; `how`: see `submit`."""
         try:
             scheduled = self._scheduler.next_step() if scheduled is None else scheduled
         except StallError as error:
@@ -339,7 +347,8 @@ class Pipeline:
             return None
         try:
             chunks = [_chunk(item) for item in scheduled]
-            submitted = self._runner.submit(chunks, lambda: self._scheduler.started(scheduled))
+            begun = functools.partial(self._scheduler.started, scheduled)
+            submitted = self._runner.submit(chunks, begun, *how)
         except Exception as error:  # the step's requests end with the reason; the others go on
             self._scheduler.failed(scheduled)
             failures.append(([item.sequence for item in scheduled], error))
@@ -357,6 +366,8 @@ class Pipeline:
         """Sample a step; with `early`, only if that does not depend on tokens in flight."""
         if step is None:
             return None
+        if step.submitted.is_sampled:
+            return step
         if early and any(s.num_pending > 1 and self._is_guided(s) for s in step.sampled):
             return step
         try:

@@ -33,6 +33,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.drafts.device import DeviceDrafter, draft_parts
 from dsv4.runner.load import LoadedModel, load_model, prepare
+from dsv4.runner.plan import DraftPart
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import resolve
 from dsv4.scheduler.drafts import Acceptance, Drafting, Given, Lookup, StepTimes, num_worth
@@ -266,6 +267,21 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
     assert given[0] == given[1]
 
 
+class Eager:
+    """In place of graphs: verify steps with their drafts, as a whole."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.ran = runner, list[DraftPart]()
+
+    def __contains__(self, key: object) -> bool:
+        assert self.runner.drafter is not None
+        return key in self.runner.drafter.whole_steps()
+
+    def run(self, key: DraftPart) -> None:
+        self.ran.append(key)
+        self.runner._run_once(key)
+
+
 AHEAD = {"greedy": 7, "seeded": 3, "bias": 2, "stop strings": 1, "late ends": 3, "penalties": 3}
 
 
@@ -282,6 +298,9 @@ def test_steps_with_drafts_run_ahead(option: str, monkeypatch: pytest.MonkeyPatc
     engine, followed = make_engine("mtp", AHEAD[option]), list[bool]()
     monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
     monkeypatch.setattr(engine._runner.buffers, "pads", option == "seeded")
+    graphs = Eager(engine._runner)
+    if option == "seeded":
+        monkeypatch.setattr(engine._runner, "_graphs", graphs)
     real = engine._pipeline._follow
 
     def noted(*arguments: Any) -> Any:
@@ -307,6 +326,7 @@ def test_steps_with_drafts_run_ahead(option: str, monkeypatch: pytest.MonkeyPatc
         assert not any(followed)
         return
     assert sum(followed) > 3
+    assert (len(graphs.ran) > 3) == (option == "seeded")
     stats = engine.stats()
     assert stats.num_drafted > stats.num_accepted > 0
 

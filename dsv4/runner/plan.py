@@ -16,10 +16,12 @@ from dsv4.runner.step.shape import StepShape
 @dataclass(frozen=True)
 class DraftPart:
     """A part that drafting adds to a step of this shape: sampling all rows of a verify step, a
-    drafter's keys for the step's tokens, or its drafts (`width` per sequence)."""
+    drafter's keys for the step's tokens, or its drafts (`width` per sequence); or a verify step
+    with all of these, up to `num_drafts` drafts for the next."""
 
-    kind: Literal["verify sampling", "draft keys", "drafts"]
+    kind: Literal["verify sampling", "draft keys", "drafts", "whole step"]
     shape: StepShape
+    num_drafts: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.shape}"

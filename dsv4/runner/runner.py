@@ -190,12 +190,15 @@ class Runner:
     # --- steps --------------------------------------------------------------------------------
 
     @_with_own_ops
-    def submit(self, chunks: Sequence[Chunk], started: Started | None = None) -> SubmittedStep:
+    def submit(
+        self, chunks: Sequence[Chunk], started: Started | None = None,
+        rows: Sequence[SamplingRow] = (), num_drafts: int = 0,
+    ) -> SubmittedStep:  # fmt: skip
         """Queue the model's part of a step; at most the last token of each chunk is sampled.
 
         Pages are allocated first; if there are too few, nothing changes. `started` is called
-        once the step is queued, before pages behind the window are freed.
-        """
+        once the step is queued, before pages behind the window are freed. With `rows` to sample and
+        drafts to make next, a verify step is queued as a whole, if there is a graph for that."""
         chunks = sorted(chunks, key=lambda chunk: -chunk.num_logits)  # rows of logits come first
         if not 0 < len(chunks) <= self.buffers.max_sequences:
             raise CapacityError(
@@ -208,14 +211,22 @@ class Runner:
             raise CapacityError(
                 f"a sequence has {longest} tokens, the context ends at {self.buffers.contexts[-1]}"
             )
-        shapes, verify = self._shapes(chunks, counts, longest), None
-        shape = shapes[0]
-        if shape.width > 1:
-            verify = Verify(shape, counts)
-        logits = self._queue(shapes, chunks, counts, started)
+        shape, *_ = shapes = self._shapes(chunks, counts, longest)
+        verify = Verify(shape, counts) if shape.width > 1 else None
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
+        whole, drafter = DraftPart("whole step", shape, num_drafts), self.drafter
+        if self._graphs is None or whole not in self._graphs or not rows:
+            drafter = None
+        if drafter is not None:
+            self._sampling.prepare(rows, sampled, [0] * len(rows), shape.sequences)
+            drafter.send(range(len(rows)), ())
+        logits = self._queue(shapes, chunks, counts, started, shape if drafter is None else whole)
         positions = [c.pages.length - c.num_drafts for c in chunks if c.num_logits]
-        return SubmittedStep(sampled, positions, shape, list(chunks), None, verify, logits)
+        step = SubmittedStep(sampled, positions, shape, list(chunks), None, verify, logits)
+        if drafter is not None:
+            step.results = self._sampling.read_rows(rows, counts)
+            step.drafts = drafter.read(range(len(rows)), num_drafts)
+        return step
 
     @_with_own_ops
     def queue_drafts(
@@ -339,6 +350,7 @@ class Runner:
         chunks: Sequence[Chunk],
         counts: list[int],
         started: Started | None = None,
+        key: Key | None = None,
     ) -> Tensor | None:
         """`shapes`: at each home. Returns, with several stages, where the logits will arrive; see
         `_receive`."""
@@ -348,7 +360,7 @@ class Runner:
             self._send(shapes, chunks, counts, growths)
             with self._together():
                 self._in_flight.make_room()
-                self._run(shapes[0])
+                self._run(key or shapes[0])
                 logits = self._in_flight.expect(len(logits_of(self.buffers, shapes[0])))
             if len(self.homes) == 1:
                 check_state(self.team, self.state, chunks[0].pages)
@@ -423,6 +435,11 @@ class Runner:
             sample_verified(self.buffers, part.shape)
             return
         assert self.drafter is not None
+        if part.kind == "whole step":
+            self._run_once(part.shape)
+            sample_verified(self.buffers, part.shape)
+            self.drafter.follow(part)
+            return
         (self.drafter.keys if part.kind == "draft keys" else self.drafter.tokens)(part.shape)
 
     def _together(self) -> AbstractContextManager[None]:
@@ -561,6 +578,8 @@ class Runner:
                     self._run_once(key)
 
         captured = [key for key in keys if not self._is_staged(key)]
+        if self.drafter is not None and self.swapper is None:
+            captured += self.drafter.whole_steps()
         warm_up(
             self.device,
             [partial(compiled, key) for key in keys],

@@ -285,15 +285,16 @@ class Drafting:
             self._begin_rest([sequence for sequence, _ in wanted])
         return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
 
-    def num_wanted(self, sequences: Sequence[SequenceState]) -> int:
+    def num_wanted(self, sequences: Sequence[SequenceState], *, all_or_none: bool = False) -> int:
         """How many drafts the model's blocks should make for each of these sequences: no more than
-        are worth verifying, as far as is known before they are made."""
+        are worth verifying, as far as is known before they are made; or all, if any."""
         limit = min(self._most, self._room(len(sequences)))
         if self.rests or not limit or (self._learns and self.plain.near(len(sequences)) is None):
             return 0
         survivals = [self._acceptance(s).expected(limit) for s in sequences if s.may_draft]
         survivals += [[] for s in sequences if not s.may_draft]
-        return max(num_worth(survivals, self._cost(len(sequences))), default=0)
+        most = max(num_worth(survivals, self._cost(len(sequences))), default=0)
+        return self._most if most and all_or_none else most
 
     def _cost(self, num_sequences: int) -> Callable[[int], float | None]:
         """Of a step, by its rows."""

@@ -28,6 +28,8 @@ from dsv4.runner.sampling_rows import to_host
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
 
+WHOLE_SEQUENCES = 8  # of a verify step that is one graph with its drafts
+
 
 @dataclass(frozen=True)
 class Drafted:
@@ -97,6 +99,23 @@ class DeviceDrafter(ABC):
                 numbers = range(self.num_drafts, self.num_drafts - 1, -1)
             found += [self.shape(batch, number) for number in numbers]
         return found
+
+    def whole_steps(self) -> list[DraftPart]:
+        """Verify steps of few sequences with all that follows, for one graph each. They make as
+        many drafts as they verify; others run in parts."""
+        found = []
+        for shape in self._buffers.draft_shapes(self._buffers.contexts):
+            made = {part.width for part in self.shapes() if part.sequences == shape.sequences}
+            if not self.makes_all:
+                made &= {shape.width - 1, shape.width - 2}
+            if shape.sequences <= WHOLE_SEQUENCES:
+                found += [DraftPart("whole step", shape, number) for number in sorted(made)]
+        return found
+
+    def follow(self, part: DraftPart) -> None:
+        """The rest of a whole step, once its tokens are drawn and counted."""
+        self.keys(part.shape)
+        self.tokens(self.shape(part.shape.sequences, part.num_drafts))
 
     def send(self, places: Sequence[int], counts: Sequence[int]) -> None:
         """Send which sequences of a step get drafts; `counts`: how many tokens of each sequence
