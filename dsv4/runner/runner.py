@@ -215,7 +215,7 @@ class Runner:
         verify = Verify(shape, counts) if shape.width > 1 else None
         sampled = [chunk.pages for chunk in chunks if chunk.num_logits]
         whole, drafter = DraftPart("whole step", shape, num_drafts), self.drafter
-        if self._graphs is None or whole not in self._graphs or not rows:
+        if not rows or self._graphs is None or whole not in self._graphs:
             drafter = None
         if drafter is not None:
             self._sampling.prepare(rows, sampled, [0] * len(rows), shape.sequences)
