@@ -153,6 +153,10 @@ def hot_reloads(names: list[str], loops: list[tuple[int, int]]) -> int:
 def install_driver(capability: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITCallable
+
+    # Triton's cache finds a kernel again where only the lines above it have changed
+    JITCallable.starting_line_number = property(lambda kernel: 0, lambda kernel, line: None)
 
     class Driver:
         def get_current_target(self) -> Any:

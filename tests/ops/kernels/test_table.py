@@ -60,6 +60,8 @@ def test_the_record_has_no_hole() -> None:
         own = {row["kernel"] for row in rows if row["architecture"] == gpu.architecture}
         assert ("_prefill_kernel" in own) == is_reached("prefill_gluon", gpu)
         assert ("_few_rows_kernel" in own) == gpu.scales_blocks
+        cases = {row["case"] for row in rows if row["architecture"] == gpu.architecture}
+        assert {"peers pairs", "peers wide pairs"} <= cases
 
 
 @pytest.mark.parametrize("architecture", [120, 121])

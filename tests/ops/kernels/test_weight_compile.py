@@ -14,7 +14,7 @@ HOT = re.compile("decode|prefill")
 MATRIX = re.compile("HGMMA|HMMA|UTCHMMA|OMMA")
 
 
-@pytest.mark.parametrize("capability", [pytest.param(86, marks=pytest.mark.compile), 90, 100])
+@pytest.mark.parametrize("capability", [86, 90, 100])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_weight_compile", capability)
