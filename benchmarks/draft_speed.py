@@ -212,6 +212,7 @@ def make_engine(loaded: LoadedModel, choices: dict[str, Any], memory: int) -> En
         EngineConfig.make(**choices), loaded.model.config, has_gpu=choices["device"] != "cpu",
         memory_bytes=memory,
     )  # fmt: skip
+    settings = replace(settings, draft_auto=settings.draft != "off")  # its rules
     dialect = choose_dialect(has_system_marker=False, folder=loaded.folder)
     return Engine(replace(loaded, settings=settings), None, dialect)
 
@@ -292,7 +293,7 @@ class Trial:
 
     def run_drafts(self, most: int) -> None:
         with self.drafts:
-            engine = self.engine("auto", most)
+            engine = self.engine(self.args.drafter, most)
             self._run_all(engine, most)
         engine.close()
 
