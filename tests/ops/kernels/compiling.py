@@ -150,13 +150,16 @@ def hot_reloads(names: list[str], loops: list[tuple[int, int]]) -> int:
     return sum(b.count("LDL") for b in bodies if any(name.endswith("MMA") for name in b))
 
 
+def forget_lines() -> None:
+    """Triton's cache finds a kernel again where only the lines above it have changed."""
+    from triton.runtime.jit import JITCallable
+
+    JITCallable.starting_line_number = property(lambda kernel: 0, lambda kernel, line: None)
+
+
 def install_driver(capability: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITCallable
-
-    # Triton's cache finds a kernel again where only the lines above it have changed
-    JITCallable.starting_line_number = property(lambda kernel: 0, lambda kernel, line: None)
 
     class Driver:
         def get_current_target(self) -> Any:
@@ -207,6 +210,7 @@ def main(module: str, capability: int, *options: str) -> None:
     import triton
 
     install_driver(capability)
+    forget_lines()
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     given = import_module(module)
     all_code = not getattr(given, "ONLY_SPILLS", False)
