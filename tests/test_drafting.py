@@ -432,6 +432,8 @@ def test_the_embedded_model_drafts_for_itself() -> None:
     answers = []
     for draft in ("off", "mtp"):
         engine = Engine.load("tiny", device="cpu", draft=draft, max_context=512)
+        if engine._drafting is not None:
+            verify_everything(engine._drafting)  # not only while that is measured to be faster
         for params in (SamplingParams(max_tokens=24, temperature=0.0, logprobs=1),
                        SamplingParams(max_tokens=24, seed=5, logprobs=1)):  # fmt: skip
             found = engine.generate(["What is 17 + 25?", "What is the capital of France?"], params)
@@ -460,6 +462,8 @@ def test_a_head_in_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dsv4.model.draft, "draft_head", in_four_bits)
     engine = Engine.load("tiny", device="cpu", draft="mtp", max_context=512)
+    assert engine._drafting is not None
+    verify_everything(engine._drafting)
     prompts = ["What is 17 + 25?", "What is the capital of France?"]
     engine.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
     stats = engine.stats()

@@ -4,7 +4,7 @@
     expert_sums     the chosen experts that the rank holds, and the shared one
     split_experts   all chosen experts, of each a range of the inner size and of the rows of W2
     shared_expert   the shared expert alone, for the rows that the rank owns
-    combine_experts     what these add up to
+    combine_experts what these add up to
 
 Added in order, the shares of all ranks have the bits of `linear` and `experts`. On a GPU partial
 sums stay as the kernels of these ops leave them: not scaled yet, and by range of K.
