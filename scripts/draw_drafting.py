@@ -2,9 +2,10 @@
 
     python scripts/draw_drafting.py RECORD [RECORD ...]     writes docs/pictures/drafting_h200.svg
 
-Records of `benchmarks/draft_speed.py` are drawn as measured, end to end. Records of `dsv4 bench
-decode --width` measure only steps: the gain at acceptance 0.6, 0.7 and 0.8 is computed from them,
-as if drafts cost nothing, and the picture says so.
+Lines: measured steps and computed tokens, for drafts that are right in 6, 7 or 8 of 10 cases. Steps
+in records of `benchmarks/draft_speed.py` include making the drafts; those of `dsv4 bench decode
+--width` do not, and the picture says so. Circles: whole answers of the former, measured, at the
+mean number of rows that `auto` chose.
 """
 
 import json
@@ -22,44 +23,50 @@ LEFT, TOP, WIDTH, HEIGHT, GAP = 60, 46, 280, 150, 110
 @dataclass(frozen=True)
 class Point:
     acceptance: float
-    rows: int
+    rows: float
     tokens: float  # a step
     ms: float  # a token
 
 
-def read(paths: list[Path]) -> tuple[list[Point], float, bool]:
-    """Points of one sequence, milliseconds of plain decoding, whether everything was measured."""
+def read(paths: list[Path]) -> tuple[list[Point], list[Point], float, bool]:
+    """Lines and circles of one sequence, milliseconds of plain decoding, whether steps include
+    making drafts."""
     results: list[dict[str, Any]] = []
     for path in paths:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         results += [line["result"] for line in lines if "result" in line]
-    results = [result for result in results if result["batch"] == 1]
-    measured = any("ms_per_token" in result for result in results)
-    if measured:
+    results = [result for result in results if result.get("batch") == 1]
+    whole = any("ms_per_token" in result for result in results)
+    if whole:
         plain = next(r["ms_per_token"] for r in results if r["draft"] == "off")
-        points = [
-            Point(r["acceptance"], 1 + r["draft_tokens"], r["tokens_per_step"], r["ms_per_token"])
-            for r in results
-            if r["draft"] != "off"
-        ]
-        return points, plain, True
-    plain = next(r["full_ms"] for r in results if r["what"] == "decode")
-    points = []
-    for result in results:
-        kind, _, rows = result["what"].partition(" ")
-        if kind == "verify":
-            for chance in ACCEPTANCES:
-                tokens = sum(chance**place for place in range(int(rows)))
-                points.append(Point(chance, int(rows), tokens, result["full_ms"] / tokens))
-    return points, plain, False
+        steps = {r["parts"]["rows"]: r["parts"]["step"] for r in results if "parts" in r}
+    else:
+        plain = next(r["full_ms"] for r in results if r["what"] == "decode")
+        verify = [r for r in results if r["what"].startswith("verify")]
+        steps = {int(r["what"].split()[1]): r["full_ms"] for r in verify}
+    points, answers = [], []
+    for rows, ms in steps.items():
+        for chance in ACCEPTANCES if rows > 1 else ():
+            tokens = sum(chance**place for place in range(rows))
+            points.append(Point(chance, rows, tokens, ms / tokens))
+    for r in results:
+        if r.get("acceptance") in ACCEPTANCES and r["tokens_per_step"] > 1:
+            num_steps = r["accepted"] / (r["tokens_per_step"] - 1)
+            rows = 1 + r["drafted"] / num_steps
+            answers.append(Point(r["acceptance"], rows, r["tokens_per_step"], r["ms_per_token"]))
+    return points, answers, plain, whole
 
 
-def panel(x: int, title: str, series: dict[float, list[tuple[int, float]]], plain: float) -> str:
-    """One line for each acceptance, a dashed one for plain decoding."""
-    most = 1.1 * max(plain, *(value for line in series.values() for _, value in line))
+Series = dict[float, list[tuple[float, float]]]  # by acceptance: rows, value
+
+
+def panel(x: int, title: str, series: Series, answers: Series, plain: float) -> str:
+    """One line for each acceptance, its circle, a dashed line for plain decoding."""
+    both = [*series.values(), *answers.values()]
+    most = 1.1 * max(plain, *(value for line in both for _, value in line))
     rows = sorted({row for line in series.values() for row, _ in line} | {1})
 
-    def at(row: int, value: float) -> tuple[float, float]:
+    def at(row: float, value: float) -> tuple[float, float]:
         across = (row - rows[0]) / max(rows[-1] - rows[0], 1)
         return x + WIDTH * across, TOP + HEIGHT * (1 - value / most)
 
@@ -74,7 +81,7 @@ def panel(x: int, title: str, series: dict[float, list[tuple[int, float]]], plai
     ]
     for row in rows:
         parts.append(
-            f'<text x="{at(row, 0)[0]:.1f}" y="{bottom + 16}" text-anchor="middle">{row}</text>'
+            f'<text x="{at(row, 0)[0]:.1f}" y="{bottom + 16}" text-anchor="middle">{row:g}</text>'
         )
     for acceptance, line in sorted(series.items()):
         color = COLORS.get(acceptance, "#555")
@@ -86,25 +93,34 @@ def panel(x: int, title: str, series: dict[float, list[tuple[int, float]]], plai
             f'<text x="{end + 6:.1f}" y="{height + 4:.1f}" fill="{color}">{acceptance:g}: '
             f"{line[-1][1]:.2f}</text>"
         )
+        for across, down in (at(*pair) for pair in answers.get(acceptance, [])):
+            parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{color}"/>')
     return "\n".join(parts)
 
 
-def picture(points: list[Point], plain: float, measured: bool) -> str:
-    tokens: dict[float, list[tuple[int, float]]] = {}
-    times: dict[float, list[tuple[int, float]]] = {}
+def series_of(points: list[Point], what: str) -> Series:
+    found: Series = {}
     for point in points:
-        tokens.setdefault(point.acceptance, []).append((point.rows, point.tokens))
-        times.setdefault(point.acceptance, []).append((point.rows, point.ms))
-    how = "measured end to end" if measured else "steps measured, drafts taken to cost nothing"
+        found.setdefault(point.acceptance, []).append((point.rows, getattr(point, what)))
+    return found
+
+
+def picture(points: list[Point], answers: list[Point], plain: float, whole: bool) -> str:
+    how = "" if whole else "; drafts taken to cost nothing"
+    circles = "; circles: whole answers, rows chosen by auto" if answers else ""
     wide, high = LEFT + 2 * WIDTH + GAP + 90, TOP + HEIGHT + 44
+
+    def side(x: int, title: str, what: str, base: float) -> str:
+        return panel(x, title, series_of(points, what), series_of(answers, what), base)
+
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">\n'
         f'<text x="4" y="16">Flash on an H200, one sequence, by the share of drafts that are right '
-        f"({how})</text>\n"
-        + panel(LEFT, "tokens a step", tokens, 1.0)
+        f"(steps measured{how}{circles})</text>\n"
+        + side(LEFT, "tokens a step", "tokens", 1.0)
         + "\n"
-        + panel(LEFT + WIDTH + GAP, "ms a token (dashed: plain decoding)", times, plain)
+        + side(LEFT + WIDTH + GAP, "ms a token (dashed: plain decoding)", "ms", plain)
         + f'\n<text x="{LEFT}" y="{high - 8}">rows of a step: the newest token and drafts</text>\n'
         "</svg>\n"
     )

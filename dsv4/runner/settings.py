@@ -189,7 +189,7 @@ def resolve(
         ops=choices.ops,
         expert_profile=choices.expert_profile,
         homes=homes,
-        **_drafting(choices, config, on_gpu=on_gpu),
+        **_drafting(choices, config),
     )
     return _fit(settings, choices, config, stages or ((None, memory_bytes),))
 
@@ -210,17 +210,15 @@ def _chunk(choices: EngineConfig, context: int, default: int) -> int:
 
 
 DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 3}  # dspark: its block
-AUTO_BLOCKS_ON_GPU = False  # since their steps run ahead, draft blocks have run on a CPU only
 
 
-def _drafting(choices: EngineConfig, config: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
+def _drafting(choices: EngineConfig, config: ModelConfig) -> dict[str, Any]:
     """The drafter; `auto`: the checkpoint's own, or lookup. Whether drafts pay off is measured at
     run time (dsv4/scheduler/drafts.py)."""
     name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
     is_auto = name == "auto"
     if is_auto:
-        own = has if AUTO_BLOCKS_ON_GPU or not on_gpu else ""
-        name = "off" if choices.world > 1 else own or "lookup"
+        name = "off" if choices.world > 1 else has or "lookup"
     if name in ("mtp", "dspark") and has != name:
         found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"
         use = f"{has}, lookup" if has else "lookup"

@@ -135,23 +135,18 @@ def test_what_fits_fits_and_one_more_does_not() -> None:
 def test_the_plan_is_what_the_engine_decides() -> None:
     """Its settings come from `resolve`, its step from `state_memory`."""
     subject, memory = planned_model("flash", None), 192 * 10**9
-    choices = EngineConfig(draft="mtp")
-    plan = make_plan(subject, memory, choices)
+    plan = make_plan(subject, memory)
     with patch("torch.cuda.mem_get_info", return_value=(memory, memory)):
         weights = sum(subject.groups.values()) + subject.draft_bytes
         free = state_memory("cuda", subject.config, weights, has_gpu=True)
     assert plan.free_bytes == free
-    assert plan.settings == resolve(choices, subject.config, has_gpu=True, memory_bytes=free)
+    assert plan.settings == resolve(EngineConfig(), subject.config, has_gpu=True, memory_bytes=free)
 
 
-def test_draft_blocks_are_counted_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `auto` only if all weights fit beside them, and if it takes them on a GPU at all."""
+def test_draft_blocks_are_counted_where_they_run() -> None:
+    """With `auto` only if all weights fit beside them."""
     flash = planned_model("flash", None)
     assert flash.draft_bytes == pytest.approx(3.59e9, rel=0.01)  # experts stay MXFP4
-    auto = make_plan(flash, 192 * 10**9)
-    assert auto.settings is not None
-    assert auto.settings.draft == "lookup"
-    monkeypatch.setattr("dsv4.runner.settings.AUTO_BLOCKS_ON_GPU", True)
     plan = make_plan(flash, 192 * 10**9)
     assert plan.weight_bytes["draft"] == flash.draft_bytes
     assert plan.settings is not None
