@@ -131,13 +131,14 @@ def share_picture(found: SharePoints) -> str:
     least = math.floor(10 * min((share for share, _ in every), default=0.0)) / 10
     most = max((ms for _, ms in every), default=1.0)
     each = next(
-        n * 10**power for power in range(-3, 7) for n in (1, 2, 5) if n * 10**power * 6 > most
+        n * 10**power for power in range(-3, 7) for n in (1, 2, 5) if n * 10**power * 8 > most
     )
+    lines = math.ceil(most / each)
     wide, high, left, top = 520, 260, 50, 30
 
     def place(share: float, ms: float) -> tuple[float, float]:
         across = (share - least) / max(1 - least, 0.1)
-        return left + wide * across, top + high * (1 - ms / (6 * each))
+        return left + wide * across, top + high * (1 - ms / (lines * each))
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 100}" height="{high + 74}" '
@@ -146,7 +147,7 @@ def share_picture(found: SharePoints) -> str:
         '<text x="8" y="16">ms a token of one sequence</text>',
         f'<text x="{left}" y="{high + 66}">share of the experts that are on the GPU</text>',
     ]
-    for line in range(7):
+    for line in range(lines + 1):
         y = place(1, line * each)[1]
         parts.append(f'<path d="M{left} {y:.1f}h{wide}" stroke="#ddd"/>')
         parts.append(
