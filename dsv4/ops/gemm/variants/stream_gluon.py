@@ -17,14 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.ops.core.gpu import describe
-from dsv4.ops.gemm.dot_device import scale_pairs, select_matrix, unpack_slot
+from dsv4.ops.gemm.dot_device import group_scale, scale_pairs, select_matrix, unpack_slot
 
 commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
 if hasattr(async_copy, "async_load"):
     begin_copy, barrier = async_copy.async_load, gl.barrier
 else:  # triton 3.6
     begin_copy, barrier = async_copy.async_copy_global_to_shared, gl.thread_barrier
-unpack, pairs_of, select = (gluon.jit(f.fn) for f in (unpack_slot, scale_pairs, select_matrix))
+unpack, select = gluon.jit(unpack_slot.fn), gluon.jit(select_matrix.fn)
+pairs_of, scale_of = gluon.jit(scale_pairs.fn), gluon.jit(group_scale.fn)
 
 SHARED_BYTES = 227 * 1024  # per multiprocessor
 STAGES = 3  # pairs of tiles
@@ -76,9 +77,7 @@ def _multiply(
         for half in gl.static_range(2):
             words = words_room.slice((2 * tile + half) * TILE, TILE, dim=0).load(A)
             for slot in gl.static_range(4):
-                both = pairs[half * 2 + slot // 2]
-                scale = (both if slot % 2 == 0 else both >> 16).to(gl.int16)
-                scale = gl.expand_dims(scale.to(gl.bfloat16, bitcast=True), 1)
+                scale = gl.expand_dims(scale_of(pairs, half * 4 + slot, MX), 1)
                 weight = unpack(words, slot, True) * scale
                 if PER_TURN:
                     own = input_room.slice((tile * 8 + half * 4 + slot) * 16, 16, dim=1)
