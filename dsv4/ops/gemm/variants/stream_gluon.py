@@ -43,16 +43,14 @@ COPY_INPUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _copy_weights(
-    words_room, codes_room, words, codes, turn, STAGES: gl.constexpr, WIDE: gl.constexpr
-):
-    """Copy WIDE tiles, words and codes each contiguous, into their place in the ring."""
+def _copy_weights(words_room, codes_room, words, codes, turn, place, WIDE: gl.constexpr):
+    """Copy WIDE tiles, words and codes each contiguous, into a place of the ring."""
     row = gl.arange(0, WIDE * 2 * TILE, layout=gl.SliceLayout(1, COPY_WORDS))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_WORDS))
     inside = gl.expand_dims(row * 16, 1) + gl.expand_dims(word, 0)
-    begin_copy(words_room.index(turn % STAGES), words + turn * (WIDE * 2048) + inside)
+    begin_copy(words_room.index(place), words + turn * (WIDE * 2048) + inside)
     at = gl.arange(0, WIDE * TILE, layout=COPY_CODES)
-    begin_copy(codes_room.index(turn % STAGES), codes + turn * (WIDE * TILE) + at)
+    begin_copy(codes_room.index(place), codes + turn * (WIDE * TILE) + at)
 
 
 @gluon.jit
@@ -107,7 +105,7 @@ def begin_stream(
     )
     for turn in gl.static_range(STAGES - 1):
         if turn * WIDE < steps:
-            _copy_weights(words_room, codes_room, words, codes, turn, STAGES, WIDE)
+            _copy_weights(words_room, codes_room, words, codes, turn, turn, WIDE)
         commit_group()
     return words_room, codes_room
 
@@ -142,17 +140,19 @@ def stream_row(
 ):  # fmt: skip
     """fp32 `[64, 8]`, all columns equal: the tiles `first` to `last` of `steps` times a row."""
     acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
+    place = first // WIDE % STAGES
     for turn in range(first // WIDE, last // WIDE):
         wait_group(STAGES - 2)
         barrier()
         if (turn + STAGES - 1) * WIDE < steps:  # over the previous turn's tiles
-            _copy_weights(words_room, codes_room, words, codes, turn + STAGES - 1, STAGES, WIDE)
+            before = gl.where(place == 0, STAGES, place) - 1
+            _copy_weights(words_room, codes_room, words, codes, turn + STAGES - 1, before, WIDE)
         commit_group()
-        place = turn % STAGES
         acc = _multiply(
             acc, words_room.index(place), codes_room.index(place), row_room, turn * (WIDE * 128),
             False, WIDE, MX,
         )  # fmt: skip
+        place = gl.where(place == STAGES - 1, 0, place + 1)
     return acc
 
 
@@ -177,7 +177,9 @@ def _stream_rows(
         barrier()
         following = turn + STAGES - 1
         if following * WIDE < steps:
-            _copy_weights(words_room, codes_room, words, codes, following, STAGES, WIDE)
+            _copy_weights(
+                words_room, codes_room, words, codes, following, following % STAGES, WIDE
+            )
             _copy_input(input_room, x, row_at, live, following, STAGES, WIDE)
         commit_group()
         place = turn % STAGES
