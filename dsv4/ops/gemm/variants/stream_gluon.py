@@ -38,6 +38,10 @@ B = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
 SCALES = gl.constexpr(gl.SliceLayout(1, A.value))
 COPY_WORDS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 COPY_CODES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# what a thread multiplies of 32 columns, if they are ordered so that it is contiguous
+TWO_PARTS = gl.constexpr(
+    gl.DistributedLinearLayout([[1], [2], [4]], [[8], [16], [0], [0], [0]], [[0], [0]], [], [32])
+)
 OUT = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [2, 2], [0, 1]))
 COPY_INPUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
@@ -63,6 +67,12 @@ def _copy_input(room, x, row_at, live, turn, STAGES: gl.constexpr, WIDE: gl.cons
 
 
 @gluon.jit
+def split_row(both):
+    """32 columns as `load_row_in_pairs` orders them, as two times 16."""
+    return gl.split(both.reshape([4, 2, 2, 2]).permute((2, 0, 3, 1)).reshape([16, 2]))
+
+
+@gluon.jit
 def _multiply(
     acc, words_room, codes_room, input_room, first, PER_TURN: gl.constexpr, WIDE: gl.constexpr,
     MX: gl.constexpr,
@@ -81,8 +91,10 @@ def _multiply(
                     own = input_room.slice((tile * 8 + half * 4 + slot) * 16, 16, dim=1)
                     part = own.permute((1, 0)).load(B)
                 else:
-                    own = input_room.index(first // 16 + tile * 8 + half * 4 + slot)
-                    part = own.load(gl.SliceLayout(1, B))
+                    if slot % 2 == 0:
+                        own = input_room.index(first // 32 + tile * 4 + half * 2 + slot // 2)
+                        parts = split_row(own.load(TWO_PARTS))
+                    part = gl.convert_layout(parts[slot % 2], gl.SliceLayout(1, B))
                     zero = gl.zeros([1, ROWS], gl.bfloat16, B)
                     part, _ = gl.broadcast(gl.expand_dims(part, 1), zero)
                 acc = mma_v2(weight, part, acc)
@@ -130,6 +142,21 @@ def load_row(x, columns, COLUMNS: gl.constexpr):
     group = gl.expand_dims(gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(1, WHOLE)) * 16, 1)
     at = group + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, WHOLE)), 0)
     as_matrix(room).store(gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg"))
+    return room
+
+
+@gluon.jit
+def load_row_in_pairs(x, columns, COLUMNS: gl.constexpr):
+    """`load_row`, 32 columns in the order in which threads multiply them."""
+    room = gl.allocate_shared_memory(
+        gl.bfloat16, [COLUMNS // 32, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    group = gl.expand_dims(gl.arange(0, COLUMNS // 32, layout=gl.SliceLayout(1, WHOLE)) * 32, 1)
+    at = group + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, WHOLE)), 0)
+    row = gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg")
+    row = row.reshape([COLUMNS // 32, 2, 2, 4, 2]).permute((0, 3, 1, 2, 4))
+    as_matrix(room).store(row.reshape([COLUMNS // 32, 32]))
     return room
 
 
@@ -277,7 +304,7 @@ def linear_stream(
     words_room, codes_room = begin_stream(w, s, steps, STAGES, PAD, WIDE, False)
     gdc_wait()
     if COLUMNS > 0:
-        row = load_row(x, steps * 128, COLUMNS)
+        row = load_row_in_pairs(x, steps * 128, COLUMNS)
         total = stream_row(words_room, codes_room, row, w, s, 0, steps, steps, STAGES, WIDE, False)
     else:
         total = _stream_rows(
