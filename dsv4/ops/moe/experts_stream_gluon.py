@@ -115,7 +115,7 @@ def up_stream(
                 gl.atomic_add(counts + expert, gl.where(found >= 0, 1, 0), sem="relaxed")
         total = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, SUMS))
         per_range = gl.cdiv(total_steps, RANGES)
-        for index in gl.static_range(RANGES):
+        for index in range(RANGES):
             acc = stream_row(
                 words_room, codes_room, row, words, codes, index * per_range,
                 gl.minimum((index + 1) * per_range, total_steps), total_steps, STAGES, WIDE, MX,
