@@ -204,9 +204,7 @@ def _stream_rows(
         barrier()
         following = turn + STAGES - 1
         if following * WIDE < steps:
-            _copy_weights(
-                words_room, codes_room, words, codes, following, following % STAGES, WIDE
-            )
+            _copy_weights(words_room, codes_room, words, codes, following, following % STAGES, WIDE)
             _copy_input(input_room, x, row_at, live, following, STAGES, WIDE)
         commit_group()
         place = turn % STAGES
