@@ -23,7 +23,7 @@ from dsv4.ops.gemm.variants.stream_gluon import (
     SUMS,
     TILE,
     begin_stream,
-    load_row_in_pairs,
+    load_row,
     ring_options,
     stream_row,
 )
@@ -80,7 +80,7 @@ def up_stream(
     place = gl.program_id(1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if SHARED == 0:
-        row = load_row_in_pairs(x, total_steps * 128, COLUMNS)  # written two launches earlier
+        row = load_row(x, total_steps * 128, COLUMNS, 32)  # written two launches earlier
         gdc_wait()
         gdc_launch_dependents()
         expert = gl.load(experts + place)
@@ -103,7 +103,7 @@ def up_stream(
             weight = gl.load(weights + place)
         else:
             weight = gl.load(weights + place, cache_modifier=".cg")
-            row = load_row_in_pairs(x, total_steps * 128, COLUMNS)
+            row = load_row(x, total_steps * 128, COLUMNS, 32)
             gdc_wait()
             gdc_launch_dependents()
             if place == 0:
@@ -169,7 +169,7 @@ def down_stream(
         words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, WIDE, MX)
         if not EARLY:
             gdc_wait()
-        row = load_row_in_pairs(z + place * inner + first * 128, steps * 128, COLUMNS)
+        row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS, 32)
         acc = stream_row(
             words_room, codes_room, row, words, codes, 0, steps, steps, STAGES, WIDE, MX
         )

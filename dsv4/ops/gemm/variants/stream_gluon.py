@@ -67,8 +67,8 @@ def _copy_input(room, x, row_at, live, turn, STAGES: gl.constexpr, WIDE: gl.cons
 
 
 @gluon.jit
-def split_row(both):
-    """32 columns as `load_row_in_pairs` orders them, as two times 16."""
+def _split_row(both):
+    """32 columns as `load_row` orders them, as two times 16."""
     return gl.split(both.reshape([4, 2, 2, 2]).permute((2, 0, 3, 1)).reshape([16, 2]))
 
 
@@ -93,7 +93,7 @@ def _multiply(
                 else:
                     if slot % 2 == 0:
                         own = input_room.index(first // 32 + tile * 4 + half * 2 + slot // 2)
-                        parts = split_row(own.load(TWO_PARTS))
+                        parts = _split_row(own.load(TWO_PARTS))
                     part = gl.convert_layout(parts[slot % 2], gl.SliceLayout(1, B))
                     zero = gl.zeros([1, ROWS], gl.bfloat16, B)
                     part, _ = gl.broadcast(gl.expand_dims(part, 1), zero)
@@ -133,30 +133,20 @@ def as_matrix(room):
 
 
 @gluon.jit
-def load_row(x, columns, COLUMNS: gl.constexpr):
-    """Load a row of `columns` (at most COLUMNS) into shared memory."""
+def load_row(x, columns, COLUMNS: gl.constexpr, SIZE: gl.constexpr = 16):
+    """Load a row of `columns` (at most COLUMNS) into shared memory, in groups of SIZE. Groups of 32
+    are ordered so that what a thread multiplies is contiguous (TWO_PARTS)."""
     room = gl.allocate_shared_memory(
-        gl.bfloat16, [COLUMNS // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.bfloat16, [COLUMNS // SIZE, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    group = gl.expand_dims(gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(1, WHOLE)) * 16, 1)
-    at = group + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, WHOLE)), 0)
-    as_matrix(room).store(gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg"))
-    return room
-
-
-@gluon.jit
-def load_row_in_pairs(x, columns, COLUMNS: gl.constexpr):
-    """`load_row`, 32 columns in the order in which threads multiply them."""
-    room = gl.allocate_shared_memory(
-        gl.bfloat16, [COLUMNS // 32, 32], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    group = gl.expand_dims(gl.arange(0, COLUMNS // 32, layout=gl.SliceLayout(1, WHOLE)) * 32, 1)
-    at = group + gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, WHOLE)), 0)
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    group = gl.arange(0, COLUMNS // SIZE, layout=gl.SliceLayout(1, WHOLE)) * SIZE
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, WHOLE))
+    at = gl.expand_dims(group, 1) + gl.expand_dims(column, 0)
     row = gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg")
-    row = row.reshape([COLUMNS // 32, 2, 2, 4, 2]).permute((0, 3, 1, 2, 4))
-    as_matrix(room).store(row.reshape([COLUMNS // 32, 32]))
+    if SIZE == 32:
+        row = row.reshape([COLUMNS // 32, 2, 2, 4, 2]).permute((0, 3, 1, 2, 4))
+    as_matrix(room).store(row.reshape([COLUMNS // SIZE, SIZE]))
     return room
 
 
@@ -302,7 +292,7 @@ def linear_stream(
     words_room, codes_room = begin_stream(w, s, steps, STAGES, PAD, WIDE, False)
     gdc_wait()
     if COLUMNS > 0:
-        row = load_row_in_pairs(x, steps * 128, COLUMNS)
+        row = load_row(x, steps * 128, COLUMNS, 32)
         total = stream_row(words_room, codes_room, row, w, s, 0, steps, steps, STAGES, WIDE, False)
     else:
         total = _stream_rows(
