@@ -121,14 +121,15 @@ LINE_BUDGET = {
     # warm-up that takes the memory of the largest step
     # 100 for DSpark, 130 for cards, what they cannot do and were measured to do, their buses
     # 220 for attention by sequences: lines, state and copies of several homes, their forecast
-    "runner": 5540,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
+    # 40 for what a rank computes besides its share, as measured
+    "runner": 5580,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan
     # 90 for reports of any card: nothing private, an end
     # 640 for reports of every case: compiling ahead, worker processes, fused steps
     # 25 for converting to the official formats
-    "tools": 10165,  # 400 for layouts over several GPUs and slices, 200 for the doctor of ranks
+    "tools": 10170,  # 405 for layouts over several GPUs and slices, 200 for the doctor of ranks
     "cli": 2700,  # 200 for plans over several GPUs and join
     "deploy": 1000,
     "__main__.py": 10,

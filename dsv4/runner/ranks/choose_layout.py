@@ -19,6 +19,7 @@ from dsv4.runner.ranks.forecast import (
     ANSWER_TOKENS,
     ANSWERS,
     CHUNK,
+    ERROR,
     PROMPT_TOKENS,
     SEQUENCES,
     Forecast,
@@ -118,7 +119,8 @@ def recommend_for(
 
 
 def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast | None, str]:
-    """The layout to run, and why; None if nothing fits."""
+    """The layout to run, and why; None if nothing fits. Of layouts that forecasts cannot tell apart
+    the one with the fewest stages, which do without prefixes on disk and drafts."""
     fitting = [found for found in forecasts if found.fits]
     if not fitting:
         least = min(forecasts, key=lambda f: max(s.weight_bytes for s in f.stages))
@@ -129,14 +131,21 @@ def recommend(forecasts: Sequence[Forecast], cluster: Cluster) -> tuple[Forecast
             "or smaller weights"
         )
     inside = [found for found in fitting if found.world <= cluster.per_node] or fitting
-    best = min(inside, key=lambda found: (found.job_s, found.world))
-    others = len(fitting) - 1
-    why = (
-        f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} at once and "
-        f"{ALONE} one by one in {best.job_s:.1f} s, the least of {others + 1} layouts that fit"
-        if others
-        else "the only layout that fits"
-    )
+    least = min(inside, key=lambda found: (found.job_s, found.world))
+    close = [found for found in inside if found.job_s <= least.job_s * (1 + ERROR)]
+    best = min(close, key=lambda found: (found.pp, found.job_s, found.world))
+    why = "the only layout that fits"
+    if len(fitting) > 1:
+        why = (
+            f"{ANSWERS} answers of {ANSWER_TOKENS} tokens to prompts of {PROMPT_TOKENS:,} at once "
+            f"and {ALONE} one by one in {best.job_s:.1f} s, "
+        )
+        why += (
+            f"the least of {len(fitting)} layouts that fit"
+            if best is least
+            else f"of the layouts within {ERROR:.0%} of the least (tp {least.tp}, pp {least.pp}: "
+            f"{least.job_s:.1f} s) the one with the fewest stages"
+        )
     if cluster.nodes > 1 and best.world <= cluster.per_node:
         why += "; one engine on each node, behind a router"
     if 1 in best.steps:

@@ -4,7 +4,7 @@ time. No torch.
 A decode step reads its weights once, pays a fixed time per layer, and exchanges. The shares of a
 GPU's published rates and the time per layer are fitted to records of one H200
 (benchmarks/records/2026-11-17_h200_decode_flash.jsonl, ..._decode_pro.jsonl, ..._prefill.jsonl).
-The cost of an exchange is assumed until someone measures it: `dsv4 bench parallel`.
+The time on the link between ranks is assumed until someone measures it: `dsv4 bench parallel`.
 """
 
 import random
@@ -17,12 +17,21 @@ from dsv4.cache.geometry import POOLS, Geometry
 from dsv4.checkpoint.names import parameters
 from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.parallel.channels import ROWS_FROM, channel_bytes
-from dsv4.parallel.layout import RankLayout, allowed_tp, balance, k_ranges
-from dsv4.runner.ranks.cluster import Cluster, Interconnect
+from dsv4.parallel.channels import channel_bytes
+from dsv4.parallel.layout import RankLayout, allowed_tp, balance
+from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.exchange_times import (
+    boundaries_ms,
+    group_link,
+    layer_exchange_ms,
+    rank_layer_ms,
+    received_bytes,
+    transfer_ms,
+)
 from dsv4.runner.settings import GPU_CHUNK, GPU_SEQUENCES, step_bytes
 
 READ_SHARE, COMPUTE_SHARE, LAYER_US = 0.74, 0.41, 53.0
+ERROR = 0.15  # of forecasts, against those records
 CHUNK = GPU_CHUNK  # prompt tokens of a step
 LEAST_TOKENS, SEQUENCES = 32768, GPU_SEQUENCES  # of state, for a layout to be useful
 # the workload that layouts are compared by: a batch of answers, and some one by one
@@ -247,21 +256,6 @@ def _stages(
         yield StageForecast(layers, held, exchange, free, max(tokens, 0) if room > 0 else 0)
 
 
-def received_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> float:
-    """Per rank and layer. Split experts exchange W2's inputs, then columns of the sums."""
-    c, width, chosen = config, config.hidden_size, config.num_experts_per_tok
-    tp, between = layout.tp, chosen * c.moe_intermediate_size * 2
-    if rows < ROWS_FROM and not layout.data_attention:
-        experts = between + width * 2 if layout.split_experts else chosen * width * 4
-        return rows * (k_ranges(c) * width * 4 + experts) * (tp - 1) / tp
-    pairs = 1 if layout.split_experts else chosen
-    groups = 0 if layout.data_attention else c.o_groups * c.o_lora_rank
-    own = (groups * 2 + pairs * width * 4) / tp
-    gathers = 1 if layout.data_attention else 2
-    every = gathers * width * 2 + (between if layout.split_experts else 0)
-    return rows * (every + own) * (tp - 1) / tp
-
-
 def experts_read(config: ModelConfig, layout: RankLayout, batch: int) -> float:
     """By the fullest rank in one layer of a step, counted in whole experts."""
     shape = config.num_experts, config.num_experts_per_tok, batch
@@ -306,40 +300,10 @@ def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) 
     exchange = layer_exchange_ms(cluster, layout, config, batch) * config.num_layers
     if tp > 1:
         logits = batch * config.vocab_size * 4 * (tp - 1) / tp
-        exchange += _transfer_ms(_group_link(cluster, tp), logits)
-    exchange += _boundaries_ms(cluster, layout, config, batch)
-    return StepTime(read, config.num_layers * LAYER_US / 1e3, exchange)
-
-
-def layer_exchange_ms(
-    cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int
-) -> float:
-    """Exchange time of one layer."""
-    if layout.tp == 1:
-        return 0.0
-    few = rows < ROWS_FROM and not layout.data_attention
-    link, count = _group_link(cluster, layout.tp), 2 if few else 4
-    count += layout.split_experts
-    nbytes = received_bytes(config, layout, rows)
-    return count * link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
-
-
-def _boundaries_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int) -> float:
-    """Time to send streams from stage to stage, and logits back to the first."""
-    if layout.pp == 1:
-        return 0.0
-    link = cluster.between if layout.world > cluster.per_node else cluster.link
-    streams = rows * config.hc_mult * config.hidden_size * 2 / layout.tp
-    logits = min(rows, SEQUENCES) * config.vocab_size * 4
-    return (layout.pp - 1) * _transfer_ms(link, streams) + _transfer_ms(link, logits)
-
-
-def _group_link(cluster: Cluster, tp: int) -> Interconnect:
-    return cluster.link if tp <= cluster.per_node else cluster.between
-
-
-def _transfer_ms(link: Interconnect, nbytes: float) -> float:
-    return link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
+        exchange += transfer_ms(group_link(cluster, tp), logits)
+    exchange += boundaries_ms(cluster, layout, config, batch)
+    layer = LAYER_US / 1e3 + rank_layer_ms(cluster, layout, config, batch)
+    return StepTime(read, config.num_layers * layer, exchange)
 
 
 def _prompt(
@@ -365,11 +329,12 @@ def _prompt(
     read = chunks * held / (cluster.gpu.read_gbs * READ_SHARE * 1e6)
     rows = CHUNK if layout.data_attention else min(tokens, CHUNK)  # homes bring padding
     exchange = layer_exchange_ms(cluster, layout, config, rows) * config.num_layers
-    exchange += _boundaries_ms(cluster, layout, config, rows)
+    exchange += boundaries_ms(cluster, layout, config, rows)
     bound = "products" if compute > read else "reading weights"
-    if exchange * chunks > max(compute, read):
+    more = rank_layer_ms(cluster, layout, config, rows) * config.num_layers
+    if (exchange + more) * chunks > max(compute, read):
         bound = "exchange"
-    return max(compute, read), exchange * chunks, bound
+    return max(compute, read) + more * chunks, exchange * chunks, bound
 
 
 @cache

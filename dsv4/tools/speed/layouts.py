@@ -18,6 +18,7 @@ from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.choose_layout import recommend_for, stage_memory
 from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.exchange_times import HANDLED_SHARE, RANK_US, layer_exchange_ms
 from dsv4.runner.ranks.forecast import (
     COMPUTE_SHARE,
     LAYER_US,
@@ -25,7 +26,6 @@ from dsv4.runner.ranks.forecast import (
     Forecast,
     WeightSizes,
     forecast,
-    layer_exchange_ms,
     layouts,
     rank_stages,
 )
@@ -180,7 +180,9 @@ def assumptions(cluster: Cluster) -> list[str]:
     lines = [
         f"{gpu.name}: {READ_SHARE:.0%} of {gpu.read_gbs:g} GB/s, {COMPUTE_SHARE:.0%} of "
         f"{gpu.tflops:g} TFLOP/s and {LAYER_US:g} us a layer, the shares as fitted to records of "
-        "an H200; weights are read once a step, state is not counted"
+        "an H200; weights are read once a step, state is not counted",
+        f"a rank of several: {RANK_US:g} us more a layer of 4,096 columns, and exchanged bytes at "
+        f"{HANDLED_SHARE * gpu.read_gbs:.0f} GB/s, fitted to slices of one on an H200",
     ]
     lines += [
         f"{link.name}: {link.gbs:g} GB/s, {link.exchange_us:g} us an exchange ({link.source})"
