@@ -266,6 +266,8 @@ def test_fewer_stages_unless_more_are_surely_faster() -> None:
     least = min(f.job_s for f in sure.forecasts)
     assert sure.recommended == (1, 2)
     assert slower > least * (1 + ERROR)
+    for needs_one_stage in ({"prefix_disk": "folder"}, {"draft": "lookup"}):
+        assert plan_of("flash", "b200", 2, **needs_one_stage).recommended == (2, 1)
 
 
 def test_what_does_not_fit_says_so() -> None:

@@ -96,6 +96,9 @@ def recommend_for(
 ) -> tuple[Forecast | None, str]:
     """The layout to run and why, among those with room for the sequences and context that `choices`
     ask for: stages divide the state, ranks of one stage all hold it."""
+    alone = [each for each in found if each.pp == 1 and each.fits]
+    if alone and (choices.prefix_disk is not None or choices.draft == "lookup"):
+        found = alone  # the only layouts that can do this
     best, why = recommend(found, cluster)
     if best is None or (choices.max_sequences is None and choices.max_context is None):
         return best, why
