@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,20 +14,20 @@ def test_kernels_compile() -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90)
     products = [row for row in rows if row["kernel"] != "_a8_rows_kernel"]
-    names = [row["kernel"] for row in rows]
-    assert {name: names.count(name) for name in names} == {
+    kernels = [row["kernel"] for row in rows]
+    assert {name: kernels.count(name) for name in kernels} == {
         "_a8_kernel": 9,
         "_a8_rows_kernel": 2,
-        "_a8_prompt_kernel": 4,
+        "_a8_prompt_kernel": 6,
     }
     for row in rows:
         check_limits(row, 0, 90)
     for row in products:
         # all by the same instruction, whose bits do not depend on the number of rows
         assert row["products"], row["case"]
-        for product in row["products"]:
-            assert product.startswith("wgmma.mma_async"), f"{row['case']}: {product}"
-            assert product.endswith("k32.f32.e4m3.e4m3"), f"{row['case']}: {product}"
+        for name in row["products"]:
+            assert name.startswith("wgmma.mma_async"), f"{row['case']}: {name}"
+            assert name.endswith("k32.f32.e4m3.e4m3"), f"{row['case']}: {name}"
         if counts_are_known():
             assert row["hot_reloads"] <= (1 if "prompt" in row["case"] else 0), row["case"]
 
@@ -46,11 +47,11 @@ def launches(capability: int) -> Iterator[Launch]:
     for bm in (16, 32, 64):
         out = torch.empty(256, 1024, dtype=torch.bfloat16)
         yield f"a8 fp8 {bm}", lambda bm=bm, out=out: multiply_rows(rows, matrix, out, bm=bm)
-    for ranges in (1, 8):
-        weight, out = replace(matrix, k_ranges=ranges), torch.empty(256, 1024)
+    for ranges, dtype in product((1, 8), (torch.bfloat16, torch.float32)):
+        weight, out = replace(matrix, k_ranges=ranges), torch.empty(256, 1024, dtype=dtype)
         yield (
-            f"a8 fp8 prompt {ranges}",
-            lambda w=weight, out=out.bfloat16(): prompt.multiply_rows(rows, w, out),
+            f"a8 fp8 prompt {ranges} {dtype}",
+            lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
     route = ExpertTiles(RouteTable(*torch.zeros(4, 256, dtype=torch.int32)), 4)
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)

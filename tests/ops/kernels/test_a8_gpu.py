@@ -160,3 +160,61 @@ def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -
     found = kernel.run(**arguments)
     assert len(used) == 2
     assert torch.equal(found, kernel.run(**arguments, bm=64))
+
+
+def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None:
+    """Experts and a matrix of V4-Flash with 8,192 tokens; every 128 columns of every row have their
+    own scale, so a scale, a weight or a row that is read too late or too early changes bits."""
+    from dsv4.ops.gemm.a8 import fp8_product_triton as plain
+    from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
+    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
+    from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+
+    cuda: dict[str, Any] = {
+        "device": "cuda",
+        "generator": torch.Generator("cuda").manual_seed(5),
+    }
+
+    def any_rows(count: int, columns: int) -> Tensor:
+        power = torch.randint(-4, 5, (count, columns // 128, 1), **cuda)
+        values = torch.randn(count, columns // 128, 128, **cuda) * torch.exp2(power.float())
+        return values.view(count, columns).bfloat16()
+
+    def experts(n: int, k: int, paired: bool) -> A8Mxfp4:
+        shape = 256, n // 64, k // 128, 64
+        words = torch.randint(-(2**31), 2**31 - 1, (*shape, 16), dtype=torch.int32, **cuda)
+        shifts = torch.randint(0, 6, (*shape, 4), dtype=torch.uint8, **cuda).view(torch.int32)
+        factor = torch.full((256,), 2.0**-12, device="cuda")
+        return A8Mxfp4(words, shifts[..., 0].contiguous(), factor, n, k, paired)
+
+    def assert_repeats(run: Any, out: Tensor, wanted: Tensor, what: str) -> None:
+        for index in range(10):
+            out.fill_(float("nan"))
+            run()
+            different = int((out != wanted).sum())
+            assert different == 0, f"{what}, run {index}: {different} of {out.numel()} numbers"
+
+    values = (torch.randn(32768, 1024, **cuda) * 50).clamp(-448, 448).to(torch.float8_e4m3fn)
+    weight = A8Fp8(values, torch.exp2(torch.randint(-10, -6, (256, 8), **cuda).float()))
+    rows = make_a8_rows(any_rows(8192, 1024), "test")
+    wanted, found = (torch.empty(8192, 32768, dtype=torch.bfloat16, device="cuda") for _ in "ab")
+    plain.multiply_rows(rows, weight, wanted)
+    assert_repeats(lambda: prompt.multiply_rows(rows, weight, found), found, wanted, "wq_b")
+
+    chosen = torch.rand(8192, 256, **cuda).argsort(1)[:, :6].contiguous()
+    given: dict[str, Any] = {"weights": torch.rand(8192, 6, **cuda), "limit": 10.0}
+    for n, k, size, more in ((4096, 4096, 2048, given), (4096, 2048, 4096, {})):
+        weight, x = experts(n, k, paired=bool(more)), any_rows(8192, k)
+        dtype = torch.bfloat16 if more else torch.float32
+        wanted, found = (torch.empty(8192 * 6, size, dtype=dtype, device="cuda") for _ in "ab")
+        route = group_by_expert(chosen, 256, 128)
+        rows = make_a8_rows(x, "test", route=route.table, chosen=6)
+        plain.multiply_experts(rows, weight, wanted, route, 128, **more)
+        route = group_by_expert(chosen, 256, prompt.MOST_ROWS)
+        rows = make_a8_rows(x, "test", route=route.table, chosen=6, copies=4)
+
+        def run(rows=rows, weight=weight, out=found, route=route, more=more) -> None:
+            prompt.multiply_experts(rows, weight, out, route, **more)
+
+        assert_repeats(run, found, wanted, f"experts, {size} results")

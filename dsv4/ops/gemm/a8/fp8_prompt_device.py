@@ -1,22 +1,34 @@
 # mypy: ignore-errors
-"""One tile of fp8_prompt_gluon.py: 64 weight rows by up to 64 * PIECES input rows, in Gluon."""
+"""One tile of fp8_prompt_gluon.py: 64 weight rows by up to 64 * `pieces` input rows, in Gluon.
+
+Copies (TMA) write the ring through another path than loads read it. A load that was issued may
+still be waiting when the buffer's barrier is arrived at, and then finds the next step's numbers; so
+loads are fenced before a buffer is given back. Products need no fence: their wait ends their reads.
+"""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from dsv4.ops.core.helpers_device import append, swiglu
-from dsv4.ops.gemm.a8.fp8_product_triton import HIGH, LOW
 
 ROWS = 64  # input rows of one product
 PIECE, WIDTH, BLOCK = gl.constexpr(ROWS), gl.constexpr(128), gl.constexpr(4 * ROWS)
-_LOW, _HIGH = gl.constexpr(LOW.value), gl.constexpr(HIGH.value)
+_LOW_SIZE = gl.constexpr("{ .reg .b32 s; and.b32 s, $1, 0x77777777; prmt.b32 $0, $2, $3, s; }")
+_HIGH_SIZE = gl.constexpr(
+    "{ .reg .b32 s; and.b32 s, $1, 0x77777777; shr.u32 s, s, 16; prmt.b32 $0, $2, $3, s; }"
+)
+_LOW_SIGN = gl.constexpr("lop3.b32 $0, $1, $2, 0x80808080, 0xF8;")
+_HIGH_SIGN = gl.constexpr(
+    "{ .reg .b32 u; shl.b32 u, $2, 4; lop3.b32 $0, $1, u, 0x80808080, 0xF8; }"
+)
 NEWER = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # than triton 3.6
 joined, activated = gluon.jit(append.fn), gluon.jit(swiglu.fn)
 
@@ -26,10 +38,13 @@ class PromptTile(NamedTuple):
 
     pieces: int
     stages: int
-    flight: int  # products in the tensor core at the same time
+    flight: int  # products in the tensor core while another's sums are added
     fp8: bool  # FP8 weights, otherwise MXFP4 experts
     ranges: int
     end: int  # PLAIN, SWIGLU or PAIRS
+    wide: bool = False  # products of 128 input rows where there are as many
+    ahead: bool = False  # weights of the next step are made while products run
+    direct: bool = False  # FP8 weights are multiplied from shared memory, not from registers
 
 
 class PromptBuffers(NamedTuple):
@@ -71,94 +86,182 @@ def words_layout():
 
 
 @gluon.constexpr_function
-def sums_layout():
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+def sums_layout(rows=ROWS):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
+
+
+@gluon.constexpr_function
+def piece_rows(P, wide):
+    """(first input row, rows) of each product."""
+    width = 2 * ROWS if wide else ROWS
+    return [(first, min(width, P * ROWS - first)) for first in range(0, P * ROWS, width)]
+
+
+@gluon.constexpr_function
+def outstanding(flight, left):
+    """Products that may go on when the first of `left` is awaited."""
+    return max(min(flight, left) - 1, 0)
 
 
 @gluon.jit
-def _codes(words, first, second, ASM: gl.constexpr):
-    """E4M3 `[64, q, s, column]` of the low or high columns; four share a register."""
-    code = gl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, first, second], gl.int32, True, 1)
-    code = gl.join(code, code)
-    four = gl.join(code, code).reshape([64, 4, 4, 4])
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [four], gl.float8e4nv, True, 4
-    )
+def _viewed(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    if NEWER:
+        return buffer.reinterpret(dtype, shape, layout)
+    else:
+        return buffer._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
-def _unpacked(b, place):
-    """MXFP4 of 64 rows from the ring -> E4M3 `[64, 128]` in the registers of a product."""
+def _unpack(b, place):
+    """MXFP4 of 64 rows from the ring -> int32 `[64, q, s]`, four E4M3 codes each: low columns, high
+    ones."""
     L: gl.constexpr = words_layout()
     LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    if NEWER:
-        words = b.words.index(place).reinterpret(gl.int32, [64, 4, 4], LINEAR).load(L)
-    else:
-        words = b.words.index(place)._reinterpret(gl.int32, [64, 4, 4], LINEAR).load(L)
+    words = _viewed(b.words.index(place), gl.int32, [64, 4, 4], LINEAR).load(L)
     shifts = b.shifts.index(place).reshape([64]).load(gl.SliceLayout(1, gl.SliceLayout(1, L)))
     even = gl.join(shifts & 255, (shifts >> 16) & 255)
     odd = gl.join((shifts >> 8) & 255, (shifts >> 24) & 255)
     shift = gl.join(even, odd).reshape([64, 4])
     shift = gl.convert_layout(shift, gl.SliceLayout(1, L), assert_trivial=True)
     shift = gl.expand_dims(shift, 1) | (words & 0)
-    first = 0x6C686000 - shift * 0x08080800
-    second = 0x7C787470 - shift * 0x08080808
-    both = gl.join(_codes(words, first, second, _LOW), _codes(words, first, second, _HIGH))
+    given = [words, 0x6C686000 - shift * 0x08080800, 0x7C787470 - shift * 0x08080808]
+    low = gl.inline_asm_elementwise(_LOW_SIZE, "=r,r,r,r", given, gl.int32, True, 1)
+    high = gl.inline_asm_elementwise(_HIGH_SIZE, "=r,r,r,r", given, gl.int32, True, 1)
+    return words, low, high
+
+
+@gluon.jit
+def _four(codes):
+    """int32 `[64, q, s]` -> E4M3 `[64, q, s, column]`; four share a register."""
+    codes = gl.join(codes, codes)
+    four = gl.join(codes, codes).reshape([64, 4, 4, 4])
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [four], gl.float8e4nv, True, 4
+    )
+
+
+@gluon.jit
+def _operand(words, low, high):
+    """E4M3 `[64, 128]` in the registers of a product: sizes with their signs. Signs come last, so
+    that the next step's sizes have registers of their own."""
+    low = gl.inline_asm_elementwise(_LOW_SIGN, "=r,r,r", [low, words], gl.int32, True, 1)
+    high = gl.inline_asm_elementwise(_HIGH_SIGN, "=r,r,r", [high, words], gl.int32, True, 1)
+    both = gl.join(_four(low), _four(high))
     both = gl.permute(both, [0, 2, 4, 1, 3]).reshape([64, 128])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(), 4)
     return gl.convert_layout(both, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def _start(a, b, slot, i: gl.constexpr, T: gl.constexpr):
-    zero = gl.zeros([64, PIECE], gl.float32, sums_layout())
-    x = b.rows.index(slot * T.pieces + i).permute((1, 0))
-    return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
+def _await(b, at, T: gl.constexpr):
+    slot = at % T.stages
+    mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+    return slot
 
 
 @gluon.jit
-def _zeros(P: gl.constexpr):
+def _weights(b, slot, half, T: gl.constexpr):
+    """E4M3 `[64, 128]`: in shared memory, or in registers."""
+    if T.direct:
+        return b.weights.index(slot).slice(half * 64, 64)
+    elif T.fp8:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(), 4)
+        return b.weights.index(slot).slice(half * 64, 64).load(OPERAND)
+    else:
+        words, low, high = _unpack(b, slot * 2 + half)
+        return _operand(words, low, high)
+
+
+@gluon.jit
+def _zero(N: gl.constexpr):
+    return gl.zeros([64, N], gl.float32, sums_layout(N))
+
+
+@gluon.jit
+def _scales(b, slot, FIRST: gl.constexpr, N: gl.constexpr):
+    scales = b.scales.index(slot).reshape([BLOCK]).slice(FIRST, N)
+    return scales.load(gl.SliceLayout(0, sums_layout(N)))
+
+
+@gluon.jit
+def _start(a, b, slot, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr):
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N), 4)
+    x = b.rows.index(slot * T.pieces + FIRST // PIECE)
+    if N > PIECE:  # its neighbour in the ring is the other half
+        x = _viewed(x, gl.float8e4nv, [N, WIDTH], SHARED)
+    if not T.direct:
+        a = gl.convert_layout(a, OPERAND, assert_trivial=True)
+    return warpgroup_mma(a, x.permute((1, 0)), _zero(N), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _zeros(P: gl.constexpr, WIDE: gl.constexpr):
+    PIECES: gl.constexpr = piece_rows(P, WIDE)
     zeros = ()
-    for _ in gl.static_range(P):
-        zeros = joined(zeros, gl.zeros([64, PIECE], gl.float32, sums_layout()))
+    for i in gl.static_range(len(PIECES)):
+        zeros = joined(zeros, _zero(PIECES[i][1]))
     return zeros
+
+
+@gluon.jit
+def _narrow(sums):
+    """`[64, 128]` as two of `[64, 64]`; no number moves."""
+    narrow = ()
+    for i in gl.static_range(len(sums)):
+        if sums[i].shape[1] > PIECE:
+            both = gl.permute(sums[i].reshape([64, 2, PIECE]), [0, 2, 1])
+            first, second = gl.split(both)
+            first = gl.convert_layout(first, sums_layout(), assert_trivial=True)
+            second = gl.convert_layout(second, sums_layout(), assert_trivial=True)
+            narrow = joined(joined(narrow, first), second)
+        else:
+            narrow = joined(narrow, sums[i])
+    return narrow
 
 
 @gluon.jit
 def _sums(half, at, scale, b, begin, end, P: gl.constexpr, T: gl.constexpr):
     """fp32 `[64, 64]` per piece, over the steps `begin` to `end`; `half`: which 64 weight rows."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, sums_layout())
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(), 4)
-    FLIGHT: gl.constexpr = T.flight if T.flight < P else P
-    sums = _zeros(P)
+    PIECES: gl.constexpr = piece_rows(P, T.wide)
+    NUM: gl.constexpr = len(PIECES)
+    FLIGHT: gl.constexpr = T.flight if T.flight < NUM else NUM
+    sums = _zeros(P, T.wide)
+    last = at + end - begin - 1
+    if T.ahead:
+        words, low, high = _unpack(b, _await(b, at, T) * 2 + half)
     for step in range(begin, end):
-        slot = at % T.stages
         if T.fp8:
             factor = gl.load(scale + step)
-        mbarrier.wait(b.full.index(slot), at // T.stages & 1)
-        if T.fp8:
-            a = b.weights.index(slot).slice(half * 64, 64).load(OPERAND)
+        if T.ahead:  # no loop may stand between products and their wait
+            slot = at % T.stages
+            following = _await(b, gl.minimum(at + 1, last), T)
+            a = _operand(words, low, high)
         else:
-            a = _unpacked(b, slot * 2 + half)
+            slot = _await(b, at, T)
+            a = _weights(b, slot, half, T)
         flying = ()
         for i in gl.static_range(FLIGHT):
-            flying = joined(flying, _start(a, b, slot, i, T))
-        scales = b.scales.index(slot).reshape([BLOCK])
+            flying = joined(flying, _start(a, b, slot, PIECES[i][0], PIECES[i][1], T))
+        if T.ahead:  # at the end the last step's again: they are still there
+            words, low, high = _unpack(b, following * 2 + half)
         added = ()
-        for i in gl.static_range(P):
-            part = warpgroup_mma_wait(
-                FLIGHT - 1 if P - i >= FLIGHT else P - 1 - i, deps=(flying[i],)
-            )
-            if i + FLIGHT < P:
-                flying = joined(flying, _start(a, b, slot, i + FLIGHT, T))
-            row_scale = scales.slice(i * PIECE, PIECE).load(COLUMNS)
+        for i in gl.static_range(NUM):
+            if FLIGHT == 0:
+                flying = joined(flying, _start(a, b, slot, PIECES[i][0], PIECES[i][1], T))
+            row_scale = _scales(b, slot, PIECES[i][0], PIECES[i][1])
+            part = warpgroup_mma_wait(outstanding(FLIGHT, NUM - i), deps=(flying[i],))
+            if FLIGHT > 0 and i + FLIGHT < NUM:
+                next_product = _start(a, b, slot, PIECES[i + FLIGHT][0], PIECES[i + FLIGHT][1], T)
+                flying = joined(flying, next_product)
             if T.fp8:
                 row_scale = row_scale * factor
             added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
         sums = added
+        fence_async_shared()
         mbarrier.arrive(b.empty.index(slot), count=1)
         at += 1
-    return sums
+    return _narrow(sums)
 
 
 @gluon.jit
@@ -167,7 +270,7 @@ def _total(half, at, scale, b, job, P: gl.constexpr, T: gl.constexpr):
     if T.ranges == 1:
         return _sums(half, at, scale, b, 0, job.steps, P, T)
     else:
-        total = _zeros(P)
+        total = _zeros(P, False)
         for index in range(0, T.ranges):
             begin = index * job.per_range
             end = gl.minimum(begin + job.per_range, job.steps)

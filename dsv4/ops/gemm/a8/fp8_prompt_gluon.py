@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """FP8 products of a8 rows for prompts on sm_90, in Gluon: warps with different jobs.
 
-A program walks over tiles of 128 weight rows by up to 64 * PIECES input rows. One warp copies
+A program walks over tiles of 128 weight rows by up to 64 * `pieces` input rows. One warp copies
 weights, rows and their scales into a ring of buffers. Two groups of four warps multiply 64 weight
 rows each; they wait only for buffers, never for each other, so one unpacks and adds while the other
-multiplies. The sums of 128 columns of 64 rows leave the tensor core while the next 64 rows are in
-it. Experts read as many pieces of 64 rows as they have.
+multiplies. The sums of 128 columns of 64 or 128 rows leave the tensor core while the next rows are
+in it. Experts read as many pieces of 64 rows as they have.
 
 Sums and their order are those of fp8_product_triton.py, so bits are equal. The interpreter does not
 run Gluon; a GPU test compares both to the last bit.
@@ -33,8 +33,10 @@ from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
 
 PACKED = gl.constexpr(2 * 64 * (16 + 1) * 4)  # bytes of MXFP4 in 128 rows and columns
-PIECES = 3
-MOST_ROWS = PIECES * ROWS  # of a tile
+MATRIX = PromptTile(3, 4, 2, True, 1, PLAIN)
+RANGES = PromptTile(2, 6, 2, True, 0, PLAIN)  # of K: they need a second set of sums in registers
+EXPERTS = PromptTile(3, 5, 2, False, 1, PAIRS)
+MOST_ROWS = EXPERTS.pieces * ROWS  # of a tile
 WARPS, REGISTERS, COPY_REGISTERS = 4, 240, 24  # of a multiplying thread, of a copying one
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -90,8 +92,10 @@ def _copy(descs, b, job, T: gl.constexpr):
                 _copy_tile(descs, at, expert, n_tile, row, b, job, 1, T)
             elif T.pieces == 2 or height <= 2 * PIECE:
                 _copy_tile(descs, at, expert, n_tile, row, b, job, 2, T)
-            else:
+            elif T.pieces == 3 or height <= 3 * PIECE:
                 _copy_tile(descs, at, expert, n_tile, row, b, job, 3, T)
+            else:
+                _copy_tile(descs, at, expert, n_tile, row, b, job, 4, T)
             at += job.steps
 
 
@@ -106,8 +110,10 @@ def _multiply(half, b, job, T: gl.constexpr):
                 multiply_tile(half, at, expert, n_tile, row, height, b, job, 1, T)
             elif T.pieces == 2 or height <= 2 * PIECE:
                 multiply_tile(half, at, expert, n_tile, row, height, b, job, 2, T)
-            else:
+            elif T.pieces == 3 or height <= 3 * PIECE:
                 multiply_tile(half, at, expert, n_tile, row, height, b, job, 3, T)
+            else:
+                multiply_tile(half, at, expert, n_tile, row, height, b, job, 4, T)
             at += job.steps
 
 
@@ -173,23 +179,20 @@ def _launch(rows, weight, out, tile, m_tiles, per_range, *, route, weights, limi
     )  # fmt: skip
 
 
-def multiply_rows(rows, weight, out) -> None:
+def multiply_rows(rows, weight, out, tile=None) -> None:
     """`out` `[rows, n]` = a8 rows times an FP8 matrix whose sides are multiples of 128."""
     ranges, per_range = split_k(weight)
-    # ranges need a second set of sums in registers
-    tile = (
-        PromptTile(3, 4, 2, True, 1, PLAIN)
-        if ranges == 1
-        else PromptTile(2, 6, 2, True, ranges, PLAIN)
-    )
+    tile = tile or (MATRIX if ranges == 1 else RANGES)
+    fewer = out.dtype.itemsize // 4  # fp32 results need the shared memory of a stage
+    tile = tile._replace(ranges=ranges, stages=tile.stages - fewer)
     m_tiles = triton.cdiv(rows.num_rows, tile.pieces * ROWS)
     _launch(rows, weight, out, tile, m_tiles, per_range, route=None, weights=None, limit=0.0)
 
 
-def multiply_experts(rows, weight, out, route, *, weights=None, limit=0.0) -> None:
+def multiply_experts(rows, weight, out, route, *, weights=None, limit=0.0, tile=EXPERTS) -> None:
     """Like that of fp8_product_triton.py; `rows` has a row per sorted pair and four copies of its
     scales, `route` tiles of MOST_ROWS; the sides of `weight` are multiples of 128."""
-    tile = PromptTile(PIECES, 5, 2, False, 1, PAIRS if weights is None else SWIGLU)
+    tile = tile._replace(end=PAIRS if weights is None else SWIGLU)
     _launch(
         rows, weight, out, tile, route.num_tiles, rows.num_steps, route=route.table,
         weights=weights, limit=limit,
