@@ -86,7 +86,7 @@ LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 1
     "other GPUs": 111,
     "few rows on a CPU": 47,
     "official checkpoints on one GPU: FP8 in streams and prompts": 60,
-    "FP8 rows as trained": 96,
+    "FP8 rows as trained": 107,
 }
 
 # Lines of each part, with room to grow; more than this is a decision, not an accident.
@@ -105,8 +105,8 @@ LINE_BUDGET = {
     "ops": OWN_OPS_LINES + sum(LINES_IN_FILES_OF_OPS.values()),
     # 170 for experts split over ranks, their count, an echo; 320 for fusions of few rows on a CPU
     # 360 for streams of FP8 and bf16, and of experts by a table; FP8 as bf16 in prompts
-    # 670 for FP8 products on sm_90, 570 for those of prompts
-    "ops of other issues": 5130,
+    # 730 for FP8 products on sm_90, 570 for those of prompts
+    "ops of other issues": 5190,
     "cache": 1500,
     "checkpoint": 3000,
     "chat": 4500,

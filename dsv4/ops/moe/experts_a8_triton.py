@@ -14,13 +14,15 @@ import torch
 
 from dsv4.ops.core.launch import a8_reason
 from dsv4.ops.core.workspace import workspace
+from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
-from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
-from dsv4.ops.gemm.weights.a8 import A8Mxfp4
+from dsv4.ops.gemm.a8.fp8_rows_triton import EARLY_ROWS, make_a8_rows
+from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 from dsv4.ops.moe.shared_expert_triton import combine
 
+WIDE_PAIRS = 24  # from here on programs multiply 128 weight rows: fewer instructions for each
 PROMPT_ROWS = 16  # of an expert, on average: from here on fp8_prompt_gluon multiplies
 
 
@@ -42,14 +44,14 @@ def weights_reason(x, by) -> str | None:
 def run(x, experts, weights, by, bm=None):
     """`bm`: rows per tile, for tests."""
     chosen, w13, w2 = experts.shape[1], by.w13, by.w2
-    extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit)
-    num_pairs, inner = experts.numel(), w2.columns
+    num_pairs, inner, num_experts = experts.numel(), w2.columns, w2.shape[0]
+    early = x.shape[0] <= EARLY_ROWS
     z = workspace(x.device, "experts_z", num_pairs * inner, torch.bfloat16)
     z = z[: num_pairs * inner].view(num_pairs, inner)
     parts = workspace(x.device, "a8_parts", num_pairs * w2.rows, torch.float32)
     parts = parts[: num_pairs * w2.rows].view(num_pairs, w2.rows)
-    num_experts = w2.shape[0]
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
+        extra = _shared_output(x, None, by)
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon")
         route = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
         rows = make_a8_rows(x, "a8_pairs", route=route.table, chosen=chosen, copies=4)
@@ -58,11 +60,27 @@ def run(x, experts, weights, by, bm=None):
         prompt.multiply_experts(rows, w2, parts, route)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)
-        route = group_by_expert(experts, num_experts, bm)
-        rows = make_a8_rows(x, "a8_pairs")
-        multiply_experts(rows, w13, z, route, bm, weights=weights, chosen=chosen, limit=by.limit)
+        rows = make_a8_rows(x, "a8_rows")
+        extra = _shared_output(x, rows, by)
+        route = group_by_expert(experts, num_experts, bm, early=early)
+        more = {"tiles": 2 if num_pairs >= WIDE_PAIRS and bm <= 32 else 1}
+        multiply_experts(
+            rows, w13, z, route, bm, weights=weights, chosen=chosen, limit=by.limit, **more
+        )
         rows = make_a8_rows(z, "a8_pairs")
-        multiply_experts(rows, w2, parts, route, bm)
+        multiply_experts(rows, w2, parts, route, bm, **more)
     y = torch.empty_like(x)
-    combine(parts, extra, y, chosen)
+    combine(parts, extra, y, chosen, early=early)
     return y
+
+
+def _shared_output(x, rows, by):
+    """fp32 `[tokens, size]` of the shared expert; `rows`: `x` quantised, if it is."""
+    w13, w2 = by.shared_w13, by.shared_w2
+    if not (isinstance(w13, A8Fp8) and isinstance(w2, A8Fp8)):
+        return experts_triton.separate_output(x, w13, w2, by.limit)
+    h = torch.empty(x.shape[0], w13.shape[0], dtype=torch.float32, device=x.device)
+    part = torch.empty(x.shape[0], w2.shape[0], dtype=torch.float32, device=x.device)
+    linear_a8_triton.multiply(rows or make_a8_rows(x, "a8_rows"), w13, h)
+    linear_a8_triton.multiply(make_a8_rows(h, "a8_shared", limit=by.limit), w2, part)
+    return part

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.launch import launch_options
+from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.launch import dependent_options, launch_options
 from dsv4.ops.core.workspace import workspace
 
 SMALL_PAIRS = 1024  # up to here one block holds all pairs
@@ -50,9 +51,10 @@ def _extra_tile(tile, routed, num_pairs, num_tokens, num_shared, num_experts, BM
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens", "num_shared", "num_tiles"])
 def _group_kernel(
     experts, to, num_pairs, num_tokens, num_shared, num_tiles, num_experts,
-    BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr
+    BM: tl.constexpr, WIDTH: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program e: the pairs and tiles of expert e; the last one also the non-routed tiles."""
+    depend(DEPENDENT)
     e = tl.program_id(0)
     lanes = tl.arange(0, WIDTH)
     few = tl.arange(0, 128)
@@ -175,9 +177,10 @@ def choose_config(num_pairs: int) -> int | None:
 
 
 def group_by_expert(
-    experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = False
+    experts: torch.Tensor, num_experts: int, bm: int, *, shared: bool = False, early: bool = False
 ) -> ExpertTiles:
-    """`shared`: append tiles of the shared expert, as expert `num_experts`."""
+    """`shared`: append tiles of the shared expert, as expert `num_experts`. `early`: few pairs may
+    be grouped by a launch that starts before the previous one is complete."""
     device, num_pairs, num_tokens = experts.device, experts.numel(), experts.shape[0]
     num_shared = triton.cdiv(num_tokens, bm) if shared else 0
     num_tiles = num_expert_tiles(num_pairs, num_experts, bm) + num_shared
@@ -189,8 +192,9 @@ def group_by_expert(
     bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)
     if width is not None:
         _group_kernel[(num_experts,)](
-            experts, table, *numbers, BM=bm, WIDTH=width, BINS=bins, **launch_options(4)
-        )
+            experts, table, *numbers, BM=bm, WIDTH=width, BINS=bins,
+            **dependent_options(device, 4, early=early),
+        )  # fmt: skip
     else:
         chunks = triton.cdiv(num_pairs, CHUNK)
         counts = workspace(device, "route_counts", chunks * bins, torch.int32)

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import swiglu
-from dsv4.ops.core.launch import a8_reason, launch_options, native_reason
+from dsv4.ops.core.helpers_device import depend, swiglu
+from dsv4.ops.core.launch import a8_reason, dependent_options, launch_options, native_reason
 from dsv4.ops.gemm import linear_scaled_triton, linear_triton
 from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.weights.a8 import A8Fp8
@@ -76,9 +76,10 @@ def shared_output(x, w13, w2, limit):
 @triton.jit
 def _combine_kernel(
     parts_at, extra, y, size, PLACES: tl.constexpr, RANGES: tl.constexpr, EXTRA: tl.constexpr,
-    BN: tl.constexpr
+    BN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """EXTRA: the shared expert's result is in its own buffer and is added last."""
+    depend(DEPENDENT)
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1).to(tl.int64)
     total = tl.zeros((BN,), dtype=tl.float32)
@@ -93,11 +94,12 @@ def _combine_kernel(
     tl.store(y + row * size + column, total.to(tl.bfloat16), mask=column < size)
 
 
-def combine(expert_sums, extra, y, places, ranges=1) -> None:
-    """Add `expert_sums` `[tokens, places, ranges, size]` fp32 and the separate result into `y`."""
+def combine(expert_sums, extra, y, places, ranges=1, *, early=False) -> None:
+    """Add `expert_sums` `[tokens, places, ranges, size]` fp32 and the separate result into `y`.
+    `early`: the launch may start before the previous one is complete."""
     tokens, size = y.shape
     _combine_kernel[(triton.cdiv(size, 1024), tokens)](
         expert_sums, expert_sums if extra is None else extra, y, size,
         PLACES=places, RANGES=ranges, EXTRA=extra is not None, BN=1024, 
-        **launch_options(4),
+        **dependent_options(y.device, 4, early=early),
     )  # fmt: skip

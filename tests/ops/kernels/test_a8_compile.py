@@ -16,8 +16,8 @@ def test_kernels_compile() -> None:
     products = [row for row in rows if row["kernel"] != "_a8_rows_kernel"]
     kernels = [row["kernel"] for row in rows]
     assert {name: kernels.count(name) for name in kernels} == {
-        "_a8_kernel": 9,
-        "_a8_rows_kernel": 2,
+        "_a8_kernel": 13,
+        "_a8_rows_kernel": 3,
         "_a8_prompt_kernel": 6,
     }
     for row in rows:
@@ -38,9 +38,12 @@ def launches(capability: int) -> Iterator[Launch]:
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, make_a8_rows
     from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
     from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
+    from tests.ops.kernels.test_weight_compile import as_on_hopper
 
+    as_on_hopper()  # launches of few rows start early
     x = torch.zeros(256, 4096, dtype=torch.bfloat16)
-    yield "a8 rows", lambda: make_a8_rows(x, "rows")
+    yield "a8 rows", lambda: make_a8_rows(x[:16], "rows")
+    yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16].float(), "rows", limit=10.0)
     yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
     matrix = A8Fp8(torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.ones(8, 32))
@@ -60,10 +63,10 @@ def launches(capability: int) -> Iterator[Launch]:
         kind, size, dtype = ("up", 256, torch.bfloat16) if up else ("down", 512, torch.float32)
         out = torch.empty(256, size, dtype=dtype)
         given = {"weights": torch.ones(256), "limit": 10.0} if up else {}
-        for bm in (16, 64, 128):
-            more = {**given, "chosen": 2} if up else {}
+        for bm, tiles in ((16, 1), (16, 2), (32, 2), (64, 1), (128, 1)):
+            more = {**given, "tiles": tiles} | ({"chosen": 2} if up else {})
             yield (
-                f"a8 mxfp4 {bm} {kind}",
+                f"a8 mxfp4 {bm} {kind} {tiles}",
                 lambda w=weight, o=out, b=bm, g=more: multiply_experts(rows, w, o, route, b, **g),
             )
         yield (

@@ -14,15 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import swiglu
-from dsv4.ops.core.launch import interpreting, launch_options, streams
+from dsv4.ops.core.helpers_device import depend, swiglu
+from dsv4.ops.core.launch import dependent_options, interpreting, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
+from dsv4.ops.gemm.a8.fp8_rows_triton import EARLY_ROWS
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import TILE_ROWS
 
 PLAIN, SWIGLU, PAIRS = 0, 1, 2  # what becomes of the sums
 WARPS = 4
+EARLY_PAIRS = 512  # of experts; see EARLY_ROWS
 # fp8_prompt_gluon was run on a GPU in small parts only, not as it is now: tests use it, engines do
 # once test_a8_gpu.py has passed on an H200
 PROMPTS_RAN = False
@@ -41,6 +43,7 @@ class A8Tile(NamedTuple):
     """Constants of a launch."""
 
     bm: int  # input rows per program
+    tiles: int  # of 64 weight rows per program
     stages: int
     fp8: bool  # FP8 weights, otherwise MXFP4
     even_k: bool
@@ -98,19 +101,21 @@ def _range_sum(
     w, s, tile, live_n, codes, x_rows, scales, scale_rows, scale_stride, live, first, last, steps,
     num_columns, T: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[64, bm]` over steps `first` to `last`; `tile`: of 64 weight rows."""
+    """fp32 `[64 * tiles, bm]` over steps `first` to `last`; `tile`: the first one."""
     BM: tl.constexpr = T.bm
-    rn = tl.arange(0, 64)
+    BN: tl.constexpr = 64 * T.tiles
+    rn = tl.arange(0, BN)
     rk = tl.arange(0, 128)
     if T.fp8:
         w_ptrs = w + ((tile * 64 + rn) * num_columns)[:, None] + (first * 128 + rk)[None, :]
         s_ptrs = s + tile // 2 * steps + first
     else:
-        w_ptrs = w + ((tile * steps + first) * 1024 + rn * 16)[:, None] + tl.arange(0, 16)[None, :]
-        s_ptrs = s + (tile * steps + first) * 64 + rn
+        rows = ((tile + rn // 64) * steps + first) * 64 + rn % 64
+        w_ptrs = w + (rows * 16)[:, None] + tl.arange(0, 16)[None, :]
+        s_ptrs = s + rows
     x_ptrs = codes + x_rows[None, :] + (first * 128 + rk)[:, None]
     scales += scale_rows + first * scale_stride
-    acc = tl.zeros((64, BM), dtype=tl.float32)
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
     for step in tl.range(first, last, num_stages=T.stages):
         factor = tl.load(scales, mask=live, other=0.0)
         if T.fp8:
@@ -126,7 +131,7 @@ def _range_sum(
             w_ptrs += 1024
             s_ptrs += 64
         product = tl.dot(weights, tl.load(x_ptrs, mask=live[None, :], other=0.0))
-        acc = tl.fma(product, factor[None, :].broadcast_to(64, BM), acc)
+        acc = tl.fma(product, factor[None, :].broadcast_to(BN, BM), acc)
         x_ptrs += 128
         scales += scale_stride
     return acc
@@ -135,9 +140,10 @@ def _range_sum(
 @triton.jit
 def _store_swiglu(acc, z, rows, live, tile, inner, weight, limit, BM: tl.constexpr):
     """Of 16 weight rows the first 8 are gates. `z` `[rows, inner]` in bf16."""
-    gate, up = tl.split(acc.reshape(4, 2, 8, BM).permute(0, 2, 3, 1))
-    value = swiglu(gate, up, limit).reshape(32, BM) * weight[None, :]
-    column = tile * 32 + tl.arange(0, 32)
+    BN: tl.constexpr = acc.shape[0]
+    gate, up = tl.split(acc.reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1))
+    value = swiglu(gate, up, limit).reshape(BN // 2, BM) * weight[None, :]
+    column = tile * 32 + tl.arange(0, BN // 2)
     mask = (column < inner)[:, None] & live[None, :]
     at = rows.to(tl.int64)[None, :] * inner + column[:, None]
     tl.store(z + at, value.to(tl.bfloat16), mask=mask)
@@ -147,9 +153,12 @@ def _store_swiglu(acc, z, rows, live, tile, inner, weight, limit, BM: tl.constex
 def _a8_kernel(
     codes, x_stride, scales, scale_stride, num_rows, w, s, factors, out, size, num_columns, steps,
     ranges, per_range, partials, counters, route, weights, chosen, limit, T: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`size`: rows of weights, or of SwiGLU's result."""
+    depend(DEPENDENT)
     BM: tl.constexpr = T.bm
+    BN: tl.constexpr = 64 * T.tiles
     pid = tl.program_id(0)
     split = 0
     if T.parallel:
@@ -169,11 +178,11 @@ def _a8_kernel(
     x_rows = tl.where(live, pairs // chosen if T.gather else rows, 0)
     tile = pid.to(tl.int64)
     if T.routed:
-        tiles = tl.num_programs(0)
-        tile += expert.to(tl.int64) * tiles
-    live_n = pid * 64 + tl.arange(0, 64) < size
+        tile += expert.to(tl.int64) * tl.num_programs(0)
+    tile *= T.tiles
+    live_n = pid * BN + tl.arange(0, BN) < size
     is_last = ranges > 0
-    total = tl.zeros((64, BM), dtype=tl.float32)
+    total = tl.zeros((BN, BM), dtype=tl.float32)
     if T.parallel:
         total = _range_sum(
             w, s, tile, live_n, codes, x_rows.to(tl.int64) * x_stride, scales, x_rows,
@@ -183,7 +192,7 @@ def _a8_kernel(
         if ranges > 1:
             slot = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) - split
             total, is_last = dd.finish_ranges(
-                total, live, partials, counters, slot, split, ranges, 64, BM
+                total, live, partials, counters, slot, split, ranges, BN, BM
             )
     else:
         for index in tl.range(0, ranges):
@@ -196,10 +205,10 @@ def _a8_kernel(
         total = total * tl.load(factors + expert)
     if T.end == 1:
         weight = tl.load(weights + pairs, mask=live, other=0.0)
-        _store_swiglu(total, out, rows, live, pid, size, weight, limit, BM)
+        _store_swiglu(total, out, rows, live, pid * T.tiles, size, weight, limit, BM)
     else:
         to = pairs if T.end == 2 else rows
-        column = pid * 64 + tl.arange(0, 64)
+        column = pid * BN + tl.arange(0, BN)
         at = to.to(tl.int64)[None, :] * size + column[:, None]
         mask = (column < tl.where(is_last, size, 0))[:, None] & live[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
@@ -229,26 +238,29 @@ def multiply_rows(rows, weight, out, *, bm=None, parallel=None) -> None:
     partials = workspace(out.device, "a8_partials", split * bm * TILE_ROWS, torch.float32)
     counters = workspace(out.device, "a8_counters", split, torch.int32)
     tile = A8Tile(
-        bm, 4, True, columns % 128 == 0, False, False, PLAIN, parallel, not interpreting()
+        bm, 1, 4, True, columns % 128 == 0, False, False, PLAIN, parallel, not interpreting()
     )
     _a8_kernel[(programs, m_tiles)](
         rows.codes, rows.codes.stride(0), rows.scales, rows.scales.stride(0), rows.num_rows,
         weight.data, weight.scale, weight.scale, out, size, columns, rows.num_steps, ranges,
-        per_range, partials, counters, (out,), out, 1, 0.0, T=tile, **launch_options(WARPS),
+        per_range, partials, counters, (out,), out, 1, 0.0, T=tile,
+        **dependent_options(out.device, WARPS, early=rows.num_rows <= EARLY_ROWS),
     )  # fmt: skip
 
 
-def multiply_experts(rows, weight, out, route, bm, *, weights=None, chosen=0, limit=0.0) -> None:
+def multiply_experts(
+    rows, weight, out, route, bm, *, weights=None, chosen=0, limit=0.0, tiles=1
+) -> None:
     """The rows of each expert times its matrix. With `weights`, `out` `[pairs, inner]` is SwiGLU of
     gate and up, in sorted order; otherwise `[pairs, n]`, in the order of pairs. `chosen`: of `rows`
-    each token has one, otherwise each sorted pair."""
+    each token has one, otherwise each sorted pair. `tiles` of 64 weight rows per program."""
     up = weights is not None
     end = SWIGLU if up else PAIRS
-    tile = A8Tile(bm, 4, False, True, True, chosen > 0, end, True, not interpreting())
+    tile = A8Tile(bm, tiles, 4, False, True, True, chosen > 0, end, True, not interpreting())
     steps = weight.num_steps
-    _a8_kernel[(weight.words.shape[1], route.num_tiles)](
+    _a8_kernel[(weight.words.shape[1] // tiles, route.num_tiles)](
         rows.codes, rows.codes.stride(0), rows.scales, rows.scales.stride(0), rows.num_rows,
         weight.words, weight.shifts, weight.factor, out, out.shape[1], weight.columns, steps, 1,
         steps, out, out, route.table, out if weights is None else weights, max(chosen, 1), limit,
-        T=tile, **launch_options(WARPS),
+        T=tile, **dependent_options(out.device, WARPS, early=len(out) <= EARLY_PAIRS),
     )  # fmt: skip

@@ -6,6 +6,8 @@ so that the rows of an expert are contiguous. Columns are padded with zeros to a
 
 A copy to shared memory (TMA) must begin at a multiple of 16 bytes, four scales, and an expert's
 rows begin anywhere. So there may be four copies of the scales: copy i lacks the first i rows.
+
+With a `limit`, what is quantised is SwiGLU of gate and up, concatenated in `x`, rounded to bf16.
 """
 
 from dataclasses import dataclass
@@ -14,11 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import to_e4m3
-from dsv4.ops.core.launch import ROW_WARPS, launch_options
+from dsv4.ops.core.helpers_device import depend, swiglu, to_e4m3
+from dsv4.ops.core.launch import ROW_WARPS, dependent_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows import A8_GROUP
 from dsv4.ops.gemm.quantize_rows_triton import a8_scale
+
+EARLY_ROWS = 64  # up to here launches start before the previous one is complete
 
 
 @dataclass(frozen=True)
@@ -37,16 +41,22 @@ class A8Rows:
 
 @triton.jit
 def _a8_rows_kernel(
-    x, x_stride, size, codes, columns, scales, scale_stride, pairs, chosen,
-    GATHER: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr
+    x, x_stride, size, codes, columns, scales, scale_stride, pairs, chosen, limit,
+    GATHER: tl.constexpr, SWIGLU: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    depend(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     source = row
     if GATHER:
         source = (tl.load(pairs + row) // chosen).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    value = tl.load(x + source * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    at = x + source * x_stride + column
+    value = tl.load(at, mask=column < size, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(at + size, mask=column < size, other=0.0).to(tl.float32)
+        value = swiglu(value, up, limit).to(tl.bfloat16).to(tl.float32)
     power, inverse = a8_scale(value)
     live = group < columns // 128
     tl.store(codes + row * columns + column, to_e4m3(value * inverse[:, None]), mask=live[:, None])
@@ -56,10 +66,10 @@ def _a8_rows_kernel(
         tl.store(at, scale, mask=live & (row >= i))
 
 
-def make_a8_rows(x, name: str, *, route=None, chosen: int = 1, copies: int = 1) -> A8Rows:
+def make_a8_rows(x, name: str, *, route=None, chosen=1, copies=1, limit=None) -> A8Rows:
     """`x` `[rows, size]` quantised into the workspace `name`; with a `route` and `chosen` experts
-    per token, a row per pair. `copies` of the scales."""
-    size = x.shape[1]
+    per token, a row per pair. `copies` of the scales. `limit`: see above."""
+    size = x.shape[1] if limit is None else x.shape[1] // 2
     count = x.shape[0] * chosen if route is not None else x.shape[0]
     columns = triton.cdiv(size, A8_GROUP) * A8_GROUP
     stride = triton.cdiv(count, 4) * 4  # descriptors need multiples of 16 bytes
@@ -71,7 +81,8 @@ def make_a8_rows(x, name: str, *, route=None, chosen: int = 1, copies: int = 1) 
     groups = triton.next_power_of_2(columns // A8_GROUP)
     _a8_rows_kernel[(count,)](
         x, x.stride(0), size, codes, columns, scales, stride,
-        x if route is None else route.sorted_pairs, chosen, GATHER=route is not None,
-        COPIES=copies, GROUPS=groups, **launch_options(ROW_WARPS if groups <= 64 else 8),
+        x if route is None else route.sorted_pairs, chosen, limit or 0.0,
+        GATHER=route is not None, SWIGLU=limit is not None, COPIES=copies, GROUPS=groups,
+        **dependent_options(x.device, ROW_WARPS if groups <= 64 else 8, early=count <= EARLY_ROWS),
     )  # fmt: skip
     return A8Rows(codes, scales)

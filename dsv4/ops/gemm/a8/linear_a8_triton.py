@@ -31,7 +31,11 @@ def launch(x, weights, outs) -> None:
     """Quantise `x` once and multiply it by each matrix."""
     rows = make_a8_rows(x, "a8_rows")
     for weight, out in zip(weights, outs, strict=True):
-        if rows.num_rows >= PROMPT_ROWS and fits_prompts(weight):
-            import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon").multiply_rows(rows, weight, out)
-        else:
-            multiply_rows(rows, weight, out)
+        multiply(rows, weight, out)
+
+
+def multiply(rows, weight, out) -> None:
+    if rows.num_rows >= PROMPT_ROWS and fits_prompts(weight):
+        import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon").multiply_rows(rows, weight, out)
+    else:
+        multiply_rows(rows, weight, out)
