@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """a8 rows for FP8 products on sm_90: E4M3 codes, and scales transposed, one row per 128 columns.
 
-One program holds a row in registers. With a `route` row i is that of the i-th sorted pair's token,
-so that the rows of an expert are contiguous. Columns are padded with zeros to a multiple of 128.
+A program holds a row in registers; in prompts 16 rows of 512 columns, so that scales are stored 16
+at a time. With a `route` row i is that of the i-th sorted pair's token, so that the rows of an
+expert are contiguous. Columns are padded with zeros to a multiple of 128.
 
 A copy to shared memory (TMA) must begin at a multiple of 16 bytes, four scales, and an expert's
 rows begin anywhere. So there may be four copies of the scales: copy i lacks the first i rows.
@@ -22,6 +23,7 @@ from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows import A8_GROUP
 from dsv4.ops.gemm.quantize_rows_triton import a8_scale
 
+TALL, TALL_ROWS, TALL_GROUPS = 256, 16, 4  # from how many rows on, and what a program then has
 EARLY_ROWS = 64  # up to here launches start before the previous one is complete
 
 
@@ -39,27 +41,30 @@ class A8Rows:
         return self.codes.shape[1] // A8_GROUP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _a8_rows_kernel(
-    x, x_stride, size, codes, columns, scales, scale_stride, pairs, chosen, limit,
-    GATHER: tl.constexpr, SWIGLU: tl.constexpr, COPIES: tl.constexpr, GROUPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, x_stride, size, codes, columns, scales, scale_stride, num_rows, pairs, chosen, limit,
+    GATHER: tl.constexpr, SWIGLU: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     depend(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, ROWS * GROUPS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + place % ROWS
+    group = tl.program_id(1) * GROUPS + place // ROWS
+    live = (row < num_rows) & (group < columns // 128)
     source = row
     if GATHER:
-        source = (tl.load(pairs + row) // chosen).to(tl.int64)
-    group = tl.arange(0, GROUPS)
+        source = (tl.load(pairs + row, mask=live, other=0) // chosen).to(tl.int64)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    at = x + source * x_stride + column
-    value = tl.load(at, mask=column < size, other=0.0).to(tl.float32)
+    at = x + (source * x_stride)[:, None] + column
+    mask = live[:, None] & (column < size)
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if SWIGLU:
-        up = tl.load(at + size, mask=column < size, other=0.0).to(tl.float32)
+        up = tl.load(at + size, mask=mask, other=0.0).to(tl.float32)
         value = swiglu(value, up, limit).to(tl.bfloat16).to(tl.float32)
     power, inverse = a8_scale(value)
-    live = group < columns // 128
-    tl.store(codes + row * columns + column, to_e4m3(value * inverse[:, None]), mask=live[:, None])
+    to = codes + (row * columns)[:, None] + column
+    tl.store(to, to_e4m3(value * inverse[:, None]), mask=live[:, None])
     scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
     for i in tl.static_range(COPIES):
         at = scales + (i * (columns // 128) + group) * scale_stride + row - i
@@ -78,11 +83,13 @@ def make_a8_rows(x, name: str, *, route=None, chosen=1, copies=1, limit=None) ->
     lines = copies * columns // A8_GROUP
     scales = workspace(x.device, f"{name}_scales", lines * stride, torch.float32)
     scales = scales[: lines * stride].view(lines, stride)
-    groups = triton.next_power_of_2(columns // A8_GROUP)
-    _a8_rows_kernel[(count,)](
-        x, x.stride(0), size, codes, columns, scales, stride,
+    tall = copies > 1 or count >= TALL
+    groups = TALL_GROUPS if tall else triton.next_power_of_2(columns // A8_GROUP)
+    num = TALL_ROWS if tall else 1
+    _a8_rows_kernel[(triton.cdiv(count, num), triton.cdiv(columns // A8_GROUP, groups))](
+        x, x.stride(0), size, codes, columns, scales, stride, count,
         x if route is None else route.sorted_pairs, chosen, limit or 0.0,
-        GATHER=route is not None, SWIGLU=limit is not None, COPIES=copies, GROUPS=groups,
+        GATHER=route is not None, SWIGLU=limit is not None, COPIES=copies, ROWS=num, GROUPS=groups,
         **dependent_options(x.device, ROW_WARPS if groups <= 64 else 8, early=count <= EARLY_ROWS),
     )  # fmt: skip
     return A8Rows(codes, scales)
