@@ -84,7 +84,7 @@ LINES_IN_FILES_OF_OPS = {  # added minus deleted, by the history since ops had 1
     "MXFP4 as stored, experts in host memory": 208,
     "weight streams": 114,
     "other GPUs": 111,
-    "few rows on a CPU": 47,
+    "few rows on a CPU, any number of threads": 57,
     "official checkpoints on one GPU: FP8 in streams and prompts": 60,
     "FP8 rows as trained": 107,
 }

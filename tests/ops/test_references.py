@@ -16,6 +16,7 @@ from dsv4.ops.attention.index import index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
 from dsv4.ops.comm.own_experts import own_experts
 from dsv4.ops.core.arguments import argument, changed_argument, copied, leaves, same_bits
+from dsv4.ops.core.batch_invariance import matmul_rows
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
@@ -216,6 +217,24 @@ def test_a_row_does_not_depend_on_the_others(name: str, case: Case) -> None:
         }
         for all_rows, some in zip(whole, results_of(name, part), strict=True):
             assert same_bits(all_rows[chosen], some), f"{count} of {rows} rows"
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="about MKL's threads")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_products_do_not_depend_on_threads(threads: int) -> None:
+    """One tile, where MKL divides sums between threads, beside several: lengths that it did."""
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(2)
+    try:
+        for k, n in ((160, 70), (192, 128), (320, 96), (384, 64), (640, 33), (1040, 200)):
+            x, weight = (torch.randn(m, k, generator=generator) for m in (17, n))
+            torch.set_num_threads(1)
+            wanted = matmul_rows(x, weight)
+            torch.set_num_threads(threads)
+            for rows in (slice(0, 1), slice(3, 11), slice(0, 17)):
+                assert same_bits(matmul_rows(x[rows], weight), wanted[rows]), (k, n, rows)
+    finally:
+        torch.set_num_threads(before)
 
 
 def stretched(name: str, arguments: Arguments) -> Arguments:
