@@ -50,7 +50,8 @@ class PromptTile(NamedTuple):
 class PromptBuffers(NamedTuple):
     """A ring of `stages`: what is multiplied; which buffers are filled, which are free again."""
 
-    rows: object
+    rows: object  # by 64, or by 128 if products are wide
+    odd: object  # the last 64 of an odd number, if products are wide
     scales: object
     weights: object
     words: object
@@ -184,12 +185,22 @@ def _scales(b, slot, FIRST: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def input_rows(b, slot, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr):
+    """The buffer of N input rows of a step, from its row FIRST on."""
+    if not T.wide:
+        return b.rows.index(slot * T.pieces + FIRST // PIECE)
+    elif T.pieces % 2 == 1 and (T.pieces - 1) * PIECE == FIRST:
+        return b.odd.index(slot)
+    else:
+        SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+        rows = b.rows.index(slot * (T.pieces // 2) + FIRST // (2 * PIECE))
+        return _viewed(rows, gl.float8e4nv, [N, WIDTH], SHARED)
+
+
+@gluon.jit
 def _start(a, b, slot, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr):
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N), 4)
-    x = b.rows.index(slot * T.pieces + FIRST // PIECE)
-    if N > PIECE:  # its neighbour in the ring is the other half
-        x = _viewed(x, gl.float8e4nv, [N, WIDTH], SHARED)
+    x = input_rows(b, slot, FIRST, N, T)
     if not T.direct:
         a = gl.convert_layout(a, OPERAND, assert_trivial=True)
     return warpgroup_mma(a, x.permute((1, 0)), _zero(N), use_acc=False, is_async=True)

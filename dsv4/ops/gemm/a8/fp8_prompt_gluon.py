@@ -27,7 +27,9 @@ from dsv4.ops.gemm.a8.fp8_prompt_device import (
     PromptBuffers,
     PromptJob,
     PromptTile,
+    input_rows,
     multiply_tile,
+    piece_rows,
 )
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
@@ -58,8 +60,17 @@ def _work(item, job, T: gl.constexpr):
 
 
 @gluon.jit
+def _copy_rows(
+    descs, row, step, b, slot, full, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr
+):
+    at = [row + FIRST, step * WIDTH]
+    tma_load(descs[0 if N == PIECE else 4], at, full, input_rows(b, slot, FIRST, N, T))
+
+
+@gluon.jit
 def _copy_tile(descs, at, expert, n_tile, row, b, job, P: gl.constexpr, T: gl.constexpr):
     """Copies begin at multiples of 16 bytes: of four copies of the scales, one does."""
+    PIECES: gl.constexpr = piece_rows(P, T.wide)
     steps = job.steps
     first = (expert * job.n_tiles + n_tile) * 2 * steps
     for step in range(0, steps):
@@ -75,9 +86,8 @@ def _copy_tile(descs, at, expert, n_tile, row, b, job, P: gl.constexpr, T: gl.co
                 tile = first + half * steps + step
                 tma_load(descs[2], [tile * 4, 0], full, b.words.index(slot * 2 + half))
                 tma_load(descs[3], [tile, 0], full, b.shifts.index(slot * 2 + half))
-        for i in gl.static_range(P):
-            to = b.rows.index(slot * T.pieces + i)
-            tma_load(descs[0], [row + i * PIECE, step * WIDTH], full, to)
+        for i in gl.static_range(len(PIECES)):
+            _copy_rows(descs, row, step, b, slot, full, PIECES[i][0], PIECES[i][1], T)
         at += 1
 
 
@@ -119,17 +129,22 @@ def _multiply(half, b, job, T: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_rows", "n_tiles", "items", "steps", "per_range"])
 def _a8_prompt_kernel(
-    x_desc, scale_desc, w_desc, shift_desc, scale, factors, out, route, token_weights, num_rows,
-    size, n_tiles, items, steps, per_range, limit, T: gl.constexpr, NUM_REGISTERS: gl.constexpr,
-    NUM_COPY_REGISTERS: gl.constexpr,
+    x_desc, scale_desc, w_desc, shift_desc, wide_desc, scale, factors, out, route, token_weights,
+    num_rows, size, n_tiles, items, steps, per_range, limit, T: gl.constexpr,
+    NUM_REGISTERS: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     WEIGHTS: gl.constexpr = [T.stages, 128, 128] if T.fp8 else [1, 8, 128]
     WORDS: gl.constexpr = 1 if T.fp8 else 2 * T.stages
+    RING: gl.constexpr = (
+        [T.stages * (T.pieces // 2), 128, 128] if T.wide else [T.stages * T.pieces, 64, 128]
+    )
+    ODD: gl.constexpr = [T.stages, 64, 128] if T.wide and T.pieces % 2 == 1 else [1, 8, 128]
     b = PromptBuffers(
-        gl.allocate_shared_memory(gl.float8e4nv, [T.stages * T.pieces, PIECE, WIDTH], SHARED),
+        gl.allocate_shared_memory(gl.float8e4nv, RING, SHARED),
+        gl.allocate_shared_memory(gl.float8e4nv, ODD, SHARED),
         gl.allocate_shared_memory(gl.float32, [T.stages, 1, BLOCK], FLAT),
         gl.allocate_shared_memory(gl.float8e4nv, WEIGHTS, SHARED),
         gl.allocate_shared_memory(gl.int32, [WORDS, 4, 256], FLAT),
@@ -149,7 +164,7 @@ def _a8_prompt_kernel(
         [
             (_multiply, (0, b, job, T)),
             (_multiply, (1, b, job, T)),
-            (_copy, ((x_desc, scale_desc, w_desc, shift_desc), b, job, T)),
+            (_copy, ((x_desc, scale_desc, w_desc, shift_desc, wide_desc), b, job, T)),
         ],
         [4, 1],
         [NUM_REGISTERS, NUM_COPY_REGISTERS],
@@ -159,6 +174,9 @@ def _a8_prompt_kernel(
 def _launch(rows, weight, out, tile, m_tiles, per_range, *, route, weights, limit) -> None:
     shared, flat = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
     x_desc = TensorDescriptor.from_tensor(rows.codes, [ROWS, 128], shared)
+    wide_desc = x_desc
+    if tile.wide:
+        wide_desc = TensorDescriptor.from_tensor(rows.codes, [2 * ROWS, 128], shared)
     scale_desc = TensorDescriptor.from_tensor(rows.scales, [1, 4 * ROWS], flat)
     if isinstance(weight, A8Fp8):
         descs = TensorDescriptor.from_tensor(weight.data, [128, 128], shared), scale_desc
@@ -172,7 +190,7 @@ def _launch(rows, weight, out, tile, m_tiles, per_range, *, route, weights, limi
     n_tiles = weight.shape[-2] // 128
     programs = min(describe(out.device).multiprocessors, m_tiles * n_tiles)
     _a8_prompt_kernel[(programs,)](
-        x_desc, scale_desc, *descs, *factors, out, (out,) if route is None else route,
+        x_desc, scale_desc, *descs, wide_desc, *factors, out, (out,) if route is None else route,
         out if weights is None else weights, rows.num_rows, out.shape[1], n_tiles,
         m_tiles * n_tiles, rows.num_steps, per_range, limit, T=tile, NUM_REGISTERS=REGISTERS,
         NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
