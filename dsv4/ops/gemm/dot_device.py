@@ -53,11 +53,15 @@ def unpack_slot(words, SLOT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scale_pairs(codes, ASM: tl.constexpr, MX: tl.constexpr = False):
-    """Each row's codes, int64 or int32 -> int32 with two bf16 scales each. NVFP4: slots 0 and 1,
-    then 2 and 3, of the first half, then of the second. In MXFP4 two slots share a scale: that of
-    slots 0 and 1 in both halves, then that of 2 and 3."""
+    """Each row's codes, int64 or int32 -> four int32 with two bf16 scales each: slots 0 and 1, then
+    2 and 3, of the first half, then of the second. In MXFP4 a pair shares one scale."""
     if MX:
-        return (codes << 7) & 0x7F807F80, (codes >> 1) & 0x7F807F80
+        return (
+            (codes & 0xFF) * 0x800080,
+            (codes >> 8 & 0xFF) * 0x800080,
+            (codes >> 16 & 0xFF) * 0x800080,
+            (codes >> 24 & 0xFF) * 0x800080,
+        )
     else:
         first = codes.to(tl.int32)
         second = (codes >> 32).to(tl.int32)
@@ -80,17 +84,10 @@ def scale_pairs(codes, ASM: tl.constexpr, MX: tl.constexpr = False):
 
 
 @triton.jit
-def group_scale(pairs, GROUP: tl.constexpr, MX: tl.constexpr):
-    """bf16: each row's scale of one of the eight groups of 16 columns."""
-    both = pairs[GROUP % 4 // 2 if MX else GROUP // 2]
-    SECOND: tl.constexpr = GROUP // 4 if MX else GROUP % 2
-    return (both >> 16 if SECOND else both).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr = False):
+def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr):
     """bf16 `[..., 16]`: the weights of one of the eight groups, from the words of its half."""
-    scale = group_scale(pairs, GROUP, MX)
+    both = pairs[GROUP // 2]
+    scale = (both if GROUP % 2 == 0 else both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return unpack_slot(words, GROUP % 4, ASM) * tl.expand_dims(scale, -1)
 
 
@@ -98,14 +95,14 @@ def unpack_group(words, pairs, GROUP: tl.constexpr, ASM: tl.constexpr, MX: tl.co
 def whole_tile(low, high, codes, BN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr = False):
     """A tile's weights `[BN, 128]`."""
     pairs = scale_pairs(codes, ASM, MX)
-    a0 = unpack_group(low, pairs, 0, ASM, MX)
-    a1 = unpack_group(low, pairs, 1, ASM, MX)
-    a2 = unpack_group(low, pairs, 2, ASM, MX)
-    a3 = unpack_group(low, pairs, 3, ASM, MX)
-    b0 = unpack_group(high, pairs, 4, ASM, MX)
-    b1 = unpack_group(high, pairs, 5, ASM, MX)
-    b2 = unpack_group(high, pairs, 6, ASM, MX)
-    b3 = unpack_group(high, pairs, 7, ASM, MX)
+    a0 = unpack_group(low, pairs, 0, ASM)
+    a1 = unpack_group(low, pairs, 1, ASM)
+    a2 = unpack_group(low, pairs, 2, ASM)
+    a3 = unpack_group(low, pairs, 3, ASM)
+    b0 = unpack_group(high, pairs, 4, ASM)
+    b1 = unpack_group(high, pairs, 5, ASM)
+    b2 = unpack_group(high, pairs, 6, ASM)
+    b3 = unpack_group(high, pairs, 7, ASM)
     even = tl.join(tl.join(a0, b0), tl.join(a2, b2))  # [BN, 16, half, slot // 2]
     odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     both = tl.join(even, odd)  # [BN, 16, half, slot // 2, slot % 2]
@@ -171,7 +168,7 @@ def dot_nvfp4(
                     mask = mask & (step * 128 + group * 16 + rk < num_columns)[:, None]
                 part = tl.load(x + group * 16 + offsets[0], mask=mask, other=0.0)
                 half = low if group < 4 else high
-                acc = tl.dot(unpack_group(half, pairs, group, ASM, MX), part, acc)
+                acc = tl.dot(unpack_group(half, pairs, group, ASM), part, acc)
             added = append(added, acc)
         else:
             weights = whole_tile(low, high, code, BN, ASM, MX)

@@ -74,7 +74,7 @@ def _dot_two_ranges(words, codes, rows, x, total_steps, num_columns, U: tl.const
                 mask = mask & (column < num_columns)[:, :, None]
             part = tl.load(x_ptrs + group * 16, mask=mask, other=0.0)
             half = low if group < 4 else high
-            acc = tl.dot(unpack_group(half, pairs, group, U.asm, U.mx), part, acc)
+            acc = tl.dot(unpack_group(half, pairs, group, U.asm), part, acc)
         w_ptrs += 2048
         s_ptrs += 64
         x_ptrs += 128

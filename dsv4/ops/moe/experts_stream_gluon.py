@@ -80,7 +80,7 @@ def up_stream(
     place = gl.program_id(1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if SHARED == 0:
-        row = load_row(x, total_steps * 128, COLUMNS, 32)  # written two launches earlier
+        row = load_row(x, total_steps * 128, COLUMNS)  # written two launches earlier
         gdc_wait()
         gdc_launch_dependents()
         expert = gl.load(experts + place)
@@ -103,7 +103,7 @@ def up_stream(
             weight = gl.load(weights + place)
         else:
             weight = gl.load(weights + place, cache_modifier=".cg")
-            row = load_row(x, total_steps * 128, COLUMNS, 32)
+            row = load_row(x, total_steps * 128, COLUMNS)
             gdc_wait()
             gdc_launch_dependents()
             if place == 0:
@@ -115,7 +115,7 @@ def up_stream(
                 gl.atomic_add(counts + expert, gl.where(found >= 0, 1, 0), sem="relaxed")
         total = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, SUMS))
         per_range = gl.cdiv(total_steps, RANGES)
-        for index in range(RANGES):
+        for index in gl.static_range(RANGES):
             acc = stream_row(
                 words_room, codes_room, row, words, codes, index * per_range,
                 gl.minimum((index + 1) * per_range, total_steps), total_steps, STAGES, WIDE, MX,
@@ -169,7 +169,7 @@ def down_stream(
         words_room, codes_room = begin_stream(words, codes, steps, STAGES, PAD, WIDE, MX)
         if not EARLY:
             gdc_wait()
-        row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS, 32)
+        row = load_row(z + place * inner + first * 128, steps * 128, COLUMNS)
         acc = stream_row(
             words_room, codes_room, row, words, codes, 0, steps, steps, STAGES, WIDE, MX
         )

@@ -29,11 +29,6 @@ def test_kernels_compile(capability: int) -> None:
                 length[f"{kind}experts 8 decode", kernel] for kind in ("", "placed ")
             )
             assert placed < 1.15 * stacked, kernel
-        # fewer bytes may not cost instructions: experts of one token are bound by both
-        for kernel in ("up_stream", "down_stream"):
-            names = (f"stream of experts Tiled{kind}" for kind in ("Mxfp4", "Nvfp4"))
-            mxfp4, nvfp4 = (length[name, kernel] for name in names)
-            assert mxfp4 < nvfp4, kernel
     for row in rows:
         label = f"{row['case']} {row['kernel']}"
         check_limits(row, 20, capability)

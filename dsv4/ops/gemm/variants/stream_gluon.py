@@ -17,15 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.ops.core.gpu import describe
-from dsv4.ops.gemm.dot_device import group_scale, scale_pairs, select_matrix, unpack_slot
+from dsv4.ops.gemm.dot_device import scale_pairs, select_matrix, unpack_slot
 
 commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
 if hasattr(async_copy, "async_load"):
     begin_copy, barrier = async_copy.async_load, gl.barrier
 else:  # triton 3.6
     begin_copy, barrier = async_copy.async_copy_global_to_shared, gl.thread_barrier
-unpack, select = gluon.jit(unpack_slot.fn), gluon.jit(select_matrix.fn)
-pairs_of, scale_of = gluon.jit(scale_pairs.fn), gluon.jit(group_scale.fn)
+unpack, pairs_of, select = (gluon.jit(f.fn) for f in (unpack_slot, scale_pairs, select_matrix))
 
 SHARED_BYTES = 227 * 1024  # per multiprocessor
 STAGES = 3  # pairs of tiles
@@ -38,23 +37,21 @@ B = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
 SCALES = gl.constexpr(gl.SliceLayout(1, A.value))
 COPY_WORDS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 COPY_CODES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# what a thread multiplies of 32 columns, if they are ordered so that it is contiguous
-TWO_PARTS = gl.constexpr(
-    gl.DistributedLinearLayout([[1], [2], [4]], [[8], [16], [0], [0], [0]], [[0], [0]], [], [32])
-)
 OUT = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [2, 2], [0, 1]))
 COPY_INPUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _copy_weights(words_room, codes_room, words, codes, turn, place, WIDE: gl.constexpr):
-    """Copy WIDE tiles, words and codes each contiguous, into a place of the ring."""
+def _copy_weights(
+    words_room, codes_room, words, codes, turn, STAGES: gl.constexpr, WIDE: gl.constexpr
+):
+    """Copy WIDE tiles, words and codes each contiguous, into their place in the ring."""
     row = gl.arange(0, WIDE * 2 * TILE, layout=gl.SliceLayout(1, COPY_WORDS))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY_WORDS))
     inside = gl.expand_dims(row * 16, 1) + gl.expand_dims(word, 0)
-    begin_copy(words_room.index(place), words + turn * (WIDE * 2048) + inside)
+    begin_copy(words_room.index(turn % STAGES), words + turn * (WIDE * 2048) + inside)
     at = gl.arange(0, WIDE * TILE, layout=COPY_CODES)
-    begin_copy(codes_room.index(place), codes + turn * (WIDE * TILE) + at)
+    begin_copy(codes_room.index(turn % STAGES), codes + turn * (WIDE * TILE) + at)
 
 
 @gluon.jit
@@ -64,12 +61,6 @@ def _copy_input(room, x, row_at, live, turn, STAGES: gl.constexpr, WIDE: gl.cons
     at = gl.expand_dims(row_at, 1) + gl.expand_dims(turn * (WIDE * 128) + column, 0)
     mask = gl.expand_dims(live, 1) & (gl.expand_dims(column, 0) >= 0)
     begin_copy(room.index(turn % STAGES), x + at, mask=mask)
-
-
-@gluon.jit
-def _split_row(both):
-    """32 columns as `load_row` orders them, as two times 16."""
-    return gl.split(both.reshape([4, 2, 2, 2]).permute((2, 0, 3, 1)).reshape([16, 2]))
 
 
 @gluon.jit
@@ -85,16 +76,16 @@ def _multiply(
         for half in gl.static_range(2):
             words = words_room.slice((2 * tile + half) * TILE, TILE, dim=0).load(A)
             for slot in gl.static_range(4):
-                scale = gl.expand_dims(scale_of(pairs, half * 4 + slot, MX), 1)
+                both = pairs[half * 2 + slot // 2]
+                scale = (both if slot % 2 == 0 else both >> 16).to(gl.int16)
+                scale = gl.expand_dims(scale.to(gl.bfloat16, bitcast=True), 1)
                 weight = unpack(words, slot, True) * scale
                 if PER_TURN:
                     own = input_room.slice((tile * 8 + half * 4 + slot) * 16, 16, dim=1)
                     part = own.permute((1, 0)).load(B)
                 else:
-                    if slot % 2 == 0:
-                        own = input_room.index(first // 32 + tile * 4 + half * 2 + slot // 2)
-                        parts = _split_row(own.load(TWO_PARTS))
-                    part = gl.convert_layout(parts[slot % 2], gl.SliceLayout(1, B))
+                    own = input_room.index(first // 16 + tile * 8 + half * 4 + slot)
+                    part = own.load(gl.SliceLayout(1, B))
                     zero = gl.zeros([1, ROWS], gl.bfloat16, B)
                     part, _ = gl.broadcast(gl.expand_dims(part, 1), zero)
                 acc = mma_v2(weight, part, acc)
@@ -117,7 +108,7 @@ def begin_stream(
     )
     for turn in gl.static_range(STAGES - 1):
         if turn * WIDE < steps:
-            _copy_weights(words_room, codes_room, words, codes, turn, turn, WIDE)
+            _copy_weights(words_room, codes_room, words, codes, turn, STAGES, WIDE)
         commit_group()
     return words_room, codes_room
 
@@ -133,20 +124,15 @@ def as_matrix(room):
 
 
 @gluon.jit
-def load_row(x, columns, COLUMNS: gl.constexpr, SIZE: gl.constexpr = 16):
-    """Load a row of `columns` (at most COLUMNS) into shared memory, in groups of SIZE. Groups of 32
-    are ordered so that what a thread multiplies is contiguous (TWO_PARTS)."""
+def load_row(x, columns, COLUMNS: gl.constexpr):
+    """Load a row of `columns` (at most COLUMNS) into shared memory."""
     room = gl.allocate_shared_memory(
-        gl.bfloat16, [COLUMNS // SIZE, SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.bfloat16, [COLUMNS // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
-    group = gl.arange(0, COLUMNS // SIZE, layout=gl.SliceLayout(1, WHOLE)) * SIZE
-    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, WHOLE))
-    at = gl.expand_dims(group, 1) + gl.expand_dims(column, 0)
-    row = gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg")
-    if SIZE == 32:
-        row = row.reshape([COLUMNS // 32, 2, 2, 4, 2]).permute((0, 3, 1, 2, 4))
-    as_matrix(room).store(row.reshape([COLUMNS // SIZE, SIZE]))
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    group = gl.expand_dims(gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(1, WHOLE)) * 16, 1)
+    at = group + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, WHOLE)), 0)
+    as_matrix(room).store(gl.load(x + at, mask=at < columns, other=0.0, cache_modifier=".cg"))
     return room
 
 
@@ -157,19 +143,17 @@ def stream_row(
 ):  # fmt: skip
     """fp32 `[64, 8]`, all columns equal: the tiles `first` to `last` of `steps` times a row."""
     acc = gl.zeros([TILE, ROWS], gl.float32, SUMS)
-    place = first // WIDE % STAGES
     for turn in range(first // WIDE, last // WIDE):
         wait_group(STAGES - 2)
         barrier()
         if (turn + STAGES - 1) * WIDE < steps:  # over the previous turn's tiles
-            before = gl.where(place == 0, STAGES, place) - 1
-            _copy_weights(words_room, codes_room, words, codes, turn + STAGES - 1, before, WIDE)
+            _copy_weights(words_room, codes_room, words, codes, turn + STAGES - 1, STAGES, WIDE)
         commit_group()
+        place = turn % STAGES
         acc = _multiply(
             acc, words_room.index(place), codes_room.index(place), row_room, turn * (WIDE * 128),
             False, WIDE, MX,
         )  # fmt: skip
-        place = gl.where(place == STAGES - 1, 0, place + 1)
     return acc
 
 
@@ -194,7 +178,7 @@ def _stream_rows(
         barrier()
         following = turn + STAGES - 1
         if following * WIDE < steps:
-            _copy_weights(words_room, codes_room, words, codes, following, following % STAGES, WIDE)
+            _copy_weights(words_room, codes_room, words, codes, following, STAGES, WIDE)
             _copy_input(input_room, x, row_at, live, following, STAGES, WIDE)
         commit_group()
         place = turn % STAGES
@@ -292,7 +276,7 @@ def linear_stream(
     words_room, codes_room = begin_stream(w, s, steps, STAGES, PAD, WIDE, False)
     gdc_wait()
     if COLUMNS > 0:
-        row = load_row(x, steps * 128, COLUMNS, 32)
+        row = load_row(x, steps * 128, COLUMNS)
         total = stream_row(words_room, codes_room, row, w, s, 0, steps, steps, STAGES, WIDE, False)
     else:
         total = _stream_rows(
