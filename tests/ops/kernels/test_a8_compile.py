@@ -9,17 +9,19 @@ import torch
 
 from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, counts_are_known
 
+NUMBERS = {  # of kernels; what the interpreter does not run is compiled by every test run
+    "prompts": {"_a8_prompt_kernel": 4},
+    "all": {"_a8_kernel": 13, "_a8_rows_kernel": 3, "_a8_prompt_kernel": 6},
+}
 
-def test_kernels_compile() -> None:
+
+@pytest.mark.parametrize("cases", ["prompts", pytest.param("all", marks=pytest.mark.compile)])
+def test_kernels_compile(cases: str) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
-    rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90)
+    rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90, cases)
     products = [row for row in rows if row["kernel"] != "_a8_rows_kernel"]
     kernels = [row["kernel"] for row in rows]
-    assert {name: kernels.count(name) for name in kernels} == {
-        "_a8_kernel": 13,
-        "_a8_rows_kernel": 3,
-        "_a8_prompt_kernel": 6,
-    }
+    assert {name: kernels.count(name) for name in kernels} == NUMBERS[cases]
     for row in rows:
         check_limits(row, 0, 90)
     for row in products:
@@ -32,7 +34,17 @@ def test_kernels_compile() -> None:
             assert row["hot_reloads"] <= (1 if "prompt" in row["case"] else 0), row["case"]
 
 
-def launches(capability: int) -> Iterator[Launch]:
+def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
+    """`prompts`: of matrices, bf16 results of one range of K and fp32 ones of several."""
+    for name, launch in all_launches():
+        if cases == "all" or ("prompt" in name and name not in ALSO):
+            yield name, launch
+
+
+ALSO = {"a8 rows of a prompt", "a8 fp8 prompt 1 torch.float32", "a8 fp8 prompt 8 torch.bfloat16"}
+
+
+def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, make_a8_rows
