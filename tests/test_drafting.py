@@ -775,6 +775,18 @@ def test_times_of_steps() -> None:
     assert times.at(1) == 10.0
 
 
+def test_auto_takes_the_blocks_that_have_run() -> None:
+    """DSpark has not run on a GPU since steps run ahead of the host."""
+    own = {"mtp": ("mtp", "mtp", "mtp"), "dspark": ("dspark", "lookup", "dspark")}
+    for kind, wanted in own.items():
+        config = replace(quick_config(), num_draft_layers=3, draft_kind=kind)
+        cases = (("auto", "cpu"), ("auto", "cuda"), (kind, "cuda"))
+        for (draft, device), name in zip(cases, wanted, strict=True):
+            choices = EngineConfig(draft=draft, device=device)
+            found = resolve(choices, config, has_gpu=device == "cuda", memory_bytes=2**34)
+            assert found.draft == name, (kind, draft, device)
+
+
 def test_options() -> None:
     with pytest.raises(OptionError, match="draft is 'eagle', expected one of auto, off, lookup"):
         EngineConfig(draft="eagle")
