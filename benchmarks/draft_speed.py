@@ -38,7 +38,7 @@ from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.request import Request
 from dsv4.runner.drafts.device import DeviceDrafter
 from dsv4.runner.load import LoadedModel
-from dsv4.runner.plan import DraftPart, Key
+from dsv4.runner.plan import DraftPart, GraphKey
 from dsv4.runner.settings import resolve
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
@@ -175,7 +175,7 @@ def parts(engine: Engine, whole: dict[int, float]) -> list[dict[str, Any]]:
     assert runner.drafter is not None
     context, found = runner.buffers.contexts[0], []
 
-    def ms(key: Key) -> float:
+    def ms(key: GraphKey) -> float:
         def replays() -> None:
             for _ in range(20):
                 runner._run(key)
@@ -194,7 +194,7 @@ def parts(engine: Engine, whole: dict[int, float]) -> list[dict[str, Any]]:
         at["token_ids"].random_(0, engine.config.vocab_size)
         at["token_ids"][0] = NEWEST
         runner.buffers.step.line.copy_(place)
-        keys: dict[str, Key] = {"model": shape, "draft_keys": DraftPart("draft keys", shape)}
+        keys: dict[str, GraphKey] = {"model": shape, "draft_keys": DraftPart("draft keys", shape)}
         keys["sampling"] = 1 if rows == 1 else DraftPart("verify sampling", shape)
         made = runner.drafter.num_drafts
         if not runner.drafter.makes_all:

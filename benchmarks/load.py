@@ -7,8 +7,8 @@ own, with the files in the page cache; the two readers take turns and medians ar
 safetensors means `safe_open`, and every tensor copied once: without the copy nothing is read.
 
 `stream` hands one parameter at a time to a consumer that drops it, as loading onto a GPU does:
-its peak is the memory the loader itself needs. Peaks are anonymous memory above the start; pages
-of the mapped files are not counted.
+its peak is the memory the loader itself needs. Peaks are anonymous memory above the start; cached
+pages of files are not counted.
 """
 
 import argparse

@@ -15,13 +15,14 @@ from dsv4.cache.geometry import PAGE_ENTRIES
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops import OPS
 from dsv4.ops.attention.attention import Compressed, Visible
+from dsv4.ops.attention.index import IndexEntries
 from dsv4.ops.core.op import Arguments
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.compress import Compression, CompressorState, state_rows
 from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import PagedPool, allocate_pool
 from dsv4.ops.kv.rope import yarn_frequencies
-from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.mhc.mix import MixSite, Update
 from dsv4.ops.sample.sample import SampleInputs
 from dsv4.tools.bench_ops import (
     SHAPES,
@@ -85,9 +86,11 @@ def mhc_arguments(shape: ModelShape, tokens: int, device: str, head: bool = Fals
     )
     return {
         "streams": torch.randn(tokens, n, size, device=device).bfloat16(),
-        "y": torch.randn(tokens, size, device=device).bfloat16(),
-        "post": torch.rand(tokens, n, device=device),
-        "comb": torch.rand(tokens, n, n, device=device) / n,
+        "update": Update(
+            torch.randn(tokens, size, device=device).bfloat16(),
+            torch.rand(tokens, n, device=device),
+            torch.rand(tokens, n, n, device=device) / n,
+        ),
         "site": site,
     }
 
@@ -183,10 +186,12 @@ def scores_arguments(batch: Ragged, topk: int, device: str, pages: int = 8192) -
     return {
         "q": (query * 2).round().bfloat16(),
         "weights": torch.randn(batch.num_tokens, INDEX_HEADS, device=device) * 0.01,
-        "pool": random_pool(pages, 32, device, index=True),
-        "table": random_table(batch.starts.shape[0], columns, pages, device),
-        "batch": batch,
-        "topk": topk,
+        "to": IndexEntries(
+            random_pool(pages, 32, device, index=True),
+            random_table(batch.starts.shape[0], columns, pages, device),
+            batch,
+            topk,
+        ),
     }
 
 

@@ -28,6 +28,12 @@ class Point:
     ms: float  # a token
 
 
+def step_of(parts: dict[str, float]) -> float:
+    """A whole step, or the sum of its parts if rows of this number were never chosen."""
+    alone = ("model", "sampling", "drafts", "draft_keys")
+    return parts["step"] if "step" in parts else sum(parts[name] for name in alone)
+
+
 def read(paths: list[Path]) -> tuple[list[Point], list[Point], float, bool]:
     """Lines and circles of one sequence, milliseconds of plain decoding, whether steps include
     making drafts."""
@@ -39,7 +45,7 @@ def read(paths: list[Path]) -> tuple[list[Point], list[Point], float, bool]:
     whole = any("ms_per_token" in result for result in results)
     if whole:
         plain = next(r["ms_per_token"] for r in results if r["draft"] == "off")
-        steps = {r["parts"]["rows"]: r["parts"]["step"] for r in results if "parts" in r}
+        steps = {r["parts"]["rows"]: step_of(r["parts"]) for r in results if "parts" in r}
     else:
         plain = next(r["full_ms"] for r in results if r["what"] == "decode")
         verify = [r for r in results if r["what"].startswith("verify")]
