@@ -7,6 +7,7 @@
     ├── CapacityError     not enough pages, slots or memory; back-pressure, never corruption
     ├── RequestError      a single request that cannot be served (exit code 2)
     ├── StallError        requests that would wait indefinitely; a scheduler bug
+    ├── NumericsError     a request whose logits are NaN or infinite
     ├── KernelError       an op got unsupported arguments, or no kernel fits this device
     └── RankError         one of several ranks failed, so all of them end (exit code 70)
 
@@ -43,6 +44,14 @@ class RequestError(Dsv4Error):
 
 class StallError(Dsv4Error):
     pass
+
+
+class NumericsError(Dsv4Error):
+    def __init__(self) -> None:
+        super().__init__(
+            "the model gave NaN or infinities for this request, expected finite logits; "
+            "`dsv4 doctor MODEL` finds out whether the checkpoint or a kernel is at fault"
+        )
 
 
 class KernelError(Dsv4Error):

@@ -13,7 +13,7 @@ from rich.text import Text
 from dsv4.chat import Delta, Dialect, Parsed, Tokenizer, encode_prompt, new_call_id
 from dsv4.chat.messages import read_tools
 from dsv4.cli.options import MODEL, engine_options, load_engine
-from dsv4.errors import Dsv4Error, RequestError
+from dsv4.errors import Dsv4Error, RankError, RequestError
 from dsv4.request import Output, SamplingParams
 
 HELP = """\
@@ -89,6 +89,9 @@ def complete(text: str, state: int) -> str | None:
 
 class Streams(Protocol):
     """The part of an engine that a conversation uses; closing the iterator aborts the answer."""
+
+    @property
+    def failure(self) -> Dsv4Error | None: ...
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Output]: ...
 
@@ -180,7 +183,8 @@ class ChatSession:
                 yield from parser.push_tokens(output.token_ids)
                 reason = output.finish_reason
                 if output.error:
-                    raise Dsv4Error(f"the answer broke off: {output.error}")
+                    kind = Dsv4Error if self._engine.failure is None else RankError
+                    raise kind(f"the answer broke off: {output.error}")
             yield from parser.finish("stop" if reason == "stop" else "length")
         except Dsv4Error:
             # Otherwise every later turn would fail with the same error.
@@ -241,6 +245,8 @@ class Terminal:
                 continue
             try:
                 self.take(line)
+            except RankError:
+                raise  # no later turn could be answered
             except Dsv4Error as error:
                 self._note(f"error: {error}", style="red")
 

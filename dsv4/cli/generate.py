@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from dsv4.cli.options import MODEL, engine_options, load_engine
-from dsv4.errors import Dsv4Error, OptionError, RequestError
+from dsv4.errors import Dsv4Error, OptionError, RankError, RequestError
 from dsv4.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def _run(
                 sys.stdout.flush()
                 reason = output.finish_reason
                 if output.error:
-                    raise Dsv4Error(f"the answer broke off: {output.error}")
+                    kind = Dsv4Error if engine.failure is None else RankError
+                    raise kind(f"the answer broke off: {output.error}")
         except KeyboardInterrupt:
             reason = "abort"
     sys.stdout.write("\n")

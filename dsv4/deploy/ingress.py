@@ -25,7 +25,7 @@ from dsv4.server.middleware import is_loopback
 from dsv4.server.options import ServerOptions, read_keys
 from dsv4.server.service import Service
 from dsv4.server.worker.link import MAX_TOKENS, RequestLink
-from dsv4.server.worker.wire import QUICK_IDS, Message
+from dsv4.server.worker.wire import QUICK_IDS, WireMessage
 from dsv4.util.logs import log_requests
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class ReplicaLink(RequestLink):
         response: Any = None
         try:
             response = self._engines.answer.remote(await _prefix_keys(request), name, data)
-            await self._take_all(response)
+            await self._read_all(response)
             self.fail(name, _died("it ended"))  # no effect on a request that has its answer
         except BackPressureError:
             text = f"all replicas are full and {self._max_waiting} requests wait; try again later"
@@ -102,7 +102,7 @@ class ReplicaLink(RequestLink):
         finally:
             self._tasks.pop(name, None)
 
-    async def _take_all(self, response: Any) -> None:
+    async def _read_all(self, response: Any) -> None:
         patience = None  # Ray's queue may take long; a replica that has begun may not
         while True:
             async with asyncio.timeout(patience):
@@ -111,15 +111,15 @@ class ReplicaLink(RequestLink):
                 return
             patience = SILENT_SECONDS
             for message in json.loads(part):
-                self._take(message)
+                self._on_message(message)
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: WireMessage) -> None:
         if message["kind"] == "outputs":
-            self._take_outputs(message["outputs"])
+            self._deliver_outputs(message["outputs"])
         elif message["kind"] == "died":
             self.fail(message["id"], _died(message["error"]))
         else:
-            self._take_answer(message)
+            self._deliver_answer(message)
 
     # --- replicas -----------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class ReplicaLink(RequestLink):
             self.facts, self.state = healthy[0]["facts"], "ready"
         else:
             self.state = "restarting" if self.facts else "starting"
-        added: Message = {}
+        added: WireMessage = {}
         for report in reports:
             added = add_stats(added, report["stats"])
         self.stats = {**added, "replicas": [report["replica"] for report in reports]}
@@ -170,11 +170,11 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:500]
 
 
-def add_stats(one: Message, other: Message) -> Message:
+def add_stats(one: WireMessage, other: WireMessage) -> WireMessage:
     """Add up the statistics of two engines; the slower last step counts."""
     if not one or not other:
         return one or other
-    found: Message = {"last_step_s": max(one["last_step_s"], other["last_step_s"])}
+    found: WireMessage = {"last_step_s": max(one["last_step_s"], other["last_step_s"])}
     for name in one.keys() & other.keys() - {"last_step_s", "step_sizes"}:
         mine, theirs = one[name], other[name]
         if isinstance(mine, dict):

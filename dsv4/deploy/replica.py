@@ -18,7 +18,7 @@ from ray import serve
 from dsv4.errors import Dsv4Error
 from dsv4.server.metrics import EngineMetrics
 from dsv4.server.worker.link import ENGINE, EngineLink, Notify
-from dsv4.server.worker.wire import Message
+from dsv4.server.worker.wire import WireMessage
 from dsv4.util.models import model_folder
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ FAREWELL_SECONDS = 1.0  # for the last messages to leave before the replica ends
 LAST_KINDS = ("refused", "broken", "died")
 
 
-def is_last(message: Message) -> bool:
+def is_last(message: WireMessage) -> bool:
     """Whether this is the last message of its request."""
     if message["kind"] == "outputs":
         return any("finish" in output for output in message["outputs"])
@@ -42,16 +42,16 @@ class RelayLink(EngineLink):
         self, model: str, choices: dict[str, Any], notify: Notify, engine: tuple[str, ...]
     ) -> None:
         super().__init__(model, choices, notify, max_waiting=0, engine=engine)
-        self._queues: dict[str, asyncio.Queue[Message]] = {}
+        self._queues: dict[str, asyncio.Queue[WireMessage]] = {}
 
     @property
     def num_live(self) -> int:
         return len(self._queues)
 
-    async def relay(self, name: str, data: bytes) -> AsyncIterator[list[Message]]:
+    async def relay(self, name: str, data: bytes) -> AsyncIterator[list[WireMessage]]:
         """Send a packed message to the engine and yield its answers: several together if they have
         piled up, an empty list from time to time."""
-        queue: asyncio.Queue[Message] = asyncio.Queue()
+        queue: asyncio.Queue[WireMessage] = asyncio.Queue()
         self._queues[name] = queue
         is_over = False
         try:
@@ -69,19 +69,19 @@ class RelayLink(EngineLink):
         for name, queue in self._queues.items():
             queue.put_nowait({"kind": "died", "id": name, "error": error})
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: WireMessage) -> None:
         kind = message["kind"]
         if kind == "outputs":
-            super()._take({"kind": "beat"})
+            super()._on_message({"kind": "beat"})
             for output in message["outputs"]:
                 self._put(output["id"], {"kind": kind, "outputs": [output]})
         elif kind in ("accepted", "refused", "scores", "broken"):
-            super()._take({"kind": "beat"})
+            super()._on_message({"kind": "beat"})
             self._put(message["id"], message)
         else:
-            super()._take(message)
+            super()._on_message(message)
 
-    def _put(self, name: str, message: Message) -> None:
+    def _put(self, name: str, message: WireMessage) -> None:
         if name in self._queues:  # otherwise aborted in the meantime
             self._queues[name].put_nowait(message)
 
@@ -92,11 +92,11 @@ class RelayLink(EngineLink):
             log.exception("the engine process cannot be understood")
         if self.state != "failed":
             self.state = "failed"
-            self._notify({"kind": "failed", "error": "the engine process ended"})
+            self._notify({"kind": "failed", "error": self._ending or "the engine process ended"})
         return failures
 
 
-async def _next(queue: asyncio.Queue[Message]) -> list[Message]:
+async def _next(queue: asyncio.Queue[WireMessage]) -> list[WireMessage]:
     try:
         async with asyncio.timeout(PULSE_SECONDS):
             messages = [await queue.get()]
@@ -124,7 +124,7 @@ class EngineReplica:
         await self._link.start()
         await self._loaded
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: WireMessage) -> None:
         """Handle the engine's messages about itself."""
         if message["kind"] == "plan":
             log.warning("plan: %s", message["text"])

@@ -39,7 +39,7 @@ COMMANDS: dict[str, int | None] = {
     "end": 0,
 }
 
-Message = dict[str, Any]
+RankMessage = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Command:
     numbers: tuple[int, ...] = ()
     line: bytes = b""
 
-    def to_message(self) -> tuple[Message, bytes]:
+    def to_message(self) -> tuple[RankMessage, bytes]:
         check = zlib.crc32(self.line)
         command = {"kind": self.kind, "n": self.number, "numbers": self.numbers, "check": check}
         return command, self.line
 
     @classmethod
-    def from_message(cls, message: Message, line: bytes, expected: int) -> "Command":
+    def from_message(cls, message: RankMessage, line: bytes, expected: int) -> "Command":
         """Refuse anything this version's rank 0 never sends; `expected` is the next number."""
         kind, number, numbers = message.get("kind"), message.get("n"), message.get("numbers")
         if kind not in COMMANDS:
@@ -86,12 +86,12 @@ class Link:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def send(self, message: Message, line: bytes = b"") -> None:
+    def send(self, message: RankMessage, line: bytes = b"") -> None:
         header = json.dumps({**message, "size": len(line)}, separators=(",", ":")).encode()
         with self._lock:  # two messages must not mix
             self._connection.sendall(len(header).to_bytes(LENGTH_BYTES, "big") + header + line)
 
-    def try_send(self, message: Message) -> None:
+    def try_send(self, message: RankMessage) -> None:
         """Send unless that would block: a rank that hangs must not hold up its watch."""
         if not self._lock.acquire(blocking=False):
             return
@@ -103,7 +103,7 @@ class Link:
         finally:
             self._lock.release()
 
-    def receive(self) -> tuple[Message, bytes] | None:
+    def receive(self) -> tuple[RankMessage, bytes] | None:
         """The next message; None when the other end is gone."""
         head = self._read(LENGTH_BYTES)
         if head is None:
@@ -134,7 +134,7 @@ class Link:
         while len(data) < size:
             try:
                 part = self._connection.recv(min(size - len(data), 1 << 20))
-            except ConnectionError:
+            except OSError:  # ConnectionError, and what a cut link ends with: timed out, no route
                 return None
             if not part:
                 return None

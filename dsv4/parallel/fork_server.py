@@ -4,10 +4,12 @@
 
 A fresh interpreter takes seconds to import torch; a fork has it. MODULE defines `main(socket) ->
 int`. When the socket FD closes, the client process is gone: all ranks are killed and this process
-ends, so nothing is left behind. No torch here: MODULE imports it.
+ends, so nothing is left behind. If this process itself is killed, Linux kills its ranks. No torch
+here: MODULE imports it.
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -24,6 +27,7 @@ from dsv4.errors import RankError
 
 _MESSAGE = 1 << 16
 _POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 START_SECONDS = 120.0  # to import torch on a busy machine
 
 
@@ -57,7 +61,10 @@ class ForkServer:
         with cls._lock:
             key = (os.getpid(), module)
             found = cls._known.get(key)
-            if found is None or found._gone:
+            if found is not None and found._gone:
+                found._release()
+                found = None
+            if found is None:
                 found = cls._known[key] = cls(module)
             return found
 
@@ -93,14 +100,36 @@ class ForkServer:
                 return self._started[before]
 
     def status(self, pid: int, timeout: float) -> int | None:
-        """How a rank ended: its exit code, or minus its signal; None if it has not."""
+        """How a rank ended: its exit code, or minus its signal; None if it has not.
+
+        Without this process nobody knows how; the rank is waited for all the same.
+        """
+        limit = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: self._gone or pid in self._ended, timeout)
-            return self._ended.get(pid)
+            if pid in self._ended:
+                return self._ended[pid]
+        if self._gone:
+            _wait_for_orphan(pid, limit - time.monotonic())
+        return None
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone
 
     def kill(self, pids: list[int]) -> None:
-        with contextlib.suppress(OSError):  # if it is gone, so are they
+        try:
             self._control.send(json.dumps({"kill": pids}).encode())
+        except OSError:  # it is gone; where Linux does not, end them here
+            started = {pid for request in self._started for pid in request}
+            for pid in (started & set(pids)) - self._ended.keys():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _release(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
 
     def _listen(self) -> None:
         try:
@@ -118,6 +147,18 @@ class ForkServer:
             with self._changed:
                 self._gone = True
                 self._changed.notify_all()
+
+
+def _wait_for_orphan(pid: int, timeout: float) -> None:
+    """Wait until a process that is not our child has ended."""
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, AttributeError):  # it is gone, or this system has no such call
+        return
+    try:
+        select.select([process], [], [], max(0.0, timeout))
+    finally:
+        os.close(process)
 
 
 def serve(control: socket.socket, module: str) -> None:
@@ -159,11 +200,13 @@ def _fork(
 ) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        _end_with(parent)
         control.close()
         for other, rank in enumerate(ranks):
             if other != place:
@@ -173,6 +216,14 @@ def _fork(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    """Have Linux kill this process when its parent ends."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def main(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ encrypted: use a private network.
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dsv4.errors import OptionError, RankError
-from dsv4.parallel.commands import Link, Message
+from dsv4.parallel.commands import Link, RankMessage
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ KEY = "DSV4_CLUSTER_KEY"
 LEAST_KEY = 16  # characters
 NONCE = 32
 HANDSHAKE_SECONDS = 10.0
+GREETED = 64  # connections at once that have not said who they are
 RETRY_SECONDS = 0.5
 TELL_SECONDS = 10.0  # between two log lines about missing nodes
 
@@ -70,17 +72,23 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Small messages leave immediately; a broken link is noticed within 15 s."""
+    """Small messages leave immediately; a broken link is noticed within 15 s (on Linux; elsewhere
+    only while nothing is sent)."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 15_000),  # keepalive rests while pings are unacknowledged
+    ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection.settimeout(None)
 
 
 def greet(connection: socket.socket, key: bytes) -> None:
-    """The head's side of the handshake; raises if the other end does not know the key."""
+    """The head's side of the handshake; raises if the other end does not know the key. The caller
+    ends the connection's timeout once it has read who that is."""
     connection.settimeout(HANDSHAKE_SECONDS)
     ours = secrets.token_bytes(NONCE)
     connection.sendall(ours)
@@ -104,6 +112,7 @@ def connect_to(address: tuple[str, int], key: bytes) -> socket.socket:
         if not hmac.compare_digest(proof, _proof(key, b"head", ours, theirs)):
             raise OptionError(f"the head at {address[0]}:{address[1]} has another {KEY}")
         _prepare(connection)
+        connection.settimeout(None)
     except BaseException:
         connection.close()
         raise
@@ -136,8 +145,14 @@ class RemoteNode:
         with contextlib.suppress(OSError):  # if it is gone, it kills its ranks itself
             self.link.send({"kind": "kill", "pids": pids})
 
+    def fail(self, error: str, *, is_starting: bool) -> None:
+        """Tell `join` why the engine fails. It ends with that error if the engine never started,
+        else it waits for the next one."""
+        with contextlib.suppress(OSError):
+            self.link.send({"kind": "failed", "error": error, "is_starting": is_starting})
+
     def end(self, *, in_order: bool) -> None:
-        """`in_order`: the engine was closed and `join` ends too; else it waits for the next one."""
+        """`in_order`: the engine was closed and `join` ends too."""
         if in_order:
             with contextlib.suppress(OSError):
                 self.link.send({"kind": "end"})
@@ -163,11 +178,21 @@ class Head:
 
     def __init__(self, address: str, version: str) -> None:
         self.host, self.port = address_of(address)
+        with contextlib.suppress(ValueError):  # a name
+            if ipaddress.ip_address(self.host).is_unspecified:
+                raise OptionError(
+                    f"head is {address}, which stands for every address of this machine; expected "
+                    "the one that other nodes reach, like 10.0.0.1:29500"
+                )
         self._key, self._version = cluster_key(), version
         self._nodes: dict[int, RemoteNode] = {}
+        self._lock = threading.Lock()  # connections are greeted in threads of their own
+        self._is_over = False
+        self._free = threading.Semaphore(GREETED)
         try:
             family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
             self._server = socket.create_server((self.host, self.port), family=family)
+            self._address = address
         except OSError as error:
             raise OptionError(
                 f"head is {address}: cannot listen there ({error.strerror}); give an address of "
@@ -181,7 +206,7 @@ class Head:
     def wait(self, nodes: int, ranks_each: int, timeout: float) -> list[RemoteNode]:
         """Nodes 1 to `nodes` - 1, once all their ranks have connected."""
         begin, told = time.monotonic(), -TELL_SECONDS
-        where = f"{self.host}:{self.port}"
+        where = self._address
         try:
             while missing := self._missing(nodes, ranks_each):
                 names, passed = ", ".join(map(str, missing)), time.monotonic() - begin
@@ -195,15 +220,20 @@ class Head:
                     told = passed
                     log.warning("waiting at %s for node %s", where, names)
                 readable, _, _ = select.select([self._server], [], [], RETRY_SECONDS)
-                if readable:
-                    self._accept(nodes, ranks_each)
-        except BaseException:
-            for node in self._nodes.values():
-                for connection in node.connections.values():
-                    connection.close()
-                node.end(in_order=False)
+                if readable and self._free.acquire(timeout=RETRY_SECONDS):
+                    what = (*self._server.accept(), nodes, ranks_each)
+                    threading.Thread(target=self._greet, args=what, daemon=True).start()
+        except BaseException as error:
+            with self._lock:
+                self._is_over = True
+                for node in self._nodes.values():
+                    for connection in node.connections.values():
+                        connection.close()
+                    node.fail(str(error) or type(error).__name__, is_starting=True)
+                    node.end(in_order=False)
             raise
         finally:
+            self._is_over = True
             self._server.close()
         return [self._nodes[node] for node in range(1, nodes)]
 
@@ -211,30 +241,37 @@ class Head:
         def is_complete(node: RemoteNode | None) -> bool:
             return node is not None and len(node.connections) == len(node.pids) == ranks_each
 
-        for number, node in list(self._nodes.items()):
-            if node.is_gone:  # it may reconnect
-                del self._nodes[number]
-        return [n for n in range(1, nodes) if not is_complete(self._nodes.get(n))]
+        with self._lock:
+            for number, node in list(self._nodes.items()):
+                if node.is_gone:  # it may reconnect
+                    del self._nodes[number]
+            return [n for n in range(1, nodes) if not is_complete(self._nodes.get(n))]
 
-    def _accept(self, nodes: int, ranks_each: int) -> None:
-        connection, peer = self._server.accept()
+    def _greet(
+        self, connection: socket.socket, peer: tuple[str, int], nodes: int, ranks_each: int
+    ) -> None:
         try:
             greet(connection, self._key)
             link = Link(connection)
             hello = link.receive()
             if hello is None:
-                raise ConnectionError("closed before it said who it is")
-            problem = self._take(hello[0], connection, link, nodes, ranks_each)
+                raise ConnectionError("closed or silent before it said who it is")
+            connection.settimeout(None)
+            with self._lock:
+                problem: str | None = "the engine waits no more"
+                if not self._is_over:
+                    problem = self._take(hello[0], connection, link, nodes, ranks_each)
             if problem is not None:
                 link.send({"kind": "refused", "error": problem})
         except (OSError, RankError, KeyError, TypeError) as error:
             problem = str(error)
+        self._free.release()
         if problem is not None:
             log.warning("refused a connection from %s: %s", peer[0], problem)
             connection.close()
 
     def _take(
-        self, hello: Message, connection: socket.socket, link: Link, nodes: int, ranks_each: int
+        self, hello: RankMessage, connection: socket.socket, link: Link, nodes: int, ranks_each: int
     ) -> str | None:
         """Accept a connection, or return why it is refused."""
         number, version = hello["node"], hello["version"]
@@ -300,7 +337,7 @@ def _reach(by: Joining, key: bytes, tell: Callable[[str], None]) -> socket.socke
 
 
 def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str], None]) -> bool:
-    """Serve one engine; True if it was closed in good order."""
+    """Serve one engine; True if it was closed in good order. Raises if it could not start."""
     link = Link(control)
     address = control.getsockname()[0]
     hello = {"node": by.node, "version": by.version, "address": address, "model": by.model}
@@ -311,37 +348,45 @@ def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str]
     if answer[0]["kind"] == "refused":
         raise OptionError(answer[0]["error"])
     connections: list[socket.socket] = []
-    for place in range(answer[0]["count"]):
-        connections.append(connect_to(by.head, key))
-        Link(connections[-1]).send({"kind": "rank", "place": place, **hello})
-    server = ForkServer.of(by.module)
+    try:
+        for place in range(answer[0]["count"]):
+            connections.append(connect_to(by.head, key))
+            Link(connections[-1]).send({"kind": "rank", "place": place, **hello})
+    except OSError:  # the head has ended meanwhile
+        for connection in connections:
+            connection.close()
+        return False
+    server, error = ForkServer.of(by.module), ""
     pids = server.start_on(connections, START_SECONDS)
     link.send({"kind": "started", "pids": pids})
     tell(f"node {by.node} runs {len(pids)} ranks")
     running, in_order = set(pids), False
     try:
-        while running:
+        while True:
             readable, _, _ = select.select([control], [], [], 0.05)
             found = link.receive() if readable else ({"kind": ""}, b"")
             if found is None:
                 break
-            if found[0]["kind"] == "end":
+            message = found[0]
+            if message["kind"] == "end":
                 in_order = True
                 break
-            if found[0]["kind"] == "kill":
+            if message["kind"] == "failed":
+                if message["is_starting"]:
+                    error = message["error"]
+                else:
+                    tell(f"the engine failed: {message['error']}")
+            if message["kind"] == "kill":
                 server.kill(pids)
             for pid in list(running):
                 status = server.status(pid, 0)
                 if status is not None:
                     running.remove(pid)
                     link.send({"kind": "ended", "pid": pid, "status": status})
-        if not running:  # the head says how the engine goes on
-            while (found := link.receive()) is not None:
-                if found[0]["kind"] == "end":
-                    in_order = True
-                    break
     except OSError:
         in_order = False
     finally:
         server.kill(pids)
+    if error:
+        raise RankError(f"the engine could not start: {error}")
     return in_order

@@ -1,11 +1,13 @@
 """How rank 0 drives the other ranks: commands out, signs of life in, and if one fails, all end.
 
-A thread watches for a rank that ends, fails alone or gives no sign of life for `timeout` seconds,
-and for a command that does not finish in time. It keeps the first cause and kills all ranks; every
-later call raises that cause as a `RankError`. Killing the ranks closes their connections, which
-also ends whatever rank 0 is waiting for.
+A thread watches for a rank that ends, fails alone or gives no sign of life for `timeout` seconds
+(twice that while ranks start), and for a command that does not finish in time. It keeps and logs
+the first cause and kills all ranks; every later call raises that cause as a `RankError`. Over Gloo
+on one machine that also ends whatever rank 0 is waiting for. It does not across a cut link, with
+NCCL or in a kernel that waits: there a server's engine process ends itself.
 """
 
+import logging
 import select
 import signal
 import socket
@@ -18,16 +20,22 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dsv4.errors import RankError
-from dsv4.parallel.commands import Command, Link, Message
+from dsv4.parallel.commands import Command, Link, RankMessage
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
 from dsv4.parallel.nodes import RemoteNode
 
+log = logging.getLogger(__name__)
+
 GRACE_SECONDS = 2.0  # for all ranks to report the same failure
 END_SECONDS = 5.0
+LEAST_START_SILENCE = 5.0  # seconds; what loads a model may hold the interpreter for a while
 
 
 class ProcessHost(Protocol):
     """Where rank processes run: a `ForkServer` here, or another node."""
+
+    @property
+    def is_gone(self) -> bool: ...
 
     def status(self, pid: int, timeout: float) -> int | None: ...
 
@@ -60,7 +68,7 @@ class _Rank:
     link: Link
     last_message: float = field(default_factory=time.monotonic)  # when it came
     finished: int = 0  # the last command it has finished
-    said: dict[str, Message] = field(default_factory=dict)  # the last message of each kind
+    said: dict[str, RankMessage] = field(default_factory=dict)  # the last message of each kind
     failed: tuple[int, str, float] | None = None  # command, error, when
 
     @property
@@ -115,7 +123,7 @@ class Team:
 
     # --- what rank 0 says ---------------------------------------------------------------------
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def tell(self, messages: Sequence[RankMessage]) -> None:
         """Send each rank its own message, before the first command."""
         self.check()
         for rank, message in zip(self._ranks, messages, strict=True):
@@ -137,8 +145,8 @@ class Team:
         for rank in self._ranks:
             self._send(rank, *made[rank.number % len(made)])
 
-    def wait_for(self, kind: str, progress: Callable[[], None] | None = None) -> list[Message]:
-        """Wait until each rank has said `kind`; no limit while any of them says something."""
+    def wait_for(self, kind: str, progress: Callable[[], None] | None = None) -> list[RankMessage]:
+        """Wait until each rank has said `kind`, however long: a rank that hangs fails the team."""
         with self._changed:
             while not all(kind in rank.said for rank in self._ranks):
                 self.check()
@@ -149,7 +157,7 @@ class Team:
             return [rank.said[kind] for rank in self._ranks]
 
     def ready(self) -> None:
-        """From here on ranks answer pings."""
+        """From here on the time of commands and the shorter silence count."""
         for rank in self._ranks:
             rank.last_message = time.monotonic()
         self._is_ready = True
@@ -191,6 +199,12 @@ class Team:
         if self._failure is not None:
             raise self._failure
 
+    def give_up(self, error: BaseException) -> None:
+        """Rank 0 cannot start."""
+        with self._changed:
+            if self._failure is None:
+                self._end_with(f"rank 0 cannot start: {describe(error)}")
+
     def close(self) -> None:
         """End all ranks; kill those that do not end."""
         if self._is_closed:
@@ -207,11 +221,14 @@ class Team:
         for rank in self._ranks:
             rank.member.host.status(rank.member.pid, END_SECONDS)
             rank.link.close()
-        for host in {id(m.host): m.host for m in self.members}.values():
-            if isinstance(host, RemoteNode):
-                host.end(in_order=self._failure is None)
+        for node in self._remote_nodes():
+            node.end(in_order=self._failure is None)
 
-    def _send(self, rank: _Rank, message: Message, line: bytes = b"") -> None:
+    def _remote_nodes(self) -> list[RemoteNode]:
+        hosts = {id(m.host): m.host for m in self.members}.values()
+        return [host for host in hosts if isinstance(host, RemoteNode)]
+
+    def _send(self, rank: _Rank, message: RankMessage, line: bytes = b"") -> None:
         try:
             rank.link.send(message, line)
         except OSError:
@@ -244,7 +261,7 @@ class Team:
                 last = now
                 if self._failure is None and not self._is_closed:
                     self._look_at_clocks(now)
-            if self._is_ready and now - pinged > self.timeout / 4 and self._failure is None:
+            if now - pinged > self.timeout / 4 and self._failure is None:
                 pinged = now
                 self._ping()
 
@@ -299,12 +316,18 @@ class Team:
                 return
 
     def _look_at_clocks(self, now: float) -> None:
-        silent = [r for r in self._ranks if self._is_ready and now - r.last_message > self.timeout]
+        lost = [r for r in self._ranks if r.member.host.is_gone]
+        if lost:
+            self._fail(self._how_it_ended(lost[0]))
+            return
+        limit = self.timeout if self._is_ready else max(2 * self.timeout, LEAST_START_SILENCE)
+        silent = [r for r in self._ranks if now - r.last_message > limit]
         if silent:
             names = ", ".join(r.name for r in silent)
             late = max(now - r.last_message for r in silent)
             behind = f"last finished command {min(r.finished for r in silent)} of {self._sent}"
-            self._fail(f"{names} gave no sign of life for {late:.1f} s; {behind}")
+            where = behind if self._is_ready else "it was starting"
+            self._fail(f"{names} gave no sign of life for {late:.1f} s; {where}")
             return
         broken = [r for r in self._ranks if r.failed and now - r.failed[2] > GRACE_SECONDS]
         if broken and self._own_failure != self._sent:
@@ -326,7 +349,9 @@ class Team:
 
     def _how_it_ended(self, rank: _Rank) -> str:
         status = rank.member.host.status(rank.member.pid, GRACE_SECONDS)
-        if status is None:
+        if status is None and rank.member.host.is_gone:
+            how = "is out of reach: the process that started it has ended"
+        elif status is None:
             how = "closed its connection"
         elif status < 0:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name})"
@@ -340,9 +365,15 @@ class Team:
 
     def _fail(self, message: str) -> None:
         if self._failure is None:
-            self._failure = RankError(f"{message}; all ranks end")
-            self._kill()
+            self._end_with(message)
+            log.error("%s", self._failure)
         self._changed.notify_all()
+
+    def _end_with(self, message: str) -> None:
+        self._failure = RankError(f"{message}; all ranks end")
+        for node in self._remote_nodes():
+            node.fail(str(self._failure), is_starting=not self._is_ready)
+        self._kill()
 
 
 def describe(error: BaseException) -> str:

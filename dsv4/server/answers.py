@@ -109,7 +109,7 @@ class Choice:
     def _ends(self) -> tuple[int, ...]:
         return tuple(sorted(self._tokenizer.stop_ids(self._plan.prompt.dialect)))
 
-    def take(self, output: Output) -> ChoiceUpdate:
+    def consume(self, output: Output) -> ChoiceUpdate:
         """Parse new tokens. The choice then continues, enters its next phase, or is finished."""
         update = ChoiceUpdate(self.index, self._forced_deltas)
         self._forced_deltas = []
@@ -228,7 +228,7 @@ class Answers:
         try:
             while not all(choice.is_finished for choice in self.choices):
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
-                updates = [await self._take(output) for output in outputs]
+                updates = [await self._route_output(output) for output in outputs]
                 if not outputs or any(updates):
                     yield [update for update in updates if update is not None]
             self.record.finish = self.choices[0].result.finish_reason
@@ -258,13 +258,13 @@ class Answers:
             return found
         return self.choices
 
-    async def _take(self, output: Output) -> ChoiceUpdate | None:
+    async def _route_output(self, output: Output) -> ChoiceUpdate | None:
         _, index, _ = output.request_id.rsplit("-", 2)
         choice = self.choices[int(index)]
         if choice.is_finished:
             return None  # it ran one more step before it was aborted
         self._service.metrics.count_tokens(self.record, len(output.token_ids))
-        update = choice.take(output)
+        update = choice.consume(output)
         if update.is_last:
             self._box.abort(output.request_id)  # no effect if the engine ended it
         elif output.finished:

@@ -20,7 +20,7 @@ from dsv4.server.middleware import is_loopback
 from dsv4.server.options import HEADER_SECONDS, MAX_HEADER_BYTES, ServerOptions
 from dsv4.server.service import Service
 from dsv4.server.worker.link import ENGINE, EngineLink, Notify
-from dsv4.server.worker.wire import Message
+from dsv4.server.worker.wire import WireMessage
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ def serve(
     `engine`: the Python arguments of the engine process.
     """
     with bind(options) as listener:
-        failure: list[Message] = []
+        failure: list[WireMessage] = []
 
-        def hear(message: Message) -> None:
+        def hear(message: WireMessage) -> None:
             if message["kind"] == "failed" and link.state == "failed":
                 failure.append(message)
                 server.should_exit = True

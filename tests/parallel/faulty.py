@@ -22,6 +22,8 @@ class Faulty(follower.Follower):
         self.fault, self.rank = told["settings"]["audit_folder"], told["rank"]
         if self.fault == "slow":
             time.sleep(3.0)
+        if self.fault == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.fault == "digest":
             told = {**told, "digest": "0" * 32}
         if self.fault == "dies":

@@ -13,7 +13,7 @@ from dsv4.request import SamplingParams
 from dsv4.runner import load
 from dsv4.runner.ranks.choose_layout import Devices, LayoutChoice, choose_layout, stage_memory
 from dsv4.runner.ranks.cluster import GPUS, Cluster, published_rates
-from dsv4.runner.ranks.devices import check_devices
+from dsv4.runner.ranks.devices import check_devices, check_own_gpu
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import resolve
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
@@ -43,6 +43,21 @@ def test_auto_takes_what_plan_recommends(devices: Devices | None, wanted: tuple[
     assert (choice.tp, choice.pp) == wanted
     said = devices is not None and devices.count > 1
     assert choice.why.startswith(f"chosen tp {wanted[0]}, pp {wanted[1]} on ") == said
+
+
+def test_auto_reckons_with_the_memory_that_gpus_can_write_to() -> None:
+    """As found on this machine, not as is assumed of the card; NCCL also where it is asked for."""
+    pcie, sxm = Devices(4, "NVIDIA RTX PRO 6000", 101 * GB), replace(H200, count=8, peers=True)
+    found = {
+        peers: choose_layout(EngineConfig(), FLASH, replace(pcie, peers=peers))
+        for peers in (None, False, True)
+    }
+    assert (found[None].tp, found[None].pp) == (found[False].tp, found[False].pp) == (2, 2)
+    assert (found[True].tp, found[True].pp) == (4, 1)
+    assert choose_layout(EngineConfig(), FLASH, sxm).tp == 8
+    slower = choose_layout(EngineConfig(comm="nccl"), FLASH, sxm)
+    assert slower == choose_layout(EngineConfig(), FLASH, replace(sxm, peers=False))
+    assert slower.why != choose_layout(EngineConfig(), FLASH, sxm).why
 
 
 @pytest.mark.parametrize(
@@ -100,6 +115,11 @@ def test_more_ranks_than_gpus(
         check_devices(settings, RankLayout(4), 1)
     assert words in str(error.value)
     check_devices(settings, RankLayout(4), 2)  # two on each of two nodes
+    check_own_gpu("cuda:1", RankLayout(8, rank=5))
+    shown = "" if mask is None else " (CUDA_VISIBLE_DEVICES=1,3)"
+    with pytest.raises(OptionError) as error:  # on a node with fewer GPUs than rank 0's
+        check_own_gpu("cuda:2", RankLayout(8, rank=6))
+    assert f"rank 6 needs GPU 3 of its node, found 2 there{shown}; every node" in str(error.value)
     check_devices(replace(settings, device="cpu"), RankLayout(4), 1)
 
 

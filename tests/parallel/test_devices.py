@@ -11,7 +11,7 @@ from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RankError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks import devices
-from dsv4.runner.ranks.devices import choose_comm
+from dsv4.runner.ranks.devices import choose_comm, pairs_apart
 from dsv4.runner.settings import Settings, resolve
 from dsv4.testing import small_config
 
@@ -30,6 +30,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Settings:
 def test_peer_access_decides(gpus: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_comm("auto", gpus, FOUR, 1) == "nccl"
     assert choose_comm("auto", gpus, RankLayout(2), 1) == "symmetric"
+    assert pairs_apart(3) == []
+    assert pairs_apart(4) == [(0, 3), (1, 3), (2, 3), (3, 0), (3, 1), (3, 2)]
     assert choose_comm("nccl", gpus, RankLayout(2), 1) == "nccl"
     assert choose_comm("auto", replace(gpus, device="cpu"), FOUR, 1) == "gloo"
     monkeypatch.setenv(devices.SHARED_GPU, "1")

@@ -27,36 +27,51 @@ from tests.checkpoint import tiny, writers
 MODELS = {name: ModelConfig.builtin(name) for name in ("flash", "pro")}
 
 
-def layouts(config: ModelConfig, tp: int, pp: int) -> Iterator[RankLayout]:
+def layouts(
+    config: ModelConfig, tp: int, pp: int, *, split: bool = False, homes: bool = False
+) -> Iterator[RankLayout]:
     stages = balance([1] * config.num_layers, pp)
-    return (RankLayout(tp, pp, rank, stages) for rank in range(tp * pp))
+    return (RankLayout(tp, pp, rank, stages, split, homes) for rank in range(tp * pp))
+
+
+PLAIN = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2), (2, 3)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (8, 2), (2, 3)])
-def test_cuts_cover_every_element(name: str, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "how"),
+    [
+        *((*pair, "") for pair in PLAIN),
+        *((*pair, how) for pair in ((2, 1), (8, 1), (4, 2)) for how in ("split", "homes")),
+    ],
+)
+def test_cuts_cover_every_element(name: str, tp: int, pp: int, how: str) -> None:
     """Once where a parameter is sharded, once on each rank of the stage where it is not."""
     config = MODELS[name]
     table = parameters(config)
     covered: dict[str, list[WeightSlice]] = {}
-    for layout in layouts(config, tp, pp):
+    options = {how: True} if how else {}
+    for layout in layouts(config, tp, pp, **options):
         select = selection(layout, config)
         for parameter, shape in table.items():
             if is_wanted(parameter, select, config):
                 cut = slice_for(parameter, shape, select, config)
                 covered.setdefault(parameter, []).append(cut)
     assert covered.keys() == table.keys()
-    sharded = {"wq_b", "attn_sink", "wo_a", "w13", "w2", "head"}
+    sharded = {"w13", "w2", "head"} | ({"wq_b", "attn_sink", "wo_a"} if how != "homes" else set())
     for parameter, slices in covered.items():
         assert len(slices) == tp, parameter
         experts, rows = ([getattr(cut, axis) for cut in slices] for axis in ("experts", "rows"))
         leaf = parameter.removesuffix(".weight").rpartition(".")[2]
-        is_index = "indexer" in parameter or "shared" in parameter
+        is_index, shape = "indexer" in parameter or "shared" in parameter, table[parameter].shape
         if leaf not in sharded or is_index:
-            assert set(slices) == {WeightSlice()}, parameter
+            assert set(slices) <= {WeightSlice(), WeightSlice(rows=range(shape[0]))}, parameter
             continue
-        shape = table[parameter].shape
         ranges, size = (experts, shape[0]) if ".experts." in parameter else (rows, shape[0])
+        if how == "split" and ".experts." in parameter and tp * pp > 1:
+            halves = 2 if leaf == "w13" else 1  # W1 and W3 are cut alike
+            assert set(experts) <= {None, range(shape[0])}, parameter
+            ranges, size = rows, shape[1] // halves
         parts = [part or range(size) for part in ranges]  # one rank alone cuts nothing
         ends = [0, *(part.stop for part in parts)]
         assert [part.start for part in parts] == ends[:-1], parameter

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from dsv4.engine import Engine
-from dsv4.errors import OptionError, RankError
+from dsv4.errors import CheckpointError, OptionError, RankError
 from dsv4.parallel import nodes
 from dsv4.parallel.commands import Link
 from dsv4.parallel.nodes import Head, address_of, connect_to
 from dsv4.request import SamplingParams
+from dsv4.runner.ranks import start
 from dsv4.testing import random_weights, small_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -74,8 +75,13 @@ def answers(engine: Engine) -> Any:
 
 
 def load(folder: Path, port: int, **choices: Any) -> Engine:
-    head = f"localhost:{port}"
-    choices = {"pp": 2, "nodes": 2, "head": head, "join_timeout": PATIENCE_S, **choices}
+    choices = {
+        "pp": 2,
+        "nodes": 2,
+        "head": f"localhost:{port}",
+        "join_timeout": PATIENCE_S,
+        **choices,
+    }
     return Engine.load(folder, device="cpu", **choices)
 
 
@@ -104,18 +110,41 @@ def test_two_nodes(folder: Path, port: int, joined: list[subprocess.Popen[str]])
     assert node.returncode == 0, out
     assert out.count("node 1 runs 1 ranks") == 2
     assert "the head is gone" in out
+    assert f"the engine failed: {name}" in out
     assert not os.path.exists(f"/proc/{rank}")
 
 
 def test_another_checkpoint_on_a_node(
     folder: Path, port: int, joined: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """Same shapes and headers, other values."""
+    """Same shapes and headers, other values. The node learns why, too, and ends."""
     config = small_config(num_layers=3, num_hash_layers=1, compress_ratios=(0, 4, 128))
     write_checkpoint(tmp_path, config, random_weights(config, 2))
-    joined.append(join(port, 1, "--model", str(tmp_path)))
+    node = join(port, 1, "--model", str(tmp_path))
+    joined.append(node)
     with pytest.raises(RankError, match="rank 1 cannot start: RankError: found another checkpoint"):
         load(folder, port)
+    out, _ = node.communicate(timeout=PATIENCE_S)
+    assert node.returncode == 70
+    assert "the engine could not start: rank 1 cannot start: RankError: found" in " ".join(
+        out.split()
+    )
+
+
+def test_nodes_learn_that_rank_0_cannot_start(
+    folder: Path, port: int, joined: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*arguments: Any) -> None:
+        raise CheckpointError("a damaged file")
+
+    monkeypatch.setattr(start, "load_rank", damaged)
+    node = join(port, 1)
+    joined.append(node)
+    with pytest.raises(CheckpointError):
+        load(folder, port)
+    out, _ = node.communicate(timeout=PATIENCE_S)
+    assert node.returncode == 70
+    assert "rank 0 cannot start: CheckpointError: a damaged file" in " ".join(out.split())
 
 
 # --- who may come ---------------------------------------------------------------------------------
@@ -128,6 +157,11 @@ def test_a_node_that_does_not_come(folder: Path, port: int) -> None:
     assert time.monotonic() - begin < 30
     expected = f"node 1 did not come within 0.5 s; .*dsv4 join localhost:{port} --node 1"
     assert error.match(expected)
+
+
+def test_options_are_checked_before_nodes_come(folder: Path, port: int) -> None:
+    with pytest.raises(OptionError, match="comm is 'nccl' on a CPU, expected auto or gloo"):
+        load(folder, port, comm="nccl")  # nobody joins: it would wait
 
 
 def test_a_port_in_use(folder: Path) -> None:
@@ -149,6 +183,15 @@ def test_options_of_nodes(folder: Path, port: int, monkeypatch: pytest.MonkeyPat
         load(folder, 0, head=None)
     with pytest.raises(OptionError, match=r"tp 1 x pp 3 is 3 ranks, nodes is 2; expected the same"):
         load(folder, port, pp=3)
+    with pytest.raises(OptionError, match=r"tp 1 x pp 1 is 1 ranks, nodes is 2; expected the same"):
+        load(folder, port, pp=1)
+    with pytest.raises(
+        OptionError, match=r"head is localhost:\d+, nodes is 1; expected the number"
+    ):
+        load(folder, port, nodes=1)
+    for head in ("0.0.0.0", "[::]"):
+        with pytest.raises(OptionError, match=r"which stands for every address of this machine"):
+            load(folder, 0, head=f"{head}:29500")
     with pytest.raises(OptionError, match="join_timeout is 0, expected seconds above 0"):
         load(folder, port, join_timeout=0)
     monkeypatch.setenv(nodes.KEY, "short")
@@ -201,6 +244,43 @@ def test_only_those_with_the_key_are_heard(port: int, links: list[Link]) -> None
         assert link.receive() == ({"kind": "ranks", "count": 1, "size": 0}, b"")
 
     assert "node 1, 2 did not come" in with_head(port, work)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_silent_connections_hold_up_nobody(port: int, links: list[Link], has_key: bool) -> None:
+    def work() -> None:
+        for _ in range(3):
+            where = ("localhost", port)
+            made = connect_to(where, KEY.encode()) if has_key else socket.create_connection(where)
+            links.append(Link(made))  # and says nothing
+        links.append(Link(connect_to(("localhost", port), KEY.encode())))
+        links[-1].send(HELLO)
+        assert links[-1].receive() == ({"kind": "ranks", "count": 1, "size": 0}, b"")
+
+    # one after the other they took 30 s, or for ever
+    assert "node 1, 2 did not come" in with_head(port, work, 6.0)
+
+
+def test_a_broken_link_is_noticed_soon(port: int, links: list[Link]) -> None:
+    """Also while pings wait to be acknowledged, when keepalive rests."""
+
+    def work() -> None:
+        connection = connect_to(("localhost", port), KEY.encode())
+        links.append(Link(connection))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert found == 15_000
+        assert connection.gettimeout() is None
+
+    with_head(port, work, 0.3)
+
+
+def test_a_link_that_timed_out_has_ended() -> None:
+    class Cut:
+        def recv(self, size: int) -> bytes:
+            raise TimeoutError(110, "Connection timed out")  # no ConnectionError
+
+    assert Link(Cut()).receive() is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The processes come from one fork server, so torch is imported once for all tests
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,20 +16,25 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.config import EngineConfig
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import KernelError, OptionError, RankError
 from dsv4.parallel import team as team_module
 from dsv4.parallel.fork_server import ForkServer
+from dsv4.parallel.layout import allowed_tp
 from dsv4.request import Request, SamplingParams
 from dsv4.runner.drafts import verify
 from dsv4.runner.ranks import start, state_copier
+from dsv4.runner.ranks.versions import code_digest, differences, versions
 from dsv4.runner.runner import Runner
-from dsv4.testing import small_config
 from dsv4.tools.doctor import parallel as doctor
-from tests.test_drafting import verify_everything
+from dsv4.util.models import model_folder
+from tests.models import verify_everything
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=5, logprobs=3)
+BUSY_SECONDS = (
+    15.0  # what a busy machine may add; every step_timeout that must not matter is longer
+)
 PROMPTS = ([7, 8, 9], list(range(1, 140)), [3], list(range(1, 133)))
 
 
@@ -46,9 +52,13 @@ def alone(folder: Path) -> Any:
     return answers(Engine.load(folder, device="cpu"))
 
 
-@pytest.mark.parametrize(("tp", "experts"), [(2, "split"), (8, "whole")])  # pp: test_lanes.py
-def test_ranks_answer_like_one_process(folder: Path, alone: Any, tp: int, experts: str) -> None:
-    engine = Engine.load(folder, device="cpu", tp=tp, experts=experts)
+@pytest.mark.parametrize(
+    ("tp", "pp", "experts"), [(2, 1, "split"), (4, 1, "whole"), (8, 2, "whole")]
+)  # more of pp: test_lanes.py
+def test_ranks_answer_like_one_process(
+    folder: Path, alone: Any, tp: int, pp: int, experts: str
+) -> None:
+    engine = Engine.load(folder, device="cpu", tp=tp, pp=pp, experts=experts)
     try:
         tokens, logits = answers(engine)
         assert tokens == alone[0]
@@ -156,13 +166,34 @@ def test_the_doctor_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("gpus", "layout"), [(2, (2, 1)), (3, (1, 3)), (4, (2, 2)), (8, (2, 3)), (5, (1, 3))]
+    ("gpus", "layout"),
+    [(2, (2, 1)), (3, (1, 3)), (4, (4, 1)), (8, (8, 1)), (5, (1, 5)), (6, (2, 3)), (16, (8, 2))],
 )
 def test_the_doctor_uses_many_gpus(gpus: int, layout: tuple[int, int]) -> None:
-    config = small_config(num_layers=3, compress_ratios=(0, 4, 128), num_experts=8)
-    assert doctor.default_layout(config, gpus) == layout
-    homes = {2: (2, 1), 3: (1, 3), 4: (4, 1), 8: (8, 1), 5: (1, 3)}
-    assert doctor.default_layout(config, gpus, "dp") == homes[gpus]
+    assert doctor.default_layout(gpus, 6) == layout
+
+
+def test_the_doctor_has_a_model_for_eight_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only for ranks that the embedded model refuses, and before anything is loaded."""
+    asked: list[tuple[str, Any, list[int]]] = []
+
+    def compare(model: str, choices: EngineConfig, tell: Any) -> doctor.ParallelReport:
+        config = ModelConfig.from_folder(model_folder(model))
+        asked.append((model, choices.tp, allowed_tp(config)))
+        return doctor.ParallelReport(2, 1, "cpu")
+
+    monkeypatch.setattr(doctor, "_compare", compare)
+    found = {}
+    for tp in (2, 8):
+        choices = EngineConfig(device="cpu", tp=tp)
+        found[tp] = doctor.examine_ranks("tiny", choices, lambda text: None).model
+    assert found == {2: "the embedded model", 8: "a random model"}
+    assert [allowed for _, _, allowed in asked] == [[1, 2], [1, 2, 4, 8]]
+    assert not Path(asked[1][0]).exists()
+    with pytest.raises(OptionError, match=r"tp is 4 on 2 nodes, expected one of \[1, 2\]"):
+        doctor.examine_ranks("tiny", EngineConfig(tp=4, nodes=2, head="h:1"), lambda text: None)
 
 
 def test_prefixes_on_disk(folder: Path, tmp_path: Path) -> None:
@@ -199,10 +230,10 @@ def ranks_of(engine: Engine) -> list[int]:
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
         return False
-    return True
+    return status.rpartition(")")[2].split()[0] != "Z"  # nobody may wait for an orphan
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -228,8 +259,8 @@ def load(folder: Path, loaded: list[Engine], fault: str = "", **choices: Any) ->
     return engine
 
 
-def check_broken(engine: Engine, pids: list[int], words: str) -> None:
-    """Requests end with the reason, later ones too, and nothing runs any more."""
+def check_broken(engine: Engine, pids: list[int], words: str, seconds: float = 0.0) -> None:
+    """Requests end with the reason in this time, later ones too, and nothing runs any more."""
     for name in ("a", "b"):
         engine.add(Request(name, (5, 6, 7), SamplingParams(max_tokens=4000, stop_ids=())))
     errors, begin = dict[str, str](), time.monotonic()
@@ -240,7 +271,7 @@ def check_broken(engine: Engine, pids: list[int], words: str) -> None:
     assert errors.keys() == {"a", "b"}
     for error in errors.values():
         assert words in error
-    assert time.monotonic() - begin < 40  # seconds, whatever the load; torch's own limit is 120
+    assert time.monotonic() - begin < seconds + BUSY_SECONDS
     assert isinstance(engine.failure, RankError)
     assert engine.failure.exit_code == 70
     engine.close()
@@ -251,14 +282,38 @@ def check_broken(engine: Engine, pids: list[int], words: str) -> None:
 def test_a_rank_that_is_killed_or_stopped(
     folder: Path, faulty: None, loaded: list[Engine], sent: signal.Signals
 ) -> None:
-    engine = load(folder, loaded, step_timeout=60.0 if sent == signal.SIGKILL else 4.0)
+    engine = load(folder, loaded, step_timeout=120.0 if sent == signal.SIGKILL else 6.0)
     pids = ranks_of(engine)
     timer = threading.Timer(0.3, os.kill, (pids[0], sent))
     timer.start()
     how = "was ended by signal 9 (SIGKILL)" if sent == signal.SIGKILL else "gave no sign of life"
-    check_broken(engine, pids, f"rank 1 (process {pids[0]}) ")
+    # a stop is silence, noticed after half of step_timeout; a death at once
+    check_broken(
+        engine, pids, f"rank 1 (process {pids[0]}) ", 3.0 if sent == signal.SIGSTOP else 0.0
+    )
     assert how in str(engine.failure)
     timer.join()
+
+
+def test_the_process_that_starts_ranks_is_killed(
+    folder: Path, faulty: None, loaded: list[Engine]
+) -> None:
+    """Without it ranks cannot be killed, nor their end be known: a failure. They end with it."""
+    engine = load(folder, loaded)
+    pids, server = ranks_of(engine), ForkServer._known[os.getpid(), "tests.parallel.faulty"]
+    timer = threading.Timer(0.3, server._process.kill)
+    timer.start()
+    check_broken(engine, pids, f"rank 1 (process {pids[0]}) is out of reach: the process that")
+    timer.join()
+    orphan = subprocess.Popen(["sleep", "600"])  # where the system kills no ranks
+    server._started.append([orphan.pid])
+    server.kill([orphan.pid])
+    assert orphan.wait(BUSY_SECONDS) == -signal.SIGKILL
+    late = subprocess.Popen(["sleep", "0.5"])  # killed, but the system takes its time
+    assert server.status(late.pid, BUSY_SECONDS) is None
+    assert not is_running(late.pid)
+    late.wait()
+    load(folder, loaded)  # by another one
 
 
 @pytest.mark.parametrize("attention", ["tp", "dp"])
@@ -337,6 +392,16 @@ def test_starts_that_fail(folder: Path, faulty: None, loaded: list[Engine]) -> N
     load(folder, loaded, "slow", step_timeout=1.0)  # slower than a step may be
 
 
+def test_a_rank_that_stops_while_it_starts(
+    folder: Path, faulty: None, loaded: list[Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 .* gave no sign of life .*; it was starting; all"):
+        load(folder, loaded, "stops", step_timeout=6.0)
+    assert time.monotonic() - begin < 6 + BUSY_SECONDS
+    assert "gave no sign of life" in caplog.text
+
+
 def test_ranks_that_never_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "FOLLOWER", "tests.parallel.never_ready")
     monkeypatch.setattr(team_module, "START_SECONDS", 0.5)
@@ -346,9 +411,7 @@ def test_ranks_that_never_come(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert server._process.wait(30) == -signal.SIGKILL
 
 
-def test_a_digest_of_what_ranks_have_in_common(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_of_what_ranks_have_in_common(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     same = start.digest(str(folder))
     assert start.digest(str(copy)) == same
@@ -358,8 +421,24 @@ def test_a_digest_of_what_ranks_have_in_common(
         data[place] ^= 1
     file.write_bytes(data)
     assert start.digest(str(copy)) != same
-    monkeypatch.setattr(start, "__version__", "another")
-    assert start.digest(str(folder)) != same
+
+
+def test_ranks_name_versions_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code, libraries and GPUs, each by name."""
+    same = versions("cpu")
+    assert differences(versions("cpu"), same) == ""
+    monkeypatch.setattr("torch.__version__", "2.0.0")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"GPU of {device}")
+    assert differences(versions("cpu"), same) == f"torch 2.0.0, expected {same['torch']}"
+    assert "device GPU of cuda:1, expected CPU" in differences(versions("cuda:1"), same)
+    assert differences({}, {"Triton": "3.6.0"}) == "Triton None, expected 3.6.0"
+    (tmp_path / "a.py").write_text("x = 1\n")
+    first = code_digest(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert code_digest(tmp_path) == first  # computed once
+    code_digest.cache_clear()
+    assert code_digest(tmp_path) != first
+    code_digest.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,14 @@ def test_layouts_have_the_bits_of_one_rank(tp: int, pp: int, rows_from: int) -> 
     check_equal(results(tp, pp, rows_from, FORMATS[name]), name, tp, pp)
 
 
-SPLIT = [(tp, pp, BOTH) for tp in (2, 4, 8) for pp in (1, 2, 3)]
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 3), (4, 1), (4, 3), (8, 2), (1, 3)])
+def test_trained_formats_have_the_bits_of_one_rank(tp: int, pp: int) -> None:
+    check_equal(results(tp, pp, BOTH, FORMATS["trained"]), "trained", tp, pp)
+
+
+# a long prompt with replicated rows; with sharded ones, steps of fewer rows than ranks
+SPLIT = [(2, 1, COPIES), (4, 2, COPIES), (4, 1, ROWS), (8, 1, ROWS),
+         *((tp, pp, BOTH) for tp in (2, 4, 8) for pp in (1, 2, 3))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tp", "pp", "rows_from"), SPLIT)
@@ -316,14 +323,34 @@ def shared_expert_on_every_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def sinks_of_the_first_rank(patch: pytest.MonkeyPatch) -> None:
-    right = Attention.__init__
+    right, half = Attention.__init__, CONFIG.num_heads // 2
 
     def init(self: Attention, *rest: Any) -> None:
         right(self, *rest)
-        half = CONFIG.num_heads // 2
-        self.sink = WEIGHTS["layers.0.attn.attn_sink"][:half] * 0 + self.sink[:1]
+        for layer in range(CONFIG.num_layers):
+            sinks = WEIGHTS[f"layers.{layer}.attn.attn_sink"]
+            if torch.equal(self.sink, sinks[half:]):
+                self.sink = sinks[:half]
 
     patch.setattr(Attention, "__init__", init)
+
+
+def columns_of_split_experts_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
+    right = ReplicatedRows.all_columns
+    patch.setattr(ReplicatedRows, "all_columns", lambda self, x: right(self, x).roll(1, 1))
+
+
+def joined_rows_of_split_experts_cut_as_one(patch: pytest.MonkeyPatch) -> None:
+    """The first rank gets W1 and the second W3, instead of half of each."""
+    right = weights_of
+
+    def wrong(config: ModelConfig, layout: RankLayout) -> dict[str, Tensor]:
+        table, place = right(config, layout), layout.tp_rank
+        for name in (name for name in table if name.endswith(".w13") and "shared" not in name):
+            table[name] = WEIGHTS[name].chunk(layout.tp, 1)[place]
+        return table
+
+    patch.setitem(globals(), "weights_of", wrong)
 
 
 def groups_cut_by_heads(patch: pytest.MonkeyPatch) -> None:
@@ -417,6 +444,8 @@ MISTAKES: dict[Patch, tuple[int, int, int]] = {
     rows_of_a_neighbour: (2, 1, ROWS),
     a_stale_round: (2, 1, COPIES),
     vocabulary_in_the_wrong_order: (2, 1, COPIES),
+    columns_of_split_experts_in_the_wrong_order: (2, 1, ROWS),
+    joined_rows_of_split_experts_cut_as_one: (2, 1, COPIES),
 }
 
 
@@ -425,5 +454,6 @@ def test_mistakes_are_seen(mistake: Patch, monkeypatch: pytest.MonkeyPatch) -> N
     alone("exact")
     mistake(monkeypatch)
     tp, pp, rows_from = MISTAKES[mistake]
+    split = "split_experts" in mistake.__name__
     with pytest.raises(AssertionError, match="logits of step"):
-        check_equal(results(tp, pp, rows_from, FORMATS["exact"]), "exact", tp, pp)
+        check_equal(results(tp, pp, rows_from, FORMATS["exact"], split=split), "exact", tp, pp)

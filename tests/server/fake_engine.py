@@ -115,7 +115,7 @@ class FakeEngine:
             "step_sizes": {"bounds": [1, 2], "counts": [3, 4, 5], "num_tokens": 70},
         }
 
-    def take(self, message: dict[str, Any]) -> None:
+    def on_message(self, message: dict[str, Any]) -> None:
         if "request" in message:
             message["request"]["prompt_ids"] = ids_from_wire(message["request"]["prompt_ids"])
         self.write_log(message)
@@ -232,7 +232,7 @@ def main() -> None:
             message = inbox.get(block=wait > 0, timeout=max(wait, 0))
             if message is None:
                 return
-            engine.take(message)
+            engine.on_message(message)
         except queue.Empty:
             engine.step()
         if time.monotonic() - said_at > 0.1:

@@ -1,4 +1,5 @@
-"""`dsv4 serve` with the engine of `fake_engine.py`; the same options, the same processes."""
+"""`dsv4 serve` with the engine of `fake_engine.py`, or another script that `FAKE_ENGINE` names; the
+same options, the same processes."""
 
 import functools
 import os
@@ -11,7 +12,7 @@ import dsv4.server.middleware
 import dsv4.server.run
 from dsv4.cli import main
 
-ENGINE = (str(Path(__file__).with_name("fake_engine.py")),)
+ENGINE = (str(Path(__file__).with_name(os.environ.get("FAKE_ENGINE", "fake_engine.py"))),)
 _serve = dsv4.server.run.serve
 
 

@@ -3,13 +3,16 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.support import ASK, Server, in_background, wait_for
 
 CHAT = "/v1/chat/completions"
+SCORE = {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}
 
 
 def ranks(engine: int) -> list[int]:
@@ -43,7 +46,7 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
         os.kill(rank, signal.SIGKILL)
         wait_for(lambda: not _is_ready(server))
         answer = running.result(60)
-        assert answer.status_code in (500, 503)
+        check_named(answer, f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)")
         wait_for(lambda: server.stats()["restarts"] == 1)
         wait_for(lambda: _is_ready(server))
         assert server.post(CHAT, body).json()["choices"] == wanted
@@ -56,6 +59,38 @@ def test_two_ranks_answer_and_are_restarted(tiny: Server) -> None:
     finally:
         assert server.stop() == 0
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in last))
+    assert f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)" in server.final_log
+
+
+def check_named(answer: httpx.Response, words: str) -> None:
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+    error = answer.json()["error"]
+    assert error["code"] == "engine_died"
+    assert words in error["message"]
+
+
+def test_rank_0_waits_for_a_rank_that_is_gone() -> None:
+    """As over a cut link: nothing frees the engine's thread. Its process says why and ends."""
+    server = Server("--device", "cpu", "--tp", "2", env={"FAKE_ENGINE": "stuck_engine.py"}).wait()
+    try:
+        body = {"messages": ASK, "max_tokens": 4000}
+        engine, (_, rank) = server.engine_pid, ranks(server.engine_pid)
+        asked = in_background(lambda: server.post(CHAT, body))
+        scored = in_background(lambda: server.post("/v1/completions", SCORE))
+        wait_for(lambda: "rank 0 waits for ever" in server.log)
+        os.kill(rank, signal.SIGKILL)
+        begin = time.monotonic()
+        for waiting in (asked, scored):
+            check_named(waiting.result(60), f"rank 1 (process {rank}) was ended by signal 9")
+        assert not _is_ready(server)
+        wait_for(lambda: not os.path.exists(f"/proc/{engine}"))
+        assert time.monotonic() - begin < 30  # 5 s; the supervisor would have waited 60 s
+        wait_for(lambda: _is_ready(server))
+        assert server.stats()["restarts"] == 1
+    finally:
+        assert server.stop() == 0
+    assert "no progress" not in server.final_log
     assert f"rank 1 (process {rank}) was ended by signal 9 (SIGKILL)" in server.final_log
 
 

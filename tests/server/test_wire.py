@@ -117,7 +117,7 @@ def test_scores_of_a_long_prompt_come_in_pieces(
             message = await asyncio.to_thread(there.receive)
             assert message is not None, "the engine broke off"
             sizes.append(len(json.dumps(message)))
-            scores.take(message)
+            scores.deliver(message)
         assert len(sizes) > 10
         assert sum(sizes) > 3 * 300_000
         return scores.found
@@ -154,7 +154,7 @@ def test_a_reader_that_never_reads_is_cut_off() -> None:
     async def run() -> None:
         link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
         box = Mailbox(link)
-        taken = [box.take(Output("a", (1,), "x")) for _ in range(MAX_UNREAD + 1)]
+        taken = [box.deliver(Output("a", (1,), "x")) for _ in range(MAX_UNREAD + 1)]
         assert taken == [True] * MAX_UNREAD + [False]
         with pytest.raises(ApiError, match="not read"):
             await box.next(1)
@@ -169,10 +169,10 @@ def test_a_late_reader_gets_several_steps_at_once() -> None:
         link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
         box = Mailbox(link)
         scored = (TokenLogprobs(7, -0.5),)
-        box.take(Output("a", (7,), "x", logprobs=scored, num_cached=3))
-        box.take(Output("b", (9,), "u"))
-        box.take(Output("a", (7,), "y", logprobs=scored))
-        box.take(Output("a", (7, 1), "", "stop", 1, logprobs=scored * 2))
+        box.deliver(Output("a", (7,), "x", logprobs=scored, num_cached=3))
+        box.deliver(Output("b", (9,), "u"))
+        box.deliver(Output("a", (7,), "y", logprobs=scored))
+        box.deliver(Output("a", (7, 1), "", "stop", 1, logprobs=scored * 2))
         return await box.next(1)
 
     first, second = asyncio.run(run())
@@ -190,8 +190,8 @@ def test_a_late_chat_reader_gets_one_piece_of_text() -> None:
         record = RequestRecord("id", "path", "tiny")
         answers = Answers(service, GenerationPlan(prompt, (1,), SamplingParams()), record)
         for token in service.tokenizer.encode("one two three"):
-            answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
-        answers._box.take(Output(f"{record.key}-0-0", (), "", "length"))
+            answers._box.deliver(Output(f"{record.key}-0-0", (token,), ""))
+        answers._box.deliver(Output(f"{record.key}-0-0", (), "", "length"))
         return [delta async for some in answers.updates() for one in some for delta in one.deltas]
 
     assert [(delta.kind, delta.text) for delta in asyncio.run(run())] == [
@@ -226,7 +226,7 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
         record = RequestRecord("id", "path", "tiny")
         answers = Answers(service, order, record)
         for token in service.tokenizer.encode("one STOP two three"):
-            answers._box.take(Output(f"{record.key}-0-0", (token,), ""))
+            answers._box.deliver(Output(f"{record.key}-0-0", (token,), ""))
         found = [update async for updates in answers.updates() for update in updates]
         assert answers.choices[0].result.content == "one "
         return found
@@ -333,7 +333,7 @@ def test_an_engine_that_answers_is_restarted_at_once(
     async def run_once() -> None:
         if answers:
             link._live["a"] = link.open()
-            link._take(
+            link._on_message(
                 {"kind": "outputs", "outputs": [{"id": "a", "tokens": [], "finish": "stop"}]}
             )
 
@@ -389,6 +389,6 @@ def test_cached_prefixes_are_reported_when_they_change(monkeypatch: pytest.Monke
     link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
     reports = [message for message in sent if message["kind"] == "prefixes"]
     for message in reports:
-        link._take(message)
+        link._on_message(message)
     assert [message["keys"] for message in reports] == ["aabb", "bb"]
     assert link.prefix_keys == "bb"

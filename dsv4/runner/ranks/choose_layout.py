@@ -38,14 +38,16 @@ UNKNOWN = GpuRates("unknown GPU", 0.0, 1000, 200, "pcie")  # only comparisons de
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPUs that CUDA shows on this node. `memory`: free bytes of the smallest."""
+    """The GPUs that CUDA shows on this node. `memory`: free bytes of the smallest; `peers`: whether
+    each can write to every other's memory, None: as is assumed of their link."""
 
     count: int
     name: str
     memory: int
+    peers: bool | None = None
 
-    def cluster(self, nodes: int) -> Cluster:
-        """A cluster of `nodes` nodes like this one."""
+    def cluster(self, nodes: int, comm: str = "auto") -> Cluster:
+        """A cluster of `nodes` nodes like this one, as an engine with this `comm` uses it."""
         rates = published_rates(self.name)
         if rates is None:
             measured = load_measured().get(self.name)
@@ -53,7 +55,9 @@ class Devices:
         link = rates.link
         if "pcie" in self.name.lower() and link == "nvlink":  # the card, not the module
             link = "pcie" if rates.bus_gbs == PCIE5_GBS else "pcie4"
-        return Cluster(rates, self.count * nodes, nodes, self.memory, LINKS[link])
+        peers = False if comm == "nccl" else self.peers
+        between = LINKS[link].with_peers(peers)
+        return Cluster(rates, self.count * nodes, nodes, self.memory, between)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def choose_layout(
     is_named = choices.device.startswith("cuda:")
     if devices is None or is_named or devices.count * nodes == 1:
         return LayoutChoice(1, choices.pp)
-    cluster, config = devices.cluster(nodes), sizes.config
+    cluster, config = devices.cluster(nodes, choices.comm), sizes.config
     roomy = resolve(choices, config, has_gpu=True, memory_bytes=2**62)
     found = [
         forecast(sizes, cluster, roomy.geometry(config), tp, pp, how=choices)
@@ -166,7 +170,7 @@ def stage_memory(
 ) -> Sequence[StageMemory]:
     """Layers of each stage, and the bytes that weights and a step leave free on its GPUs."""
     chunk = min(choices.chunk_tokens or CHUNK, choices.max_context or sizes.config.max_positions)
-    memory, most = [], (chunk, choices.max_sequences or SEQUENCES)
+    memory, most = [], (chunk, choices.max_sequences or SEQUENCES, choices.activations)
     for stage, (weights, exchange, free) in enumerate(rank_stages(sizes, cluster, layout, *most)):
         if free <= 0:
             raise CapacityError(

@@ -1,6 +1,6 @@
 """GPUs and the links between them, as published or assumed. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4.errors import OptionError
 from dsv4.util.measured_gpu import MeasuredGpu, load_measured, measured_file
@@ -89,21 +89,34 @@ def gpu_rates(name: str, option: str = "gpu") -> GpuRates:
 
 @dataclass(frozen=True)
 class Interconnect:
-    """`exchange_us`: fixed time of one exchange, without its bytes."""
+    """Between GPUs. `exchange_us`: fixed time of one exchange by NCCL, without its bytes;
+    `store_us`: of one by stores, None where no GPU can write to another's memory."""
 
     name: str
     gbs: float
     exchange_us: float
     source: str
+    store_us: float | None = None
+
+    def fixed_us(self, comm: str) -> float:
+        if comm == "symmetric" and self.store_us is not None:
+            return self.store_us
+        return self.exchange_us
+
+    def with_peers(self, peers: bool | None) -> "Interconnect":
+        """As found on a machine, None: not asked. What stores over PCIe take is not known."""
+        if peers is None or peers == (self.store_us is not None):
+            return self
+        return replace(self, store_us=self.exchange_us if peers else None)
 
 
 LINKS = {
     link.name: link
     for link in (
-        Interconnect("nvlink", 360.0, 4.0, "assumed, by stores into peers' memory; NCCL takes 12"),
-        Interconnect("pcie", 45.0, 20.0, "assumed, NCCL over PCIe 5 x16"),
-        Interconnect("pcie4", 22.0, 20.0, "assumed, NCCL over PCIe 4 x16"),
-        Interconnect("200g", 22.0, 30.0, "assumed, NCCL over a 200 Gb/s network"),
+        Interconnect("nvlink", 360.0, 12.0, "assumed: every GPU can write to its peers", 4.0),
+        Interconnect("pcie", 45.0, 20.0, "assumed: PCIe 5 x16, no GPU can write to its peers"),
+        Interconnect("pcie4", 22.0, 20.0, "assumed: PCIe 4 x16, no GPU can write to its peers"),
+        Interconnect("200g", 22.0, 30.0, "assumed: a 200 Gb/s network"),
     )
 }
 
@@ -136,3 +149,8 @@ class Cluster:
     @property
     def per_node(self) -> int:
         return self.gpus // self.nodes
+
+    def comm(self, world: int) -> str:
+        """The back end that an engine with so many ranks chooses (`choose_comm`)."""
+        inside = world <= self.per_node and self.link.store_us is not None
+        return "symmetric" if inside else "nccl"

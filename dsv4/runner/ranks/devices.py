@@ -33,12 +33,21 @@ def check_devices(settings: Settings, layout: RankLayout, nodes: int) -> None:
     if settings.device == "cpu":
         return
     each = layout.world // nodes
-    found, seen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = torch.cuda.device_count()
     if each > found and not _is_shared():
-        shown = f" (CUDA_VISIBLE_DEVICES={seen})" if seen is not None else ""
         raise OptionError(
             f"tp {layout.tp} x pp {layout.pp} are {each} ranks on a node, expected at most "
-            f"{found}, the GPUs that torch sees{shown}; lower tp or pp, or show it more GPUs"
+            f"{found}, the GPUs that torch sees{_mask()}; lower tp or pp, or show it more GPUs"
+        )
+
+
+def check_own_gpu(device: str, layout: RankLayout) -> None:
+    """On the rank itself: rank 0 sees the GPUs of its own node only."""
+    found, needed = torch.cuda.device_count(), (torch.device(device).index or 0) + 1
+    if needed > found:
+        raise OptionError(
+            f"rank {layout.rank} needs GPU {needed} of its node, found {found} there{_mask()}; "
+            "every node needs as many as rank 0's"
         )
 
 
@@ -57,13 +66,7 @@ def choose_comm(asked: str, settings: Settings, layout: RankLayout, nodes: int) 
         _warn_of_old_nccl()
     if nodes > 1 or asked == "nccl":
         return "nccl"
-    ranks = range(0 if _is_shared() else layout.world)
-    apart = [
-        (a, b)
-        for a in ranks
-        for b in ranks
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
+    apart = pairs_apart(layout.world)
     if apart and asked == "symmetric":
         a, b = apart[0]
         raise OptionError(
@@ -72,6 +75,17 @@ def choose_comm(asked: str, settings: Settings, layout: RankLayout, nodes: int) 
             "see nvidia-smi topo -p2p w"
         )
     return "nccl" if apart else "symmetric"
+
+
+def pairs_apart(count: int) -> list[tuple[int, int]]:
+    """Of this machine's first GPUs, pairs whose first cannot write to the second's memory."""
+    ranks = range(0 if _is_shared() else count)
+    return [
+        (a, b)
+        for a in ranks
+        for b in ranks
+        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
 
 
 def _warn_of_old_nccl() -> None:
@@ -123,6 +137,11 @@ def _probe(comm: Comm, layout: RankLayout, device: torch.device) -> None:
             "arrive as it was sent, though the driver allows peer access; use comm=nccl, on PCIe "
             "with NCCL_P2P_DISABLE=1 in the environment"
         )
+
+
+def _mask() -> str:
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
 
 
 def _is_shared() -> bool:

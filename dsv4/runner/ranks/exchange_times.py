@@ -15,16 +15,17 @@ from dsv4.runner.settings import GPU_SEQUENCES
 RANK_US, HANDLED_SHARE = 25.0, 0.035
 
 
-def received_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> float:
-    """Per rank and layer. Split experts exchange W2's inputs, then columns of the sums."""
+def received_bytes(config: ModelConfig, layout: RankLayout, rows: int, comm: str) -> float:
+    """Per rank and layer. Split experts exchange W2's inputs, then columns of the sums; of whole
+    ones `symmetric` sends each pair from its owner, NCCL all pairs from every rank."""
     c, width, chosen = config, config.hidden_size, config.num_experts_per_tok
     tp, between = layout.tp, chosen * c.moe_intermediate_size * 2
-    if rows < ROWS_FROM and not layout.data_attention:
-        experts = between + width * 2 if layout.split_experts else chosen * width * 4
+    pairs = chosen * width * 4 * (1 if comm == "symmetric" else tp)
+    if _replicated(layout, rows):
+        experts = between + width * 2 if layout.split_experts else pairs
         return rows * (k_ranges(c) * width * 4 + experts) * (tp - 1) / tp
-    pairs = 1 if layout.split_experts else chosen
     groups = 0 if layout.data_attention else c.o_groups * c.o_lora_rank
-    own = (groups * 2 + pairs * width * 4) / tp
+    own = (groups * 2 + (width * 4 if layout.split_experts else pairs)) / tp
     gathers = 1 if layout.data_attention else 2
     every = gathers * width * 2 + (between if layout.split_experts else 0)
     return rows * (every + own) * (tp - 1) / tp
@@ -34,7 +35,8 @@ def rank_layer_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, row
     """What a rank computes in a layer because it is not alone; without the link's time."""
     if layout.tp == 1:
         return 0.0
-    handled = received_bytes(config, layout, rows) / _handled_rate(cluster)
+    nbytes = received_bytes(config, layout, rows, cluster.comm(layout.world))
+    handled = nbytes / _handled_rate(cluster)
     return RANK_US / 1e3 * config.hidden_size / 4096 + handled
 
 
@@ -49,12 +51,12 @@ def layer_exchange_ms(
     """Exchange time of one layer: of its bytes what the link takes longer than the kernels."""
     if layout.tp == 1:
         return 0.0
-    few = rows < ROWS_FROM and not layout.data_attention
-    link, count = group_link(cluster, layout.tp), 2 if few else 4
+    link, comm = group_link(cluster, layout.tp), cluster.comm(layout.world)
+    count = 2 if _replicated(layout, rows) else 4 if layout.data_attention else 6
     count += layout.split_experts
-    nbytes = received_bytes(config, layout, rows)
+    nbytes = received_bytes(config, layout, rows, comm)
     longer = max(nbytes / link.gbs / 1e6 - nbytes / _handled_rate(cluster), 0.0)
-    return count * link.exchange_us / 1e3 + longer
+    return count * link.fixed_us(comm) / 1e3 + longer
 
 
 def boundaries_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, rows: int) -> float:
@@ -62,14 +64,20 @@ def boundaries_ms(cluster: Cluster, layout: RankLayout, config: ModelConfig, row
     if layout.pp == 1:
         return 0.0
     link = cluster.between if layout.world > cluster.per_node else cluster.link
-    streams = rows * config.hc_mult * config.hidden_size * 2 / layout.tp
+    share, comm = 1 if _replicated(layout, rows) else layout.tp, cluster.comm(layout.world)
+    streams = rows * config.hc_mult * config.hidden_size * 2 / share
     logits = min(rows, GPU_SEQUENCES) * config.vocab_size * 4
-    return (layout.pp - 1) * transfer_ms(link, streams) + transfer_ms(link, logits)
+    return (layout.pp - 1) * transfer_ms(link, comm, streams) + transfer_ms(link, comm, logits)
 
 
 def group_link(cluster: Cluster, tp: int) -> Interconnect:
     return cluster.link if tp <= cluster.per_node else cluster.between
 
 
-def transfer_ms(link: Interconnect, nbytes: float) -> float:
-    return link.exchange_us / 1e3 + nbytes / link.gbs / 1e6
+def transfer_ms(link: Interconnect, comm: str, nbytes: float) -> float:
+    return link.fixed_us(comm) / 1e3 + nbytes / link.gbs / 1e6
+
+
+def _replicated(layout: RankLayout, rows: int) -> bool:
+    """Every rank has all rows and streams."""
+    return rows < ROWS_FROM and not layout.data_attention

@@ -15,12 +15,14 @@ import threading
 import numpy as np
 
 from dsv4.errors import RankError
-from dsv4.parallel.commands import Command, Link, Message
+from dsv4.parallel.commands import Command, Link, RankMessage
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.probe import probe
 from dsv4.parallel.team import describe
+from dsv4.runner.ranks.devices import check_own_gpu
 from dsv4.runner.ranks.start import connect, digest, load_rank
 from dsv4.runner.ranks.state_copier import COPIES, copy_state
+from dsv4.runner.ranks.versions import differences, versions
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import Settings
 from dsv4.runner.step.shape import StepShape
@@ -39,7 +41,7 @@ def main(connection: socket.socket, gone_code: int = 1) -> int:
 class Follower:
     def __init__(self, link: Link, gone_code: int = 1) -> None:
         self._link, self._gone_code = link, gone_code
-        self._inbox: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[RankMessage, bytes]] = queue.SimpleQueue()
         self._finished = 0
 
     def run(self) -> int:
@@ -54,7 +56,7 @@ class Follower:
             command = Command.from_message(*self._inbox.get(), self._finished + 1)
             if command.kind == "end":
                 return 0
-            answer: Message = {"kind": "done", "n": command.number}
+            answer: RankMessage = {"kind": "done", "n": command.number}
             try:
                 found = self.execute(runner, command)
                 if found is not None:
@@ -65,18 +67,23 @@ class Follower:
             self._finished = command.number
             self._link.send(answer)
 
-    def _start(self, told: Message) -> Runner:
+    def _start(self, told: RankMessage) -> Runner:
         logging.basicConfig(level=told["log_level"], format=f"rank {told['rank']}: %(message)s")
         stages = tuple(range(*pair) for pair in told["stages"])
         shared = told["split_experts"], told["data_attention"]
         layout = RankLayout(told["tp"], told["pp"], told["rank"], stages, *shared)
         settings = Settings(**told["settings"])
+        if settings.device != "cpu":
+            check_own_gpu(settings.device, layout)
+        other = differences(versions(settings.device), told["versions"])
+        if other:
+            raise RankError(f"found {other} as on rank 0; use the same on all ranks")
         folder = str(model_folder(told["folder"]))
         found = digest(folder)
         if found != told["digest"]:
             raise RankError(
-                f"found another checkpoint or version here ({found[:12]}), expected rank 0's "
-                f"({told['digest'][:12]}); use the same files, dsv4 and torch on all ranks"
+                f"found another checkpoint here ({found[:12]}), expected rank 0's "
+                f"({told['digest'][:12]}); use the same files on all ranks"
             )
 
         def progress(done: int, total: int) -> None:

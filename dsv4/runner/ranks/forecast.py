@@ -202,7 +202,7 @@ def forecast(
     layout = sizes.layout(tp, pp, how)
     steps = {batch: _step(sizes, cluster, layout, batch) for batch in {*batches, 1, ANSWERS}}
     compute, exchange, bound = _prompt(sizes, cluster, layout, prompt)
-    chunk, config = CHUNK // layout.homes, sizes.config
+    chunk, config, comm = CHUNK // layout.homes, sizes.config, cluster.comm(layout.world)
     chunks, all_chunks = -(-prompt // chunk), -(-prompt // CHUNK)
     together = sum(_prompt(sizes, cluster, layout, prompt, at_all_homes=True)[:2]) / all_chunks
     job = together * _overlapped(ANSWERS * PROMPT_TOKENS // CHUNK, pp)
@@ -210,14 +210,13 @@ def forecast(
     job += ANSWER_TOKENS * (steps[ANSWERS].total + ALONE * steps[1].total)
     shown = _overlapped(chunks, pp) / chunks
     return Forecast(
-        tp,
-        pp,
-        tuple(_stages(sizes, cluster, geometry, layout)),
+        tp, pp,
+        tuple(_stages(sizes, cluster, geometry, layout, how)),
         {batch: steps[batch] for batch in batches},
         compute * shown,
         exchange * shown,
         bound,
-        {rows: received_bytes(config, layout, rows) / 1e6 for rows in (*batches, prompt)},
+        {rows: received_bytes(config, layout, rows, comm) / 1e6 for rows in (*batches, prompt)},
         {batch: experts_read(config, layout, batch) for batch in batches},
         job / 1e3,
         layout.homes,
@@ -233,20 +232,21 @@ def rank_stages(
     layout: RankLayout,
     chunk_tokens: int = CHUNK,
     max_sequences: int = SEQUENCES,
+    activations: str = "auto",
 ) -> Iterator[tuple[int, int, int]]:
     """For a rank of each stage: bytes of weights, of exchange buffers, and left over."""
     channels = channel_bytes(sizes.config, layout, chunk_tokens, max_sequences)
-    room = cluster.memory - step_bytes(cluster.memory, sizes.config, chunk_tokens)
+    room = cluster.memory - step_bytes(cluster.memory, sizes.config, chunk_tokens, activations)
     for first in (replace(layout, rank=stage * layout.tp) for stage in range(layout.pp)):
         held, exchange = sizes.held(first), channels.held(first)
         yield held, exchange, room - held - exchange
 
 
 def _stages(
-    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
+    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout, how: EngineConfig
 ) -> Iterator[StageForecast]:
-    config = sizes.config
-    for stage, (held, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
+    config, stages = sizes.config, rank_stages(sizes, cluster, layout, activations=how.activations)
+    for stage, (held, exchange, free) in enumerate(stages):
         layers = replace(layout, rank=stage * layout.tp).layers(config)
         part = replace(geometry, layers=layers)
         room = free - part.sequence_bytes(0) * SEQUENCES // layout.homes
@@ -300,7 +300,7 @@ def _step(sizes: WeightSizes, cluster: Cluster, layout: RankLayout, batch: int) 
     exchange = layer_exchange_ms(cluster, layout, config, batch) * config.num_layers
     if tp > 1:
         logits = batch * config.vocab_size * 4 * (tp - 1) / tp
-        exchange += transfer_ms(group_link(cluster, tp), logits)
+        exchange += transfer_ms(group_link(cluster, tp), cluster.comm(layout.world), logits)
     exchange += boundaries_ms(cluster, layout, config, batch)
     layer = LAYER_US / 1e3 + rank_layer_ms(cluster, layout, config, batch)
     return StepTime(read, config.num_layers * layer, exchange)

@@ -50,11 +50,6 @@ def find_members(choices: EngineConfig, layout: RankLayout, module: str) -> list
         return _torchrun_members(layout.world, choices.join_timeout)
     if nodes == 1:
         return start_members(layout.world - 1, module)
-    if layout.world % nodes:
-        raise OptionError(
-            f"tp {layout.tp} x pp {layout.pp} is {layout.world} ranks, nodes is {nodes}; expected "
-            "the same number of ranks on each"
-        )
     assert choices.head is not None
     each = layout.world // nodes
     remote = Head(choices.head, __version__).wait(nodes, each, choices.join_timeout)
@@ -80,7 +75,8 @@ def meeting_place(host: str) -> Iterator[str]:
         return
     distributed: Any = torch.distributed
     # by default torch would listen on all interfaces
-    server = socket.create_server((host, 0))
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    server = socket.create_server((host, 0), family=family)
     port = server.getsockname()[1]
     store = distributed.TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach(),
@@ -117,6 +113,8 @@ _ADDRESS = "dsv4/head"
 
 class _Foreign:
     """A process that torchrun starts and ends."""
+
+    is_gone = False
 
     def status(self, pid: int, timeout: float) -> int | None:
         return None
@@ -155,6 +153,7 @@ def _torchrun_members(world: int, timeout: float) -> list[Member]:
             with contextlib.suppress(OSError, RankError):
                 greet(connection, key)
                 hello = Link(connection).receive()
+                connection.settimeout(None)
                 if hello is not None:
                     rank, pid = hello[0]["rank"], hello[0]["pid"]
                     found[rank] = Member(pid, connection, _Foreign(), 0, peer[0])

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from dsv4 import __version__
 from dsv4.checkpoint.rank_slices import selection
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
@@ -39,6 +38,7 @@ from dsv4.runner.ranks.rendezvous import (
     torchrun_connection,
     torchrun_place,
 )
+from dsv4.runner.ranks.versions import versions
 from dsv4.runner.settings import Settings
 from dsv4.util.models import BUILTIN_MODELS
 from dsv4.util.progress import Progress
@@ -55,6 +55,7 @@ def load_ranks(
     to the end and does not return."""
     follow_torchrun(choices.join_timeout)
     prepared = model if isinstance(model, PreparedModel) else prepare(str(model), choices)
+    _check_nodes(prepared)
     if prepared.layout.world == 1:
         return load_model(prepared, choices, progress)
     return start_ranks(prepared, progress)
@@ -65,14 +66,16 @@ def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> Lo
     begin = time.perf_counter()
     choices, layout = prepared.choices, prepared.layout
     check_layout(prepared)
+    kind = choose_comm(choices.comm, prepared.settings, layout, choices.nodes)
     host = head_host(choices)
     members = find_members(choices, layout, FOLLOWER)
     # half the timeout: a stuck rank is named before a server gives up
     team = Team(members, choices.step_timeout / 2, layout.tp)
     try:
         with meeting_place(host) as store:
-            model = _start_together(prepared, team, store, host, progress)
-    except BaseException:
+            model = _start_together(prepared, team, kind, store, host, progress)
+    except BaseException as error:
+        team.give_up(error)
         team.close()
         raise
     log.info("%d ranks in %.1f s", layout.world, time.perf_counter() - begin)
@@ -80,11 +83,15 @@ def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> Lo
 
 
 def _start_together(
-    prepared: PreparedModel, team: Team, store: str, host: str, progress: Progress | None
+    prepared: PreparedModel,
+    team: Team,
+    kind: str,
+    store: str,
+    host: str,
+    progress: Progress | None,
 ) -> Transformer:
     choices, settings, config = prepared.choices, prepared.settings, prepared.config
     layout, folder, timeout = prepared.layout, str(prepared.folder), choices.step_timeout
-    kind = choose_comm(choices.comm, settings, layout, choices.nodes)
     settings = replace(settings, device=device_of(settings.device, 0, 1))
     common = {
         "kind": "load",
@@ -97,6 +104,7 @@ def _start_together(
         "store": store,
         "timeout": timeout,
         "digest": digest(folder),
+        "versions": versions(settings.device),
         "log_level": logging.getLogger().getEffectiveLevel(),
     }
     each = layout.world // choices.nodes
@@ -111,13 +119,32 @@ def _start_together(
         for rank, member in enumerate(team.members, 1)
     ]
     team.tell(told)
-    weights, _ = load_rank(folder, settings, layout, progress)
+
+    def advance(done: int, total: int) -> None:
+        team.check()  # another rank has failed: do not read the rest first
+        if progress is not None:
+            progress(done, total)
+
+    weights, _ = load_rank(folder, settings, layout, advance)
     team.wait_for("loaded")
     team.tell([{"kind": "connect"}] * (layout.world - 1))
     with team.together():
         model = connect(layout, config, weights, settings, store, timeout, host, kind)
     team.wait_for("connected")
     return model
+
+
+def _check_nodes(prepared: PreparedModel) -> None:
+    choices, layout = prepared.choices, prepared.layout
+    if choices.nodes == 1 and choices.head is not None:
+        raise OptionError(
+            f"head is {choices.head}, nodes is 1; expected the number of machines with it"
+        )
+    if layout.world % choices.nodes:
+        raise OptionError(
+            f"tp {layout.tp} x pp {layout.pp} is {layout.world} ranks, nodes is {choices.nodes}; "
+            "expected the same number of ranks on each: give tp and pp"
+        )
 
 
 def check_layout(prepared: PreparedModel) -> None:
@@ -180,9 +207,8 @@ def _shared_name(folder: Path) -> str:
 
 
 def digest(folder: str) -> str:
-    """Digest of what all ranks must share: config, headers, samples of the values, and code
-    versions."""
-    found = hashlib.blake2b(f"{__version__} {torch.__version__}".encode(), digest_size=16)
+    """Digest of a checkpoint: config, headers and samples of the values."""
+    found = hashlib.blake2b(digest_size=16)
     found.update((Path(folder) / "config.json").read_bytes())
     for path in sorted(Path(folder).glob("*.safetensors")):
         with open(path, "rb") as file:

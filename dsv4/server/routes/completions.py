@@ -216,7 +216,7 @@ class _Run:
             yield [answer for answer in self._answers if answer.text or answer.finish]
             while not all(answer.finish for answer in self._answers):
                 outputs = await self._box.next(KEEP_ALIVE_SECONDS)
-                yield [self._take(output) for output in outputs]
+                yield [self._consume(output) for output in outputs]
             finish = self._answers[0].finish or "stop"
         except (GeneratorExit, asyncio.CancelledError):  # the client has disconnected
             finish = "abort"
@@ -224,7 +224,7 @@ class _Run:
         finally:
             self._close(finish)
 
-    def _take(self, output: Output) -> _Answer:
+    def _consume(self, output: Output) -> _Answer:
         answer = self._answers[int(output.request_id.rsplit("-", 2)[1])]
         if output.finish_reason in ("error", "abort"):
             raise failure(output, self._record.id)

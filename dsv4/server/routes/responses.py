@@ -21,7 +21,7 @@ from dsv4.server.sse import KEEP_ALIVE, EventStream, event, while_connected
 
 router = make_router()
 
-Item = dict[str, Any]
+ResponseItem = dict[str, Any]
 
 
 @router.post("/responses")
@@ -61,8 +61,8 @@ class _ResponsesWriter:
         self._tools = {tool.name: tool for tool in plan.prompt.tools}
         self._answers = answers
         self._choice: Choice = answers.choices[0]
-        self._items: list[Item] = []
-        self._open: Item | None = None
+        self._items: list[ResponseItem] = []
+        self._open: ResponseItem | None = None
         self._events: list[tuple[str, dict[str, Any]]] = []
         self._num_events = 0
         self._id = answers.record.id
@@ -128,7 +128,7 @@ class _ResponsesWriter:
             item["content"][0]["text"] += delta.text
             self._say(f"{_part_word(item)}.delta", delta=delta.text, **_part_extra(item))
 
-    def _text_item(self, kind: str) -> Item:
+    def _text_item(self, kind: str) -> ResponseItem:
         number = len(self._items)
         if kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
@@ -138,7 +138,7 @@ class _ResponsesWriter:
                 "summary": [],
                 "content": [part],
             }
-        text: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        text: ResponseItem = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return {
             "id": f"msg_{self._id}_{number}",
             "type": "message",
@@ -146,8 +146,8 @@ class _ResponsesWriter:
             "content": [text],
         }
 
-    def _call_item(self, delta: Delta) -> Item:
-        item: Item = {
+    def _call_item(self, delta: Delta) -> ResponseItem:
+        item: ResponseItem = {
             "id": f"fc_{self._id}_{len(self._items)}",
             "type": "function_call",
             "call_id": self._choice.call_id(delta.call_index),
@@ -159,7 +159,7 @@ class _ResponsesWriter:
             item["name"], item["namespace"] = tool.local_name, tool.namespace
         return item
 
-    def _start(self, item: Item) -> None:
+    def _start(self, item: ResponseItem) -> None:
         self.close()
         item["status"] = "in_progress"
         self._items.append(item)
@@ -238,9 +238,9 @@ class _ResponsesWriter:
         }
 
 
-def _part_word(item: Item) -> str:
+def _part_word(item: ResponseItem) -> str:
     return "reasoning_text" if item["type"] == "reasoning" else "output_text"
 
 
-def _part_extra(item: Item) -> dict[str, Any]:
+def _part_extra(item: ResponseItem) -> dict[str, Any]:
     return {"logprobs": []} if item["type"] == "message" else {}

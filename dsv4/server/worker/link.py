@@ -19,7 +19,7 @@ from dsv4.server.api_error import ApiError, bad_request, internal_error
 from dsv4.server.worker.mailbox import Mailbox, Scores
 from dsv4.server.worker.wire import (
     LENGTH_BYTES,
-    Message,
+    WireMessage,
     ids_to_wire,
     message_size,
     output_from_wire,
@@ -35,13 +35,14 @@ MAX_TOKENS = 1 << 24  # of running and waiting prompts; beyond this requests are
 BEAT_LATE_SECONDS = 3.0  # without a heartbeat the engine is not ready; one comes every 0.5 s
 SILENT_SECONDS = 300.0  # without a heartbeat from a loading engine
 END_SECONDS = 0.5  # for an engine process to end on its own
+RANKS_END_SECONDS = 6.0  # if it said that it ends; it takes at most 5 itself
 FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at shutdown
 MAX_STARTS = 3  # that may fail before the first success
 BACKOFF_SECONDS = (0.2, 1.0, 5.0, 30.0)  # before restarts, while none answers anything
 
 ENGINE = ("-m", "dsv4.server.worker.main")
 
-Notify = Callable[[Message], None]  # gets plan, progress, ready and failed
+Notify = Callable[[WireMessage], None]  # gets plan, progress, ready and failed
 
 
 class RequestLink(ABC):
@@ -56,8 +57,8 @@ class RequestLink(ABC):
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._scores: dict[str, Scores] = {}
         self.state = "starting"
-        self.facts: Message = {}
-        self.stats: Message = {}
+        self.facts: WireMessage = {}
+        self.stats: WireMessage = {}
         self.num_restarts = 0
         self.prefix_keys = ""  # of the engine's cached prefixes, in hexadecimal
         # called with a request's queue and prefill seconds before its first token
@@ -171,11 +172,11 @@ class RequestLink(ABC):
         for name in {**self._answers, **self._scores, **self._live}:
             self.fail(name, error)
 
-    def _take_answer(self, message: Message) -> None:
+    def _deliver_answer(self, message: WireMessage) -> None:
         name = message["id"]
         if name in self._scores:
             if message["kind"] != "accepted":
-                self._scores[name].take(message)
+                self._scores[name].deliver(message)
         elif name in self._answers:
             answer = self._answers.pop(name)
             if answer.done():
@@ -188,7 +189,7 @@ class RequestLink(ABC):
             else:
                 answer.set_exception(bad_request(RequestError(message["error"])))
 
-    def _take_outputs(self, messages: list[Message]) -> None:
+    def _deliver_outputs(self, messages: list[WireMessage]) -> None:
         for message in messages:
             if "times" in message and message["id"].endswith("-0"):  # its first phase
                 self.on_first_token(*message["times"])
@@ -198,7 +199,7 @@ class RequestLink(ABC):
                 continue  # aborted in the meantime
             if output.finished:
                 del self._live[output.request_id]
-            if not box.take(output):
+            if not box.deliver(output):
                 self.forget(output.request_id)
 
 
@@ -229,6 +230,7 @@ class EngineLink(RequestLink):
         self._supervisor: asyncio.Task[None] | None = None
         self._heard_at = self._turned_at = time.monotonic()
         self._has_answered = False  # this process has answered a request
+        self._ending = ""  # why this process said that it ends
         self._step_timeout: float = choices.get("step_timeout", EngineConfig.step_timeout)
 
     @property
@@ -283,22 +285,24 @@ class EngineLink(RequestLink):
         failures = 0 if is_of_use else failures + 1
         if not self.facts and failures == MAX_STARTS:
             error = f"the engine process ended {failures} times before it was ready"
-            self._take({"kind": "failed", "error": error, "exit_code": 1})
+            self._on_message({"kind": "failed", "error": error, "exit_code": 1})
             return failures
         # Requests need not wait until the process has ended.
         self.state = "restarting" if self.facts else "starting"
         self.num_restarts += bool(self.facts)
         self.stats = {}
-        error = "the engine stopped in the middle of this request; it is being restarted"
+        why = self._ending or "the engine stopped in the middle of this request"
+        error = f"{why}; it is being restarted"
         self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
-        await self._end_process(END_SECONDS)
+        await self._end_process(RANKS_END_SECONDS if self._ending else END_SECONDS)
         pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
         log.error("the engine process ended; restarting it in %.1f s", pause)
         await asyncio.sleep(pause)
         return failures
 
     async def _run_once(self) -> None:
-        """Start a process and read from it until it ends."""
+        """Start a process and read from it until it ends, or says that it does."""
+        self._ending = ""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -314,7 +318,11 @@ class EngineLink(RequestLink):
         try:
             for count in itertools.count(1):
                 size = message_size(await reader.readexactly(LENGTH_BYTES))
-                self._take(json.loads(await reader.readexactly(size)))
+                message = json.loads(await reader.readexactly(size))
+                if message["kind"] == "ending":
+                    self._ending = message["error"]
+                    return
+                self._on_message(message)
                 if count % MESSAGES_A_TURN == 0:
                     await asyncio.sleep(0)  # reading buffered data does not yield
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -346,7 +354,7 @@ class EngineLink(RequestLink):
             await asyncio.sleep(0.02)
         self._process = None
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: WireMessage) -> None:
         self._heard_at = now = time.monotonic()
         self._turned_at = now - message.get("age", 0.0)
         kind = message["kind"]
@@ -356,13 +364,13 @@ class EngineLink(RequestLink):
             self._has_answered |= any(
                 output.get("finish") in ("stop", "length") for output in message["outputs"]
             )
-            self._take_outputs(message["outputs"])
+            self._deliver_outputs(message["outputs"])
         elif kind == "stats":
             self.stats = message["stats"]
         elif kind == "prefixes":
             self.prefix_keys = message["keys"]
         elif kind in ("accepted", "refused", "scores", "broken"):
-            self._take_answer(message)
+            self._deliver_answer(message)
         else:
             if kind == "ready":
                 self.facts, self.state = message["facts"], "ready"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.request import Output, Request, TokenLogprobs
 from dsv4.server.api_error import ApiError
-from dsv4.server.worker.wire import Message, logprobs_from_wire
+from dsv4.server.worker.wire import WireMessage, logprobs_from_wire
 
 if TYPE_CHECKING:
     from dsv4.server.worker.link import RequestLink
@@ -57,7 +57,7 @@ class Mailbox:
         for request_id in list(self._running):
             self.abort(request_id)
 
-    def take(self, output: Output) -> bool:
+    def deliver(self, output: Output) -> bool:
         """Called by the link. False: the client does not read, so abort the request."""
         if output.finished:
             self._running.discard(output.request_id)
@@ -79,9 +79,9 @@ class Scores:
 
     def __init__(self) -> None:
         self.found: list[TokenLogprobs] = []
-        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[WireMessage] = asyncio.get_running_loop().create_future()
 
-    def take(self, message: Message) -> None:
+    def deliver(self, message: WireMessage) -> None:
         if message["kind"] == "scores":
             del self.found[message["first"] :]  # the engine may have restarted the job
             self.found += logprobs_from_wire(message["scores"])

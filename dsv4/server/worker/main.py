@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,23 +26,26 @@ import torch
 from dsv4.cache.geometry import POOLS
 from dsv4.config import EngineConfig
 from dsv4.engine import Engine
-from dsv4.errors import CapacityError, Dsv4Error, RequestError
+from dsv4.errors import CapacityError, Dsv4Error, NumericsError, RequestError
 from dsv4.request import Output, SamplingParams
 from dsv4.runner.load import prepare
 from dsv4.server.worker.wire import (
     Channel,
-    Message,
+    WireMessage,
     ids_from_wire,
     output_to_wire,
     request_from_wire,
 )
 from dsv4.util.events import Event
 from dsv4.util.logs import escape_arguments
+from dsv4.util.progress import Progress
 
 STATS_SECONDS = 0.5
 STEP_BOUNDS = tuple(2**power for power in range(15))  # of tokens in a step
 MAX_PIECE = 4096  # log-probabilities in one message
 BEAT_SECONDS = 0.5  # between heartbeats, also during a long step
+LOOK_SECONDS = 0.1  # between looks at the ranks
+END_SECONDS = 5.0  # for the engine's thread to end by itself once a rank has failed
 
 
 def main(arguments: list[str]) -> int:
@@ -66,16 +69,31 @@ def _run(channel: Channel) -> int:
     except Dsv4Error as error:
         channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
         return error.exit_code
+    if engine.stats().ranks:
+        threading.Thread(target=_end_with_ranks, args=(engine, channel), daemon=True).start()
     with contextlib.suppress(ConnectionError):  # the web process ended during a step
         Worker(engine, channel, heartbeat).run()
     engine.close()
-    if engine.failure is not None:  # the web process starts all ranks again
-        logging.error("%s", engine.failure)
-        return engine.failure.exit_code
-    return 0
+    return 0 if engine.failure is None else engine.failure.exit_code
 
 
-def _load(start: Message, channel: Channel) -> Engine:
+def _end_with_ranks(engine: Engine, channel: Channel) -> None:
+    """A thread: once a rank has failed, report it and end this process. The engine's own thread
+    may never stop waiting for that rank; the web process starts all of them again."""
+    while (error := engine.failure) is None:
+        time.sleep(LOOK_SECONDS)
+    # sending may block
+    threading.Thread(target=_say_ending, args=(channel, str(error)), daemon=True).start()
+    time.sleep(END_SECONDS)
+    os._exit(error.exit_code)
+
+
+def _say_ending(channel: Channel, error: str) -> None:
+    with contextlib.suppress(OSError):
+        channel.send({"kind": "ending", "error": error})
+
+
+def _load(start: WireMessage, channel: Channel) -> Engine:
     prepared = prepare(start["model"], EngineConfig.make(**start["choices"]))
     channel.send({"kind": "plan", "text": str(prepared)})
     load, warm = _progress_sender(channel, "load"), _progress_sender(channel, "warm-up")
@@ -87,7 +105,7 @@ def _load(start: Message, channel: Channel) -> Engine:
     return engine
 
 
-def _progress_sender(channel: Channel, stage: str) -> Callable[[int, int], None]:
+def _progress_sender(channel: Channel, stage: str) -> Progress:
     """Sends progress at most ten times a second, and at the end."""
     last = 0.0
 
@@ -100,7 +118,7 @@ def _progress_sender(channel: Channel, stage: str) -> Callable[[int, int], None]
     return progress
 
 
-def _facts(engine: Engine) -> Message:
+def _facts(engine: Engine) -> WireMessage:
     config, settings = engine.config, engine.settings
     geometry = settings.geometry(config)
     return {
@@ -115,7 +133,7 @@ def _facts(engine: Engine) -> Message:
     }
 
 
-def _stats(engine: Engine) -> Message:
+def _stats(engine: Engine) -> WireMessage:
     return {"kind": "stats", "stats": dataclasses.asdict(engine.stats())}
 
 
@@ -182,7 +200,7 @@ class _Watch:
 class _Scoring:
     """A prompt being scored, and its progress."""
 
-    message: Message
+    message: WireMessage
     chunks: Iterator[list[Any]] | None = None
     num_sent: int = 0
 
@@ -194,7 +212,7 @@ class Worker:
         self._engine = engine
         self._channel = channel
         self._heartbeat = heartbeat
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[WireMessage | None] = queue.SimpleQueue()
         self._scores: deque[_Scoring] = deque()
         self._stats_at = 0.0
         self._prefixes = ""  # keys last reported
@@ -203,9 +221,13 @@ class Worker:
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
-        while self._engine.failure is None and self._take_messages():
+        while self._handle_messages():
             self._heartbeat.turned_at = time.monotonic()
             outputs = self._engine.step()
+            failure = self._engine.failure
+            if failure is not None:  # the web process ends all requests with this
+                _say_ending(self._channel, str(failure))
+                return
             if outputs:
                 found = [self._to_wire(output) for output in outputs]
                 self._channel.send({"kind": "outputs", "outputs": found})
@@ -213,7 +235,7 @@ class Worker:
             self._score_on()
             self._send_stats()
 
-    def _to_wire(self, output: Output) -> Message:
+    def _to_wire(self, output: Output) -> WireMessage:
         message = output_to_wire(output)
         times = self._watch.times(output.request_id) if output.num_cached is not None else None
         return message if times is None else {**message, "times": times}
@@ -227,7 +249,7 @@ class Worker:
         except BaseException:  # out of memory, for example: better to restart than not to listen
             os._exit(1)
 
-    def _take_messages(self) -> bool:
+    def _handle_messages(self) -> bool:
         """Handle all pending messages; wait for one only when idle."""
         busy = bool(self._engine.num_unfinished or self._scores)
         try:
@@ -235,12 +257,12 @@ class Worker:
                 message = self._inbox.get(block=not busy, timeout=STATS_SECONDS)
                 if message is None:
                     return False
-                self._take(message)
+                self._on_message(message)
                 busy = True
         except queue.Empty:
             return True
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: WireMessage) -> None:
         if message["kind"] == "abort":
             self._abort(message["id"])
             return
@@ -263,7 +285,7 @@ class Worker:
         except RequestError:
             logging.debug("%s had ended before it was aborted", name)
 
-    def _score(self, message: Message) -> Iterator[list[Any]]:
+    def _score(self, message: WireMessage) -> Iterator[list[Any]]:
         """Log-probabilities of a prompt's own tokens, chunk by chunk, in the form of outputs."""
         ids, top = ids_from_wire(message["ids"]), message["top"]
         place = 1
@@ -272,6 +294,8 @@ class Worker:
             best, tokens = torch.topk(rows, min(top, rows.shape[1]))
             following = torch.tensor(ids[place : place + len(rows)], device=rows.device)
             chosen = rows.gather(1, following.unsqueeze(1)).squeeze(1)
+            if bool(chosen.isnan().any()):
+                raise NumericsError
             found = zip(
                 following.tolist(), chosen.tolist(), tokens.tolist(), best.tolist(), strict=True
             )
@@ -294,10 +318,12 @@ class Worker:
             job.chunks, job.num_sent = None, 0
             if self._engine.num_unfinished:
                 return  # restarted when other requests have freed pages
-            answer: Message = {"kind": "broken", "error": str(error)}
+            answer: WireMessage = {"kind": "broken", "error": str(error)}
         except RequestError as error:
             answer = {"kind": "refused", "error": str(error)}
-        except Exception as error:  # fails only this request
+        except Exception as error:  # fails only this request, unless a rank has failed
+            if self._engine.failure is not None:
+                return
             answer = {"kind": "broken", "error": str(error)}
         else:
             if chunk is not None:

@@ -2,7 +2,7 @@
 
 A message has a `kind`. To the engine: `load`, `add`, `abort`, `score`. From it: `plan`,
 `progress`, `ready`, `failed`, `accepted`, `refused`, `broken`, `outputs`, `scores`, `stats`,
-`prefixes`, `beat`.
+`prefixes`, `beat`, `ending`.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28  # a prompt of ten million tokens
 QUICK_IDS = 1 << 16  # a prompt up to this size is packed on the event loop
 
-Message = dict[str, Any]
+WireMessage = dict[str, Any]
 
 
-def pack(message: Message) -> bytes:
+def pack(message: WireMessage) -> bytes:
     data = json.dumps(message, separators=(",", ":")).encode()
     assert len(data) <= MAX_MESSAGE_BYTES, f"a message of {len(data)} bytes"
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-async def pack_prompt(ids: Sequence[int], make: Callable[[], Message]) -> bytes:
+async def pack_prompt(ids: Sequence[int], make: Callable[[], WireMessage]) -> bytes:
     """Like `pack`, for a message with these ids; many are packed off the event loop."""
     if len(ids) <= QUICK_IDS:
         return pack(make())
@@ -50,12 +50,12 @@ class Channel:
         self._connection = connection
         self._lock = threading.Lock()  # keeps concurrent messages from interleaving
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         data = pack(message)
         with self._lock:
             self._connection.sendall(data)
 
-    def receive(self) -> Message | None:
+    def receive(self) -> WireMessage | None:
         """The next message; None when the other side has closed."""
         head = self._read(LENGTH_BYTES)
         data = None if head is None else self._read(message_size(head))
@@ -82,7 +82,7 @@ def ids_from_wire(text: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def request_to_wire(request: Request) -> Message:
+def request_to_wire(request: Request) -> WireMessage:
     message = {item.name: getattr(request, item.name) for item in fields(request)}
     message["prompt_ids"] = ids_to_wire(request.prompt_ids)
     params = {item.name: getattr(request.params, item.name) for item in fields(request.params)}
@@ -92,7 +92,7 @@ def request_to_wire(request: Request) -> Message:
     return {**message, "params": params}
 
 
-def request_from_wire(message: Message) -> Request:
+def request_from_wire(message: WireMessage) -> Request:
     """The request; RequestError if a value is not allowed."""
     params = dict(message["params"])
     params["stop"] = tuple(params["stop"])
@@ -104,8 +104,8 @@ def request_from_wire(message: Message) -> Request:
     return Request(**{**values, "params": SamplingParams(**params)})
 
 
-def output_to_wire(output: Output) -> Message:
-    message: Message = {"id": output.request_id, "tokens": output.token_ids}
+def output_to_wire(output: Output) -> WireMessage:
+    message: WireMessage = {"id": output.request_id, "tokens": output.token_ids}
     if output.text:
         message["text"] = output.text
     if output.logprobs:
@@ -121,7 +121,7 @@ def output_to_wire(output: Output) -> Message:
     return message
 
 
-def output_from_wire(message: Message) -> Output:
+def output_from_wire(message: WireMessage) -> Output:
     num_drafted, num_accepted = message.get("drafts", (0, 0))
     return Output(
         request_id=message["id"],

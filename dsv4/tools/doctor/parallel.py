@@ -1,13 +1,17 @@
 """Checks ranks on this machine: exchanges arrive, answers equal one rank's; and times them.
 
 The embedded model is loaded once on one rank and once over all devices; tokens, log-probabilities
-and logits must have the same bits.
+and logits must have the same bits. It has two output groups, so up to two ranks share its layers;
+for more, a random model with eight stands in, as Flash and Pro have them.
 """
 
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +19,13 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
+from dsv4.ops.core.gpu import usable_device
 from dsv4.parallel.layout import MOST_TP, allowed_tp
 from dsv4.parallel.probe import probe
 from dsv4.request import Request, SamplingParams
+from dsv4.testing import random_weights, write_checkpoint
+from dsv4.tools.convert.convert import convert
+from dsv4.util.models import BUILTIN_MODELS, model_folder
 
 SIZES = (4096, 65536, 1 << 20)  # bytes of an exchange
 TURNS = 4
@@ -44,6 +52,7 @@ class ParallelReport:
     num_tokens: int = 0
     num_logits: int = 0
     differences: list[str] = field(default_factory=list)
+    model: str = "the embedded model"
     fullest_share: float = 0.0  # load of the fullest rank's experts, 1.0: even; 0: not counted
     # milliseconds by what was timed: on one rank, on these ranks
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -56,34 +65,67 @@ class ParallelReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def default_layout(config: ModelConfig, gpus: int, attention: str = "tp") -> tuple[int, int]:
-    """(tp, pp) over all the GPUs that the embedded model can use; two ranks on a CPU."""
-    allowed = allowed_tp(config, data_attention=attention == "dp")
-    most = MOST_TP if attention == "dp" else 2
-    tp = max(n for n in allowed if gpus % n == 0 and n <= most)
-    return tp, min(gpus // tp, config.num_layers)
+def default_layout(gpus: int, num_layers: int) -> tuple[int, int]:
+    """(tp, pp) over all GPUs, with as many ranks that share a layer as there can be."""
+    tp = max(n for n in (1, 2, 4, MOST_TP) if gpus % n == 0)
+    return tp, min(gpus // tp, num_layers)
 
 
 def examine_ranks(model: str, choices: EngineConfig, tell: Callable[[str], None]) -> ParallelReport:
     """Without tp and pp in `choices`, all devices are used."""
+    folder, device = model_folder(model), usable_device(choices.device)
+    config = ModelConfig.from_folder(folder)
+    if choices.tp == "auto" and choices.pp == 1:
+        count = 2 if device == "cpu" else torch.cuda.device_count()
+        if count < 2:
+            raise OptionError("one GPU is visible, expected several; or give --device cpu")
+        tp, pp = default_layout(count, config.num_layers)
+    else:
+        tp, pp = (1 if choices.tp == "auto" else choices.tp), choices.pp
+    if tp * pp == 1:
+        raise OptionError("tp x pp is 1, expected several ranks: give --tp or --pp")
+    is_built_in = folder.parent == BUILTIN_MODELS
+    allowed = allowed_tp(config, data_attention=choices.attention == "dp")
+    with tempfile.TemporaryDirectory(prefix="dsv4-doctor-") as scratch:
+        name = "the embedded model" if is_built_in else model
+        if is_built_in and tp not in allowed and MOST_TP % tp == 0:
+            if choices.nodes > 1:
+                raise OptionError(
+                    f"tp is {tp} on {choices.nodes} nodes, expected one of {allowed}, or a model "
+                    "folder that every node has"
+                )
+            tell("writing a random model with eight output groups")
+            model, name = str(write_random_model(folder, Path(scratch))), "a random model"
+        report = _compare(model, replace(choices, tp=tp, pp=pp), tell)
+    report.model = name
+    return report
+
+
+def write_random_model(embedded: Path, scratch: Path) -> Path:
+    """Of the embedded model's sizes and formats, with heads and output groups for eight ranks."""
+    config = ModelConfig.from_folder(embedded)
+    config = replace(
+        config, num_heads=8 * MOST_TP, o_groups=MOST_TP, num_experts=2 * MOST_TP, num_draft_layers=0
+    )
+    plain, folder = scratch / "plain", scratch / "random"
+    write_checkpoint(plain, config, random_weights(config, 1))
+    shutil.copy(embedded / "tokenizer.json", plain)
+    convert(plain, folder, "nvfp4-all")
+    return folder
+
+
+def _compare(model: str, choices: EngineConfig, tell: Callable[[str], None]) -> ParallelReport:
+    tp, pp = choices.tp, choices.pp
+    assert isinstance(tp, int)
+    tell("loading on one rank")
     one = replace(choices, tp=1, pp=1, nodes=1, head=None, attention="tp")
     alone = Engine.load(model, **asdict(one))
     try:
-        if choices.tp == "auto" and choices.pp == 1:
-            on_gpu = alone.settings.device != "cpu"
-            count = torch.cuda.device_count() if on_gpu else 2
-            if count < 2:
-                raise OptionError("one GPU is visible, expected several; or give --device cpu")
-            tp, pp = default_layout(alone.config, count, choices.attention)
-        else:
-            tp, pp = (1 if choices.tp == "auto" else choices.tp), choices.pp
-        if tp * pp == 1:
-            raise OptionError("tp x pp is 1, expected several ranks: give --tp or --pp")
         tell(f"one rank is loaded; now tp {tp}, pp {pp}")
         wanted, times = _answers(alone), _times(alone)
     finally:
         alone.close()
-    engine = Engine.load(model, **asdict(replace(choices, tp=tp, pp=pp)))
+    engine = Engine.load(model, **asdict(choices))
     try:
         report = ParallelReport(tp, pp, engine.settings.device, choices.attention)
         tell("exchanging patterns")
