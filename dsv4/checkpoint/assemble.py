@@ -1,17 +1,18 @@
 """Builds one parameter from its stored matrices: checked, sliced, copied into its final buffer.
 
 Stacked experts are never collected in a list: the final buffer is allocated first and each expert
-is copied into its slot, so the only extra memory is one matrix's views of the mapped file.
+is read into its slot, so the only extra memory is one matrix.
 """
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import gcd
 
 import torch
 
 from dsv4.checkpoint.files.header import TensorInfo
-from dsv4.checkpoint.files.mapped import MappedFiles, empty
+from dsv4.checkpoint.files.tensors import TensorFiles, empty
 from dsv4.checkpoint.rank_slices import WeightSlice
 from dsv4.checkpoint.sources import Source
 from dsv4.checkpoint.stored_matrix import StoredMatrix
@@ -25,7 +26,7 @@ Advance = Callable[[int], None]
 
 
 def assemble(
-    source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance
+    source: Source, files: TensorFiles, cut: WeightSlice, advance: Advance
 ) -> StoredWeight:
     """The parameter in its stored format, in its own memory."""
     if source.parameter.kind == "table":
@@ -36,24 +37,29 @@ def assemble(
 
 
 def read_matrix(
-    stored: StoredMatrix, files: MappedFiles, cut: WeightSlice | None = None
+    stored: StoredMatrix,
+    files: TensorFiles,
+    cut: WeightSlice | None = None,
+    place: torch.Tensor | None = None,
 ) -> StoredWeight:
-    """One matrix, or a slice of it, as views of the file. Scales are checked, plain tensors are
-    not. Other ranks' parts are not read."""
-    data, cut = files.tensor(stored.data), cut or WeightSlice()
+    """One matrix, or a slice of it. Scales are checked, plain tensors are not. Other ranks' rows
+    are not read. The matrix itself is read into `place`, if it is like it."""
+    cut = cut or WeightSlice()
     if stored.format == "plain":
-        return _cut(data, cut)
+        data = files.tensor(stored.data, cut.rows, place)
+        return _cut(data, replace(cut, rows=None))
     assert stored.scale is not None
-    scale = files.tensor(stored.scale)
+    rows, tiles, cut = _whole_tiles(stored, cut)
+    data = files.tensor(stored.data, rows, place)
+    scale = files.tensor(stored.scale, tiles)
     weight: StoredWeight
     if stored.format == "mxfp4":
         weight = _cut(Mxfp4Tensor(data, scale), cut)
         assert isinstance(weight, Mxfp4Tensor)
         _check_e8m0(weight.scale, stored.scale)
     elif stored.format == "fp8":
-        rows, cols = stored.tile
         scale = scale if scale.dtype == torch.uint8 else scale.to(torch.float32)
-        weight = _cut(Fp8BlockTensor(data, scale, cols, rows), cut)
+        weight = _cut(Fp8BlockTensor(data, scale, stored.tile[1], stored.tile[0]), cut)
         assert isinstance(weight, Fp8BlockTensor)
         _check_tile_scale(weight.scale, stored.scale)
     else:
@@ -63,22 +69,42 @@ def read_matrix(
     return weight
 
 
-def _single(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
+def _whole_tiles(
+    stored: StoredMatrix, cut: WeightSlice
+) -> tuple[range | None, range | None, WeightSlice]:
+    """Rows of a quantised matrix and of its scales to read, and the slice that is then left."""
+    if cut.rows is None:
+        return None, None, cut
+    height = stored.tile[0] if stored.format == "fp8" else 1
+    first, stop = cut.rows.start // height, cut.rows.stop
+    start = first * height
+    left = replace(cut, rows=range(cut.rows.start - start, stop - start))
+    return range(start, stop), range(first, -(-stop // height)), left
+
+
+def _single(source: Source, files: TensorFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
     stored, nbytes = source.stored, cut.nbytes(source.matrices[0])
     weight = read_matrix(stored, files, cut)
     if isinstance(weight, torch.Tensor):
-        copy = empty(tuple(weight.shape), weight.dtype)
-        copy_checked(copy, weight, stored.data)
+        weight = _own(weight)
+        refuse_nonfinite(weight, stored.data)
         advance(nbytes)
-        return copy
-    whole = weight.map(lambda value: empty(tuple(value.shape), value.dtype).copy_(value))
+        return weight
+    whole = weight.map(_own)
     if isinstance(whole, Fp8BlockTensor):
         refuse_nan_codes(whole.data, stored.data)
     advance(nbytes)
     return whole
 
 
-def _stack(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
+def _own(value: torch.Tensor) -> torch.Tensor:
+    """Not a view into what was read beside it."""
+    if value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    return empty(tuple(value.shape), value.dtype).copy_(value)
+
+
+def _stack(source: Source, files: TensorFiles, cut: WeightSlice, advance: Advance) -> StoredWeight:
     """Stack experts, w1 above w3; matrices are read in disk order."""
     num_parts = source.num_parts
     first_expert = cut.experts.start if cut.experts is not None else 0
@@ -90,8 +116,10 @@ def _stack(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advanc
     globals_: dict[tuple[int, int], torch.Tensor] = {}
     tile = (0, 0)
     for matrix in sorted(matrices, key=lambda c: (str(c.stored.data.file), c.stored.data.start)):
-        weight = read_matrix(matrix.stored, files, cut)
         slot = (matrix.expert or 0) - (first_expert if has_experts else 0)
+        rows = buffers[0].shape[1] // num_parts if buffers else 0
+        place = buffers[0][slot, matrix.part * rows :][:rows] if buffers else None
+        weight = read_matrix(matrix.stored, files, cut, place)
         if isinstance(weight, Fp8BlockTensor):
             weight = _align(weight, num_parts)
             tile = weight.tile
@@ -104,12 +132,12 @@ def _stack(source: Source, files: MappedFiles, cut: WeightSlice, advance: Advanc
         for buffer, piece in zip(buffers, pieces, strict=True):
             rows = piece.shape[0]
             place = buffer[slot, matrix.part * rows : (matrix.part + 1) * rows]
-            if matrix.stored.format == "plain":
-                copy_checked(place, piece, matrix.stored.data)
-            else:
+            if piece.data_ptr() != place.data_ptr():
                 place.copy_(piece)
-                if piece.dtype == torch.float8_e4m3fn and matrix.stored.format == "fp8":
-                    refuse_nan_codes(place, matrix.stored.data)
+            if matrix.stored.format == "plain":
+                refuse_nonfinite(place, matrix.stored.data)
+            elif piece.dtype == torch.float8_e4m3fn and matrix.stored.format == "fp8":
+                refuse_nan_codes(place, matrix.stored.data)
         advance(cut.nbytes(matrix))
     if not has_experts:
         buffers = [buffer[0] for buffer in buffers]
@@ -169,24 +197,7 @@ def _cut(weight: StoredWeight, cut: WeightSlice) -> StoredWeight:
 
 # --- checks that are cheap compared with reading ------------------------------------------------
 
-_CHUNK = 1 << 20  # elements: the sum reads what the copy left in the CPU cache
-
-
-def copy_checked(place: torch.Tensor, data: torch.Tensor, info: TensorInfo) -> None:
-    """Copy, refusing NaN and Inf. A finite sum proves that all values are finite; an infinite one
-    may be overflow and is checked element by element."""
-    if not data.is_contiguous() or not place.is_contiguous():
-        place.copy_(data)
-        refuse_nonfinite(place, info)
-        return
-    to, source = place.view(-1), data.view(-1)
-    # torch sums BF16 in float32 anyway and is several times faster without a dtype; F16 overflows
-    wide = torch.float32 if data.dtype == torch.float16 else None
-    for start in range(0, source.numel(), _CHUNK):
-        part = to[start : start + _CHUNK]
-        part.copy_(source[start : start + _CHUNK])
-        if not bool(torch.isfinite(part.sum(dtype=wide))):
-            refuse_nonfinite(data, info)
+_CHUNK = 1 << 20  # elements
 
 
 def refuse_nan_codes(data: torch.Tensor, info: TensorInfo) -> None:
@@ -207,6 +218,12 @@ def _pieces_of(data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def refuse_nonfinite(data: torch.Tensor, info: TensorInfo) -> None:
+    """A finite sum proves that all values are finite; an infinite one may be overflow and is
+    checked element by element."""
+    # torch sums BF16 in float32 anyway and is several times faster without a dtype; F16 overflows
+    wide = torch.float32 if data.dtype == torch.float16 else None
+    if all(bool(torch.isfinite(part.sum(dtype=wide))) for part in _pieces_of(data)):
+        return
     finite = torch.isfinite(data)
     if not bool(finite.all()):
         where = tuple((~finite).nonzero()[0].tolist())
@@ -216,7 +233,7 @@ def refuse_nonfinite(data: torch.Tensor, info: TensorInfo) -> None:
         )
 
 
-def _table(source: Source, files: MappedFiles, advance: Advance) -> torch.Tensor:
+def _table(source: Source, files: TensorFiles, advance: Advance) -> torch.Tensor:
     """The hash router's expert ids. An id out of range is refused; an expert named twice for a
     token only gives a warning, because fresh transformers models have all-zero tables."""
     info = source.stored.data
@@ -281,7 +298,7 @@ def _check_block_scale(scale: torch.Tensor, info: TensorInfo) -> None:
         )
 
 
-def _global(stored: StoredMatrix, files: MappedFiles) -> torch.Tensor:
+def _global(stored: StoredMatrix, files: TensorFiles) -> torch.Tensor:
     """The global multiplier as [1]; compressed-tensors' divisor is inverted once, in float64."""
     info = stored.global_scale
     assert info is not None

@@ -53,6 +53,7 @@ def build_manifest(
     `is_draft`: the draft blocks' parameters instead of the backbone's."""
     scan = scan_folder(folder)
     manifest = Manifest(folder, config, scan, findings=list(scan.findings), is_draft=is_draft)
+    manifest.findings += scan.draft_findings if is_draft else []
     found = list(scan.tensors)
     manifest.families = names.families_in(found)
     if not _one_family(manifest, found):
@@ -107,7 +108,7 @@ def _place(manifest: Manifest) -> tuple[Modules, dict[str, TensorInfo], list[Ten
     unknown: list[TensorInfo] = []
     assert manifest.family is not None
     for name, info in manifest.scan.tensors.items():
-        if name.startswith(("mtp.", "model.mtp.")) != manifest.is_draft:
+        if names.is_draft(name) != manifest.is_draft:
             manifest.ignored[name] = BACKBONE if manifest.is_draft else DRAFT
             continue
         if manifest.is_draft:
@@ -170,7 +171,8 @@ def _fill(
         else:
             _collect(manifest, matrices)
     what = "is missing; the model needs it, fetch the checkpoint again"
-    if not manifest.scan.unread:  # otherwise it may be in the unreadable file
+    unread = manifest.scan.unread or (manifest.is_draft and manifest.scan.draft_findings)
+    if not unread:  # otherwise it may be in the unreadable file
         manifest.findings += [Finding("error", "missing", what, name) for name in missing]
     return used
 

@@ -230,6 +230,11 @@ _TOP_NAMES = frozenset(
 ) | frozenset(_TOP_LEAVES)
 
 
+def is_draft(name: str) -> bool:
+    """Whether a tensor belongs to draft blocks, in any family."""
+    return name.startswith(("mtp.", "model.mtp."))
+
+
 def is_ours(name: str) -> bool:
     """Whether a tensor of this name could belong to a model, in any family."""
     inner = name.removeprefix("model.")

@@ -10,7 +10,7 @@ import torch
 from dsv4.checkpoint import LAYOUTS
 from dsv4.checkpoint.assemble import assemble
 from dsv4.checkpoint.cast import cast_stack
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.tensors import TensorFiles
 from dsv4.checkpoint.findings import Finding, raise_errors
 from dsv4.checkpoint.manifest import Manifest, build_manifest
 from dsv4.checkpoint.rank_slices import (
@@ -104,7 +104,7 @@ class Checkpoint:
         chosen = [self.sources[name] for name in slices]
         chosen.sort(key=lambda s: (str(s.stored.data.file), s.stored.data.start))
         done, total = 0, sum(self._nbytes(source, slices[source.name]) for source in chosen)
-        files = MappedFiles()
+        files = TensorFiles()
         casts = mxfp4_as_nvfp4 if callable(mxfp4_as_nvfp4) else lambda name: bool(mxfp4_as_nvfp4)
 
         def advance(nbytes: int) -> None:

@@ -16,7 +16,7 @@ GROUPS = ("attention", "shared expert", "routed experts")
 # sm_100, sm_120 and their families multiply block-scaled operands, sm_90 multiplies FP8 ones
 HOPPER, DATA_CENTER, WORKSTATION = 9, 10, 12
 NOT_DEFAULT = {
-    HOPPER: "a8 runs on sm_90 but is slower than a16 so far; ask for it",
+    HOPPER: "a8 on sm_90 has faster prompts than a16 but not faster tokens; ask for it",
     WORKSTATION: "a8 and a4 compile for sm_120 but nobody has run them; ask for them",
 }
 OLDEST_TRITON = (3, 6)

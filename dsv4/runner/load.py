@@ -19,7 +19,7 @@ from dsv4.cache.state import StateTensors
 from dsv4.checkpoint.rank_slices import Selection
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import CapacityError, CheckpointError, KernelError
+from dsv4.errors import CapacityError, KernelError
 from dsv4.formats.quantized import UnpackedTensor, Weight
 from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
@@ -49,6 +49,7 @@ from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.place import PlacedWeights, open_experts
 from dsv4.runner.experts.swapper import Swapper
 from dsv4.runner.ranks.choose_layout import Devices, choose_layout, stage_memory
+from dsv4.runner.ranks.devices import pairs_apart
 from dsv4.runner.ranks.forecast import WeightSizes
 from dsv4.runner.settings import (
     Settings,
@@ -96,21 +97,27 @@ class PreparedModel:
 
     def __str__(self) -> str:
         s = self.settings
-        home, layers = s.home_share, self.layout.layers(self.config)
-        sizes = home.max_context, home.max_sequences, home.state_tokens
-        state = replace(home.geometry(self.config), layers=layers).state_bytes(*sizes)
+        home, on_cpu = s.home_share, s.device == "cpu"
+        limits = home.max_context, home.max_sequences, home.state_tokens
         tp, pp, world = self.layout.tp, self.layout.pp, self.layout.world
-        chosen, each = f"{self.layout_why}; " if self.layout_why else "", " each" * (world > 1)
+        stages = [replace(self.layout, rank=stage * tp) for stage in range(pp)]
+        all_layers, parts = home.geometry(self.config), (r.layers(self.config) for r in stages)
+        state = max(replace(all_layers, layers=part).state_bytes(*limits) for part in parts)
+        chosen = f"{self.layout_why}; " if self.layout_why else ""
+        fullest = " on the fullest" * (world > 1)
         dp = ", attention dp" * self.layout.data_attention
         why = choose_activations(self.choices.activations, self.gpu).why
-        where = s.device if world == 1 else f"{world} ranks (tp {tp}, pp {pp}{dp}) on {s.device}"
-        weights = self.checkpoint.nbytes if s.device == "cpu" else self.checkpoint.gpu_bytes
+        sources, where = self.checkpoint.sources.items(), s.device
+        weights = {name: one.nbytes if on_cpu else one.gpu_bytes for name, one in sources}
+        if world > 1:
+            most = size_text(max(map(WeightSizes(self.config, weights).held, stages)))
+            where = f"{world} ranks (tp {tp}, pp {pp}{dp}) on {where}, {most}{fullest}"
         budget = None if self.experts is None else self.experts.budget
-        placed = "" if budget is None else f"; {budget}"
+        placed, total = "" if budget is None else f"; {budget}", sum(weights.values())
         return (
-            f"{size_text(weights)} of weights ({self.checkpoint.layout} layout) on {where}; "
+            f"{size_text(total)} of weights ({self.checkpoint.layout} layout) on {where}; "
             f"{chosen}{s.max_sequences} sequences of {s.max_context:,} tokens at once in "
-            f"{size_text(state)} of state{each} (kv {s.kv_format}, index {s.index_format}); "
+            f"{size_text(state)} of state{fullest} (kv {s.kv_format}, index {s.index_format}); "
             f"activations {s.activations_text}: {why}{placed}; draft {self._drafter}"
         )
 
@@ -248,7 +255,7 @@ def load_model(
         try:
             draft = draft_model(transformer, read_weights(prepared.draft, settings))
             log.info("draft block: %s", size_text(prepared.draft.nbytes))
-        except CheckpointError as error:
+        except Exception as error:  # answers do not need drafts
             settings = without_drafts(settings, error)
     swapper = None if placed is None else placed.swapper
     return LoadedModel(transformer, settings, folder, draft=draft, swapper=swapper)
@@ -282,7 +289,8 @@ def find_devices(device: str) -> Devices | None:
     count = torch.cuda.device_count()
     totals = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
     free, total = torch.cuda.mem_get_info(0)  # asking another GPU would allocate memory on it
-    return Devices(count, torch.cuda.get_device_name(0), min(totals) - (total - free))
+    peers = not pairs_apart(count)
+    return Devices(count, torch.cuda.get_device_name(0), min(totals) - (total - free), peers)
 
 
 def driver_version() -> tuple[int, int]:

@@ -75,7 +75,7 @@ def check_checkpoint(
     report = CheckReport(str(folder), manifest.layout.name if manifest.layout else "unknown")
     stopped = bool({"names", "layout"} & {item.check for item in findings})
     late = ("missing", "unexpected", "dtype", "shape", "pairing", "format", "config", "draft")
-    unread = manifest.scan.unread
+    unread = [*manifest.scan.unread, *(f.file for f in manifest.scan.draft_findings)]
     partly = f"{len(unread)} of the files could not be read" if unread else ""
     for name, title in HEADER_CHECKS.items():
         undecided = partly if name not in ("files", "header") else ""
@@ -111,6 +111,11 @@ def _check(name: str, title: str, findings: list[Finding], undecided: str = "") 
 
 def _check_draft(manifest: Manifest) -> list[Finding]:
     """Answers need no draft blocks, but a partial one means a damaged download."""
+    damage, problem = manifest.scan.draft_findings, manifest.config.dspark.problem
+    if problem:
+        damage = [*damage, Finding("error", "draft", problem, file="config.json")]
+    if damage:
+        return damage
     found = {n.removeprefix("model.") for n in manifest.scan.tensors if "mtp." in n[:10]}
     found = {name for name in found if name.startswith("mtp.")}
     if not found or manifest.scan.unread:  # the rest may be in an unreadable file

@@ -14,7 +14,7 @@ from dsv4.checkpoint.assemble import (
     table_out_of_range,
     table_repeats,
 )
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.tensors import TensorFiles
 from dsv4.checkpoint.findings import Finding
 from dsv4.checkpoint.manifest import Manifest
 from dsv4.checkpoint.sources import Source
@@ -45,7 +45,7 @@ class Size:
 
 
 def check_values(manifest: Manifest, progress: Progress | None) -> list[Finding]:
-    files = MappedFiles()
+    files = TensorFiles()
     findings: list[Finding] = []
     sizes: list[Size] = []
     total = sum(source.nbytes for source in manifest.sources.values())
@@ -71,7 +71,7 @@ def _finding(check: str, message: str, stored: StoredMatrix, cause: str | None =
 def _check_matrix(
     source: Source,
     stored: StoredMatrix,
-    files: MappedFiles,
+    files: TensorFiles,
     findings: list[Finding],
     sizes: list[Size],
 ) -> None:
@@ -121,7 +121,7 @@ def _global_cause(check: str, text: str) -> str | None:
     return None
 
 
-def _input_scale(stored: StoredMatrix, files: MappedFiles, findings: list[Finding]) -> float | None:
+def _input_scale(stored: StoredMatrix, files: TensorFiles, findings: list[Finding]) -> float | None:
     info = stored.input_scale
     if info is None:
         return None

@@ -62,6 +62,7 @@ def inspect_checkpoint(folder: Path) -> Summary:
     """Read config.json and every header; problems are listed, not raised."""
     manifest = build_manifest(folder, ModelConfig.from_folder(folder), LAYOUTS.values())
     infos = manifest.scan.tensors.values()
+    findings = [*manifest.findings, *manifest.scan.draft_findings]
     groups = _groups(manifest)
     layout = manifest.layout
     return Summary(
@@ -78,8 +79,8 @@ def inspect_checkpoint(folder: Path) -> Summary:
         draft=_draft(manifest),
         ignored=dict(Counter(manifest.ignored.values())),
         quantization=manifest.scan.quantization,
-        findings=[item.line() for item in manifest.findings],
-        num_errors=sum(item.level == "error" for item in manifest.findings),
+        findings=[item.line() for item in findings],
+        num_errors=sum(item.level == "error" for item in findings),
     )
 
 

@@ -3,6 +3,7 @@
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,9 @@ def test_a_step_copies_only_its_share(folder: Path, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(swapper.time, "perf_counter", lambda: now)
     found._last, found._step_s = now, 1e-3
-    found._time_share = nbytes / 2.5 / 53e9 / 1e-3  # of a step of 1 ms: three for a swap
+    found._time_share = (
+        nbytes / 2.5 / (swapper.COPY_GBS * 1e9) / 1e-3
+    )  # of a step of 1 ms: three for a swap
     leaves, comes = (tuple(np.argwhere(m)[0]) for m in (residency.resident, ~residency.resident))
     found._planned = [(leaves, comes)]
     for step_s in (1e-3, 1e-3, 60.0, 1e-3):
@@ -204,7 +207,87 @@ def test_a_step_copies_only_its_share(folder: Path, monkeypatch: pytest.MonkeyPa
     assert found.num_swaps == 1
     assert residency.resident[comes]
     assert not residency.resident[leaves]
+    # missing experts that take the bus for as long as a step leave half as much to copies
+    found._planned, found._step_s = [(comes, leaves)], 1e-3
+    found._counts.copy_(residency.counts)
+    visits = round(1e-3 * swapper.COPY_GBS * 1e9 / nbytes * swapper.READ_EVERY)
+    found._counts[leaves] += visits
+    found.use.visits = found.use.visits * 0
+    found.use.read(residency.counts[:, : residency.budget.num_experts].numpy())
+    found._read()
+    found._planned, now = [(comes, leaves)], now + 1e-3
+    found.between_steps()
+    assert copied[-1] == pytest.approx(nbytes / 5, rel=0.02)
+    # also if a prompt among the counted steps missed far more than a step has time for
+    found._missing_s, now = 1.0, now + 1e-3
+    found.between_steps()
+    assert copied[-1] == pytest.approx(nbytes / 5, rel=0.02)
+    # a clock that stands still once does not end swaps
+    found.between_steps()
+    assert found._step_s > 0
+    for _ in range(20):
+        now += 1e-3
+        found.between_steps()
+    assert found._step_s == pytest.approx(1e-3)
+    assert found.num_swaps == 2
     engine.close()
+
+
+def test_counts_that_arrive_late_are_of_more_steps(folder: Path) -> None:
+    engine = Engine.load(folder, expert_memory=GB)
+    found = swapper_of(engine)
+    for step in range(1, 3 * swapper.READ_EVERY + 1):
+        if step == swapper.READ_EVERY + 1:
+            found._arriving = SimpleNamespace(query=lambda: False)
+        if step == 2 * swapper.READ_EVERY + 1:
+            found._arriving = None
+        found.between_steps()
+    assert found._span == 2 * swapper.READ_EVERY
+    missing = np.argwhere(~found.residency.settled)[0]
+    found._counts[tuple(missing)] += 640
+    found._read()
+    expected = 10 * found.residency.layout.nbytes / (swapper.COPY_GBS * 1e9)
+    assert found._missing_s == pytest.approx(expected)
+    engine.close()
+
+
+def test_a_swap_that_fails_loses_no_request(
+    folder: Path,
+    wanted: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine.load(folder, expert_memory=GB)
+    found = swapper_of(engine)
+    residency = found.residency
+    leaves, comes = (tuple(np.argwhere(m)[0]) for m in (residency.resident, ~residency.resident))
+    found._planned = [(leaves, comes)] * 9
+
+    def failing(self: Residency, nbytes: int) -> None:
+        self._spare_slot.fill_(255)  # a copy that ended half-way
+        raise RuntimeError("planted error")
+
+    monkeypatch.setattr(Residency, "copy_some", failing)
+    assert answers(engine) == wanted
+    lines = [line for line in caplog.messages if "planted error" in line]
+    assert lines == ["experts are no longer swapped, answers go on (RuntimeError: planted error)"]
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_profile_that_fails_gives_memory_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(folder, expert_memory=GB, expert_profile=str(tmp_path / "profile.json"))
+    found = swapper_of(engine)
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("planted error")
+
+    monkeypatch.setattr(swapper, "write_profile", failing)
+    with pytest.raises(RuntimeError, match="planted error"):
+        found.close()
+    assert not found.residency.host.blocks
 
 
 def test_profiles_are_checked(tmp_path: Path) -> None:

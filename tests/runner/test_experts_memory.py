@@ -1,5 +1,7 @@
 """Memory of experts that do not all fit: what stays, what the host needs, what loading takes."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from dsv4.checkpoint import reader
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.tensors import TensorFiles
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import CapacityError, CheckpointError, OptionError
@@ -54,7 +56,7 @@ def test_too_little_host_memory_ends_before_loading(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "free_host_memory", lambda: 10**9)
-    monkeypatch.setattr(MappedFiles, "tensor", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(TensorFiles, "tensor", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(CapacityError, match="of host memory"):
         Engine.load(folder, expert_memory=GB)
 
@@ -134,25 +136,69 @@ def test_a_file_that_cannot_be_read_gives_memory_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Residency] = []
-    real_close, real_tensor, count = Residency.close, MappedFiles.tensor, 0
+    real_close, real_read, count = Residency.close, os.preadv, 0
 
-    def failing(self: MappedFiles, info: Any) -> torch.Tensor:
+    def failing(*args: Any) -> int:
         nonlocal count
         count += 1
         if count > 60:
-            raise CheckpointError(f"{info.file}: cannot be mapped")
-        return real_tensor(self, info)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real_read(*args)
 
     def close(self: Residency) -> None:
         closed.append(self)
         real_close(self)
 
-    monkeypatch.setattr(MappedFiles, "tensor", failing)
+    monkeypatch.setattr(os, "preadv", failing)
     monkeypatch.setattr(Residency, "close", close)
-    with pytest.raises(CheckpointError, match="cannot be mapped"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'layers.* at byte \d+ \(Input/output error\)"
+    ):
         Engine.load(folder, expert_memory=GB)
     assert len(closed) == 1
     assert not closed[0].host.blocks
+
+
+CUT_OFF = """
+import os, shutil, sys
+from pathlib import Path
+from dsv4.checkpoint.files.tensors import TensorFiles
+from dsv4.engine import Engine
+from dsv4.errors import CheckpointError
+
+real = TensorFiles.tensor
+
+def tensor(self, info, *args):
+    global count
+    count += 1
+    found = real(self, info, *args)
+    if count == 60:  # while its file is open
+        os.truncate(info.file, info.start + info.nbytes // 2)
+        real(self, info, *args)
+    return found
+
+TensorFiles.tensor = tensor
+for number, choices in enumerate(({}, {"expert_memory": 3e-4})):
+    folder, count = Path(sys.argv[2], str(number)), 0
+    shutil.copytree(sys.argv[1], folder)
+    try:
+        Engine.load(folder, **choices)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(folder: Path, tmp_path: Path) -> None:
+    """A mapped file would end the process instead: SIGBUS, without a message."""
+    command = [sys.executable, "-c", CUT_OFF, str(folder), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        assert line.startswith(str(tmp_path / str(number)))
+        assert "tensor 'layers." in line
+        assert "changed while it was read, fetch it again" in line
 
 
 def test_experts_are_read_some_at_a_time(folder: Path) -> None:

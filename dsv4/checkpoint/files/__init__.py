@@ -1,1 +1,1 @@
-"""safetensors files: headers, the index, mapped reading, writing."""
+"""safetensors files: headers, the index, reading, writing."""

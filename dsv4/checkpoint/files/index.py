@@ -2,7 +2,8 @@
 
 With `model.safetensors.index.json`, index and headers must agree; without one,
 `model.safetensors` or all `*.safetensors` are read. A shard must be in the folder itself. Other
-safetensors files, which hold no tensor of a model, are listed and ignored.
+safetensors files, which hold no tensor of a model, are listed and ignored. A lost or broken shard
+to which the index gives nothing but draft tensors concerns draft blocks alone.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 from dsv4.checkpoint.files.header import TensorInfo, read_header
 from dsv4.checkpoint.findings import Finding
-from dsv4.checkpoint.names import is_ours
+from dsv4.checkpoint.names import is_draft, is_ours
 from dsv4.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -31,6 +32,7 @@ class Scan:
     files: list[Path] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)  # files that are missing or broken
     findings: list[Finding] = field(default_factory=list)
+    draft_findings: list[Finding] = field(default_factory=list)  # errors that answers do not need
     quantization: dict[str, Any] = field(default_factory=dict)  # from config.json
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -57,8 +59,9 @@ def scan_folder(folder: Path) -> Scan:
     index = folder / INDEX_NAME
     weight_map = _read_index(scan, index) if index.is_file() else None
     names = sorted(set(weight_map.values())) if weight_map is not None else _shards(scan)
+    others = {file for name, file in (weight_map or {}).items() if not is_draft(name)}
     for name in names:
-        _read_shard(scan, name)
+        _read_shard(scan, name, only_drafts=weight_map is not None and name not in others)
     if weight_map is not None:
         _compare_index(scan, weight_map)
     return scan
@@ -152,20 +155,26 @@ def _left_alone(scan: Scan, name: str) -> bool:
     return foreign
 
 
-def _read_shard(scan: Scan, name: str) -> None:
+def _read_shard(scan: Scan, name: str, *, only_drafts: bool) -> None:
     path = scan.folder / name
     problem = _outside(scan.folder, name)
-    if problem is None and not path.is_file():
-        problem = f"named by {INDEX_NAME} but missing; fetch it"
     if problem:
         scan.error("files", problem, file=name)
         scan.unread.append(name)
         return
-    try:
-        tensors = read_header(path)
-    except CheckpointError as error:
-        scan.error("header", str(error).removeprefix(f"{path}: "), file=name)
-        scan.unread.append(name)
+    finding = None
+    if not path.is_file():
+        message = f"named by {INDEX_NAME} but missing; fetch it"
+        finding = Finding("error", "files", message, file=name)
+    else:
+        try:
+            tensors = read_header(path)
+        except CheckpointError as error:
+            message = str(error).removeprefix(f"{path}: ")
+            finding = Finding("error", "header", message, file=name)
+    if finding is not None:
+        (scan.draft_findings if only_drafts else scan.findings).append(finding)
+        scan.unread += [] if only_drafts else [name]
         return
     scan.files.append(path)
     for info in tensors.values():

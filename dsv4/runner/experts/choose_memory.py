@@ -54,7 +54,7 @@ def choose_experts(
 ) -> ExpertChoice:
     """For one GPU with `free` of `total` bytes free."""
     tokens = choices.chunk_tokens or GPU_CHUNK
-    step = step_bytes(total, config, tokens)
+    step = step_bytes(total, config, tokens, choices.activations)
     left = free - weights.total - step
     asked = choices.expert_bytes
     if not asked:
@@ -80,7 +80,7 @@ def choose_experts(
     if choices.max_context is not None:
         tokens = min(tokens, choices.max_context)
     choices = replace(choices, chunk_tokens=tokens)
-    step = step_bytes(total, config, tokens)
+    step = step_bytes(total, config, tokens, choices.activations)
     room = free - weights.total - step + weights.experts
     if room <= 0:
         raise CapacityError(

@@ -18,8 +18,11 @@ from dsv4.runner.experts.usage import ExpertUse, write_profile
 
 log = logging.getLogger(__name__)
 
-TIME_SHARE = 0.02  # of a step, for copies
+# Of a step, for copies; less the more of it the bus is busy with missing experts, since both then
+# take longer (docs/LOG.md). No step is to get more than 2 % longer: computed, not measured.
+TIME_SHARE = 0.018
 LONGER = 1.5  # a step is at most this many times as long as the one before; the rest is a pause
+SHORTEST_S = 1e-6  # of a step: a clock may stand still once
 READ_EVERY = 32  # steps
 MOST_PLANNED = 64  # swaps, until counts are read again
 
@@ -36,7 +39,10 @@ class Swapper:
         self.num_swaps = 0
         self._time_share = time_share
         self._step_s, self._last = 1e-3, time.perf_counter()
+        self._missing_s = 0.0  # of a step, in which missing experts are read
         self._steps = 0
+        self._counted, self._span = 0, READ_EVERY  # the step of the newest counts, steps in them
+        self._failed = False
         self._planned: list[Any] = []
         shape = residency.counts.shape
         pinned = residency.on_gpu
@@ -46,26 +52,44 @@ class Swapper:
             atexit.register(self.save)
 
     def between_steps(self) -> None:
-        """Called before a step is queued; takes microseconds."""
+        """Called before a step is queued; takes microseconds. If it fails, swapping ends and the
+        step runs: until a swap is finished, tables point at the old places."""
+        if self._failed:
+            return
+        try:
+            self._swap()
+        except (RuntimeError, OSError, MemoryError) as error:  # RuntimeError: what CUDA reports
+            self._failed = True
+            log.warning(
+                "experts are no longer swapped, answers go on (%s: %s)", type(error).__name__, error
+            )
+
+    def _swap(self) -> None:
         self._steps += 1
         if self._steps % READ_EVERY == 0 and self._arriving is None:
+            self._counted, self._span = self._steps, self._steps - self._counted
             self._counts.copy_(self.residency.counts, non_blocking=True)
             self._arriving = self.residency.recorded() or True
         if self._arriving is True or (self._arriving is not None and self._arriving.query()):
             self._read()
         now = time.perf_counter()
-        self._step_s, self._last = min(now - self._last, LONGER * self._step_s), now
+        self._step_s = max(min(now - self._last, LONGER * self._step_s), SHORTEST_S)
+        self._last = now
         residency = self.residency
         if (not residency.is_moving or residency.finish_swap()) and self._planned:
             self.num_swaps += 1
             residency.begin_swap(*self._planned.pop(0))
         if residency.is_moving:
-            residency.copy_some(int(self._step_s * self._time_share * COPY_GBS * 1e9))
+            # counts are of past steps: a prompt among them may have missed more than this step can
+            share = self._time_share / (1 + min(1.0, self._missing_s / self._step_s))
+            residency.copy_some(int(self._step_s * share * COPY_GBS * 1e9))
 
     def _read(self) -> None:
         self._arriving = None
-        experts = self.residency.budget.num_experts
-        self.use.read(self._counts[:, :experts].numpy())
+        residency, experts = self.residency, self.residency.budget.num_experts
+        new = self.use.read(self._counts[:, :experts].numpy())
+        missing = int(new[~residency.settled].sum()) * residency.layout.nbytes / self._span
+        self._missing_s = missing / (COPY_GBS * 1e9)
         self._planned = self.use.swaps(self.residency.settled, MOST_PLANNED)
 
     def save(self) -> None:
@@ -80,6 +104,8 @@ class Swapper:
             log.warning("the expert profile is not kept: %s", error)
 
     def close(self) -> None:
-        self.save()
         atexit.unregister(self.save)
-        self.residency.close()
+        try:
+            self.save()
+        finally:
+            self.residency.close()

@@ -24,12 +24,13 @@ class ExpertUse:
         self.visits = visits
         self._seen = np.zeros(visits.shape, dtype=np.int32)
 
-    def read(self, counts: Any) -> None:
-        """Take new counts from the device, int32 that may have wrapped around."""
+    def read(self, counts: Any) -> Any:
+        """Take new counts from the device, int32 that may have wrapped around: the visits since."""
         with np.errstate(over="ignore"):
             new = counts - self._seen
         self._seen = counts.copy()
         self.visits = self.visits * KEPT + new
+        return new
 
     def first_residents(self, slots: int) -> Any:
         """bool `[layers, experts]`: the most visited; without visits, evenly over the layers."""

@@ -15,8 +15,9 @@ from typing import Any
 import dsv4
 from dsv4.checkpoint.files.header import OutTensor, read_header
 from dsv4.checkpoint.files.index import INDEX_NAME, read_json
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.tensors import TensorFiles
 from dsv4.checkpoint.files.writer import PARTIAL, ShardWriter, write_error, write_json
+from dsv4.checkpoint.findings import raise_errors
 from dsv4.checkpoint.reader import Checkpoint, open_checkpoint
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, OptionError
@@ -93,7 +94,7 @@ def convert(
     result = Conversion(str(source), target, scales, dropped=dropped, num_shards=len(shards))
     total = sum(unit.nbytes_in for unit in units)
     done = 0
-    files = MappedFiles()
+    files = TensorFiles()
     for shard in shards:
         size = sum(unit.nbytes_in for unit in shard.units)
         if shard.name in journal["shards"]:
@@ -142,6 +143,7 @@ def _units(checkpoint: Checkpoint, target: Target) -> tuple[list[Unit | Copy], i
         if name.startswith("mtp.") and name in checkpoint.ignored
     ]
     if FAMILY[target] == "official":
+        raise_errors(checkpoint.manifest.scan.draft_findings, str(checkpoint.manifest.folder))
         units += [Copy(info) for info in draft]  # draft blocks keep their own formats
         return units, 0
     return units, len(draft)
@@ -214,7 +216,7 @@ def _check_space(destination: Path, shards: list[Shard], journal: dict[str, Any]
 def _write_shard(
     path: Path,
     shard: Shard,
-    files: MappedFiles,
+    files: TensorFiles,
     scales: ScaleChoice,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:

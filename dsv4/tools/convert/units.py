@@ -23,7 +23,7 @@ FAMILY: dict[str, Family] = {
     "fp8": "official",
     "bf16": "hybrid",  # as transformers' save_pretrained
 }
-Format = Literal["keep", "nvfp4", "mxfp4", "fp8", "bf16"]
+TargetFormat = Literal["keep", "nvfp4", "mxfp4", "fp8", "bf16"]
 _GROUP: dict[str, tuple[str, int]] = {
     "nvfp4": ("NVFP4", NVFP4_GROUP),
     "mxfp4": ("MXFP4", MXFP4_GROUP),
@@ -42,7 +42,7 @@ class Matrix:
 @dataclass(frozen=True)
 class Unit:
     group: str
-    format: Format
+    format: TargetFormat
     matrices: tuple[Matrix, ...]
     family: Family
 
@@ -89,7 +89,7 @@ def units_of(source: Source, target: Target) -> list[Unit]:
     ]
 
 
-def _format(source: Source, target: Target) -> Format:
+def _format(source: Source, target: Target) -> TargetFormat:
     kind, stored = source.parameter.kind, source.stored
     if target == "bf16" and kind in ("linear", "plain"):
         return "keep" if stored.data.dtype == "BF16" else "bf16"
@@ -107,7 +107,7 @@ def _format(source: Source, target: Target) -> Format:
             return "bf16"  # FP8 files hold these unquantised
     if not wanted:
         return "keep"
-    found: Format = "nvfp4"
+    found: TargetFormat = "nvfp4"
     if target in ("official", "fp8"):
         found = "mxfp4" if expert and target == "official" else "fp8"
     same = stored.format == found and (found != "fp8" or stored.tile == (FP8_BLOCK, FP8_BLOCK))

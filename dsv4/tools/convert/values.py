@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.checkpoint.assemble import read_matrix, refuse_nan_codes
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.tensors import TensorFiles
 from dsv4.errors import CheckpointError, KernelError
 from dsv4.formats import e8m0, fp8, mxfp4, nvfp4
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, StoredWeight
@@ -55,7 +55,7 @@ class CastStats:
 
 
 def produce(
-    unit: Unit, files: MappedFiles, choice: nvfp4.ScaleChoice
+    unit: Unit, files: TensorFiles, choice: nvfp4.ScaleChoice
 ) -> tuple[list[torch.Tensor], CastStats]:
     """The bytes of `unit.tensors()` in their order, and how they compare with the source."""
     weights = [read_matrix(matrix.stored, files) for matrix in unit.matrices]
@@ -99,7 +99,7 @@ def _refuse_nonfinite(values: torch.Tensor) -> None:
         raise KernelError("found NaN or Inf, expected finite values; fetch the source again")
 
 
-def _keep(matrix: Matrix, weight: StoredWeight, files: MappedFiles) -> list[torch.Tensor]:
+def _keep(matrix: Matrix, weight: StoredWeight, files: TensorFiles) -> list[torch.Tensor]:
     if isinstance(weight, torch.Tensor):
         for part in torch.tensor_split(weight.reshape(-1), -(-weight.numel() // _CHUNK_ELEMENTS)):
             if part.is_floating_point():
@@ -113,7 +113,7 @@ def _keep(matrix: Matrix, weight: StoredWeight, files: MappedFiles) -> list[torc
     return [weight.data, weight.scale]
 
 
-def _input_scale(matrix: Matrix, files: MappedFiles) -> torch.Tensor:
+def _input_scale(matrix: Matrix, files: TensorFiles) -> torch.Tensor:
     """The source's activation scale, as a multiplier; 1 where it has none (safe, 1.4)."""
     info = matrix.stored.input_scale
     if info is None:
@@ -125,7 +125,7 @@ def _input_scale(matrix: Matrix, files: MappedFiles) -> torch.Tensor:
 def _to_nvfp4(
     unit: Unit,
     weights: list[StoredWeight],
-    files: MappedFiles,
+    files: TensorFiles,
     choice: nvfp4.ScaleChoice,
     stats: CastStats,
 ) -> list[torch.Tensor]:
