@@ -5,10 +5,10 @@ while the GPU computes. A sequence that turns out to have ended wastes one row o
 unless it ended at its maximum length. A guide's mask depends on the previous token: such a step is
 submitted early too, but sampled only once that token is known.
 
-A step with drafts can give a sequence several tokens. They are taken in rounds: `take` returns the
-first of each sequence; once the engine has accepted it, `next_round` returns the next one if the
-draft matched the accepted token. The step after it is submitted early if its drafts are made on the
-device (`_follow`), else when all tokens are known.
+A step with drafts can give a sequence several tokens. They are taken in rounds: `advance` returns
+the first of each sequence; once the engine has accepted it, `next_round` returns the next one if
+the draft matched the accepted token. The step after it is submitted early if its drafts are made on
+the device (`_follow`), else when all tokens are known.
 
 With several stages (`pp`), one step per stage is in flight. These *lanes* hold different sequences
 or chunks of one prompt. A sequence with a token in flight is in no other step.
@@ -98,7 +98,7 @@ class Pipeline:
         self._settled = (False, 0.0)  # whether the last step ran ahead, and when it was done
         self._num_waited = 0  # steps since one ran ahead
 
-    def take(self) -> StepOutcome:
+    def advance(self) -> StepOutcome:
         """Submit the next step if possible, then read the oldest one."""
         outcome = StepOutcome(clock=[time.perf_counter()])
         step, self._ahead = self._ahead, None
@@ -132,8 +132,8 @@ class Pipeline:
             if sequence in step.dropped or not self._is_live(sequence):
                 continue
             sequence.num_pending -= 1
-            if row in failed:
-                outcome.failures.append(([sequence], failed[row]))
+            if found := failed.get(row) or self._scheduler.check_finite(sequence, result.logprob):
+                outcome.failures.append(([sequence], found))
             else:
                 outcome.results.append((sequence, result))
         outcome.scheduled = step.scheduled
@@ -215,10 +215,11 @@ class Pipeline:
             step.going = []
             return outcome
         for place, sequence in zip(step.going, sequences, strict=True):
-            if place in failed:
-                outcome.failures.append(([sequence], failed[place]))
+            result = step.answers[place][step.taken[place]]
+            if found := failed.get(place) or self._scheduler.check_finite(sequence, result.logprob):
+                outcome.failures.append(([sequence], found))
             else:
-                outcome.results.append((sequence, step.answers[place][step.taken[place]]))
+                outcome.results.append((sequence, result))
                 step.taken[place] += 1
         return outcome
 
@@ -247,7 +248,7 @@ class Pipeline:
             places = [place for place, s in enumerate(step.sampled) if self._is_live(s)]
             self._queue_drafts(step, places, step.taken)
         if self._ahead is None:
-            self._take_drafts(step)
+            self._collect_drafts(step)
         if step.is_plain:
             drafting.pass_step([s for s in step.sampled if self._is_live(s)])
         self._time(drafting, step)
@@ -272,7 +273,7 @@ class Pipeline:
         except Exception as error:  # answers go on without drafts
             drafting.switch_off(error)
 
-    def _take_drafts(self, step: InFlightStep) -> None:
+    def _collect_drafts(self, step: InFlightStep) -> None:
         drafting, pending = self._drafting, step.submitted.drafts
         if drafting is None or pending is None:
             return

@@ -42,7 +42,7 @@ from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout, k_ranges
 
 Moe = tuple[Gate, Experts]
-Matrices = tuple[list[Weight], list[torch.dtype]]  # weights, dtypes of their results
+Projections = tuple[list[Weight], list[torch.dtype]]  # weights, dtypes of their results
 Mixed = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # streams, post, comb, products
 
 
@@ -53,7 +53,7 @@ class SingleRank:
         """This rank's rows of a tensor that every rank has in full."""
         return rows
 
-    def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
+    def mix_linear(self, residual: Residual, site: MixSite, by: Projections) -> Mixed:
         """Streams collapsed at `site`, and the products of all rows with `by`."""
         streams, x, post, comb = collapse(residual, site)
         return streams, post, comb, linear_multi(self.all_rows(x), *by)
@@ -222,7 +222,7 @@ class HomedRows(ShardedRows):
         every, chosen, weights = (_padded(part, self.missing) for part in (x, chosen, weights))
         return super().expert_rows(every, chosen, weights, by)[: x.shape[0]]
 
-    def mix_linear(self, residual: Residual, site: MixSite, by: Matrices) -> Mixed:
+    def mix_linear(self, residual: Residual, site: MixSite, by: Projections) -> Mixed:
         """Attention stays at home: nothing is gathered."""
         streams, x, post, comb = collapse(residual, site)
         return streams, post, comb, linear_multi(x, *by)

@@ -7,7 +7,7 @@ from dsv4.config import ModelConfig
 from dsv4.model.compressor import Compressor
 from dsv4.model.inputs import StepInputs
 from dsv4.model.weights import Weights
-from dsv4.ops.attention.index import index_scores, index_select
+from dsv4.ops.attention.index import IndexEntries, index_scores, index_select
 from dsv4.ops.attention.query import Queries
 from dsv4.ops.fused.block import prepare_queries
 
@@ -42,5 +42,5 @@ class Indexer:
             self.frequencies,
             state.index.format,
         )
-        scores = index_scores(index_q, weights, state.index, step.csa_table, step.batch, self.topk)
-        return queries, index_select(scores, self.topk)
+        to = IndexEntries(state.index, step.csa_table, step.batch, self.topk)
+        return queries, index_select(index_scores(index_q, weights, to), self.topk)

@@ -4,24 +4,23 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.model.weights import Weights
-from dsv4.ops.mhc.mix import MixSite, Residual, mhc_head, mhc_update
+from dsv4.ops.mhc.mix import MixSite, Residual, Update, mhc_head, mhc_update
 
 
 def collapse_head(residual: Residual, site: MixSite, rows: Tensor | None) -> Tensor:
     """After the last block: the head's input row, for all tokens or those in `rows`."""
     streams, update = residual.streams, residual.update
     assert update is not None, "a model has a block at least"
-    y, post, comb = update.y, update.post, update.comb
     if rows is not None:
-        streams, y, post, comb = streams[rows], y[rows], post[rows], comb[rows]
-    return mhc_head(streams, y, post, comb, site)
+        streams = streams[rows]
+        update = Update(update.y[rows], update.post[rows], update.comb[rows])
+    return mhc_head(streams, update, site)
 
 
 def finish(residual: Residual) -> Tensor:
     """The streams with their last update, as the next pipeline stage takes them."""
-    update = residual.update
-    assert update is not None, "a stage has a block at least"
-    return mhc_update(residual.streams, update.y, update.post, update.comb)
+    assert residual.update is not None, "a stage has a block at least"
+    return mhc_update(residual.streams, residual.update)
 
 
 def mix_site(config: ModelConfig, weights: Weights, mix: str, norm: str) -> MixSite:

@@ -1,4 +1,9 @@
-"""The operations of the model. `OPS` lists them; tests, benchmarks and `doctor` iterate over it."""
+"""The operations of the model. `OPS` lists them; tests, benchmarks and `doctor` iterate over it.
+
+`SHARES` are those of a rank that shares matrices with others. They have no cases: kernels leave
+partial sums in another form than references, and only what these add up to can be compared, which
+tests/ops/kernels/test_sharded_interpreter.py does.
+"""
 
 from dsv4.ops.attention.attention import OP as ATTENTION
 from dsv4.ops.attention.index import SCORES as INDEX_SCORES
@@ -6,6 +11,7 @@ from dsv4.ops.attention.index import SELECT as INDEX_SELECT
 from dsv4.ops.attention.query import INDEX as INDEX_QUERY
 from dsv4.ops.attention.query import PREPARE as QUERY_PREPARE
 from dsv4.ops.comm.own_experts import OP as OWN_EXPERTS
+from dsv4.ops.comm.sharded import OPS as OPS_OF_SHARES
 from dsv4.ops.core.context import EngineOps, forced_references
 from dsv4.ops.core.op import AnyOp, Case, Kernel, Op
 from dsv4.ops.gemm.embed import OP as EMBED
@@ -35,11 +41,12 @@ OPS: dict[str, AnyOp] = {
         INDEX_SELECT, ATTENTION, ROUTER, EXPERTS, OWN_EXPERTS, SAMPLE, ACCEPT, VERIFY,
     )
 }  # fmt: skip
+SHARES: dict[str, AnyOp] = {op.name: op for op in OPS_OF_SHARES}
 
 
 def engine_ops(choice: str) -> EngineOps:
     """For an engine with `EngineConfig.ops` of this `choice`."""
-    return EngineOps(forced_references(choice, OPS))
+    return EngineOps(forced_references(choice, OPS | SHARES))
 
 
-__all__ = ["OPS", "AnyOp", "Case", "EngineOps", "Kernel", "Op", "engine_ops"]
+__all__ = ["OPS", "SHARES", "AnyOp", "Case", "EngineOps", "Kernel", "Op", "engine_ops"]

@@ -30,7 +30,7 @@ class DraftPart:
 # a model step of this shape, the sampling of this many rows, or what drafting adds
 Planned = StepShape | int | DraftPart
 SHARE = "share"  # the part of a step that sends its tokens to all ranks
-Key = Planned | str
+GraphKey = Planned | str
 _KINDS = (
     "decode", "prompt", "score", "verify", "sampling", "verify sampling", "draft keys", "drafts",
 )  # fmt: skip

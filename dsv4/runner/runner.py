@@ -35,17 +35,7 @@ from dsv4.runner.cost import StepCosts
 from dsv4.runner.drafts.device import DeviceDrafter, PendingDrafts, device_drafter, draft_parts
 from dsv4.runner.drafts.verify import Verify, samples_together, warm_up_drafting
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.graphs import Graphs
-from dsv4.runner.plan import SHARE, DraftPart, Key, StepPlan
-from dsv4.runner.ranks.lanes import LogitsInFlight
-from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
-from dsv4.runner.sampling_rows import PendingResults, SamplingRows
-from dsv4.runner.settings import Settings, wants_one_thread
-from dsv4.runner.step.line import PENDING as PENDING
-from dsv4.runner.step.line import Chunk as Chunk
-from dsv4.runner.step.line import order_of_logits, step_line, write_pages, write_step
-from dsv4.runner.step.shape import StepShape
-from dsv4.runner.steps import (
+from dsv4.runner.forward import (
     forward,
     logits_of,
     sample_tokens,
@@ -54,6 +44,17 @@ from dsv4.runner.steps import (
     score_lines,
     share,
 )
+from dsv4.runner.graphs import Graphs
+from dsv4.runner.plan import SHARE, DraftPart, GraphKey, StepPlan
+from dsv4.runner.ranks.lanes import LogitsInFlight
+from dsv4.runner.ranks.state_copier import TeamStateCopier, check_state
+from dsv4.runner.sampling_rows import PendingResults, SamplingRows
+from dsv4.runner.settings import Settings, wants_one_thread
+from dsv4.runner.step.line import PENDING as PENDING
+from dsv4.runner.step.line import Chunk as Chunk
+from dsv4.runner.step.line import order_of_logits, step_line, write_pages, write_step
+from dsv4.runner.step.shape import StepShape
+from dsv4.runner.step.threads import StepThreads
 from dsv4.runner.warmup import warm_up
 from dsv4.sampling import SamplingRow
 from dsv4.util.progress import Progress
@@ -101,22 +102,11 @@ def _with_own_ops(
     @torch.inference_mode()
     @wraps(method)
     def run(self: "Runner", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        threads = _one_thread() if self._wants_one_thread else nullcontext()
         # as in torch, Inf and NaN are results, not warnings
-        with self.ops.active(), threads, np.errstate(all="ignore"):
+        with self.ops.active(), self._threads.active(), np.errstate(all="ignore"):
             return method(self, *args, **kwargs)
 
     return run
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Runner:
@@ -136,7 +126,8 @@ class Runner:
         self.swapper = swapper
         self.model = model
         self.ops = engine_ops(settings.ops)
-        self._wants_one_thread = wants_one_thread(settings.device, config)
+        one = wants_one_thread(settings.device, config)
+        self._threads = StepThreads(settings.device, one=one)
         self.device = numbered(settings.device)
         share, homes = settings.home_share, settings.homes
         geometry, slots = share.geometry(config), share.max_sequences
@@ -318,8 +309,7 @@ class Runner:
         """fp32 logits of the requested tokens, `[rows, vocabulary]`, in the order of `chunks`.
 
         Like `submit`, but without graphs and for any number of logits per chunk; only a single
-        chunk of up to `scored_tokens` with all its logits runs as a graph.
-        """
+        chunk of up to `scored_tokens` with all its logits runs as a graph."""
         if self._graphs is not None and len(chunks) == 1:
             chunk = chunks[0]
             count = chunk.num_logits
@@ -328,7 +318,7 @@ class Runner:
                 self._receive(shape, self._queue([shape] * len(self.homes), chunks, [count]))
                 return self.buffers.scores[:count].clone()
         counts = [len(chunk.token_ids) for chunk in chunks]
-        with self._grown(chunks, counts):
+        with self._allocated_pages(chunks, counts):
             lines = score_lines(chunks, self._by_home(chunks), self.pages, self.buffers)
             if self.team is not None:
                 self.team.command_each("score", [(n, line.tobytes()) for n, line in lines])
@@ -350,13 +340,12 @@ class Runner:
         chunks: Sequence[Chunk],
         counts: list[int],
         started: Started | None = None,
-        key: Key | None = None,
+        key: GraphKey | None = None,
     ) -> Tensor | None:
-        """`shapes`: at each home. Returns, with several stages, where the logits will arrive; see
-        `_receive`."""
+        """`shapes`: at each home. Returns where logits of several stages arrive; see `_receive`."""
         if self.swapper is not None:
             self.swapper.between_steps()
-        with self._grown(chunks, counts) as growths:
+        with self._allocated_pages(chunks, counts) as growths:
             self._send(shapes, chunks, counts, growths)
             with self._together():
                 self._in_flight.make_room()
@@ -381,8 +370,10 @@ class Runner:
             logits_of(self.buffers, shape).copy_(logits)
 
     @contextmanager
-    def _grown(self, chunks: Sequence[Chunk], counts: list[int]) -> Iterator[list[Growth]]:
-        """Pages for a step, at each home; given back if it fails."""
+    def _allocated_pages(
+        self, chunks: Sequence[Chunk], counts: list[int]
+    ) -> Iterator[list[Growth]]:
+        """Allocate the step's pages on every home; roll back on error."""
         least = [n - c.num_drafts - c.num_unsure for n, c in zip(counts, chunks, strict=True)]
         growths: list[Growth] = []
         try:
@@ -445,7 +436,7 @@ class Runner:
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.team is None else self.team.together()
 
-    def _run(self, key: Key) -> None:
+    def _run(self, key: GraphKey) -> None:
         """Run a part of a step: the model for a shape, or the sampling of this many rows."""
         if self._graphs is not None and key in self._graphs:
             self._graphs.run(key)  # a replay cannot compile, allocate or wait
@@ -453,7 +444,7 @@ class Runner:
         with self.guard.watch(strict=False):
             self._run_once(key)
 
-    def _run_once(self, key: Key) -> None:
+    def _run_once(self, key: GraphKey) -> None:
         if isinstance(key, StepShape):
             with self._staged(key.tokens):
                 forward(self.model, self.state.layers, self.buffers, key, self._taps)
@@ -468,7 +459,7 @@ class Runner:
         """Experts that are missing on the GPU are copied there ahead of steps with many rows."""
         return nullcontext() if self.swapper is None else self.swapper.residency.step(rows)
 
-    def _is_staged(self, key: Key) -> bool:
+    def _is_staged(self, key: GraphKey) -> bool:
         """Whether a step copies experts; copies vary between steps, so it cannot be a graph."""
         if self.swapper is None or not isinstance(key, StepShape):
             return False
@@ -561,7 +552,7 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile and capture every shape of a step; then arm the guard."""
         buffers, graphs = self.buffers, Graphs()
-        keys: list[Key] = [*buffers.shapes(), *reversed(buffers.batches)]
+        keys: list[GraphKey] = [*buffers.shapes(), *reversed(buffers.batches)]
         keys += draft_parts(buffers, self.drafter)
         alone = self.model.exchange.layout.world == 1
         keys += [] if alone or self.num_lanes > 1 else [SHARE]
@@ -569,7 +560,7 @@ class Runner:
         layers = [self.state.layers[i] for i in some]
         taps = None if self._taps is None else self._taps.of_last(len(some))
 
-        def compiled(key: Key) -> None:
+        def compiled(key: GraphKey) -> None:
             with nullcontext() if isinstance(key, str) else self.plan.recording(key):
                 if isinstance(key, StepShape):
                     forward(few, layers, buffers, key, taps)

@@ -96,10 +96,14 @@ class Settings:
         )  # fmt: skip
 
 
-def step_bytes(gpu_bytes: int, config: ModelConfig, chunk_tokens: int = GPU_CHUNK) -> int:
-    """Bytes reserved for a step: a share of large GPUs, at least what it needs."""
+def step_bytes(
+    gpu_bytes: int, config: ModelConfig, chunk_tokens: int = GPU_CHUNK, activations: str = "auto"
+) -> int:
+    """Bytes reserved for a step: a share of large GPUs, at least what it needs. `activations`: as
+    asked for."""
     entries = chunk_tokens * GPU_CONTEXT // 4 if 4 in config.compress_ratios else 0
-    needed = STEP_BYTES + chunk_tokens * row_bytes(config) + _score_bytes(config, entries)
+    row = row_bytes(config) + (a8_bytes(config) if activations == "a8" else 0)
+    needed = STEP_BYTES + chunk_tokens * row + _score_bytes(config, entries)
     return max(needed, int(STEP_SHARE * gpu_bytes))
 
 
@@ -109,6 +113,15 @@ def row_bytes(config: ModelConfig) -> int:
     c, chosen = config, config.num_experts_per_tok + 1
     experts = chosen * (4 * c.hidden_size + 2 * c.moe_intermediate_size)
     return experts + 8 * c.num_heads * c.head_dim + 12 * c.hidden_size
+
+
+def a8_bytes(config: ModelConfig) -> int:
+    """Bytes per token of rows quantised to a8: for attention, for the shared expert, and for each
+    chosen expert with four copies of its scales (fp8_rows_triton.py)."""
+    c = config
+    pairs = c.num_experts_per_tok * max(c.hidden_size, c.moe_intermediate_size)
+    rows = max(c.hidden_size, c.o_groups * c.o_lora_rank) + c.moe_intermediate_size
+    return pairs + rows + (4 * pairs + rows) * 4 // 128
 
 
 def score_bytes(config: ModelConfig, chunk_tokens: int, context: int) -> int:
@@ -210,7 +223,7 @@ def _chunk(choices: EngineConfig, context: int, default: int) -> int:
 
 
 DRAFT_TOKENS = {"off": 0, "lookup": 4, "mtp": 3}  # dspark: its block
-NOT_BY_ITSELF = "dspark"  # on a GPU: since steps run ahead of the host it has run on a CPU only
+UNTRIED_ON_GPU = "dspark"  # on a GPU: since steps run ahead of the host it has run on a CPU only
 
 
 def _drafting(choices: EngineConfig, config: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
@@ -218,7 +231,7 @@ def _drafting(choices: EngineConfig, config: ModelConfig, *, on_gpu: bool) -> di
     run time (dsv4/scheduler/drafts.py)."""
     name, has = choices.draft, config.draft_kind if config.num_draft_layers else ""
     if is_auto := name == "auto":
-        own = "" if on_gpu and has == NOT_BY_ITSELF else has
+        own = "" if on_gpu and has == UNTRIED_ON_GPU else has
         name = "off" if choices.world > 1 else own or "lookup"
     if name in ("mtp", "dspark") and has != name:
         found = f"{has}, {config.num_draft_layers} blocks" if has else "no draft blocks"

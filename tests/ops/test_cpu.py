@@ -17,21 +17,22 @@ from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.core.op import Fusion
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.kv.compress import CompressorState, state_rows
+from dsv4.ops.mhc.mix import Update
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.sample.sample import SampleInputs
 from dsv4.request import SamplingParams
 from tests.ops.test_references import build, num_rows
 
-VARIANTS = {name: op for name, op in OPS.items() if op.on_cpu is not None}
+VARIANTS = {name: op for name, op in OPS.items() if op.on_cpu}
 ROWS = (1, 2, 5, 8)
 
 
 def check(op: AnyOp, arguments: dict[str, Any]) -> None:
     """Results and everything that is written in place."""
-    assert op.on_cpu is not None
+    assert op.cpu_function is not None
     mine = copied(arguments)
     with torch.inference_mode():
-        wanted, found = op.reference(**arguments), op.on_cpu.function(**mine)
+        wanted, found = op.reference(**arguments), op.cpu_function(**mine)
     written = [op.written(arguments), op.written(mine)]
     for (path, a), (_, b) in zip(
         leaves([wanted, written[0]]), leaves([found, written[1]]), strict=True
@@ -57,10 +58,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_mixing(rows: int, dtype: torch.dtype) -> None:
     case = next(iter(OPS["mhc_boundary"].cases()))
     site = build(case)["site"]
-    given = {"streams": random(rows, 4, 64).to(dtype) * 20, "y": random(rows, 64).to(dtype)}
-    given |= {"post": random(rows, 4).sigmoid(), "comb": random(rows, 4, 4).softmax(1)}
-    check(OPS["mhc_boundary"], {**given, "site": site})
-    check(OPS["mhc_pre"], {"streams": given["streams"], "site": site})
+    streams, y = random(rows, 4, 64).to(dtype) * 20, random(rows, 64).to(dtype)
+    update = Update(y, random(rows, 4).sigmoid(), random(rows, 4, 4).softmax(1))
+    check(OPS["mhc_boundary"], {"streams": streams, "update": update, "site": site})
+    check(OPS["mhc_pre"], {"streams": streams, "site": site})
 
 
 @pytest.mark.parametrize("width", ["a16", "a8", "a4"])
@@ -93,7 +94,7 @@ def test_experts(rows: int, width: Activations) -> None:
     weights = random(rows, 2).sigmoid()
     x = random(rows, 96).bfloat16()
     arguments = {"x": x, "experts": experts, "weights": weights, "by": by}
-    found = [run(**arguments) for run in (OPS["experts"].reference, OPS["experts"].on_cpu.function)]
+    found = [run(**arguments) for run in (OPS["experts"].reference, OPS["experts"].cpu_function)]
     real = experts[:, 0] >= 0  # the result of a padding row is undefined
     assert same_bits(found[0][real], found[1][real])
 
@@ -153,7 +154,7 @@ def test_draws(has_filters: bool) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_signatures(name: str) -> None:
     wanted = inspect.signature(VARIANTS[name].reference)
-    assert inspect.signature(VARIANTS[name].on_cpu.function) == wanted
+    assert inspect.signature(VARIANTS[name].cpu_function) == wanted
 
 
 def test_fusions_have_the_bits_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +163,13 @@ def test_fusions_have_the_bits_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(fusion: Fusion[..., Any], *args: Any) -> Any:
         mine = copied(args)
-        found = fusion.on_cpu.function(*mine) if fusion.on_cpu is not None else None
+        found = fusion.cpu_function(*mine) if fusion.cpu_function is not None else None
         wanted = fusion.one_by_one(*args)
         if found is not None:
-            assert fusion.on_cpu is not None
-            seen[fusion.on_cpu.name] += 1
+            name = fusion.one_by_one.__name__
+            seen[name] += 1
             pairs = zip(leaves([wanted, args]), leaves([found, mine]), strict=True)
-            assert all(same_bits(a, b) for (_, a), (_, b) in pairs), fusion.on_cpu.name
+            assert all(same_bits(a, b) for (_, a), (_, b) in pairs), name
         return wanted
 
     settings = {"max_context": 256, "max_sequences": 3, "draft": "mtp", "draft_tokens": 1}

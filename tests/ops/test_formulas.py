@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.ops.attention.attention import Compressed, Visible, attention
-from dsv4.ops.attention.index import index_scores, index_select
+from dsv4.ops.attention.index import IndexEntries, index_scores, index_select
 from dsv4.ops.attention.query import index_query, query_prepare
 from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
@@ -26,7 +26,7 @@ from dsv4.ops.kv.compress import Compression, CompressorState, compress, state_r
 from dsv4.ops.kv.kv_store import WindowKey, kv_store
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, hadamard, load, store
 from dsv4.ops.kv.rope import rope, rope_frequencies, yarn_frequencies
-from dsv4.ops.mhc.mix import MixSite, mhc_boundary, mhc_head, mhc_pre, sinkhorn
+from dsv4.ops.mhc.mix import MixSite, Update, mhc_boundary, mhc_head, mhc_pre, sinkhorn
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
 from dsv4.ops.norm.rms_norm import rms_norm
@@ -283,7 +283,8 @@ def test_mhc_pre(rng: np.random.Generator) -> None:
 def test_mhc_boundary_updates_then_mixes_the_new_streams(rng: np.random.Generator) -> None:
     streams, y, site = drawn(rng, 2, 3, 8), drawn(rng, 2, 8), site_of(rng, 3, 8)
     q, matrix = np.abs(drawn(rng, 2, 3)), np.abs(drawn(rng, 2, 3, 3))
-    found = mhc_boundary(tensor(streams), tensor(y), tensor(q), tensor(matrix), site)
+    update = Update(*map(tensor, (y, q, matrix)))
+    found = mhc_boundary(tensor(streams), update, site)
     for token in range(2):
         updated = naive_update(streams[token], y[token], q[token], matrix[token])
         for tensor_found, expected in zip(found, (updated, *naive_pre(updated, site)), strict=True):
@@ -293,7 +294,8 @@ def test_mhc_boundary_updates_then_mixes_the_new_streams(rng: np.random.Generato
 def test_mhc_head(rng: np.random.Generator) -> None:
     streams, y, site = drawn(rng, 2, 4, 8), drawn(rng, 2, 8), site_of(rng, 4, 8, head=True)
     q, matrix = np.abs(drawn(rng, 2, 4)), np.abs(drawn(rng, 2, 4, 4))
-    found = mhc_head(tensor(streams), tensor(y), tensor(q), tensor(matrix), site)
+    update = Update(*map(tensor, (y, q, matrix)))
+    found = mhc_head(tensor(streams), update, site)
     for token in range(2):
         updated = naive_update(streams[token], y[token], q[token], matrix[token])
         a = sigmoid(mixing(updated, site) * float(site.scale[0]) + as_float64(site.base))
@@ -488,7 +490,7 @@ def test_index_scores(rng: np.random.Generator) -> None:
     table = torch.randperm(12).view(2, 6)
     batch = make_ragged([150, 0], [2, 30], [0, 1], CPU)
     q, g = drawn(rng, 32, heads, dim), drawn(rng, 32, heads)
-    found = index_scores(tensor(q), tensor(g), pool, table, batch, topk)
+    found = index_scores(tensor(q), tensor(g), IndexEntries(pool, table, batch, topk))
     for row, (p, seq) in enumerate(
         zip(batch.positions.tolist(), batch.seq_idx.tolist(), strict=True)
     ):

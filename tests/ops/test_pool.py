@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.errors import KernelError
 from dsv4.formats.entry import entry_bytes, index_entry, kv_entry
 from dsv4.ops.core.arguments import same_bits
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
@@ -124,13 +123,23 @@ def test_a_fresh_pool_holds_nothing_plausible(fmt: str) -> None:
     assert pool.dim == DIM
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+@pytest.mark.parametrize("fmt", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_low_precision_refuses_what_it_cannot_hold(fmt: str, bad: float) -> None:
-    x = torch.ones(2, 128)
+def test_an_entry_with_nan_is_no_number_and_leaves_others_alone(fmt: str, bad: float) -> None:
+    x = torch.ones(2, DIM)
+    wanted = through(kv_pool(fmt), x)
     x[1, 7] = bad
-    with pytest.raises(KernelError, match="finite"):
-        through(index_pool(fmt), x)
+    found = through(kv_pool(fmt), x)
+    assert torch.equal(found[0], wanted[0])
+    assert not found[1, 7].isfinite()
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_an_index_key_with_nan_leaves_others_alone(fmt: str) -> None:
+    x = torch.ones(2, 128)
+    wanted = through(index_pool(fmt), x)
+    x[1, 7] = float("nan")
+    assert torch.equal(through(index_pool(fmt), x)[0], wanted[0])
 
 
 def test_locate_goes_round_in_a_narrow_table() -> None:

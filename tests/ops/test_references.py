@@ -1,7 +1,7 @@
 """Every case of every op: it runs, repeats, keeps its hands off, and rows stand alone."""
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from dsv4.ops.kv.compress import compress
 from dsv4.ops.kv.kv_store import kv_store
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.kv.rope import rope
-from dsv4.ops.mhc.mix import mhc_boundary, mhc_head, mhc_pre, mhc_update
+from dsv4.ops.mhc.mix import Update, mhc_boundary, mhc_head, mhc_pre, mhc_update
 from dsv4.ops.moe.experts import experts_ffn
 from dsv4.ops.moe.router import router
 from dsv4.ops.norm.rms_norm import rms_norm
@@ -74,10 +74,10 @@ def build(case: Case, seed: int = 0) -> Arguments:
 
 
 def num_rows(name: str, a: Arguments) -> int:
-    for holder in (a, *map(vars, filter(is_dataclass, a.values()))):
-        if "batch" in holder:
-            return holder["batch"].num_tokens  # type: ignore[no-any-return]
-    return a[FIRST[name] if name in FIRST else ROWS[name][0]].shape[0]
+    for value in a.values():
+        if hasattr(value, "batch"):
+            return value.batch.num_tokens  # type: ignore[no-any-return]
+    return argument(a, FIRST[name] if name in FIRST else ROWS[name][0]).shape[0]
 
 
 # Arguments whose first axis is the row (or token), for ops whose rows are independent.
@@ -85,9 +85,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "embed": ("token_ids",),
     "rms_norm": ("x",),
     "mhc_pre": ("streams",),
-    "mhc_boundary": ("streams", "y", "post", "comb"),
-    "mhc_head": ("streams", "y", "post", "comb"),
-    "mhc_update": ("streams", "y", "post", "comb"),
+    "mhc_boundary": ("streams", "update"),
+    "mhc_head": ("streams", "update"),
+    "mhc_update": ("streams", "update"),
     "linear": ("x",),
     "grouped_linear": ("x",),
     "rope": ("x", "positions"),
@@ -100,7 +100,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "sample": ("logits", "inputs"),
 }
 # a row of these writes to its slot
-FIRST = {"begin_step": "sent", "draft_rows": "sent", "accept": "tokens", "verify": "tokens"}
+FIRST = {
+    "begin_step": "step.sent",
+    "draft_rows": "given.sent",
+    "accept": "tokens",
+    "verify": "rows.tokens",
+}
 
 
 def test_every_op_is_walked() -> None:
@@ -139,7 +144,7 @@ def expected_results(name: str, a: Arguments) -> list[tuple[tuple[int, ...], tor
     if name == "grouped_linear":
         return [((rows, a["weight"].shape[0]), a["x"].dtype)]
     if name == "index_scores":
-        most = int((a["batch"].positions.max() + 1) // index.RATIO)
+        most = int((a["to"].batch.positions.max() + 1) // index.RATIO)
         return [((rows, -(-most // index.KEY_TILE) * index.KEY_TILE), fp32)]
     if name == "index_select":
         return [((rows, min(a["topk"], a["scores"].shape[1])), int64)]
@@ -260,6 +265,8 @@ def on_rows(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return PartialSums(
             change(value.values.movedim(2, 0)).movedim(0, 2), value.factor, value.dtype
         )
+    if isinstance(value, Update):
+        return Update(*(on_rows(getattr(value, f.name), change) for f in fields(value)))
     if isinstance(value, SampleInputs):  # what slots hold stays
         of_rows = {f.name for f in fields(value)} - set(WIDE)
         return replace(value, **{name: change(getattr(value, name)) for name in of_rows})
@@ -321,13 +328,14 @@ def test_attention_reads_only_what_a_query_sees(case: Case) -> None:
 @pytest.mark.parametrize("case", list(OPS["index_scores"].cases()), ids=lambda c: c.name)
 def test_index_scores_read_only_visible_keys(case: Case) -> None:
     arguments = build(case)
-    batch, pool = arguments["batch"], arguments["pool"]
+    to = arguments["to"]
+    batch, pool = to.batch, to.pool
     clean = index_scores(**arguments)
     needed: set[tuple[int, int]] = set()
     for p, seq in zip(batch.positions.tolist(), batch.seq_idx.tolist(), strict=True):
         visible = (p + 1) // 4
-        if visible > arguments["topk"]:
-            needed |= places(arguments["table"], seq, list(range(visible)), pool.page_entries)
+        if visible > to.topk:
+            needed |= places(to.table, seq, list(range(visible)), pool.page_entries)
     poison_pool(pool, needed)
     assert same_bits(index_scores(**arguments), clean)
 
@@ -389,14 +397,14 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("mhc_pre", "site", lambda s: replace(s, norm=narrower(s.norm))),
     ("mhc_pre", "site", lambda s: replace(s, scale=narrower(s.scale))),
     ("mhc_pre", "streams", lambda t: t[:, 0]),
-    ("mhc_boundary", "y", more_rows),
-    ("mhc_boundary", "y", narrower),
-    ("mhc_boundary", "post", narrower),
-    ("mhc_boundary", "comb", narrower),
-    ("mhc_head", "y", narrower),
-    ("mhc_head", "comb", more_rows),
-    ("mhc_update", "y", more_rows),
-    ("mhc_update", "post", narrower),
+    ("mhc_boundary", "update.y", more_rows),
+    ("mhc_boundary", "update.y", narrower),
+    ("mhc_boundary", "update.post", narrower),
+    ("mhc_boundary", "update.comb", narrower),
+    ("mhc_head", "update.y", narrower),
+    ("mhc_head", "update.comb", more_rows),
+    ("mhc_update", "update.y", more_rows),
+    ("mhc_update", "update.post", narrower),
     ("linear", "x", lambda t: t.unsqueeze(0)),
     ("linear", "weights", lambda ws: [narrower(w) for w in ws]),
     ("linear", "weights", lambda ws: [w[0] for w in ws]),
@@ -444,15 +452,15 @@ WRONG: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("sample", "inputs", lambda s: replace(s, temperature=more_rows(s.temperature))),
     ("sample", "inputs", lambda s: replace(s, bias=torch.zeros(1, 3))),
     ("sample", "inputs", lambda s: replace(s, seen=torch.zeros(1, 3))),
-    ("begin_step", "token_ids", more_rows),
-    ("begin_step", "seq_idx", more_rows),
-    ("begin_step", "rows", lambda rows: tuple(map(more_rows, rows))),
+    ("begin_step", "step.token_ids", more_rows),
+    ("begin_step", "step.seq_idx", more_rows),
+    ("begin_step", "step.rows", lambda rows: tuple(map(more_rows, rows))),
     ("accept", "logits", more_rows),
     ("accept", "target", lambda t: replace(t, norms=more_rows(t.norms))),
-    ("draft_rows", "starts", more_rows),
-    ("draft_rows", "slots", more_rows),
-    ("verify", "inputs", more_rows),
-    ("verify", "ends", more_rows),
+    ("draft_rows", "given.starts", more_rows),
+    ("draft_rows", "given.slots", more_rows),
+    ("verify", "rows.inputs", more_rows),
+    ("verify", "rows.ends", more_rows),
 ]
 
 

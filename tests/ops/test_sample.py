@@ -326,3 +326,20 @@ def test_min_p_keeps_what_is_exactly_as_likely() -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4])
 def test_top_k_keeps_lower_ids_of_a_tie(top_k: int) -> None:
     assert drawn_of_four(top_k=top_k) == set(range(top_k))
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, {"top_p": 0.8, "top_k": 9.0}])
+def test_a_row_with_nan_has_no_log_probability_and_leaves_others_alone(
+    rows: int, how: dict[str, float]
+) -> None:
+    """By few rows on a CPU and by the reference."""
+    logits = torch.randn(rows, 30, generator=torch.Generator().manual_seed(1))
+    tokens, norms = sample(logits, settings(rows, **how))
+    bad = logits.clone()
+    bad[0, 7], bad[1], bad[2, 29] = math.nan, -math.inf, math.inf
+    found, found_norms = sample(bad, settings(rows, **how))
+    chosen = bad.gather(1, found[:, None])[:, 0] - found_norms
+    assert not chosen[:3].isfinite().any()
+    assert torch.equal(found[3:], tokens[3:])
+    assert torch.equal(found_norms[3:], norms[3:])

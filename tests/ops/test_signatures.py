@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.ops import OPS
+from dsv4.ops import OPS, SHARES
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ("supports", "run", "variant", "compile_others")
@@ -21,11 +21,24 @@ def parameters(module: str) -> dict[str, ast.arguments]:
     return {node.name: node.args for node in functions if node.name in FUNCTIONS}
 
 
-@pytest.mark.parametrize("name", OPS)
+EVERY = OPS | SHARES
+
+
+def test_every_op_is_listed() -> None:
+    """Those that a module registers."""
+    found = set()
+    for path in (ROOT / "dsv4" / "ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Op":
+                found.add(ast.literal_eval(node.args[0]))
+    assert found == EVERY.keys()
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_kernels_have_the_signature_of_the_reference(name: str) -> None:
     """What a kernel takes besides, it can do without; only `variant` may leave arguments out."""
-    wanted = set(inspect.signature(OPS[name].reference).parameters)
-    for kernel in OPS[name].kernels:
+    wanted = set(inspect.signature(EVERY[name].reference).parameters)
+    for kernel in EVERY[name].kernels:
         found = parameters(kernel.module)
         assert {"supports", "run"} <= found.keys()
         for function, args in found.items():
@@ -33,6 +46,12 @@ def test_kernels_have_the_signature_of_the_reference(name: str) -> None:
             needed = set(names[: len(names) - len(args.defaults)])
             assert needed <= wanted, (kernel.module, function)
             assert args.kwarg is not None or wanted <= set(names), (kernel.module, function)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_takes_few_arguments(name: str) -> None:
+    """More are fields of a typed object, which every spelling shares."""
+    assert len(inspect.signature(OPS[name].reference).parameters) <= 6
 
 
 def test_mypy_sees_wrong_arguments_of_an_op(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
@@ -193,8 +193,7 @@ def _random_selection(generator: torch.Generator, batch: Ragged, ratio: int, top
 
 
 KERNELS = (Kernel("dsv4.ops.attention.attention_triton"),)
-ON_CPU = CpuVariant("attention", "attention")
-OP = Op("attention", attention_reference, cases, KERNELS, on_cpu=ON_CPU)
+OP = Op("attention", attention_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.attention")
 
 
 def attention(q: Tensor, to: Visible) -> Tensor:

@@ -11,18 +11,29 @@ rely on that and multiply codes.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv4.formats.entry import index_entry
 from dsv4.ops.core.batch_invariance import ROW_TILE, pad_rows
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, load, locate, rotates, round_index, store
 
 RATIO = 4
 KEY_TILE = 256  # entries scored at a time; fixed, so a score never depends on others
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntries:
+    """What index queries score."""
+
+    pool: PagedPool  # index keys
+    table: Tensor  # [sequences, columns] int64
+    batch: Ragged
+    topk: int  # rows with at most this many visible entries keep all of them
 
 
 def num_visible(positions: Tensor) -> Tensor:
@@ -37,9 +48,8 @@ def _score_tile(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return (products.relu_() * weights.unsqueeze(-1)).sum(1)
 
 
-def index_scores_reference(
-    q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
-) -> Tensor:
+def index_scores_reference(q: Tensor, weights: Tensor, to: IndexEntries) -> Tensor:
+    pool, table, batch = to.pool, to.table, to.batch
     visible = num_visible(batch.positions)
     width = int(visible.max())
     scores = torch.full((q.shape[0], -(-width // KEY_TILE) * KEY_TILE), float("-inf"))
@@ -48,7 +58,7 @@ def index_scores_reference(
     scores.masked_fill_(entry < visible.unsqueeze(1), 0.0)
     wide_q, wide_weights = q.float(), weights.float()
     for sequence in range(table.shape[0]):
-        rows = torch.nonzero((batch.seq_idx == sequence) & (visible > topk)).squeeze(1)
+        rows = torch.nonzero((batch.seq_idx == sequence) & (visible > to.topk)).squeeze(1)
         if rows.numel() == 0:
             continue
         most = int(visible[rows].max())
@@ -88,10 +98,7 @@ def score_cases() -> Iterable[Case]:
             return {
                 "q": round_index(q, fmt) if rotates(fmt) else q,
                 "weights": torch.randn(batch.num_tokens, heads, generator=generator),
-                "pool": pool,
-                "table": table,
-                "batch": batch,
-                "topk": topk,
+                "to": IndexEntries(pool, table, batch, topk),
             }
 
         name = f"{fmt} {starts}+{new} heads {heads}x{dim} topk {topk}"
@@ -125,20 +132,18 @@ def select_cases() -> Iterable[Case]:
 
 SCORE_KERNELS = (Kernel("dsv4.ops.attention.index_scores_triton"),)
 SELECT_KERNELS = (Kernel("dsv4.ops.attention.index_select_triton"),)
-ON_CPU = CpuVariant("attention", "index_select")
+ON_CPU = "dsv4.ops.cpu.attention"
 SCORES = Op("index_scores", index_scores_reference, score_cases, SCORE_KERNELS)
 SELECT = Op("index_select", index_select_reference, select_cases, SELECT_KERNELS, on_cpu=ON_CPU)
 
 
-def index_scores(
-    q: Tensor, weights: Tensor, pool: PagedPool, table: Tensor, batch: Ragged, topk: int
-) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor, to: IndexEntries) -> Tensor:
     """`q` `[tokens, heads, dim]`, `weights` `[tokens, heads]` -> fp32 `[tokens, entries]`."""
-    check_shape(SCORES.name, "q", q, batch.num_tokens, "heads", pool.dim)
+    check_shape(SCORES.name, "q", q, to.batch.num_tokens, "heads", to.pool.dim)
     check_shape(SCORES.name, "weights", weights, *q.shape[:2])
     if q.shape[0] == 0:
         return q.new_empty(0, 0, dtype=torch.float32)
-    return SCORES(q.device, q=q, weights=weights, pool=pool, table=table, batch=batch, topk=topk)
+    return SCORES(q.device, q=q, weights=weights, to=to)
 
 
 def index_select(scores: Tensor, topk: int) -> Tensor:

@@ -57,7 +57,7 @@ def _positive(x, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "add.sat.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return tl.maximum(x, 0.0)
+    return tl.maximum(x, 0.0, tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -218,14 +218,15 @@ def _scores_kernel(
                 slot = page.to(tl.int64) * PAGE + place
                 products, own = _products(queries, data, scale, slot, H, DIM, BN, FORMAT, MT)
                 # scales are powers of two above zero: they may wait until the heads are summed
-                score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * own
+                score = tl.sum(_positive(products, False) * weight[None, :], axis=1) * own
                 _store_scores(out, score, tile, visible, width, BN)
         begin = first + tl.cdiv(tl.maximum(tiles - first, 0), apart) * apart
     for tile in tl.range(begin, tl.cdiv(width, BN), apart):
         _store_scores(out, tl.zeros((BN,), tl.float32), tile, visible, width, BN)
 
 
-def supports(q, weights, pool, table, batch, topk) -> str | None:
+def supports(q, weights, to) -> str | None:
+    pool, batch = to.pool, to.batch
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
         return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
     if not weights.is_contiguous():
@@ -235,11 +236,12 @@ def supports(q, weights, pool, table, batch, topk) -> str | None:
     return (
         device_reason(q.device)
         or ed.pool_reason(pool)
-        or ed.index_tensors_reason(table=table, positions=batch.positions, seq_idx=batch.seq_idx)
+        or ed.index_tensors_reason(table=to.table, positions=batch.positions, seq_idx=batch.seq_idx)
     )
 
 
-def run(q, weights, pool, table, batch, topk):
+def run(q, weights, to):
+    pool, table, batch = to.pool, to.table, to.batch
     tokens, heads, dim = q.shape
     width = table.shape[1] * pool.page_entries
     fmt = ed.pool_format(pool)
@@ -252,7 +254,7 @@ def run(q, weights, pool, table, batch, topk):
     programs = min(triton.cdiv(width, BN), max(1, PROGRAMS // tokens))
     _scores_kernel[(programs, tokens)](
         q, weights, out, batch.positions, batch.seq_idx, data, scale, table, table.shape[1], width,
-        heads, topk, PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim,
+        heads, to.topk, PAGE=pool.page_entries, H=max(16, triton.next_power_of_2(heads)), DIM=dim,
         BN=BN, FORMAT=fmt, STAGES=STAGES, MT=mt, ASM=not interpreting(),
         **dependent_options(q.device, 4),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.kv.pool import round_trip_index
 from dsv4.ops.kv.rope import check_rotation, rope_frequencies, rope_reference
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -54,9 +54,9 @@ def index_cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.attention.query_triton"),)
-ON_CPU, INDEX_ON_CPU = (CpuVariant("attention", name) for name in ("query_prepare", "index_query"))
+ON_CPU = "dsv4.ops.cpu.attention"
 PREPARE = Op("query_prepare", query_prepare_reference, query_cases, KERNELS, on_cpu=ON_CPU)
-INDEX = Op("index_query", index_query_reference, index_cases, KERNELS, on_cpu=INDEX_ON_CPU)
+INDEX = Op("index_query", index_query_reference, index_cases, KERNELS, on_cpu=ON_CPU)
 
 
 def _check(op: AnyOp, q: Tensor, positions: Tensor, frequencies: Tensor) -> None:

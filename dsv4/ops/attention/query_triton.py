@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.core.helpers_device import from_e4m3, narrow, widen
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.launch import interpreting, launch_options
 from dsv4.ops.kv import entry_device as ed
+from dsv4.ops.kv import rope_triton
 from dsv4.ops.kv.rope_device import rope_tile
 
 HEADS = 16  # per program; fixed, because a head's norm is summed in this tile
@@ -119,11 +120,7 @@ def _index_kernel(
 def supports(q, positions, frequencies, eps=None, index_format=None) -> str | None:
     if index_format in ("fp4", "fp8") and (not ed.is_power_of_two(q.shape[2]) or q.shape[2] < 32):
         return f"{q.shape[2]} channels, the rotation needs a power of two from 32 on"
-    if q.dtype not in (torch.float32, torch.bfloat16) or not q.is_contiguous():
-        return f"q is {q.dtype} with strides {q.stride()}, not contiguous bfloat16 or float32"
-    if q.shape[2] % 2 or not positions.is_contiguous():
-        return f"q has {q.shape[2]} channels, positions strides {positions.stride()}"
-    return device_reason(q.device)
+    return rope_triton.supports(q, positions, frequencies, inverse=False)
 
 
 def run(q, positions, frequencies, eps=None, index_format=None):

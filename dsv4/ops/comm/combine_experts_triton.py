@@ -4,7 +4,7 @@
 import torch
 
 from dsv4.ops.core.launch import device_reason
-from dsv4.ops.moe.shared_expert_triton import combine
+from dsv4.ops.moe.experts_end_triton import combine
 
 
 def supports(sums, shared, dtype) -> str | None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from dsv4.ops.comm.sharded import ExpertSums
 from dsv4.ops.moe import experts_triton
+from dsv4.ops.moe.experts_end_triton import is_separate
 from dsv4.ops.moe.experts_triton import launch, separate_output
-from dsv4.ops.moe.shared_expert_triton import is_separate
 
 
 def supports(x, experts, weights, by, with_shared) -> str | None:

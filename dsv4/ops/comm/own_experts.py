@@ -18,19 +18,23 @@ def own_experts_reference(experts: Tensor, held: range, load: Tensor | None) -> 
 
 
 def cases() -> Iterable[Case]:
-    def build(tokens: int, chosen: int, held: range) -> Case:
+    def build(tokens: int, chosen: int, held: range, *, counted: bool = False) -> Case:
         def make(generator: torch.Generator) -> Arguments:
             experts = torch.randint(-1, 16, (tokens, chosen), generator=generator)
-            return {"experts": experts, "held": held, "load": None}
+            load = torch.tensor([100, 200]) if counted else None
+            return {"experts": experts, "held": held, "load": load}
 
-        return Case(f"{tokens}x{chosen} of {held}", make, 0.0, 0.0)
+        name = f"{tokens}x{chosen} of {held}" + (", counted" if counted else "")
+        return Case(name, make, 0.0, 0.0)
 
     yield build(1, 6, range(0, 4))
     yield build(0, 6, range(0, 4))
     yield build(777, 3, range(8, 16))
+    yield build(9, 6, range(4, 8), counted=True)
 
 
-OP = Op("own_experts", own_experts_reference, cases, (Kernel("dsv4.ops.comm.own_experts_triton"),))
+KERNELS = (Kernel("dsv4.ops.comm.own_experts_triton"),)
+OP = Op("own_experts", own_experts_reference, cases, KERNELS, mutates=("load",))
 
 
 def own_experts(experts: Tensor, held: range, load: Tensor | None = None) -> Tensor:

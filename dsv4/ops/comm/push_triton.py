@@ -34,7 +34,7 @@ def _half(addresses, place, number, half_bytes, TYPE: tl.constexpr):
 
 @triton.jit
 def _flag(addresses, at, source, flags_at, PROGRAMS: tl.constexpr):
-    """The word at `at` in which this program of `source` tells how many rounds it has stored."""
+    """Flag word at rank `at`: rounds completed by this program on rank `source`."""
     flags = (tl.load(addresses + at) + flags_at).to(tl.pointer_type(tl.int32))
     return flags + source * PROGRAMS + tl.program_id(0)
 

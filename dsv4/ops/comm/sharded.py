@@ -105,33 +105,19 @@ def combine_experts_reference(sums: Tensor, shared: Tensor, dtype: torch.dtype) 
 
 
 def _no_cases() -> Iterable[Case]:
-    """What they add up to is compared: tests/ops/kernels/test_sharded_interpreter.py."""
+    """See `SHARES` in dsv4/ops/__init__.py."""
     return ()
 
 
-LINEAR_RANGES = Op(
-    "linear_ranges",
-    linear_ranges_reference,
-    _no_cases,
-    (Kernel("dsv4.ops.comm.linear_ranges_triton"),),
-)
-EXPERT_SUMS = Op(
-    "expert_sums",
-    expert_sums_reference,
-    _no_cases,
-    (Kernel("dsv4.ops.comm.expert_sums_triton"),),
-)
-SPLIT_EXPERTS = Op(
-    "split_experts",
-    split_experts_reference,
-    _no_cases,
-    (Kernel("dsv4.ops.comm.split_experts_triton"),),
-)
+def _kernel(name: str) -> tuple[Kernel]:
+    return (Kernel(f"dsv4.ops.comm.{name}_triton"),)
+
+
+LINEAR_RANGES = Op("linear_ranges", linear_ranges_reference, _no_cases, _kernel("linear_ranges"))
+EXPERT_SUMS = Op("expert_sums", expert_sums_reference, _no_cases, _kernel("expert_sums"))
+SPLIT_EXPERTS = Op("split_experts", split_experts_reference, _no_cases, _kernel("split_experts"))
 COMBINE_EXPERTS = Op(
-    "combine_experts",
-    combine_experts_reference,
-    _no_cases,
-    (Kernel("dsv4.ops.comm.combine_experts_triton"),),
+    "combine_experts", combine_experts_reference, _no_cases, _kernel("combine_experts")
 )
 
 
@@ -213,9 +199,5 @@ def shared_expert_reference(x: Tensor, w13: Weight, w2: Weight, limit: float) ->
     return shared_sums(x, Experts(w13, w2, w13, w2, limit))
 
 
-SHARED_EXPERT = Op(
-    "shared_expert",
-    shared_expert_reference,
-    _no_cases,
-    (Kernel("dsv4.ops.comm.shared_expert_triton"),),
-)
+SHARED_EXPERT = Op("shared_expert", shared_expert_reference, _no_cases, _kernel("shared_expert"))
+OPS = (LINEAR_RANGES, EXPERT_SUMS, SPLIT_EXPERTS, SHARED_EXPERT, COMBINE_EXPERTS)

@@ -87,8 +87,8 @@ def open_channel(
 
 
 def _process_group(name: str, store, place: int, size: int):
-    """Registered under its name, by which symmetric memory finds its store; the backend only bears
-    the name."""
+    """Registered by name because symmetric memory looks up its store by group name; the Gloo
+    backend is otherwise unused."""
     distributed = torch.distributed
     gloo, group = distributed.ProcessGroupGloo, distributed.ProcessGroup(store, place, size)
     options = gloo._Options()

@@ -76,7 +76,9 @@ def _compile_only(workers: int) -> Iterator[None]:
 @contextlib.contextmanager
 def watch_compiles() -> Iterator[list[str]]:
     """Names of the kernels that this thread's launches inside the block compile or load."""
-    triton.knobs.compilation.listener = _tell_watchers  # a launch hook fails on some tuples
+    knobs = triton.knobs.compilation  # a launch hook fails on some tuples
+    if not isinstance(knobs.listener, _Listener):
+        knobs.listener = _Listener(knobs.listener)
     names: list[str] = []
     token = _watchers.set((*_watchers.get(), names))
     try:
@@ -85,9 +87,17 @@ def watch_compiles() -> Iterator[list[str]]:
         _watchers.reset(token)
 
 
-def _tell_watchers(*, src, **facts) -> None:
-    for names in _watchers.get():
-        names.append(src.name)
+class _Listener:
+    """Triton's listener, of which a process has one: tells watchers and the listener before it."""
+
+    def __init__(self, earlier) -> None:
+        self._earlier = earlier
+
+    def __call__(self, *, src, **facts) -> None:
+        for names in _watchers.get():
+            names.append(src.name)
+        if self._earlier is not None:
+            self._earlier(src=src, **facts)
 
 
 class CompileProcesses(ThreadPoolExecutor):

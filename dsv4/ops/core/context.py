@@ -5,6 +5,7 @@ a `with` block affects only the calls inside it, on its thread.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from dsv4.errors import OptionError
 
 # called in place of an op with (op, arguments, call); returns the result of `call()`
 Observer = Callable[[Any, dict[str, Any], Callable[[], Any]], Any]
-Recorder = Callable[[str, str], None]  # an op, and the kernel, fusion or reference that serves it
+OpRecorder = Callable[[str, str], None]  # an op, and the kernel, fusion or reference that serves it
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class EngineOps:
     frozen: set[torch.device] = field(default_factory=set)  # graphs hold addresses of buffers
     outgrown: list[torch.Tensor] = field(default_factory=list)  # graphs hold their addresses
     warned: set[str] = field(default_factory=set)
+    scratch: threading.local = field(default_factory=threading.local)  # of few rows on a CPU
 
     def active(self) -> AbstractContextManager[None]:
         """Ops inside the block belong to this engine."""
@@ -50,7 +52,7 @@ class OpContext:
     compiling: bool = False  # launches only compile
     assumed: Any = None  # the Gpu to choose for when on a CPU, see gpu.py
     observer: Observer | None = None
-    recorder: Recorder | None = None
+    recorder: OpRecorder | None = None
 
     def tell(self, ops: tuple[str, ...], server: Callable[[], str]) -> None:
         if self.recorder is not None:
@@ -58,7 +60,7 @@ class OpContext:
                 self.recorder(op, server())
 
 
-_context = ContextVar("op context", default=OpContext(EngineOps()))  # noqa: B039 - of no engine
+_context = ContextVar("op context", default=OpContext(EngineOps()))  # noqa: B039 - outside engines
 current = _context.get
 
 
@@ -94,7 +96,7 @@ def observe(observer: Observer) -> AbstractContextManager[None]:
     return changed(observer=observer)
 
 
-def record(recorder: Recorder) -> AbstractContextManager[None]:
+def record(recorder: OpRecorder) -> AbstractContextManager[None]:
     """Report to `recorder` what serves each op inside the block; fusions stay enabled."""
     return changed(recorder=recorder)
 

@@ -50,8 +50,8 @@ def times_rounded(x, factor, ASM: tl.constexpr):
 
 @triton.jit
 def swiglu(gate, up, limit):
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
+    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)  # otherwise NaN would become the limit
+    up = tl.minimum(tl.maximum(up, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
     return gate / (1.0 + tl.exp(-gate)) * up
 
 

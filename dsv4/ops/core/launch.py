@@ -23,6 +23,14 @@ def device_reason(device: torch.device) -> str | None:
     return describe(device).reason
 
 
+def rows_reason(x: torch.Tensor, *dtypes: torch.dtype) -> str | None:
+    """Why kernels do not read rows `x` of these types, by default bfloat16, or None."""
+    if x.dtype in (dtypes or (torch.bfloat16,)) and x.stride(-1) == 1:
+        return None
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "bfloat16"
+    return f"x is {x.dtype} with strides {x.stride()}, kernels read {names} rows"
+
+
 def native_reason(device: torch.device) -> str | None:
     """Why block-scaled products do not run on `device`, or None."""
     reason = device_reason(device)

@@ -77,33 +77,28 @@ class Kernel:
         return self.name if variant is None else f"{self.name} ({variant(**arguments)})"
 
 
-@dataclass(frozen=True)
-class CpuVariant:
-    """A function in `dsv4/ops/cpu` with the same signature and bits as a reference, but faster for
-    few rows; imported on first use."""
-
-    module: str
-    name: str
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(
-            importlib.import_module(f"dsv4.ops.cpu.{self.module}"), self.name
-        )
-        return found
+def _function(module: str, name: str) -> Callable[..., Any] | None:
+    found: Callable[..., Any] | None
+    found = getattr(importlib.import_module(module), name) if module else None
+    return found
 
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
     """The reference's signature is the op's: mypy checks calls against it, and kernels take the
-    same arguments."""
+    same arguments. `on_cpu` names a module with a function of the op's name, with the reference's
+    signature and bits but faster for few rows; it is imported on first use."""
 
     name: str
     reference: Callable[P, R]
     cases: Callable[[], Iterable[Case]]
     kernels: tuple[Kernel, ...] = ()
     mutates: tuple[str, ...] = ()  # paths of arguments written in place
-    on_cpu: CpuVariant | None = None
+    on_cpu: str = ""
+
+    @cached_property
+    def cpu_function(self) -> Callable[..., Any] | None:
+        return _function(self.on_cpu, self.name)
 
     def __call__(self, device: torch.device, /, *_: P.args, **arguments: P.kwargs) -> R:
         """Arguments are keywords. The public function has checked them; an observer may wrap the
@@ -118,12 +113,13 @@ class Op(Generic[P, R]):
         """Run the kernel or reference that the context selects on `device`."""
         context = current()
         forced = context.engine.forces_reference(self.name)
-        if device.type == "cpu" and not context.kernels_on_cpu and not forced and self.on_cpu:
+        on_cpu = device.type == "cpu" and not context.kernels_on_cpu
+        if on_cpu and not forced and self.cpu_function is not None:
             if context.recorder is not None:
                 context.tell((self.name,), lambda: "cpu")
-            faster: R = self.on_cpu.function(**arguments)
+            faster: R = self.cpu_function(**arguments)
             return faster
-        if forced or (device.type == "cpu" and not context.kernels_on_cpu):
+        if forced or on_cpu:
             return self._run_reference(arguments)
         reasons = []
         for kernel in self.kernels:
@@ -163,7 +159,11 @@ class Fusion(Generic[P, R]):
     ops: tuple[str, ...]  # op names
     kernel: Kernel
     reader: str = ""  # an op whose kernel alone can consume the result
-    on_cpu: CpuVariant | None = None  # returns None for unsupported arguments
+    on_cpu: str = ""  # as of an op, by the name of `one_by_one`; None for unsupported arguments
+
+    @cached_property
+    def cpu_function(self) -> Callable[..., Any] | None:
+        return _function(self.on_cpu, self.one_by_one.__name__)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         result = self.attempt(*args, **kwargs)
@@ -174,9 +174,10 @@ class Fusion(Generic[P, R]):
         context, first = current(), args[0]
         device: torch.device = first.device  # type: ignore[attr-defined]
         if device.type == "cpu" and not context.kernels_on_cpu:
-            if self.on_cpu is None or context.observer is not None or context.engine.forces_any:
+            function = self.cpu_function
+            if function is None or context.observer is not None or context.engine.forces_any:
                 return None
-            faster: R | None = self.on_cpu.function(*args, **kwargs)
+            faster: R | None = function(*args, **kwargs)
             if faster is not None:
                 context.tell(self.ops, lambda: "cpu")
             return faster

@@ -6,7 +6,6 @@ so their bits agree wherever the order of additions does. Everything else (exp, 
 numbers, matrix products) stays the torch call that the reference makes.
 """
 
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.core.batch_invariance import ROW_TILE
+from dsv4.ops.core.context import current
 
 Array: TypeAlias = Any  # numpy.ndarray of float32 unless noted otherwise
 T = TypeVar("T")
@@ -99,12 +99,10 @@ class NormScratch(RowNorm):
         self.write(None if weight is None else weight.float().numpy(), eps, self.out)
 
 
-_local = threading.local()
-
-
 def kept(key: tuple[object, ...], make: Callable[[], T]) -> T:
-    """Scratch that this thread reuses; inference mode has its own, as its tensors differ."""
-    of_thread: dict[Any, T] = _local.__dict__
+    """Scratch that the engine reuses, by thread; inference mode has its own, as its tensors
+    differ."""
+    of_thread: dict[Any, T] = current().engine.scratch.__dict__
     key = (*key, torch.is_inference_mode_enabled())
     found = of_thread.get(key)
     if found is None:

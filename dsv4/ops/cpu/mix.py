@@ -15,6 +15,7 @@ from dsv4.ops.cpu.arrays import Array, RowNorm, fp32, kept, tensor
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import (
     MixSite,
+    Update,
     mhc_boundary_reference,
     mhc_head_reference,
     mhc_pre_reference,
@@ -34,23 +35,21 @@ def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mhc_boundary(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, update: Update, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not are_few(streams):
-        return mhc_boundary_reference(streams, y, post, comb, site)
+        return mhc_boundary_reference(streams, update, site)
     scratch = scratch_of(streams)
-    streams = scratch.updated(streams, y, post, comb)
+    streams = scratch.updated(streams, update)
     post, comb = scratch.mixed(site)
     return streams, scratch.result(), post, comb
 
 
-def mhc_head(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
-) -> Tensor:
+def mhc_head(streams: Tensor, update: Update, site: MixSite) -> Tensor:
     if not are_few(streams):
-        return mhc_head_reference(streams, y, post, comb, site)
+        return mhc_head_reference(streams, update, site)
     scratch = scratch_of(streams)
-    scratch.updated(streams, y, post, comb)
+    scratch.updated(streams, update)
     weights = tensor(np.negative(scratch.logits(site))).exp_().numpy()
     weights += ONE
     np.reciprocal(weights, weights)
@@ -95,16 +94,14 @@ class Scratch:
         self.weighted = empty(count, n, size)
         self.weighted_terms = [self.weighted[:, stream] for stream in range(n)]
 
-    def updated(
-        self, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
-    ) -> Tensor:
+    def updated(self, streams: Tensor, update: Update) -> Tensor:
         """`mhc_update`; the tile also holds the result."""
-        y = y.total() if isinstance(y, PartialSums) else y
+        y = update.y.total() if isinstance(update.y, PartialSums) else update.y
         wide, spread = self.wide, self.spread
         of_all = streams.float().numpy()[:, :, None]
-        np.multiply(comb.numpy()[..., None], of_all, self.products)
+        np.multiply(update.comb.numpy()[..., None], of_all, self.products)
         mixed = _sum_into(self.terms)
-        np.multiply(post.numpy()[..., None], y.float().numpy()[:, None], spread)
+        np.multiply(update.post.numpy()[..., None], y.float().numpy()[:, None], spread)
         np.add(spread, mixed, wide)
         if self.dtype == torch.float32:
             return tensor(wide.copy())

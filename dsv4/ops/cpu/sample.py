@@ -26,24 +26,16 @@ def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
         norms[i] = torch.logsumexp(raw, dim=0)
         row = _adjusted(raw, inputs, i)
         if i not in noise:
-            tokens[i] = _largest(row)
+            tokens[i] = int(row.numpy().argmax())
             continue
         row = row / inputs.temperature[i]
-        token = _largest(row + noise[i])
+        token = int((row + noise[i]).numpy().argmax())
         has_filter = top_k > 0 or top_p < 1 or min_p > 0
         if has_filter or not row[token] > row.max() - SURELY_KEPT:
-            token = _largest(torch.where(_kept(row, inputs, i), row + noise[i], float("-inf")))
+            row = torch.where(_kept(row, inputs, i), row + noise[i], float("-inf"))
+            token = int(row.numpy().argmax())
         tokens[i] = token
     return tokens, norms
-
-
-def _largest(row: Tensor) -> int:
-    """The place of the first maximum; a row with NaN raises."""
-    values = row.numpy()
-    place = int(values.argmax())
-    if np.isnan(values[place]):
-        raise IndexError("a row of logits has NaN")
-    return place
 
 
 def _gumbel(inputs: SampleInputs, rows: list[int], size: int) -> list[Tensor]:

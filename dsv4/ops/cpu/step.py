@@ -1,20 +1,20 @@
 """Shared by all layers in a step of few rows on a CPU: angles, and where entries are stored."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4.ops.core.batch_invariance import ROW_TILE
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.cpu.arrays import Array, tensor
+from dsv4.ops.cpu.arrays import Array, kept, tensor
 from dsv4.ops.kv.pool import PagedPool, load_at, store_at
 
 MOST_ROTATIONS = 64
 
 T = TypeVar("T")
-_rotations: dict[tuple[int, ...], tuple[Tensor, Array, Array]] = {}
+Rotations: TypeAlias = dict[tuple[int, ...], tuple[Tensor, Array, Array]]
 
 
 def few_rows(batch: Ragged) -> bool:
@@ -64,14 +64,15 @@ def store_rows(pool: PagedPool, rows: Array, x: Array, dtype: torch.dtype) -> No
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Array, Array]:
     """cos and sin of the angles, `[tokens, rope_dim / 2]`, as in `rope`."""
+    rotations: Rotations = kept(("rotations",), dict)
     key = (id(frequencies), *positions.tolist())
-    found = _rotations.get(key)
+    found = rotations.get(key)
     if found is None or found[0] is not frequencies:
-        if len(_rotations) >= MOST_ROTATIONS:
-            _rotations.clear()
+        if len(rotations) >= MOST_ROTATIONS:
+            rotations.clear()
         angles = positions.float().unsqueeze(-1) * frequencies
         found = frequencies, angles.cos().numpy(), angles.sin().numpy()
-        _rotations[key] = found
+        rotations[key] = found
     return found[1:]
 
 

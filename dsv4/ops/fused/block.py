@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.formats.quantized import Weight
 from dsv4.ops.attention.attention import Visible, attention
 from dsv4.ops.attention.query import Queries, index_query, query_prepare
-from dsv4.ops.core.op import CpuVariant, Fusion, Kernel
+from dsv4.ops.core.op import Fusion, Kernel
 from dsv4.ops.gemm.linear import linear
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.kv.compress import Compression, compress
@@ -24,22 +24,17 @@ from dsv4.ops.norm.rms_norm import rms_norm
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ON_CPU = "dsv4.ops.cpu.block"
 
 
 def _fused(
-    kernel: str, *ops: str, reader: str = "", on_cpu: bool = False
+    kernel: str, *ops: str, reader: str = "", on_cpu: str = ""
 ) -> Callable[[Callable[P, R]], Fusion[P, R]]:
-    """`on_cpu`: `dsv4/ops/cpu/block.py` has a function of the same name."""
     module = Kernel(f"dsv4.ops.fused.{kernel}_triton")
-
-    def fusion(one_by_one: Callable[P, R]) -> Fusion[P, R]:
-        variant = CpuVariant("block", one_by_one.__name__) if on_cpu else None
-        return Fusion(one_by_one, ops, module, reader, variant)
-
-    return fusion
+    return lambda one_by_one: Fusion(one_by_one, ops, module, reader, on_cpu)
 
 
-@_fused("router_experts", "router", "experts", reader="mhc_boundary", on_cpu=True)
+@_fused("router_experts", "router", "experts", reader="mhc_boundary", on_cpu=ON_CPU)
 def router_experts(
     x: Tensor, token_ids: Tensor, gate: Gate, experts: Experts
 ) -> Tensor | PartialSums:
@@ -47,7 +42,7 @@ def router_experts(
     return experts_ffn(x, chosen, weights, experts)
 
 
-@_fused("norm_store", "rms_norm", "kv_store", "compress", on_cpu=True)
+@_fused("norm_store", "rms_norm", "kv_store", "compress", on_cpu=ON_CPU)
 def norm_store(
     latent: Tensor, norm: Tensor, key: WindowKey, blocks: Sequence[Compression]
 ) -> Tensor:
@@ -74,7 +69,7 @@ def prepare_queries(
     return queries, index_q, head_weights * scale
 
 
-@_fused("attention_with_queries", "query_prepare", "attention", on_cpu=True)
+@_fused("attention_with_queries", "query_prepare", "attention", on_cpu=ON_CPU)
 def query_attention(queries: Queries, to: Visible) -> Tensor:
     """`attention` of queries that may still need preparing."""
     q = queries.q

@@ -4,7 +4,7 @@ has the same bits as the two ops."""
 
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.moe import experts_single_token_triton, experts_triton, router_triton
-from dsv4.ops.moe.shared_expert_triton import is_separate
+from dsv4.ops.moe.experts_end_triton import is_separate
 
 
 def supports(x, token_ids, gate, experts) -> str | None:

@@ -186,6 +186,46 @@ def dot_nvfp4(
 
 
 @triton.jit
+def dot_two_ranges(
+    words, codes, rows, x, x_rows, live, total_steps, num_columns, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, MX: tl.constexpr,
+):  # fmt: skip
+    """Variant 0 of `dot_nvfp4` for two ranges of K at a time, each in its own warps: their sums.
+    `rows`: of the tile at `words`. EVEN: ranges of equal length; else the second may be shorter."""
+    per_range = tl.cdiv(total_steps, 2)
+    codes = codes.to(tl.pointer_type(tl.int32 if MX else tl.int64), bitcast=True)
+    first = tl.arange(0, 2) * per_range
+    rk = tl.arange(0, 16)
+    w_ptrs = words + (first[:, None] * 2048 + rows[None, :] * 16)[:, :, None] + rk
+    s_ptrs = codes + (first[:, None] * 64 + rows[None, :])
+    x_ptrs = x + (first[:, None] * 128 + rk[None, :])[:, :, None] + x_rows[None, None, :]
+    acc = tl.zeros((2, rows.shape[0], x_rows.shape[0]), dtype=tl.float32)
+    for step in tl.range(0, per_range, num_stages=STAGES):
+        if EVEN:
+            low = tl.load(w_ptrs)
+            high = tl.load(w_ptrs + 1024)
+            code = tl.load(s_ptrs)
+        else:
+            inside = (first + step < total_steps)[:, None]
+            low = tl.load(w_ptrs, mask=inside[:, :, None], other=0)
+            high = tl.load(w_ptrs + 1024, mask=inside[:, :, None], other=0)
+            code = tl.load(s_ptrs, mask=inside, other=0)
+        pairs = scale_pairs(code, ASM, MX)
+        for group in tl.static_range(8):
+            mask = live[None, None, :]
+            if not EVEN:
+                column = (first + step)[:, None] * 128 + group * 16 + rk[None, :]
+                mask = mask & (column < num_columns)[:, :, None]
+            part = tl.load(x_ptrs + group * 16, mask=mask, other=0.0)
+            weights = unpack_group(low if group < 4 else high, pairs, group, ASM)
+            acc = tl.dot(weights, part, acc)
+        w_ptrs += 2048
+        s_ptrs += 64
+        x_ptrs += 128
+    return tl.split(acc.permute(1, 2, 0))
+
+
+@triton.jit
 def dot_expanded(
     weight, x, x_rows, x_mask, first, last, total_steps, num_columns,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.formats.quantized import Weight, activations_of
 from dsv4.ops.core.batch_invariance import matmul_rows, pad_rows
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.weights.scaled import random_scaled
@@ -62,7 +62,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.gemm.grouped_linear_triton"),)
-ON_CPU = CpuVariant("products", "grouped_linear")
+ON_CPU = "dsv4.ops.cpu.products"
 OP = Op("grouped_linear", grouped_linear_reference, cases, KERNELS, on_cpu=ON_CPU)
 
 

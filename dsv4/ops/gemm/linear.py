@@ -15,7 +15,7 @@ from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of, k_ranges_of
 from dsv4.formats.spec import E4M3_MAX
 from dsv4.ops.core.batch_invariance import matmul_rows, pad_rows
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.gemm.weights.a8 import RANDOM_SIZE, SUM_ERROR, random_a8_fp8
@@ -151,7 +151,7 @@ def _a8_case(rows: int, k: int, sizes: tuple[int, ...]) -> Case:
 KERNELS = tuple(
     Kernel(f"dsv4.ops.gemm.{name}_triton") for name in ("linear", "linear_scaled", "a8.linear_a8")
 )
-OP = Op("linear", linear_reference, cases, KERNELS, on_cpu=CpuVariant("products", "linear"))
+OP = Op("linear", linear_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.products")
 
 
 def linear_multi(

@@ -22,8 +22,7 @@ MAX_MATRICES = 8
 def supports(x, weights, out_dtypes) -> str | None:
     if not any(map(_kind, weights)):
         return "no weight asks for activations of few bits"
-    reason = mixed_linear.rows_reason(x) or native_reason(x.device)
-    return reason or mixed_linear.results_reason(x, weights, out_dtypes, _kind)
+    return native_reason(x.device) or mixed_linear.reason(x, weights, out_dtypes, _kind)
 
 
 def run(x, weights, out_dtypes):
@@ -42,7 +41,7 @@ def launch(x, weights, outs, *, num_groups=1, config=None, limit=None) -> None:
     most_ranges = max(scaled_split_k(w)[0] for w in weights)
     config = config or choose_config(num_rows, most_ranges, describe(x.device))
     rows = make_rows(
-        x.device, num_rows * num_groups, columns, tiled=not config.few, name="scaled",
+        x.device, num_rows * num_groups, columns, tiled=not config.few,
         fold=num_groups, a8=weights[0].group == 32,
     )  # fmt: skip
     if limit is None:

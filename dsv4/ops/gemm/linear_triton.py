@@ -18,13 +18,13 @@ import triton.language as tl
 from dsv4.formats.quantized import Fp8BlockTensor, UnpackedTensor
 from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import converts_e4m3
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options, streams
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options, rows_reason, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.expand_fp8_triton import expand_fp8
 from dsv4.ops.gemm.weights.expand_triton import expand
-from dsv4.ops.gemm.weights.tiled import TILE_ROWS, TiledNvfp4
+from dsv4.ops.gemm.weights.tiled import TiledNvfp4
 
 MAX_MATRICES = 8
 STREAM_ROWS, STREAM_PROGRAMS = 8, 1024
@@ -236,11 +236,9 @@ def weight_format(weight) -> int | str:
 
 
 def supports(x, weights, out_dtypes) -> str | None:
-    reason = device_reason(x.device)
+    reason = device_reason(x.device) or rows_reason(x)
     if reason is not None:
         return reason
-    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
     if x.shape[0] * x.stride(0) >= 2**31:
         return f"x has {x.shape[0]} rows of {x.stride(0)}, kernels reach 2^31 elements"
     for weight, dtype in zip(weights, out_dtypes, strict=True):
@@ -253,10 +251,20 @@ def supports(x, weights, out_dtypes) -> str | None:
 
 
 def run(x, weights, out_dtypes) -> list[torch.Tensor]:
-    outs = [
+    outs = results(x, weights, out_dtypes)
+    fill(x, weights, outs)
+    return outs
+
+
+def results(x, weights, out_dtypes) -> list[torch.Tensor]:
+    return [
         torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
         for weight, dtype in zip(weights, out_dtypes, strict=True)
     ]
+
+
+def fill(x, weights, outs) -> None:
+    """Launch the matrices of each kind together, for any number of them."""
     order = sorted(range(len(weights)), key=lambda i: launch_key(weights[i]))
     for _, same in groupby(order, key=lambda i: launch_key(weights[i])):
         indices = list(same)
@@ -264,7 +272,6 @@ def run(x, weights, out_dtypes) -> list[torch.Tensor]:
             chosen = indices[start : start + MAX_MATRICES]
             part = [weights[i] for i in chosen], [outs[i] for i in chosen]
             launch(x, *part)
-    return outs
 
 
 def launch_key(weight) -> tuple[int, int, int, bool]:
@@ -313,7 +320,7 @@ def launch(
     partials = workspace(x.device, "partials", size * config.bm * config.bn, torch.float32)
     counters = workspace(x.device, "counters", size, torch.int32)
     f32 = sum(1 << i for i, out in enumerate(outs) if out.dtype == torch.float32)
-    factors = [_factor(w) for w in weights]
+    factors = [w.global_scale if isinstance(w, TiledNvfp4) else _scale(w) for w in weights]
     sizes, is_fp4 = [w.shape[0] for w in weights], kind in (NVFP4, EXPANDED)
     pairs = zip(sizes, factors, strict=True)
     parts = [size // factor.shape[-1] if is_fp4 else 1 for size, factor in pairs]
@@ -390,10 +397,3 @@ def _values(weight):
     """The plain tensor of a matrix that differs only in its order of summation."""
     plain = isinstance(weight, UnpackedTensor) and weight.activations == "a16"
     return weight.values if plain else weight
-
-
-def _factor(weight):
-    return weight.global_scale if isinstance(weight, TiledNvfp4) else _scale(weight)
-
-
-assert TILE_ROWS == 64

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops.core.helpers_device import from_e4m3, to_e4m3
+from dsv4.ops.core.helpers_device import from_e4m3, swiglu, to_e4m3
 from dsv4.ops.core.launch import ROW_WARPS, launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows import SIXTH, SMALLEST_AMAX, TOP
@@ -56,9 +56,7 @@ def _source_row(
     value = tl.load(base + column, mask=live, other=0.0).to(tl.float32)
     if SOURCE == 1:
         up = tl.load(base + size + column, mask=live, other=0.0).to(tl.float32)
-        gate = tl.minimum(value, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        value = gate / (1.0 + tl.exp(-gate)) * up
+        value = swiglu(value, up, limit)
         if WEIGHTED:
             value = value * tl.load(weight)
         value = value.to(tl.bfloat16).to(tl.float32)
@@ -134,7 +132,7 @@ def _store_mxfp8(value, rows, row, TILED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
-    x, weight, rows, x_stride, size, num_rows, limit, route, chosen,
+    x, weight, rows, x_stride, size, num_rows, limit, groups, chosen,
     SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, ROUTED: tl.constexpr, BM: tl.constexpr,
     PAD: tl.constexpr, A8: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
@@ -148,11 +146,11 @@ def _quantize_kernel(
         at = row.to(tl.int32)
         if BM > 0:
             tile = row // BM
-            expert = tl.load(route.tile_expert + tile)
-            at = tl.load(route.tile_start + tile) + (row % BM).to(tl.int32)
-            end = tl.load(route.tile_end + tile)
+            expert = tl.load(groups.tile_expert + tile)
+            at = tl.load(groups.tile_start + tile) + (row % BM).to(tl.int32)
+            end = tl.load(groups.tile_end + tile)
             present = (expert >= 0) & (at < end)
-        pair = tl.load(route.sorted_pairs + at, mask=present, other=0)
+        pair = tl.load(groups.sorted_pairs + at, mask=present, other=0)
         source = (at if SOURCE == 1 else pair // chosen).to(tl.int64)
         own = weight + pair
     if present:
@@ -181,20 +179,14 @@ class QuantizedRows:
     a8: bool = False
 
 
-def make_rows(device, num_rows, columns, *, tiled, name, fold=1, a8=False) -> QuantizedRows:
+def make_rows(device, num_rows, columns, *, tiled, fold=1, a8=False) -> QuantizedRows:
     """Buffers for `num_rows` rows of `columns` columns, padded to whole tiles."""
     columns = triton.cdiv(columns, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     count = triton.cdiv(num_rows // fold, 2 * ROWS) * 2 * ROWS * fold
-    return QuantizedRows(
-        workspace(device, f"{name}_codes", count * columns // (1 if a8 else 2), torch.uint8),
-        workspace(device, f"{name}_scales", count * columns // (32 if a8 else 16), torch.uint8),
-        workspace(device, f"{name}_row_scale", count, torch.float32),
-        num_rows,
-        columns,
-        tiled,
-        fold,
-        a8,
-    )
+    codes = workspace(device, "scaled_codes", count * columns // (1 if a8 else 2), torch.uint8)
+    scales = workspace(device, "scaled_scales", count * columns // (32 if a8 else 16), torch.uint8)
+    row_scale = workspace(device, "scaled_row_scale", count, torch.float32)
+    return QuantizedRows(codes, scales, row_scale, num_rows, columns, tiled, fold, a8)
 
 
 def row_buffers(rows: QuantizedRows) -> RowBuffers:
@@ -202,15 +194,15 @@ def row_buffers(rows: QuantizedRows) -> RowBuffers:
 
 
 def fill_rows(
-    rows: QuantizedRows, x, *, source=PLAIN, weight=None, limit=0.0, size=None, route=None,
+    rows: QuantizedRows, x, *, source=PLAIN, weight=None, limit=0.0, size=None, grouped=None,
     chosen=1, bm=0,
 ) -> None:  # fmt: skip
-    """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`. With a `route`
+    """Quantise `x` `[.., size]` (SWIGLU: gate and up, `[.., 2 size]`) into `rows`. With `grouped`
     these are pairs, in sorted order or (`bm`) by tiles."""
     pad = max(triton.next_power_of_2(rows.columns), COLUMN_MULTIPLE)
     _quantize_kernel[(rows.num_rows,)](
         x, x if weight is None else weight, row_buffers(rows), x.stride(0), size or x.shape[1],
-        rows.num_rows, limit, (x,) if route is None else route.table, chosen, SOURCE=source,
-        WEIGHTED=weight is not None, ROUTED=route is not None, BM=bm, PAD=pad,
+        rows.num_rows, limit, (x,) if grouped is None else grouped.groups, chosen, SOURCE=source,
+        WEIGHTED=weight is not None, ROUTED=grouped is not None, BM=bm, PAD=pad,
         A8=rows.a8, TILED=rows.tiled, **launch_options(ROW_WARPS if pad <= 8192 else 8),
     )  # fmt: skip

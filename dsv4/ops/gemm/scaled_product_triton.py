@@ -9,7 +9,7 @@ NVFP4, or MXFP4 or FP8 x MXFP8. A program computes 128 outputs for BN rows, in o
 
 Both use the same steps and ranges of K, which depend only on the weight's shape, so a row's order
 of summation is the same. Row and weight scales are applied in fp32 at the end. The same kernels
-serve routed experts (moe/experts_scaled_triton.py): `route` assigns each tile of rows its expert,
+serve routed experts (moe/experts_scaled_triton.py): `groups` assigns each tile of rows its expert,
 and results go to the rows of the pairs or stay in sorted order.
 """
 
@@ -25,12 +25,11 @@ from dsv4.ops.core.launch import launch_options
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import dot_device as dd
 from dsv4.ops.gemm.quantize_rows_triton import row_buffers
-from dsv4.ops.gemm.split_k import split_k
+from dsv4.ops.gemm.split_k import num_ranges, split_k
 from dsv4.ops.gemm.weights.scaled import ROWS
 
 FEW_ROWS = 64  # up to here, the pointer variant
 RANGE_COLUMNS = 256  # ranges are multiples of this
-LEAST_RANGE = 1024  # columns
 WANTED_PROGRAMS = 296  # two per multiprocessor of a B200
 
 
@@ -99,17 +98,17 @@ def _few_sum(
 
 
 @triton.jit
-def _tile_of(index, route, BN: tl.constexpr):
+def _tile_of(index, groups, BN: tl.constexpr):
     """(expert, mask of the live rows, their sorted places, their pairs) of a routed tile."""
-    expert = tl.load(route.tile_expert + index)
-    at = tl.load(route.tile_start + index) + tl.arange(0, BN)
-    live = (at < tl.load(route.tile_end + index)) & (expert >= 0)
-    return expert, live, at, tl.load(route.sorted_pairs + at, mask=live, other=0)
+    expert = tl.load(groups.tile_expert + index)
+    at = tl.load(groups.tile_start + index) + tl.arange(0, BN)
+    live = (at < tl.load(groups.tile_end + index)) & (expert >= 0)
+    return expert, live, at, tl.load(groups.sorted_pairs + at, mask=live, other=0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x, num_rows, group_rows, k_steps, m, partials, counters, route, chosen,
+    x, num_rows, group_rows, k_steps, m, partials, counters, groups, chosen,
     NUM: tl.constexpr, F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +128,7 @@ def _few_rows_kernel(
     live = place < num_rows
     out_rows = place
     if ROUTED:
-        expert, live, sorted_rows, pairs = _tile_of(tl.program_id(1), route, BN)
+        expert, live, sorted_rows, pairs = _tile_of(tl.program_id(1), groups, BN)
         if expert < 0:
             return
         out_rows = pairs if TO_PAIRS else sorted_rows
@@ -189,7 +188,7 @@ def _many_sum(
 @triton.jit(do_not_specialize=["num_rows"])
 def _many_rows_kernel(
     w_desc, s_desc, x_desc, xs_desc, row_scale, num_rows, fold, group_rows, k_steps,
-    factors, out, size, part_rows, count, per_range, route,
+    factors, out, size, part_rows, count, per_range, groups,
     F32: tl.constexpr, ROUTED: tl.constexpr, TO_PAIRS: tl.constexpr, RANGES: tl.constexpr,
     BN: tl.constexpr, A8: tl.constexpr, W8: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
@@ -200,7 +199,7 @@ def _many_rows_kernel(
     out_rows = place
     expert = 0
     if ROUTED:
-        expert, live, sorted_rows, pairs = _tile_of(tl.program_id(1), route, BN)
+        expert, live, sorted_rows, pairs = _tile_of(tl.program_id(1), groups, BN)
         if expert < 0:
             return
         out_rows = pairs if TO_PAIRS else sorted_rows
@@ -258,12 +257,7 @@ def scaled_split_k(weight) -> tuple[int, int]:
 
 
 def num_scaled_ranges(rows: int, columns: int) -> tuple[int, int]:
-    """How K is split: (ranges, multiples of 256 columns in each). A pure function of the shape."""
-    steps = triton.cdiv(columns, RANGE_COLUMNS)
-    wanted = triton.cdiv(WANTED_PROGRAMS, triton.cdiv(rows, ROWS))
-    ranges = max(1, min(wanted, columns // LEAST_RANGE))
-    per_range = triton.cdiv(steps, ranges)
-    return triton.cdiv(steps, per_range), per_range
+    return num_ranges(rows, columns, RANGE_COLUMNS, WANTED_PROGRAMS, ROWS)
 
 
 def _group_rows(rows, weight) -> int:
@@ -276,14 +270,14 @@ def _steps(rows) -> tuple[int, int]:
     return rows.columns // width, RANGE_COLUMNS // width
 
 
-def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chosen=0) -> None:
+def launch_few(rows, weights, outs, config, *, grouped=None, to_pairs=False, chosen=0) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
-    splits = [(1, k_steps) if route else scaled_split_k(w) for w in weights]
-    splits = [(n, unit if route else unit * per_unit) for n, unit in splits]
+    splits = [(1, k_steps) if grouped else scaled_split_k(w) for w in weights]
+    splits = [(n, unit if grouped else unit * per_unit) for n, unit in splits]
     tiles = [triton.cdiv(w.rows, ROWS) for w in weights]
     programs = [n * count for n, (count, _) in zip(tiles, splits, strict=True)]
-    grid = (sum(programs), route.num_tiles if route else triton.cdiv(num_rows, config.bn))
+    grid = (sum(programs), grouped.num_tiles if grouped else triton.cdiv(num_rows, config.bn))
     size = grid[0] * grid[1] if any(count > 1 for count, _ in splits) else 1
     device = rows.codes.device
     partials = workspace(device, "partials", size * ROWS * config.bn, torch.float32)
@@ -295,18 +289,18 @@ def launch_few(rows, weights, outs, config, *, route=None, to_pairs=False, chose
     _few_rows_kernel[grid](
         row_buffers(rows), num_rows, _group_rows(rows, weights[0]), k_steps,
         dd.matrices(data, scales, factors, outs, sizes, parts, programs, splits),
-        partials, counters, (rows.codes,) if route is None else route.table, chosen,
+        partials, counters, (rows.codes,) if grouped is None else grouped.groups, chosen,
         NUM=len(weights), F32=sum(1 << i for i, o in enumerate(outs) if o.dtype == torch.float32),
-        ROUTED=route is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
+        ROUTED=grouped is not None, TO_PAIRS=to_pairs, BN=config.bn, A8=rows.a8,
         W8=weights[0].element_bits == 8, STAGES=config.num_stages,
         **launch_options(config.num_warps),
     )  # fmt: skip
 
 
-def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> None:
+def launch_many(rows, weight, out, config, *, grouped=None, to_pairs=False) -> None:
     num_rows = rows.num_rows // rows.fold
     k_steps, per_unit = _steps(rows)
-    count, units = (1, 0) if route else scaled_split_k(weight)
+    count, units = (1, 0) if grouped else scaled_split_k(weight)
     width = rows.columns * rows.fold // (1 if rows.a8 else 2)
     chunks = 1 if rows.a8 else 4
     padded = triton.cdiv(num_rows, 2 * ROWS) * 2 * ROWS
@@ -317,7 +311,7 @@ def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> Non
     w_scale = weight.scale.view(-1, *weight.scale.shape[-3:])
     tiles = triton.cdiv(weight.rows, ROWS)
     step_bytes = weight.data.shape[-1] // k_steps
-    _many_rows_kernel[(tiles, route.num_tiles if route else triton.cdiv(num_rows, config.bn))](
+    _many_rows_kernel[(tiles, grouped.num_tiles if grouped else triton.cdiv(num_rows, config.bn))](
         _descriptor(data, [ROWS, step_bytes], weight.element_bits == 8),
         _descriptor(w_scale, [1, chunks, 2, 256], not rows.a8),
         _descriptor(codes, [config.bn, 128], rows.a8),
@@ -325,8 +319,8 @@ def launch_many(rows, weight, out, config, *, route=None, to_pairs=False) -> Non
         rows.row_scale, num_rows, rows.fold, _group_rows(rows, weight), k_steps,
         weight.global_scale, out.data_ptr(), weight.rows,
         weight.rows // weight.global_scale.shape[-1], count, units * per_unit,
-        (rows.codes,) if route is None else route.table,
-        F32=out.dtype == torch.float32, ROUTED=route is not None, TO_PAIRS=to_pairs,
+        (rows.codes,) if grouped is None else grouped.groups,
+        F32=out.dtype == torch.float32, ROUTED=grouped is not None, TO_PAIRS=to_pairs,
         RANGES=count, BN=config.bn, A8=rows.a8, W8=weight.element_bits == 8,
         STAGES=config.num_stages, **launch_options(config.num_warps),
     )  # fmt: skip

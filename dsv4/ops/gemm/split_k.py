@@ -17,11 +17,14 @@ WIDE_PROGRAMS = 512  # K is split until a matrix gives about this many programs
 Ranges = Callable[[int, int], tuple[int, int]]
 
 
-def num_ranges(rows: int, columns: int) -> tuple[int, int]:
-    """(ranges, steps of 128 columns in each) of a whole matrix, a pure function of its shape."""
-    steps = -(-columns // STEP)
-    wanted = -(-WIDE_PROGRAMS // -(-rows // 64))
-    ranges = max(1, min(wanted, columns // 512))
+def num_ranges(
+    rows: int, columns: int, step: int = STEP, programs: int = WIDE_PROGRAMS, tile_rows: int = 64
+) -> tuple[int, int]:
+    """(ranges, steps in each) of a whole matrix, a pure function of its shape: about this many
+    programs of `tile_rows`, each with four steps or more."""
+    steps = -(-columns // step)
+    wanted = -(-programs // -(-rows // tile_rows))
+    ranges = max(1, min(wanted, columns // (4 * step)))
     per_range = -(-steps // ranges)
     return -(-steps // per_range), per_range
 

@@ -31,25 +31,30 @@ class SlotTables:
         return self.pages[first : first + num_slots * width].view(num_slots, width)
 
 
-def begin_step_reference(
-    tables: SlotTables,
-    places: Tensor,
-    pages: Tensor,
-    num_pages: Tensor,
-    sent: Tensor,
-    seq_idx: Tensor,
-    slots: Tensor,
-    newest: Tensor,
-    token_ids: Tensor,
-    rows: tuple[Tensor, ...],
-) -> None:
-    count = int(num_pages)
-    tables.pages[places[:count]] = pages[:count]
-    for index, target in enumerate(rows):
-        source = tables.table(index, newest.shape[0])
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """What the host sent, what slots hold, and where the model reads; all int64."""
+
+    tables: SlotTables  # written in place
+    places: Tensor  # [most new pages] where they belong in `tables.pages`
+    pages: Tensor  # [most new pages]
+    num_pages: Tensor  # [1] how many of them are new
+    sent: Tensor  # [tokens] ids or NEWEST
+    seq_idx: Tensor  # [tokens]
+    slots: Tensor  # [sequences]
+    newest: Tensor  # [slots] the tokens sampled last
+    token_ids: Tensor  # [tokens] written in place
+    rows: tuple[Tensor, ...]  # of each table [sequences, columns], written in place
+
+
+def begin_step_reference(step: StepStart) -> None:
+    count, slots, sent = int(step.num_pages), step.slots, step.sent
+    step.tables.pages[step.places[:count]] = step.pages[:count]
+    for index, target in enumerate(step.rows):
+        source = step.tables.table(index, step.newest.shape[0])
         target.copy_(source.index_select(0, slots)[:, : target.shape[1]])
-    waiting = newest[slots[seq_idx]]
-    token_ids.copy_(torch.where(sent == NEWEST, waiting, sent))
+    waiting = step.newest[slots[step.seq_idx]]
+    step.token_ids.copy_(torch.where(sent == NEWEST, waiting, sent))
 
 
 def cases() -> Iterable[Case]:
@@ -61,18 +66,19 @@ def cases() -> Iterable[Case]:
             num_slots = sequences + 3
             firsts = tuple(num_slots * sum(widths[:i]) for i in range(len(widths)))
             size = num_slots * sum(widths)
-            return {
-                "tables": SlotTables(ints(10**6, size), firsts, widths),
-                "places": torch.randperm(size, generator=generator)[: new + 4],
-                "pages": ints(10**6, new + 4),
-                "num_pages": torch.tensor([new]),
-                "sent": torch.where(ints(2, tokens) == 1, NEWEST, ints(1000, tokens) - 1),
-                "seq_idx": ints(sequences, tokens),
-                "slots": torch.randperm(num_slots, generator=generator)[:sequences],
-                "newest": ints(1000, num_slots),
-                "token_ids": ints(1000, tokens),
-                "rows": tuple(ints(9, sequences, max(1, width - 2)) for width in widths),
-            }
+            step = StepStart(
+                tables=SlotTables(ints(10**6, size), firsts, widths),
+                places=torch.randperm(size, generator=generator)[: new + 4],
+                pages=ints(10**6, new + 4),
+                num_pages=torch.tensor([new]),
+                sent=torch.where(ints(2, tokens) == 1, NEWEST, ints(1000, tokens) - 1),
+                seq_idx=ints(sequences, tokens),
+                slots=torch.randperm(num_slots, generator=generator)[:sequences],
+                newest=ints(1000, num_slots),
+                token_ids=ints(1000, tokens),
+                rows=tuple(ints(9, sequences, max(1, width - 2)) for width in widths),
+            )
+            return {"step": step}
 
         return Case(f"{tokens} of {sequences} widths {widths} new {new}", make, 0.0, 0.0)
 
@@ -86,42 +92,17 @@ OP = Op(
     begin_step_reference,
     cases,
     kernels=(Kernel("dsv4.ops.kv.begin_step_triton"),),
-    mutates=("tables", "token_ids", "rows"),
+    mutates=("step.tables", "step.token_ids", "step.rows"),
 )
 
 
-def begin_step(
-    tables: SlotTables,
-    places: Tensor,
-    pages: Tensor,
-    num_pages: Tensor,
-    sent: Tensor,
-    seq_idx: Tensor,
-    slots: Tensor,
-    newest: Tensor,
-    token_ids: Tensor,
-    rows: tuple[Tensor, ...],
-) -> None:
-    """Write the first `num_pages` of `pages` to `places` in the tables; then write `token_ids`
-    `[tokens]` and `rows`, one table `[sequences, columns]` per kind."""
-    for name, tensor in (("token_ids", token_ids), ("seq_idx", seq_idx)):
-        check_shape(OP.name, name, tensor, *sent.shape)
-    for target, width in zip(rows, tables.widths, strict=True):
-        if target.shape[0] != slots.shape[0] or target.shape[1] > width:
-            wanted = f"[{slots.shape[0]}, up to {width}]"
-            raise KernelError(
-                f"{OP.name}: rows have shape {tuple(target.shape)}, expected {wanted}"
-            )
-    OP(
-        sent.device,
-        tables=tables,
-        places=places,
-        pages=pages,
-        num_pages=num_pages,
-        sent=sent,
-        seq_idx=seq_idx,
-        slots=slots,
-        newest=newest,
-        token_ids=token_ids,
-        rows=rows,
-    )
+def begin_step(step: StepStart) -> None:
+    """Write new pages to their places, then the model's token ids and rows of tables."""
+    for name, tensor in (("token_ids", step.token_ids), ("seq_idx", step.seq_idx)):
+        check_shape(OP.name, name, tensor, *step.sent.shape)
+    sequences = step.slots.shape[0]
+    for target, width in zip(step.rows, step.tables.widths, strict=True):
+        if target.shape[0] != sequences or target.shape[1] > width:
+            found, wanted = tuple(target.shape), f"[{sequences}, up to {width}]"
+            raise KernelError(f"{OP.name}: rows have shape {found}, expected {wanted}")
+    OP(step.sent.device, step=step)

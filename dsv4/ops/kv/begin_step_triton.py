@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.arguments import leaves
 from dsv4.ops.core.launch import device_reason, launch_options
 from dsv4.ops.kv.begin_step import NEWEST
 
@@ -50,26 +51,25 @@ def _begin_kernel(
         tl.store(token_ids + row, tl.where(waits, own, token), mask=live)
 
 
-def supports(
-    tables, places, pages, num_pages, sent, seq_idx, slots, newest, token_ids, rows
-) -> str | None:
-    if len(rows) != 3:
-        return f"{len(rows)} kinds of tables, kernels know three"
-    tensors = (tables.pages, places, pages, sent, seq_idx, slots, newest, token_ids, *rows)
-    for tensor in tensors:
+def supports(step) -> str | None:
+    if len(step.rows) != 3:
+        return f"{len(step.rows)} kinds of tables, kernels know three"
+    for _, tensor in leaves(step):
         if tensor.dtype != torch.int64 or not tensor.is_contiguous():
             return f"{tensor.dtype} with strides {tensor.stride()}, kernels read contiguous int64"
-    return device_reason(sent.device)
+    return device_reason(step.sent.device)
 
 
-def run(tables, places, pages, num_pages, sent, seq_idx, slots, newest, token_ids, rows) -> None:
-    most, num_tokens, sequences = places.shape[0], sent.shape[0], slots.shape[0]
+def run(step) -> None:
+    most, num_tokens, sequences = (t.shape[0] for t in (step.places, step.sent, step.slots))
+    table, rows = step.tables.pages, step.rows
     _pages_kernel[(triton.cdiv(most, WIDTH),)](
-        tables.pages, places, pages, num_pages, most, WIDTH=WIDTH, **launch_options(4)
+        table, step.places, step.pages, step.num_pages, most, WIDTH=WIDTH, **launch_options(4)
     )
     widths = [row.shape[1] for row in rows]
     grid = (sequences + triton.cdiv(num_tokens, WIDTH), triton.cdiv(max(widths), WIDTH))
     _begin_kernel[grid](
-        tables.pages, *tables.firsts[1:], *tables.widths, *rows, *widths, sent, seq_idx, slots,
-        newest, token_ids, num_tokens, sequences, WIDTH=WIDTH, **launch_options(4),
+        table, *step.tables.firsts[1:], *step.tables.widths, *rows, *widths, step.sent,
+        step.seq_idx, step.slots, step.newest, step.token_ids, num_tokens, sequences,
+        WIDTH=WIDTH, **launch_options(4),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from dsv4.errors import KernelError
 from dsv4.formats.entry import index_entry, kv_entry
 from dsv4.formats.spec import CSA_ROWS
 from dsv4.ops.core.batch_invariance import softmax
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
@@ -188,7 +188,7 @@ def cases() -> Iterable[Case]:
     yield build(128, 48, "bf16", False, [100, 256], [300, 5])
 
 
-KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.compress_triton"),), CpuVariant("kv", "compress")
+KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.compress_triton"),), "dsv4.ops.cpu.kv"
 OP = Op("compress", compress_reference, cases, KERNELS, ("block.state", "block.pool"), ON_CPU)
 
 

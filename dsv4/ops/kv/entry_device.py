@@ -76,7 +76,7 @@ def fp8_groups(x, live):
     amax = tl.max(tl.where(live, tl.abs(x), 0.0), axis=1)
     exponent = ceil_exponent(tl.maximum(amax, 1e-4), 0x43E00000)  # 448
     y = x * power_of_two(scale_byte(-exponent))[:, None]
-    return to_e4m3(tl.minimum(tl.maximum(y, -448.0), 448.0)), exponent
+    return to_e4m3(tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)), exponent
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.formats.entry import kv_entry
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.core.ragged import Ragged, make_ragged
 from dsv4.ops.kv.pool import PagedPool, allocate_pool, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
@@ -67,7 +67,7 @@ def cases() -> Iterable[Case]:
     yield build("fp8", [0, 4096], [1, 1], 512)
 
 
-KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.kv_store_triton"),), CpuVariant("kv", "kv_store")
+KERNELS, ON_CPU = (Kernel("dsv4.ops.kv.kv_store_triton"),), "dsv4.ops.cpu.kv"
 OP = Op("kv_store", kv_store_reference, cases, KERNELS, ("key.pool",), ON_CPU)
 
 

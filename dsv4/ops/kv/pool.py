@@ -89,20 +89,20 @@ def rotates(index_format: str) -> bool:
 
 
 def pack(pool: PagedPool, x: Tensor) -> dict[str, Tensor]:
-    """Pack entries `[m, dim]` into the pool's parts."""
+    """Pack entries `[m, dim]` into the pool's parts. NaN stays NaN, except in FP4 index keys."""
     if pool.format in ("bf16", "fp32"):
         return {"data": x.to(pool.data.dtype)}
     if not pool.is_index:
         nope_dim = pool.data.shape[-1]
-        data, scale = fp8.quantize_groups(x[:, :nope_dim].float(), KV_GROUP)
+        data, scale = fp8.quantize_groups(x[:, :nope_dim].float(), KV_GROUP, check=False)
         padded = scale.new_zeros(x.shape[0], pool.parts["scale"].shape[-1])
         padded[:, : scale.shape[1]] = scale
         return {"data": data, "tail": x[:, nope_dim:].to(torch.bfloat16), "scale": padded}
     x = hadamard(x).float()
     if pool.format == "fp4":
-        packed, scale = fp4.quantize_groups(x, INDEX_GROUP)
+        packed, scale = fp4.quantize_groups(x, INDEX_GROUP, check=False)
         return {"data": packed, "scale": scale}
-    data, scale = fp8.quantize_groups(x, x.shape[-1])
+    data, scale = fp8.quantize_groups(x, x.shape[-1], check=False)
     return {"data": data, "scale": e8m0.decode(scale)}
 
 
@@ -160,8 +160,9 @@ def round_index(x: Tensor, index_format: str) -> Tensor:
     """A rotated query rounded like keys; idempotent."""
     wide = x.float().reshape(-1, x.shape[-1])
     if index_format == "fp4":
-        rounded = fp4.dequantize_groups(*fp4.quantize_groups(wide, INDEX_GROUP), INDEX_GROUP)
+        packed = fp4.quantize_groups(wide, INDEX_GROUP, check=False)
+        rounded = fp4.dequantize_groups(*packed, INDEX_GROUP)
     else:
         group = x.shape[-1]
-        rounded = fp8.dequantize_groups(*fp8.quantize_groups(wide, group), group)
+        rounded = fp8.dequantize_groups(*fp8.quantize_groups(wide, group, check=False), group)
     return rounded.view(x.shape).to(x.dtype)

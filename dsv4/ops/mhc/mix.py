@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.core.batch_invariance import matmul_rows, sigmoid, softmax
-from dsv4.ops.core.op import AnyOp, Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
 
@@ -48,6 +48,23 @@ class MixSite:
         """On a CPU: fn transposed, and row_scale, base and norm for numpy."""
         norm: Any = self.norm.float().numpy()
         return self.fn.t(), self.row_scale.numpy(), self.base.numpy(), norm
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A half-block's result, and how to spread it over the streams."""
+
+    y: Tensor | PartialSums  # [tokens, size]
+    post: Tensor  # [tokens, streams] fp32
+    comb: Tensor  # [tokens, source stream, destination stream] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The streams and their pending update, if any."""
+
+    streams: Tensor  # [tokens, streams, size]
+    update: Update | None = None
 
 
 def _mixing_logits(streams: Tensor, site: MixSite) -> Tensor:
@@ -82,26 +99,22 @@ def mhc_pre_reference(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, T
     return _collapse(streams, pre + site.hc_eps, site), 2 * post, comb
 
 
-def mhc_update_reference(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
-) -> Tensor:
+def mhc_update_reference(streams: Tensor, update: Update) -> Tensor:
     """`X_k <- q_k y + sum_j M[j, k] X_j`: the first index of M is the source stream."""
-    y = y.total() if isinstance(y, PartialSums) else y
-    mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
-    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(streams.dtype)
+    y = update.y.total() if isinstance(update.y, PartialSums) else update.y
+    mixed = (update.comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
+    return (update.post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
 def mhc_boundary_reference(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, update: Update, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams = mhc_update_reference(streams, y, post, comb)
+    streams = mhc_update_reference(streams, update)
     return (streams, *mhc_pre_reference(streams, site))
 
 
-def mhc_head_reference(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
-) -> Tensor:
-    streams = mhc_update_reference(streams, y, post, comb)
+def mhc_head_reference(streams: Tensor, update: Update, site: MixSite) -> Tensor:
+    streams = mhc_update_reference(streams, update)
     weights = sigmoid(_mixing_logits(streams, site)) + site.hc_eps
     return _collapse(streams, weights, site)
 
@@ -139,13 +152,13 @@ def _cases(with_update: bool, head: bool) -> Iterable[Case]:
             streams = (torch.randn(tokens, n, size, generator=generator) * scale).to(dtype)
             arguments: Arguments = {"streams": streams}
             if with_update:
-                arguments["y"] = torch.randn(tokens, size, generator=generator).to(dtype)
+                y: Tensor | PartialSums = torch.randn(tokens, size, generator=generator).to(dtype)
                 if parts is not None:
                     shape = (parts[0], parts[1], tokens, size)
-                    arguments["y"] = _random_parts(generator, shape, parts[2], dtype)
-                arguments["post"] = torch.rand(tokens, n, generator=generator) * 2
+                    y = _random_parts(generator, shape, parts[2], dtype)
+                post = torch.rand(tokens, n, generator=generator) * 2
                 comb = torch.randn(tokens, n, n, generator=generator)
-                arguments["comb"] = sinkhorn(comb, 1e-6, 20)
+                arguments["update"] = Update(y, post, sinkhorn(comb, 1e-6, 20))
             return {**arguments, "site": _random_site(generator, n, size, head)}
 
         tolerance = 1e-4 if dtype == torch.float32 else 3e-2
@@ -185,19 +198,19 @@ def head_cases() -> Iterable[Case]:
     return _cases(with_update=True, head=True)
 
 
-KERNELS, ON_CPU = (Kernel("dsv4.ops.mhc.mix_triton"),), CpuVariant("mix", "mhc_boundary")
-PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, KERNELS, on_cpu=CpuVariant("mix", "mhc_pre"))
+KERNELS, ON_CPU = (Kernel("dsv4.ops.mhc.mix_triton"),), "dsv4.ops.cpu.mix"
+PRE = Op("mhc_pre", mhc_pre_reference, pre_cases, KERNELS, on_cpu=ON_CPU)
 BOUNDARY = Op("mhc_boundary", mhc_boundary_reference, boundary_cases, KERNELS, on_cpu=ON_CPU)
 
 
-def _stage_end(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
-    return mhc_update_reference(streams, y, post, comb)  # tests replace it in all three ops
+def _stage_end(streams: Tensor, update: Update) -> Tensor:
+    return mhc_update_reference(streams, update)  # looked up here: `bench quality` replaces it
 
 
 UPDATE = Op(
     "mhc_update", _stage_end, update_cases, kernels=(Kernel("dsv4.ops.mhc.stage_end_triton"),)
 )
-HEAD = Op("mhc_head", mhc_head_reference, head_cases, KERNELS, on_cpu=CpuVariant("mix", "mhc_head"))
+HEAD = Op("mhc_head", mhc_head_reference, head_cases, KERNELS, on_cpu=ON_CPU)
 
 
 def _check(op: AnyOp, streams: Tensor, site: MixSite, head: bool) -> None:
@@ -215,13 +228,11 @@ def _check(op: AnyOp, streams: Tensor, site: MixSite, head: bool) -> None:
     )
 
 
-def _check_update(
-    op: AnyOp, streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor
-) -> None:
+def _check_update(op: AnyOp, streams: Tensor, update: Update) -> None:
     tokens, n, size = streams.shape
-    check_shape(op.name, "y", y, tokens, size)
-    check_shape(op.name, "post", post, tokens, n)
-    check_shape(op.name, "comb", comb, tokens, n, n)
+    check_shape(op.name, "y", update.y, tokens, size)
+    check_shape(op.name, "post", update.post, tokens, n)
+    check_shape(op.name, "comb", update.comb, tokens, n, n)
 
 
 def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,56 +241,26 @@ def mhc_pre(streams: Tensor, site: MixSite) -> tuple[Tensor, Tensor, Tensor]:
     return PRE(streams.device, streams=streams, site=site)
 
 
-def mhc_update(streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor) -> Tensor:
+def mhc_update(streams: Tensor, update: Update) -> Tensor:
     """-> updated streams: the first half of `mhc_boundary`, at the end of a pipeline stage."""
-    _check_update(UPDATE, streams, y, post, comb)
-    result: Tensor = UPDATE(streams.device, streams=streams, y=y, post=post, comb=comb)
-    return result
+    _check_update(UPDATE, streams, update)
+    return UPDATE(streams.device, streams=streams, update=update)
 
 
 def mhc_boundary(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
+    streams: Tensor, update: Update, site: MixSite
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> updated streams, then the results of `mhc_pre`."""
     _check(BOUNDARY, streams, site, head=False)
-    _check_update(BOUNDARY, streams, y, post, comb)
-    return BOUNDARY(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
+    _check_update(BOUNDARY, streams, update)
+    return BOUNDARY(streams.device, streams=streams, update=update, site=site)
 
 
-def mhc_head(
-    streams: Tensor, y: Tensor | PartialSums, post: Tensor, comb: Tensor, site: MixSite
-) -> Tensor:
+def mhc_head(streams: Tensor, update: Update, site: MixSite) -> Tensor:
     """-> the normalised input row of the output head, `[tokens, size]`."""
     _check(HEAD, streams, site, head=True)
-    _check_update(HEAD, streams, y, post, comb)
-    return HEAD(streams.device, streams=streams, y=y, post=post, comb=comb, site=site)
-
-
-@dataclass(frozen=True)
-class Update:
-    """A half-block's result, `[tokens, size]`, and how to spread it over the streams."""
-
-    y: Tensor | PartialSums
-    post: Tensor
-    comb: Tensor
-
-
-@dataclass(frozen=True)
-class Residual:
-    """The streams `[tokens, streams, size]` and their pending update, if any."""
-
-    streams: Tensor
-    update: Update | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.streams.device
-
-    @property
-    def pending(self) -> tuple[Tensor | PartialSums, Tensor, Tensor] | tuple[()]:
-        """y, post and comb of the update."""
-        update = self.update
-        return () if update is None else (update.y, update.post, update.comb)
+    _check_update(HEAD, streams, update)
+    return HEAD(streams.device, streams=streams, update=update, site=site)
 
 
 def collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -287,4 +268,4 @@ def collapse(residual: Residual, site: MixSite) -> tuple[Tensor, Tensor, Tensor,
     streams, update = residual.streams, residual.update
     if update is None:
         return (streams, *mhc_pre(streams, site))
-    return mhc_boundary(streams, update.y, update.post, update.comb, site)
+    return mhc_boundary(streams, update, site)

@@ -142,37 +142,38 @@ def choose_config(num_tokens: int, size: int, gpu: Gpu) -> MixConfig:
     return MixConfig(128, False, 8, mix_warps)
 
 
-def supports(streams, site, y=None, post=None, comb=None) -> str | None:
+def supports(streams, site, update=None) -> str | None:
     if not site.fn.is_contiguous():
         return f"fn has strides {site.fn.stride()}, kernels need it contiguous"
-    return stream_reason(streams, y, post, comb)
+    return stream_reason(streams, update)
 
 
-def stream_reason(streams, y, post, comb) -> str | None:
+def stream_reason(streams, update) -> str | None:
     if streams.dtype not in (torch.float32, torch.bfloat16):
         return f"streams are {streams.dtype}, kernels know bfloat16 and float32"
-    made = y
-    if isinstance(y, PartialSums):
-        made = y.values
-        if y.shape[0] > 1:
-            return f"{y.shape[0]} rows in parts, kernels add those of one"
-    tensors = {"streams": streams, "y": made, "post": post, "comb": comb}
+    tensors, y = {"streams": streams}, streams
+    if update is not None:
+        y = made = update.y
+        if isinstance(y, PartialSums):
+            made = y.values
+            if y.shape[0] > 1:
+                return f"partial sums of {y.shape[0]} rows; kernels reduce a single row"
+        tensors |= {"y": made, "post": update.post, "comb": update.comb}
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
+        if not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
-    if y is not None and y.dtype != streams.dtype:
+    if y.dtype != streams.dtype:
         return f"y is {y.dtype}, streams are {streams.dtype}"
     if streams.shape[1] != 4:
         return f"{streams.shape[1]} streams, kernels know the four of published models"
     return device_reason(streams.device)
 
 
-def run(streams, site, y=None, post=None, comb=None):
-    """`mhc_pre` without `y`; `mhc_head` if the site has one row per stream; otherwise the
+def run(streams, site, update=None):
+    """`mhc_pre` without `update`; `mhc_head` if the site has one row per stream; otherwise the
     boundary."""
     tokens, n, size = streams.shape
     num_rows = site.fn.shape[0]
-    update = y is not None
     config = choose_config(tokens, size, describe(streams.device))
     members = triton.cdiv(triton.cdiv(size, CHANNELS), GROUPS)
     chunks = GROUPS * members if config.split else GROUPS
@@ -180,27 +181,26 @@ def run(streams, site, y=None, post=None, comb=None):
     partials = workspace(streams.device, "mhc_partials", chunks * tokens * rpad, torch.float32)
     shape = {"N": n, "D": size, "ROWS": num_rows, "RPAD": rpad}
     shape["DT"] = tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32
-    new = torch.empty_like(streams) if update else streams
+    new = streams if update is None else torch.empty_like(streams)
     grid = (chunks, triton.cdiv(tokens, config.bm))
-    _update(config, grid, shape, members, streams, site, y, post, comb, new, partials)
+    _update(config, grid, shape, members, streams, site, update, new, partials)
     result = _mix(config, shape, members if config.split else 1, new, site, partials)
-    return (new, *result) if update and num_rows > n else result
+    return (new, *result) if update is not None and num_rows > n else result
 
 
-def _update(config, grid, shape, members, streams, site, y, post, comb, new, partials) -> None:
-    factor = None
-    tile = {"PARTS": 0, "RANGES": 0, "FACTORS": 0, "BM": config.bm, "BD": CHANNELS}
-    tile["UPDATE"] = y is not None
+def _update(config, grid, shape, members, streams, site, update, new, partials) -> None:
+    y, post, comb, factor = streams, partials, partials, None  # without an update not read
+    if update is not None:
+        y, post, comb = update.y, update.post, update.comb
+    tile = {"PARTIAL_SUMS": 0, "RANGES": 0, "FACTORS": 0, "BM": config.bm, "BD": CHANNELS}
+    tile["UPDATE"] = update is not None
     if isinstance(y, PartialSums):
         y, factor = y.values, y.factor
-        tile["PARTS"], tile["RANGES"] = y.shape[:2]
+        tile["PARTIAL_SUMS"], tile["RANGES"] = y.shape[:2]
         tile["FACTORS"] = 0 if factor is None else len(factor)
     tokens, narrow = streams.shape[0], streams.dtype == torch.bfloat16
-    tensors = (
-        streams, streams if y is None else y, site.base if factor is None else factor,
-        partials if post is None else post, partials if comb is None else comb, site.fn, new,
-        partials,
-    )  # fmt: skip
+    factor = site.base if factor is None else factor
+    tensors = (streams, y, factor, post, comb, site.fn, new, partials)
     if config.bm == 16 and narrow:
         few_update_kernel[grid](
             *tensors, tokens, TM=1 if tokens == 1 else 16, ONCE=not interpreting(),

@@ -17,7 +17,7 @@ ROWS, CHANNELS = 8, 256
 @triton.jit(do_not_specialize=["num_tokens"])
 def _stage_end_kernel(
     streams, y, factor, post, comb, out, num_tokens,
-    N: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, PARTIAL_SUMS: tl.constexpr, RANGES: tl.constexpr,
     FACTORS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -27,30 +27,31 @@ def _stage_end_kernel(
     mask = live[:, None] & (channel < D)[None, :]
     at = (row64 * (N * D))[:, None] + channel[None, :]
     old = old_streams(streams, at, mask, N, D)
-    new = new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, BD, DT)
+    new = new_row(y, factor, row64, channel, mask, D, PARTIAL_SUMS, RANGES, FACTORS, BD, DT)
     coefficients = coefficients_of(post, comb, row64, live, N)
     for k in tl.static_range(N):
         v = new_stream(old, new, coefficients, k, N, BM, BD).to(DT)
         tl.store(out + at + k * D, v, mask=mask)
 
 
-def supports(streams, y, post, comb) -> str | None:
-    return mix_triton.stream_reason(streams, y, post, comb)
+def supports(streams, update) -> str | None:
+    return mix_triton.stream_reason(streams, update)
 
 
-def run(streams, y, post, comb):
+def run(streams, update):
+    y, post, comb = update.y, update.post, update.comb
     tokens, n, size = streams.shape
     out, factor = torch.empty_like(streams), post
-    parts = {"PARTS": 0, "RANGES": 0, "FACTORS": 0}
+    sums = {"PARTIAL_SUMS": 0, "RANGES": 0, "FACTORS": 0}
     if isinstance(y, PartialSums):
         factor = post if y.factor is None else y.factor
-        parts["FACTORS"] = 0 if y.factor is None else len(y.factor)
+        sums["FACTORS"] = 0 if y.factor is None else len(y.factor)
         y = y.values
-        parts["PARTS"], parts["RANGES"] = y.shape[:2]
+        sums["PARTIAL_SUMS"], sums["RANGES"] = y.shape[:2]
     rows = 1 if tokens == 1 else ROWS
     _stage_end_kernel[(triton.cdiv(size, CHANNELS), triton.cdiv(tokens, rows))](
         streams, y, factor, post, comb, out, tokens, N=n, D=size, BM=rows, BD=CHANNELS,
-        DT=tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32, **parts,
+        DT=tl.bfloat16 if streams.dtype == torch.bfloat16 else tl.float32, **sums,
         **launch_options(4),
     )  # fmt: skip
     return out

@@ -71,13 +71,13 @@ def _made_once(x):
 
 
 @triton.jit
-def _sum_parts(
-    values, factor, channel, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
+def _add_partial_sums(
+    values, factor, channel, D: tl.constexpr, PARTIAL_SUMS: tl.constexpr, RANGES: tl.constexpr,
     FACTORS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """`PartialSums.total` of one row's channels: PARTS groups of RANGES."""
+    """`PartialSums.total` of one row's channels: PARTIAL_SUMS groups of RANGES."""
     total = tl.zeros((BD,), tl.float32)
-    for group in tl.static_range(PARTS):
+    for group in tl.static_range(PARTIAL_SUMS):
         part = tl.zeros((BD,), tl.float32)
         for index in tl.static_range(RANGES):
             at = (group * RANGES + index) * D + channel
@@ -110,15 +110,15 @@ def old_streams(streams, at, mask, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def new_row(
-    y, factor, row64, channel, mask, D: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr,
-    FACTORS: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr,
+    y, factor, row64, channel, mask, D: tl.constexpr, PARTIAL_SUMS: tl.constexpr,
+    RANGES: tl.constexpr, FACTORS: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The half-block's result, rounded to DT, in fp32; PARTS > 0: one token's partial sums."""
-    if PARTS == 0:
+    """The half-block's result, rounded to DT, in fp32; PARTIAL_SUMS > 0: of one token."""
+    if PARTIAL_SUMS == 0:
         at = (row64 * D)[:, None] + channel[None, :]
         return tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
     else:
-        whole = _sum_parts(y, factor, channel, D, PARTS, RANGES, FACTORS, BD)
+        whole = _add_partial_sums(y, factor, channel, D, PARTIAL_SUMS, RANGES, FACTORS, BD)
         return tl.where(mask, whole.to(DT).to(tl.float32)[None, :], 0.0)
 
 
@@ -138,7 +138,7 @@ def new_stream(
 def few_update_kernel(
     streams, y, factor, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
-    UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
+    UPDATE: tl.constexpr, PARTIAL_SUMS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
     TM: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +169,7 @@ def few_update_kernel(
     v = old_streams(streams, at, mask, N, D)
     if UPDATE:
         old = v
-        new = new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, WIDTH, DT)
+        new = new_row(y, factor, row64, channel, mask, D, PARTIAL_SUMS, RANGES, FACTORS, WIDTH, DT)
         coefficients = coefficients_of(post, comb, row64, live, N)
         tl.debug_barrier()  # otherwise loads of `fn` would wait for the streams
         v = ()
@@ -212,7 +212,7 @@ def few_update_kernel(
 def update_kernel(
     streams, y, factor, post, comb, fn, out, partials, num_tokens,
     N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, RPAD: tl.constexpr,
-    UPDATE: tl.constexpr, PARTS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
+    UPDATE: tl.constexpr, PARTIAL_SUMS: tl.constexpr, RANGES: tl.constexpr, FACTORS: tl.constexpr,
     COUNT: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr, DT: tl.constexpr, ONCE: tl.constexpr
 ):  # fmt: skip
@@ -238,7 +238,7 @@ def update_kernel(
         squares = tl.zeros((BM, BD), tl.float32)
         old = old_streams(streams, at, mask, N, D)
         if UPDATE:
-            new = new_row(y, factor, row64, channel, mask, D, PARTS, RANGES, FACTORS, BD, DT)
+            new = new_row(y, factor, row64, channel, mask, D, PARTIAL_SUMS, RANGES, FACTORS, BD, DT)
         for k in tl.static_range(N):
             f_at = rows[None, :] * (N * D) + k * D + channel[:, None]
             f_mask = inside[:, None] & (rows < ROWS)[None, :]

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, activations_of
 from dsv4.ops.core.batch_invariance import matmul_rows, silu
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 from dsv4.ops.gemm.linear import dense
 from dsv4.ops.gemm.quantize_rows import rounded
 from dsv4.ops.gemm.weights.a8 import random_a8, random_a8_fp8
@@ -228,9 +228,9 @@ def _a8_case(tokens: int, size: int, inner: int) -> Case:
             3.0,
         )
 
-    # The tensor core's error turns the rounding of up to 1 % of the inner numbers, and each such
-    # number is then off by up to an eighth. That moves results by up to a tenth of their deviation,
-    # which grows with the root of `inner`; this is about a fifth of it.
+    # The tensor core's error flips the rounding of up to 1 % of the intermediate activations, and
+    # each of these is then off by up to an eighth. That moves results by up to a tenth of their
+    # deviation, which grows with the root of `inner`; this is about a fifth of it.
     tolerance = inner**0.5 / 8, 2e-2
     name = f"{tokens}x{size} inner {inner} {chosen} of {count} MXFP4 with a8 rows"
     return _case(name, (tokens, size, count, chosen), weights, tolerance, small=tokens < 100)
@@ -239,7 +239,7 @@ def _a8_case(tokens: int, size: int, inner: int) -> Case:
 KERNELS = tuple(
     Kernel(f"dsv4.ops.moe.{name}_triton") for name in ("experts", "experts_scaled", "experts_a8")
 )
-OP = Op("experts", experts_reference, cases, KERNELS, on_cpu=CpuVariant("moe", "experts"))
+OP = Op("experts", experts_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.moe")
 
 
 def experts_ffn(x: Tensor, experts: Tensor, weights: Tensor, by: Experts) -> Tensor:

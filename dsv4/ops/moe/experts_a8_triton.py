@@ -12,15 +12,15 @@ from importlib import import_module
 
 import torch
 
-from dsv4.ops.core.launch import a8_reason
+from dsv4.ops.core.launch import a8_reason, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
 from dsv4.ops.gemm.a8.fp8_rows_triton import EARLY_ROWS, make_a8_rows
 from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.moe import experts_triton
+from dsv4.ops.moe.experts_end_triton import combine
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
-from dsv4.ops.moe.shared_expert_triton import combine
 
 WIDE_PAIRS = 24  # from here on programs multiply 128 weight rows: fewer instructions for each
 PROMPT_ROWS = 16  # of an expert, on average: from here on fp8_prompt_gluon multiplies
@@ -35,9 +35,7 @@ def weights_reason(x, by) -> str | None:
         return "the experts do not ask for a8 rows on sm_90"
     if not by.w13.paired or by.w2.paired:
         return "the experts' matrices are tiled for another use"
-    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    reason = experts_triton.separate_reason(by.shared_w13, by.shared_w2)
+    reason = rows_reason(x) or experts_triton.separate_reason(by.shared_w13, by.shared_w2)
     return reason or a8_reason(x.device)
 
 
@@ -48,29 +46,29 @@ def run(x, experts, weights, by, bm=None):
     early = x.shape[0] <= EARLY_ROWS
     z = workspace(x.device, "experts_z", num_pairs * inner, torch.bfloat16)
     z = z[: num_pairs * inner].view(num_pairs, inner)
-    parts = workspace(x.device, "a8_parts", num_pairs * w2.rows, torch.float32)
-    parts = parts[: num_pairs * w2.rows].view(num_pairs, w2.rows)
+    partial_sums = workspace(x.device, "a8_partial_sums", num_pairs * w2.rows, torch.float32)
+    partial_sums = partial_sums[: num_pairs * w2.rows].view(num_pairs, w2.rows)
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
         extra = _shared_output(x, None, by)
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon")
-        route = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
-        rows = make_a8_rows(x, "a8_pairs", route=route.table, chosen=chosen, copies=4)
-        prompt.multiply_experts(rows, w13, z, route, weights=weights, limit=by.limit)
+        grouped = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
+        rows = make_a8_rows(x, "a8_pairs", groups=grouped.groups, chosen=chosen, copies=4)
+        prompt.multiply_experts(rows, w13, z, grouped, weights=weights, limit=by.limit)
         rows = make_a8_rows(z, "a8_pairs", copies=4)
-        prompt.multiply_experts(rows, w2, parts, route)
+        prompt.multiply_experts(rows, w2, partial_sums, grouped)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)
         rows = make_a8_rows(x, "a8_rows")
         extra = _shared_output(x, rows, by)
-        route = group_by_expert(experts, num_experts, bm, early=early)
+        grouped = group_by_expert(experts, num_experts, bm, early=early)
         more = {"tiles": 2 if num_pairs >= WIDE_PAIRS and bm <= 32 else 1}
         multiply_experts(
-            rows, w13, z, route, bm, weights=weights, chosen=chosen, limit=by.limit, **more
+            rows, w13, z, grouped, bm, weights=weights, chosen=chosen, limit=by.limit, **more
         )
         rows = make_a8_rows(z, "a8_pairs")
-        multiply_experts(rows, w2, parts, route, bm, **more)
+        multiply_experts(rows, w2, partial_sums, grouped, bm, **more)
     y = torch.empty_like(x)
-    combine(parts, extra, y, chosen, early=early)
+    combine(partial_sums, extra, y, chosen, early=early)
     return y
 
 

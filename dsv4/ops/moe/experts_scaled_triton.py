@@ -11,14 +11,14 @@ with few tokens and with many.
 
 import torch
 
-from dsv4.ops.core.launch import native_reason
+from dsv4.ops.core.launch import native_reason, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.quantize_rows_triton import SWIGLU, fill_rows, make_rows
 from dsv4.ops.gemm.scaled_product_triton import ScaledConfig, launch_few, launch_many
 from dsv4.ops.gemm.weights.scaled import ScaledTensor
 from dsv4.ops.moe import experts_triton
+from dsv4.ops.moe.experts_end_triton import combine
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
-from dsv4.ops.moe.shared_expert_triton import combine
 
 
 def choose_config(num_tokens: int, chosen: int, num_experts: int) -> ScaledConfig:
@@ -37,9 +37,7 @@ def supports(x, experts, weights, by) -> str | None:
 def weights_reason(x, by) -> str | None:
     if not (isinstance(by.w13, ScaledTensor) and isinstance(by.w2, ScaledTensor)):
         return "the experts do not ask for activations of few bits"
-    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
-    reason = experts_triton.separate_reason(by.shared_w13, by.shared_w2)
+    reason = rows_reason(x) or experts_triton.separate_reason(by.shared_w13, by.shared_w2)
     return reason or native_reason(x.device)
 
 
@@ -49,26 +47,26 @@ def run(x, experts, weights, by, config=None):
     config = config or choose_config(num_tokens, chosen, w2.shape[0])
     num_pairs = experts.numel()
     extra = experts_triton.separate_output(x, by.shared_w13, by.shared_w2, by.limit)
-    table = group_by_expert(experts, w2.shape[0], config.bn)
+    grouped = group_by_expert(experts, w2.shape[0], config.bn)
     h = workspace(x.device, "experts_h", num_pairs * w13.rows, torch.float32)
     h = h[: num_pairs * w13.rows].view(num_pairs, w13.rows)
-    expert_sums = workspace(x.device, "scaled_parts", num_pairs * w2.rows, torch.float32)
+    expert_sums = workspace(x.device, "scaled_partial_sums", num_pairs * w2.rows, torch.float32)
     swiglu = {"source": SWIGLU, "weight": weights, "limit": by.limit}
     if config.few:
         rows = _rows(x, num_tokens, w13, config)
         fill_rows(rows, x)
-        launch_few(rows, [w13], [h], config, route=table, chosen=chosen)
+        launch_few(rows, [w13], [h], config, grouped=grouped, chosen=chosen)
         rows = _rows(x, num_pairs, w2, config)
-        fill_rows(rows, h, size=w2.columns, route=table, **swiglu)
-        launch_few(rows, [w2], [expert_sums], config, route=table, to_pairs=True)
+        fill_rows(rows, h, size=w2.columns, grouped=grouped, **swiglu)
+        launch_few(rows, [w2], [expert_sums], config, grouped=grouped, to_pairs=True)
     else:
-        tiles = {"route": table, "chosen": chosen, "bm": config.bn}
-        rows = _rows(x, table.num_tiles * config.bn, w13, config)
+        tiles = {"grouped": grouped, "chosen": chosen, "bm": config.bn}
+        rows = _rows(x, grouped.num_tiles * config.bn, w13, config)
         fill_rows(rows, x, **tiles)
-        launch_many(rows, w13, h, config, route=table)
-        rows = _rows(x, table.num_tiles * config.bn, w2, config)
+        launch_many(rows, w13, h, config, grouped=grouped)
+        rows = _rows(x, grouped.num_tiles * config.bn, w2, config)
         fill_rows(rows, h, size=w2.columns, **swiglu, **tiles)
-        launch_many(rows, w2, expert_sums, config, route=table, to_pairs=True)
+        launch_many(rows, w2, expert_sums, config, grouped=grouped, to_pairs=True)
     y = torch.empty_like(x)
     combine(expert_sums, extra, y, chosen)
     return y
@@ -77,4 +75,4 @@ def run(x, experts, weights, by, config=None):
 def _rows(x, count, weight, config):
     """Buffers for `count` quantised input rows of `weight`."""
     a8 = weight.group == 32
-    return make_rows(x.device, count, weight.columns, tiled=not config.few, name="scaled", a8=a8)
+    return make_rows(x.device, count, weight.columns, tiled=not config.few, a8=a8)

@@ -15,17 +15,16 @@ import triton
 import triton.language as tl
 
 from dsv4.formats.quantized import Fp8BlockTensor
-from dsv4.ops.core.helpers_device import depend
+from dsv4.ops.core.helpers_device import depend, swiglu
 from dsv4.ops.core.launch import dependent_options, interpreting, streams
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import linear_triton
-from dsv4.ops.gemm.dot_device import dot_nvfp4, scale_pairs, unpack_group
+from dsv4.ops.gemm.dot_device import dot_nvfp4, dot_two_ranges
 from dsv4.ops.gemm.split_k import num_ranges, split_k
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4
 from dsv4.ops.moe import router_triton
 from dsv4.ops.moe.placed import stack_of, table_of
 from dsv4.ops.moe.router_triton import gate_program, prepare
-from dsv4.ops.moe.shared_expert_triton import swiglu
 
 LONG_STEPS = 8  # K of at least this many steps of 128 columns has two ranges
 STAGES = 3
@@ -41,45 +40,6 @@ class UpTile(NamedTuple):
     even: bool  # ranges have equal length; otherwise the second may be shorter
     asm: bool
     mx: bool
-
-
-@triton.jit
-def _dot_two_ranges(words, codes, rows, x, total_steps, num_columns, U: tl.constexpr):
-    """fp32 `[bn, 8]`, only the first column used: the sum of two ranges of K, each by variant 0 of
-    `dot_nvfp4` in its own warp. `rows` `[bn]` are rows of the tile at `words`."""
-    BN: tl.constexpr = U.bn
-    per_range = tl.cdiv(total_steps, 2)
-    codes = codes.to(tl.pointer_type(tl.int32 if U.mx else tl.int64), bitcast=True)
-    first = tl.arange(0, 2) * per_range
-    rk = tl.arange(0, 16)
-    w_ptrs = words + (first[:, None] * 2048 + rows[None, :] * 16)[:, :, None] + rk[None, None, :]
-    s_ptrs = codes + (first[:, None] * 64 + rows[None, :])
-    x_ptrs = x + (first[:, None] * 128 + rk[None, :])[:, :, None] + tl.arange(0, 8) * 0
-    acc = tl.zeros((2, BN, 8), dtype=tl.float32)
-    for step in tl.range(0, per_range, num_stages=U.stages):
-        if U.even:
-            low = tl.load(w_ptrs)
-            high = tl.load(w_ptrs + 1024)
-            code = tl.load(s_ptrs)
-        else:
-            inside = (first + step < total_steps)[:, None]
-            low = tl.load(w_ptrs, mask=inside[:, :, None], other=0)
-            high = tl.load(w_ptrs + 1024, mask=inside[:, :, None], other=0)
-            code = tl.load(s_ptrs, mask=inside, other=0)
-        pairs = scale_pairs(code, U.asm, U.mx)
-        for group in tl.static_range(8):
-            mask = (tl.arange(0, 8) < 1)[None, None, :]
-            if not U.even:
-                column = (first + step)[:, None] * 128 + group * 16 + rk[None, :]
-                mask = mask & (column < num_columns)[:, :, None]
-            part = tl.load(x_ptrs + group * 16, mask=mask, other=0.0)
-            half = low if group < 4 else high
-            acc = tl.dot(unpack_group(half, pairs, group, U.asm), part, acc)
-        w_ptrs += 2048
-        s_ptrs += 64
-        x_ptrs += 128
-    earlier, later = tl.split(acc.permute(1, 2, 0))
-    return 0.0 + earlier + later
 
 
 @triton.jit
@@ -111,7 +71,11 @@ def _up_program(
             U.stages, 0, U.even, U.asm, U.mx,
         )[0]  # fmt: skip
     else:
-        acc = _dot_two_ranges(words, scales, rows, x, total_steps, size, U)
+        earlier, later = dot_two_ranges(
+            words, scales, rows, x, only * 0, only < 1, total_steps, size, U.stages, U.even,
+            U.asm, U.mx,
+        )  # fmt: skip
+        acc = 0.0 + earlier + later
     gate, up = tl.split(acc.reshape(2, HALF, 8).permute(1, 2, 0))
     result = swiglu(gate * gate_factor, up * up_factor, limit) * weight
     column = part * HALF + tl.arange(0, HALF)
@@ -173,7 +137,7 @@ def _gate_kernel(
 
 @triton.jit
 def _down_kernel(
-    z, parts_at, experts, w, shared_words: tl.int64, shared_scales: tl.int64,
+    z, partial_sums, experts, w, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64, places, chosen, size, inner, total_steps, expert_tiles,
     RANGES: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
     MX: tl.constexpr, PLACED: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -204,7 +168,7 @@ def _down_kernel(
         total_steps, inner, 64, STAGES, 0, EVEN_K, ASM, MX,
     )[0]  # fmt: skip
     column = part * 64 + tl.arange(0, 64)
-    _store(parts_at + (place * RANGES + split) * size, column, size, acc * factor)
+    _store(partial_sums + (place * RANGES + split) * size, column, size, acc * factor)
 
 
 def launch(x, experts, weights, by, gather=None):
@@ -294,7 +258,7 @@ def _down(z, experts, by):
     places, w2, shared_w2 = table_of(by.w2)[0], stack_of(by.w2), by.shared_w2
     chosen, ranges = experts.shape[1], num_expert_ranges(w2)
     shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
-    expert_sums = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
+    expert_sums = workspace(z.device, "experts_partial_sums", math.prod(shape), torch.float32)
     _down_kernel[(triton.cdiv(w2.rows, 64), shape[0], ranges)](
         z, expert_sums, experts, *expert_weights(w2, shared_w2), places, chosen, w2.rows,
         w2.columns, w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.ops.core.helpers_device import swiglu
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.variants.stream_gluon import (
     OUT,
@@ -28,11 +29,10 @@ from dsv4.ops.gemm.variants.stream_gluon import (
     stream_row,
 )
 from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
-from dsv4.ops.moe.shared_expert_triton import swiglu
 
 activate = gluon.jit(swiglu.fn)
 HALF = gl.constexpr(32)
-UP_STAGES, DOWN_STAGES = 5, 3  # pairs of tiles
+UP_STAGES, DOWN_STAGES, MX_DOWN_STAGES = 5, 3, 4  # pairs of tiles in a ring; MXFP4's are smaller
 
 
 @gluon.jit
@@ -135,7 +135,7 @@ def up_stream(
 
 @gluon.jit
 def down_stream(
-    z, parts_at, experts, words, scales, factors, shared_words: gl.int64,
+    z, partial_sums, experts, words, scales, factors, shared_words: gl.int64,
     shared_scales: gl.int64, shared_factors: gl.int64, places, chosen, size, inner, total_steps,
     expert_tiles, RANGES: gl.constexpr, STAGES: gl.constexpr, PAD: gl.constexpr,
     WIDE: gl.constexpr, COLUMNS: gl.constexpr, MX: gl.constexpr, PLACED: gl.constexpr,
@@ -178,7 +178,7 @@ def down_stream(
         sums = gl.convert_layout(acc, OUT)
         column = gl.expand_dims(part * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT)), 1)
         only = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, OUT)), 0)
-        out = parts_at + (place * RANGES + split) * size
+        out = partial_sums + (place * RANGES + split) * size
         gl.store(out + column + only, sums * factor, mask=(column < size) & (only < 1))
 
 
@@ -209,21 +209,21 @@ def up(x, z, experts, weights, w13, w2, limit, table, shared=None, rest=None) ->
 
 def partial_sums(z, num_places, w2):
     shape = (num_places, num_expert_ranges(w2), w2.rows)
-    expert_sums = workspace(z.device, "experts_parts", math.prod(shape), torch.float32)
+    expert_sums = workspace(z.device, "experts_partial_sums", math.prod(shape), torch.float32)
     return expert_sums[: math.prod(shape)].view(shape)
 
 
 def down(z, expert_sums, experts, w2, shared_w2, table, *, early=False) -> None:
-    """`early`: another launch ran since the up-projection. Only routed experts, or also the shared
-    one."""
+    """`early`: a launch ran since the up-projection. Only routed experts or also the shared one."""
     ranges, size = expert_sums.shape[1], w2.num_steps
     grid = (triton.cdiv(w2.rows, 64), experts.shape[1] + (shared_w2 is not None), ranges)
     lengths = (triton.cdiv(size, ranges), size)
     columns = triton.next_power_of_2(lengths[0] * 128)
     own, *offsets = expert_weights(w2, shared_w2)
+    stages = MX_DOWN_STAGES if is_mx(w2) else DOWN_STAGES
     down_stream[grid](
         z, expert_sums, experts, *own, *offsets, table[0], experts.shape[1], w2.rows, w2.columns,
         size, w2.packed.shape[1], RANGES=ranges, COLUMNS=columns, MX=is_mx(w2),
         PLACED=table[0] is not None, EARLY=early,
-        **ring_options(z.device, math.prod(grid), DOWN_STAGES, lengths, columns),
+        **ring_options(z.device, math.prod(grid), stages, lengths, columns),
     )  # fmt: skip

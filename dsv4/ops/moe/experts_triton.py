@@ -15,22 +15,22 @@ import triton.language as tl
 
 from dsv4.ops.core.gpu import Gpu, describe
 from dsv4.ops.core.helpers_device import append, times_rounded
-from dsv4.ops.core.launch import device_reason, interpreting, launch_options
+from dsv4.ops.core.launch import device_reason, interpreting, launch_options, rows_reason
 from dsv4.ops.core.workspace import workspace
-from dsv4.ops.gemm.dot_device import dot_nvfp4, tile_rows
+from dsv4.ops.gemm.dot_device import dot_nvfp4, dot_two_ranges, tile_rows
 from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe import experts_single_token_triton
 from dsv4.ops.moe.experts import Experts
-from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
-from dsv4.ops.moe.group_by_expert_triton import group_by_expert
-from dsv4.ops.moe.placed import stack_of, table_of
-from dsv4.ops.moe.shared_expert_triton import (
+from dsv4.ops.moe.experts_end_triton import (
     combine,
     is_separate,
     shared_output,
     shared_reason,
     swiglu,
 )
+from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
+from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+from dsv4.ops.moe.placed import stack_of, table_of
 
 TALL = 256  # rows per tile in prompts; only the rows present are multiplied
 
@@ -59,6 +59,7 @@ class ExpertTile(NamedTuple):
     stages: int
     variant: int  # see dot_nvfp4
     k_ranges: int
+    side_by_side: bool  # both ranges at a time (dot_two_ranges)
     even_k: bool
     asm: bool
     mx: bool
@@ -85,10 +86,10 @@ def _weights_at(
 
 
 @triton.jit
-def _count_visit(counts, route, expert, num_experts):
+def _count_visit(counts, groups, expert, num_experts):
     """One program of an expert's first tile counts the step."""
     tile = tl.program_id(1)
-    before = tl.load(route.tile_expert + tile - 1, mask=tile > 0, other=-1)
+    before = tl.load(groups.tile_expert + tile - 1, mask=tile > 0, other=-1)
     is_first = (before != expert) & (expert < num_experts) & (tl.program_id(0) == 0)
     tl.atomic_add(counts + expert, 1, mask=is_first)
 
@@ -109,6 +110,14 @@ def _range_sums(words, scales, x, x_rows, live, total_steps, num_columns, factor
     words = tl.multiple_of(words, 64)
     scales = tl.multiple_of(scales, 64)
     RANGES: tl.constexpr = E.k_ranges
+    if E.side_by_side:
+        tl.static_assert(RANGES == 2)
+        earlier, later = dot_two_ranges(
+            words, scales, tl.arange(0, E.bn), x, x_rows[0], live[0], total_steps, num_columns,
+            E.stages, True, E.asm, E.mx,
+        )  # fmt: skip
+        total = 0.0 + times_rounded(earlier, factor, E.asm)
+        return (total + times_rounded(later, factor, E.asm),)
     per_range = tl.cdiv(total_steps, RANGES)
     totals = ()
     for index in tl.static_range(RANGES):
@@ -137,21 +146,21 @@ def _swiglu(acc, gate_factor, up_factor, limit, BN: tl.constexpr):
 
 @triton.jit
 def _up_rows(
-    x, x_stride, z, weights, route, words, scales, gate_factor, up_factor, start, end, num_pairs,
+    x, x_stride, z, weights, groups, words, scales, gate_factor, up_factor, start, end, num_pairs,
     chosen, is_shared, size, inner, limit, total_steps, BM: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
     x_rows = ()
     for i in tl.static_range(len(rows)):
-        token, _ = _pair_of(rows[i], live[i], route.sorted_pairs, num_pairs, chosen)
+        token, _ = _pair_of(rows[i], live[i], groups.sorted_pairs, num_pairs, chosen)
         x_rows = append(x_rows, tl.where(live[i], token, 0) * x_stride)
     sums = _range_sums(words, scales, x, x_rows, live, total_steps, size, 1.0, E)
     column = tl.program_id(0) * (E.bn // 2) + tl.arange(0, E.bn // 2)
     for i in tl.static_range(len(sums)):
         result = _swiglu(sums[i], gate_factor, up_factor, limit, E.bn)
         if not is_shared:
-            weight_rows = tl.load(route.sorted_pairs + rows[i], mask=live[i], other=0)
+            weight_rows = tl.load(groups.sorted_pairs + rows[i], mask=live[i], other=0)
             result = result * tl.load(weights + weight_rows, mask=live[i], other=0.0)[None, :]
         mask = (column < inner)[:, None] & live[i][None, :]
         out = z + rows[i].to(tl.int64)[None, :] * inner + column[:, None]
@@ -160,13 +169,13 @@ def _up_rows(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _up_kernel(
-    x, x_stride, z, weights, route, w, shared_words: tl.int64, shared_scales: tl.int64,
+    x, x_stride, z, weights, groups, w, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64, places, counts, num_pairs, chosen, num_experts, size, inner, limit,
     total_steps, expert_tiles, PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(route.tile_expert + tl.program_id(1))
-    start = tl.load(route.tile_start + tl.program_id(1))
-    end = tl.load(route.tile_end + tl.program_id(1))
+    expert = tl.load(groups.tile_expert + tl.program_id(1))
+    start = tl.load(groups.tile_start + tl.program_id(1))
+    end = tl.load(groups.tile_end + tl.program_id(1))
     if expert < 0:
         return
     is_shared = expert == num_experts
@@ -175,14 +184,14 @@ def _up_kernel(
     gate_factor = tl.load(w.factors + at) * 128.0
     up_factor = tl.load(w.factors + at + parts - 1) * 128.0
     if E.placed:
-        _count_visit(counts, route, expert, num_experts)
+        _count_visit(counts, groups, expert, num_experts)
     word_at, scale_at = _weights_at(
         expert, shared_words, shared_scales, places, num_experts, total_steps, expert_tiles, E
     )
     for i in tl.static_range(len(tile_heights(E.bm))):
         if len(tile_heights(E.bm)) == 1 or _is_height(end - start, i, E.bm):
             _up_rows(
-                x, x_stride, z, weights, route, w.words + word_at, w.scales + scale_at,
+                x, x_stride, z, weights, groups, w.words + word_at, w.scales + scale_at,
                 gate_factor, up_factor, start, end, num_pairs, chosen, is_shared, size, inner,
                 limit, total_steps, tile_heights(E.bm)[i], E,
             )  # fmt: skip
@@ -190,8 +199,8 @@ def _up_kernel(
 
 @triton.jit
 def _down_rows(
-    z, parts_at, route, words, scales, factor, start, end, num_pairs, chosen, places, size, inner,
-    total_steps, BM: tl.constexpr, E: tl.constexpr,
+    z, partial_sums, groups, words, scales, factor, start, end, num_pairs, chosen, places, size,
+    inner, total_steps, BM: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows of a tile."""
     rows, live = tile_rows(start, end, BM)
@@ -201,21 +210,21 @@ def _down_rows(
     sums = _range_sums(words, scales, z, z_rows, live, total_steps, inner, factor, E)
     column = tl.program_id(0) * E.bn + tl.arange(0, E.bn)
     for i in tl.static_range(len(sums)):
-        token, place = _pair_of(rows[i], live[i], route.sorted_pairs, num_pairs, chosen)
+        token, place = _pair_of(rows[i], live[i], groups.sorted_pairs, num_pairs, chosen)
         row = token.to(tl.int64) * places + place
         mask = (column < size)[:, None] & live[i][None, :]
-        tl.store(parts_at + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
+        tl.store(partial_sums + (row * size)[None, :] + column[:, None], sums[i], mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    z, parts_at, route, w, shared_words: tl.int64, shared_scales: tl.int64,
+    z, partial_sums, groups, w, shared_words: tl.int64, shared_scales: tl.int64,
     shared_factors: tl.int64, places, num_pairs, chosen, num_places, num_experts, size, inner,
     total_steps, expert_tiles, E: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(route.tile_expert + tl.program_id(1))
-    start = tl.load(route.tile_start + tl.program_id(1))
-    end = tl.load(route.tile_end + tl.program_id(1))
+    expert = tl.load(groups.tile_expert + tl.program_id(1))
+    start = tl.load(groups.tile_start + tl.program_id(1))
+    end = tl.load(groups.tile_end + tl.program_id(1))
     if expert < 0:
         return
     is_shared = expert == num_experts
@@ -226,7 +235,7 @@ def _down_kernel(
     for i in tl.static_range(len(tile_heights(E.bm))):
         if len(tile_heights(E.bm)) == 1 or _is_height(end - start, i, E.bm):
             _down_rows(
-                z, parts_at, route, w.words + word_at, w.scales + scale_at, factor, start, end,
+                z, partial_sums, groups, w.words + word_at, w.scales + scale_at, factor, start, end,
                 num_pairs, chosen, num_places, size, inner, total_steps, tile_heights(E.bm)[i], E,
             )  # fmt: skip
 
@@ -237,14 +246,15 @@ class ExpertsConfig:
     bn: int
     num_warps: int
     num_stages: int
-    variant: int = 0  # product variant; see dot_nvfp4
+    variant: int = 0  # product variant, see ExpertTile
+    side_by_side: bool = False  # if K has two ranges of equal length
 
 
 def choose_config(num_tokens: int, chosen: int, num_experts: int, gpu: Gpu) -> ExpertsConfig:
     """Chosen by the rows per expert under even routing; tiles of an expert share its weights."""
     rows = num_tokens * chosen / num_experts
     if rows <= 4:
-        return ExpertsConfig(8, 64, 2, 3)
+        return ExpertsConfig(8, 64, 2, 3, side_by_side=True)
     if rows <= 10:
         return ExpertsConfig(16, 64, 2, 3)
     if gpu.products == "mma":  # joined weights would be taken in another order
@@ -269,19 +279,15 @@ def choice_reason(experts, weights) -> str | None:
 
 
 def weights_reason(x, by) -> str | None:
-    reason = device_reason(x.device)
-    if reason is not None:
-        return reason
-    if x.dtype != torch.bfloat16 or x.stride(-1) != 1:
-        return f"x is {x.dtype} with strides {x.stride()}, kernels read bfloat16 rows"
+    reason = device_reason(x.device) or rows_reason(x)
     w13, w2 = stack_of(by.w13), stack_of(by.w2)
     named = {"w13": w13, "w2": w2}
     if is_separate(by):
-        reason = separate_reason(by.shared_w13, by.shared_w2)
-        if reason is not None:
-            return reason
+        reason = reason or separate_reason(by.shared_w13, by.shared_w2)
     else:
         named |= {"shared_w13": by.shared_w13, "shared_w2": by.shared_w2}
+    if reason is not None:
+        return reason
     for name, weight in named.items():
         if not isinstance(weight, TiledFp4):
             return f"{name} is {type(weight).__name__}; kernels read FP4 after `repack`"
@@ -347,17 +353,19 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
     tiles = group_by_expert(experts, num_experts, config.bm, shared=shared is not None)
     num_pairs, places = num_tokens * chosen, chosen + (shared is not None)
     z = workspace(x.device, "experts_z", (num_pairs + num_tokens) * inner, torch.bfloat16)
-    expert_sums = workspace(x.device, "experts_parts", num_tokens * places * size, torch.float32)
+    sums = workspace(x.device, "experts_partial_sums", num_tokens * places * size, torch.float32)
 
     def tile(weight) -> ExpertTile:
+        ranges = num_expert_ranges(weight)
+        both = config.side_by_side and ranges == 2 and weight.columns % 256 == 0
         return ExpertTile(
-            config.bm, config.bn, config.num_stages, config.variant, num_expert_ranges(weight),
+            config.bm, config.bn, config.num_stages, config.variant, ranges, both,
             weight.columns % 128 == 0, not interpreting(), is_mx(w2), places_at is not None,
         )  # fmt: skip
 
     width, own = x.shape[1], w13.rows // 2  # if split: above W2's rows, below its columns
     _up_kernel[(triton.cdiv(2 * own, config.bn), tiles.num_tiles)](
-        x, x.stride(0), z, weights, tiles.table, *expert_weights(w13, shared), places_at, counts,
+        x, x.stride(0), z, weights, tiles.groups, *expert_weights(w13, shared), places_at, counts,
         num_pairs, chosen, num_experts, width, own, by.limit, w13.num_steps, w13.packed.shape[1],
         PARTS=w13.global_scale.shape[1],
         SHARED_PARTS=1 if shared is None else shared.global_scale.shape[0],
@@ -366,8 +374,8 @@ def _launch_tiles(x, experts, weights, by, config, gather=None):
     if gather is not None:
         z = gather(z[: num_pairs * own].view(num_pairs, own))
     _down_kernel[(triton.cdiv(size, config.bn), tiles.num_tiles)](
-        z, expert_sums, tiles.table, *expert_weights(w2, by.shared_w2), places_at, num_pairs,
+        z, sums, tiles.groups, *expert_weights(w2, by.shared_w2), places_at, num_pairs,
         chosen, places, num_experts, size, inner, w2.num_steps, w2.packed.shape[1],
         E=tile(w2), **launch_options(config.num_warps),
     )  # fmt: skip
-    return expert_sums[: num_tokens * places * size].view(num_tokens, places, 1, size)
+    return sums[: num_tokens * places * size].view(num_tokens, places, 1, size)

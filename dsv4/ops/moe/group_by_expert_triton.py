@@ -22,7 +22,7 @@ SMALL_PAIRS = 1024  # up to here one block holds all pairs
 CHUNK = 256  # pairs per program above that
 
 
-class RouteTable(NamedTuple):
+class ExpertGroups(NamedTuple):
     """Pairs sorted by expert, and their tiles, int32, as kernels take them."""
 
     sorted_pairs: torch.Tensor  # [pairs]; 0 after the routed ones
@@ -36,7 +36,7 @@ class ExpertTiles:
     """Tiles of the shared expert may follow; their rows come after the pairs, one per token. The
     last tiles are empty, with expert -1."""
 
-    table: RouteTable
+    groups: ExpertGroups
     num_tiles: int
 
 
@@ -184,24 +184,24 @@ def group_by_expert(
     device, num_pairs, num_tokens = experts.device, experts.numel(), experts.shape[0]
     num_shared = triton.cdiv(num_tokens, bm) if shared else 0
     num_tiles = num_expert_tiles(num_pairs, num_experts, bm) + num_shared
-    table = RouteTable(*(
-        workspace(device, f"route_{name}", num_pairs if i == 0 else num_tiles, torch.int32)
-        for i, name in enumerate(RouteTable._fields)
+    groups = ExpertGroups(*(
+        workspace(device, f"group_{name}", num_pairs if i == 0 else num_tiles, torch.int32)
+        for i, name in enumerate(ExpertGroups._fields)
     ))  # fmt: skip
     numbers = (num_pairs, num_tokens, num_shared, num_tiles, num_experts)
     bins, width = max(triton.next_power_of_2(num_experts), 32), choose_config(num_pairs)
     if width is not None:
         _group_kernel[(num_experts,)](
-            experts, table, *numbers, BM=bm, WIDTH=width, BINS=bins,
+            experts, groups, *numbers, BM=bm, WIDTH=width, BINS=bins,
             **dependent_options(device, 4, early=early),
         )  # fmt: skip
     else:
         chunks = triton.cdiv(num_pairs, CHUNK)
-        counts = workspace(device, "route_counts", chunks * bins, torch.int32)
+        counts = workspace(device, "group_counts", chunks * bins, torch.int32)
         _count_kernel[(chunks,)](
             experts, counts, num_pairs, CHUNK=CHUNK, BINS=bins, **launch_options(4)
         )
         _place_kernel[(chunks,)](
-            experts, counts, table, *numbers, BM=bm, CHUNK=CHUNK, BINS=bins, **launch_options(8)
+            experts, counts, groups, *numbers, BM=bm, CHUNK=CHUNK, BINS=bins, **launch_options(8)
         )
-    return ExpertTiles(table, num_tiles)
+    return ExpertTiles(groups, num_tiles)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops.core.batch_invariance import matmul_rows, softplus
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 
 LEAST_TOTAL = 1e-30  # scores of a table's experts may all be zero: weights 0, not NaN
 
@@ -80,7 +80,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.moe.router_triton"),)
-OP = Op("router", router_reference, cases, KERNELS, on_cpu=CpuVariant("moe", "router"))
+OP = Op("router", router_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.moe")
 
 
 def router(x: Tensor, token_ids: Tensor, by: Gate) -> tuple[Tensor, Tensor]:

@@ -207,9 +207,6 @@ def _top_k_kernel(g, num_rows, num_experts, scaling, G: tl.constexpr):
 
 def supports(x, token_ids, by) -> str | None:
     gate, table = by.gate, by.table
-    reason = device_reason(x.device)
-    if reason is not None:
-        return reason
     for name, value in (("x", x), ("gate", gate)):
         if value.dtype != torch.bfloat16 or value.stride(-1) != 1:
             return f"{name} is {value.dtype}, kernels read bfloat16 rows"
@@ -221,7 +218,7 @@ def supports(x, token_ids, by) -> str | None:
         return f"token_ids are {token_ids.dtype}, expected int64"
     if num_ranges(*gate.shape)[0] > 16:
         return f"a gate of {gate.shape[1]} columns has too many ranges"
-    return None
+    return device_reason(x.device)
 
 
 def prepare(x, token_ids, by, ranges) -> tuple[GateTensors, GateSizes]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -40,7 +40,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.norm.rms_norm_triton"),)
-OP = Op("rms_norm", rms_norm_reference, cases, KERNELS, on_cpu=CpuVariant("products", "rms_norm"))
+OP = Op("rms_norm", rms_norm_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.products")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ def _accept_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
-    token = tl.minimum(tl.maximum(token, 0), size - 1)  # a row of NaN has no best token
+    token = tl.minimum(tl.maximum(token, 0), size - 1)  # a row of NaN may have no best one
     tl.store(out + row, token)
     norm = tl.load(norms + row)
     tl.store(out_norms + row, norm)

@@ -21,13 +21,18 @@ BLOCK = 128
 MOST_DRAFTS = 7
 
 
-@dataclass(frozen=True)
-class SlotDrafts:
-    """State of each slot on the device, int64."""
+@dataclass(frozen=True, slots=True)
+class SentDrafts:
+    """What the host sent for each sequence, and what its slot holds; int64."""
 
+    sent: Tensor  # [sequences, width] newest token and drafts, -1: none; first -1: no sequence
+    starts: Tensor  # [sequences] length of the state or -1
+    most: Tensor  # [sequences] the longest length allowed after the step
+    slots: Tensor  # [sequences]
     newest: Tensor  # [slots] the token sampled last
     lengths: Tensor  # [slots] tokens in the state
     drafts: Tensor  # [slots, MOST_DRAFTS], -1: none
+    vocab_size: int  # a draft from here on is no token
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,15 @@ class DraftRows:
     ends: Tensor  # [sequences]
 
 
-def draft_rows_reference(
-    sent: Tensor, starts: Tensor, most: Tensor, slots: Tensor, known: SlotDrafts, vocab_size: int,
-    out: DraftRows,
-) -> None:  # fmt: skip
+def draft_rows_reference(given: SentDrafts, out: DraftRows) -> None:
+    sent, slots, most = given.sent, given.slots, given.most
     width = sent.shape[1]
-    ids = torch.cat((known.newest[slots, None], known.drafts[slots]), dim=1)[:, :width]
+    ids = torch.cat((given.newest[slots, None], given.drafts[slots]), dim=1)[:, :width]
     waiting = torch.full_like(sent, DRAFTED)
     waiting[:, 0] = NEWEST
     ids = torch.where(sent == waiting, ids, sent)
-    start = torch.where(starts < 0, known.lengths[slots], starts)
-    good = (ids >= 0) & (ids < vocab_size)
+    start = torch.where(given.starts < 0, given.lengths[slots], given.starts)
+    good = (ids >= 0) & (ids < given.vocab_size)
     good[:, 0] = True
     limits = torch.cumprod(good.long(), 1).sum(1)
     limits = torch.minimum(limits, torch.minimum(BLOCK - start % BLOCK, most - start))
@@ -84,17 +87,18 @@ def cases() -> Iterable[Case]:
             starts = torch.where(ints(0, 2, sequences) == 1, -1, ints(0, 300, sequences))
             drafts = ints(-1, 103, slots, MOST_DRAFTS)
             rows = sequences * width + spare
-            return {
-                "sent": sent,
-                "starts": starts,
-                "most": ints(0, 400, sequences),
-                "slots": torch.randperm(slots, generator=generator)[:sequences],
-                "known": SlotDrafts(ints(0, 100, slots), ints(0, 300, slots), drafts),
-                "vocab_size": 100,
-                "out": DraftRows(
-                    *(ints(0, 9, rows) for _ in range(3)), *(ints(0, 9, sequences) for _ in "abc")
-                ),
-            }
+            given = SentDrafts(
+                sent=sent,
+                starts=starts,
+                most=ints(0, 400, sequences),
+                slots=torch.randperm(slots, generator=generator)[:sequences],
+                newest=ints(0, 100, slots),
+                lengths=ints(0, 300, slots),
+                drafts=drafts,
+                vocab_size=100,
+            )
+            rows_and_sequences = (rows,) * 3 + (sequences,) * 3
+            return {"given": given, "out": DraftRows(*(ints(0, 9, n) for n in rows_and_sequences))}
 
         return Case(f"{sequences}x{width}+{spare}", make, 0.0, 0.0)
 
@@ -114,17 +118,12 @@ OP = Op(
 )
 
 
-def draft_rows(
-    sent: Tensor, starts: Tensor, most: Tensor, slots: Tensor, known: SlotDrafts, vocab_size: int,
-    out: DraftRows,
-) -> None:  # fmt: skip
-    """`sent` `[sequences, width]`: the newest token and drafts, -1: none; a first token of -1 means
-    no sequence. `starts`: length of the state or -1; `most`: the longest length allowed
-    after the step. `out` has room for every row of `sent`."""
-    sequences, width = sent.shape
+def draft_rows(given: SentDrafts, out: DraftRows) -> None:
+    """Write the step's rows to `out`, which has room for every row of `given.sent`."""
+    sequences, width = given.sent.shape
     check(1 <= width <= MOST_DRAFTS + 1, OP.name, lambda: f"width {width}")
-    for name, tensor in (("starts", starts), ("most", most), ("slots", slots)):
-        check_shape(OP.name, name, tensor, sequences)
+    for name in ("starts", "most", "slots"):
+        check_shape(OP.name, name, getattr(given, name), sequences)
     for name in ("first_rows", "starts", "ends"):
         check_shape(OP.name, name, getattr(out, name), sequences)
     check(
@@ -132,7 +131,4 @@ def draft_rows(
         OP.name,
         lambda: f"{out.positions.shape[0]} rows for {sequences} sequences of {width}",
     )
-    OP(
-        sent.device, sent=sent, starts=starts, most=most, slots=slots, known=known,
-        vocab_size=vocab_size, out=out,
-    )  # fmt: skip
+    OP(given.sent.device, given=given, out=out)

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.arguments import leaves
 from dsv4.ops.core.launch import device_reason, launch_options
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.ops.sample.draft_rows import BLOCK, DRAFTED, MOST_DRAFTS
@@ -65,20 +66,20 @@ def _rows_kernel(
         tl.store(seq_idx + first + place, seq.to(tl.int64), mask=live)
 
 
-def supports(sent, starts, most, slots, known, vocab_size, out) -> str | None:
-    tensors = (sent, starts, most, slots, *vars(known).values(), *vars(out).values())
-    for tensor in tensors:
+def supports(given, out) -> str | None:
+    for _, tensor in leaves((given, out)):
         if tensor.dtype != torch.int64 or not tensor.is_contiguous():
             return f"{tensor.dtype} with strides {tensor.stride()}, kernels read contiguous int64"
-    return device_reason(sent.device)
+    return device_reason(given.sent.device)
 
 
-def run(sent, starts, most, slots, known, vocab_size, out) -> None:
-    sequences, width = sent.shape
+def run(given, out) -> None:
+    sequences, width = given.sent.shape
     rows = out.positions.shape[0]
     _rows_kernel[(1,)](
-        sent, starts, most, slots, known.newest, known.lengths, known.drafts,
-        out.token_ids, out.positions, out.seq_idx, out.first_rows, out.starts, out.ends,
-        sequences, rows, vocab_size, WIDTH=width, PAD=triton.next_power_of_2(sequences),
-        ROWS=triton.next_power_of_2(rows), BLOCK=BLOCK, MOST=MOST_DRAFTS, **launch_options(4),
+        given.sent, given.starts, given.most, given.slots, given.newest, given.lengths,
+        given.drafts, out.token_ids, out.positions, out.seq_idx, out.first_rows, out.starts,
+        out.ends, sequences, rows, given.vocab_size, WIDTH=width,
+        PAD=triton.next_power_of_2(sequences), ROWS=triton.next_power_of_2(rows), BLOCK=BLOCK,
+        MOST=MOST_DRAFTS, **launch_options(4),
     )  # fmt: skip

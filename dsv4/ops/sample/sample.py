@@ -9,7 +9,7 @@ position. Temperature 0 takes the largest logit. Ties go to the lower id everywh
 Vocabulary-sized inputs belong to a sequence's slot and are read only by rows whose flags require
 them, so a request's options cost the others nothing.
 
-Log-probabilities are the model's own, from the unmodified logits.
+Log-probabilities are the model's own, from the unmodified logits; NaN, of any token, if these have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.op import Arguments, Case, CpuVariant, Kernel, Op, check, check_shape
+from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.sample.random import uniform_rows
 
 PENALTIES, BIAS, MASK = 1, 2, 4  # flags
@@ -92,7 +92,7 @@ def sample_reference(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tens
         if drawn[i]:
             row = row / inputs.temperature[i]
             row = torch.where(_kept(row, inputs, i), row + next(noise), float("-inf"))
-        tokens[i] = torch.nonzero(row == row.max())[0, 0]
+        tokens[i] = row.argmax()  # the first of equal ones
     return tokens, norms
 
 
@@ -135,7 +135,7 @@ def cases() -> Iterable[Case]:
 
 
 KERNELS = (Kernel("dsv4.ops.sample.sample_triton"),)
-OP = Op("sample", sample_reference, cases, KERNELS, on_cpu=CpuVariant("sample", "sample"))
+OP = Op("sample", sample_reference, cases, KERNELS, on_cpu="dsv4.ops.cpu.sample")
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:

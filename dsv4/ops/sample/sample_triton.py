@@ -278,10 +278,8 @@ def _best_kernel(best_value, best_id, stats, tokens, norms, num_chunks, CHUNKS: 
 
 
 def supports(logits, inputs) -> str | None:
-    if not logits.is_contiguous():
-        return f"logits have strides {logits.stride()}, kernels need them contiguous"
-    for name in ("seen", "bias", "mask"):
-        tensor = getattr(inputs, name)
+    options = {name: getattr(inputs, name) for name in ("seen", "bias", "mask")}
+    for name, tensor in {"logits": logits, **options}.items():
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} has strides {tensor.stride()}, kernels need it contiguous"
     if logits.shape[1] > 1 << 18:

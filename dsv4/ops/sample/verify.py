@@ -14,30 +14,36 @@ from torch import Tensor
 from dsv4.ops.core.op import Arguments, Case, Kernel, Op, check_shape
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """int64, written in place."""
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """The rows of a verify step and the tokens drawn from them, int64. Inputs, first rows, starts
+    and ends are as `draft_rows` writes them."""
 
-    counts: Tensor  # [sequences] tokens of the answer, accepted drafts and one more; 0: no rows
-    newest: Tensor  # [slots] the last of them
-    lengths: Tensor  # [slots] tokens in the state
+    tokens: Tensor  # [rows] drawn
+    inputs: Tensor  # [rows] newest tokens and drafts
+    first_rows: Tensor  # [sequences]
+    starts: Tensor  # [sequences]
+    ends: Tensor  # [sequences]
+    slots: Tensor  # [sequences]
+    width: int  # most rows of a sequence
+    counts: Tensor  # [sequences] written: accepted drafts and one more token; 0: no rows
+    newest: Tensor  # [slots] written: the last of these tokens
+    lengths: Tensor  # [slots] written: tokens in the state
 
 
-def verify_reference(
-    tokens: Tensor, inputs: Tensor, first_rows: Tensor, starts: Tensor, ends: Tensor,
-    slots: Tensor, width: int, target: Accepted,
-) -> None:  # fmt: skip
-    place = torch.arange(width, device=tokens.device)
-    limits = ends - starts
-    rows = (first_rows[:, None] + place).clamp(max=tokens.shape[0] - 1)
-    drawn, drafts = tokens[rows], inputs[rows]
+def verify_reference(rows: DrawnRows) -> None:
+    tokens, first_rows, starts, slots = rows.tokens, rows.first_rows, rows.starts, rows.slots
+    place = torch.arange(rows.width, device=tokens.device)
+    limits = rows.ends - starts
+    places = (first_rows[:, None] + place).clamp(max=tokens.shape[0] - 1)
+    drawn, drafts = tokens[places], rows.inputs[places]
     right = (drafts[:, 1:] == drawn[:, :-1]) & (place[1:] < limits[:, None])
     counts = torch.where(limits > 0, 1 + torch.cumprod(right.long(), 1).sum(1), 0)
-    target.counts.copy_(counts)
+    rows.counts.copy_(counts)
     real = counts > 0
     last = (first_rows + counts - 1)[real]
-    target.newest[slots[real]] = tokens[last]
-    target.lengths[slots[real]] = (starts + counts)[real]
+    rows.newest[slots[real]] = tokens[last]
+    rows.lengths[slots[real]] = (starts + counts)[real]
 
 
 def cases() -> Iterable[Case]:
@@ -48,16 +54,19 @@ def cases() -> Iterable[Case]:
 
             limits = ints(0, width + 1, sequences)
             starts, slots = ints(0, 50, sequences), sequences + 2
-            return {
-                "tokens": ints(0, 2, sequences * width),
-                "inputs": ints(0, 2, sequences * width),
-                "first_rows": torch.cumsum(limits, 0) - limits,
-                "starts": starts,
-                "ends": starts + limits,
-                "slots": torch.randperm(slots, generator=generator)[:sequences],
-                "width": width,
-                "target": Accepted(ints(0, 9, sequences), ints(0, 9, slots), ints(0, 9, slots)),
-            }
+            rows = DrawnRows(
+                tokens=ints(0, 2, sequences * width),
+                inputs=ints(0, 2, sequences * width),
+                first_rows=torch.cumsum(limits, 0) - limits,
+                starts=starts,
+                ends=starts + limits,
+                slots=torch.randperm(slots, generator=generator)[:sequences],
+                width=width,
+                counts=ints(0, 9, sequences),
+                newest=ints(0, 9, slots),
+                lengths=ints(0, 9, slots),
+            )
+            return {"rows": rows}
 
         return Case(f"{sequences}x{width}", make, 0.0, 0.0)
 
@@ -72,21 +81,13 @@ OP = Op(
     verify_reference,
     cases,
     kernels=(Kernel("dsv4.ops.sample.verify_triton"),),
-    mutates=("target",),
+    mutates=("rows.counts", "rows.newest", "rows.lengths"),
 )
 
 
-def verify(
-    tokens: Tensor, inputs: Tensor, first_rows: Tensor, starts: Tensor, ends: Tensor,
-    slots: Tensor, width: int, target: Accepted,
-) -> None:  # fmt: skip
-    """`tokens` drawn and `inputs` of all rows; the rest as `draft_rows` writes it, with at
-    most `width` rows per sequence."""
-    check_shape(OP.name, "inputs", inputs, tokens.shape[0])
-    for name, tensor in (("starts", starts), ("ends", ends), ("slots", slots)):
-        check_shape(OP.name, name, tensor, first_rows.shape[0])
-    check_shape(OP.name, "counts", target.counts, first_rows.shape[0])
-    OP(
-        tokens.device, tokens=tokens, inputs=inputs, first_rows=first_rows, starts=starts,
-        ends=ends, slots=slots, width=width, target=target,
-    )  # fmt: skip
+def verify(rows: DrawnRows) -> None:
+    """Count accepted drafts; store the last token and the length of every sequence with rows."""
+    check_shape(OP.name, "inputs", rows.inputs, rows.tokens.shape[0])
+    for name in ("starts", "ends", "slots", "counts"):
+        check_shape(OP.name, name, getattr(rows, name), rows.first_rows.shape[0])
+    OP(rows.tokens.device, rows=rows)

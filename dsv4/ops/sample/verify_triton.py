@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.ops.core.arguments import leaves
 from dsv4.ops.core.launch import device_reason, launch_options
 
 
@@ -31,16 +32,15 @@ def _verify_kernel(
     tl.store(counts + seq, count)
 
 
-def supports(tokens, inputs, first_rows, starts, ends, slots, width, target) -> str | None:
-    tensors = (tokens, inputs, first_rows, starts, ends, slots, *vars(target).values())
-    for tensor in tensors:
+def supports(rows) -> str | None:
+    for _, tensor in leaves(rows):
         if tensor.dtype != torch.int64 or not tensor.is_contiguous():
             return f"{tensor.dtype} with strides {tensor.stride()}, kernels read contiguous int64"
-    return device_reason(tokens.device)
+    return device_reason(rows.tokens.device)
 
 
-def run(tokens, inputs, first_rows, starts, ends, slots, width, target) -> None:
-    _verify_kernel[(first_rows.shape[0],)](
-        tokens, inputs, first_rows, starts, ends, slots, target.counts, target.newest,
-        target.lengths, WIDTH=width, **launch_options(1),
+def run(rows) -> None:
+    _verify_kernel[(rows.first_rows.shape[0],)](
+        rows.tokens, rows.inputs, rows.first_rows, rows.starts, rows.ends, rows.slots, rows.counts,
+        rows.newest, rows.lengths, WIDTH=rows.width, **launch_options(1),
     )  # fmt: skip

@@ -59,9 +59,11 @@ def linear_arguments(rows: int, k: int) -> Arguments:
     return {"x": x, "weights": weights, "out_dtypes": dtypes}
 
 
-def experts_arguments(rows: int, skewed: bool = False) -> Arguments:
+def experts_arguments(
+    rows: int, skewed: bool = False, size: int = 512, inner: int = 384
+) -> Arguments:
     torch.manual_seed(6)
-    size, inner, count, chosen = 512, 384, 24, 6
+    count, chosen = 24, 6
     experts = torch.rand(rows, count, device="cuda").topk(chosen, dim=1).indices
     if skewed:  # every token at experts 0 to 5, most experts idle
         experts = torch.arange(chosen, device="cuda").repeat(rows, 1)
@@ -105,6 +107,7 @@ def row_invariance(most: int = 8192) -> Iterator[tuple[str, bool]]:
         "linear": lambda: linear_arguments(most, 4096),
         "experts": lambda: experts_arguments(most),
         "experts skewed": lambda: experts_arguments(most, skewed=True),
+        "experts with ranges of K": lambda: experts_arguments(most, size=1024, inner=1024),
         "router": lambda: router_arguments(most, False),
         "router hashed": lambda: router_arguments(most, True),
     }

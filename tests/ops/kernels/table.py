@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 ONLY_SPILLS = True  # machine code is read only where registers may have been spilled
 # in the loops of 64 heads with Triton 3.9; with 3.6, which an H200 ran, 8 and 0
 HOPPER_RELOADS = {"_loop_kernel": 140, "_prefill_kernel": 60}
-HOPPER_RELOADS |= {"_a8_prompt_kernel": 1}  # engines do not use it yet
+HOPPER_RELOADS |= {"_a8_prompt_kernel": 1}
 # modules that only these reach
 ONLY_90 = {"decode_two_pass_triton", "unpack_triton", "prefill_gluon", "stream_gluon"}
 ONLY_90 |= {"experts_stream_gluon", "stream_stored_gluon"}

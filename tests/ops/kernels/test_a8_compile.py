@@ -37,11 +37,15 @@ def test_kernels_compile(cases: str) -> None:
 def launches(capability: int, cases: str = "all") -> Iterator[Launch]:
     """`prompts`: of matrices, bf16 results of one range of K and fp32 ones of several."""
     for name, launch in all_launches():
-        if cases == "all" or ("prompt" in name and name not in ALSO):
+        if cases == "all" or ("prompt" in name and name not in ONLY_IN_ALL):
             yield name, launch
 
 
-ALSO = {"a8 rows of a prompt", "a8 fp8 prompt 1 torch.float32", "a8 fp8 prompt 8 torch.bfloat16"}
+ONLY_IN_ALL = {
+    "a8 rows of a prompt",
+    "a8 fp8 prompt 1 torch.float32",
+    "a8 fp8 prompt 8 torch.bfloat16",
+}
 
 
 def all_launches() -> Iterator[Launch]:
@@ -49,7 +53,7 @@ def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, make_a8_rows
     from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
-    from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
+    from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
     from tests.ops.kernels.test_weight_compile import as_on_hopper
 
     as_on_hopper()  # launches of few rows start early
@@ -68,7 +72,7 @@ def all_launches() -> Iterator[Launch]:
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
-    route = ExpertTiles(RouteTable(*torch.zeros(4, 256, dtype=torch.int32)), 4)
+    grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 256, dtype=torch.int32)), 4)
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
         weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)
@@ -79,9 +83,9 @@ def all_launches() -> Iterator[Launch]:
             more = {**given, "tiles": tiles} | ({"chosen": 2} if up else {})
             yield (
                 f"a8 mxfp4 {bm} {kind} {tiles}",
-                lambda w=weight, o=out, b=bm, g=more: multiply_experts(rows, w, o, route, b, **g),
+                lambda w=weight, o=out, b=bm, g=more: multiply_experts(rows, w, o, grouped, b, **g),
             )
         yield (
             f"a8 mxfp4 prompt {kind}",
-            lambda w=weight, o=out, g=given: prompt.multiply_experts(rows, w, o, route, **g),
+            lambda w=weight, o=out, g=given: prompt.multiply_experts(rows, w, o, grouped, **g),
         )

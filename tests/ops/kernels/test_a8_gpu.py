@@ -39,9 +39,9 @@ def products() -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         multiply_rows(rows, matrix, out)
         yield f"{count} rows FP8", out, values, matrix.dequantize().double()
         expert = random_a8(256, k, generator, count=1).to("cuda")
-        route = group_by_expert(torch.zeros(count, 1, dtype=torch.int64, device="cuda"), 1, 64)
+        grouped = group_by_expert(torch.zeros(count, 1, dtype=torch.int64, device="cuda"), 1, 64)
         out = torch.full((count, 256), float("nan"), device="cuda")
-        multiply_experts(rows, expert, out, route, 64)
+        multiply_experts(rows, expert, out, grouped, 64)
         yield f"{count} rows MXFP4", out, values, expert[0].dequantize().double()
 
 
@@ -134,7 +134,6 @@ def random_experts(counts: list[int], hidden: int, inner: int) -> dict[str, Any]
 
 def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 matrices with one range of K and with several, experts with any number of rows."""
-    from dsv4.ops.gemm.a8 import fp8_product_triton
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_rows
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
@@ -153,7 +152,6 @@ def test_prompts_have_the_bits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -
         assert (found[7].isnan() & wanted[7].isnan()).all()
         assert torch.equal(found.nan_to_num(7e4), wanted.nan_to_num(7e4)), (count, ranges)
     arguments = random_experts([64, 0, 65, 127, 129, 191, 193, 400, 1, 0, 3], 1024, 512)
-    monkeypatch.setattr(fp8_product_triton, "PROMPTS_RAN", True)
     used = []
     real = prompt.multiply_experts
     monkeypatch.setattr(prompt, "multiply_experts", lambda *a, **k: (used.append(1), real(*a, **k)))
@@ -168,9 +166,11 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
     from dsv4.ops.gemm.a8 import fp8_product_triton as plain
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
-    from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
+    from dsv4.ops.gemm.weights.a8 import A8Fp8
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+    from dsv4.tools.bench_ops import random_a8_mxfp4
 
+    torch.manual_seed(5)
     cuda: dict[str, Any] = {
         "device": "cuda",
         "generator": torch.Generator("cuda").manual_seed(5),
@@ -180,13 +180,6 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
         power = torch.randint(-4, 5, (count, columns // 128, 1), **cuda)
         values = torch.randn(count, columns // 128, 128, **cuda) * torch.exp2(power.float())
         return values.view(count, columns).bfloat16()
-
-    def experts(n: int, k: int, paired: bool) -> A8Mxfp4:
-        shape = 256, n // 64, k // 128, 64
-        words = torch.randint(-(2**31), 2**31 - 1, (*shape, 16), dtype=torch.int32, **cuda)
-        shifts = torch.randint(0, 6, (*shape, 4), dtype=torch.uint8, **cuda).view(torch.int32)
-        factor = torch.full((256,), 2.0**-12, device="cuda")
-        return A8Mxfp4(words, shifts[..., 0].contiguous(), factor, n, k, paired)
 
     def assert_repeats(run: Any, out: Tensor, wanted: Tensor, what: str) -> None:
         for index in range(10):
@@ -205,16 +198,16 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
     chosen = torch.rand(8192, 256, **cuda).argsort(1)[:, :6].contiguous()
     given: dict[str, Any] = {"weights": torch.rand(8192, 6, **cuda), "limit": 10.0}
     for n, k, size, more in ((4096, 4096, 2048, given), (4096, 2048, 4096, {})):
-        weight, x = experts(n, k, paired=bool(more)), any_rows(8192, k)
+        weight, x = random_a8_mxfp4(n, k, 256, paired=bool(more)), any_rows(8192, k)
         dtype = torch.bfloat16 if more else torch.float32
         wanted, found = (torch.empty(8192 * 6, size, dtype=dtype, device="cuda") for _ in "ab")
-        route = group_by_expert(chosen, 256, 128)
-        rows = make_a8_rows(x, "test", route=route.table, chosen=6)
-        plain.multiply_experts(rows, weight, wanted, route, 128, **more)
-        route = group_by_expert(chosen, 256, prompt.MOST_ROWS)
-        rows = make_a8_rows(x, "test", route=route.table, chosen=6, copies=4)
+        grouped = group_by_expert(chosen, 256, 128)
+        rows = make_a8_rows(x, "test", groups=grouped.groups, chosen=6)
+        plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
+        grouped = group_by_expert(chosen, 256, prompt.MOST_ROWS)
+        rows = make_a8_rows(x, "test", groups=grouped.groups, chosen=6, copies=4)
 
-        def run(rows=rows, weight=weight, out=found, route=route, more=more) -> None:
-            prompt.multiply_experts(rows, weight, out, route, **more)
+        def run(rows=rows, weight=weight, out=found, grouped=grouped, more=more) -> None:
+            prompt.multiply_experts(rows, weight, out, grouped, **more)
 
         assert_repeats(run, found, wanted, f"experts, {size} results")

@@ -124,19 +124,19 @@ def test_tolerances_allow_what_the_tensor_core_cuts(
 
 
 def check_rows() -> None:
-    """The same bytes as the reference; rows of a route; NaN or Inf in a row."""
+    """The same bytes as the reference; rows of groups; NaN or Inf in a row."""
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
     x = torch.randn(7, 300) * torch.logspace(-4, 4, 7)[:, None]
     x[1], x[2, 5], x[3, 299], x[4, 128] = 0, float("nan"), float("-inf"), 1e4
     experts = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 2], [0, 1], [2, 0], [1, 0]])
-    route = group_by_expert(experts, 3, 16)
+    grouped = group_by_expert(experts, 3, 16)
     for rows, source in (
         (make_a8_rows(x, "one"), x),
         (make_a8_rows(x.bfloat16(), "two"), x.bfloat16()),
-        (make_a8_rows(x, "three", route=route.table, chosen=2),
-         x[route.table.sorted_pairs[:14].long() // 2]),
+        (make_a8_rows(x, "three", groups=grouped.groups, chosen=2),
+         x[grouped.groups.sorted_pairs[:14].long() // 2]),
     ):  # fmt: skip
         codes, scales = quantize_a8(torch.nn.functional.pad(source.float(), (0, 84)))
         assert torch.equal(rows.codes.float().nan_to_num(999), codes.float().nan_to_num(999))

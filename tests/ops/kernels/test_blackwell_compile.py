@@ -94,7 +94,7 @@ def launches(capability: int, part: str = "all") -> Iterator[Launch]:
     w2 = random_scaled(1024, 1024, generator, count=2)
     experts_triton.separate_output = lambda *_: None  # two products of `linear`
     # test_weight_compile compiles these two
-    experts_scaled_triton.group_by_expert = lambda *_: some_route()
+    experts_scaled_triton.group_by_expert = lambda *_: some_groups()
     experts_scaled_triton.combine = lambda *_: None
     for count in (8, 256):
         tokens = torch.zeros(count, 1024, dtype=bf16)
@@ -110,18 +110,18 @@ def row_launches() -> Iterator[Launch]:
 
     x = torch.zeros(128, 4096, dtype=torch.bfloat16)
     for a8 in (False, True):
-        rows = kernel.make_rows(x.device, 128, 4096, tiled=True, name="test", a8=a8)
+        rows = kernel.make_rows(x.device, 128, 4096, tiled=True, a8=a8)
         yield f"rows a8={a8}", lambda rows=rows: kernel.fill_rows(rows, x)
     h, weights = torch.zeros(256, 4096), torch.zeros(256)
-    rows = kernel.make_rows(x.device, 256, 2048, tiled=False, name="test")
+    rows = kernel.make_rows(x.device, 256, 2048, tiled=False)
 
-    options = {"limit": 10.0, "size": 2048, "route": some_route(), "chosen": 2, "bm": 16}
+    options = {"limit": 10.0, "size": 2048, "grouped": some_groups(), "chosen": 2, "bm": 16}
     options |= {"source": kernel.SWIGLU, "weight": weights}
     yield "rows SwiGLU", lambda: kernel.fill_rows(rows, h, **options)
 
 
-def some_route() -> Any:
+def some_groups() -> Any:
     """Tables of routed pairs; only their types matter here."""
-    from dsv4.ops.moe.group_by_expert_triton import ExpertTiles, RouteTable
+    from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
 
-    return ExpertTiles(RouteTable(*(torch.zeros(64, dtype=torch.int32) for _ in range(4))), 16)
+    return ExpertTiles(ExpertGroups(*(torch.zeros(64, dtype=torch.int32) for _ in range(4))), 16)

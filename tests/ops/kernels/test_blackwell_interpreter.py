@@ -83,7 +83,7 @@ def check_rows() -> None:
 
     def by_kernel(x: torch.Tensor) -> Fp4Rows:
         count, columns = x.shape
-        rows = quantize_rows_triton.make_rows(x.device, count, columns, tiled=False, name="bits")
+        rows = quantize_rows_triton.make_rows(x.device, count, columns, tiled=False)
         quantize_rows_triton.fill_rows(rows, x)
         wide = rows.columns
         codes = rows.codes[: count * wide // 2].view(count, -1)[:, : columns // 2]
@@ -113,7 +113,7 @@ def check_rows() -> None:
 
     # SwiGLU, rows padded and scales in the tensor core's order
     h = torch.randn(36, 2 * 48) * 3
-    rows = quantize_rows_triton.make_rows(h.device, 36, 48, tiled=True, name="test")
+    rows = quantize_rows_triton.make_rows(h.device, 36, 48, tiled=True)
     quantize_rows_triton.fill_rows(rows, h, source=quantize_rows_triton.SWIGLU, limit=2.0, size=48)
     gate, up = h.chunk(2, dim=1)
     gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
@@ -129,9 +129,7 @@ def check_rows() -> None:
     x = torch.randn(6, 160) * 1000
     x[0], x[1, :128], x[2, 5], x[4, 130] = 0, 1e-9, float("nan"), float("-inf")
     x[3, 0], x[3, 128] = 448 * 64, 450 * 64  # just fits its scale, just does not
-    rows = quantize_rows_triton.make_rows(
-        x.device, 6, 160, tiled=True, name="test8", fold=2, a8=True
-    )
+    rows = quantize_rows_triton.make_rows(x.device, 6, 160, tiled=True, fold=2, a8=True)
     quantize_rows_triton.fill_rows(rows, x)
     data, power = quantize_a8(torch.nn.functional.pad(x, (0, 96)))
     assert torch.equal(rows.codes[: 6 * 256].view(6, 256), data.view(torch.uint8))

@@ -75,11 +75,12 @@ def check_mhc_rows() -> None:
     from dsv4.ops import OPS
     from dsv4.ops.core.arguments import same_bits
     from dsv4.ops.mhc import mix_triton as kernel
+    from tests.ops.kernels.test_state_interpreter import mhc_rows
 
     case = next(c for c in OPS["mhc_boundary"].cases() if "bfloat16" in c.name)
     few: dict[str, Any] = case.build(torch.Generator().manual_seed(2))
     again = torch.arange(70) % few["streams"].shape[0]
-    many = {k: v[again] if isinstance(v, torch.Tensor) else v for k, v in few.items()}
+    many = mhc_rows(few, again)
     assert kernel.choose_config(70, 64, KNOWN[86]).bm == 32
     pairs = list(zip(kernel.run(**few), kernel.run(**many), strict=True))
     assert all(same_bits(a[again], b) for a, b in pairs)

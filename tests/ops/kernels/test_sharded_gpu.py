@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import state_ops
+from dsv4.config import ModelConfig
 from dsv4.formats import fp8
 from dsv4.formats.quantized import Fp8BlockTensor, Weight, part_of_whole
 from dsv4.ops.comm.own_experts import own_experts
@@ -74,6 +75,23 @@ def test_rows_of_matrices_have_the_bits_of_the_whole(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_vocabulary_ranges_have_the_bits_of_the_whole(model: str) -> None:
+    """Of the head, whose ranges end inside a tile of rows."""
+    size, whole_rows = MODELS[model][0], ModelConfig.builtin(model).vocab_size
+    head = torch.randn(whole_rows, size, device="cuda", dtype=torch.bfloat16)
+    whole_head = part_of_whole(head, whole_rows)
+    for rows in (1, 8, 33):
+        x = torch.randn(rows, size, device="cuda").bfloat16()
+        whole = linear(x, whole_head, torch.float32)
+        for tp in TP:
+            each = whole_rows // tp
+            for i in (0, tp - 1):
+                part = some_rows(head, i * each, (i + 1) * each, whole_rows)
+                found = linear(x, part, torch.float32)
+                assert torch.equal(found, whole[:, i * each : (i + 1) * each]), (rows, tp)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_ranges_of_all_ranks_add_up_to_the_whole(model: str) -> None:
     size, _, _, groups, _ = MODELS[model]
     columns = groups * 1024
@@ -112,7 +130,7 @@ def test_groups_have_the_bits_of_the_whole(model: str) -> None:
 
 @pytest.mark.parametrize("shared", ["nvfp4", "mxfp4", "fp8"])
 def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
-    size, inner, count, chosen = 1024, 1152, 32, 6
+    size, inner, count = 1024, 1152, 32
     generator = torch.Generator().manual_seed(4)
 
     def stack(rows: int, columns: int, paired: bool, number: int | None) -> Any:
@@ -131,7 +149,23 @@ def test_experts_of_all_ranks_add_up_to_the_whole(shared: str) -> None:
         stack(2 * inner, size, True, count), stack(size, inner, False, count),
         one(2 * inner, size, True), one(size, inner, False), 10.0,
     )  # fmt: skip
-    for rows in (1, 2, 8, 33, 300, 3000):
+    check_ranks_add_up(by, (1, 2, 8, 33, 300, 3000))
+
+
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_whole_experts_of_real_sizes_add_up(model: str, mx: bool) -> None:
+    size, inner, count = MODELS[model][0], MODELS[model][-1], ModelConfig.builtin(model).num_experts
+    by = Experts(
+        random_fp4(2 * inner, size, count, True, mx=mx), random_fp4(size, inner, count, mx=mx),
+        random_fp4(2 * inner, size, None, True, mx=mx), random_fp4(size, inner, mx=mx), 10.0,
+    )  # fmt: skip
+    check_ranks_add_up(by, (1, 33))
+
+
+def check_ranks_add_up(by: Experts, counts: tuple[int, ...], chosen: int = 6) -> None:
+    count, size = by.w2.shape[:2]
+    for rows in counts:
         x = torch.randn(rows, size, device="cuda").bfloat16()
         experts = torch.rand(rows, count, device="cuda").topk(chosen).indices.sort(1).values
         weights = torch.rand(rows, chosen, device="cuda")

@@ -252,7 +252,8 @@ def test_query_rows_do_not_depend_on_the_batch(name: str) -> None:
         one = make_ragged([int(batch.positions[row])], [1], [0], torch.device("cuda"))
         part = {**arguments, "q": arguments["q"][row : row + 1].contiguous()}
         if name == "index_scores":
-            part |= {"weights": arguments["weights"][row : row + 1].contiguous(), "batch": one}
+            part["weights"] = arguments["weights"][row : row + 1].contiguous()
+            part["to"] = replace(arguments["to"], batch=one)
         else:
             part |= {"positions": one.positions}
         assert same_bits(outputs(name, part)[0], whole[row : row + 1]), row

@@ -5,6 +5,7 @@ own process: this file is both the test and the program it starts.
 """
 
 import importlib
+import math
 import sys
 from dataclasses import replace
 
@@ -123,9 +124,15 @@ def check_mhc_variants() -> None:
     module.choose_config = chosen
     assert all(same_bits(a, b) for a, b in zip(few, many, strict=True))
     again = torch.arange(70) % few[0].shape[0]
-    wide = {k: v[again] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    many = module.run(**wide)
+    many = module.run(**mhc_rows(arguments, again))
     assert all(same_bits(a[again], b) for a, b in zip(few, many, strict=True))
+
+
+def mhc_rows(arguments, rows):  # type: ignore[no-untyped-def]
+    from dsv4.ops.core.arguments import copied
+
+    update = copied(arguments["update"], lambda tensor: tensor[rows])
+    return {**arguments, "streams": arguments["streams"][rows], "update": update}
 
 
 def check_compress_variants() -> None:
@@ -592,6 +599,30 @@ def check_sample_edges() -> None:
         found = module.run(logits, inputs)
         compare("tokens", wanted[0], found[0], 0.0, 0.0)
         compare("norms", wanted[1], found[1], 1e-4, 1e-4)
+    check_sample_nan(logits, inputs)
+
+
+def check_sample_nan(logits, inputs) -> None:  # type: ignore[no-untyped-def]
+    """NaN or infinities in a row: some token, whose log-probability says so once it is accepted."""
+    from dsv4.ops.sample.accept import Sampled
+
+    rows, size = logits.shape
+    bad = logits.clone()
+    bad[0, 3], bad[1], bad[2], bad[3, 250] = math.nan, math.nan, -math.inf, math.inf
+    sampled = []
+    for given in (logits, bad):
+        tokens, norms = kernel_module("sample").run(given, inputs)
+        slots, numbers = inputs.slots.max() + 1, (torch.zeros(rows), torch.zeros(rows))
+        ids = torch.zeros(slots, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        target = Sampled(*ids, *numbers, inputs.seen.clone())
+        kernel_module("accept").run(tokens, given, norms, inputs.slots, inputs.flags, target)
+        sampled.append(target)
+    plain, found = sampled
+    assert not found.chosen[:4].isfinite().any(), found.chosen
+    assert ((found.tokens >= 0) & (found.tokens < size)).all()
+    assert torch.equal(found.tokens[4:], plain.tokens[4:])
+    assert torch.equal(found.chosen[4:], plain.chosen[4:])
+    assert torch.equal(found.newest[inputs.slots], found.tokens)
 
 
 def fill_with_nan() -> None:

@@ -196,7 +196,7 @@ def test_placed_experts_stream(missing: int, fp8_shared: bool) -> None:
 def test_a_whole_layer_is_the_same_at_any_size() -> None:
     """Rows of a step of 1 to 300 tokens through a whole model: bits of the row in a large one."""
     from dsv4.tools.speed.model import filled_state, random_model, shape_config
-    from dsv4.tools.speed.steps import prompt_inputs
+    from dsv4.tools.speed.prompts import prompt_inputs
 
     device = torch.device("cuda")
     model, _ = random_model(shape_config("trial", None), device)

@@ -5,6 +5,7 @@ their own: this file is both the test and the program it starts.
 """
 
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 
 from tests.ops.kernels.compiling import interpreted
 
-GROUPS = ("linear", "experts", "others")
+GROUPS = ("linear", "experts", "unusual rows", "others")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -145,26 +146,29 @@ def check_partial_sums() -> None:
 
 
 def check_two_ranges() -> None:
-    """K of both matrices in two ranges: side by side for one token, in a row for more."""
+    """K in two ranges: side by side where both have the same length, otherwise in a row."""
     from dsv4.ops.moe import experts_single_token_triton, experts_triton
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
 
     long, experts_single_token_triton.LONG_STEPS = experts_single_token_triton.LONG_STEPS, 2
-    results = []
-    for tokens in (1, 2):
-        case = _tiled_case(tokens, 144, 256, 2, 2, 10.0)
-        arguments = case.build(torch.Generator().manual_seed(4))
-        if results:  # the row of the first run again, in company
-            arguments |= {**results[0][1], "x": arguments["x"], "experts": arguments["experts"]}
-            arguments["weights"] = torch.rand(2, 2)
-            for name in ("x", "experts", "weights"):
-                arguments[name][1] = results[0][1][name][0]
-        found = experts_triton.run(**arguments)
-        wanted = experts_reference(**arguments)
-        compare(f"two ranges, {tokens}", wanted, found, case.atol, case.rtol)
-        results.append((found, arguments))
+    in_a_row = experts_triton.ExpertsConfig(8, 64, 2, 3)
+    for size in (144, 256):
+        results = []
+        for tokens in (1, 2):
+            case = _tiled_case(tokens, size, 256, 2, 2, 10.0)
+            arguments = case.build(torch.Generator().manual_seed(4))
+            if results:  # the row of the first run again, in company
+                arguments |= {**results[0][1], "x": arguments["x"], "experts": arguments["experts"]}
+                arguments["weights"] = torch.rand(2, 2)
+                for name in ("x", "experts", "weights"):
+                    arguments[name][1] = results[0][1][name][0]
+            found = experts_triton.run(**arguments)
+            wanted = experts_reference(**arguments)
+            compare(f"two ranges, {tokens} x {size}", wanted, found, case.atol, case.rtol)
+            results.append((found, arguments))
+        assert torch.equal(results[0][0][0], found[1]), "a row's bits depend on its batch"
+        assert torch.equal(found, experts_triton.launch(**arguments, config=in_a_row)), size
     experts_single_token_triton.LONG_STEPS = long
-    assert torch.equal(results[0][0][0], results[1][0][1]), "a row's bits depend on its batch"
 
 
 def check_slices() -> None:
@@ -209,24 +213,24 @@ def check_heights() -> None:
         compare(f"rows of experts {counts.tolist()}", wanted, found, case.atol, case.rtol)
 
 
-def check_route(experts: torch.Tensor, num_experts: int, bm: int, shared: bool) -> None:
+def check_groups(experts: torch.Tensor, num_experts: int, bm: int, shared: bool) -> None:
     """Every row in one tile of its expert, tiles in order and without gaps."""
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
     found = group_by_expert(experts, num_experts, bm, shared=shared)
     flat = experts.flatten().tolist()
-    pairs = found.table.sorted_pairs[: len(flat)].tolist()
+    pairs = found.groups.sorted_pairs[: len(flat)].tolist()
     assert pairs == sorted(range(len(flat)), key=lambda i: (flat[i], i))
     owners = [flat[pair] for pair in pairs] + [num_experts] * (len(experts) if shared else 0)
-    covered, num_live = [], int((found.table.tile_expert[: found.num_tiles] >= 0).sum())
+    covered, num_live = [], int((found.groups.tile_expert[: found.num_tiles] >= 0).sum())
     for tile in range(num_live):
-        expert, start = int(found.table.tile_expert[tile]), int(found.table.tile_start[tile])
-        rows = range(start, min(start + bm, int(found.table.tile_end[tile])))
+        expert, start = int(found.groups.tile_expert[tile]), int(found.groups.tile_start[tile])
+        rows = range(start, min(start + bm, int(found.groups.tile_end[tile])))
         assert rows
         assert {owners[row] for row in rows} == {expert}
         covered += rows
     assert covered == list(range(len(owners)))
-    assert set(found.table.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
+    assert set(found.groups.tile_expert[num_live : found.num_tiles].tolist()) <= {-1}
 
 
 def check_mx_bits() -> None:
@@ -240,6 +244,44 @@ def check_mx_bits() -> None:
         assert torch.equal(found, wanted), f"{tokens} tokens"
 
 
+def check_unusual_rows(case: Any, kernel: Any) -> None:
+    """NaN, infinities, large numbers and zeros in a row of experts: NaN where the reference has it,
+    and rows beside it keep their bits."""
+    from dsv4.ops.moe.experts import experts_reference
+
+    arguments = case.build(torch.Generator().manual_seed(1))
+    x, values = arguments["x"], [float("nan"), float("inf"), float("-inf"), 1e4, 0.0]
+    usual = kernel.run(**arguments)
+    for first in range(0, len(values), len(x)):
+        unusual, count = x.clone(), min(len(x), len(values) - first)
+        for row, value in enumerate(values[first : first + count]):
+            unusual[row, 5 if not math.isfinite(value) else slice(None)] = value
+        given = {**arguments, "x": unusual}
+        wanted, found = experts_reference(**given), kernel.run(**given)
+        label = f"{case.name}, {values[first : first + count]}"
+        assert torch.equal(found.isnan(), wanted.isnan()), label
+        assert torch.equal(found[count:], usual[count:]), label
+        large = wanted.nan_to_num(0.0)
+        allowed = case.rtol * float(large.abs().max()) + case.atol
+        compare(label, large, found.nan_to_num(0.0), allowed, case.rtol)
+
+
+def check_unusual_experts() -> None:
+    from dsv4.ops import OPS
+
+    seen = set()
+    for case in OPS["experts"].cases():
+        arguments = case.build(torch.Generator().manual_seed(1))
+        if not case.small or not len(arguments["x"]):
+            continue
+        for kernel in OPS["experts"].kernels:
+            if kernel.supports(arguments) is None:
+                module = importlib.import_module(kernel.module)
+                seen.add(kernel.name)
+                check_unusual_rows(case, module)
+    assert seen == {"experts_triton", "experts_scaled_triton", "experts_a8_triton"}, seen
+
+
 def check_experts() -> None:
     check_cases("experts")
     check_mx_bits()
@@ -249,9 +291,9 @@ def check_experts() -> None:
     for num_tokens, num_experts, bm in ((1, 5, 8), (40, 5, 8), (600, 7, 16), (1500, 300, 8)):
         experts = torch.randint(0, num_experts, (num_tokens, 2), generator=generator)
         for shared in (False, True):
-            check_route(experts, num_experts, bm, shared)
+            check_groups(experts, num_experts, bm, shared)
     for num_tokens in (300, 900):
-        check_route(torch.full((num_tokens, 2), 3), 5, 256, True)
+        check_groups(torch.full((num_tokens, 2), 3), 5, 256, True)
 
 
 def check_shim() -> None:
@@ -286,6 +328,8 @@ def main(group: str) -> None:
         check_cases("grouped_linear")
     elif group == "experts":
         check_experts()
+    elif group == "unusual rows":
+        check_unusual_experts()
     else:
         check_shim()
         check_cases("router")

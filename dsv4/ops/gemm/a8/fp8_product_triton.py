@@ -25,9 +25,6 @@ from dsv4.ops.gemm.weights.a8 import TILE_ROWS
 PLAIN, SWIGLU, PAIRS = 0, 1, 2  # what becomes of the sums
 WARPS = 4
 EARLY_PAIRS = 512  # of experts; see EARLY_ROWS
-# fp8_prompt_gluon was run on a GPU in small parts only, not as it is now: tests use it, engines do
-# once test_a8_gpu.py has passed on an H200
-PROMPTS_RAN = False
 # $1: the word, $2 and $3: E4M3 codes of the magnitudes; the four low columns, then the high ones
 LOW = tl.constexpr(
     "{ .reg .b32 s, m; and.b32 s, $1, 0x77777777; prmt.b32 m, $2, $3, s; "
@@ -152,7 +149,7 @@ def _store_swiglu(acc, z, rows, live, tile, inner, weight, limit, BM: tl.constex
 @triton.jit(do_not_specialize=["num_rows"])
 def _a8_kernel(
     codes, x_stride, scales, scale_stride, num_rows, w, s, factors, out, size, num_columns, steps,
-    ranges, per_range, partials, counters, route, weights, chosen, limit, T: tl.constexpr,
+    ranges, per_range, partials, counters, groups, weights, chosen, limit, T: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """`size`: rows of weights, or of SwiGLU's result."""
@@ -169,12 +166,12 @@ def _a8_kernel(
     live = rows < num_rows
     pairs = rows
     if T.routed:
-        expert = tl.load(route.tile_expert + tl.program_id(1))
+        expert = tl.load(groups.tile_expert + tl.program_id(1))
         if expert < 0:
             return
-        rows = tl.load(route.tile_start + tl.program_id(1)) + tl.arange(0, BM)
-        live = rows < tl.load(route.tile_end + tl.program_id(1))
-        pairs = tl.load(route.sorted_pairs + rows, mask=live, other=0)
+        rows = tl.load(groups.tile_start + tl.program_id(1)) + tl.arange(0, BM)
+        live = rows < tl.load(groups.tile_end + tl.program_id(1))
+        pairs = tl.load(groups.sorted_pairs + rows, mask=live, other=0)
     x_rows = tl.where(live, pairs // chosen if T.gather else rows, 0)
     tile = pid.to(tl.int64)
     if T.routed:
@@ -217,7 +214,7 @@ def _a8_kernel(
 def fits_prompts(*weights) -> bool:
     """Whether fp8_prompt_gluon multiplies the matrices: where Gluon runs, sides of whole tiles."""
     whole = all(side % 128 == 0 for weight in weights for side in weight.shape[-2:])
-    return PROMPTS_RAN and whole and streams(weights[0].device)
+    return whole and streams(weights[0].device)
 
 
 def choose_rows(num_rows: float, most: int = 64) -> int:
@@ -249,7 +246,7 @@ def multiply_rows(rows, weight, out, *, bm=None, parallel=None) -> None:
 
 
 def multiply_experts(
-    rows, weight, out, route, bm, *, weights=None, chosen=0, limit=0.0, tiles=1
+    rows, weight, out, grouped, bm, *, weights=None, chosen=0, limit=0.0, tiles=1
 ) -> None:
     """The rows of each expert times its matrix. With `weights`, `out` `[pairs, inner]` is SwiGLU of
     gate and up, in sorted order; otherwise `[pairs, n]`, in the order of pairs. `chosen`: of `rows`
@@ -258,9 +255,9 @@ def multiply_experts(
     end = SWIGLU if up else PAIRS
     tile = A8Tile(bm, tiles, 4, False, True, True, chosen > 0, end, True, not interpreting())
     steps = weight.num_steps
-    _a8_kernel[(weight.words.shape[1] // tiles, route.num_tiles)](
+    _a8_kernel[(weight.words.shape[1] // tiles, grouped.num_tiles)](
         rows.codes, rows.codes.stride(0), rows.scales, rows.scales.stride(0), rows.num_rows,
         weight.words, weight.shifts, weight.factor, out, out.shape[1], weight.columns, steps, 1,
-        steps, out, out, route.table, out if weights is None else weights, max(chosen, 1), limit,
+        steps, out, out, grouped.groups, out if weights is None else weights, max(chosen, 1), limit,
         T=tile, **dependent_options(out.device, WARPS, early=len(out) <= EARLY_PAIRS),
     )  # fmt: skip

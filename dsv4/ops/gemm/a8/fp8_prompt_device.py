@@ -42,16 +42,13 @@ class PromptTile(NamedTuple):
     fp8: bool  # FP8 weights, otherwise MXFP4 experts
     ranges: int
     end: int  # PLAIN, SWIGLU or PAIRS
-    wide: bool = False  # products of 128 input rows where there are as many
-    ahead: bool = False  # weights of the next step are made while products run
     direct: bool = False  # FP8 weights are multiplied from shared memory, not from registers
 
 
 class PromptBuffers(NamedTuple):
     """A ring of `stages`: what is multiplied; which buffers are filled, which are free again."""
 
-    rows: object  # by 64, or by 128 if products are wide
-    odd: object  # the last 64 of an odd number, if products are wide
+    rows: object  # by 64
     scales: object
     weights: object
     words: object
@@ -66,7 +63,7 @@ class PromptJob(NamedTuple):
     scale: object  # of FP8 weights
     factors: object  # of MXFP4 experts
     out: object
-    route: object
+    groups: object
     token_weights: object
     num_rows: int
     size: int  # of a result row
@@ -87,15 +84,8 @@ def words_layout():
 
 
 @gluon.constexpr_function
-def sums_layout(rows=ROWS):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
-
-
-@gluon.constexpr_function
-def piece_rows(P, wide):
-    """(first input row, rows) of each product."""
-    width = 2 * ROWS if wide else ROWS
-    return [(first, min(width, P * ROWS - first)) for first in range(0, P * ROWS, width)]
+def sums_layout():
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
 
 
 @gluon.constexpr_function
@@ -143,21 +133,13 @@ def _four(codes):
 
 @gluon.jit
 def _operand(words, low, high):
-    """E4M3 `[64, 128]` in the registers of a product: sizes with their signs. Signs come last, so
-    that the next step's sizes have registers of their own."""
+    """E4M3 `[64, 128]` in the registers of a product: sizes with their signs."""
     low = gl.inline_asm_elementwise(_LOW_SIGN, "=r,r,r", [low, words], gl.int32, True, 1)
     high = gl.inline_asm_elementwise(_HIGH_SIGN, "=r,r,r", [high, words], gl.int32, True, 1)
     both = gl.join(_four(low), _four(high))
     both = gl.permute(both, [0, 2, 4, 1, 3]).reshape([64, 128])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(), 4)
     return gl.convert_layout(both, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _await(b, at, T: gl.constexpr):
-    slot = at % T.stages
-    mbarrier.wait(b.full.index(slot), at // T.stages & 1)
-    return slot
 
 
 @gluon.jit
@@ -174,97 +156,47 @@ def _weights(b, slot, half, T: gl.constexpr):
 
 
 @gluon.jit
-def _zero(N: gl.constexpr):
-    return gl.zeros([64, N], gl.float32, sums_layout(N))
+def _scales(b, slot, PLACE: gl.constexpr):
+    scales = b.scales.index(slot).reshape([BLOCK]).slice(PLACE * PIECE, PIECE)
+    return scales.load(gl.SliceLayout(0, sums_layout()))
 
 
 @gluon.jit
-def _scales(b, slot, FIRST: gl.constexpr, N: gl.constexpr):
-    scales = b.scales.index(slot).reshape([BLOCK]).slice(FIRST, N)
-    return scales.load(gl.SliceLayout(0, sums_layout(N)))
+def _start(a, b, slot, PLACE: gl.constexpr, T: gl.constexpr):
+    """The product of a step's weights and of its input rows number PLACE."""
+    x = b.rows.index(slot * T.pieces + PLACE).permute((1, 0))
+    zero = gl.zeros([64, PIECE], gl.float32, sums_layout())
+    return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def input_rows(b, slot, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr):
-    """The buffer of N input rows of a step, from its row FIRST on."""
-    if not T.wide:
-        return b.rows.index(slot * T.pieces + FIRST // PIECE)
-    elif T.pieces % 2 == 1 and (T.pieces - 1) * PIECE == FIRST:
-        return b.odd.index(slot)
-    else:
-        SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-        rows = b.rows.index(slot * (T.pieces // 2) + FIRST // (2 * PIECE))
-        return _viewed(rows, gl.float8e4nv, [N, WIDTH], SHARED)
-
-
-@gluon.jit
-def _start(a, b, slot, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr):
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_layout(N), 4)
-    x = input_rows(b, slot, FIRST, N, T)
-    if not T.direct:
-        a = gl.convert_layout(a, OPERAND, assert_trivial=True)
-    return warpgroup_mma(a, x.permute((1, 0)), _zero(N), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _zeros(P: gl.constexpr, WIDE: gl.constexpr):
-    PIECES: gl.constexpr = piece_rows(P, WIDE)
+def _zeros(P: gl.constexpr):
     zeros = ()
-    for i in gl.static_range(len(PIECES)):
-        zeros = joined(zeros, _zero(PIECES[i][1]))
+    for _ in gl.static_range(P):
+        zeros = joined(zeros, gl.zeros([64, PIECE], gl.float32, sums_layout()))
     return zeros
-
-
-@gluon.jit
-def _narrow(sums):
-    """`[64, 128]` as two of `[64, 64]`; no number moves."""
-    narrow = ()
-    for i in gl.static_range(len(sums)):
-        if sums[i].shape[1] > PIECE:
-            both = gl.permute(sums[i].reshape([64, 2, PIECE]), [0, 2, 1])
-            first, second = gl.split(both)
-            first = gl.convert_layout(first, sums_layout(), assert_trivial=True)
-            second = gl.convert_layout(second, sums_layout(), assert_trivial=True)
-            narrow = joined(joined(narrow, first), second)
-        else:
-            narrow = joined(narrow, sums[i])
-    return narrow
 
 
 @gluon.jit
 def _sums(half, at, scale, b, begin, end, P: gl.constexpr, T: gl.constexpr):
     """fp32 `[64, 64]` per piece, over the steps `begin` to `end`; `half`: which 64 weight rows."""
-    PIECES: gl.constexpr = piece_rows(P, T.wide)
-    NUM: gl.constexpr = len(PIECES)
-    FLIGHT: gl.constexpr = T.flight if T.flight < NUM else NUM
-    sums = _zeros(P, T.wide)
-    last = at + end - begin - 1
-    if T.ahead:
-        words, low, high = _unpack(b, _await(b, at, T) * 2 + half)
+    FLIGHT: gl.constexpr = T.flight if T.flight < P else P
+    sums = _zeros(P)
     for step in range(begin, end):
         if T.fp8:
             factor = gl.load(scale + step)
-        if T.ahead:  # no loop may stand between products and their wait
-            slot = at % T.stages
-            following = _await(b, gl.minimum(at + 1, last), T)
-            a = _operand(words, low, high)
-        else:
-            slot = _await(b, at, T)
-            a = _weights(b, slot, half, T)
+        slot = at % T.stages
+        mbarrier.wait(b.full.index(slot), at // T.stages & 1)
+        a = _weights(b, slot, half, T)
         flying = ()
         for i in gl.static_range(FLIGHT):
-            flying = joined(flying, _start(a, b, slot, PIECES[i][0], PIECES[i][1], T))
-        if T.ahead:  # at the end the last step's again: they are still there
-            words, low, high = _unpack(b, following * 2 + half)
+            flying = joined(flying, _start(a, b, slot, i, T))
         added = ()
-        for i in gl.static_range(NUM):
-            if FLIGHT == 0:
-                flying = joined(flying, _start(a, b, slot, PIECES[i][0], PIECES[i][1], T))
-            row_scale = _scales(b, slot, PIECES[i][0], PIECES[i][1])
-            part = warpgroup_mma_wait(outstanding(FLIGHT, NUM - i), deps=(flying[i],))
-            if FLIGHT > 0 and i + FLIGHT < NUM:
-                next_product = _start(a, b, slot, PIECES[i + FLIGHT][0], PIECES[i + FLIGHT][1], T)
-                flying = joined(flying, next_product)
+        for i in gl.static_range(P):
+            row_scale = _scales(b, slot, i)
+            part = warpgroup_mma_wait(outstanding(FLIGHT, P - i), deps=(flying[i],))
+            if i + FLIGHT < P:
+                flying = joined(flying, _start(a, b, slot, i + FLIGHT, T))
             if T.fp8:
                 row_scale = row_scale * factor
             added = joined(added, part * gl.expand_dims(row_scale, 0) + sums[i])
@@ -272,7 +204,7 @@ def _sums(half, at, scale, b, begin, end, P: gl.constexpr, T: gl.constexpr):
         fence_async_shared()
         mbarrier.arrive(b.empty.index(slot), count=1)
         at += 1
-    return _narrow(sums)
+    return sums
 
 
 @gluon.jit
@@ -281,7 +213,7 @@ def _total(half, at, scale, b, job, P: gl.constexpr, T: gl.constexpr):
     if T.ranges == 1:
         return _sums(half, at, scale, b, 0, job.steps, P, T)
     else:
-        total = _zeros(P, False)
+        total = _zeros(P)
         for index in range(0, T.ranges):
             begin = index * job.per_range
             end = gl.minimum(begin + job.per_range, job.steps)
@@ -304,7 +236,7 @@ def _store(sums, factor, n_row, row, height, job, P: gl.constexpr, T: gl.constex
         to = row + r
         value = sums[i]
         if T.end == 2:
-            to = gl.load(job.route.sorted_pairs + to, mask=live, other=0)
+            to = gl.load(job.groups.sorted_pairs + to, mask=live, other=0)
             value = value * factor
         value = gl.convert_layout(value.to(job.out.dtype.element_ty), STORE)
         at = gl.expand_dims(to.to(gl.int64) * job.size, 0) + gl.expand_dims(column, 1)
@@ -321,7 +253,7 @@ def _store_swiglu(sums, factor, n_row, row, height, job, P: gl.constexpr):
         gate, up = gl.split(gl.permute(both, [0, 2, 3, 1]))
         value = activated(gate, up, job.limit).reshape([32, PIECE])
         r = i * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(0, value.type.layout))
-        pair = gl.load(job.route.sorted_pairs + row + r, mask=r < height, other=0)
+        pair = gl.load(job.groups.sorted_pairs + row + r, mask=r < height, other=0)
         weight = gl.load(job.token_weights + pair, mask=r < height, other=0.0)
         value = (value * gl.expand_dims(weight, 0)).to(gl.bfloat16)
         r = i * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(0, STORE))

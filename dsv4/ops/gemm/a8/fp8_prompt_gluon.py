@@ -4,8 +4,8 @@
 A program walks over tiles of 128 weight rows by up to 64 * `pieces` input rows. One warp copies
 weights, rows and their scales into a ring of buffers. Two groups of four warps multiply 64 weight
 rows each; they wait only for buffers, never for each other, so one unpacks and adds while the other
-multiplies. The sums of 128 columns of 64 or 128 rows leave the tensor core while the next rows are
-in it. Experts read as many pieces of 64 rows as they have.
+multiplies. The sums of 128 columns of 64 rows leave the tensor core while the next rows are in it.
+Experts read as many pieces of 64 rows as they have.
 
 Sums and their order are those of fp8_product_triton.py, so bits are equal. The interpreter does not
 run Gluon; a GPU test compares both to the last bit.
@@ -27,17 +27,15 @@ from dsv4.ops.gemm.a8.fp8_prompt_device import (
     PromptBuffers,
     PromptJob,
     PromptTile,
-    input_rows,
     multiply_tile,
-    piece_rows,
 )
 from dsv4.ops.gemm.split_k import split_k
 from dsv4.ops.gemm.weights.a8 import A8Fp8
 
 PACKED = gl.constexpr(2 * 64 * (16 + 1) * 4)  # bytes of MXFP4 in 128 rows and columns
 MATRIX = PromptTile(3, 4, 2, True, 1, PLAIN)
-RANGES = PromptTile(2, 6, 2, True, 0, PLAIN)  # of K: they need a second set of sums in registers
-EXPERTS = PromptTile(3, 5, 2, False, 1, PAIRS)
+RANGES = PromptTile(2, 6, 2, True, 0, PLAIN, direct=True)  # a second set of sums in registers
+EXPERTS = PromptTile(4, 4, 1, False, 1, PAIRS)
 MOST_ROWS = EXPERTS.pieces * ROWS  # of a tile
 WARPS, REGISTERS, COPY_REGISTERS = 4, 240, 24  # of a multiplying thread, of a copying one
 
@@ -53,24 +51,15 @@ def _work(item, job, T: gl.constexpr):
         row = m_tile * (T.pieces * PIECE)
         return 0, n_tile, row, gl.minimum(job.num_rows - row, T.pieces * PIECE)
     else:
-        expert = gl.load(job.route.tile_expert + m_tile)
-        row = gl.load(job.route.tile_start + m_tile)
-        end = gl.load(job.route.tile_end + m_tile)
+        expert = gl.load(job.groups.tile_expert + m_tile)
+        row = gl.load(job.groups.tile_start + m_tile)
+        end = gl.load(job.groups.tile_end + m_tile)
         return expert, n_tile, row, gl.minimum(end - row, T.pieces * PIECE)
-
-
-@gluon.jit
-def _copy_rows(
-    descs, row, step, b, slot, full, FIRST: gl.constexpr, N: gl.constexpr, T: gl.constexpr
-):
-    at = [row + FIRST, step * WIDTH]
-    tma_load(descs[0 if N == PIECE else 4], at, full, input_rows(b, slot, FIRST, N, T))
 
 
 @gluon.jit
 def _copy_tile(descs, at, expert, n_tile, row, b, job, P: gl.constexpr, T: gl.constexpr):
     """Copies begin at multiples of 16 bytes: of four copies of the scales, one does."""
-    PIECES: gl.constexpr = piece_rows(P, T.wide)
     steps = job.steps
     first = (expert * job.n_tiles + n_tile) * 2 * steps
     for step in range(0, steps):
@@ -86,8 +75,9 @@ def _copy_tile(descs, at, expert, n_tile, row, b, job, P: gl.constexpr, T: gl.co
                 tile = first + half * steps + step
                 tma_load(descs[2], [tile * 4, 0], full, b.words.index(slot * 2 + half))
                 tma_load(descs[3], [tile, 0], full, b.shifts.index(slot * 2 + half))
-        for i in gl.static_range(len(PIECES)):
-            _copy_rows(descs, row, step, b, slot, full, PIECES[i][0], PIECES[i][1], T)
+        for i in gl.static_range(P):
+            place = [row + i * PIECE, step * WIDTH]
+            tma_load(descs[0], place, full, b.rows.index(slot * T.pieces + i))
         at += 1
 
 
@@ -129,7 +119,7 @@ def _multiply(half, b, job, T: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_rows", "n_tiles", "items", "steps", "per_range"])
 def _a8_prompt_kernel(
-    x_desc, scale_desc, w_desc, shift_desc, wide_desc, scale, factors, out, route, token_weights,
+    x_desc, scale_desc, w_desc, shift_desc, scale, factors, out, groups, token_weights,
     num_rows, size, n_tiles, items, steps, per_range, limit, T: gl.constexpr,
     NUM_REGISTERS: gl.constexpr, NUM_COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -138,13 +128,8 @@ def _a8_prompt_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     WEIGHTS: gl.constexpr = [T.stages, 128, 128] if T.fp8 else [1, 8, 128]
     WORDS: gl.constexpr = 1 if T.fp8 else 2 * T.stages
-    RING: gl.constexpr = (
-        [T.stages * (T.pieces // 2), 128, 128] if T.wide else [T.stages * T.pieces, 64, 128]
-    )
-    ODD: gl.constexpr = [T.stages, 64, 128] if T.wide and T.pieces % 2 == 1 else [1, 8, 128]
     b = PromptBuffers(
-        gl.allocate_shared_memory(gl.float8e4nv, RING, SHARED),
-        gl.allocate_shared_memory(gl.float8e4nv, ODD, SHARED),
+        gl.allocate_shared_memory(gl.float8e4nv, [T.stages * T.pieces, 64, 128], SHARED),
         gl.allocate_shared_memory(gl.float32, [T.stages, 1, BLOCK], FLAT),
         gl.allocate_shared_memory(gl.float8e4nv, WEIGHTS, SHARED),
         gl.allocate_shared_memory(gl.int32, [WORDS, 4, 256], FLAT),
@@ -157,26 +142,23 @@ def _a8_prompt_kernel(
         mbarrier.init(b.full.index(i), count=1)
         mbarrier.init(b.empty.index(i), count=2)
     job = PromptJob(
-        scale, factors, out, route, token_weights, num_rows, size, n_tiles, items, steps,
+        scale, factors, out, groups, token_weights, num_rows, size, n_tiles, items, steps,
         per_range, limit,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_multiply, (0, b, job, T)),
             (_multiply, (1, b, job, T)),
-            (_copy, ((x_desc, scale_desc, w_desc, shift_desc, wide_desc), b, job, T)),
+            (_copy, ((x_desc, scale_desc, w_desc, shift_desc), b, job, T)),
         ],
         [4, 1],
         [NUM_REGISTERS, NUM_COPY_REGISTERS],
     )
 
 
-def _launch(rows, weight, out, tile, m_tiles, per_range, *, route, weights, limit) -> None:
+def _launch(rows, weight, out, tile, m_tiles, per_range, *, groups, weights, limit) -> None:
     shared, flat = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 2)
     x_desc = TensorDescriptor.from_tensor(rows.codes, [ROWS, 128], shared)
-    wide_desc = x_desc
-    if tile.wide:
-        wide_desc = TensorDescriptor.from_tensor(rows.codes, [2 * ROWS, 128], shared)
     scale_desc = TensorDescriptor.from_tensor(rows.scales, [1, 4 * ROWS], flat)
     if isinstance(weight, A8Fp8):
         descs = TensorDescriptor.from_tensor(weight.data, [128, 128], shared), scale_desc
@@ -190,7 +172,7 @@ def _launch(rows, weight, out, tile, m_tiles, per_range, *, route, weights, limi
     n_tiles = weight.shape[-2] // 128
     programs = min(describe(out.device).multiprocessors, m_tiles * n_tiles)
     _a8_prompt_kernel[(programs,)](
-        x_desc, scale_desc, *descs, wide_desc, *factors, out, (out,) if route is None else route,
+        x_desc, scale_desc, *descs, *factors, out, (out,) if groups is None else groups,
         out if weights is None else weights, rows.num_rows, out.shape[1], n_tiles,
         m_tiles * n_tiles, rows.num_steps, per_range, limit, T=tile, NUM_REGISTERS=REGISTERS,
         NUM_COPY_REGISTERS=COPY_REGISTERS, num_warps=WARPS,
@@ -204,14 +186,14 @@ def multiply_rows(rows, weight, out, tile=None) -> None:
     fewer = out.dtype.itemsize // 4  # fp32 results need the shared memory of a stage
     tile = tile._replace(ranges=ranges, stages=tile.stages - fewer)
     m_tiles = triton.cdiv(rows.num_rows, tile.pieces * ROWS)
-    _launch(rows, weight, out, tile, m_tiles, per_range, route=None, weights=None, limit=0.0)
+    _launch(rows, weight, out, tile, m_tiles, per_range, groups=None, weights=None, limit=0.0)
 
 
-def multiply_experts(rows, weight, out, route, *, weights=None, limit=0.0, tile=EXPERTS) -> None:
+def multiply_experts(rows, weight, out, grouped, *, weights=None, limit=0.0, tile=EXPERTS) -> None:
     """Like that of fp8_product_triton.py; `rows` has a row per sorted pair and four copies of its
-    scales, `route` tiles of MOST_ROWS; the sides of `weight` are multiples of 128."""
+    scales, `grouped` tiles of MOST_ROWS; the sides of `weight` are multiples of 128."""
     tile = tile._replace(end=PAIRS if weights is None else SWIGLU)
     _launch(
-        rows, weight, out, tile, route.num_tiles, rows.num_steps, route=route.table,
+        rows, weight, out, tile, grouped.num_tiles, rows.num_steps, groups=grouped.groups,
         weights=weights, limit=limit,
     )  # fmt: skip

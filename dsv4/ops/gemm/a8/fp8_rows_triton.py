@@ -2,7 +2,7 @@
 """a8 rows for FP8 products on sm_90: E4M3 codes, and scales transposed, one row per 128 columns.
 
 A program holds a row in registers; in prompts 16 rows of 512 columns, so that scales are stored 16
-at a time. With a `route` row i is that of the i-th sorted pair's token, so that the rows of an
+at a time. With `groups` row i is that of the i-th sorted pair's token, so that the rows of an
 expert are contiguous. Columns are padded with zeros to a multiple of 128.
 
 A copy to shared memory (TMA) must begin at a multiple of 16 bytes, four scales, and an expert's
@@ -71,11 +71,11 @@ def _a8_rows_kernel(
         tl.store(at, scale, mask=live & (row >= i))
 
 
-def make_a8_rows(x, name: str, *, route=None, chosen=1, copies=1, limit=None) -> A8Rows:
-    """`x` `[rows, size]` quantised into the workspace `name`; with a `route` and `chosen` experts
+def make_a8_rows(x, name: str, *, groups=None, chosen=1, copies=1, limit=None) -> A8Rows:
+    """`x` `[rows, size]` quantised into the workspace `name`; with `groups` and `chosen` experts
     per token, a row per pair. `copies` of the scales. `limit`: see above."""
     size = x.shape[1] if limit is None else x.shape[1] // 2
-    count = x.shape[0] * chosen if route is not None else x.shape[0]
+    count = x.shape[0] * chosen if groups is not None else x.shape[0]
     columns = triton.cdiv(size, A8_GROUP) * A8_GROUP
     stride = triton.cdiv(count, 4) * 4  # descriptors need multiples of 16 bytes
     codes = workspace(x.device, f"{name}_codes", count * columns, torch.uint8)
@@ -84,12 +84,12 @@ def make_a8_rows(x, name: str, *, route=None, chosen=1, copies=1, limit=None) ->
     scales = workspace(x.device, f"{name}_scales", lines * stride, torch.float32)
     scales = scales[: lines * stride].view(lines, stride)
     tall = copies > 1 or count >= TALL
-    groups = TALL_GROUPS if tall else triton.next_power_of_2(columns // A8_GROUP)
+    across = TALL_GROUPS if tall else triton.next_power_of_2(columns // A8_GROUP)
     num = TALL_ROWS if tall else 1
-    _a8_rows_kernel[(triton.cdiv(count, num), triton.cdiv(columns // A8_GROUP, groups))](
+    _a8_rows_kernel[(triton.cdiv(count, num), triton.cdiv(columns // A8_GROUP, across))](
         x, x.stride(0), size, codes, columns, scales, stride, count,
-        x if route is None else route.sorted_pairs, chosen, limit or 0.0,
-        GATHER=route is not None, SWIGLU=limit is not None, COPIES=copies, ROWS=num, GROUPS=groups,
-        **dependent_options(x.device, ROW_WARPS if groups <= 64 else 8, early=count <= EARLY_ROWS),
+        x if groups is None else groups.sorted_pairs, chosen, limit or 0.0,
+        GATHER=groups is not None, SWIGLU=limit is not None, COPIES=copies, ROWS=num, GROUPS=across,
+        **dependent_options(x.device, ROW_WARPS if across <= 64 else 8, early=count <= EARLY_ROWS),
     )  # fmt: skip
     return A8Rows(codes, scales)

@@ -15,8 +15,7 @@ PROMPT_ROWS = 256  # from here on fp8_prompt_gluon multiplies
 def supports(x, weights, out_dtypes) -> str | None:
     if not any(map(_kind, weights)):
         return "no weight asks for a8 rows on sm_90"
-    reason = mixed_linear.rows_reason(x) or a8_reason(x.device)
-    return reason or mixed_linear.results_reason(x, weights, out_dtypes, _kind)
+    return a8_reason(x.device) or mixed_linear.reason(x, weights, out_dtypes, _kind)
 
 
 def run(x, weights, out_dtypes):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from dsv4.formats import mxfp4
@@ -11,7 +10,7 @@ from dsv4.ops.core.gpu import describe
 from dsv4.ops.core.op import warn_unless_strict
 from dsv4.ops.gemm.weights.a8 import a8_weight
 from dsv4.ops.gemm.weights.scaled import scaled_weight
-from dsv4.ops.gemm.weights.tiled import TiledFp4, tile_mxfp4, tile_nvfp4
+from dsv4.ops.gemm.weights.tiled import TiledFp4, stacked, tile_mxfp4, tile_nvfp4
 
 _PAIRED_NAMES = (".w13",)
 
@@ -59,12 +58,6 @@ def _for_few_bits(name: str, weight: Weight, *, paired: bool) -> Weight:
 def mxfp4_as_nvfp4(weight: Mxfp4Tensor) -> Nvfp4Tensor:
     """The pinned cast (exact where a matrix's block exponents spread by at most 17)."""
     if weight.packed.dim() > 2:
-        parts = [mxfp4_as_nvfp4(weight[index]) for index in range(weight.shape[0])]
-        return Nvfp4Tensor(
-            torch.stack([part.packed for part in parts]),
-            torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
-            torch.stack([part.global_scale for part in parts]),
-            activations=weight.activations,
-        )
+        return stacked(mxfp4_as_nvfp4(weight[i]) for i in range(len(weight.packed)))
     packed, scale, global_, _ = mxfp4.to_nvfp4(weight.packed, weight.scale)
     return Nvfp4Tensor(packed, scale, global_.reshape(1), activations=weight.activations)

@@ -12,17 +12,18 @@ The scales of 128 rows and 4 groups are 512 contiguous bytes in the hardware's o
     FP8   x a8   tiles with power-of-two scales, repeated for each row and 32 columns
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from dsv4.errors import KernelError
-from dsv4.formats import e2m1, e8m0, fp8, mxfp4, nvfp4
+from dsv4.formats import e2m1, e8m0, fp8, mxfp4
 from dsv4.formats.groups import expand
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, RepackedTensor
-from dsv4.formats.spec import E8M0_BIAS, FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP, Activations
+from dsv4.formats.spec import FP8_BLOCK, MXFP4_GROUP, NVFP4_GROUP, Activations
+from dsv4.ops.gemm.weights.tiled import quantized_parts
 
 ROWS = 128  # of a scale tile, and of the tensor core's M
 COLUMN_MULTIPLE = 256
@@ -66,8 +67,9 @@ class ScaledTensor(RepackedTensor):
             values = e2m1.decode_packed(self.data)
         else:
             values = self.data.view(torch.float8_e4m3fn).float()
-        bytes_ = untile_scales(self.scale)
-        factor = e8m0.decode(bytes_) if self.group == MXFP4_GROUP else _e4m3(bytes_)
+        factor = untile_scales(self.scale)
+        is_e8m0 = self.group == MXFP4_GROUP
+        factor = e8m0.decode(factor) if is_e8m0 else factor.view(torch.float8_e4m3fn).float()
         values = values * expand(factor, self.group, values.shape[-1])
         values = values[..., : self.rows, : self.columns]
         global_ = self.global_scale.repeat_interleave(
@@ -133,11 +135,8 @@ def random_scaled(
     lead = (count, rows) if count else (rows,)
     weight: Nvfp4Tensor | Mxfp4Tensor | Fp8BlockTensor
     if kind == "nvfp4":
-        parts = [nvfp4.quantize(value * (1 + i % num_parts)) for i, value in enumerate(values)]
-        packed, scale = (torch.stack([part[i].view(torch.uint8) for part in parts]) for i in (0, 1))
-        factor = torch.stack([part[2] for part in parts]).reshape(*lead[:-1], num_parts)
-        scale = scale.reshape(*lead, -1).view(torch.float8_e4m3fn)
-        weight = Nvfp4Tensor(packed.reshape(*lead, -1), scale, factor, activations="a4")
+        parts = (value * (1 + i % num_parts) for i, value in enumerate(values))
+        weight = replace(quantized_parts(parts, lead, num_parts), activations="a4")
     elif kind == "mxfp4":
         weight = Mxfp4Tensor(*mxfp4.quantize(values.reshape(*lead, columns)), activations="a8")
     else:
@@ -172,16 +171,9 @@ def _power_of_two_pairs(scale: Tensor) -> Tensor | None:
     if scale.shape[-1] % 2:
         return None
     bits = scale.float().view(torch.int32)
-    power = bits >> 23
+    power = bits >> 23  # the exponent field of a float32 is the E8M0 byte
     pairs = power.reshape(*scale.shape[:-1], -1, 2)
     exact = bool(((bits & 0x7FFFFF) == 0).all()) and bool((power > 0).all())
     if not exact or not bool((pairs[..., 0] == pairs[..., 1]).all()):
         return None
     return pairs[..., 0].to(torch.uint8)
-
-
-def _e4m3(bytes_: Tensor) -> Tensor:
-    return bytes_.view(torch.float8_e4m3fn).float()
-
-
-assert E8M0_BIAS == 127  # the exponent field of a float32 is the E8M0 byte

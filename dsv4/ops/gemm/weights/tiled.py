@@ -27,9 +27,10 @@ up rows) has 32 gate rows and their 32 up rows.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from dsv4.formats import e2m1, mxfp4, nvfp4
 from dsv4.formats.quantized import Mxfp4Tensor, Nvfp4Tensor, PackedWeight, QuantizedTensor
 from dsv4.formats.spec import MXFP4_GROUP, NVFP4_GROUP
 
-TILE_ROWS = 64
+TILE_ROWS = 64  # as kernels assume
 TILE_COLUMNS = 128
 ROW_MULTIPLE = 128  # the widest kernels take two row tiles at a time
 _SCALE_TOP = 7 << 12  # the bits of bf16(scale * 2^119) above the code
@@ -134,7 +135,6 @@ class TiledNvfp4(_Tiled, Nvfp4Tensor):
         self._check(TILE_COLUMNS // NVFP4_GROUP)
 
     def plain(self) -> Nvfp4Tensor:
-        """The weight as a checkpoint stores it."""
         both = self.scale.to(torch.int32) & 0xFFFF
         packed, codes = self._plain_parts(torch.cat((both & 0xFF, both >> 8), dim=-1))
         scale = _scale_of_codes(codes)[..., : self.columns // NVFP4_GROUP]
@@ -154,7 +154,6 @@ class TiledMxfp4(_Tiled, Mxfp4Tensor):
         self._check(TILE_COLUMNS // MXFP4_GROUP)
 
     def plain(self) -> Mxfp4Tensor:
-        """The weight as a checkpoint stores it."""
         packed, codes = self._plain_parts(self.scale.contiguous().view(torch.uint8))
         lowered = self.global_scale.log2().to(torch.int32).unsqueeze(-1)
         scale = codes[..., : self.columns // MXFP4_GROUP].to(torch.int32) + lowered - _SCALE_POWER
@@ -162,51 +161,43 @@ class TiledMxfp4(_Tiled, Mxfp4Tensor):
 
 
 TiledFp4 = TiledNvfp4 | TiledMxfp4
+Fp4 = TypeVar("Fp4", TiledNvfp4, TiledMxfp4, Nvfp4Tensor)
+
+
+def stacked(matrices: Iterable[Fp4]) -> Fp4:
+    """One weight of matrices in one format."""
+    parts = list(matrices)
+    if not parts:
+        raise KernelError("a stack of no matrices cannot be tiled")
+    whole: dict[str, Any] = {}
+    for name in ("packed", "scale", "global_scale"):
+        values = [getattr(part, name) for part in parts]
+        whole[name] = torch.stack([v.view(torch.uint8) for v in values]).view(values[0].dtype)
+    return replace(parts[0], **whole)
 
 
 def tile_nvfp4(weight: Nvfp4Tensor, *, paired: bool = False) -> TiledNvfp4:
     """Tile `weight` (a matrix or a stack), one matrix of a stack at a time to save memory."""
     rows, columns = weight.shape[-2:]
-    if paired and rows % 2:
-        raise KernelError(f"gate and up rows together are {rows}, expected an even number")
     if weight.packed.dim() > 2:
-        tiles = [tile_nvfp4(weight[index], paired=paired) for index in range(weight.shape[0])]
-        if not tiles:
-            raise KernelError("a stack of no matrices cannot be tiled")
-        packed = torch.stack([tile.packed for tile in tiles])
-        scale = torch.stack([tile.scale for tile in tiles])
-        return replace(tiles[0], packed=packed, scale=scale, global_scale=weight.global_scale)
+        return stacked(tile_nvfp4(weight[i], paired=paired) for i in range(len(weight.packed)))
     codes = e2m1.unpack(weight.packed)
     magnitude = weight.scale.float()
     codes = codes * (magnitude > 0).repeat_interleave(NVFP4_GROUP, dim=-1)
     words, scale = _words_of_codes(codes), _codes_of_scale(magnitude)
     if paired:
         words, scale = _pair(words), _pair(scale)
-    return TiledNvfp4(
-        _halve(_tile(words, TILE_COLUMNS // 4)),
-        _join_codes(_tile(scale, TILE_COLUMNS // NVFP4_GROUP)),
-        weight.global_scale.contiguous(),
-        rows,
-        columns,
-        paired,
-        activations=weight.activations,
-    )
+    words = _halve(_tile(words, TILE_COLUMNS // 4))
+    scale = _join_codes(_tile(scale, TILE_COLUMNS // NVFP4_GROUP))
+    parts = words, scale, weight.global_scale.contiguous()
+    return TiledNvfp4(*parts, rows, columns, paired, activations=weight.activations)
 
 
 def tile_mxfp4(weight: Mxfp4Tensor, *, paired: bool = False) -> TiledMxfp4:
     """Like `tile_nvfp4`."""
     rows, columns = weight.shape[-2:]
-    if paired and rows % 2:
-        raise KernelError(f"gate and up rows together are {rows}, expected an even number")
     if weight.packed.dim() > 2:
-        tiles = [tile_mxfp4(weight[index], paired=paired) for index in range(weight.shape[0])]
-        if not tiles:
-            raise KernelError("a stack of no matrices cannot be tiled")
-        packed, scale, factor = (
-            torch.stack([getattr(tile, name) for tile in tiles])
-            for name in ("packed", "scale", "global_scale")
-        )
-        return replace(tiles[0], packed=packed, scale=scale, global_scale=factor)
+        return stacked(tile_mxfp4(weight[i], paired=paired) for i in range(len(weight.packed)))
     words = _words_of_codes(e2m1.unpack(weight.packed))
     least, most = int(weight.scale.min()), int(weight.scale.max())
     lowered = max(most + _SCALE_POWER - _MOST_EXPONENT, 0)
@@ -218,15 +209,10 @@ def tile_mxfp4(weight: Mxfp4Tensor, *, paired: bool = False) -> TiledMxfp4:
     codes = (weight.scale.to(torch.int32) + _SCALE_POWER - lowered).to(torch.uint8)
     if paired:
         words, codes = _pair(words), _pair(codes)
-    return TiledMxfp4(
-        _halve(_tile(words, TILE_COLUMNS // 4)),
-        _tile(codes, TILE_COLUMNS // MXFP4_GROUP).view(torch.int16),
-        torch.tensor([2.0**lowered], device=words.device),
-        rows,
-        columns,
-        paired,
-        activations=weight.activations,
-    )
+    words = _halve(_tile(words, TILE_COLUMNS // 4))
+    scale = _tile(codes, TILE_COLUMNS // MXFP4_GROUP).view(torch.int16)
+    parts = words, scale, torch.tensor([2.0**lowered], device=words.device)
+    return TiledMxfp4(*parts, rows, columns, paired, activations=weight.activations)
 
 
 def random_tiled(
@@ -242,18 +228,16 @@ def random_tiled(
     parts = []
     for index in range((count or 1) * num_parts):
         values = torch.randn(rows // num_parts, columns, generator=generator)
-        parts.append(nvfp4.quantize(values * (0.2 + 0.1 * (index % num_parts))))
-    lead = () if count is None else (count,)
-    packed, scale, factor = (
-        torch.stack([part[place].view(torch.uint8) if place < 2 else part[place] for part in parts])
-        for place in range(3)
-    )
-    weight = Nvfp4Tensor(
-        packed.reshape(*lead, rows, -1),
-        scale.reshape(*lead, rows, -1).view(torch.float8_e4m3fn),
-        factor.reshape(*lead, num_parts),
-    )
-    return tile_nvfp4(weight, paired=paired)
+        parts.append(values * (0.2 + 0.1 * (index % num_parts)))
+    lead = (rows,) if count is None else (count, rows)
+    return tile_nvfp4(quantized_parts(parts, lead, num_parts), paired=paired)
+
+
+def quantized_parts(parts: Iterable[Tensor], lead: tuple[int, ...], num_parts: int) -> Nvfp4Tensor:
+    """A matrix, or several, `[*lead, columns]`, whose parts have a global scale each."""
+    whole = stacked(Nvfp4Tensor(p, s, g.reshape(1)) for p, s, g in map(nvfp4.quantize, parts))
+    packed, scale = (value.reshape(*lead, -1) for value in (whole.packed, whole.scale))
+    return Nvfp4Tensor(packed, scale, whole.global_scale.reshape(*lead[:-1], num_parts))
 
 
 def random_mxfp4(
@@ -290,7 +274,9 @@ def _join_codes(tiles: Tensor) -> Tensor:
 
 def _pair(value: Tensor) -> Tensor:
     """Gate rows above up rows -> 32 gate rows, their 32 up rows, and so on."""
-    half = value.shape[0] // 2
+    half, odd = divmod(value.shape[0], 2)
+    if odd:
+        raise KernelError(f"gate and up rows together are {2 * half + 1}, expected an even number")
     halves = value.reshape(2, half, -1)
     halves = torch.nn.functional.pad(halves, (0, 0, 0, -half % TILE_ROWS))
     grid = halves.reshape(2, -1, TILE_ROWS // 2, value.shape[1])

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Adds the experts' partial sums; runs a shared expert in another format as two linear ops with an
-activation in between."""
+"""The end of `experts`: runs a shared expert in another format as two linear ops with an activation
+in between, and adds the partial sums of all experts."""
 
 import torch
 import triton
@@ -75,7 +75,7 @@ def shared_output(x, w13, w2, limit):
 
 @triton.jit
 def _combine_kernel(
-    parts_at, extra, y, size, PLACES: tl.constexpr, RANGES: tl.constexpr, EXTRA: tl.constexpr,
+    partial_sums, extra, y, size, PLACES: tl.constexpr, RANGES: tl.constexpr, EXTRA: tl.constexpr,
     BN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """EXTRA: the shared expert's result is in its own buffer and is added last."""
@@ -87,7 +87,7 @@ def _combine_kernel(
         part = tl.zeros((BN,), dtype=tl.float32)
         for index in tl.static_range(RANGES):
             at = ((row * PLACES + place) * RANGES + index) * size + column
-            part += tl.load(parts_at + at, mask=column < size, other=0.0)
+            part += tl.load(partial_sums + at, mask=column < size, other=0.0)
         total += part
     if EXTRA:
         total += tl.load(extra + row * size + column, mask=column < size, other=0.0)

@@ -19,11 +19,11 @@ from dsv4.cache.pages import StatePages
 from dsv4.model.inputs import HomeRows, StepInputs
 from dsv4.model.transformer import DraftTaps, Transformer
 from dsv4.ops.core.ragged import make_ragged
-from dsv4.ops.kv.begin_step import begin_step
+from dsv4.ops.kv.begin_step import StepStart, begin_step
 from dsv4.ops.sample.accept import Sampled, accept
-from dsv4.ops.sample.draft_rows import SlotDrafts, draft_rows
+from dsv4.ops.sample.draft_rows import SentDrafts, draft_rows
 from dsv4.ops.sample.sample import sample
-from dsv4.ops.sample.verify import Accepted
+from dsv4.ops.sample.verify import DrawnRows
 from dsv4.ops.sample.verify import verify as count_drafts
 from dsv4.runner.buffers import StepBuffers
 from dsv4.runner.step.line import Chunk, order_of_logits, step_line
@@ -44,26 +44,20 @@ def forward(
     sent, seq_idx, token_ids = at["token_ids"], inputs.batch.seq_idx, inputs.token_ids
     if shape.width > 1:
         assert verify is not None
-        draft_rows(
-            sent.view(shape.sequences, shape.width), at["starts"], at["most"], at["slots"],
-            SlotDrafts(buffers.newest, verify.lengths, verify.drafts), buffers.vocab_size,
-            verify.laid_out(shape),
+        drafts = SentDrafts(
+            sent=sent.view(shape.sequences, shape.width), starts=at["starts"], most=at["most"],
+            slots=at["slots"], newest=buffers.newest, lengths=verify.lengths,
+            drafts=verify.drafts, vocab_size=buffers.vocab_size,
         )  # fmt: skip
-        # the rows are there already; only page tables are left to write
+        draft_rows(drafts, verify.laid_out(shape))
+        # `draft_rows` has already filled the rows; only the page tables remain
         sent, seq_idx = at["slots"], buffers.rows[: shape.sequences]
         token_ids = verify.unused[: shape.sequences]
-    begin_step(
-        tables=buffers.slot_tables,
-        places=at["places"],
-        pages=at["pages"],
-        num_pages=at["num_pages"],
-        sent=sent,
-        seq_idx=seq_idx,
-        slots=at["slots"],
-        newest=buffers.own_newest,
-        token_ids=token_ids,
-        rows=buffers.tables(shape),
-    )
+    begin_step(StepStart(
+        tables=buffers.slot_tables, places=at["places"], pages=at["pages"],
+        num_pages=at["num_pages"], sent=sent, seq_idx=seq_idx, slots=at["slots"],
+        newest=buffers.own_newest, token_ids=token_ids, rows=buffers.tables(shape),
+    ))  # fmt: skip
     logits = model.run_stage(inputs, state, None if shape.scored else taps)
     logits_of(buffers, shape)[: logits.shape[0]].copy_(logits)
 
@@ -98,11 +92,11 @@ def sample_verified(buffers: StepBuffers, shape: StepShape) -> None:
         buffers.newest, verify.sampled[:rows], verify.chosen[:rows], verify.norms[:rows], None
     )
     accept(tokens, logits, norms, nowhere, settings.flags, target)
-    count_drafts(
-        verify.sampled[:rows], at.token_ids[:rows], at.first_rows, at.starts, at.ends,
-        batch.slots, shape.width,
-        Accepted(verify.counts[: shape.sequences], buffers.newest, verify.lengths),
-    )  # fmt: skip
+    count_drafts(DrawnRows(
+        tokens=verify.sampled[:rows], inputs=at.token_ids[:rows], first_rows=at.first_rows,
+        starts=at.starts, ends=at.ends, slots=batch.slots, width=shape.width,
+        counts=verify.counts[: shape.sequences], newest=buffers.newest, lengths=verify.lengths,
+    ))  # fmt: skip
 
 
 def share(model: Transformer, buffers: StepBuffers) -> None:
