@@ -1,9 +1,15 @@
 """Small checkpoints on disk for tests: a model of every layer kind that answers in milliseconds."""
 
+import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
+from dsv4 import Engine
 from dsv4.config import ModelConfig
+from dsv4.scheduler.drafts import Drafting, StepTimes
 from dsv4.testing import random_weights, small_config, write_checkpoint
 
 # every byte is a token, then V4's markers under their real spellings
@@ -60,3 +66,20 @@ def write_quick_model(folder: Path) -> Path:
     write_checkpoint(folder, config, random_weights(config, 0))
     shutil.copy(BYTE_TOKENIZER, folder / "tokenizer.json")
     return folder
+
+
+@contextmanager
+def spoiled(engine: Engine, token: int, value: float = math.nan) -> Iterator[None]:
+    """A damaged checkpoint: the embedding of one token is NaN."""
+    row = engine._runner.model.embedding[token]
+    kept = row.clone()
+    row.fill_(value)
+    yield
+    row.copy_(kept)
+
+
+def verify_everything(drafting: Drafting) -> None:
+    """Where rows cost nothing, every draft is taken."""
+    drafting.times, drafting.plain = StepTimes({1: 1.0, 64: 1.0}), StepTimes()
+    drafting.time_step = Mock()  # type: ignore[method-assign]
+    drafting._rest, drafting._waits = 0, False

@@ -7,6 +7,7 @@ under `make drafts`.
 """
 
 import functools
+import importlib.util
 import random
 from dataclasses import replace
 
@@ -26,7 +27,9 @@ FORMATS = (
 )
 FEW, MANY = 5, 300
 KINDS = 40  # different requests of a format
-PLAIN = [name for name in OPTIONS if "guide" not in name]
+HAS_GUIDES = importlib.util.find_spec("xgrammar") is not None
+USED = [name for name in OPTIONS if "guide" not in name or HAS_GUIDES]
+GUIDES = [name for name in USED if "guide" in name]
 
 
 @functools.cache
@@ -40,7 +43,9 @@ def engine_of(formats: tuple[str, str, str], draft: str) -> Engine:
 @functools.cache
 def request_of(kind: int) -> Request:
     rng = random.Random(kind)
-    option = rng.choice(PLAIN)
+    option = rng.choice(USED)
+    if kind < 8 and GUIDES:  # others have them by chance
+        option = GUIDES[kind % len(GUIDES)]
     head = random.Random(kind % 3).choices(range(256), k=(0, 128, 100)[kind % 3])
     tail = rng.choices(range(256), k=rng.choice((2, 20, 27, 90)))
     fields = {"max_tokens": rng.choice((5, 20, 33)), "stop_ids": (), "logprobs": rng.randint(0, 3)}

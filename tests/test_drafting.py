@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dsv4.model.draft
+import dsv4.runner.drafts.device
 import dsv4.runner.drafts.verify
 from dsv4 import Engine, SamplingParams
 from dsv4.chat.dialect import choose_dialect
@@ -42,7 +43,13 @@ from dsv4.server.metrics import EngineMetrics
 from dsv4.server.worker.wire import output_from_wire, output_to_wire
 from dsv4.testing import _random_tensor, random_weights, write_checkpoint
 from dsv4.util.draft_shape import DSparkShape, head_bytes
-from tests.models import BYTE_TOKENIZER, quick_config, write_quick_model
+from tests.models import (
+    BYTE_TOKENIZER,
+    quick_config,
+    spoiled,
+    verify_everything,
+    write_quick_model,
+)
 
 MOST = 7
 VOCABULARY = 271
@@ -94,13 +101,6 @@ def make_engine(draft: str = "off", most: int = MOST, **choices: Any) -> Engine:
     return engine
 
 
-def verify_everything(drafting: Drafting) -> None:
-    """Where rows cost nothing, every draft is taken."""
-    drafting.times, drafting.plain = StepTimes({1: 1.0, 64: 1.0}), StepTimes()
-    drafting.time_step = Mock()  # type: ignore[method-assign]
-    drafting._rest, drafting._waits = 0, False
-
-
 # --- drafters -----------------------------------------------------------------------------------
 
 
@@ -137,6 +137,7 @@ CHANGES: dict[str, Callable[[int, int], int]] = {
 def script(engine: Engine, kind: str, answers: dict[tuple[int, ...], Sequence[int]]) -> None:
     """Let an engine's drafts come from known answers, by prompt; "lookup" is left as it is."""
     assert engine._drafting is not None
+    engine._drafting.is_off = False
     if kind == "lookup":
         engine._drafting._make = Lookup
         return
@@ -267,6 +268,32 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
     assert given[0] == given[1]
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("draft", ["lookup", "mtp", "dspark"])
+def test_nan_ends_one_request_with_drafts(
+    draft: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between drafts that are right, and with the next step in flight: the tokens before it stay,
+    and the other answer keeps its bits."""
+    monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", together)
+    sound, failing = requests_of("seeded")
+    whole = plain("seeded")
+    tokens, others = whole[failing.id].token_ids, {*whole[sound.id].token_ids, *sound.prompt_ids}
+    bad = next(t for t in tokens[3:] if t not in {*others, *failing.prompt_ids})
+    engine = make_engine(draft, 3)
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", together)
+    if draft == "lookup":
+        script(engine, "perfect", known("seeded"))
+    with spoiled(engine, bad):
+        found = answer(engine, [sound, failing])
+    assert replace(found[sound.id], num_cached=0) == whole[sound.id]
+    failed = found[failing.id]
+    assert (failed.finish_reason, failed.token_ids) == ("error", tokens[: tokens.index(bad) + 1])
+    assert "gave NaN" in (failed.error or "")
+    assert engine.stats().num_drafted > 0
+    check(engine, "seeded")
+
+
 class Eager:
     """In place of graphs: verify steps with their drafts, as a whole."""
 
@@ -373,11 +400,35 @@ def test_a_drafter_that_raises_is_named_once_and_switched_off(
 ) -> None:
     engine = make_engine("lookup")
     script(engine, "raises", known("greedy"))
-    answer(engine, requests_of("greedy", 1))
+    check(engine, "greedy")
+    check(engine, "seeded")
     assert [r.message for r in caplog.records if "drafting is off" in r.message] == [
-        "drafting is off for request 'greedy 0': planted"
+        "drafting is off: planted"
     ]
     assert engine.stats().num_drafted == 0
+    assert engine._drafting is not None
+    assert engine._drafting.stats.num_failures == 1
+
+
+def test_a_guide_that_raises_leaves_other_requests_their_drafts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine("lookup")
+    script(engine, "perfect", known("greedy"))
+    first = requests_of("greedy")[0]
+
+    def allow(sequence: SequenceState, drafts: list[int]) -> list[int]:
+        if sequence.request.id == first.id:
+            raise RuntimeError("planted")
+        return drafts
+
+    assert engine._drafting is not None
+    engine._drafting._allow = allow
+    check(engine, "greedy")
+    assert [r.message for r in caplog.records if "drafting is off" in r.message] == [
+        f"drafting is off for request {first.id!r}: planted"
+    ]
+    assert engine.stats().num_accepted > 10
 
 
 def test_a_request_can_leave_drafts_out() -> None:
@@ -574,6 +625,32 @@ def test_numbers_that_are_none_switch_drafting_off(
     assert len([r for r in caplog.records if "drafting is off" in r.message]) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_are_none_on_a_gpu_switch_drafting_off(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There no draw raises: it gives some token, and a norm that is NaN. Steps run ahead."""
+    real, num_drawn = dsv4.runner.drafts.device.sample, 0
+
+    def drawn(logits: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal num_drawn
+        num_drawn += 1
+        tokens, norms = real(logits, inputs)
+        return (tokens, norms) if num_drawn < 12 else (tokens * 0, norms * float("nan"))
+
+    monkeypatch.setattr(dsv4.runner.drafts.device, "sample", drawn)
+    monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", True)
+    engine = make_engine(kind, 2)
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", True)
+    monkeypatch.setattr(engine._runner.buffers, "pads", True)
+    check(engine, "greedy")
+    check(engine, "seeded")
+    assert [r.message for r in caplog.records if "drafting" in r.message] == [
+        "drafting is off: the draft blocks' logits are no numbers (NaN)"
+    ]
+    assert num_drawn < 60
+
+
 def test_a_block_that_fails_switches_drafting_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -708,6 +785,18 @@ def test_drafts_that_hit_pay() -> None:
     assert simulate(0.8, 4.7, 0.8, 0.7, tokens=2_000, slow=2) < 0.65
 
 
+def test_more_rows_than_were_measured_are_tried() -> None:
+    """By the rows before, a fifth would not pay; it does, as it shares experts with them."""
+    times, chances = StepTimes({1: 4.15, 2: 5.8, 3: 6.2, 4: 7.25}), [[0.8**n for n in range(1, 6)]]
+    assert num_worth(chances, times.at) == [4]
+    for _ in range(2):
+        times.observe(5, 7.8)
+    assert num_worth(chances, times.at) == [5]  # and one more
+    for _ in range(2):
+        times.observe(6, 9.9)
+    assert num_worth(chances, times.at) == [4]
+
+
 def test_a_drafters_own_chances_are_scaled_by_what_came_true() -> None:
     acceptance = Acceptance(2)
     for _ in range(60):  # says 0.9, is right every third time
@@ -768,11 +857,35 @@ def test_times_of_steps() -> None:
     assert times.at(2) is None
     times.observe(5, 18.0)
     assert times.at(3) == 14.0
-    assert times.at(7) == 22.0
+    assert times.at(7) is None  # further rows may cost less than the last
     times.observe(1, 10000.0)  # something else held it up
     assert times.at(1) == 11.0
     times.observe(1, 9.0)
     assert times.at(1) == 10.0
+
+
+def test_times_of_steps_near_those_measured() -> None:
+    times = StepTimes({6: 8.0, 7: 9.0})
+    assert [times.near(rows) for rows in (2, 3, 5, 6, 8, 14, 15)] == [
+        None, 8.0, 7.0, 8.0, 9.0, 9.0, None
+    ]  # fmt: skip
+    assert StepTimes({3: 9.0}).near(4) == 9.0
+    assert StepTimes({2: 8.0, 8: 14.0}).near(4) == 10.0
+    once = StepTimes()
+    once.observe(5, 7.0)
+    assert (once.near(5), once.near(6), once.near(11)) == (7.0, 7.0, None)
+
+
+def test_a_batch_larger_than_those_measured_is_judged() -> None:
+    """With plain steps of two and three sequences known, four need none of their own."""
+    four = [SequenceState(Request(str(n), (1, 2, 3), SamplingParams()), n) for n in range(4)]
+    for known in ({3: 9.0}, {2: 8.0, 3: 9.0}):
+        drafting = Drafting(4, 100, lambda *_: [], lambda _: Given(), learns=True)
+        drafting.plain = StepTimes(known)
+        drafting.propose([(sequence, 4) for sequence in four])
+        assert not drafting.rests
+        drafting.time_step(four, 8, 4, 18.0, plain=False)
+        assert drafting._gain < 1
 
 
 def test_auto_takes_the_blocks_that_have_run() -> None:

@@ -1,5 +1,6 @@
-"""Drafts: tokens proposed for the next step, and how many of them are worth verifying. No tensors.
+"""Drafts and how many are worth verifying. Long because cost, chance and choice belong together.
 
+Tokens proposed for the next step; no tensors.
 A drafter proposes; the step verifies (docs/drafting.md). Nothing here can change an answer, only
 how many tokens a step adds to it. Verifying costs time, so drafts are taken in order of survival,
 the chance that they and all before them are right, as long as that raises the step's tokens per
@@ -32,9 +33,9 @@ REST_STEPS, LONGEST_REST = 512, 4096
 LEARN_STEPS = 8  # plain ones, if their cost is unknown
 PAYS_AFTER = 64  # steps with drafts after which they count as paying off
 GAIN_WEIGHT, FIRST_WEIGHT = 0.04, 0.06  # weight of the newest step; of the first
-LEAST_GAIN = 0.9, 0.97  # in tokens per ms relative to plain decoding: at first, and later
+LEAST_GAIN = 0.88, 0.95  # in tokens per ms relative to plain decoding: at first, and later
 TRIES = 2  # measurements of a row count before its cost counts as known
-JUDGED_AFTER = 12  # steps with drafts: the first ones are slow for other reasons too
+JUDGED_AFTER = 16  # steps with drafts: the first ones are slow for other reasons too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
 
 
@@ -121,7 +122,8 @@ class Acceptance:
 
 
 class StepTimes:
-    """Milliseconds of steps by row count, as measured; linear in between."""
+    """Milliseconds of steps by row count, as measured; linear in between, unknown above: further
+    rows often cost less than the last, since they share experts."""
 
     def __init__(self, ms: dict[int, float] | None = None) -> None:
         self._ms: dict[int, float] = dict(ms or {})
@@ -141,23 +143,26 @@ class StepTimes:
         if rows in self._ms:
             return self._ms[rows] if self._num_tries[rows] >= TRIES else None
         known = sorted(self._ms.items())
-        if len(known) < 2:
+        if len(known) < 2 or rows > known[-1][0]:
             return None
         below = [pair for pair in known if pair[0] <= rows][-1:] or known[:1]
-        above = [pair for pair in known if pair[0] >= rows][:1] or known[-1:]
+        above = [pair for pair in known if pair[0] >= rows][:1]
         (a, low), (b, high) = below[0], above[0]
         if a == b:
-            (a, low), (b, high) = known[:2] if rows < a else known[-2:]
+            (a, low), (b, high) = known[:2]
         return max(low + (high - low) * (rows - a) / (b - a), 0.0)
 
     def near(self, rows: int) -> float | None:
-        """For about this many rows: measured within a factor of two; None if there are none."""
+        """For about this many rows: in between of, or nearest to, those measured within a factor of
+        two; None if there are none."""
         if rows in self._ms:
             return self._ms[rows]
-        known = [(r, ms) for r, ms in sorted(self._ms.items()) if r <= 2 * rows and rows <= 2 * r]
+        known = [r for r in sorted(self._ms) if r <= 2 * rows and rows <= 2 * r]
         if not known:
             return None
-        return self.at(rows) if len(known) > 1 else known[0][1]
+        between = self.at(rows) if len(known) > 1 else None
+        nearest = min(known, key=lambda r: abs(r - rows))
+        return self._ms[nearest] if between is None else between
 
 
 def num_worth(
@@ -199,7 +204,7 @@ class DraftStats:
     num_drafts: int = 0  # times a sequence had drafts verified
     num_tokens: int = 0
     num_accepted: int = 0
-    num_failures: int = 0  # drafters that raised
+    num_failures: int = 0  # drafters and guides that raised
     accepted_by_place: list[int] = field(default_factory=list)
 
 
@@ -232,6 +237,7 @@ class Drafting:
         self._next_rest = REST_STEPS
         self._gain, self._num_paid = 1.0, 0  # tokens per ms relative to plain, since the last rest
         self.is_off = False
+        self.judges = True  # False: every draft is verified, whatever that costs
         self._warned = False
 
     def counts(self) -> dict[str, Any]:
@@ -256,7 +262,7 @@ class Drafting:
             self._waits = False
 
     def switch_off(self, error: Exception) -> None:
-        """Stop drafting for good: the shared drafter has failed. Answers go on without drafts."""
+        """Stop drafting for good: a drafter has failed. Answers go on without drafts."""
         self.is_off = True
         self.stats.num_failures += 1
         log.error("drafting is off: %s", error)
@@ -267,7 +273,7 @@ class Drafting:
         if self.rests:
             return nothing
         limit = min(self._most, self._room(len(wanted)))
-        if not limit or (self._learns and plain is None):
+        if not limit or (self._learns and self.judges and plain is None):
             self._rest = LEARN_STEPS if limit else REST_STEPS
             return nothing
         found = [self._of(sequence, min(most, limit)) for sequence, most in wanted]
@@ -277,7 +283,9 @@ class Drafting:
             else []
             for (sequence, _), drafts in zip(wanted, found, strict=True)
         ]
-        counts = num_worth(chances, self._cost(len(wanted)))
+        counts = [len(drafts) for drafts in found]
+        if self.judges:
+            counts = num_worth(chances, self._cost(len(wanted)))
         self._num_idle = 0 if any(counts) else self._num_idle + 1
         if self._num_idle >= REST_AFTER and self._peeks and not any(found):
             self._waits, self._num_idle = True, 0
@@ -289,8 +297,11 @@ class Drafting:
         """How many drafts the model's blocks should make for each of these sequences: no more than
         are worth verifying, as far as is known before they are made; or all, if any."""
         limit = min(self._most, self._room(len(sequences)))
-        if self.rests or not limit or (self._learns and self.plain.near(len(sequences)) is None):
+        learns = self._learns and self.judges and self.plain.near(len(sequences)) is None
+        if self.rests or not limit or learns:
             return 0
+        if not self.judges:
+            return self._most if all_or_none else limit
         survivals = [self._acceptance(s).expected(limit) for s in sequences if s.may_draft]
         survivals += [[] for s in sequences if not s.may_draft]
         most = max(num_worth(survivals, self._cost(len(sequences))), default=0)
@@ -337,6 +348,7 @@ class Drafting:
         `typical` ones tell what so many rows cost."""
         if plain:
             self.plain.observe(len(sequences), ms)
+        if plain or not self.judges:
             return
         if rows == len(sequences):  # drafts were made, none verified: neither kind of step
             return
@@ -353,14 +365,18 @@ class Drafting:
             self._begin_rest(sequences)
 
     def _of(self, sequence: SequenceState, most: int) -> list[int]:
-        if most < 1 or not sequence.may_draft:
+        if most < 1 or self.is_off or not sequence.may_draft:
             return []
         self._acceptance(sequence)
         try:
             drafts = self.drafter_of(sequence).propose(sequence.token_ids, most)[:most]
-            known = itertools.takewhile(lambda token: 0 <= token < self._vocab_size, drafts)
-            return self._allow(sequence, list(known))
-        except Exception as error:  # the answer goes on without drafts
+            ids = list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, drafts))
+        except Exception as error:  # answers go on without drafts
+            self.switch_off(error)
+            return []
+        try:
+            return self._allow(sequence, ids)
+        except Exception as error:  # a request's guide does not decide about the others
             sequence.may_draft = False
             self.stats.num_failures += 1
             log.error("drafting is off for request %r: %s", sequence.request.id, error)

@@ -4,6 +4,7 @@ An engine has one home, unless its ranks share layers with data-parallel attenti
 of a tensor group is one, with pages, slots and cached prefixes of its own.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dsv4.cache.geometry import (
 )
 from dsv4.cache.pages import SequencePages, StatePages
 from dsv4.cache.prefix import PrefixCache, Snapshot, StateCopier, Store
+from dsv4.errors import NumericsError
 from dsv4.scheduler.sequence import SequenceState
 
 PAGE_COST = 64  # prompt tokens that a sequence would rather compute than join one more page in use
@@ -164,6 +166,19 @@ def open_homes(
         Home(each, PrefixCache(each, copier, num_snapshots, store, seen))
         for each, copier in zip(pages, copiers, strict=True)
     ]
+
+
+def check_finite(
+    homes: Sequence[Home], sequence: SequenceState, logprob: float
+) -> NumericsError | None:
+    """Why a token does not count: its log-probability is no number. The state behind it has NaN, so
+    all prefixes that the sequence added or started from are dropped."""
+    if math.isfinite(logprob):
+        return None
+    for home in homes:
+        if home.prefix is not None:
+            home.prefix.discard(sequence.keys())
+    return NumericsError()
 
 
 def usable_keys(sequence: SequenceState) -> list[bytes]:

@@ -28,7 +28,8 @@ from dsv4.cache.geometry import (
 )
 from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import Snapshot
-from dsv4.scheduler.home import Home, usable_keys
+from dsv4.errors import NumericsError
+from dsv4.scheduler.home import Home, check_finite, usable_keys
 from dsv4.scheduler.sequence import SequenceState
 from dsv4.scheduler.stalls import StallDetector
 
@@ -114,6 +115,9 @@ class Scheduler:
             return
         self._running.remove(sequence)
         self._home(sequence).close(sequence)
+
+    def check_finite(self, sequence: SequenceState, logprob: float) -> NumericsError | None:
+        return check_finite(self._homes, sequence, logprob)
 
     def next_step(self) -> list[ScheduledTokens]:
         self._num_steps += 1

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class DSparkShape:
@@ -13,6 +11,7 @@ class DSparkShape:
     noise_id: int = 128799  # the token of rows whose own is not known
     targets: tuple[int, ...] = (40, 41, 42)  # backbone blocks whose output they read
     rank: int = 256  # the Markov head's
+    problem: str = ""  # why config.json does not say what the blocks need
 
 
 def head_bytes(vocab_size: int, hidden_size: int) -> int:
@@ -28,7 +27,7 @@ _NAMES = {
 
 
 def read_drafter(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig. Impossible values are refused only when the blocks are built, because
+    """Fields of ModelConfig. Wrong values are refused only where the blocks are used, because
     answers need no drafts."""
     if "dspark_block_size" not in data:
         return {"draft_kind": "mtp"}
@@ -36,12 +35,16 @@ def read_drafter(data: Mapping[str, Any]) -> dict[str, Any]:
     for field, name in _NAMES.items():
         if name in data:
             if type(data[name]) is not int:
-                raise ConfigError(f"{name} is {str(data[name])[:40]}, expected an integer")
+                return _unusable(f"{name} is {data[name]!r:.40}, expected an integer")
             found[field] = data[name]
     targets = data.get("dspark_target_layer_ids", [])
     if not isinstance(targets, list) or not all(type(item) is int for item in targets):
-        said = str(targets)[:80]
-        raise ConfigError(f"dspark_target_layer_ids is {said}, expected a list of integers")
+        what = f"{targets!r:.80}, expected a list of integers"
+        return _unusable(f"dspark_target_layer_ids is {what}")
     if targets:
         found["targets"] = tuple(targets)
     return {"draft_kind": "dspark", "dspark": DSparkShape(**found)}
+
+
+def _unusable(problem: str) -> dict[str, Any]:
+    return {"draft_kind": "dspark", "dspark": DSparkShape(problem=problem)}

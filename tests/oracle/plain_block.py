@@ -5,7 +5,10 @@ over streams, heads and experts where the engine has tiles and fusions.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,10 +24,49 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return row if weight is None else row * weight
 
 
+def rates(c: ModelConfig, theta: float) -> list[float]:
+    """How far each pair of channels turns from one position to the next: theta^(-2k/d)."""
+    return [theta ** (-2 * k / c.rope_head_dim) for k in range(c.rope_head_dim // 2)]
+
+
+PLAIN_RATES = rates
+
+
+def yarn_rates(c: ModelConfig, theta: float) -> list[float]:
+    """Those of compressed layers: pairs that turn around less than `beta_slow` times over the
+    original length are slowed down by `yarn_factor`, those of `beta_fast` times and more are not,
+    and in between a share is. Wrong for draft blocks."""
+
+    def pair(turns: float) -> float:
+        """The pair that turns around so often: theta^(-2k/d) = 2 pi turns / length."""
+        ratio = c.yarn_original_len / (2 * math.pi * turns)
+        return c.rope_head_dim / 2 * math.log(ratio) / math.log(theta)
+
+    low, high = max(math.floor(pair(c.yarn_beta_fast)), 0), math.ceil(pair(c.yarn_beta_slow))
+    slowed = [min(max((k - low) / (high - low), 0), 1) for k in range(c.rope_head_dim // 2)]
+    every = zip(PLAIN_RATES(c, theta), slowed, strict=True)
+    return [rate * (1 - share + share / c.yarn_factor) for rate, share in every]
+
+
+ROPES = ("theta of compressed layers", "YaRN alone", "rope of compressed layers")
+
+
+@contextmanager
+def wrong_rope(variant: str, c: ModelConfig) -> Iterator[ModelConfig]:
+    """The config to use, while blocks turn as a variant of ROPES says; others change nothing."""
+    if variant in ("theta of compressed layers", "rope of compressed layers"):
+        c = replace(c, rope_theta=c.compress_rope_theta)
+    if variant in ("YaRN alone", "rope of compressed layers"):
+        with patch(f"{__name__}.rates", yarn_rates):
+            yield c
+    else:
+        yield c
+
+
 def turn(x: Tensor, position: float, c: ModelConfig, theta: float, sign: int = 1) -> Tensor:
-    """The last channels as complex numbers, times exp(i sign position theta^(-2k/d))."""
+    """The last channels as complex numbers, times exp(i sign position rate)."""
     pairs = c.rope_head_dim // 2
-    angle = torch.tensor([position * theta ** (-2 * k / c.rope_head_dim) for k in range(pairs)])
+    angle = torch.tensor([position * rate for rate in rates(c, theta)])
     tail = torch.view_as_complex(x[..., -2 * pairs :].double().unflatten(-1, (pairs, 2)).clone())
     turned = torch.view_as_real(tail * torch.exp(1j * sign * angle.double())).flatten(-2)
     return torch.cat((x[..., : -2 * pairs], turned.float()), -1)

@@ -1,7 +1,6 @@
 """DSpark against the mathematics in fp32; mistakes that others made would be seen."""
 
 import random
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -9,11 +8,20 @@ import torch
 from torch import Tensor
 
 from dsv4.checkpoint.names import draft_parameters
+from dsv4.config import ModelConfig
 from dsv4.model.draft import DSpark
 from dsv4.testing import _random_tensor, random_weights, small_config
 from dsv4.util.draft_shape import DSparkShape
 from tests.oracle.drafts import difference, engine_drafts
-from tests.oracle.plain_block import backbone, block, head_mix, norm, window_key
+from tests.oracle.plain_block import (
+    ROPES,
+    backbone,
+    block,
+    head_mix,
+    norm,
+    window_key,
+    wrong_rope,
+)
 
 SHAPE = DSparkShape(block=5, noise_id=90, targets=(0, 2, 1), rank=8)
 CONFIG = small_config(
@@ -38,8 +46,8 @@ def outputs() -> list[Tensor]:
     return backbone(W, IDS[:LENGTH], CONFIG)
 
 
-def context_keys(outputs: list[Tensor], variant: str) -> list[list[Tensor]]:
-    """Of each stage, those that a block behind the last token sees."""
+def context_keys(outputs: list[Tensor], variant: str, c: ModelConfig) -> list[list[Tensor]]:
+    """Of each stage, those that a block behind the last token sees; `c` says how they turn."""
     after = 0 if variant == "inputs of the blocks" else 1
     taps = torch.cat([outputs[t + after].mean(1) for t in SHAPE.targets], 1)
     z = norm(taps @ W["mtp.0.main_proj.weight"].T, W["mtp.0.main_norm.weight"], CONFIG.rms_norm_eps)
@@ -47,7 +55,7 @@ def context_keys(outputs: list[Tensor], variant: str) -> list[list[Tensor]]:
     first += {"a key too few": 1, "a key too many": -1}.get(variant, 0)
     late = variant == "keys a position too far"
     return [
-        [window_key(W, f"mtp.{i}.", z[p], p + late, CONFIG) for p in range(first, LENGTH)]
+        [window_key(W, f"mtp.{i}.", z[p], p + late, c) for p in range(first, LENGTH)]
         for i in range(3)
     ]
 
@@ -55,9 +63,6 @@ def context_keys(outputs: list[Tensor], variant: str) -> list[list[Tensor]]:
 def truth(outputs: list[Tensor], drafts: list[int], variant: str = "") -> list[Tensor]:
     """Logits that each draft is drawn from, and the chances, all given the drafts before."""
     c, rows = CONFIG, 7 if variant == "seven rows" else SHAPE.block
-    if variant == "rope of compressed layers":
-        c = replace(c, rope_theta=c.compress_rope_theta)
-    keys = context_keys(outputs, variant)
     ids = [IDS[LENGTH], *[SHAPE.noise_id] * (rows - 1)]
     streams = W["embed.weight"][ids].unsqueeze(1).expand(-1, c.hc_mult, -1)
     positions = [LENGTH + j + (variant == "rows a position too far") for j in range(rows)]
@@ -67,10 +72,13 @@ def truth(outputs: list[Tensor], drafts: list[int], variant: str = "") -> list[T
     def visible(row: int) -> range:
         return range(row + 1 if variant == "causal" else rows)
 
-    for i in range(3):
-        streams = block(
-            W, f"mtp.{i}.", streams, positions, c, visible, keys[i], hashed=hashed, back=back
-        )
+    with wrong_rope(variant, c) as turned:
+        keys = context_keys(outputs, variant, turned)
+        for i in range(3):
+            streams = block(
+                W, f"mtp.{i}.", streams, positions, turned, visible, keys[i], hashed=hashed,
+                back=back,
+            )  # fmt: skip
     hidden = head_mix(W, "mtp.2.", streams, c)
     normed = norm(hidden, W["mtp.2.norm.weight"], c.rms_norm_eps)
     base = normed @ W["head.weight"].T
@@ -121,7 +129,7 @@ def test_drafts_do_not_depend_on_chunks(drafted: tuple[list[int], list[Tensor]])
     "variant",
     ["inputs of the blocks", "a key too few", "a key too many", "keys a position too far",
      "rows a position too far", "turned back at the last row", "causal", "seven rows", "hashed",
-     "rope of compressed layers", "no bias from the newest token", "chances of normed rows"],
+     *ROPES, "no bias from the newest token", "chances of normed rows"],
 )  # fmt: skip
 def test_wrong_variants_are_far_off(
     variant: str, outputs: list[Tensor], drafted: tuple[list[int], list[Tensor]]

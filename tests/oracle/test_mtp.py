@@ -5,7 +5,6 @@ had are computed in the same way and must be far off.
 """
 
 import random
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +13,21 @@ from torch import Tensor
 
 from dsv4.checkpoint.names import draft_parameters
 from dsv4.config import ModelConfig
+from dsv4.model.attention import layer_frequencies
 from dsv4.model.draft import MtpBlock
 from dsv4.testing import _random_tensor, random_weights, small_config
 from tests.oracle.drafts import difference, engine_drafts
-from tests.oracle.plain_block import backbone, block, head_mix, norm, window
+from tests.oracle.plain_block import (
+    ROPES,
+    backbone,
+    block,
+    head_mix,
+    norm,
+    rates,
+    window,
+    wrong_rope,
+    yarn_rates,
+)
 
 CONFIG = small_config(num_layers=2, compress_ratios=(0, 0), num_hash_layers=1, num_draft_layers=1)
 LENGTH, CHAIN = 70, 3
@@ -75,10 +85,9 @@ class Truth:
         positions = [float(position) for position in range(len(tokens))]
         if variant == "a position too far":  # of the newest row, not of its keys
             positions[last] += 1
-        if variant == "rope of compressed layers":
-            c = replace(c, rope_theta=c.compress_rope_theta)
         hashed = w["layers.0.ffn.gate.tid2eid"][tokens] if variant == "hashed" else None
-        return block(w, "mtp.0.", start, positions, c, window(c), wanted=[last], hashed=hashed)
+        with wrong_rope(variant, c) as c:
+            return block(w, "mtp.0.", start, positions, c, window(c), wanted=[last], hashed=hashed)
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -122,12 +131,20 @@ def test_drafts_do_not_depend_on_chunks(drafted: tuple[list[int], list[Tensor]])
         assert difference(logits, drafted[1]) == 0.0
 
 
+def test_the_wrong_rope_is_that_of_compressed_layers() -> None:
+    for config in (CONFIG, ModelConfig()):
+        wrong = torch.tensor(yarn_rates(config, config.compress_rope_theta))
+        right = torch.tensor(rates(config, config.rope_theta))
+        assert (wrong / layer_frequencies(config, 4) - 1).abs().max() < 1e-5
+        assert (right / layer_frequencies(config, 0) - 1).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     "variant",
     [
         "streams collapsed first",
         "e and h swapped",
-        "rope of compressed layers",
+        *ROPES,
         "a position too far",
         "hashed",
     ],

@@ -94,14 +94,14 @@ def routing_without_bias(runner: Runner) -> object:
 
 @contextmanager
 def _replace_reference(op: object, wrong: object) -> Iterator[None]:
-    right, on_cpu = op.reference, op.on_cpu  # type: ignore[attr-defined]
+    right, faster = op.reference, op.cpu_function  # type: ignore[attr-defined]
     object.__setattr__(op, "reference", wrong)
-    object.__setattr__(op, "on_cpu", None)
+    object.__setattr__(op, "cpu_function", None)
     try:
         yield
     finally:
         object.__setattr__(op, "reference", right)
-        object.__setattr__(op, "on_cpu", on_cpu)
+        object.__setattr__(op, "cpu_function", faster)
 
 
 def known(name: str) -> Callable[[Runner], Any]:

@@ -13,7 +13,7 @@ ten million, which is what fp32 rounds off anyway. Against transformers, the sco
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,8 @@ class ChoiceObserver:
         raise NotImplementedError
 
     def __call__(self, op: Op, arguments: Arguments, run: Any) -> Any:
-        for value in (arguments, *map(as_dict, arguments.values())):
-            self.batch = value.get("batch", self.batch)
+        for value in arguments.values():
+            self.batch = getattr(value, "batch", self.batch)
         if op.name == "index_scores":
             self.layer += 1  # `index_select` is skipped where no entry exists yet
         if op.name == "index_select":
@@ -86,10 +86,6 @@ class ChoiceObserver:
             by = replace(by, bias=None, table=table)
             return op.reference(x=arguments["x"], token_ids=rows, by=by)
         return run()
-
-
-def as_dict(value: Any) -> dict[str, Any]:
-    return vars(value) if is_dataclass(value) else {}
 
 
 def as_mask(indices: Tensor, width: int) -> Tensor:

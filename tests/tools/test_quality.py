@@ -11,7 +11,10 @@ import torch
 from dsv4.chat import Tokenizer
 from dsv4.engine import Engine
 from dsv4.errors import OptionError
+from dsv4.request import SamplingParams
+from dsv4.scheduler.drafts import StepTimes
 from dsv4.tools.quality import measure as quality
+from dsv4.tools.quality.drafts import DraftCounter, SkillDrafts
 from dsv4.tools.quality.measure import (
     Item,
     Score,
@@ -101,6 +104,28 @@ def test_an_untrained_model_knows_nothing(
     assert score.wrong
     assert str(score) == "mixed: 0.0 % of 3"
     assert str(Score("none", 0, 0)) == "none: nan % of 0"
+
+
+def test_drafts_are_counted_by_skill(folder: Path) -> None:
+    """Every draft is verified, also where a step with drafts has been slower than without."""
+    engine = Engine.load(folder, device="cpu", max_context=512, draft="lookup", draft_tokens=3)
+    counter = DraftCounter(engine)
+    params = SamplingParams(max_tokens=24, temperature=0.0, stop_ids=())
+    found = []
+    for prompt in ((5, 6, 7) * 9, tuple(range(20, 60))):
+        assert engine._drafting is not None
+        engine._drafting.plain, engine._drafting.times = StepTimes({1: 1.0}), StepTimes({2: 1e3})
+        answer = engine.generate([prompt], params)[0]
+        found.append(counter.since())
+        assert found[-1].num_tokens == len(answer.token_ids) == 24
+    assert sum(one.num_verified for one in found) == engine.stats().num_verified > 0
+    assert sum(sum(one.by_place) for one in found) == engine.stats().num_accepted
+    assert str(SkillDrafts(10, (6, 2, 0), 16)) == (
+        "2.00 tokens a step; of 10 verified, accepted: first 6, second 2"
+    )
+    assert SkillDrafts(10, (6, 2, 0), 16).tokens_a_step == 2.0
+    with pytest.raises(OptionError, match="draft is 'off', so no drafts can be counted"):
+        DraftCounter(Engine.load(folder, device="cpu", draft="off", max_context=512))
 
 
 def test_retrieval_prompts_have_the_wanted_length(engine: Engine) -> None:

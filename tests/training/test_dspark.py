@@ -7,7 +7,7 @@ import pytest
 from dsv4 import Engine, SamplingParams
 from dsv4.config import EngineConfig
 from dsv4.runner.load import load_model
-from tests.test_drafting import verify_everything
+from tests.models import verify_everything
 from training.dspark import SHAPE, assemble
 
 PROMPTS = ["What is 17 + 25?", "What is the capital of France?"]

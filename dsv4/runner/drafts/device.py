@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.kinds import SwaState
+from dsv4.errors import KernelError
 from dsv4.model.draft import DraftModel, DSpark, MtpBlock
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import DraftTaps
@@ -55,6 +56,8 @@ class PendingDrafts:
     def wait(self) -> dict[int, Drafted]:
         if self.event is not None:
             self.event.synchronize()
+        if (self.token_ids < 0).any():
+            raise KernelError("the draft blocks' logits are no numbers (NaN)")
         chances: list[list[float]] = [[] for _ in self.places]
         if self.chances is not None:
             chances = self.chances.tolist()
@@ -81,7 +84,8 @@ class DeviceDrafter(ABC):
 
         # for each sequence of a step: its last row that counts, and that row's position
         self._rows, self._positions, self._slots = ints(count), ints(count), ints(count)
-        self.drafts = ints(count, num_drafts)
+        self.drafts = ints(count, num_drafts)  # the first is -1 if logits were NaN
+        self._norms = torch.zeros(count, device=device)  # of the logits drawn from last
         self.chances = torch.ones(count, num_drafts, device=device)
 
     def shape(self, count: int, num_drafts: int) -> StepShape:
@@ -150,6 +154,7 @@ class DeviceDrafter(ABC):
             part.index_select(0, places) for part in (self._rows, self._positions, self._slots)
         )
         self._draft(n, shape.width, rows, positions, slots)
+        self.drafts[:n, :1].masked_fill_(self._norms[:n, None].isnan(), -1)  # verifies none
         kept = self._verify.drafts[:, : shape.width]
         kept.index_copy_(0, slots, self.drafts[:n, : shape.width])
 
@@ -177,7 +182,7 @@ class DeviceDrafter(ABC):
         Padding rows get the token of the sequence that they duplicate."""
         settings = self._buffers.sampling(logits.shape[0])
         settings = replace(settings, positions=positions, flags=settings.flags & ~MASK)
-        tokens, _ = sample(logits, settings)
+        tokens, self._norms = sample(logits, settings)
         first = self._buffers.rows[: logits.shape[0]]
         first = torch.where(settings.slots >= 0, first, 0)
         return tokens.clamp(0, logits.shape[1] - 1).index_select(0, first)

@@ -4,24 +4,34 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from dsv4.checkpoint.findings import raise_errors
 from dsv4.checkpoint.manifest import DRAFT
 from dsv4.checkpoint.reader import Checkpoint, open_draft
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.errors import CheckpointError, Dsv4Error
-from dsv4.runner.settings import DRAFT_TOKENS, NOT_BY_ITSELF, Settings
+from dsv4.errors import CheckpointError, ConfigError
+from dsv4.runner.settings import DRAFT_TOKENS, UNTRIED_ON_GPU, Settings
 
 log = logging.getLogger(__name__)
 
 
 def find_draft(
     checkpoint: Checkpoint, folder: Path, config: ModelConfig, choices: EngineConfig, *, gpu: bool
-) -> tuple[Checkpoint | None, Dsv4Error | None]:
-    """The draft blocks if they are asked for, or why they cannot be used."""
+) -> tuple[Checkpoint | None, Exception | None]:
+    """The draft blocks if they are asked for, or why they cannot be used. If they are asked for by
+    name, a lost or broken file and a config.json of the wrong form are errors."""
     kind = config.draft_kind if config.num_draft_layers else ""
-    wanted = (kind,) if gpu and kind == NOT_BY_ITSELF else ("auto", kind)
+    wanted = (kind,) if gpu and kind == UNTRIED_ON_GPU else ("auto", kind)
     if not kind or choices.world > 1 or choices.draft not in wanted:
         return None, None
-    if choices.draft == "auto" and DRAFT not in checkpoint.ignored.values():
+    problem = config.dspark.problem and f"{folder / 'config.json'}: {config.dspark.problem}"
+    if problem and choices.draft == kind:
+        raise ConfigError(f"{problem}, as draft={kind} needs")
+    if problem:
+        return None, ConfigError(problem)
+    lost = checkpoint.manifest.scan.draft_findings
+    if choices.draft == kind:
+        raise_errors(lost, f"{folder}, asked for draft={kind}")
+    elif not lost and DRAFT not in checkpoint.ignored.values():
         return None, CheckpointError(f"config.json names {kind}, but no file has its tensors")
     try:
         return open_draft(folder, config), None
@@ -29,7 +39,7 @@ def find_draft(
         return None, error
 
 
-def without_drafts(settings: Settings, error: Dsv4Error) -> Settings:
+def without_drafts(settings: Settings, error: Exception) -> Settings:
     """Answers do not need drafts: unusable draft blocks are logged and left out."""
     if settings.draft_auto:
         log.warning("drafts come from lookup: %s", error)

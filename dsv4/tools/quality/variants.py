@@ -29,7 +29,7 @@ from dsv4.ops.attention.query import Queries
 from dsv4.ops.fused.block import query_attention
 from dsv4.ops.kv.compress import Compression, compress
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference
-from dsv4.ops.mhc.mix import mhc_update_reference
+from dsv4.ops.mhc.mix import Update, mhc_update_reference
 from dsv4.ops.moe.experts import expert_reference
 
 Broken = AbstractContextManager[Any]
@@ -107,8 +107,8 @@ def no_rope_on_index_keys(model: Transformer) -> Broken:
 
 
 def transposed_mixing(model: Transformer) -> Broken:
-    def wrong(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        return mhc_update_reference(streams, y, post, comb.transpose(1, 2))
+    def wrong(streams: Tensor, update: Update) -> Tensor:
+        return mhc_update_reference(streams, replace(update, comb=update.comb.transpose(1, 2)))
 
     return patch.object(mix_module, "mhc_update_reference", wrong)
 
