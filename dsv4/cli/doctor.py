@@ -64,7 +64,7 @@ def doctor(
 ) -> None:
     """Find the operation that is wrong; exit code 1 if there is one.
 
-    Exit code 0 means that none of those checked is wrong.
+    Exit code 0: every checked op is correct.
 
     Examples: dsv4 doctor; dsv4 doctor ./model --save bug; dsv4 doctor replay bug
     """
@@ -114,7 +114,8 @@ def _examine_ranks(
 
 def _print_ranks(found: "ParallelReport", console: Console) -> None:
     dp = ", attention dp" if found.attention == "dp" else ""
-    console.print(f"tp {found.tp}, pp {found.pp}{dp} on {found.device}")
+    where = f"tp {found.tp}, pp {found.pp}{dp} on {found.device}"
+    console.print(f"{where}, {escape(found.model)}", soft_wrap=True)
     table = Table("bytes", "gather us", "GB/s", "to the next stage us", "GB/s")
     for row in found.exchanges:
         cells = []

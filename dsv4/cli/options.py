@@ -69,7 +69,8 @@ def field_options(
         option = typer.Option(
             item.default, *names, help=item.metadata["help"], rich_help_panel=panel
         )
-        kind = str if item.default == "auto" else item.type  # a number or auto: parsed below
+        is_text = isinstance(item.default, str)  # the config checks choices; numbers: see below
+        kind = str if is_text else item.type
         added.append(
             inspect.Parameter(
                 item.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind

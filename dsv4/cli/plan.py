@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -60,23 +61,22 @@ def plan(
     With several GPUs: the layouts that fit, their predicted speed, and which one to run. Exit
     code 1 when the engine could not start.
 
-    Example: dsv4 plan flash --users 32 --context 100000 --memory 192, or
+    Examples: dsv4 plan flash --users 32 --context 100000 --memory 192;
     dsv4 plan pro --gpus 16 --nodes 2 --gpu h100
     """
     if users is not None and len(context) > 1:
         raise OptionError(f"found {len(context)} contexts with --users, expected one")
     folder = None if model in SHAPES else model_folder(model)
+    texts: dict[str, Any] = {"kv_format": kv_format, "index_format": index_format}
+    texts |= {"experts": experts, "attention": attention}  # EngineConfig checks them
     choices = EngineConfig(
-        kv_format=kv_format,
-        index_format=index_format,
+        **texts,
         chunk_tokens=chunk_tokens,
         max_sequences=users,
         max_context=context[0] if users is not None and context else None,
         expert_memory=expert_memory,
         tp="auto" if tp is None and pp == 1 else tp or 1,
         pp=pp,
-        experts=experts,
-        attention=attention,
     )
     cluster = Cluster.of(gpu, gpus, nodes, None if memory is None else int(memory * 1e9), link)
     subject = planned_model(model, weights, folder)
@@ -147,8 +147,9 @@ def _print(result: Plan, console: Console) -> None:
         fits.add_row(f"{fit.context:,}", size_text(fit.sequence_bytes), count)
     console.print(fits)
     _print_settings(result.settings, result.state_bytes, "", console)
-    if result.experts is not None:
-        console.print(*lines_of(result.experts), sep="\n", highlight=False)
+    times = result.experts or result.times
+    if times is not None:
+        console.print(*lines_of(times), sep="\n", highlight=False)
     for line in result.advice:
         console.print(f"[yellow]it would not start:[/] {escape(line)}")
 
@@ -207,6 +208,9 @@ def _print_layouts(result: LayoutPlan, console: Console) -> None:
     _print_settings(result.settings, result.state_bytes, " a rank", console)
     if result.settings is None:
         console.print("[yellow]it would not start[/]")
+    else:
+        lines = ["start it:", *result.commands]
+        console.print(*lines, sep="\n  ", highlight=False, soft_wrap=True)
     lines = ["predicted, not run:", *assumptions(cluster)]
     console.print(*lines, sep="\n  ", highlight=False, soft_wrap=True)
 

@@ -16,6 +16,7 @@ from rich.progress import (
 from dsv4.util.sizes import size_text, time_text
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
+RATED_BYTES = 1 << 26  # or a hundredth of all: fewer tell nothing about the rest
 
 
 class ProgressBar:
@@ -69,6 +70,8 @@ def progress_line(title: str, unit: str, done: int, total: int, seconds: float) 
     """ "loading weights: 34 % of 159.61 GB, 1.20 GB/s, 1:28 min left"."""
     rate = done / seconds if seconds > 0 else 0.0
     whole = size_text(total) if unit == "bytes" else f"{total:,} {unit}"
+    if unit == "bytes" and done < min(total / 100, RATED_BYTES):
+        return f"{title}: {100 * done / total:.0f} % of {whole}"
     speed = f"{size_text(rate)}/s" if unit == "bytes" else f"{rate:.3g} {unit}/s"
     left = f", {time_text((total - done) / rate)} left" if rate else ""
     return f"{title}: {100 * done / total:.0f} % of {whole}, {speed}{left}"

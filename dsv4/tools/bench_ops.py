@@ -27,6 +27,7 @@ from dsv4.ops.core.gpu import describe
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.grouped_linear import grouped_linear
 from dsv4.ops.gemm.linear import linear_multi
+from dsv4.ops.gemm.weights.a8 import A8Mxfp4, padded_rows
 from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
 from dsv4.ops.moe.experts import Experts, experts_ffn
 from dsv4.ops.moe.router import Gate, router
@@ -101,6 +102,17 @@ def random_fp4(
     factor = torch.full((*lead, 1), 2.0**-6 if mx else 0.02, device=device)
     kind = TiledMxfp4 if mx else TiledNvfp4
     return kind(words, bytes_.view(torch.int16), factor, rows, columns, paired)
+
+
+def random_a8_mxfp4(
+    rows: int, columns: int, count: int, paired: bool, device: torch.device | str = "cuda"
+) -> A8Mxfp4:
+    """Experts as sm_90 multiplies them with FP8 rows."""
+    grid = (count, padded_rows(rows, paired) // 64, ceil(columns / 128), 64)
+    words = torch.randint(-(2**31), 2**31 - 1, (*grid, 16), dtype=torch.int32, device=device)
+    shifts = torch.randint(0, 6, (*grid, 4), dtype=torch.uint8, device=device).view(torch.int32)
+    factor = torch.full((count,), 2.0**-12, device=device)
+    return A8Mxfp4(words, shifts[..., 0].contiguous(), factor, rows, columns, paired)
 
 
 def _rotate(num_bytes: float) -> int:

@@ -18,7 +18,7 @@ from dsv4.runner.experts.budget import check_host_memory
 from dsv4.runner.experts.choose_memory import ExpertChoice, WeightBytes, choose_experts
 from dsv4.runner.ranks.cluster import Cluster, gpu_rates
 from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
-from dsv4.tools.plan_experts import ExpertPlan, plan_experts
+from dsv4.tools.plan_experts import ExpertPlan, ResidentTimes, plan_experts, resident_times
 from dsv4.tools.plan_weights import Scheme, parameter_bytes, scheme_named, weight_bytes
 from dsv4.util.draft_shape import head_bytes
 from dsv4.util.sizes import size_text
@@ -52,6 +52,7 @@ class Plan:
     fits: list[Fit]
     advice: list[str]
     experts: ExpertPlan | None = None  # where they do not all fit
+    times: ResidentTimes | None = None  # where they do
 
     @property
     def possible(self) -> bool:
@@ -99,7 +100,8 @@ def planned_model(model: str, weights: str | None, folder: Path | None = None) -
     routed = (s for s in manifest.sources.values() if s.parameter.group == "routed experts")
     formats = frozenset(source.format for source in routed)
     blocks = build_manifest(folder, config, LAYOUTS.values(), is_draft=True)
-    whole = config.num_draft_layers > 0 and not any(f.level == "error" for f in blocks.findings)
+    has_draft = config.num_draft_layers > 0 and not config.dspark.problem
+    whole = has_draft and not any(f.level == "error" for f in blocks.findings)
     copied = head_bytes(config.vocab_size, config.hidden_size)
     draft = sum((s.gpu_bytes for s in blocks.sources.values()), copied) if whole else 0
     return PlannedModel(model, config, layout, groups, on_disk, nbytes, formats, draft)
@@ -116,7 +118,7 @@ def make_plan(
     zipf: float = 1.0,
 ) -> Plan:
     """The plan of an engine with these choices on a GPU with this much free memory.
-    If experts do not all fit, times are predicted from the rates of `gpu` and Zipf routing with
+    Times are predicted from the rates of `gpu` and, if experts do not all fit, Zipf routing with
     exponent `zipf`; `host_bytes`: free host memory, None: enough."""
     if not 10**9 <= gpu_bytes <= 10**13:
         raise OptionError(f"memory is {size_text(gpu_bytes)}, expected 1 to 10000 GB")
@@ -130,20 +132,16 @@ def make_plan(
     assert roomy is not None
     geometry = roomy.geometry(config)
     choice, refused = _choose(subject, gpu_bytes, choices, host_bytes)
-    settings, experts = choice.settings if choice else None, None
-    groups = dict(subject.groups)
+    settings, experts, groups = choice.settings if choice else None, None, dict(subject.groups)
+    cluster, times = Cluster.of(gpu, 1, memory=gpu_bytes), None
     if choice is not None and choice.budget is not None:
-        cluster = Cluster.of(gpu, 1, memory=gpu_bytes)
         experts = plan_experts(subject.nbytes, config, cluster, choice, zipf)
         groups["routed experts"] = experts.gpu_bytes
-    step = step_bytes(gpu_bytes, config, (settings or roomy).chunk_tokens)
+    elif settings is not None:
+        times = resident_times(subject.nbytes, config, cluster, settings)
+    tokens = (settings or roomy).chunk_tokens
+    step = step_bytes(gpu_bytes, config, tokens, choices.activations)
     free = gpu_bytes - sum(groups.values()) - step
-    fits = []
-    for context in contexts:
-        if context <= config.max_positions:
-            left = free - score_bytes(config, roomy.chunk_tokens, context)
-            most = most_sequences(geometry, context, left)
-            fits.append(Fit(context, geometry.sequence_bytes(context), most))
     return Plan(
         model=subject.name,
         weights=subject.weights,
@@ -160,9 +158,10 @@ def make_plan(
             * geometry.most_pages("window", config.max_positions),
             "compressor rows": geometry.slot_bytes(),
         },
-        fits=fits,
+        fits=_fits(roomy, config, contexts, free),
         advice=[] if settings else refused or _advice(subject, gpu_bytes, choices, roomy),
         experts=experts,
+        times=times,
     )
 
 
@@ -203,8 +202,9 @@ def _choose(
     return found, []
 
 
-def _free(subject: PlannedModel, gpu_bytes: int) -> int:
-    return gpu_bytes - sum(subject.groups.values()) - step_bytes(gpu_bytes, subject.config)
+def _free(subject: PlannedModel, gpu_bytes: int, activations: str) -> int:
+    step = step_bytes(gpu_bytes, subject.config, activations=activations)
+    return gpu_bytes - sum(subject.groups.values()) - step
 
 
 def _settings(choices: EngineConfig, config: ModelConfig, free: int) -> Settings | None:
@@ -213,6 +213,18 @@ def _settings(choices: EngineConfig, config: ModelConfig, free: int) -> Settings
         return resolve(choices, config, has_gpu=True, memory_bytes=free)
     except CapacityError:
         return None
+
+
+def _fits(
+    settings: Settings, config: ModelConfig, contexts: tuple[int, ...], free: int
+) -> list[Fit]:
+    geometry, fits = settings.geometry(config), []
+    for context in contexts:
+        if context <= config.max_positions:
+            left = free - score_bytes(config, settings.chunk_tokens, context)
+            most = most_sequences(geometry, context, left)
+            fits.append(Fit(context, geometry.sequence_bytes(context), most))
+    return fits
 
 
 def _state_bytes(settings: Settings, config: ModelConfig) -> int:
@@ -238,7 +250,7 @@ def _advice(
     """What would let the engine start: each option is tried on its own, limited to what this
     version supports."""
     config, advice = subject.config, []
-    free = _free(subject, gpu_bytes)
+    free = _free(subject, gpu_bytes, choices.activations)
     if free < 0:
         advice.append(
             f"weights and a step alone miss {size_text(-free)}; several GPUs can share them: "
@@ -262,7 +274,8 @@ def _advice(
             advice.append("use fewer sequences and a shorter context")
     for name in ("official", "nvfp4"):
         smaller = with_scheme(subject.name, config, scheme_named(name))
-        if _settings(choices, config, _free(smaller, gpu_bytes)) is not None:
+        left = _free(smaller, gpu_bytes, choices.activations)
+        if _settings(choices, config, left) is not None:
             advice.append(f"use {name} weights ({scheme_named(name).title})")
             break
     return advice
@@ -271,7 +284,9 @@ def _advice(
 def with_scheme(name: str, config: ModelConfig, scheme: Scheme) -> PlannedModel:
     groups, on_disk = weight_bytes(config, scheme), weight_bytes(config, scheme, draft=True)
     total = sum(on_disk.values())
+    draft = total - sum(groups.values())
+    draft += head_bytes(config.vocab_size, config.hidden_size) if draft else 0
     return PlannedModel(
         name, config, scheme.name, groups, total, parameter_bytes(config, scheme),
-        frozenset((scheme.experts,)), total - sum(groups.values()),
+        frozenset((scheme.experts,)), draft,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What experts in host memory cost: predicted times of steps and prompts. No torch.
+"""Predicted times of steps and prompts on one GPU, and what experts in host memory cost. No torch.
 
 A decode step takes its time with all experts on the GPU, plus the time to read the missing ones
 over the bus. A prompt copies all missing experts once per chunk, overlapping its products. Bus
@@ -17,8 +17,17 @@ from dsv4.runner.experts.budget import COPY_GBS, ExpertBudget
 from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.ranks.cluster import PCIE5_GBS, Cluster
 from dsv4.runner.ranks.forecast import WeightSizes, forecast
+from dsv4.runner.settings import Settings
 
 BATCHES, PROMPT = (1, 32), 8192
+
+
+@dataclass(frozen=True)
+class ResidentTimes:
+    """Milliseconds with all experts on the GPU, predicted."""
+
+    step_ms: dict[int, float]  # by sequences per step
+    prompt_ms: float
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,15 @@ class ExpertPlan:
         return asdict(self)
 
 
+def resident_times(
+    nbytes: dict[str, int], config: ModelConfig, cluster: Cluster, settings: Settings
+) -> ResidentTimes:
+    """`nbytes`: of each parameter on a GPU."""
+    geometry = settings.geometry(config)
+    found = forecast(WeightSizes(config, nbytes), cluster, geometry, 1, 1, BATCHES, PROMPT)
+    return ResidentTimes({batch: found.steps[batch].total for batch in BATCHES}, found.prompt_ms)
+
+
 def plan_experts(
     nbytes: dict[str, int],
     config: ModelConfig,
@@ -51,9 +69,8 @@ def plan_experts(
         raise OptionError(f"zipf is {exponent:g}, expected an exponent from 0 to 10")
     budget = choice.budget
     assert budget is not None
-    geometry = choice.settings.geometry(config)
-    found = forecast(WeightSizes(config, nbytes), cluster, geometry, 1, 1, BATCHES, PROMPT)
-    resident = {batch: found.steps[batch].total for batch in BATCHES}
+    found = resident_times(nbytes, config, cluster, choice.settings)
+    resident = found.step_ms
     bus = cluster.gpu.bus_gbs
     steps = {
         name: {
@@ -104,16 +121,25 @@ def visit_chances(experts: int, chosen: int, exponent: float) -> Sequence[float]
     return chances(high)
 
 
-def lines_of(plan: ExpertPlan) -> list[str]:
+def lines_of(plan: ExpertPlan | ResidentTimes) -> list[str]:
     """For the terminal."""
+    if isinstance(plan, ResidentTimes):
+        found = [f"{_step_text(batch)}: {ms:.1f} ms" for batch, ms in plan.step_ms.items()]
+        return [*found, f"{_PROMPT_TEXT}: {plan.prompt_ms:.0f} ms", "times are predicted, not run"]
     found = [str(plan.budget)]
     for batch, resident in plan.all_resident_ms.items():
         times = ", ".join(f"{ms[batch]:.1f} ms ({name})" for name, ms in plan.step_ms.items())
-        what = "a token of one sequence" if batch == 1 else f"a step of {batch} sequences"
-        found.append(f"{what}: {times}; {resident:.1f} ms with all experts on the GPU")
+        found.append(f"{_step_text(batch)}: {times}; {resident:.1f} ms with all experts on the GPU")
     found.append(
-        f"a prompt of {PROMPT:,} tokens: {plan.prompt_ms:.0f} ms; "
+        f"{_PROMPT_TEXT}: {plan.prompt_ms:.0f} ms; "
         f"{plan.all_resident_prompt_ms:.0f} ms with all experts on the GPU"
     )
     found.append(f"times are predicted from {plan.bus_gbs:g} GB/s over the bus")
     return found
+
+
+_PROMPT_TEXT = f"a prompt of {PROMPT:,} tokens"
+
+
+def _step_text(batch: int) -> str:
+    return "a token of one sequence" if batch == 1 else f"a step of {batch} sequences"

@@ -19,6 +19,8 @@ import dsv4.ops.fused.block
 from dsv4.cli import main
 from dsv4.config import EngineConfig
 from dsv4.engine import Engine
+from dsv4.errors import RankError
+from dsv4.request import Output
 from dsv4.testing import random_weights
 from tests.models import fast_config, write_fast_model
 from tests.oracle.reference import Reference, transformers_model
@@ -125,6 +127,21 @@ def test_generate_prints_text_and_stats(cli: Cli, model: Path) -> None:
     assert "tokens/s" in first.message
     assert "first after" in first.message
     assert cli(*arguments).out == first.out
+
+
+def test_generate_ends_with_a_dead_rank(
+    cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = "rank 1 was ended"
+
+    def stream(*arguments: Any) -> Iterator[Output]:
+        yield Output("r", (), "", "error", error=error)
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    assert cli("generate", model, "-p", "Hello", *SMALL).code == 1
+    monkeypatch.setattr(Engine, "failure", RankError(error))
+    result = cli("generate", model, "-p", "Hello", *SMALL)
+    assert (result.code, f"the answer broke off: {error}" in result.message) == (70, True)
 
 
 def test_generate_reads_a_file_and_modes(cli: Cli, model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 
 import dsv4
+from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.cli import app, progress
 from dsv4.cli.chat import COMMANDS, HELP, Terminal, complete
 from dsv4.cli.generate import _prompt_text
@@ -189,7 +191,11 @@ def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1] == "next [part]"
     line = progress_line("scoring", "tokens", 50, 200, 10.0)
     assert line == "scoring: 25 % of 200 tokens, 5 tokens/s, 30 s left"
-    assert progress_line("x", "bytes", 0, 10, 0.0) == "x: 0 % of 10 B, 0 B/s"
+    assert progress_line("x", "bytes", 0, 10, 0.0) == "x: 0 % of 10 B"
+    assert progress_line("x", "bytes", 30, 6_680_000, 10.0) == "x: 0 % of 6.68 MB"  # not 3 B/s
+    assert progress_line("x", "bytes", 70_000, 6_680_000, 1.0).endswith(
+        ", 70.00 kB/s, 1:34 min left"
+    )
 
 
 def test_progress_in_a_terminal_leaves_nothing() -> None:
@@ -250,6 +256,23 @@ def test_warm_up_shows_time_left_in_serve(
 def test_the_plan_names_the_layout(model: str) -> None:
     prepared = prepare(model, EngineConfig.make(device="cpu", max_context=64))
     assert f"of weights ({prepared.checkpoint.layout} layout) on cpu" in str(prepared)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (1, 3)])
+def test_the_plan_names_the_fullest_rank(tp: int, pp: int) -> None:
+    """Any rank of any stage: the last stage has the head, and other kinds of layers."""
+    choices = EngineConfig.make(device="cpu", max_context=4096, max_sequences=2, tp=tp, pp=pp)
+    prepared = prepare("tiny", choices)
+    config, checkpoint = prepared.config, prepared.checkpoint
+    ranks = [replace(prepared.layout, rank=rank) for rank in range(tp * pp)]
+    nbytes = {name: source.nbytes for name, source in checkpoint.sources.items()}
+    weights = [sum(held_parts(config, nbytes, rank).values()) for rank in ranks]
+    geometry = prepared.settings.geometry(config)
+    states = [
+        replace(geometry, layers=rank.layers(config)).state_bytes(4096, 2, None) for rank in ranks
+    ]
+    assert f"(tp {tp}, pp {pp}) on cpu, {size_text(max(weights))} on the fullest; " in str(prepared)
+    assert f"in {size_text(max(states))} of state on the fullest (" in str(prepared)
 
 
 def test_parts_have_a_rate_and_a_time_left() -> None:

@@ -17,8 +17,8 @@ from dsv4 import Engine
 from dsv4.cli import app
 from dsv4.errors import OptionError
 from dsv4.runner.experts.usage import read_profile
-from dsv4.tools.speed.http import engine_flags, replay_http, server_share, serving
-from dsv4.tools.speed.serve import (
+from dsv4.tools.speed.serving.http import engine_flags, replay_http, server_share, serving
+from dsv4.tools.speed.serving.serve import (
     GPU_LENGTHS,
     GPU_LOADS,
     Measured,
@@ -27,8 +27,8 @@ from dsv4.tools.speed.serve import (
     run_alone,
     run_load,
 )
+from dsv4.tools.speed.serving.traffic import Arrival, Load, Stream, Traffic, summarise
 from dsv4.tools.speed.timeline import LANES, picture
-from dsv4.tools.speed.traffic import Arrival, Load, Stream, Traffic, summarise
 from tests.models import write_fast_model, write_quick_model
 
 ROOT = Path(__file__).parents[2]
@@ -221,9 +221,9 @@ def test_the_command_needs_no_server_and_writes_a_record_and_a_picture(
 
 
 def test_a_shape_is_tried_out_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4.tools.speed.serve.CPU_LENGTHS", (5, 9000))
-    monkeypatch.setattr("dsv4.tools.speed.serve.CPU_ALONE_OUTPUT", 2)
-    monkeypatch.setattr("dsv4.tools.speed.serve.CPU_LOADS", (Load(0, 2, 5, 2, odd=True),))
+    monkeypatch.setattr("dsv4.tools.speed.serving.serve.CPU_LENGTHS", (5, 9000))
+    monkeypatch.setattr("dsv4.tools.speed.serving.serve.CPU_ALONE_OUTPUT", 2)
+    monkeypatch.setattr("dsv4.tools.speed.serving.serve.CPU_LOADS", (Load(0, 2, 5, 2, odd=True),))
     command = ["bench", "serve", "--shape", "trial", "--layers", "3", "--device", "cpu", "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -2,6 +2,7 @@
 every cluster that people use."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,18 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
 from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.ranks.choose_layout import recommend
+from dsv4.runner.ranks.choose_layout import recommend, stage_memory
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.exchange_times import received_bytes
 from dsv4.runner.ranks.forecast import ERROR, READ_SHARE, WeightSizes, forecast, layouts, visited
+from dsv4.runner.settings import a8_bytes
 from dsv4.testing import small_config
 from dsv4.tools.plan import planned_model
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
-from dsv4.tools.speed.layouts import RECORDS, LayoutPlan, measured, plan_layouts
+from dsv4.tools.speed.layouts import LayoutPlan, assumptions, measured, plan_layouts
 
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "records"
 FLASH, PRO = ModelConfig.builtin("flash"), ModelConfig.builtin("pro")
 
 
@@ -37,8 +41,24 @@ FLASH, PRO = ModelConfig.builtin("flash"), ModelConfig.builtin("pro")
 def test_bytes_that_a_rank_receives_in_a_layer(
     config: ModelConfig, tp: int, rows: int, megabytes: float
 ) -> None:
-    found = received_bytes(config, RankLayout(tp), rows) / 1e6
+    found = received_bytes(config, RankLayout(tp), rows, "symmetric") / 1e6
     assert found == pytest.approx(megabytes, rel=0.015, abs=0.005)
+
+
+def test_nccl_moves_all_pairs_from_every_rank() -> None:
+    """By hand for Flash, as `model/exchange.py` gathers them: six pairs of 4,096 fp32 from each
+    of the other ranks, for all rows or for a rank's own; split experts have none."""
+    pairs, ranges, row, groups = 6 * 4096 * 4, 8 * 4096 * 4, 4096 * 2, 8 * 1024 * 2
+    few = received_bytes(FLASH, RankLayout(8), 1, "nccl")
+    assert few == pytest.approx(ranges * 7 / 8 + 7 * pairs)
+    many = received_bytes(FLASH, RankLayout(4), 8192, "nccl")
+    assert many == pytest.approx(8192 * (2 * row * 3 / 4 + (groups / 4 + pairs) / 4 * 3))
+    homes = RankLayout(4, data_attention=True)
+    assert received_bytes(FLASH, homes, 1, "nccl") == pytest.approx((row + pairs) * 3 / 4)
+    split = RankLayout(8, split_experts=True)
+    for rows in (1, 8192):
+        found = [received_bytes(FLASH, split, rows, comm) for comm in ("nccl", "symmetric")]
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("tp", "experts"), [(1, 6), (2, 3.94), (4, 2.78), (8, 2.15)])
@@ -116,8 +136,8 @@ SETUPS = [
     ("flash", "b200", 8, 1, {(8, 1)}),
     ("flash", "b200", 4, 1, {(4, 1)}),
     ("pro", "b200", 8, 1, {(8, 1)}),
-    ("flash", "rtx-pro-6000", 2, 1, {(2, 1), (1, 2)}),
-    ("flash", "rtx-pro-6000", 4, 1, {(4, 1), (2, 2)}),
+    ("flash", "rtx-pro-6000", 2, 1, {(1, 2)}),
+    ("flash", "rtx-pro-6000", 4, 1, {(2, 2)}),
     ("flash", "spark", 2, 2, {(2, 1), (1, 2)}),
     ("pro", "h100", 16, 2, {(8, 2)}),
     ("pro", "h20", 16, 2, {(8, 2)}),
@@ -142,6 +162,40 @@ def test_every_setup_gets_a_layout(
     best = next(f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended)
     assert best.kv_tokens > 100_000
     assert ("router" in plan.reason) == (gpus == 32)  # more than one engine
+    assert len(plan.commands) == (nodes if gpus != 32 else 1)
+
+
+def test_the_commands_of_a_layout() -> None:
+    two = plan_of("pro", "h100", 16, 2)
+    assert two.commands == [
+        "dsv4 serve MODEL --tp 8 --pp 2 --nodes 2 --head HOST:PORT",
+        "dsv4 join HOST:PORT --node 1",
+    ]
+    assert two.to_json()["commands"] == two.commands
+    assert plan_of("flash", "h200", 2).commands == ["dsv4 serve MODEL --tp 2"]
+    homes = plan_of("flash", "h200", 8, tp=8, attention="dp")
+    assert homes.commands == ["dsv4 serve MODEL --tp 8 --attention dp"]
+
+
+def test_forecasts_use_the_back_end_of_the_engine() -> None:
+    """NCCL between nodes and on cards that cannot write to each other; stores elsewhere, also
+    in an engine that one of several nodes runs alone."""
+    one, two = RankLayout(8), RankLayout(8, 2, 0, (range(30), range(30, 61)))
+    h100 = Cluster.of("h100", 16, 2)
+    assert (h100.comm(one.world), h100.comm(two.world)) == ("symmetric", "nccl")
+    assert Cluster.of("rtx-pro-6000", 8).comm(one.world) == "nccl"
+    assert Cluster.of("h200", 8).comm(one.world) == "symmetric"
+    assert Cluster.of("h200", 8, link="200g").comm(one.world) == "nccl"
+    stored, over_nccl = h100.link.fixed_us("symmetric"), h100.link.fixed_us("nccl")
+    assert (stored, over_nccl) == (4.0, 12.0)
+    by = {(f.tp, f.pp): f for f in plan_of("pro", "h100", 16, 2).forecasts}
+    assert by[8, 2].layer_mb[8192] == received_bytes(PRO, two, 8192, "nccl") / 1e6
+    for gpu, text in (
+        ("h200", "nvlink: 360 GB/s, 4 us an exchange by stores into peers' memory (assumed: every"),
+        ("rtx-pro-6000", "pcie: 45 GB/s, 20 us an exchange by NCCL (assumed: PCIe 5 x16, no GPU"),
+    ):
+        assert any(line.startswith(text) for line in assumptions(Cluster.of(gpu, 2)))
+    assert "; NCCL, between nodes, takes 12" in assumptions(h100)[2]
 
 
 def test_stages_hold_the_model_between_them() -> None:
@@ -160,6 +214,23 @@ def test_stages_hold_the_model_between_them() -> None:
     assert sum(stage.token_bytes for stage in plan.stages) == pytest.approx(
         sum(one.bytes_per_token(pool) for pool in ("csa", "hca"))
     )
+
+
+def test_rows_of_a8_are_kept_free_on_every_rank() -> None:
+    """On GPUs so small that a step needs more than its share of them."""
+    cluster, more = Cluster.of("h200", 8, memory=48 * 10**9), 2048 * a8_bytes(FLASH)
+    asked = [EngineConfig(activations=width) for width in ("a16", "a8")]
+    plain, wide = (plan_layouts(planned_model("flash", None), cluster, each) for each in asked)
+    for one, other in zip(plain.stages, wide.stages, strict=True):
+        assert other.step_bytes - one.step_bytes == more
+        assert one.free_bytes - other.free_bytes == more
+    for before, after in zip(plain.forecasts, wide.forecasts, strict=True):
+        for few, many in zip(before.stages, after.stages, strict=True):
+            assert few.free_bytes - many.free_bytes == more
+    assert sum(n[131072] for n in wide.fits) < sum(n[131072] for n in plain.fits)
+    sizes = WeightSizes(FLASH, parameter_bytes(FLASH, scheme_named("official")))
+    room = [stage_memory(sizes, sizes.layout(8, 1), cluster, each)[0][1] for each in asked]
+    assert room[0] - room[1] == more
 
 
 def test_stages_work_at_the_same_time() -> None:
@@ -285,12 +356,24 @@ def test_what_does_not_fit_says_so() -> None:
         Cluster.of("h300", 2)
 
 
-def test_records_of_layouts(tmp_path: Path) -> None:
-    assert measured("flash", "h200", 8, 1, tmp_path) == "nobody has run this"
+def test_records_of_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `scripts/make_docs.py` writes them and the command reads them."""
+    script = runpy.run_path(str(ROOT / "scripts" / "make_docs.py"))
+    written = tmp_path / "measured.json"
+    monkeypatch.setattr("dsv4.tools.speed.layouts.MEASURED", written)
+    written.write_text(script["measured_layouts"](tmp_path))
+    assert measured("flash", "h200", 8, 1) is None
     row = {"what": "parallel", "shape": "flash", "tp": 8, "pp": 1, "batch": 1, "ms": 3.0}
-    (tmp_path / "2026-12-01_h200_parallel.jsonl").write_text(json.dumps({"result": row}) + "\n")
-    assert measured("flash", "h200", 8, 1, tmp_path) == "2026-12-01_h200_parallel.jsonl"
-    assert measured("pro", "h200", 8, 1, tmp_path) == "nobody has run this"
+    for day in (2, 1):
+        name = f"2026-12-0{day}_h200_parallel.jsonl"
+        (tmp_path / name).write_text(json.dumps({"result": row}) + "\n")
+    row = {"what": "decode", "shape": "pro", "layers": 4, "full_layers": 61}
+    (tmp_path / "2026-12-01_b200_decode.jsonl").write_text(json.dumps({"result": row}) + "\n")
+    written.write_text(script["measured_layouts"](tmp_path))
+    assert measured("flash", "h200", 8, 1) == "2026-12-02_h200_parallel.jsonl"
+    assert measured("flash", "h200", 8, 1, "dp") is None
+    assert measured("pro", "b200", 1, 1) == "2026-12-01_b200_decode.jsonl (fewer layers)"
+    assert measured("pro", "h200", 8, 1) is None
 
 
 def test_slices_of_a_rank(tmp_path: Path) -> None:
@@ -326,12 +409,12 @@ app.command("other")(lambda: None)
 def test_the_command_predicts() -> None:
     asked = ["parallel", "--predict", "flash", "--tp", "2,8", "--pp", "1,2", "--batch", "1,32"]
     text = CliRunner().invoke(app, asked).stdout
-    for words in ("tp 8, pp 2: ", "predicted, not run", "nvlink: 360 GB/s", "measured: nobody"):
+    for words in ("tp 8, pp 2: ", "predicted, not run", "nvlink: 360 GB/s", "not measured"):
         assert words in text
     given = [*asked, "--exchange-us", "12", "--link-gbs", "100", "--json"]
     found = json.loads(CliRunner().invoke(app, given).stdout)
     assert [(row["tp"], row["pp"]) for row in found["layouts"]] == [(2, 1), (8, 1), (2, 2), (8, 2)]
-    assert "100 GB/s, 12 us" in found["assumptions"][2]
+    assert "100 GB/s, 12 us an exchange by stores" in found["assumptions"][2]
     step = found["layouts"][0]["steps"]["1"]
     assert step["exchange_ms"] > 86 * 0.012  # two exchanges in each of 43 layers
     assert found["layouts"][0]["weight_bytes"] == pytest.approx(80.5e9, rel=0.001)

@@ -5,6 +5,7 @@ import importlib
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,10 +18,19 @@ from dsv4.runner.load import state_memory
 from dsv4.runner.ranks.choose_layout import Devices, choose_layout
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.forecast import WeightSizes
-from dsv4.runner.settings import Settings, resolve, row_bytes, score_bytes, step_bytes
+from dsv4.runner.settings import (
+    Settings,
+    a8_bytes,
+    resolve,
+    row_bytes,
+    score_bytes,
+    step_bytes,
+)
 from dsv4.tools.plan import Plan, make_plan, planned_model
 from dsv4.tools.plan_weights import SCHEMES, num_parameters, num_tensors, weight_bytes
 from dsv4.tools.speed.layouts import plan_layouts
+from dsv4.util.draft_shape import head_bytes
+from dsv4.util.sizes import size_text
 from tests.checkpoint import writers
 
 # spec/checkpoints.md, sections 0 and 2: bytes on disk, draft included unless noted
@@ -146,7 +156,9 @@ def test_the_plan_is_what_the_engine_decides() -> None:
 def test_draft_blocks_are_counted_where_they_run() -> None:
     """With `auto` only if all weights fit beside them."""
     flash = planned_model("flash", None)
-    assert flash.draft_bytes == pytest.approx(3.59e9, rel=0.01)  # experts stay MXFP4
+    copied = head_bytes(flash.config.vocab_size, flash.config.hidden_size)
+    assert copied == 297_861_120  # the head in 4 bits
+    assert flash.draft_bytes - copied == pytest.approx(3.59e9, rel=0.01)  # experts stay MXFP4
     plan = make_plan(flash, 192 * 10**9)
     assert plan.weight_bytes["draft"] == flash.draft_bytes
     assert plan.settings is not None
@@ -182,6 +194,13 @@ def test_advice_names_only_what_this_version_can_do() -> None:
     assert "official weights" in better
     assert make_plan(planned_model("flash", "official"), 192 * 10**9).possible
     assert len(make_plan(planned_model("pro", "bf16"), 150 * 10**9).advice) == 1
+
+
+def test_advice_counts_the_step_that_was_asked_for() -> None:
+    for width in ("a16", "a8"):
+        choices = EngineConfig(activations=width)
+        plan = make_plan(planned_model("flash", "bf16"), 48 * 10**9, choices)
+        assert f"miss {size_text(-plan.free_bytes)};" in plan.advice[0]
 
 
 def test_a_checkpoint_folder(tmp_path) -> None:
@@ -295,6 +314,38 @@ def test_the_plan_knows_what_selecting_keeps(model: str, monkeypatch: pytest.Mon
     assert held["select_kept"] > 10**8
     grown = sizes[1048576] - sizes[131072]
     assert score_bytes(config, chunk, 1048576) == pytest.approx(grown, rel=0.01)
+
+
+def test_the_plan_knows_what_rows_quantised_to_a8_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's widest row, the shared expert's, and a row for each chosen expert."""
+    pytest.importorskip("triton", reason="the kernel's module allocates")
+    kernel = importlib.import_module("dsv4.ops.gemm.a8.fp8_rows_triton")
+    config, tokens = ModelConfig.builtin("flash"), 8192
+    held: dict[str, int] = {}
+
+    def room(device, name, count, dtype) -> torch.Tensor:
+        held[name] = max(held.get(name, 0), count * dtype.itemsize)
+        return torch.empty(count, dtype=dtype, device="meta")
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    monkeypatch.setattr(kernel, "workspace", room)
+    monkeypatch.setattr(kernel, "_a8_rows_kernel", Launch())
+    groups = SimpleNamespace(sorted_pairs=None)
+    inner, hidden, chosen = config.moe_intermediate_size, config.hidden_size, 6
+    with assume(KNOWN[90]):
+        for columns in (hidden, config.q_lora_rank, config.o_groups * config.o_lora_rank):
+            kernel.make_a8_rows(torch.empty(tokens, columns, device="meta"), "a8_rows")
+        h, x = (torch.empty(tokens, n, device="meta") for n in (2 * inner, hidden))
+        kernel.make_a8_rows(h, "a8_shared", limit=10.0)
+        kernel.make_a8_rows(x, "a8_pairs", groups=groups, chosen=chosen, copies=4)
+        z = torch.empty(chosen * tokens, inner, device="meta")
+        kernel.make_a8_rows(z, "a8_pairs", copies=4)
+    assert sum(held.values()) == tokens * a8_bytes(config)
+    wide, narrow = (step_bytes(24 * 10**9, config, tokens, asked) for asked in ("a8", "auto"))
+    assert wide - narrow == tokens * a8_bytes(config)
 
 
 def test_the_plan_knows_what_rows_of_a_step_take() -> None:

@@ -65,6 +65,24 @@ def test_cards_that_hold_all_experts(memory: float) -> None:
     plan = make_plan(planned_model("flash", None), int(memory * GB), ROOMY, gpu="b200")
     assert plan.possible
     assert plan.experts is None
+    assert plan.times is not None
+    assert plan.times.step_ms[1] == pytest.approx(4.2, abs=0.05)  # as docs/one-gpu.md says
+    assert plan.times.prompt_ms == pytest.approx(250, abs=5)
+    lines = [
+        *(
+            "a token of one sequence: 4.2 ms",
+            "a step of 32 sequences: ",
+            "a prompt of 8,192 tokens",
+        ),
+        "times are predicted, not run",
+    ]
+    for line, start in zip(lines_of(plan.times), lines, strict=True):
+        assert line.startswith(start)
+    arguments = ["plan", "flash", "--gpu", "b200", "--memory", str(memory)]
+    shown = CliRunner().invoke(app, [*arguments, "--users", "4", "--context", "131072"])
+    assert lines[0] in shown.output
+    assert shown.exit_code == 0
+    assert make_plan(planned_model("flash", None), 10 * GB, gpu="b200").times is None
 
 
 def test_a_long_context_takes_room_from_experts() -> None:

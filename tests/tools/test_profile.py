@@ -1,5 +1,6 @@
 """`bench decode --timeline` from made-up kernels: no GPU draws here."""
 
+from collections import Counter
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +10,7 @@ from dsv4.cli import app
 from dsv4.tools.speed.profile import (
     KernelSpan,
     LayerTrace,
+    families_of,
     picture,
     split_layers,
     weight_bytes,
@@ -37,7 +39,12 @@ def layer(begin: float) -> list[KernelSpan]:
 
 
 def test_layers_end_with_the_down_projection() -> None:
-    spans = [KernelSpan("_embed_kernel", 0, 2), *layer(3), *layer(120), KernelSpan("_x", 300, 301)]
+    spans = [
+        KernelSpan("_embed_kernel", 0, 2),
+        *layer(3),
+        *layer(120),
+        KernelSpan("_mix_kernel", 300, 301),
+    ]
     layers = split_layers(list(reversed(spans)))
     assert [len(found) for found in layers] == [15, 14]
     assert layers[1][0].begin_us == 120
@@ -55,6 +62,34 @@ def test_every_byte_of_a_layer_is_read_once() -> None:
     three = [span for span in layer(0) if span.begin_us != 16]
     spread = weight_bytes(three, sizes, 7, 0.5)
     assert sum(spread) == pytest.approx(sum(found))
+
+
+A8 = (
+    "few_update_kernel", "_mix_kernel", "_a8_rows_kernel", "_a8_kernel", "_linear_kernel",
+    "_state_kernel", "_a8_rows_kernel", "_a8_prompt_kernel", "_merge_kernel", "few_update_kernel",
+    "_linear_kernel", "_top_k_kernel", "_a8_rows_kernel", "_a8_kernel", "an op of torch",
+    "_group_kernel", "_a8_prompt_kernel", "_a8_rows_kernel", "_a8_prompt_kernel", "_combine_kernel",
+)  # fmt: skip
+
+
+def test_products_after_a_router_are_those_of_experts() -> None:
+    """Kernels of a8 multiply for attention, for the shared expert and for routed ones; many rows
+    also take a product of attention's to the router."""
+    names = ["_embed_kernel", *A8, *A8, "few_update_kernel", "_linear_kernel"]
+    found = families_of(names)
+    assert found[1:21] == found[21:41]
+    assert Counter(found[1:21]) == {
+        "mhc": 3, "linear": 5, "state": 1, "attention": 1, "router": 2, "experts": 7, "other": 1
+    }  # fmt: skip
+    assert found[-2:] == ["mhc", "linear"]  # the head
+    spans = [KernelSpan(name, 10 * place, 10 * place + 8) for place, name in enumerate(names)]
+    first, last = split_layers(spans)
+    assert (len(first), len(last), last[-1].name) == (21, 20, "_combine_kernel")
+    sizes = {f"layers.7.{name}": size for name, size in SIZES.items()}
+    read = dict(zip(range(20), weight_bytes(last, sizes, 7, 0.5), strict=True))
+    assert sum(read.values()) == pytest.approx(sum(weight_bytes(layer(0), sizes, 7, 0.5)))
+    assert read[10] == 2_000
+    assert read[16] == pytest.approx(495_000 / 5)
 
 
 def test_the_picture_says_how_long_memory_idles() -> None:

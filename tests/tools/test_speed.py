@@ -1,6 +1,7 @@
 """`bench decode` and `bench prefill` tried out on a CPU with a tiny shape."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +15,32 @@ from dsv4.checkpoint.names import parameters
 from dsv4.cli import app
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
+from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.request import SamplingParams
+from dsv4.tools.bench_ops import Ceilings
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named, weight_bytes
+from dsv4.tools.speed.expert_memory import PlacedBench
 from dsv4.tools.speed.model import (
     decode_step,
     filled_state,
+    official_weight,
     prefill_flops,
     random_model,
     shape_config,
     start_at,
     step_bytes,
 )
-from dsv4.tools.speed.placed import PlacedBench
 from dsv4.tools.speed.profile import FAMILIES, family_of
-from dsv4.tools.speed.report import picture
-from dsv4.tools.speed.serve import random_engine
+from dsv4.tools.speed.report import picture, position_picture
+from dsv4.tools.speed.serving.serve import random_engine
 from dsv4.tools.speed.steps import StepResult, experts_used
 
 OPS = Path(__file__).parents[2] / "dsv4" / "ops"
 
 
-def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
+def test_decode_and_prefill_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # fixed, and products are slow: more of them raise the floor
+    monkeypatch.setattr("dsv4.tools.speed.steps.cpu_ceilings", lambda: Ceilings(100.0, 0.001))
     record, plot = tmp_path / "record.jsonl", tmp_path / "plot.svg"
     trial = ["--shape", "trial", "--device", "cpu", "--layers", "3", "--record", str(record)]
     command = ["bench", "decode", *trial, "--batch", "1", "--context", "200", "--plot", str(plot)]
@@ -51,10 +57,15 @@ def test_decode_and_prefill_without_a_gpu(tmp_path: Path) -> None:
     assert set(first["layer_us"]) == {"swa", "csa", "hca"}
     assert first["full_ms"] > first["ms"] > 0  # four layers against three
     ElementTree.fromstring(plot.read_text())
-    result = CliRunner().invoke(app, ["bench", "prefill", *trial, "--tokens", "40"])
+    command = ["bench", "prefill", *trial, "--tokens", "40", "--position", "0,150"]
+    result = CliRunner().invoke(app, [*command, "--weights", "a8", "--plot", str(plot)])
     assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in record.read_text().splitlines()]
-    assert rows[2]["result"]["what"] == "prefill"
+    assert "40 tokens after 150, a8" in result.output
+    rows = [json.loads(line)["result"] for line in record.read_text().splitlines()[2:]]
+    assert [(row["what"], row["position"]) for row in rows] == [("prefill", 0), ("prefill", 150)]
+    assert rows[1]["floor_ms"] > rows[0]["floor_ms"] > 0
+    texts = [one.text or "" for one in ElementTree.fromstring(plot.read_text()).iter()]
+    assert any("trial, a8, chunks of 40" in text for text in texts)
 
 
 def test_decode_with_experts_in_host_memory(tmp_path: Path) -> None:
@@ -137,18 +148,45 @@ def test_tokens_of_a_random_model_spread_over_its_experts() -> None:
 
 
 def test_wrong_use() -> None:
+    placed = ["--shape", "trial", "--expert-memory", "auto"]
     for options, says in (
         (["--batch", "1,x"], "expected numbers"),
-        (["--batch", "0"], "above 0"),
+        (["--batch", "0"], "of 1 or more"),
+        (["--weights", "int8"], "expected nvfp4, official, a8"),
         (["--compare", "others"], "transformers"),
         (["--shape", "trial", "--layers", "9"], "layers is 9"),
         (["--width", "1"], "from 2 to 8"),
         (["--routing", "others"], "expected random or same"),
         (["--draft", "mtp"], "like scripted:0.7"),
+        (["--prompt", "40"], "prompt is '40', expected none without --expert-memory"),
+        ([*placed, "--weights", "int8"], "weights is 'int8', expected none with --expert-memory"),
+        ([*placed, "--weights", "a8"], "weights is 'a8', expected none with"),
+        ([*placed, "--timeline", "x.svg"], "timeline is 'x.svg', expected none"),
+        ([*placed, "--compare", "transformers"], "compare is 'transformers', expected none"),
+        ([*placed, "--width", "2"], "width is '2', expected none"),
+        ([*placed, "--draft", "scripted:0.7"], "draft is 'scripted:0.7', expected none"),
     ):
         result = CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *options])
         assert isinstance(result.exception, OptionError), options
         assert says in str(result.exception)
+
+
+def test_a_chunk_ends_within_the_positions_of_the_model() -> None:
+    trial = ["bench", "prefill", "--shape", "trial", "--device", "cpu"]
+    for more in (["--position", "20000"], ["--tokens", "64,4096", "--position", "0,4097"]):
+        result = CliRunner().invoke(app, [*trial, *more])
+        assert isinstance(result.exception, OptionError), more
+        assert "expected at most the 8192 positions of trial" in str(result.exception)
+
+
+def test_a_comparison_has_the_weights_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4.tools.speed.compare.transformers_ms", lambda config, device: 1.0)
+    command = ["bench", "decode", "--shape", "trial", "--device", "cpu", "--weights", "a8"]
+    command += ["--batch", "1", "--context", "99", "--layers", "1", "--compare", "transformers"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    found = re.findall(r"^(decode [a-z]*).* layers, 1 x \d+, (\w+):", result.output, re.M)
+    assert found == [("decode trial", "a8"), ("decode ours", "a8"), ("decode transformers", "bf16")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
@@ -203,6 +241,35 @@ def test_prefill_operations() -> None:
     assert flops / 790e12 * 1e3 == pytest.approx(302, rel=0.1)
 
 
+def test_tokens_before_a_chunk_add_attention_and_scores() -> None:
+    """By hand, where every window is full and selection has all it takes; with a8 the same."""
+    c, tokens, far = shape_config("flash", None), 512, 100_000
+    for a8 in (False, True):
+        near, late = (prefill_flops(c, tokens, far * n, a8=a8) for n in (1, 2))
+        scores = c.num_layers_of("csa") * far / 4 * c.index_num_heads * c.index_head_dim * 2
+        entries = c.num_layers_of("hca") * far / 128 * c.num_heads * c.head_dim * 4
+        assert late - near == pytest.approx(tokens * (scores + entries))
+        assert prefill_flops(c, tokens, a8=a8) < near
+
+
+def test_a8_halves_products_of_the_matrices_that_become_fp8() -> None:
+    """Those that the engine rounds rows for, no others."""
+    c, tokens, half = shape_config("flash", 4), 512, 0.0
+    fp8 = set()
+    for name, parameter in parameters(c).items():
+        weight = official_weight(name, parameter, c, torch.device("meta"), a8=True)
+        if isinstance(weight, A8Fp8 | A8Mxfp4):
+            routed = c.num_experts_per_tok if ".ffn.experts." in name else 1
+            half += tokens * routed * math.prod(parameter.shape[-2:])
+            fp8.add(name.split(".", 2)[2])
+    saved = prefill_flops(c, tokens) - prefill_flops(c, tokens, a8=True)
+    assert saved == pytest.approx(half)
+    assert fp8 == {
+        "attn.wq_a.weight", "attn.wq_b.weight", "attn.wkv.weight", "attn.wo_b.weight",
+        "ffn.experts.w13", "ffn.experts.w2", "ffn.shared_experts.w13", "ffn.shared_experts.w2",
+    }  # fmt: skip
+
+
 def test_picture_marks_floors() -> None:
     result = StepResult(
         "decode", "flash", 36, 1, 4096, 3.0, 0.1, 300.0, 8.9, 2.0, 1.5, 43, 3.4, 500.0,
@@ -212,3 +279,13 @@ def test_picture_marks_floors() -> None:
     text = picture(result)
     assert "900 / 750" in text  # the head is a linear op
     assert "1500 / 800" in text
+
+
+def test_a_picture_has_every_curve() -> None:
+    one = StepResult("prefill", "flash", 36, 1, 512, 3.0, 0.1, 300.0, 8.9, 2.0, 1.5, 43, 3.4, 500.0)
+    sizes = [64 * n for n in range(1, 9)]
+    rows = [replace(one, context=n, position=p) for n in sizes for p in (0, 100_000)]
+    root = ElementTree.fromstring(position_picture(rows))
+    assert sum(each.tag.endswith("polyline") for each in root.iter()) == 8
+    texts = " ".join(each.text or "" for each in root.iter())
+    assert all(f"chunks of {n}" in texts for n in sizes)

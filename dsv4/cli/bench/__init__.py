@@ -125,12 +125,15 @@ def quality(
     lengths: str = typer.Option("2000,8000,16000", help="Tokens to search through; '' for none."),
     variant: str = typer.Option("", help="Break this part of the model on purpose."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on standard output."),
+    record: Path | None = typer.Option(None, help="Write a JSONL record to this file."),
     choices: dict[str, Any] | None = None,
 ) -> None:
-    """Accuracy by skill on held-out prompts, and perplexity.
+    """Accuracy by skill on held-out prompts, and perplexity. With a drafter named (--draft mtp),
+    also how many of its drafts are accepted; every draft is verified, whatever that costs.
 
     Example: dsv4 bench quality --count 20 --lengths 2000 --kv-format fp8
     """
+    from dsv4.tools.quality.drafts import QualityRecord
     from dsv4.tools.quality.measure import Score, measure, num_scores, perplexity, read_items
     from dsv4.tools.quality.variants import broken
 
@@ -144,29 +147,31 @@ def quality(
         raise OptionError(f"skills names {min(unknown)!r}; the model has {', '.join(items)}")
     if skills:
         items = {name: items[name] for name in skills.split(",")}
+    check_writable(files=(record,))
     console = Console(stderr=True)
     engine = load_engine(model, choices or {}, console)
-
+    found = QualityRecord(engine, (choices or {}).get("draft", "auto"))
     total, done = num_scores(items, sizes) + 1, 0  # perplexity comes last
 
     def show(score: Score) -> None:
         nonlocal done
         done += 1
         stage(f"asked {score.skill}", done, total)
+        text = found.add(score)
         if not as_json:
-            sys.stdout.write(f"{score}\n")
+            sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
         for wrong in score.wrong:
             console.print(f"  {wrong}", highlight=False, markup=False)
 
     with broken(engine, variant), StageStatus(console) as stage:
         stage(f"asking up to {count} questions of each skill: {', '.join(items)}", 0, total)
-        scores = measure(engine, items, count, sizes, show)
+        measure(engine, items, count, sizes, show)
         stage("reading held-out stories", done, total)
         surprise = perplexity(engine)
+    if record is not None:
+        found.write(record, surprise)
     if as_json:
-        result = {score.skill: round(score.accuracy, 4) for score in scores}
-        text = {"accuracy": result, "perplexity": surprise, "settings": str(engine.settings)}
-        sys.stdout.write(json.dumps(text) + "\n")
+        sys.stdout.write(json.dumps(found.to_json(surprise)) + "\n")
     else:
         sys.stdout.write(f"perplexity: {surprise:.3f}\n")

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ def parallel(
             "give --predict flash (or pro), or --slices; what this machine's ranks take together "
             "is measured by dsv4 doctor --parallel"
         )
-    batches, choices = numbers("batch", batch), EngineConfig(experts=experts, attention=attention)
+    texts: dict[str, Any] = {"experts": experts, "attention": attention}  # EngineConfig checks them
+    batches, choices = numbers("batch", batch), EngineConfig(**texts)
     if slices:
         tps = numbers("tp", tp)
         _slices(slices, layers, tps, batches, prompt, device, gpu, record, choices)
@@ -75,15 +77,16 @@ def parallel(
     console = Console()
     for line in ("predicted, not run:", *assumptions(cluster)):
         console.print(line, highlight=False, soft_wrap=True)
-    for row in rows:
-        for line in lines_of(row):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in chain.from_iterable(map(lines_of, rows)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _link(link: "Interconnect", exchange_us: float | None, gbs: float | None) -> "Interconnect":
     """A link with what is given instead of what is assumed."""
     if exchange_us is not None:
         link = replace(link, exchange_us=exchange_us, source="as given")
+        if link.store_us is not None:
+            link = replace(link, store_us=exchange_us)
     if gbs is not None:
         link = replace(link, gbs=gbs, source="as given")
     return link
@@ -166,7 +169,7 @@ def row_of(found: Any, model: str, gpu: str, prompt: int) -> dict[str, Any]:
             "layer_mb": round(found.layer_mb[prompt], 1),
             "bound": found.prompt_bound,
         },
-        "measured": measured(model, gpu, found.tp, found.pp, attention=found.attention),
+        "measured": measured(model, gpu, found.tp, found.pp, found.attention),
     }
 
 
@@ -188,4 +191,4 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f"  prompt {p['tokens']:<5} {p['ms']:7.0f} ms = {p['compute_ms']:.0f} compute + "
         f"{p['exchange_ms']:.0f} exchange; {p['layer_mb']:.0f} MB a layer; {p['bound']}"
     )
-    return [*lines, f"  measured: {row['measured']}"]
+    return [*lines, f"  measured: {row['measured']}" if row["measured"] else "  not measured"]

@@ -20,9 +20,9 @@ from dsv4.util.output_paths import check_writable
 
 if TYPE_CHECKING:
     from dsv4.engine import Engine
-    from dsv4.tools.speed.http import Share
-    from dsv4.tools.speed.serve import IdleLatency, Measured, Ready, Warnings
-    from dsv4.tools.speed.traffic import LoadResult
+    from dsv4.tools.speed.serving.http import Share
+    from dsv4.tools.speed.serving.serve import IdleLatency, Measured, Ready, Warnings
+    from dsv4.tools.speed.serving.traffic import LoadResult
 
     Row = Ready | IdleLatency | LoadResult | Warnings | Share
 
@@ -49,9 +49,9 @@ def serve(
 
     Example: dsv4 bench serve --shape flash --record serve.jsonl --plot serve.svg
     """
-    from dsv4.tools.speed.http import bench_http, serving
-    from dsv4.tools.speed.serve import STREAMS, Measured, bench_engine, default_loads
-    from dsv4.tools.speed.traffic import Load
+    from dsv4.tools.speed.serving.http import bench_http, serving
+    from dsv4.tools.speed.serving.serve import STREAMS, Measured, bench_engine, default_loads
+    from dsv4.tools.speed.serving.traffic import Load
 
     if http and shape:
         raise OptionError("--http serves a folder or 'tiny'; leave --shape out")
@@ -96,7 +96,7 @@ def _start(
 ) -> "tuple[Engine, Ready]":
     """Start an engine; this benchmark's own defaults are added to `options`."""
     from dsv4.tools.speed.model import shape_config
-    from dsv4.tools.speed.serve import Ready, random_engine
+    from dsv4.tools.speed.serving.serve import Ready, random_engine
 
     kept = layers or FITTING_LAYERS.get(shape)
     config = shape_config(shape, kept) if shape else ModelConfig.from_folder(model_folder(model))
@@ -149,9 +149,9 @@ class _Report:
 
 def text_of(row: "Row") -> str:
     """A row for the terminal."""
-    from dsv4.tools.speed.http import Share
-    from dsv4.tools.speed.serve import IdleLatency, Ready, Warnings
-    from dsv4.tools.speed.traffic import Load
+    from dsv4.tools.speed.serving.http import Share
+    from dsv4.tools.speed.serving.serve import IdleLatency, Ready, Warnings
+    from dsv4.tools.speed.serving.traffic import Load
 
     if isinstance(row, Ready):
         made = "" if row.weights_s is None else f", weights made in {row.weights_s:g} s"

@@ -23,6 +23,7 @@ from dsv4.errors import OptionError
 from dsv4.formats.quantized import Fp8BlockTensor, Mxfp4Tensor, Nvfp4Tensor, UnpackedTensor
 from dsv4.ops import OPS
 from dsv4.ops.attention.attention import Compressed, Visible
+from dsv4.ops.attention.index import IndexEntries
 from dsv4.ops.core.arguments import copied, leaves
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.ops.core.ragged import Ragged
@@ -32,20 +33,20 @@ from dsv4.ops.gemm.weights.tiled import TiledMxfp4, TiledNvfp4
 from dsv4.ops.kv.compress import Compression, CompressorState
 from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import PagedPool, unpack
-from dsv4.ops.mhc.mix import MixSite
+from dsv4.ops.mhc.mix import MixSite, Update
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.moe.router import Gate
 from dsv4.tools.doctor.check import Evidence
 from dsv4.tools.doctor.compare import difference
 
-VERSION = 2  # 2: typed arguments
+VERSION = 3  # 2: typed arguments; 3: of mHC and of index scores, too
 _FACTS, _TENSORS = "capsule.json", "tensors.safetensors"
 # the only types a capsule may contain besides tensors, numbers, strings and lists
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        Ragged, PagedPool, CompressorState, Compressed, MixSite, WindowKey, Compression, Visible,
-        Gate, Experts,
+        Ragged, PagedPool, CompressorState, Compressed, MixSite, Update, WindowKey, Compression,
+        Visible, IndexEntries, Gate, Experts,
         Nvfp4Tensor, Mxfp4Tensor, Fp8BlockTensor, UnpackedTensor, TiledNvfp4, TiledMxfp4,
         ScaledTensor, A8Fp8, A8Mxfp4,
     )
@@ -210,8 +211,9 @@ def outputs(op: AnyOp, result: Any, arguments: Arguments) -> dict[str, Tensor]:
 def reduced(arguments: Arguments) -> Arguments:
     small = dict(arguments)
     for name, value in arguments.items():
-        if isinstance(value, WindowKey | Compression | Visible):
-            small[name] = replace(value, **reduced(vars(value)))
+        if isinstance(value, WindowKey | Compression | Visible | IndexEntries):
+            own = {item.name: getattr(value, item.name) for item in fields(value)}
+            small[name] = replace(value, **reduced(own))
     if "pool" in small:
         small["pool"], small["table"] = _pages(small["pool"], small["table"])
     if small.get("compressed") is not None:

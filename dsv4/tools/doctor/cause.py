@@ -134,8 +134,8 @@ def _wrong_state(call: OpCall, layer: PlainLayer, taps: Taps) -> Cause | None:
             cause = _stale(held.pool, held.table, numbers, entries, "entry", layer.ratio)
         return cause
     if call.station.name == "index_scores":
-        keys = taps.all("index_keys")
-        return _stale(a["pool"], a["table"], torch.arange(keys.shape[0]), keys, "index key", 4)
+        keys, held = taps.all("index_keys"), a["to"]
+        return _stale(held.pool, held.table, torch.arange(keys.shape[0]), keys, "index key", 4)
     if call.station.op == "compress" and taps.start > 0:
         return _stale_tail(call, layer, taps)
     return None

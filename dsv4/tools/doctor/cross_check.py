@@ -17,8 +17,7 @@ from dsv4.cache.pages import SequencePages
 from dsv4.cache.prefix import PrefixCache, block_keys
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.context import observe
-from dsv4.runner.plan import Key as StepKey
-from dsv4.runner.plan import StepPlan
+from dsv4.runner.plan import GraphKey, StepPlan
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import Settings
 from dsv4.runner.step.shape import StepShape
@@ -197,10 +196,10 @@ class ServedRunner(Runner):
     """
 
     def __init__(self, model: Transformer, settings: Settings) -> None:
-        self._calls: dict[StepKey, list[OpCall]] = {}
+        self._calls: dict[GraphKey, list[OpCall]] = {}
         super().__init__(model, settings)
 
-    def _run_once(self, key: StepKey) -> None:
+    def _run_once(self, key: GraphKey) -> None:
         calls: list[OpCall] = []
         with observe(Tracer(calls.append, keep_state=False)):
             super()._run_once(key)

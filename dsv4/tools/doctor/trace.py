@@ -8,7 +8,7 @@ from dsv4.ops.core.arguments import copied
 from dsv4.ops.core.op import AnyOp, Arguments
 from dsv4.tools.doctor.plain.stations import STATIONS, OpCall
 
-_MUTABLE = ("key", "block", "to", "pool")  # arguments that later calls change
+_MUTABLE = ("key", "block", "to")  # arguments that later calls change
 # the station of a call: by op and the number of its earlier calls in the half-layer
 _Half = dict[str, tuple[str, ...]]
 _ATTENTION: _Half = {

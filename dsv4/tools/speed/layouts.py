@@ -17,7 +17,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import CapacityError, OptionError
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.choose_layout import recommend_for, stage_memory
-from dsv4.runner.ranks.cluster import Cluster
+from dsv4.runner.ranks.cluster import Cluster, Interconnect
 from dsv4.runner.ranks.exchange_times import HANDLED_SHARE, RANK_US, layer_exchange_ms
 from dsv4.runner.ranks.forecast import (
     COMPUTE_SHARE,
@@ -33,7 +33,7 @@ from dsv4.runner.settings import Settings, resolve, score_bytes, step_bytes
 from dsv4.tools.plan import MOST_SEQUENCES, PlannedModel, most_sequences
 
 CONTEXTS = (131072, 1048576)  # for which plan counts sequences
-RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"  # only in a source tree
+MEASURED = Path(__file__).parent / "measured_layouts.json"  # by scripts/make_docs.py
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,12 @@ class LayoutPlan:
     forecasts: list[Forecast]
     recommended: tuple[int, int] | None
     reason: str
-    shown: tuple[int, int]  # the layout that `stages` and `settings` describe
+    shown: tuple[int, int]  # the layout that `stages`, `settings` and `commands` describe
     stages: list[StageLedger]
     settings: Settings | None  # None: the engine would not start
     state_bytes: int  # of a rank of the fullest stage
     fits: list[dict[int, int]]  # by forecast: context -> sequences that fit together
+    commands: list[str]  # to start it: one per node
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "possible": self.settings is not None}
@@ -101,13 +102,9 @@ def plan_layouts(
     found = [forecast(sizes, cluster, geometry, tp, pp, *figures) for tp, pp in wanted]
     best, reason = recommend_for(found, sizes, cluster, choices)
     contexts = (choices.max_context,) if choices.max_context else CONTEXTS
-    fits = [
-        {
-            n: sequences_that_fit(sizes, cluster, geometry, sizes.layout(f.tp, f.pp, choices), n)
-            for n in contexts
-        }
-        for f in found
-    ]
+    each = [sizes.layout(f.tp, f.pp, choices) for f in found]
+    same = sizes, cluster, geometry, choices.activations
+    fits = [{n: sequences_that_fit(*same, one, n) for n in contexts} for one in each]
     least = min(found, key=lambda f: max(stage.weight_bytes for stage in f.stages))
     shown = asked or ((best or least).tp, (best or least).pp)
     layout = sizes.layout(*shown, choices)
@@ -122,20 +119,27 @@ def plan_layouts(
         state = max(replace(held, layers=layers).state_bytes(*limits) for layers, _ in memory)
     except CapacityError as error:
         reason = f"{reason}; {error}" if asked else reason
-    stages = list(_ledger(sizes, cluster, geometry, layout))
+    stages = list(_ledger(*same, layout))
     return LayoutPlan(
         model.name, model.weights, cluster, found, (best.tp, best.pp) if best else None,
         reason, shown, stages, settings, state, fits,
+        serve_commands(*shown, cluster, choices),
     )  # fmt: skip
 
 
 def sequences_that_fit(
-    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout, context: int
+    sizes: WeightSizes,
+    cluster: Cluster,
+    geometry: Geometry,
+    activations: str,
+    layout: RankLayout,
+    context: int,
 ) -> int:
     """How many sequences of this context the fullest stage has room for."""
     most = MOST_SEQUENCES
     scores = score_bytes(sizes.config, geometry.chunk_tokens, context)
-    for stage, (_, _, free) in enumerate(rank_stages(sizes, cluster, layout)):
+    stages = rank_stages(sizes, cluster, layout, activations=activations)
+    for stage, (_, _, free) in enumerate(stages):
         layers = replace(layout, rank=stage * layout.tp).layers(sizes.config)
         held = replace(geometry, layers=layers)
         most = min(most, layout.homes * most_sequences(held, context, free - scores))
@@ -143,10 +147,15 @@ def sequences_that_fit(
 
 
 def _ledger(
-    sizes: WeightSizes, cluster: Cluster, geometry: Geometry, layout: RankLayout
+    sizes: WeightSizes,
+    cluster: Cluster,
+    geometry: Geometry,
+    activations: str,
+    layout: RankLayout,
 ) -> Iterator[StageLedger]:
     config, known = sizes.config, parameters(sizes.config)
-    for stage, (_, exchange, free) in enumerate(rank_stages(sizes, cluster, layout)):
+    stages = rank_stages(sizes, cluster, layout, activations=activations)
+    for stage, (_, exchange, free) in enumerate(stages):
         own = replace(layout, rank=stage * layout.tp)
         layers = own.layers(config)
         part = replace(geometry, layers=layers)
@@ -159,11 +168,30 @@ def _ledger(
             weight_bytes=groups,
             shared_bytes=sum(n for name, n in parts.items() if n < sizes.nbytes[name]),
             exchange_bytes=exchange,
-            step_bytes=step_bytes(cluster.memory, config),
+            step_bytes=step_bytes(cluster.memory, config, activations=activations),
             free_bytes=free,
             token_bytes=sum(part.bytes_per_token(pool) for pool in POOLS),
             sequence_bytes=part.sequence_bytes(0),
         )
+
+
+def serve_commands(tp: int, pp: int, cluster: Cluster, choices: EngineConfig) -> list[str]:
+    """For the first node, and for every other one."""
+    command = f"dsv4 serve MODEL {layout_options(tp, pp, cluster)}".rstrip()
+    for name in ("experts", "attention"):
+        if (given := getattr(choices, name)) != getattr(EngineConfig, name):
+            command += f" --{name} {given}"
+    if tp * pp <= cluster.per_node:
+        return [command]
+    joins = [f"dsv4 join HOST:PORT --node {node}" for node in range(1, cluster.nodes)]
+    return [f"{command} --head HOST:PORT", *joins]
+
+
+def layout_options(tp: int, pp: int, cluster: Cluster) -> str:
+    """Of `serve`; ranks that do not fit one node are on all of them."""
+    nodes = cluster.nodes if tp * pp > cluster.per_node else 1
+    wanted = {"tp": tp, "pp": pp, "nodes": nodes}
+    return " ".join(f"--{name} {n}" for name, n in wanted.items() if n > 1)
 
 
 def exchange_ms(model: str, cluster: Cluster, layout: RankLayout, rows: int) -> float:
@@ -184,11 +212,15 @@ def assumptions(cluster: Cluster) -> list[str]:
         f"a rank of several: {RANK_US:g} us more a layer of 4,096 columns, and exchanged bytes at "
         f"{HANDLED_SHARE * gpu.read_gbs:.0f} GB/s, fitted to slices of one on an H200",
     ]
-    lines += [
-        f"{link.name}: {link.gbs:g} GB/s, {link.exchange_us:g} us an exchange ({link.source})"
-        for link in links.values()
-    ]
-    return lines
+    return lines + [_link_text(link, cluster) for link in links.values()]
+
+
+def _link_text(link: Interconnect, cluster: Cluster) -> str:
+    by = f"{link.exchange_us:g} us an exchange by NCCL"
+    if link.store_us is not None:
+        nccl = f"; NCCL, between nodes, takes {link.exchange_us:g}" if cluster.nodes > 1 else ""
+        by = f"{link.store_us:g} us an exchange by stores into peers' memory{nccl}"
+    return f"{link.name}: {link.gbs:g} GB/s, {by} ({link.source})"
 
 
 def _plain(stage: dict[str, Any]) -> dict[str, Any]:
@@ -196,16 +228,7 @@ def _plain(stage: dict[str, Any]) -> dict[str, Any]:
     return {**stage, "layers": (layers.start, layers.stop)}
 
 
-def measured(
-    model: str, gpu: str, tp: int, pp: int, folder: Path = RECORDS, attention: str = "tp"
-) -> str:
-    """Name of the newest record of a run with this layout."""
-    newest = "nobody has run this"
-    for path in sorted(folder.glob(f"*_{gpu}_*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line).get("result", {})
-            ranks = row.get("tp", 1), row.get("pp", 1), row.get("attention", "tp")
-            is_same = (row.get("shape"), *ranks) == (model, tp, pp, attention)
-            if is_same and row.get("what") in ("decode", "parallel"):
-                newest = path.name + (" (fewer layers)" if "full_layers" in row else "")
-    return newest
+def measured(model: str, gpu: str, tp: int, pp: int, attention: str = "tp") -> str | None:
+    """Name of the newest record of a run with this layout, or None."""
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return {tuple(key): record for *key, record in rows}.get((model, gpu, tp, pp, attention))

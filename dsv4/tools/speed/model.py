@@ -1,4 +1,4 @@
-"""A model with random NVFP4 weights and a state of random entries, generated on the device.
+"""A model with random weights and a state of random entries, generated on the device.
 
 The shapes are those of `flash` or `pro` with fewer layers. Values are finite and ordinary; they
 affect speed only through routing, so the experts that a step really visits are counted.
@@ -6,6 +6,7 @@ affect speed only through routing, so the experts that a step really visits are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -15,17 +16,22 @@ from dsv4.cache.kinds import KINDS, LayerState
 from dsv4.checkpoint.names import Parameter, parameters
 from dsv4.config import ModelConfig
 from dsv4.errors import OptionError
-from dsv4.formats.quantized import Weight
+from dsv4.formats.quantized import Fp8BlockTensor, Weight
+from dsv4.formats.spec import FP8_BLOCK
 from dsv4.model.transformer import Transformer
+from dsv4.ops.gemm.weights.a8 import A8Fp8
 from dsv4.ops.kv.begin_step import NEWEST
 from dsv4.ops.kv.pool import PagedPool
 from dsv4.ops.sample.draft_rows import BLOCK
+from dsv4.runner.activations import GROUPS, UNROUNDED
 from dsv4.runner.buffers import StepBuffers
+from dsv4.runner.forward import forward, sample_tokens, sample_verified
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
-from dsv4.runner.steps import forward, sample_tokens, sample_verified
-from dsv4.tools.bench_ops import random_fp4
+from dsv4.tools.bench_ops import random_a8_mxfp4, random_fp4
+from dsv4.tools.plan_weights import scheme_named
 
+WEIGHTS = ("nvfp4", "official", "a8")  # the last: official weights, rows of FP8 on sm_90
 POOL_BYTES = 3 * 10**8  # per layer: many times the L2 cache; sequences share pages
 
 
@@ -92,12 +98,47 @@ def random_weight(
     return weight
 
 
-def random_model(config: ModelConfig, device: torch.device) -> tuple[Transformer, dict[str, int]]:
-    """The model, and the bytes of each parameter in memory."""
+def random_model(
+    config: ModelConfig, device: torch.device, weights: str = "nvfp4"
+) -> tuple[Transformer, dict[str, int]]:
+    """The model, and the bytes of each parameter in memory; `weights`: one of WEIGHTS."""
     torch.manual_seed(0)
-    table = random_table(config, device)
+    if weights == "nvfp4":
+        table = random_table(config, device)
+    else:
+        table = {
+            name: official_weight(name, parameter, config, device, a8=weights == "a8")
+            for name, parameter in parameters(config).items()
+        }
     sizes = {name: weight.nbytes for name, weight in table.items()}
     return Transformer(config, table, torch.bfloat16), sizes
+
+
+def official_weight(
+    name: str, parameter: Parameter, config: ModelConfig, device: torch.device, *, a8: bool = False
+) -> Weight:
+    """In the format of the official checkpoint. `a8`: for FP8 rows on sm_90, in the matrices
+    where the engine has them; the indexer's input stays as it is."""
+    *lead, rows, columns = (0, *parameter.shape)
+    label = scheme_named("official").format_of(name, parameter)
+    if parameter.kind != "linear" or label not in ("mxfp4", "fp8", "bf16"):
+        return random_weight(name, parameter, config, device)
+    sizes = rows, columns, lead[-1], name.endswith("w13"), device
+    if label == "mxfp4" and a8:
+        return random_a8_mxfp4(*sizes)
+    if label == "mxfp4":
+        weight: Weight = random_fp4(*sizes, mx=True)
+        return weight
+    if label == "bf16":
+        return 0.02 * torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+    codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8, device=device)
+    codes |= torch.randint_like(codes, 0, 2) << 7
+    values = codes.view(torch.float8_e4m3fn)
+    grid = ceil(rows / FP8_BLOCK), ceil(columns / FP8_BLOCK)
+    if a8 and parameter.group in GROUPS and not name.endswith(UNROUNDED):
+        return A8Fp8(values, torch.full(grid, 2.0**-13, device=device))
+    scale = torch.full(grid, 114, dtype=torch.uint8, device=device)  # 2^-13
+    return Fp8BlockTensor(values, scale, FP8_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -239,29 +280,34 @@ def step_bytes(
     return found
 
 
-def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """FLOPs of a prompt from position 0: products with weights, and attention over the average
-    number of visible entries."""
+def prefill_flops(
+    config: ModelConfig, tokens: int, position: int = 0, *, a8: bool = False
+) -> float:
+    """FLOPs of a prompt's tokens from `position` on: products with weights, and attention over the
+    average number of visible entries. `a8`: FP8 products, twice as fast, count half; those of
+    `wo_a`, compressors and the indexer stay as they are."""
     c = config
-    weights = 0.0
+    weights, rate = 0.0, 0.5 if a8 else 1.0
+    middle = position + tokens / 2
     for kind in c.kinds:
-        weights += c.q_lora_rank * (c.hidden_size + c.num_heads * c.head_dim)
-        weights += c.hidden_size * c.head_dim
-        weights += c.o_lora_rank * (c.num_heads * c.head_dim + c.o_groups * c.hidden_size)
+        weights += rate * c.q_lora_rank * (c.hidden_size + c.num_heads * c.head_dim)
+        weights += rate * c.hidden_size * c.head_dim
+        weights += c.o_lora_rank * (c.num_heads * c.head_dim + rate * c.o_groups * c.hidden_size)
         if kind == "hca":
             weights += 2 * c.hidden_size * c.head_dim
         if kind == "csa":
             weights += 4 * c.hidden_size * (c.head_dim + c.index_head_dim)
             weights += c.q_lora_rank * c.index_num_heads * c.index_head_dim
         weights += c.num_experts * c.hidden_size
-        weights += 3 * (c.num_experts_per_tok + 1) * c.hidden_size * c.moe_intermediate_size
+        chosen = c.num_experts_per_tok + 1
+        weights += rate * 3 * chosen * c.hidden_size * c.moe_intermediate_size
     flops = 2.0 * tokens * weights
     for kind in c.kinds:
-        seen = float(min(tokens, c.sliding_window))
+        seen = float(min(position + tokens, c.sliding_window))
         if kind == "hca":
-            seen += tokens / 256
+            seen += middle / 128
         elif kind == "csa":
-            seen += min(tokens / 8, c.index_topk)
-            flops += tokens * tokens / 8 * c.index_num_heads * c.index_head_dim * 2
+            seen += min(middle / 4, c.index_topk)
+            flops += tokens * middle / 4 * c.index_num_heads * c.index_head_dim * 2
         flops += tokens * seen * c.num_heads * c.head_dim * 4
     return flops

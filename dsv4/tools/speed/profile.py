@@ -14,7 +14,7 @@ import torch
 from dsv4.config import LayerKind
 from dsv4.util.sizes import size_text
 
-# kernels grouped into families for the table of shares
+# kernels grouped into families for the table of shares; see also `families_of`
 FAMILIES = {
     "experts": (
         "_up_kernel", "_down_kernel", "_combine_kernel", "_group_kernel", "_count_kernel",
@@ -54,7 +54,7 @@ FAMILIES = {
 
 LEFT, WIDTH, RIGHT = 70, 1000, 90
 HEAD, BAR, RATE, FOOT = 44, 20, 90, 40
-LAST = ("_down_kernel", "down_stream")  # the last kernel of a layer
+UP, DOWN = ("up_stream", "_up_kernel"), ("_down_kernel", "down_stream")
 IDLE = 0.25  # share of the read bandwidth below which memory idles
 COLORS = {
     "experts": "#d9893b", "linear": "#7aa6c2", "mhc": "#8bb174", "attention": "#b07aa1",
@@ -87,13 +87,15 @@ def profile_step(step: Callable[[], object], device: torch.device) -> Profile:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
+    spans = [
+        KernelSpan(event.name, event.time_range.start, event.time_range.end)
+        for event in seen.events()
+        if event.device_type.name == "CUDA" and not event.name.startswith("Mem")
+    ]
+    spans.sort(key=lambda span: span.begin_us)
     shares: dict[str, float] = {}
-    spans: list[KernelSpan] = []
-    for event in seen.events():
-        if event.device_type.name == "CUDA" and not event.name.startswith("Mem"):
-            family, time = family_of(event.name), event.time_range
-            spans.append(KernelSpan(event.name, time.start, time.end))
-            shares[family] = shares.get(family, 0.0) + time.elapsed_us()
+    for span, family in zip(spans, families_of([span.name for span in spans]), strict=True):
+        shares[family] = shares.get(family, 0.0) + span.end_us - span.begin_us
     return Profile(len(spans), dict(sorted(shares.items(), key=lambda item: -item[1])), spans)
 
 
@@ -102,6 +104,20 @@ def family_of(kernel: str) -> str:
         if kernel in names:
             return family
     return "other"
+
+
+def families_of(names: Sequence[str]) -> list[str]:
+    """The family of each kernel of a step, in the order of launches. Some kernels multiply for
+    attention and for experts: products after a router belong to its experts, and a product just
+    before the choice of experts is the router's."""
+    found, routed = [], False
+    for name, after in zip(names, [*names[1:], ""], strict=True):
+        family = family_of(name)
+        if family == "linear" and (routed or after == "_top_k_kernel"):
+            family = "experts" if routed else "router"
+        routed = family == "router" or (routed and family in ("experts", "other"))
+        found.append(family)
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,13 +155,16 @@ class LayerTrace:
 
 
 def split_layers(spans: Sequence[KernelSpan]) -> list[list[KernelSpan]]:
-    """The kernels of each layer; those before the first layer belong to it."""
+    """The kernels of each layer, up to its experts; those before the first layer belong to it."""
+    spans = sorted(spans, key=lambda span: span.begin_us)
     layers: list[list[KernelSpan]] = [[]]
-    for span in sorted(spans, key=lambda span: span.begin_us):
-        layers[-1].append(span)
-        if span.name in LAST:
+    before = ""
+    for span, family in zip(spans, families_of([span.name for span in spans]), strict=True):
+        if before == "experts" and family not in ("experts", "other"):
             layers.append([])
-    return layers[:-1]
+        layers[-1].append(span)
+        before = before if family == "other" else family
+    return layers if before == "experts" else layers[:-1]
 
 
 def weight_bytes(
@@ -153,7 +172,7 @@ def weight_bytes(
 ) -> list[float]:
     """Bytes of weights that each kernel of a layer reads. `sizes`: of all parameters; `visited`:
     the share of experts. Products are told apart by their order; unless there are exactly four,
-    their bytes are spread over their time."""
+    their bytes are spread over their time, and so are those of experts without up and down."""
     prefix = f"layers.{layer}."
     own = {name.removeprefix(prefix): s for name, s in sizes.items() if name.startswith(prefix)}
 
@@ -164,26 +183,36 @@ def weight_bytes(
     order[0] = total("attn.") - sum(order) - total("sink", "norm")
     gate, shared = total("gate.weight"), total("shared_experts.w13")
     up, down = total(".experts.w13") * visited, total(".experts.w2") * visited
-    linear = [span for span in spans if family_of(span.name) == "linear"]
-    whole = sum(span.end_us - span.begin_us for span in linear)
+    families = families_of([span.name for span in spans])
+    linear = [s for s, family in zip(spans, families, strict=True) if family == "linear"]
+    whole, products = _microseconds(linear), list[KernelSpan]()
+    if not any(span.name in DOWN for span in spans):
+        pairs = zip(spans, families, strict=True)
+        products = [s for s, family in pairs if family == "experts" != family_of(s.name)]
     streams = any(span.name == "up_stream" for span in spans)  # the gate reads the shared one's
     found = []
-    for span in spans:
-        family, size = family_of(span.name), 0.0
+    for span, family in zip(spans, families, strict=True):
+        size, us = 0.0, _microseconds([span])
         if family == "linear" and len(linear) == len(order):
             size = order[linear.index(span)]
         elif family == "linear":
-            size = sum(order) * (span.end_us - span.begin_us) / max(whole, 1e-9)
-        elif span.name == "_gate_kernel":
+            size = sum(order) * us / max(whole, 1e-9)
+        elif span in products:
+            size = (up + down + total("shared_experts.")) * us / max(_microseconds(products), 1e-9)
+        elif family == "router" and span.name != "_top_k_kernel":
             size = gate + (shared if streams else 0.0)
-        elif span.name in ("up_stream", "_up_kernel"):
+        elif span.name in UP:
             size = up + (0.0 if streams else shared)
-        elif span.name in LAST:
+        elif span.name in DOWN:
             size = down + total("shared_experts.w2")
         elif family == "mhc" and "update" in span.name:
             size = total("hc_") / 2
         found.append(size)
     return found
+
+
+def _microseconds(spans: Sequence[KernelSpan]) -> float:
+    return sum(span.end_us - span.begin_us for span in spans)
 
 
 def middle_layers(
@@ -223,12 +252,13 @@ def _block(trace: LayerTrace, top: float, scale: float) -> tuple[list[str], floa
         _text(LEFT, top + 32, trace.summary()),
     ]
     ends: list[float] = []  # of the last bar in each row
-    for span in trace.spans:
+    families = families_of([span.name for span in trace.spans])
+    for span, family in zip(trace.spans, families, strict=True):
         row = next((i for i, end in enumerate(ends) if end <= span.begin_us), len(ends))
         ends[row : row + 1] = [span.end_us]
         x, y = LEFT + (span.begin_us - begin) * scale, top + HEAD + row * BAR
         wide = max((span.end_us - span.begin_us) * scale, 0.5)
-        color = COLORS.get(family_of(span.name), "#999")
+        color = COLORS.get(family, "#999")
         parts.append(
             f'<rect x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR - 3}" fill="{color}">'
             f"<title>{escape(span.name)} {span.end_us - span.begin_us:.1f} us</title></rect>"

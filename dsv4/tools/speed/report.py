@@ -4,10 +4,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 
 from dsv4.tools.bench_ops import Ceilings, run_facts
-from dsv4.tools.speed.placed import PlacedModel, PlacedResult
+from dsv4.tools.speed.expert_memory import PlacedModel, PlacedResult
 from dsv4.tools.speed.steps import StepResult
 from dsv4.util.sizes import size_text
 
@@ -18,6 +19,8 @@ def lines_of(result: StepResult) -> list[str]:
     """A few lines for the terminal."""
     r = result
     size = f"{r.context} tokens" if r.what == "prefill" else f"{r.batch} x {r.context}"
+    size += f" after {r.position}" if r.position else ""
+    size += "" if r.weights == "nvfp4" else f", {r.weights}"
     head = (
         f"{r.what} {r.shape} {r.layers} layers, {size}: {r.ms:.3f} ms (spread {r.spread_ms:.3f}), "
         f"floor {r.floor_ms:.3f}, x{r.ratio}, {size_text(r.gb_read * 1e9)} read"
@@ -114,58 +117,74 @@ def placed_line(row: PlacedModel | PlacedResult) -> str:
     )
 
 
-SharePoints = dict[str, list[tuple[float, float]]]  # by routing: resident share, ms a token
+Curves = dict[str, list[tuple[float, float]]]  # by name: (x, y)
+COLORS = ("#b03030", "#2f6f9f", "#555", "#8bb174", "#b07aa1", "#d9893b")
 
 
-def share_points(rows: Sequence[PlacedModel | PlacedResult]) -> SharePoints:
-    found: SharePoints = {}
+def share_points(rows: Sequence[PlacedModel | PlacedResult]) -> Curves:
+    found: Curves = {}
     for row in rows:
         if isinstance(row, PlacedResult) and row.what == "decode" and row.batch == 1:
             found.setdefault(row.routing, []).append((row.resident_share, row.ms))
     return found
 
 
-def share_picture(found: SharePoints) -> str:
+def share_picture(found: Curves) -> str:
     """An SVG: milliseconds per token of one sequence against the share of resident experts."""
-    every = [point for points in found.values() for point in points]
-    least = math.floor(10 * min((share for share, _ in every), default=0.0)) / 10
-    most = max((ms for _, ms in every), default=1.0)
+    shares = [share for points in found.values() for share, _ in points]
+    least = min(math.floor(10 * min(shares, default=0.0)), 9)
+    marks = [(tenth / 10, f"{10 * tenth} %") for tenth in range(least, 11)]
+    below = "share of the experts that are on the GPU"
+    return _curves(found, marks, "ms a token of one sequence", below, ".1f")
+
+
+def position_picture(rows: Sequence[StepResult]) -> str:
+    """An SVG: tokens per second of a prompt's chunks against the tokens before them."""
+    found: Curves = {}
+    for row in rows:
+        name = f"{row.shape}, {row.weights}, chunks of {row.context}"
+        found.setdefault(name, []).append((row.position, row.tokens_per_s))
+    most = max(row.position for row in rows)
+    marks = [(most * n / 4, f"{most * n // 4:,}") for n in range(5)]
+    return _curves(found, marks, "tokens a second, scaled to all layers", "tokens before", ",.0f")
+
+
+def _curves(
+    found: Curves, marks: Sequence[tuple[float, str]], title: str, below: str, form: str
+) -> str:
+    most = max((value for points in found.values() for _, value in points), default=1.0)
     each = next(
         n * 10**power for power in range(-3, 7) for n in (1, 2, 5) if n * 10**power * 8 > most
     )
-    lines = math.ceil(most / each)
-    wide, high, left, top = 520, 260, 50, 30
+    lines, (least, _), (last, _) = math.ceil(most / each), marks[0], marks[-1]
+    wide, high, left, top = 520, 260, 60, 30
 
-    def place(share: float, ms: float) -> tuple[float, float]:
-        across = (share - least) / max(1 - least, 0.1)
-        return left + wide * across, top + high * (1 - ms / (lines * each))
+    def place(across: float, value: float) -> tuple[float, float]:
+        share = (across - least) / max(last - least, 1e-9)
+        return left + wide * share, top + high * (1 - value / (lines * each))
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 100}" height="{high + 74}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 130}" height="{high + 74}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        '<text x="8" y="16">ms a token of one sequence</text>',
-        f'<text x="{left}" y="{high + 66}">share of the experts that are on the GPU</text>',
+        f'<text x="8" y="16">{title}</text>',
+        f'<text x="{left}" y="{high + 66}">{below}</text>',
     ]
     for line in range(lines + 1):
-        y = place(1, line * each)[1]
+        y = place(last, line * each)[1]
         parts.append(f'<path d="M{left} {y:.1f}h{wide}" stroke="#ddd"/>')
         parts.append(
             f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{line * each:g}</text>'
         )
-    for tenth in range(round(10 * least), 11):
-        x, y = place(tenth / 10, 0)
-        parts.append(
-            f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{10 * tenth} %</text>'
-        )
-    for (routing, points), color in zip(
-        found.items(), ("#b03030", "#2f6f9f", "#555"), strict=False
-    ):
-        places = [(*place(share, ms), ms) for share, ms in sorted(points)]
+    for across, text in marks:
+        x, y = place(across, 0)
+        parts.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{text}</text>')
+    for (name, points), color in zip(found.items(), cycle(COLORS), strict=False):
+        places = [(*place(*point), point[1]) for point in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        for index, (x, y, ms) in enumerate(places):
-            text = f"{ms:.1f}" if index else f"{ms:.1f}, {routing}"
+        for index, (x, y, value) in enumerate(places):
+            text = f"{value:{form}}" + ("" if index else f", {name}")
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
             parts.append(f'<text x="{x + 5:.1f}" y="{y - 7:.1f}" fill="{color}">{text}</text>')
     return "\n".join([*parts, "</svg>\n"])

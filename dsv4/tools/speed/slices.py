@@ -21,7 +21,7 @@ from dsv4.model.transformer import Transformer
 from dsv4.ops.gemm.embed import embed
 from dsv4.parallel.channels import channel_bytes
 from dsv4.parallel.layout import RankLayout
-from dsv4.runner.steps import sample_tokens
+from dsv4.runner.forward import sample_tokens
 from dsv4.tools.speed.model import (
     FilledState,
     decode_step,
@@ -30,7 +30,8 @@ from dsv4.tools.speed.model import (
     shape_config,
     start_at,
 )
-from dsv4.tools.speed.steps import REPLAYS, captured, compile_ahead, elapsed_ms, prompt_inputs
+from dsv4.tools.speed.prompts import prompt_inputs
+from dsv4.tools.speed.steps import REPLAYS, captured, compile_ahead, elapsed_ms
 
 
 class EchoComm:

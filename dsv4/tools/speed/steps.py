@@ -1,4 +1,4 @@
-"""Times decode steps and prompts against the floor set by the bytes they move.
+"""Times decode steps against the floor set by the bytes they move.
 
 A decode step is captured as in the engine and replayed; replays are timed with events, and one of
 them is profiled kernel by kernel. Repeating this with layers of just one kind gives the cost of
@@ -20,22 +20,19 @@ import torch
 from dsv4.cache.kinds import LayerState
 from dsv4.config import LayerKind
 from dsv4.errors import CapacityError, KernelError
-from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.context import observe
 from dsv4.ops.core.op import AnyOp, Arguments
-from dsv4.ops.core.ragged import make_ragged
 from dsv4.ops.gemm.embed import embed
 from dsv4.ops.gemm.linear import linear
-from dsv4.ops.mhc.mix import mhc_head
+from dsv4.ops.mhc.mix import Update, mhc_head
 from dsv4.ops.sample.draft_rows import BLOCK
-from dsv4.runner.steps import sample_tokens
+from dsv4.runner.forward import sample_tokens
 from dsv4.tools.bench_ops import Ceilings, elapsed_us, measure_ceilings
 from dsv4.tools.speed.model import (
     FilledState,
     decode_step,
     filled_state,
-    prefill_flops,
     random_model,
     shape_config,
     start_at,
@@ -52,7 +49,7 @@ class StepResult:
     shape: str
     layers: int
     batch: int  # sequences; for prefill 1
-    context: int  # for prefill the tokens of the prompt
+    context: int  # for prefill the tokens of the chunk
     ms: float
     spread_ms: float
     tokens_per_s: float
@@ -68,19 +65,21 @@ class StepResult:
     layer_us: dict[str, float] = field(default_factory=dict)  # by kind
     family_us: dict[str, float] = field(default_factory=dict)
     family_floor_us: dict[str, float] = field(default_factory=dict)
+    weights: str = "nvfp4"
+    position: int = 0  # where a prompt's tokens begin
 
 
 class Bench:
     """One model in memory, for measuring steps of any batch and context."""
 
-    def __init__(self, shape: str, layers: int | None, device: str) -> None:
+    def __init__(self, shape: str, layers: int | None, device: str, weights: str = "nvfp4") -> None:
         self.device = torch.device(device)
-        self.shape, self.config = shape, shape_config(shape, layers)
+        self.shape, self.weights, self.config = shape, weights, shape_config(shape, layers)
         self.full = shape_config(shape, None)
         self.ceilings = cpu_ceilings() if self.device.type == "cpu" else measure_ceilings()
-        _give_back(self.device)
+        give_back(self.device)
         try:
-            self.model, self.sizes = random_model(self.config, self.device)
+            self.model, self.sizes = random_model(self.config, self.device, weights)
         except torch.cuda.OutOfMemoryError as error:
             raise CapacityError(
                 f"{self.config.num_layers} layers of {shape} do not fit the GPU; lower --layers"
@@ -116,7 +115,7 @@ class Bench:
             layer_us[str(kind)] = round((kind_ms * 1e3 - rest_us) / count, 2)
             kernels = kind_profile.num_kernels - rest_kernels
             layer_kernels[str(kind)] = round(kernels / count, 2)
-        return self._result(
+        return self.result(
             ("decode", batch, context, batch),
             (ms, spread, rest_us),
             families,
@@ -146,7 +145,7 @@ class Bench:
             times.append(elapsed_ms(lambda: [replay() for _ in range(count)], self.device) / count)
         visited = experts_used(step, self.config.num_experts)
         families = step_bytes(self.config, self.sizes, batch * width, context, visited)
-        return self._result(
+        return self.result(
             (f"verify {width}", batch, context, batch * width),
             (statistics.median(times), max(times) - min(times), self._time_rest(state, batch)[0]),
             families,
@@ -155,28 +154,7 @@ class Bench:
             kernels=profile_step(replay, self.device).num_kernels,
         )
 
-    @torch.inference_mode()
-    def prefill(self, tokens: int) -> StepResult:
-        state = filled_state(self.config, 1, tokens, self.device, chunk_tokens=tokens)
-        inputs = prompt_inputs(state, tokens)
-        compile_ahead(lambda: self.model(inputs, state.layers), self.device)
-        repeats = 1 if self.device.type == "cpu" else 3
-        times = [
-            elapsed_ms(lambda: self.model(inputs, state.layers), self.device)
-            for _ in range(1 + repeats)
-        ][1:]
-        profile = profile_step(lambda: self.model(inputs, state.layers), self.device)
-        families = step_bytes(self.config, self.sizes, tokens, tokens, 1.0)
-        return self._result(
-            ("prefill", 1, tokens, tokens),
-            (statistics.median(times), max(times) - min(times), 0.0),
-            {**families, "attention": 0.0, "index": 0.0},
-            prefill_flops(self.config, tokens),
-            kernels=profile.num_kernels,
-            family_us={k: round(v, 1) for k, v in profile.share_us.items()},
-        )
-
-    def _result(
+    def result(
         self,
         case: tuple[str, int, int, int],
         times: tuple[float, float, float],
@@ -210,6 +188,7 @@ class Bench:
                 name: round(size / self.ceilings.read_gbs / 1e3, 1)
                 for name, size in families.items()
             },
+            weights=self.weights,
             **profile,
         )
 
@@ -255,12 +234,13 @@ class Bench:
         post = torch.ones(batch, n, device=self.device)
         comb = torch.eye(n, device=self.device).repeat(batch, 1, 1)
         y = torch.randn(batch, self.config.hidden_size, device=self.device).bfloat16()
+        update = Update(y, post, comb)
 
         def rest() -> None:
             model, buffers = self.model, state.buffers
             ids = buffers.token_ids[:batch]
             streams = embed(ids, model.embedding, model.config.hc_mult, model.dtype)
-            h = mhc_head(streams, y, post, comb, model.head_site)
+            h = mhc_head(streams, update, model.head_site)
             logits = linear(h, model.head, torch.float32)
             buffers.logits[:batch].copy_(logits)
             sample_tokens(buffers, batch)
@@ -296,7 +276,7 @@ def compile_ahead(step: Callable[[], object], device: torch.device) -> None:
             step()
 
 
-def _give_back(device: torch.device) -> None:
+def give_back(device: torch.device) -> None:
     """Return cached memory to the GPU; models here fill it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -329,19 +309,6 @@ def no_waiting(device: torch.device) -> Iterator[None]:
     after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     if after != before:
         raise KernelError(f"a replayed step took memory: {before} bytes before, {after} after")
-
-
-def prompt_inputs(state: FilledState, tokens: int) -> StepInputs:
-    buffers, device = state.buffers, state.buffers.device
-    window, csa, hca = state.tables()
-    return StepInputs(
-        token_ids=torch.randint(0, buffers.vocab_size, (tokens,), device=device),
-        batch=make_ragged([0], [tokens], [0], device),
-        window_table=window,
-        csa_table=csa,
-        hca_table=hca,
-        logits_rows=torch.tensor([tokens - 1], device=device),
-    )
 
 
 def _layers_of(
@@ -377,23 +344,15 @@ def bench_decode(
     widths: Sequence[int] = (),
     same: bool = False,
     traces: list[LayerTrace] | None = None,
+    weights: str = "nvfp4",
 ) -> Iterator[Ceilings | StepResult]:
     """`widths`: also steps with this many rows per sequence. `traces`: see `Bench.decode`."""
-    bench = Bench(shape, layers, device)
+    bench = Bench(shape, layers, device, weights)
     yield bench.ceilings
     for context in contexts:
         for batch in batches:
             yield bench.decode(batch, context, traces)
-            _give_back(bench.device)
+            give_back(bench.device)
             for width in widths:
                 yield bench.verify(batch, context, width, same=same)
-                _give_back(bench.device)
-
-
-def bench_prefill(
-    shape: str, layers: int | None, lengths: Sequence[int], device: str
-) -> Iterator[Ceilings | StepResult]:
-    bench = Bench(shape, layers, device)
-    yield bench.ceilings
-    for length in lengths:
-        yield bench.prefill(length)
+                give_back(bench.device)

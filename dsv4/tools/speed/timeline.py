@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dsv4.tools.speed.serve import Measured, StepMark
+from dsv4.tools.speed.serving.serve import Measured, StepMark
 
 LEFT, WIDTH, RIGHT = 110, 900, 90
 LANE, SPACE, HEAD, FOOT = 44, 8, 40, 34

@@ -6,7 +6,7 @@ model. Nothing of `doctor` knows about any of them.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,16 +17,21 @@ import dsv4.ops.attention.attention as attention_op
 import dsv4.ops.kv.compress as compress_op
 import dsv4.ops.moe.experts as experts_op
 from dsv4.cache.geometry import Geometry
+from dsv4.ops.attention.index import IndexEntries
 from dsv4.ops.core.arguments import copied
 from dsv4.ops.core.op import Op
 from dsv4.ops.kv.kv_store import WindowKey
 from dsv4.ops.kv.pool import load, locate, store
 from dsv4.ops.kv.rope import rope_frequencies, rope_reference, yarn_frequencies
+from dsv4.ops.mhc.mix import Update
 from dsv4.ops.moe.router import Gate
 from dsv4.tools.doctor.subject import Subject
 
 Run = Callable[..., Any]  # the right op
-TYPED = (attention_op.Visible, compress_op.Compression, WindowKey, Gate, experts_op.Experts)
+TYPED = (
+    attention_op.Visible, compress_op.Compression, WindowKey, IndexEntries, Gate,
+    experts_op.Experts, Update,
+)  # fmt: skip
 Plant = Callable[[Subject], AbstractContextManager[Any]]
 
 
@@ -53,15 +58,16 @@ def kernel(
 
     def planted(self: Op, device: torch.device, arguments: dict[str, Any]) -> Any:
         typed = {k: v for k, v in arguments.items() if isinstance(v, TYPED)}
-        flat = {**arguments, **{k: v for value in typed.values() for k, v in vars(value).items()}}
+        own = {k: {f.name: getattr(v, f.name) for f in fields(v)} for k, v in typed.items()}
+        flat = {**arguments, **{k: v for values in own.values() for k, v in values.items()}}
         if self.name != op or (when is not None and not when(flat)):
             return run(self, device, arguments)
 
         def right(**changes: Any) -> Any:
             given = {**arguments, **{k: v for k, v in changes.items() if k in arguments}}
             for name, value in typed.items():
-                own = {k: v for k, v in changes.items() if k in vars(value)}
-                given[name] = replace(value, **own)
+                changed = {k: v for k, v in changes.items() if k in own[name]}
+                given[name] = replace(value, **changed)
             return run(self, device, given)
 
         return wrong(right, flat)

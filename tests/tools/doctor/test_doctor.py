@@ -183,7 +183,7 @@ def capsule(ill: tuple[Subject, ModelReport], tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"version": 1}, "not of version 2"),
+        ({"version": 2}, "not of version 3"),
         ({"op": "os.system"}, "which this version has not"),
         ({"arguments": {"q": {"type": "Popen", "fields": {}}}}, "do not fit together"),
         ({"arguments": {"q": {"tensor": "missing"}}}, "do not fit together"),

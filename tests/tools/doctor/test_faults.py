@@ -12,7 +12,7 @@ import torch
 import dsv4.ops.core.context as context_module
 from dsv4.cache.state import StateTensors
 from dsv4.errors import KernelError
-from dsv4.runner import steps
+from dsv4.runner import forward as step_parts
 from dsv4.testing import small_config
 from dsv4.tools.doctor import cross_check
 from dsv4.tools.doctor.examine import examine_model
@@ -80,14 +80,14 @@ def another_order_for_many_rows(right: Callable[..., Any], a: dict[str, Any]) ->
     return [y * (1 + 2**-22) if a["x"].shape[0] > 8 else y for y in right()]
 
 
-def last_buffers_token(right: Any = steps.begin_step) -> AbstractContextManager[Any]:
+def last_buffers_token(right: Any = step_parts.begin_step) -> AbstractContextManager[Any]:
     """Steps through fixed buffers read another token."""
 
-    def wrong(**arguments: Any) -> None:
-        right(**arguments)
-        arguments["token_ids"].zero_()
+    def wrong(step: Any) -> None:
+        right(step)
+        step.token_ids.zero_()
 
-    return patch.object(steps, "begin_step", wrong)
+    return patch.object(step_parts, "begin_step", wrong)
 
 
 def unwatched(right: Callable[..., Any], a: dict[str, Any]) -> Any:

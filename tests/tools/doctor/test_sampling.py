@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dsv4.ops.sample.sample as sample_op
-import dsv4.runner.steps as steps
+import dsv4.runner.forward as step_parts
 from dsv4.ops.sample.sample import IN_PROMPT, SampleInputs
 from dsv4.tools.doctor.device.sampling import SETTINGS, check_sampling
 
@@ -31,13 +31,13 @@ def test_nothing_is_wrong() -> None:
 
 def changed(**changes: Callable[[SampleInputs], Tensor | None]) -> Any:
     """The op gets other settings than the requests have."""
-    right = steps.sample
+    right = step_parts.sample
 
     def wrong(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
         other = {name: change(inputs) for name, change in changes.items()}
         return right(logits, replace(inputs, **other))
 
-    return patch.object(steps, "sample", wrong)
+    return patch.object(step_parts, "sample", wrong)
 
 
 def ones(name: str) -> Callable[[SampleInputs], Tensor]:
@@ -112,11 +112,11 @@ def test_other_random_numbers_are_fine_and_equal_ones_are_not() -> None:
 
 
 def test_wrong_log_probabilities_are_named() -> None:
-    right = steps.sample
+    right = step_parts.sample
 
     def wrong(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
         tokens, norms = right(logits, inputs)
         return tokens, norms + 0.01
 
-    with patch.object(steps, "sample", wrong):
+    with patch.object(step_parts, "sample", wrong):
         assert "log-probability" in wrong_cases(PLAIN)["temperature 1.0, greedy"]

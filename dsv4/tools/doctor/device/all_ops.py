@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from dsv4.tools.doctor.device.ops import (
 )
 from dsv4.tools.doctor.device.steps import STEP
 from dsv4.tools.doctor.device.workers import WORKERS, WorkerPool, num_compilers, num_workers
+from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def check_ops(
     seconds: float | None = None,
     workers: int | None = None,
     worker_module: str = WORKERS,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[OpResult]:
     """`kernels` None: only on a GPU; a CPU runs references, which must be deterministic and finite.
     `workers` None: as many as the machine has room for; 0, as on a CPU: in this process. Cases that

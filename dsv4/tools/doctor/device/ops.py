@@ -70,8 +70,8 @@ def harder(case: Case, op: str, kinds: Sequence[str] = HARDER) -> Iterator[Case]
         def build(generator: torch.Generator, kind: str = kind) -> Arguments:
             arguments = case.build(generator)
             changed = _change(argument(arguments, name), kind, generator)
-            if op == "index_scores" and rotates(arguments["pool"].format):
-                changed = round_index(changed, arguments["pool"].format)  # as index_query leaves it
+            if op == "index_scores" and rotates(fmt := arguments["to"].pool.format):
+                changed = round_index(changed, fmt)  # as index_query leaves it
             return changed_argument(arguments, name, changed)
 
         yield Case(f"{case.name}, {kind}", build, case.atol, case.rtol, case.small)

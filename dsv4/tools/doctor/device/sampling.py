@@ -17,8 +17,8 @@ from dsv4.cache.pages import SequencePages
 from dsv4.config import ModelConfig
 from dsv4.request import SamplingParams, TokenLogprobs
 from dsv4.runner.buffers import StepBuffers
+from dsv4.runner.forward import sample_tokens
 from dsv4.runner.sampling_rows import SamplingRows
-from dsv4.runner.steps import sample_tokens
 from dsv4.sampling import SamplingRow
 from dsv4.tools.doctor.device.ops import OpResult
 from dsv4.tools.doctor.plain.sampling import distribution, log_probability

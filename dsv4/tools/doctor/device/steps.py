@@ -17,10 +17,10 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.model.transformer import Transformer
 from dsv4.ops.core.context import EngineOps, observe
 from dsv4.ops.core.op import Arguments, Case, Kernel, Op
-from dsv4.runner.steps import forward, logits_of
+from dsv4.runner.forward import forward, logits_of
+from dsv4.tools.speed.expert_memory import RandomPlaced
 from dsv4.tools.speed.model import filled_state, random_model, start_at
-from dsv4.tools.speed.placed import RandomPlaced
-from dsv4.tools.speed.steps import prompt_inputs
+from dsv4.tools.speed.prompts import prompt_inputs
 
 CONTEXT = 4096
 LAYERS: dict[str, Any] = {  # one of each kind, few experts

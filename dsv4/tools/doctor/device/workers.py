@@ -25,7 +25,7 @@ import torch
 from dsv4.ops import OPS
 from dsv4.ops.core.context import EngineOps, changed
 from dsv4.ops.core.op import AnyOp
-from dsv4.parallel.commands import Link, Message
+from dsv4.parallel.commands import Link, RankMessage
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
 from dsv4.tools.doctor.device.ops import OpResult, Task, arguments_of, check_case, task_cases
 from dsv4.tools.doctor.device.steps import STEP
@@ -62,7 +62,7 @@ class _Worker:
     def fileno(self) -> int:
         return self.link.fileno()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: RankMessage) -> None:
         with contextlib.suppress(OSError):  # it has ended, which is read next
             self.link.send(message)
 
@@ -71,7 +71,7 @@ class WorkerPool:
     """Yields (task, number of the case, results) as workers find them. The caller sees from what is
     missing which cases were not reached."""
 
-    def __init__(self, setup: Message, module: str = WORKERS) -> None:
+    def __init__(self, setup: RankMessage, module: str = WORKERS) -> None:
         self._setup = setup
         self._server = ForkServer.of(module)
         self._workers: list[_Worker] = []
@@ -127,7 +127,7 @@ class WorkerPool:
             worker.tell(self._setup)
 
     def _receive(
-        self, worker: _Worker, message: Message, end: float
+        self, worker: _Worker, message: RankMessage, end: float
     ) -> Iterator[tuple[Task, int, list[OpResult]]]:
         kind = message["kind"]
         worker.since = time.monotonic()

@@ -72,6 +72,12 @@ def _mix(half: str) -> Callable[[PlainLayer, Taps], Expected]:
     return expected
 
 
+def _mixed(half: str) -> dict[str, str]:
+    """The taps that streams and update come from."""
+    update = {f"update.{name}": f"{half}_{name}" for name in ("y", "post", "comb")}
+    return {"streams": f"{half}_streams", **update}
+
+
 def _matrices(names: dict[str, str]) -> Expected:
     return {f"weights.{place}": ExpectedWeight(name) for place, name in enumerate(names.values())}
 
@@ -130,9 +136,7 @@ STATIONS: dict[str, Station] = {
             lambda layer, t: {"table": ExpectedWeight("embed.weight"), "token_ids": t.token_ids,
                 "num_streams": layer.config.hc_mult}, ()),
         Station("mix_attention", "mhc_boundary", _L.mix_attention,
-            ("attn_streams", "attn_x", "attn_post", "attn_comb"),
-            {"streams": "before_streams", "y": "before_y", "post": "before_post",
-                "comb": "before_comb"}, _mix("attn")),
+            ("attn_streams", "attn_x", "attn_post", "attn_comb"), _mixed("before"), _mix("attn")),
         Station("project", "linear", _L.project, (), {"x": "attn_x"},
             lambda layer, t: _matrices(layer.input_matrices)),
         Station("window_key", "kv_store", _L.window_key, ("key",), {"key.kv": "kv_raw"},
@@ -152,9 +156,9 @@ STATIONS: dict[str, Station] = {
         Station("index_query", "index_query", _L.index_query, ("index_q",), {"q": "index_q_raw"},
             lambda layer, t: {**_turned(layer, t), "index_format": layer.formats.index}, (4,)),
         Station("index_scores", "index_scores", _L.index_scores, ("scores",), {"q": "index_q"},
-            lambda layer, t: {"batch.positions": t.positions, "topk": layer.config.index_topk,
+            lambda layer, t: {"to.batch.positions": t.positions, "to.topk": layer.config.index_topk,
                 "weights": t.new["head_weights"] * layer.index_scale}, (4,),
-            judged_later=("topk",)),  # a smaller one only scores more rows
+            judged_later=("to.topk",)),  # a smaller one only scores more rows
         Station("index_select", "index_select", _L.index_select, ("selected",),
             {"scores": "scores"}, lambda layer, t: {"topk": layer.config.index_topk}, (4,)),
         Station("query_prepare", "query_prepare", _L.query_prepare, ("q",), {"q": "q_raw"},
@@ -170,16 +174,12 @@ STATIONS: dict[str, Station] = {
         Station("output", "linear", _L.output, ("attn_y",), {"x": "low"},
             lambda layer, t: {"weights.0": ExpectedWeight("attn.wo_b.weight")}),
         Station("mix_ffn", "mhc_boundary", _L.mix_ffn,
-            ("ffn_streams", "ffn_x", "ffn_post", "ffn_comb"),
-            {"streams": "attn_streams", "y": "attn_y", "post": "attn_post", "comb": "attn_comb"},
-            _mix("ffn")),
+            ("ffn_streams", "ffn_x", "ffn_post", "ffn_comb"), _mixed("attn"), _mix("ffn")),
         Station("router", "router", _L.router, ("experts", "expert_weights"), {"x": "ffn_x"},
             _router),
         Station("experts", "experts", _L.experts, ("ffn_y",),
             {"x": "ffn_x", "experts": "experts", "weights": "expert_weights"}, _experts),
-        Station("head_mix", "mhc_head", _L.head_mix, ("head_x",),
-            {"streams": "ffn_streams", "y": "ffn_y", "post": "ffn_post", "comb": "ffn_comb"},
-            _mix("head"), ()),
+        Station("head_mix", "mhc_head", _L.head_mix, ("head_x",), _mixed("ffn"), _mix("head"), ()),
         Station("head", "linear", _L.head, ("logits",), {"x": "head_x"},
             lambda layer, t: {"weights.0": ExpectedWeight("head.weight")}, ()),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.checkpoint.files.mapped import MappedFiles
+from dsv4.checkpoint.files.tensors import TensorFiles
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.sources import Source
 from dsv4.checkpoint.stored_matrix import StoredMatrix
@@ -94,6 +94,7 @@ class PlainWeights:
 
     def __init__(self, names: Mapping[str, Callable[[int | None], list[Raw]]]) -> None:
         self._raw = names  # each returns the stacked matrices
+        self._kept: tuple[str, Tensor] | None = None  # the last one of `rows`
 
     @classmethod
     def from_tensors(cls, table: Mapping[str, Tensor]) -> "PlainWeights":
@@ -104,7 +105,7 @@ class PlainWeights:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "PlainWeights":
-        files = MappedFiles()
+        files = TensorFiles()
 
         def reader(source: Source) -> Callable[[int | None], list[Raw]]:
             return lambda expert: _cells(source, files, expert)
@@ -119,9 +120,11 @@ class PlainWeights:
 
     def rows(self, name: str, numbers: Tensor) -> Tensor:
         """Some rows of a matrix that is never quantised: the embedding or the head."""
-        [raw] = self._raw[name](None)
-        assert raw.format == "plain"
-        return raw.data[numbers].double()
+        if self._kept is None or self._kept[0] != name:
+            [raw] = self._raw[name](None)
+            assert raw.format == "plain"
+            self._kept = name, raw.data
+        return self._kept[1][numbers].double()
 
     def misreadings(self, name: str, expert: int | None, rope: int) -> Iterator[tuple[str, Tensor]]:
         """Every misreading of a matrix, with its name; `rope` is the number of rotary rows."""
@@ -138,12 +141,12 @@ class PlainWeights:
             yield _OF_ROTARY, torch.cat((right[:-rope], tail[0::2], tail[1::2]))
 
 
-def _cells(source: Source, files: MappedFiles, expert: int | None) -> list[Raw]:
+def _cells(source: Source, files: TensorFiles, expert: int | None) -> list[Raw]:
     cells = [cell for cell in source.matrices if cell.expert in (None, expert)]
     return [_raw(cell.stored, files) for cell in sorted(cells, key=lambda cell: cell.part)]
 
 
-def _raw(stored: StoredMatrix, files: MappedFiles) -> Raw:
+def _raw(stored: StoredMatrix, files: TensorFiles) -> Raw:
     data = files.tensor(stored.data)
     scale = files.tensor(stored.scale) if stored.scale is not None else None
     factor = activation = 1.0

@@ -16,9 +16,9 @@ from dsv4.engine import Engine
 from dsv4.errors import CapacityError, OptionError
 from dsv4.runner.load import LoadedModel, find_gpu, state_memory
 from dsv4.runner.settings import resolve
+from dsv4.tools.speed.expert_memory import RandomPlaced
 from dsv4.tools.speed.model import random_model
-from dsv4.tools.speed.placed import RandomPlaced
-from dsv4.tools.speed.traffic import (
+from dsv4.tools.speed.serving.traffic import (
     MAX_LOAD_S,
     Arrival,
     Load,

@@ -6,7 +6,6 @@ queued one ahead, as in the engine, with swaps between them.
 """
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.state import StateTensors
-from dsv4.checkpoint.names import Parameter, parameters
+from dsv4.checkpoint.names import parameters
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
-from dsv4.formats.quantized import Fp8BlockTensor, Weight
+from dsv4.formats.quantized import Weight
 from dsv4.model.transformer import Transformer
 from dsv4.runner.experts.budget import ExpertBudget
 from dsv4.runner.experts.choose_memory import (
@@ -39,15 +38,15 @@ from dsv4.tools.speed.model import (
     FilledState,
     decode_step,
     filled_state,
-    random_weight,
+    official_weight,
     shape_config,
     start_at,
 )
-from dsv4.tools.speed.steps import captured, compile_ahead, prompt_inputs
+from dsv4.tools.speed.prompts import prompt_inputs
+from dsv4.tools.speed.steps import captured, compile_ahead, give_back
 
 PIECE = 32  # experts made at a time
 TIMED = 100  # steps
-FP8_TILE = 128
 SEQUENCES, CONTEXT = 4, 131072  # that the GPU keeps room for
 
 
@@ -138,7 +137,7 @@ class RandomPlaced:
         found: dict[str, Weight] = {}
         for name, parameter in parameters(self.config).items():
             if placed is None or ".ffn.experts." not in name:
-                found[name] = self._weight(name, parameter)
+                found[name] = official_weight(name, parameter, self.config, self.device)
                 continue
             count, rows, columns = parameter.shape
             for first in range(0, count, PIECE):
@@ -146,25 +145,6 @@ class RandomPlaced:
                 stack = random_fp4(rows, columns, some, name.endswith("w13"), self.device, mx=True)
                 placed.take(name, stack)
         return found if placed is None else found | placed.weights()
-
-    def _weight(self, name: str, parameter: Parameter) -> Weight:
-        """In the format of the official checkpoint."""
-        *lead, rows, columns = (0, *parameter.shape)
-        label = scheme_named("official").format_of(name, parameter)
-        if parameter.kind != "linear" or label not in ("mxfp4", "fp8", "bf16"):
-            return random_weight(name, parameter, self.config, self.device)
-        if label == "mxfp4":
-            weight: Weight = random_fp4(
-                rows, columns, lead[1], name.endswith("w13"), self.device, mx=True
-            )
-            return weight
-        if label == "bf16":
-            return 0.02 * torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16)
-        codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8, device=self.device)
-        codes |= torch.randint_like(codes, 0, 2) << 7
-        grid = math.ceil(rows / FP8_TILE), math.ceil(columns / FP8_TILE)
-        scale = torch.full(grid, 114, dtype=torch.uint8, device=self.device)  # 2^-13
-        return Fp8BlockTensor(codes.view(torch.float8_e4m3fn), scale, FP8_TILE)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -351,19 +331,14 @@ def bench_placed(
             first = settle if exponent_of(routing) else min(settle, TIMED)
             for index, (batch, context) in enumerate(cases):
                 yield bench.decode(batch, context, routing, 1 if index else first)
-                _give_back(bench.device)
+                give_back(bench.device)
         for tokens in prompts:
             yield bench.prompt(tokens, routings[-1])
-            _give_back(bench.device)
+            give_back(bench.device)
         yield bench.made()
     finally:
         if bench.swapper is not None:
             bench.swapper.close()
         del bench
         gc.collect()  # tables and what moves experts refer to each other
-        _give_back(torch.device(device))
-
-
-def _give_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        give_back(torch.device(device))

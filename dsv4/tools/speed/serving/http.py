@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError
 from dsv4.request import Request
-from dsv4.tools.speed.traffic import (
+from dsv4.tools.speed.serving.traffic import (
     MAX_LOAD_S,
     Arrival,
     Load,
