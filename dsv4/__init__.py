@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         ConfigError,
         Dsv4Error,
         KernelError,
+        NumericsError,
         OptionError,
         RankError,
         RequestError,
@@ -40,6 +41,7 @@ __all__ = [
     "Guide",
     "KernelError",
     "ModelConfig",
+    "NumericsError",
     "OptionError",
     "Output",
     "RankError",
@@ -50,7 +52,7 @@ __all__ = [
     "Stats",
     "TokenLogprobs",
 ]
-__version__ = "0.1.0"  # the only place that says it; pyproject.toml reads it here
+__version__ = "0.2.0.dev0"  # the only place that says it; pyproject.toml reads it here
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and that there is nothing else
 

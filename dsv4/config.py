@@ -1,6 +1,6 @@
-"""ModelConfig: facts about a checkpoint. EngineConfig: the user's choices. Both are frozen.
+"""ModelConfig: facts about a checkpoint. EngineConfig: the user's choices. Long because of tables.
 
-`util/config_json.py` reads the three spellings of `config.json`.
+Both are frozen. `util/config_json.py` reads the three spellings of `config.json`.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args, get_origin
 
 from dsv4.errors import ConfigError, OptionError
 from dsv4.util.config_json import read_fields
@@ -226,14 +226,24 @@ def _check_model(c: ModelConfig) -> None:
             need(inside, f"{name} {number} is outside the vocabulary ({c.vocab_size})")
 
 
+DtypeChoice = Literal["auto", "bfloat16", "float32"]
+KvChoice = Literal["auto", "fp8", "bf16", "fp32"]
+IndexChoice = Literal["auto", "fp4", "fp8", "bf16", "fp32"]
+ActivationsChoice = Literal["auto", "a4", "a8", "a16"]
+DraftChoice = Literal["auto", "off", "lookup", "mtp", "dspark"]
+ExpertsChoice = Literal["whole", "split"]
+AttentionChoice = Literal["tp", "dp"]
+CommChoice = Literal["auto", "symmetric", "nccl", "gloo"]
+
+
 class EngineOptions(TypedDict, total=False):
     """EngineConfig's fields as keyword arguments, for editors; tests/test_package.py compares."""
 
     device: str
-    dtype: str
-    kv_format: str
-    index_format: str
-    activations: str
+    dtype: DtypeChoice
+    kv_format: KvChoice
+    index_format: IndexChoice
+    activations: ActivationsChoice
     max_context: int | None
     max_sequences: int | None
     state_tokens: int | None
@@ -243,15 +253,15 @@ class EngineOptions(TypedDict, total=False):
     prefix_disk: str | None
     audit_share: float
     audit_folder: str
-    draft: str
+    draft: DraftChoice
     draft_tokens: int | None
     expert_memory: str | float
     expert_profile: str | None
     tp: int | Literal["auto"]
     pp: int
-    experts: str
-    attention: str
-    comm: str
+    experts: ExpertsChoice
+    attention: AttentionChoice
+    comm: CommChoice
     nodes: int
     head: str | None
     join_timeout: float
@@ -260,12 +270,6 @@ class EngineOptions(TypedDict, total=False):
     step_timeout: float
 
 
-_CHOICES = {
-    "dtype": "auto bfloat16 float32", "kv_format": "auto fp8 bf16 fp32",
-    "index_format": "auto fp4 fp8 bf16 fp32", "activations": "auto a4 a8 a16",
-    "draft": "auto off lookup mtp dspark", "experts": "whole split", "attention": "tp dp",
-    "comm": "auto symmetric nccl gloo",
-}  # fmt: skip
 MAX_DRAFT_TOKENS = 7
 
 
@@ -274,10 +278,14 @@ class EngineConfig:
     """The user's choices, under the same names on the command line, in Python and the server."""
 
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda or cuda:N"})
-    dtype: str = field(default="auto", metadata={"help": "activations: auto, bfloat16, float32"})
-    kv_format: str = field(default="auto", metadata={"help": "auto, fp8, bf16 or fp32"})
-    index_format: str = field(default="auto", metadata={"help": "auto, fp4, fp8, bf16 or fp32"})
-    activations: str = field(
+    dtype: DtypeChoice = field(
+        default="auto", metadata={"help": "activations: auto, bfloat16, float32"}
+    )
+    kv_format: KvChoice = field(default="auto", metadata={"help": "auto, fp8, bf16 or fp32"})
+    index_format: IndexChoice = field(
+        default="auto", metadata={"help": "auto, fp4, fp8, bf16 or fp32"}
+    )
+    activations: ActivationsChoice = field(
         default="auto", metadata={"help": "where they meet weights: auto, a4, a8 or a16"}
     )
     max_context: int | None = field(default=None, metadata={"help": "tokens of one sequence"})
@@ -297,7 +305,9 @@ class EngineConfig:
     audit_folder: str = field(
         default="audit", metadata={"help": "folder for what the audit finds to differ"}
     )
-    draft: str = field(default="auto", metadata={"help": "auto, off, lookup, mtp or dspark"})
+    draft: DraftChoice = field(
+        default="auto", metadata={"help": "auto, off, lookup, mtp or dspark"}
+    )
     draft_tokens: int | None = field(
         default=None, metadata={"help": "most drafts of a sequence in a step: 1 to 7"}
     )
@@ -312,9 +322,13 @@ class EngineConfig:
         metadata={"help": "ranks that share each layer: 1, 2, 4, 8; auto: as plan recommends"},
     )
     pp: int = field(default=1, metadata={"help": "pipeline stages, each with some of the layers"})
-    experts: str = field(default="whole", metadata={"help": "whole on a rank, or split over all"})
-    attention: str = field(default="tp", metadata={"help": "divide heads (tp) or sequences (dp)"})
-    comm: str = field(
+    experts: ExpertsChoice = field(
+        default="whole", metadata={"help": "whole on a rank, or split over all"}
+    )
+    attention: AttentionChoice = field(
+        default="tp", metadata={"help": "divide heads (tp) or sequences (dp)"}
+    )
+    comm: CommChoice = field(
         default="auto", metadata={"help": "between ranks: auto, symmetric, nccl or gloo"}
     )
     nodes: int = field(default=1, metadata={"help": "machines; others run dsv4 join HOST:PORT"})
@@ -329,10 +343,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if (value := getattr(self, name)) not in allowed.split():
-                among = ", ".join(allowed.split())
-                raise OptionError(f"{name} is {value!r}, expected one of {among}")
+        for item in fields(self):
+            allowed, value = get_args(item.type), getattr(self, item.name)
+            if get_origin(item.type) is Literal and value not in allowed:
+                raise OptionError(f"{item.name} is {value!r}, expected one of {', '.join(allowed)}")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", str(self.device)):
             raise OptionError(f"device is {self.device!r}, expected auto, cpu, cuda or cuda:N")
         for name in ("max_context", "max_sequences", "state_tokens", "chunk_tokens"):

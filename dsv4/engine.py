@@ -2,7 +2,7 @@
 
     text  --chat.Tokenizer-->  token ids  --Engine.add-->  a waiting SequenceState
     Engine.step:
-        Pipeline.take          one step; on a GPU the next one is already submitted:
+        Pipeline.advance       one step; on a GPU the next one is already submitted:
             scheduler.next_step    which sequences run, with how many new tokens
                                    (pages, cached prefixes, priorities, preemption)
             runner.submit          allocate pages; model and ops turn tokens into logits
@@ -60,7 +60,7 @@ from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+PromptInput = str | Sequence[int]
 MAX_ANSWERS = 128  # per prompt
 
 
@@ -188,11 +188,11 @@ class Engine:
         return buffered + [output for output in outputs if output.request_id not in audit_ids]
 
     def _run_step(self) -> list[Output]:
-        outcome = self._pipeline.take()
-        outputs = [self._take_token(*pair) for pair in outcome.results]
+        outcome = self._pipeline.advance()
+        outputs = [self._accept_or_fail(*pair) for pair in outcome.results]
         outputs += self._fail_all(outcome.failures)
         while (more := self._pipeline.next_round()) is not None:
-            outputs += [self._take_token(*pair) for pair in more.results]
+            outputs += [self._accept_or_fail(*pair) for pair in more.results]
             outputs = Output.by_request(outputs + self._fail_all(more.failures))
         outputs += self._fail_all(self._pipeline.sample_ahead())
         if outcome.scheduled is not None:
@@ -342,14 +342,14 @@ class Engine:
 
     # --- whole answers ------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Iterator[Output]:
         """The answer piece by piece; closing the iterator aborts the request."""
         request = self._request(prompt, params)
         self.add(request)
         yield from self._outputs_of({request.id})
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: PromptInput, params: SamplingParams | None = None
     ) -> AsyncGenerator[Output, None]:
         """`stream` for asyncio: any number of streams per event loop; steps run on a thread."""
         if self._streams is None or not self._streams.is_current:
@@ -361,7 +361,7 @@ class Engine:
                 yield output
 
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None, n: int = 1
+        self, prompts: str | Sequence[PromptInput], params: SamplingParams | None = None, n: int = 1
     ) -> list[Completion]:
         """Answer a list of prompts as one batch.
 
@@ -445,7 +445,7 @@ class Engine:
         messages = [{"role": "user", "content": text}]
         return encode_prompt(messages, dialect=self.dialect, mode=mode).ids(self.tokenizer)
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+    def _request(self, prompt: PromptInput, params: SamplingParams | None) -> Request:
         if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is {prompt!r}, expected a text or a list of token ids")
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
@@ -471,7 +471,7 @@ class Engine:
             live.failure = error
             return live.sampling_row
 
-    def _take_token(self, sequence: SequenceState, result: TokenLogprobs) -> Output:
+    def _accept_or_fail(self, sequence: SequenceState, result: TokenLogprobs) -> Output:
         """An error in one request's token ends only that request."""
         failure = self._live[sequence.request.id].failure
         try:

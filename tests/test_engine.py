@@ -15,11 +15,11 @@ from torch import Tensor
 import dsv4.ops.fused.block
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import CheckpointError, ConfigError, Dsv4Error, OptionError, RequestError
-from dsv4.request import Output, Request, TokenLogprobs
+from dsv4.request import Output, Request, TokenLogprobs, join_outputs
 from dsv4.runner.runner import SubmittedStep
 from dsv4.sampling import SamplingRow
 from dsv4.scheduler import Scheduler
-from tests.models import write_fast_model, write_quick_model
+from tests.models import spoiled, write_fast_model, write_quick_model
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 LENGTH = 8
@@ -475,6 +475,54 @@ def test_a_step_ahead_that_fails_leaves_answers_alone_that_were_complete(
     ahead.check_integrity()
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_request_with_nan_fails_alone(
+    engine: Engine, value: float, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its prompt, at once or 100 tokens later; or in its answer, once a step has read it."""
+    params = with_(GREEDY, temperature=1.0, logprobs=2)
+    plain, other = (engine.generate([PROMPT], with_(params, seed=seed))[0] for seed in (5, 6))
+    bad = next(t for t in other.token_ids if t not in (*PROMPT, *plain.token_ids))
+    place = other.token_ids.index(bad)
+    engine._prefixes[0].clear()
+    monkeypatch.setattr(engine._pipeline, "runs_ahead", is_ahead)
+    prompts = {"ends": [*PROMPT, bad], "far": [*PROMPT, bad, *PROMPT * 13], "says": PROMPT}
+    with spoiled(engine, bad, value):
+        for name, prompt in prompts.items():
+            engine.add(Request(name, tuple(prompt), with_(params, seed=6)))
+        engine.add(Request("sound", tuple(PROMPT), with_(params, seed=5)))
+        outputs = run(engine)
+    for name in prompts:
+        assert [o.finish_reason for o in outputs[name]].count("error") == 1, name
+        assert "gave NaN" in (outputs[name][-1].error or "")
+    assert len(outputs["ends"]) == len(outputs["far"]) == 1
+    said = tuple(t for output in outputs["says"] for t in output.token_ids)
+    assert said == other.token_ids[: place + 1]
+    found = join_outputs(Request("sound", tuple(PROMPT), params), outputs["sound"])
+    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+    assert not engine.cached_prefixes()
+    assert engine.generate([PROMPT], with_(params, seed=6))[0].logprobs == other.logprobs
+
+
+def test_prefixes_with_nan_are_forgotten(folder: Path, tmp_path: Path) -> None:
+    """In memory and on disk, with those that the request started from; others stay."""
+    sizes = {"max_context": 600, "max_sequences": 2, "prefix_disk": str(tmp_path)}
+    engine, files = Engine.load(folder, **sizes), lambda: len(list(tmp_path.glob("*/*.prefix")))
+    prompts = [[token] * 140 for token in (8, 9)]
+    wanted = engine.generate(prompts, GREEDY)
+    for prefix in engine._prefixes:
+        prefix.flush()
+    sound = engine.cached_prefixes()
+    assert files() == len(sound) == 2
+    with spoiled(engine, 7):
+        [answer] = engine.generate([[9] * 140 + [7] + [9] * 140], GREEDY)
+    assert (answer.finish_reason, answer.num_cached) == ("error", 128)
+    assert files() == len(engine.cached_prefixes() & sound) == len(engine.cached_prefixes()) == 1
+    assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == [a.token_ids for a in wanted]
+    engine.check_integrity()
+
+
 def test_our_own_errors_keep_their_words(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise Dsv4Error("found this, expected that")
@@ -598,6 +646,20 @@ def test_ops_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Engine.load(folder, max_context=100, ops="reference")  # the choice wins over the variable
     monkeypatch.delenv("DSV4_OPS")
     Engine.load(folder, max_context=100)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
+@pytest.mark.parametrize("index_format", ["fp4", "fp8"])
+def test_nan_in_trained_formats_fails_one_request(
+    folder: Path, kv_format: str, index_format: str
+) -> None:
+    packed = Engine.load(folder, kv_format=kv_format, index_format=index_format, max_context=300)
+    prompts = [PROMPT * 3, [*PROMPT, 7, *PROMPT * 20]]
+    [alone] = packed.generate(prompts[:1], GREEDY)
+    with spoiled(packed, 7):
+        found, failed = packed.generate(prompts, GREEDY)
+    assert found.token_ids == alone.token_ids
+    assert "gave NaN" in (failed.error or "")
 
 
 @pytest.mark.parametrize("kv_format", ["fp8", "bf16"])

@@ -14,6 +14,7 @@ import pytest
 
 import dsv4
 from dsv4 import Engine, EngineConfig, EngineOptions, OptionError, SamplingParams
+from scripts import check_release
 
 ROOT = Path(__file__).parent.parent
 CLIENT = ROOT / "tests" / "typed_client.py"
@@ -80,7 +81,37 @@ def test_the_version_is_said_once() -> None:
     assert PROJECT["dynamic"] == ["version"]
     assert len(re.findall(r"__version__ =", (ROOT / "dsv4" / "__init__.py").read_text())) == 1
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(rf"^## {re.escape(dsv4.__version__)} - \d{{4}}-\d\d-\d\d$", changelog, re.M)
+    number, dev, _ = dsv4.__version__.partition(".dev")
+    released = re.search(rf"^## {re.escape(number)} - \d{{4}}-\d\d-\d\d$", changelog, re.M)
+    assert (released is None) == bool(dev), "what the changelog has is no development version"
+    assert dev or not re.search(r"^## Unreleased\n+- ", changelog, re.M), "another number is due"
+
+
+@pytest.mark.parametrize(
+    ("version", "unreleased", "says"),
+    [
+        ("0.2.0.dev0", "- new", r"Set it to 0\.2\.0 in dsv4/__init__\.py, move what CHANGELOG\.md"),
+        ("0.2.0", "- new", r"move them under 0\.2\.0, or set __version__ to a higher number"),
+        ("0.3.0", "", r"has no section 0\.3\.0"),
+        ("0.2.0", "", None),
+    ],
+)
+def test_a_release_says_what_it_needs(
+    version: str, unreleased: str, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = f"# Changelog\n\n## Unreleased\n\n{unreleased}\n\n## 0.2.0 - 2026-11-17\n\n- old\n"
+    (tmp_path / "CHANGELOG.md").write_text(log)
+    monkeypatch.setattr(check_release, "ROOT", tmp_path)
+
+    def prepare() -> str:
+        check_release.refuse_development(version)
+        return check_release.changes(version)
+
+    if says is None:
+        assert prepare() == "- old"
+        return
+    with pytest.raises(SystemExit, match=says):
+        prepare()
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +138,20 @@ def test_the_wheel_has_everything_and_nothing_else(wheel: Path) -> None:
 
 
 def test_predictions_need_no_checkout(wheel: Path, tmp_path: Path) -> None:
-    """Records are not in a wheel; the measured times that the command shows are."""
+    """Records are not in a wheel; measured times and their records' names are."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = "import sys; sys.path.insert(0, 'site'); import dsv4.cli; print(dsv4.__file__)"
-    code += "; sys.argv = 'dsv4 bench ops --predict b200 --only wq_b --tokens 1'.split()"
-    command = [sys.executable, "-P", "-c", code + "; dsv4.cli.main()"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path / "site")), "another dsv4 was imported"
-    assert re.search(r"H200: \d{4}-\d\d-\d\d_h200_\w+\.jsonl", done.stdout)
+    for words, says in (
+        ("ops --predict b200 --only wq_b --tokens 1", "H200"),
+        ("parallel --predict flash --tp 1", "measured"),
+    ):
+        run = f"{code}; sys.argv = 'dsv4 bench {words}'.split(); dsv4.cli.main()"
+        command = [sys.executable, "-P", "-c", run]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(str(tmp_path / "site")), "another dsv4 was imported"
+        assert re.search(says + r": \d{4}-\d\d-\d\d_h200_\w+\.jsonl", done.stdout)
 
 
 def declared() -> set[str]:

@@ -33,6 +33,7 @@ except RequestError as error:
     refused: Dsv4Error = error
 assert_type(engine.step(), list[Output])
 assert_type(EngineConfig(device="cpu").max_context, int | None)
+EngineConfig(dtype="float32", kv_format="bf16", index_format="fp8", draft="mtp", attention="dp")
 assert_type(dsv4.__version__, str)
 
 SamplingParams(max_tokns=3)  # E: call-arg
@@ -40,6 +41,9 @@ SamplingParams(max_tokens="3")  # E: arg-type
 EngineConfig(devise="cpu")  # E: call-arg
 Engine.load("tiny", max_contxt=512)  # E: call-arg
 Engine.load("tiny", max_context="512")  # E: arg-type
+Engine.load("tiny", kv_format="fp9")  # E: arg-type
+EngineConfig(activations="a6")  # E: arg-type
+EngineConfig(comm="mpi")  # E: arg-type
 Request("mine", "text")  # E: arg-type
 engine.generat("One")  # E: attr-defined
 print(engine.generate("One")[0].txt)  # E: attr-defined

@@ -111,7 +111,7 @@ class DiskStore:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             path = self._folder / _name(key)
             log.warning("the cached prefix %s cannot be used (%s); it is removed", path, error)
-            self._forget(key)
+            self.forget(key)
             return None
         self._files.move_to_end(key)
         return tensors
@@ -146,9 +146,10 @@ class DiskStore:
 
     def _make_room(self, num_bytes: int) -> None:
         while self._files and sum(self._files.values()) + num_bytes > self._limit:
-            self._forget(next(iter(self._files)))
+            self.forget(next(iter(self._files)))
 
-    def _forget(self, key: bytes) -> None:
+    def forget(self, key: bytes) -> None:
+        """Remove a prefix, if it is here."""
         self._files.pop(key, None)
         try:
             os.unlink(_name(key), dir_fd=self._at)

@@ -41,6 +41,7 @@ class Store(Protocol):
     def __contains__(self, key: bytes) -> bool: ...
     def save(self, key: bytes, length: int, tensors: dict[str, Any]) -> None: ...
     def load(self, key: bytes, length: int, counts: dict[Pool, int]) -> dict[str, Any] | None: ...
+    def forget(self, key: bytes) -> None: ...
 
 
 def block_keys(token_ids: Sequence[int], salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
@@ -243,6 +244,14 @@ class PrefixCache:
         for pool, columns in snapshot.columns.items():
             self._pages.allocators[pool].uncache(columns.values())
         self._free_rows.append(snapshot.row)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Drop these prefixes, on disk too."""
+        for key in keys:
+            if key in self._snapshots:
+                self._drop(self._snapshots[key])
+            if self._store is not None and key in self._store:
+                self._store.forget(key)
 
     def clear(self) -> None:
         """Drop everything in memory; files on disk stay."""

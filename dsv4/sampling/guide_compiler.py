@@ -136,7 +136,7 @@ class CompilerProcess:
                 while head := file.readline():
                     message = json.loads(head)
                     data = file.read(message["num_bytes"])
-                    self._take(message, data)
+                    self._on_message(message, data)
         except (OSError, ValueError) as error:
             log.warning("the process that compiles guides cannot be read: %s", error)
         finally:
@@ -146,7 +146,7 @@ class CompilerProcess:
             for job in lost.values():
                 job.fail("the process that compiles guides ended; try again", is_ours=True)
 
-    def _take(self, message: dict[str, Any], data: bytes) -> None:
+    def _on_message(self, message: dict[str, Any], data: bytes) -> None:
         with self._lock:
             job = self._pending.pop(message["number"], None)
         if job is None:

@@ -33,7 +33,7 @@ CHILD_BYTES = 2 << 30  # on top of this process's own
 MAX_RESULT_BYTES = 64 << 20
 
 
-Message = dict[str, Any]
+CompilerMessage = dict[str, Any]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Host:
         self._received = bytearray()
         self._selector = selectors.DefaultSelector()
         self._selector.register(line, selectors.EVENT_READ)
-        self._waiting: deque[Message] = deque()
+        self._waiting: deque[CompilerMessage] = deque()
         self._children: dict[int, _Child] = {}  # by the descriptor of their pipe
         self._info: Any = None
         self._seconds = 0.0
@@ -78,10 +78,10 @@ class Host:
         *lines, rest = self._received.split(b"\n")
         self._received = rest
         for line in lines:
-            self._take(json.loads(line))
+            self._on_message(json.loads(line))
         return bool(part)
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: CompilerMessage) -> None:
         if message["do"] == "compile":
             self._waiting.append(message)
         elif message["do"] == "cancel":
@@ -95,7 +95,7 @@ class Host:
             self._info = tokenizer_info(vocabulary, message["stop_ids"])
             self._seconds = message["seconds"]
 
-    def _begin(self, job: Message) -> None:
+    def _begin(self, job: CompilerMessage) -> None:
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -139,7 +139,7 @@ class Host:
         self._line.sendall(json.dumps(head).encode() + b"\n" + (b"" if error else data))
 
 
-def _answer(job: Message, info: Any) -> bytes:
+def _answer(job: CompilerMessage, info: Any) -> bytes:
     """In the child: the compiled grammar as JSON, or an error prefixed with "!"."""
     limit = _data_bytes() + CHILD_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -13,7 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.ops.core.context import EngineOps, kernels_on_cpu
 from dsv4.ops.core.gpu import KNOWN, assume
 from dsv4.tools.speed.model import filled_state, random_model
-from dsv4.tools.speed.steps import prompt_inputs
+from dsv4.tools.speed.prompts import prompt_inputs
 from tests.ops.kernels.compiling import install_driver, pretend_cpu_is_a_gpu
 
 CAPABILITY = 86

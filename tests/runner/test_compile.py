@@ -24,7 +24,7 @@ def launches(capability: int, part: str = "decode") -> Iterator[Launch]:
     from dsv4.config import ModelConfig
     from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import decode_step, filled_state, random_model
-    from dsv4.tools.speed.steps import prompt_inputs
+    from dsv4.tools.speed.prompts import prompt_inputs
 
     pretend_cpu_is_a_gpu()
     config = replace(

@@ -59,7 +59,7 @@ def check_prompt() -> None:
     from dsv4.ops.core.arguments import copied
     from dsv4.ops.core.context import kernels_on_cpu
     from dsv4.tools.speed.model import filled_state, random_model, shape_config
-    from dsv4.tools.speed.steps import prompt_inputs
+    from dsv4.tools.speed.prompts import prompt_inputs
 
     cpu = torch.device("cpu")
     config = shape_config("trial", 3)

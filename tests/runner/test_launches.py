@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4.tools.speed.profile import families_of
 from tests.ops.kernels.compiling import interpreted
 
 MOST = {"swa": 14, "csa": 17, "hca": 14, "csa long": 18}
@@ -63,6 +64,10 @@ def test_an_official_model_runs_on_fp8_products_alone(launches: dict[str, list[s
         assert names["_a8_kernel"] == 6 * 8, names  # each layer: attention 4, experts 4
         # wq_a and wkv share their rows, and so do the shared expert and the others
         assert names["_a8_rows_kernel"] == 6 * 6, names
+        families = families_of(launches[f"tiny a8 {part}"])
+        products = zip(launches[f"tiny a8 {part}"], families, strict=True)
+        by_family = Counter(family for name, family in products if name == "_a8_kernel")
+        assert by_family == {"linear": 6 * 4, "experts": 6 * 4}  # as `dsv4 bench` reports them
         assert "_activate_kernel" not in names
         assert not {"_up_kernel", "_down_kernel"} & names.keys()
     plan = "; ".join(launches["tiny a8 plan"])

@@ -1,7 +1,9 @@
 """Two engines of one process, with different settings, leave each other alone."""
 
+import gc
 import logging
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from dsv4.ops.gemm.weights.repack import repack
 from dsv4.request import Request, SamplingParams
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.runner.settings import resolve
+from dsv4.runner.step.threads import StepThreads
 from dsv4.testing import random_weights
 from tests.models import write_quick_model
 from tests.runner.test_steps import CONFIG
@@ -108,6 +111,7 @@ def test_engines_with_other_settings_answer_as_if_alone(tmp_path: Path) -> None:
 def test_a_small_model_leaves_the_threads_to_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread suits a small model, but only during its own steps."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(StepThreads, "_outside", 1)  # is 1 again after the test
     small = runner_with("auto")
     monkeypatch.setattr("dsv4.runner.settings.SMALL_HIDDEN", 0)
     large, before, seen = runner_with("auto"), torch.get_num_threads(), []
@@ -122,6 +126,73 @@ def test_a_small_model_leaves_the_threads_to_a_large_one(monkeypatch: pytest.Mon
             seen.clear()
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_thread_that_begins_in_a_small_step_gets_all_threads_in_large_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch hands a new thread the count of whoever set it last, for good."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(StepThreads, "_outside", 1)  # is 1 again after the test
+    small, another_small = runner_with("auto"), runner_with("auto")
+    monkeypatch.setattr("dsv4.runner.settings.SMALL_HIDDEN", 0)
+    large, before = runner_with("auto"), torch.get_num_threads()
+    stepping, done = threading.Event(), threading.Event()
+    seen: dict[str, set[int]] = {}
+
+    def counts(name: str, runner: Runner, wait: bool = False) -> None:
+        def recorded(*_: object) -> None:
+            seen.setdefault(name, set()).add(torch.get_num_threads())
+            if wait:
+                stepping.set()
+                assert done.wait(60)
+
+        pages = runner.pages.open()
+        with record(recorded):
+            runner.step([Chunk(pages, [1, 2, 3], 1)])
+        runner.pages.close(pages)
+
+    def in_between() -> None:
+        assert torch.get_num_threads() == 1
+        counts("loaded elsewhere", large)
+        counts("loaded here", runner_with("auto"))
+        counts("small, too", another_small)
+
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            small_step = first.submit(counts, "small", small, wait=True)
+            assert stepping.wait(60)
+            second.submit(in_between).result()
+            done.set()
+            small_step.result()
+            second.submit(counts, "later", large).result()
+            assert first.submit(torch.get_num_threads).result() == 2
+        with ThreadPoolExecutor(1) as third:
+            assert third.submit(torch.get_num_threads).result() == 2
+    finally:
+        done.set()
+        torch.set_num_threads(before)
+    assert seen == {
+        "small": {1}, "small, too": {1}, "loaded elsewhere": {2}, "loaded here": {2}, "later": {2},
+    }  # fmt: skip
+
+
+def test_a_closed_engine_leaves_no_scratch() -> None:
+    """What steps of few rows on a CPU keep belongs to the engine."""
+
+    def refers() -> tuple[weakref.ref[object], ...]:
+        runner = runner_with("auto")
+        pages = runner.pages.open()
+        runner.step([Chunk(pages, [1], 1)])
+        kept = vars(runner.ops.scratch)
+        assert {key[0] for key in kept} >= {"mix", "rotations"}
+        found = (next(value for key, value in kept.items() if key[0] == "mix"), runner.ops)
+        return tuple(map(weakref.ref, found))
+
+    held = refers()
+    gc.collect()
+    assert [refer() for refer in held] == [None, None]
 
 
 def test_a_second_warm_up_leaves_the_buffers_of_captured_graphs(
@@ -158,21 +229,28 @@ def test_each_is_told_why_activations_stay_wide(caplog: pytest.LogCaptureFixture
         repack("layers.0.attn.wq_a.weight", replace(weight))
 
 
-def test_compiles_are_seen_by_the_thread_that_causes_them() -> None:
-    pytest.importorskip("triton", reason="nothing is compiled")
+def test_compiles_are_seen_by_the_thread_that_causes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton = pytest.importorskip("triton", reason="nothing is compiled")
     from types import SimpleNamespace
 
-    from dsv4.ops.core import compile_triton
+    from dsv4.ops.core.compile_triton import watch_compiles
 
     def compile_one(name: str) -> None:
-        compile_triton._tell_watchers(src=SimpleNamespace(name=name))
+        triton.knobs.compilation.listener(src=SimpleNamespace(name=name), cache_hit=False)
 
-    with compile_triton.watch_compiles() as outer:
+    users: list[str] = []  # of a profiler, say
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, **_: users.append(src.name)
+    )
+    with watch_compiles() as outer:
         compile_one("a")
         other = threading.Thread(target=compile_one, args=("of another engine",))
         other.start()
         other.join()
-        with compile_triton.watch_compiles() as inner:
+        with watch_compiles() as inner:
             compile_one("b")
     compile_one("later")
     assert (outer, inner) == (["a", "b"], ["b"])
+    assert users == ["a", "of another engine", "b", "later"]

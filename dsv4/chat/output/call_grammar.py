@@ -13,7 +13,7 @@ from dsv4.chat.dialect import Dialect
 from dsv4.chat.messages import Tool
 from dsv4.request import Guide
 
-Format = dict[str, Any]
+TagFormat = dict[str, Any]
 
 _MAX_REFERENCES = 16  # followed on the way to one value
 _NOT_STRING = {"type": ["number", "boolean", "null", "array", "object"]}
@@ -22,7 +22,7 @@ _BESIDE_BRANCHES = {"type", "properties", "enum", "const", "items"}
 _WHOLE = ("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties")
 
 
-def answer_format(guide: Guide) -> Format:
+def answer_format(guide: Guide) -> TagFormat:
     """A guide's constraint, as a part of a larger format."""
     if guide.kind == "choice":
         return _or([_text(choice) for choice in guide.value])
@@ -35,7 +35,7 @@ def answer_format(guide: Guide) -> Format:
     return _json(json.loads(guide.text))
 
 
-def answer_or_calls(guide: Guide, calls: "CallGrammar") -> Format:
+def answer_or_calls(guide: Guide, calls: "CallGrammar") -> TagFormat:
     return _or([answer_format(guide), calls.block()])
 
 
@@ -50,16 +50,16 @@ class CallGrammar:
     is_strict: bool
     is_parallel: bool
 
-    def block(self) -> Format:
+    def block(self) -> TagFormat:
         """A whole block of calls."""
         return _sequence(_text("\n\n<"), self._marker, self.after_marker())
 
-    def after_marker(self) -> Format:
+    def after_marker(self) -> TagFormat:
         """A block after its first marker."""
         opening = _text(f"{self.dialect.block_tag}>\n<")
         return _sequence(opening, self._marker, self._invoke, self.after_quote())
 
-    def after_quote(self) -> Format:
+    def after_quote(self) -> TagFormat:
         """A block from its first call's name onwards."""
         calls = [_or([self._call(tool) for tool in self.tools])]
         if self.is_parallel:
@@ -67,7 +67,7 @@ class CallGrammar:
             calls.append({"type": "star", "content": further})
         return _sequence(*calls, self._end())
 
-    def after_name(self, tool: Tool) -> Format:
+    def after_name(self, tool: Tool) -> TagFormat:
         """The rest of a block after its first call's name."""
         parts = [self._parameters(tool), *self._close(f"{self.dialect.invoke_tag}>")]
         if self.is_parallel:
@@ -76,26 +76,26 @@ class CallGrammar:
         return _sequence(*parts, self._end())
 
     @property
-    def _marker(self) -> Format:
+    def _marker(self) -> TagFormat:
         return {"type": "token", "token": self.marker_id}
 
     @property
-    def _invoke(self) -> Format:
+    def _invoke(self) -> TagFormat:
         return _text(f'{self.dialect.invoke_tag} name="')
 
-    def _call(self, tool: Tool) -> Format:
+    def _call(self, tool: Tool) -> TagFormat:
         name = _text(f'{tool.name}">\n')
         return _sequence(name, self._parameters(tool), *self._close(f"{self.dialect.invoke_tag}>"))
 
-    def _end(self) -> Format:
+    def _end(self) -> TagFormat:
         return _sequence(_text("\n"), *self._close(f"{self.dialect.block_tag}>"))
 
-    def _close(self, rest: str) -> list[Format]:
+    def _close(self, rest: str) -> list[TagFormat]:
         return [_text("</"), self._marker, _text(rest)]
 
     # Arguments.
 
-    def _parameters(self, tool: Tool) -> Format:
+    def _parameters(self, tool: Tool) -> TagFormat:
         root = tool.schema.get("parameters")
         if not (self.is_strict or tool.is_strict) or not isinstance(root, Mapping) or not root:
             return self._any_parameters()
@@ -112,14 +112,14 @@ class CallGrammar:
             return _sequence(*parts)
         return _or([_text("\n"), *([_sequence(*parts)] if parts else [])])
 
-    def _parameter(self, name: str, schema: Any, root: Mapping[str, Any]) -> Format:
+    def _parameter(self, name: str, schema: Any, root: Mapping[str, Any]) -> TagFormat:
         forms = [
             _sequence(_text(f'{name}" string="{flag}">'), value)
             for flag, value in _values(schema, root)
         ]
         return self._wrapped(_or(forms))
 
-    def _any_parameters(self) -> Format:
+    def _any_parameters(self) -> TagFormat:
         name = {"type": "regex", "pattern": r'[^"<>\n]+'}
         forms = [
             _sequence(_text('" string="true">'), _ANY_TEXT),
@@ -127,7 +127,7 @@ class CallGrammar:
         ]
         return {"type": "star", "content": self._wrapped(_sequence(name, _or(forms)))}
 
-    def _wrapped(self, body: Format) -> Format:
+    def _wrapped(self, body: TagFormat) -> TagFormat:
         tag = self.dialect.parameter_tag
         return _sequence(
             _text("<"), self._marker, _text(f'{tag} name="'), body, *self._close(f"{tag}>\n")
@@ -147,7 +147,7 @@ def _is_plain(root: Mapping[str, Any]) -> bool:
     )
 
 
-def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[tuple[str, Format]]:
+def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[tuple[str, TagFormat]]:
     """The ways to write a value: whether as a string's own text ("true") or as JSON, and how."""
     if not isinstance(schema, Mapping) or not schema:
         return [("true", _ANY_TEXT), ("false", _json(_NOT_STRING))]
@@ -185,24 +185,24 @@ def _target(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
     return found.get(parts[2]) if isinstance(found, Mapping) else None
 
 
-def _string(schema: Mapping[str, Any]) -> Format:
+def _string(schema: Mapping[str, Any]) -> TagFormat:
     if "pattern" in schema:
         return {"type": "regex", "pattern": schema["pattern"]}
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return {"type": "regex", "pattern": rf"[\s\S]{{{least},{most}}}"}
 
 
-def _text(value: str) -> Format:
+def _text(value: str) -> TagFormat:
     return {"type": "const_string", "value": value}
 
 
-def _json(schema: Any) -> Format:
+def _json(schema: Any) -> TagFormat:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _sequence(*elements: Format) -> Format:
+def _sequence(*elements: TagFormat) -> TagFormat:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _or(elements: list[Format]) -> Format:
+def _or(elements: list[TagFormat]) -> TagFormat:
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
