@@ -54,13 +54,28 @@ def read_version() -> str:
     return found[1]
 
 
+def refuse_development(version: str) -> None:
+    if re.fullmatch(r"\d+\.\d+\.\d+", version):
+        return
+    number = version.partition(".dev")[0]
+    fail(
+        f"__version__ is {version}, the code on the way to {number}. Set it to {number} in "
+        f"dsv4/__init__.py, move what CHANGELOG.md has under Unreleased to ## {number} - "
+        f"{time.strftime('%Y-%m-%d')}, commit, and run make release again. After the tag set "
+        "__version__ to the next number with .dev0"
+    )
+
+
 def changes(version: str) -> str:
     """The changelog's section for this version; nothing may be left under Unreleased."""
     sections = re.split(r"^## (.*)\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     titles, texts = sections[1::2], sections[2::2]
     bodies = {a.split()[0]: b.strip() for a, b in zip(titles, texts, strict=True)}
     if bodies.get("Unreleased"):
-        fail(f"CHANGELOG.md has entries under Unreleased; move them under {version}")
+        fail(
+            f"CHANGELOG.md has entries under Unreleased; move them under {version}, or set "
+            "__version__ to a higher number if that one is released"
+        )
     if not bodies.get(version):
         fail(f"CHANGELOG.md has no section {version}, which dsv4/__init__.py names")
     return bodies[version]
@@ -176,6 +191,7 @@ def main() -> None:
     parser.add_argument("--borrow", action="store_true", help="other packages: this environment's")
     borrow = parser.parse_args().borrow
     version = read_version()
+    refuse_development(version)
     text = changes(version)
     wheel = build(version)
     say(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")

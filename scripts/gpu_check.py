@@ -165,13 +165,14 @@ def run_decode(part: str, shape: str, layers: int, cases: tuple[tuple[int, int],
 
 
 def run_prefill() -> None:
+    from dsv4.tools.speed.prompts import time_prompt
     from dsv4.tools.speed.report import lines_of, write_record
     from dsv4.tools.speed.steps import Bench
 
     bench = Bench(*SMALL or ("flash", 36), DEVICE)
     rows: list = [bench.ceilings]
     for tokens in (64,) if SMALL else (8192, 2048):
-        rows.append(bench.prefill(tokens))
+        rows.append(time_prompt(bench, tokens, 0))
         say("\n".join(lines_of(rows[-1])))
         write_record(OUT / "prefill.jsonl", rows)
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 
@@ -30,8 +30,10 @@ from dsv4.server import options, schemas
 from dsv4.server.worker import link, mailbox
 from dsv4.tools.plan import make_plan, planned_model
 from dsv4.tools.predict import MEASURED
-from dsv4.tools.speed.layouts import plan_layouts
-from dsv4.tools.speed.report import SharePoints, share_picture
+from dsv4.tools.speed.layouts import MEASURED as MEASURED_LAYOUTS
+from dsv4.tools.speed.layouts import layout_options, plan_layouts
+from dsv4.tools.speed.report import Curves, position_picture, share_picture
+from dsv4.tools.speed.steps import StepResult
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -39,6 +41,7 @@ COMPARE = "2026-11-17_h200_compare.jsonl"
 MEMORY = "2026-11-17_h200_memory.jsonl"
 HOST_EXPERTS = "2026-11-18_h200_experts_host.jsonl"
 SHARES = "2026-11-18_h200_experts_share.jsonl"  # with fewer experts on the GPU
+PROMPTS = "2026-11-18_h200_official_prompts.jsonl"
 COMPILED = max(path.name for path in RECORDS.glob("*_kernels_compiled.jsonl"))
 TINY = max(path.name for path in RECORDS.glob("*_tiny_cpu_speed.jsonl"))
 
@@ -78,16 +81,22 @@ def record_path(name: str) -> str:
 # --- the hardware table ---------------------------------------------------------------------------
 
 
+def cluster_of(gpu: str, count: int, nodes: int = 1) -> Cluster:
+    """A DGX Spark is a machine with one GPU."""
+    return Cluster.of(gpu, count, count if gpu == "spark" else nodes)
+
+
 def several(model: str, count: int, gpu: str) -> str:
     """What `plan` recommends when all weights are on GPUs."""
-    plan = plan_layouts(planned_model(model, "official"), Cluster.of(gpu, count))
+    cluster = cluster_of(gpu, count)
+    plan = plan_layouts(planned_model(model, "official"), cluster)
     if plan.recommended is None:
         most = min(max(s.weight_bytes for s in f.stages) for f in plan.forecasts)
         return f"no: {most / 1e9:,.0f} GB of weights a GPU"
     best = next(f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended)
-    options = [f"--{name} {n}" for name, n in (("tp", best.tp), ("pp", best.pp)) if n > 1]
+    options = layout_options(best.tp, best.pp, cluster)
     text = f"predicted: {1000 / best.steps[1].total:,.0f} tokens/s"
-    return f"{text}, `{' '.join(options)}`" if options else text
+    return f"{text}, `{options}`" if options else text
 
 
 def one(model: str, gpu: str, gigabytes: int) -> str:
@@ -130,6 +139,44 @@ def hardware_table() -> str:
     return "| hardware | V4-Flash | V4-Pro |\n|---|---|---|\n" + "\n".join(rows)
 
 
+# --- layouts over several GPUs --------------------------------------------------------------------
+
+LAYOUTS = (  # model, GPU, GPUs, nodes
+    ("flash", "h200", 2, 1), ("flash", "h200", 4, 1), ("flash", "h200", 8, 1),
+    ("pro", "h200", 8, 1), ("pro", "h100", 16, 2),
+    ("flash", "b200", 2, 1), ("flash", "b200", 4, 1), ("flash", "b200", 8, 1),
+    ("pro", "b200", 8, 1),
+    ("flash", "rtx-pro-6000", 2, 1), ("flash", "rtx-pro-6000", 4, 1),
+    ("flash", "rtx-pro-6000", 8, 1), ("pro", "rtx-pro-6000", 16, 2),
+    ("flash", "spark", 2, 2), ("flash", "spark", 4, 4), ("pro", "spark", 16, 16),
+)  # fmt: skip
+
+
+def layout_table() -> str:
+    rows = []
+    for model, gpu, count, nodes in LAYOUTS:
+        cluster = cluster_of(gpu, count, nodes)
+        plan = plan_layouts(planned_model(model, "official"), cluster)
+        first = f"{count} {cluster.gpu.name}" + (f", {nodes} nodes" if nodes > 1 else "")
+        name = f"{first} | {model.capitalize()}"
+        found = [f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended]
+        if not found:
+            rows.append(f"| {name} | does not fit | | | | | |")
+            continue
+        [best] = found
+        options = f"`{layout_options(best.tp, best.pp, cluster)}`"
+        held = max(stage.weight_bytes for stage in best.stages) / 1e9
+        by = {"symmetric": "stores", "nccl": "NCCL"}[cluster.comm(best.world)]
+        few, many = (f"{best.steps[batch].total:.3g} ms" for batch in (1, 32))
+        rows.append(
+            f"| {name} | {options} | {by} | {held:.1f} GB | "
+            f"{best.kv_tokens / 1e6:.2g} M | {few} | {many} | {best.prompt_ms / 1e3:.2f} s |"
+        )
+    head = "| GPUs | model | layout | exchange | weights per GPU | capacity, tokens | batch 1 | "
+    head += "batch 32 | 8k prompt |\n"
+    return head + "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(rows)
+
+
 # --- every card -----------------------------------------------------------------------------------
 
 
@@ -138,7 +185,7 @@ def rate(model: str, gpu: str, count: int) -> str:
     in host memory."""
     subject = planned_model(model, "official")
     if count > 1:
-        plan = plan_layouts(subject, Cluster.of(gpu, count))
+        plan = plan_layouts(subject, cluster_of(gpu, count))
         best = next((f for f in plan.forecasts if (f.tp, f.pp) == plan.recommended), None)
         return f"{1000 / best.steps[1].total:.0f}" if best else "-"
     one_gpu = make_plan(subject, int(CARDS[gpu].memory_gb * 1e9), gpu=gpu)
@@ -194,7 +241,7 @@ def compiled_table() -> str:
         + "\n".join(rows)
         + "\n\nThe reloads of sm_90 are those of 64 heads with Triton 3.9; with 3.6, which an "
         "H200 ran, prompts have none ([state kernels](state-kernels.md)). One is of the `a8` "
-        "kernel for prompts, which engines do not use yet."
+        "kernel for prompts."
     )
 
 
@@ -261,7 +308,7 @@ def picture() -> str:
 
 def shares_picture() -> str:
     """All layers with some experts on the GPU; with all of them fewer layers fit, scaled."""
-    found: SharePoints = {}
+    found: Curves = {}
     whole = 0.0
     for row in results(HOST_EXPERTS) + results(SHARES):
         if row.get("what") == "decode" and row["batch"] == 1:
@@ -270,6 +317,13 @@ def shares_picture() -> str:
             else:
                 found.setdefault(row["routing"], []).append((row["resident_share"], row["ms"]))
     return share_picture({routing: [*points, (1.0, whole)] for routing, points in found.items()})
+
+
+def prompts_picture() -> str:
+    """Chunks of a long prompt; the first one is of the run with more layers."""
+    rows = [row for row in results(PROMPTS) if row.get("weights") == "a8"]
+    rows = [row for row in rows if row["what"] == "prefill" and row["context"] == 8192]
+    return position_picture([StepResult(**row) for row in rows])
 
 
 # --- references -----------------------------------------------------------------------------------
@@ -295,6 +349,17 @@ def option_row(param: Any) -> str:
     return f"| {names} | {text} | {shown} |"
 
 
+def help_text(name: str, text: str) -> str:
+    """A command's help; examples, which `; ` separates, are lines of their own."""
+    text = re.sub(r"^(Examples?): ", r"\1:\n\n    ", inspect.cleandoc(text), flags=re.M)
+    text = re.sub(r";\s+dsv4 ", "\n    dsv4 ", text)
+    for block in re.findall(r"^Examples?:\n\n(.*?)(?=\n\n|\Z)", text, re.M | re.S):
+        for line in block.splitlines():
+            if not re.fullmatch(r"    dsv4 ((?![,;:]( |$)).)+", line):
+                raise SystemExit(f"{name}: the example {line.strip()!r} is not one `dsv4` command")
+    return text
+
+
 def command_page() -> str:
     parts = [
         f"# Commands\n\n{GENERATED}`dsv4 --help` lists the commands, `dsv4 COMMAND --help` the "
@@ -312,10 +377,8 @@ def command_page() -> str:
                 shared.setdefault(param.opts[0], row)
             else:
                 own.append(row)
-        text = inspect.cleandoc(command.help or "").replace("Example: ", "Example:\n\n    ")
-        text = text.replace("Examples: ", "Examples:\n\n    ").replace("; dsv4", "\n    dsv4")
         takes = len(own) < len(command.params)
-        parts.append(f"## {name}\n\n{text}\n")
+        parts.append(f"## {name}\n\n{help_text(name, command.help or '')}\n")
         parts.append("| option | | default |\n|---|---|---|\n" + "\n".join(own) + "\n")
         if takes:
             parts.append("Also the [engine options](#engine-options).\n")
@@ -333,6 +396,8 @@ def field_rows(cls: type) -> str:
             rf"^    {item.name}: ([^=#\n]+?)(?: = [^#\n]*)?(?:  # (.*))?$", source, re.M
         )
         kind = found[1].strip() if found else str(item.type)
+        if get_origin(item.type) is Literal:  # under a name of its own in the source
+            kind = f"Literal[{', '.join(map(json.dumps, get_args(item.type)))}]"
         note = item.metadata.get("help") or (found[2] if found else "") or ""
         has_default = item.default is not MISSING
         default = f"`{item.default!r}`" if has_default else ""
@@ -387,7 +452,7 @@ def python_page() -> str:
     return "\n".join(parts)
 
 
-# --- measured times of ops, which the package carries ---------------------------------------------
+# --- measured times of ops, and names of records, which the package carries -----------------------
 
 
 def measured_ops(folder: Path = RECORDS) -> str:
@@ -401,6 +466,21 @@ def measured_ops(folder: Path = RECORDS) -> str:
                 newest = path.name
     rows = ",\n".join(f"  {json.dumps([*key, us])}" for key, us in sorted(times.items()))
     return f'{{\n "record": {json.dumps(newest)},\n "median_us": [\n{rows}\n ]\n}}\n'
+
+
+def measured_layouts(folder: Path = RECORDS) -> str:
+    """The newest record of a step for each model, GPU, tp, pp and attention."""
+    found = {}
+    for path in sorted(folder.glob("*_*_*.jsonl")):
+        gpu = path.name.split("_")[1]
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row: dict[str, Any] = json.loads(line).get("result", {})
+            if row.get("what") in ("decode", "parallel") and row.get("shape"):
+                ranks = row.get("tp", 1), row.get("pp", 1), row.get("attention", "tp")
+                part = " (fewer layers)" if "full_layers" in row else ""
+                found[row["shape"], gpu, *ranks] = path.name + part
+    rows = ",\n".join(f" {json.dumps([*key, name])}" for key, name in sorted(found.items()))
+    return f"[\n{rows}\n]\n" if rows else "[]\n"
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -456,7 +536,7 @@ def limits_table() -> str:
 
 def wanted() -> dict[Path, str]:
     serving, running = ROOT / "docs" / "serving.md", ROOT / "docs" / "run-flash-pro.md"
-    cards = ROOT / "docs" / "hardware.md"
+    cards, ranks = ROOT / "docs" / "hardware.md", ROOT / "docs" / "parallel.md"
     readme = (ROOT / "README.md").read_text()
     readme = between(readme, "proof", proof())
     readme = between(readme, "hardware", hardware_table())
@@ -465,13 +545,16 @@ def wanted() -> dict[Path, str]:
         cards: between(
             between(cards.read_text(), "cards", card_table()), "compiled", compiled_table()
         ),
+        ranks: between(ranks.read_text(), "layouts", layout_table()),
         serving: between(serving.read_text(), "limits", limits_table()),
         running: between(running.read_text(), "speed", expected_speed()),
         ROOT / "docs" / "commands.md": command_page(),
         ROOT / "docs" / "python-api.md": python_page(),
         ROOT / "docs" / "pictures" / "one_token_h200.svg": picture(),
         ROOT / "docs" / "pictures" / "experts_share_h200.svg": shares_picture(),
+        ROOT / "docs" / "pictures" / "long_prompts_h200.svg": prompts_picture(),
         MEASURED: measured_ops(),
+        MEASURED_LAYOUTS: measured_layouts(),
     }
 
 

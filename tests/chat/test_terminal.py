@@ -13,7 +13,7 @@ from dsv4.chat import V4_OFFICIAL, encode_prompt
 from dsv4.chat import texts as fixed
 from dsv4.chat.lexer import split_markers
 from dsv4.cli.chat import ChatSession, Terminal, printable
-from dsv4.errors import RequestError
+from dsv4.errors import RankError, RequestError
 from dsv4.request import Output, SamplingParams
 from tests.chat.fuzz import tiny_tokenizer
 
@@ -33,6 +33,7 @@ class FakeEngine:
         self.answers = list(answers)
         self.prompts: list[str] = []
         self.num_closed = 0
+        self.failure: RankError | None = None
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Output]:
         self.prompts.append(TINY.decode(prompt))
@@ -88,6 +89,14 @@ def test_an_answer_is_shown_with_its_reasoning_dimmed() -> None:
     assert engine.num_closed == 1
     expected = encode_prompt(session.messages[:1], dialect=V4_OFFICIAL, effort="low").text
     assert engine.prompts == [expected]
+
+
+def test_a_dead_rank_ends_it() -> None:
+    engine = FakeEngine(("Easy.", "rank 1 was ended"), "no later answer")
+    engine.failure = RankError("rank 1 was ended")
+    with pytest.raises(RankError, match="the answer broke off: rank 1 was ended") as error:
+        talk(engine, "Capital of France?", "again")
+    assert error.value.exit_code == 70
 
 
 def test_folded_reasoning_is_one_line() -> None:
