@@ -85,7 +85,10 @@ LINES_IN_FILES_OF_OPS = {
     "ranks": (153, "fbf565c 9eba700 f566750"),
     "drafts": (15, "cf89936 080c2db f224a1a"),
     "MXFP4 as stored, experts in host memory": (205, "3d8e6d3 c80b3b9"),
-    "weight streams, both ranges of K at a time": (126, "8cdf976 62523a3 6a75a76"),
+    "weight streams, both ranges of K at a time": (
+        126,
+        "8cdf976 62523a3 c070160:dot_device.py,experts_single_token_triton.py,experts_triton.py",
+    ),
     "other GPUs": (60, "474c187 cf35333"),
     "few rows on a CPU, any number of threads": (57, "d1a0ad8 f5137e5"),
     "official checkpoints on one GPU: FP8 in streams and prompts": (
@@ -106,8 +109,8 @@ LINE_BUDGET = {
     "testing.py": 300,
     "util": 790,  # most of it config.json in three spellings, and its mistakes; 55: rates of GPUs
     "formats": 1500,
-    # 300 for other nodes: keys, joining, torchrun; 70 for failures at start, of links, of parents
-    "parallel": 1670,
+    # 300 for other nodes: keys, joining, torchrun; 90 for failures at start, of links, of parents
+    "parallel": 1700,
     # Its own lines, and what other issues added to its files; their own files are counted apart
     "ops": OWN_OPS_LINES + sum(count for count, _ in LINES_IN_FILES_OF_OPS.values()),
     # 170 for experts split over ranks, their count, an echo; 320 for fusions of few rows on a CPU

@@ -102,7 +102,7 @@ class ForkServer:
     def status(self, pid: int, timeout: float) -> int | None:
         """How a rank ended: its exit code, or minus its signal; None if it has not.
 
-        Without this process nobody knows how; the rank is waited for all the same.
+        If the fork server is gone, the code stays unknown; the rank is waited for all the same.
         """
         limit = time.monotonic() + timeout
         with self._changed:
