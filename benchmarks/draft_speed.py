@@ -35,6 +35,7 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.draft import DraftModel, draft_model
 from dsv4.model.transformer import Transformer
 from dsv4.ops.kv.begin_step import NEWEST
+from dsv4.ops.sample.sample import SampleInputs
 from dsv4.request import Request
 from dsv4.runner.drafts.device import DeviceDrafter
 from dsv4.runner.load import LoadedModel
@@ -109,10 +110,9 @@ class Replaced:
     def __enter__(self) -> None:
         real, table = DeviceDrafter._draw, self.table
 
-        def draw(drafter: DeviceDrafter, logits: Tensor, positions: Tensor) -> Tensor:
-            real(drafter, logits, positions)
-            seeds = drafter._buffers.sampling(logits.shape[0]).seeds
-            return table.index_select(0, seeds * LONGEST + positions)
+        def draw(drafter: DeviceDrafter, logits: Tensor, by: SampleInputs) -> Tensor:
+            real(drafter, logits, by)
+            return table.index_select(0, by.positions.add(by.seeds, alpha=LONGEST))
 
         self._real = real
         DeviceDrafter._draw = draw  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ from dsv4.errors import OptionError, RequestError
 from dsv4.formats.quantized import UnpackedTensor
 from dsv4.model.draft import nvfp4_head
 from dsv4.model.transformer import Transformer
+from dsv4.ops.sample.sample import SampleInputs
 from dsv4.request import Completion, Guide, Request, join_outputs
 from dsv4.runner.drafts.device import DeviceDrafter, draft_parts
 from dsv4.runner.load import LoadedModel, load_model, prepare
@@ -560,8 +561,8 @@ def test_noise_of_the_target_hits_more_often_than_other_noise(
     """Random blocks know nothing of the model, but at temperature 1 both follow the noise."""
     real, shares = DeviceDrafter._draw, []
 
-    def other_noise(self: DeviceDrafter, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return real(self, logits, at + 100_000)
+    def other_noise(self: DeviceDrafter, logits: torch.Tensor, by: SampleInputs) -> torch.Tensor:
+        return real(self, logits, replace(by, positions=by.positions + 100_000))
 
     for draw in (real, other_noise):
         monkeypatch.setattr(DeviceDrafter, "_draw", draw)

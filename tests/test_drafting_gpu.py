@@ -20,6 +20,7 @@ from dsv4.config import EngineConfig
 from dsv4.formats.quantized import Weight
 from dsv4.model.draft import draft_model
 from dsv4.model.transformer import Transformer
+from dsv4.ops.sample.sample import SampleInputs
 from dsv4.request import Request, join_outputs
 from dsv4.runner.drafts.device import DeviceDrafter
 from dsv4.runner.load import LoadedModel
@@ -159,10 +160,9 @@ class Scripted:
         table = self.table = torch.zeros(8 * LONGEST, dtype=torch.int64, device=device)
         real = DeviceDrafter._draw
 
-        def draw(drafter: DeviceDrafter, logits: Tensor, positions: Tensor) -> Tensor:
-            real(drafter, logits, positions)
-            seeds = drafter._buffers.sampling(logits.shape[0]).seeds
-            return table.index_select(0, seeds * LONGEST + positions)
+        def draw(drafter: DeviceDrafter, logits: Tensor, by: SampleInputs) -> Tensor:
+            real(drafter, logits, by)
+            return table.index_select(0, by.positions.add(by.seeds, alpha=LONGEST))
 
         patch.setattr(DeviceDrafter, "_draw", draw)
 

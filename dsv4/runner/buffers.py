@@ -29,6 +29,19 @@ DRAFT_WIDTHS = (2, 4, 6, 8)  # rows per sequence in a step that verifies drafts
 SCORED = 256  # tokens of a step that scores a prompt
 
 
+def aligned_rows(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Uninitialised; each row is aligned like a tensor of its own, because Triton would compile
+    kernels again for pointers that are not."""
+    whole = -(-columns // ALIGNED) * ALIGNED
+    return torch.empty(rows, whole, dtype=like.dtype, device=like.device)[:, :columns]
+
+
+def select_columns(x: Tensor, places: Tensor) -> Tensor:
+    """`x[:, places]` in one launch, rows aligned."""
+    out = aligned_rows(x.shape[0], places.shape[0], x)
+    return torch.index_select(x, 1, places, out=out)
+
+
 class StagedLine:
     """One line on the device and its rotating host buffers."""
 
@@ -312,15 +325,20 @@ class StepBuffers:
         whole = {name: at[name] for name in WHOLE}
         return SampleInputs(**real, **whole, seen=self.seen, bias=self.bias, mask=self.mask)
 
+    def repeated_sampling(self, rows: int, places: Tensor) -> SampleInputs:
+        """`sampling(rows)` of these rows: all integers in one launch, all floats in another."""
+        parts = len(WHOLE) + len(REAL)
+        line = self.sampling_stage.line[: sampling_line(rows).length].view(parts, -1)
+        whole = select_columns(line[: len(WHOLE)], places)
+        real = select_columns(line[len(WHOLE) :].view(torch.float32), places)
+        settings = dict(zip((*WHOLE, *REAL), (*whole, *real), strict=True))
+        return SampleInputs(**settings, seen=self.seen, bias=self.bias, mask=self.mask)
+
     def row_settings(self, shape: StepShape, batch: Ragged) -> SampleInputs:
         """The settings of a verify step's sequences, repeated for each of their rows."""
-        given = self.sampling(shape.sequences)
-        repeated = {
-            name: getattr(given, name).index_select(0, batch.seq_idx) for name in (*WHOLE, *REAL)
-        }
-        repeated["positions"] = batch.positions + 1
-        repeated["slots"] = torch.where(batch.positions < 0, -1, repeated["slots"])
-        return SampleInputs(**repeated, seen=self.seen, bias=self.bias, mask=self.mask)
+        given = self.repeated_sampling(shape.sequences, batch.seq_idx)
+        slots = torch.where(batch.positions < 0, -1, given.slots)
+        return replace(given, positions=batch.positions + 1, slots=slots)
 
     def results(self, rows: int) -> Sampled:
         return Sampled(

@@ -22,8 +22,9 @@ from dsv4.model.draft import DraftModel, DSpark, MtpBlock
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import DraftTaps
 from dsv4.ops.core.ragged import Ragged
-from dsv4.ops.sample.sample import MASK, sample
-from dsv4.runner.buffers import StagedLine, StepBuffers
+from dsv4.ops.sample.draft_rows import MOST_DRAFTS
+from dsv4.ops.sample.sample import MASK, SampleInputs, sample
+from dsv4.runner.buffers import StagedLine, StepBuffers, aligned_rows, select_columns
 from dsv4.runner.plan import DraftPart
 from dsv4.runner.sampling_rows import to_host
 from dsv4.runner.step.line import step_line
@@ -82,8 +83,9 @@ class DeviceDrafter(ABC):
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # for each sequence of a step: its last row that counts, and that row's position
-        self._rows, self._positions, self._slots = ints(count), ints(count), ints(count)
+        # for each sequence of a step: its last row that counts, that row's position, the slot
+        self._ends = ints(3, count)
+        self._offsets = torch.arange(MOST_DRAFTS + 2, device=device).unsqueeze(1)
         self.drafts = ints(count, num_drafts)  # the first is -1 if logits were NaN
         self._norms = torch.zeros(count, device=device)  # of the logits drawn from last
         self.chances = torch.ones(count, num_drafts, device=device)
@@ -142,18 +144,16 @@ class DeviceDrafter(ABC):
         real = ends > batch.starts
         last = (ends - 1).clamp(min=0)  # before the first step there is none
         rows = (batch.first_rows + last - batch.starts).clamp(min=0)
-        self._positions[:n].copy_(torch.where(real, last, last[0]))
-        self._rows[:n].copy_(torch.where(real, rows, rows[0]))
-        self._slots[:n].copy_(torch.where(real, batch.slots, batch.slots[0]))
+        found = torch.stack((rows, last, batch.slots))
+        torch.where(real, found, found[:, :1], out=self._ends[:, :n])
         self._store(shape, inputs)
 
     def tokens(self, shape: StepShape) -> None:
         n = shape.sequences
-        places = self._line.line[:n]
-        rows, positions, slots = (
-            part.index_select(0, places) for part in (self._rows, self._positions, self._slots)
-        )
-        self._draft(n, shape.width, rows, positions, slots)
+        rows, last, slots = select_columns(self._ends, self._line.line[:n])
+        positions = aligned_rows(shape.width + 2, n, last)
+        torch.add(last, self._offsets[: shape.width + 2], out=positions)
+        self._draft(n, shape.width, rows, list(positions), slots)
         self.drafts[:n, :1].masked_fill_(self._norms[:n, None].isnan(), -1)  # verifies none
         kept = self._verify.drafts[:, : shape.width]
         kept.index_copy_(0, slots, self.drafts[:n, : shape.width])
@@ -173,19 +173,24 @@ class DeviceDrafter(ABC):
     def _store(self, shape: StepShape, inputs: StepInputs) -> None: ...
 
     @abstractmethod
-    def _draft(self, n: int, count: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write `count` drafts of `n` sequences: after these rows of the step, at these
-        positions."""
+    def _draft(
+        self, n: int, count: int, rows: Tensor, positions: list[Tensor], slots: Tensor
+    ) -> None:
+        """Write `count` drafts of `n` sequences: after these rows of the step, at the first of
+        these positions and the `count + 1` after it."""
 
-    def _draw(self, logits: Tensor, positions: Tensor) -> Tensor:
+    def _settings(self, n: int) -> SampleInputs:
         """Draw as the target will be drawn, but without its guide, whose mask is not known yet.
-        Padding rows get the token of the sequence that they duplicate."""
-        settings = self._buffers.sampling(logits.shape[0])
-        settings = replace(settings, positions=positions, flags=settings.flags & ~MASK)
+        Padding rows draw like the first sequence, which they duplicate."""
+        given = self._buffers.sampling(n)
+        if n > 1:
+            real = torch.where(given.slots >= 0, self._buffers.rows[:n], 0)
+            given = self._buffers.repeated_sampling(n, real)
+        return replace(given, flags=given.flags & ~MASK)
+
+    def _draw(self, logits: Tensor, settings: SampleInputs) -> Tensor:
         tokens, self._norms = sample(logits, settings)
-        first = self._buffers.rows[: logits.shape[0]]
-        first = torch.where(settings.slots >= 0, first, 0)
-        return tokens.clamp(0, logits.shape[1] - 1).index_select(0, first)
+        return tokens.clamp(0, logits.shape[1] - 1)
 
     def _tables(self) -> Tensor:
         return self._buffers.slot_tables.table(0, self._buffers.max_sequences)
@@ -216,22 +221,25 @@ class MtpDrafter(DeviceDrafter):
             behind = torch.where(sent >= 0, sent, behind)
         if shape.one_each:
             return behind
-        is_last = batch.positions == self._positions[:n].index_select(0, batch.seq_idx)
+        is_last = batch.positions == self._ends[1, :n].index_select(0, batch.seq_idx)
         last = behind.index_select(0, batch.seq_idx)
         following = torch.where(is_last, last, inputs.token_ids.roll(-1))
         return torch.where(batch.positions < 0, -1, following)
 
-    def _draft(self, n: int, count: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _draft(
+        self, n: int, count: int, rows: Tensor, positions: list[Tensor], slots: Tensor
+    ) -> None:
         streams = self.taps.rows.index_select(0, rows)
         token_ids = self._buffers.newest.index_select(0, slots)
         table, order = self._tables().index_select(0, slots), self._buffers.rows[:n]
-        for number in range(count):
-            batch = Ragged(positions, order, order, positions, positions + 1, slots)
+        settings, drawn = self._settings(n), list[Tensor]()
+        for at, behind, wanted in zip(positions, positions[1:], positions[2:], strict=False):
+            batch = Ragged(at, order, order, at, behind, slots)
             step = StepInputs(token_ids, batch, table, table, table, None)
             logits, streams = self.block(streams, token_ids, step, self._states[0])
-            token_ids = self._draw(logits, positions + 2)
-            self.drafts[:n, number].copy_(token_ids)
-            positions = positions + 1
+            token_ids = self._draw(logits, replace(settings, positions=wanted))
+            drawn.append(token_ids)
+        torch.stack(drawn, 1, out=self.drafts[:n, :count])
 
 
 class DSparkDrafter(DeviceDrafter):
@@ -247,12 +255,15 @@ class DSparkDrafter(DeviceDrafter):
     def _store(self, shape: StepShape, inputs: StepInputs) -> None:
         self.block.keys(self.taps.rows[: shape.tokens], inputs, self._states)
 
-    def _draft(self, n: int, count: int, rows: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def _draft(
+        self, n: int, count: int, rows: Tensor, positions: list[Tensor], slots: Tensor
+    ) -> None:
         token_ids = self._buffers.newest.index_select(0, slots)
-        base, hidden = self.block(token_ids, positions, slots, self._tables(), self._states)
+        base, hidden = self.block(token_ids, positions[0], slots, self._tables(), self._states)
+        settings = self._settings(n)
         for number in range(count):
             logits, chances = self.block.after(base[:, number], hidden[:, number], token_ids)
-            token_ids = self._draw(logits, positions + 2 + number)
+            token_ids = self._draw(logits, replace(settings, positions=positions[2 + number]))
             self.drafts[:n, number].copy_(token_ids)
             self.chances[:n, number].copy_(chances)
 
