@@ -6,7 +6,6 @@ and adds them; separate programs would wait for each other. Top-k leaves memory 
 the shared expert's up-projection overlaps it in the same launch.
 """
 
-import math
 from importlib import import_module
 from typing import NamedTuple
 
@@ -21,12 +20,11 @@ from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm import linear_triton
 from dsv4.ops.gemm.dot_device import dot_nvfp4, dot_two_ranges
 from dsv4.ops.gemm.split_k import num_ranges, split_k
-from dsv4.ops.gemm.weights.tiled import TiledMxfp4
 from dsv4.ops.moe import router_triton
+from dsv4.ops.moe.expert_tensors import expert_weights, is_mx, num_expert_ranges, partial_sums
 from dsv4.ops.moe.placed import stack_of, table_of
 from dsv4.ops.moe.router_triton import gate_program, prepare
 
-LONG_STEPS = 8  # K of at least this many steps of 128 columns has two ranges
 STAGES = 3
 UP_ROWS, GATE_ROWS = 32, 32  # per program with two warps
 
@@ -240,7 +238,7 @@ def launch_separate(x, token_ids, gate, by):
     sums = workspace(x.device, "shared_sums", ranges * rows, torch.float32)[: ranges * rows]
     linear_triton.launch(x, [by.shared_w13], [sums.view(ranges, 1, rows)], partial=True)
     z, last = _between(x, gate.num_chosen, w2), gate.num_chosen * w2.columns
-    expert_sums = module.partial_sums(z, gate.num_chosen + 1, w2)
+    expert_sums = partial_sums(z, gate.num_chosen + 1, w2)
     given = (x, z, chosen, weights, w13, w2, by.limit, table)
     module.up(*given, sums.view(ranges, rows), expert_sums[-1, 1:])
     linear_triton.launch(
@@ -256,25 +254,15 @@ def _between(x, chosen, w2):
 
 def _down(z, experts, by):
     places, w2, shared_w2 = table_of(by.w2)[0], stack_of(by.w2), by.shared_w2
-    chosen, ranges = experts.shape[1], num_expert_ranges(w2)
-    shape = (chosen + (shared_w2 is not None), ranges, w2.rows)
-    expert_sums = workspace(z.device, "experts_partial_sums", math.prod(shape), torch.float32)
-    _down_kernel[(triton.cdiv(w2.rows, 64), shape[0], ranges)](
+    chosen = experts.shape[1]
+    expert_sums = partial_sums(z, chosen + (shared_w2 is not None), w2)
+    _down_kernel[(triton.cdiv(w2.rows, 64), *expert_sums.shape[:2])](
         z, expert_sums, experts, *expert_weights(w2, shared_w2), places, chosen, w2.rows,
-        w2.columns, w2.num_steps, w2.packed.shape[1], RANGES=ranges, STAGES=STAGES,
+        w2.columns, w2.num_steps, w2.packed.shape[1], RANGES=expert_sums.shape[1], STAGES=STAGES,
         EVEN_K=w2.columns % 128 == 0, ASM=not interpreting(), MX=is_mx(w2),
         PLACED=places is not None, **dependent_options(z.device, 2),
     )  # fmt: skip
-    return expert_sums[: math.prod(shape)].view(shape)
-
-
-def is_mx(weight) -> bool:
-    return isinstance(weight, TiledMxfp4)
-
-
-def num_expert_ranges(weight) -> int:
-    """Ranges of K; a pure function of the shape, because it fixes the order of summation."""
-    return 2 if weight.num_steps >= LONG_STEPS else 1
+    return expert_sums
 
 
 def choose_shared(w13) -> tuple[int, int]:
@@ -289,19 +277,3 @@ def _up_tile(w13, rows, stages=STAGES) -> tuple[int, UpTile]:
     rows, even = rows if ranges > 1 else 64, w13.columns % (128 * ranges) == 0
     tile = UpTile(ranges, rows, stages, even, not interpreting(), is_mx(w13))
     return triton.cdiv(w13.rows, rows), tile
-
-
-class ExpertTensors(NamedTuple):
-    words: torch.Tensor
-    scales: torch.Tensor
-    factors: torch.Tensor
-
-
-def expert_weights(weight, shared):
-    """The routed experts' tensors and the offsets to the shared expert's. Kernels take offsets as
-    64 bits; otherwise each layer's values would decide which variants are compiled."""
-    own = ExpertTensors(weight.packed, weight.scale, weight.global_scale)
-    if shared is None:
-        return own, 0, 0, 0
-    pairs = zip(own, (shared.packed, shared.scale, shared.global_scale), strict=True)
-    return own, *((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairs)

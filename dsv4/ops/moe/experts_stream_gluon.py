@@ -11,14 +11,12 @@ w13, up, its w2, down. Then neither projection waits: what it reads is from two 
 
 import math
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.ops.core.helpers_device import swiglu
-from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.variants.stream_gluon import (
     OUT,
     SUMS,
@@ -28,7 +26,7 @@ from dsv4.ops.gemm.variants.stream_gluon import (
     ring_options,
     stream_row,
 )
-from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
+from dsv4.ops.moe.expert_tensors import expert_weights, is_mx, num_expert_ranges, partial_sums
 
 activate = gluon.jit(swiglu.fn)
 HALF = gl.constexpr(32)
@@ -205,12 +203,6 @@ def up(x, z, experts, weights, w13, w2, limit, table, shared=None, rest=None) ->
         MX=is_mx(w13), PLACED=table[0] is not None, SHARED=0 if shared is None else len(shared),
         **ring_options(x.device, math.prod(grid), UP_STAGES, lengths, columns),
     )  # fmt: skip
-
-
-def partial_sums(z, num_places, w2):
-    shape = (num_places, num_expert_ranges(w2), w2.rows)
-    expert_sums = workspace(z.device, "experts_partial_sums", math.prod(shape), torch.float32)
-    return expert_sums[: math.prod(shape)].view(shape)
 
 
 def down(z, expert_sums, experts, w2, shared_w2, table, *, early=False) -> None:

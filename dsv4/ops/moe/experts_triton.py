@@ -20,6 +20,7 @@ from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.dot_device import dot_nvfp4, dot_two_ranges, tile_rows
 from dsv4.ops.gemm.weights.tiled import TiledFp4
 from dsv4.ops.moe import experts_single_token_triton
+from dsv4.ops.moe.expert_tensors import expert_weights, is_mx, num_expert_ranges
 from dsv4.ops.moe.experts import Experts
 from dsv4.ops.moe.experts_end_triton import (
     combine,
@@ -28,7 +29,6 @@ from dsv4.ops.moe.experts_end_triton import (
     shared_reason,
     swiglu,
 )
-from dsv4.ops.moe.experts_single_token_triton import expert_weights, is_mx, num_expert_ranges
 from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 from dsv4.ops.moe.placed import stack_of, table_of
 

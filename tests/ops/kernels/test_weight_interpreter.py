@@ -147,10 +147,10 @@ def check_partial_sums() -> None:
 
 def check_two_ranges() -> None:
     """K in two ranges: side by side where both have the same length, otherwise in a row."""
-    from dsv4.ops.moe import experts_single_token_triton, experts_triton
+    from dsv4.ops.moe import expert_tensors, experts_triton
     from dsv4.ops.moe.experts import _tiled_case, experts_reference
 
-    long, experts_single_token_triton.LONG_STEPS = experts_single_token_triton.LONG_STEPS, 2
+    long, expert_tensors.LONG_STEPS = expert_tensors.LONG_STEPS, 2
     in_a_row = experts_triton.ExpertsConfig(8, 64, 2, 3)
     for size in (144, 256):
         results = []
@@ -168,7 +168,7 @@ def check_two_ranges() -> None:
             results.append((found, arguments))
         assert torch.equal(results[0][0][0], found[1]), "a row's bits depend on its batch"
         assert torch.equal(found, experts_triton.launch(**arguments, config=in_a_row)), size
-    experts_single_token_triton.LONG_STEPS = long
+    expert_tensors.LONG_STEPS = long
 
 
 def check_slices() -> None:
