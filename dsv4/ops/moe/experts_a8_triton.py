@@ -48,8 +48,11 @@ def run(x, experts, weights, by, bm=None):
     z = z[: num_pairs * inner].view(num_pairs, inner)
     partial_sums = workspace(x.device, "a8_partial_sums", num_pairs * w2.rows, torch.float32)
     partial_sums = partial_sums[: num_pairs * w2.rows].view(num_pairs, w2.rows)
+    extra = _separate_output(x, by)  # first: it may quantise its own rows in the same workspace
+    rows = make_a8_rows(x, "a8_rows")
+    if extra is None:
+        extra = _shared_output(rows, by)
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
-        extra = _shared_output(x, None, by)
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon")
         grouped = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
         rows = make_a8_rows(x, "a8_pairs", groups=grouped.groups, chosen=chosen, copies=4)
@@ -58,8 +61,6 @@ def run(x, experts, weights, by, bm=None):
         prompt.multiply_experts(rows, w2, partial_sums, grouped)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)
-        rows = make_a8_rows(x, "a8_rows")
-        extra = _shared_output(x, rows, by)
         grouped = group_by_expert(experts, num_experts, bm, early=early)
         more = {"tiles": 2 if num_pairs >= WIDE_PAIRS and bm <= 32 else 1}
         multiply_experts(
@@ -72,13 +73,19 @@ def run(x, experts, weights, by, bm=None):
     return y
 
 
-def _shared_output(x, rows, by):
-    """fp32 `[tokens, size]` of the shared expert; `rows`: `x` quantised, if it is."""
+def _separate_output(x, by):
+    """The shared expert's result if not both of its matrices take a8 rows."""
     w13, w2 = by.shared_w13, by.shared_w2
-    if not (isinstance(w13, A8Fp8) and isinstance(w2, A8Fp8)):
-        return experts_triton.separate_output(x, w13, w2, by.limit)
-    h = torch.empty(x.shape[0], w13.shape[0], dtype=torch.float32, device=x.device)
-    part = torch.empty(x.shape[0], w2.shape[0], dtype=torch.float32, device=x.device)
-    linear_a8_triton.multiply(rows or make_a8_rows(x, "a8_rows"), w13, h)
+    if isinstance(w13, A8Fp8) and isinstance(w2, A8Fp8):
+        return None
+    return experts_triton.separate_output(x, w13, w2, by.limit)
+
+
+def _shared_output(rows, by):
+    """fp32 `[tokens, size]` of the shared expert with a8 rows."""
+    count, w13, w2 = rows.num_rows, by.shared_w13, by.shared_w2
+    h = torch.empty(count, w13.shape[0], dtype=torch.float32, device=rows.codes.device)
+    part = torch.empty(count, w2.shape[0], dtype=torch.float32, device=rows.codes.device)
+    linear_a8_triton.multiply(rows, w13, h)
     linear_a8_triton.multiply(make_a8_rows(h, "a8_shared", limit=by.limit), w2, part)
     return part

@@ -1,7 +1,9 @@
 """FP8 products of a8 rows (sm_90) in Triton's interpreter: layouts, rows, products, row bits."""
 
-import itertools
 import sys
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,7 +107,7 @@ def test_tolerances_allow_what_the_tensor_core_cuts(
 
     op, worst = OPS[name], 0.0
     cases = [case for case in op.cases() if "with a8 rows" in case.name and case.small]
-    for case, seed in itertools.product(cases, range(1, 4) if name == "experts" else (1,)):
+    for case, seed in product(cases, range(1, 4) if name == "experts" else (1,)):
         arguments = case.build(torch.Generator().manual_seed(seed))
         if name == "linear":  # the last matrix is not rounded
             arguments |= {key: arguments[key][:-1] for key in ("weights", "out_dtypes")}
@@ -187,9 +189,12 @@ def check_linear() -> None:
 
 
 def check_experts() -> None:
-    """Cases; tiles of any height give the same bits."""
+    """Cases; tiles of any height and the launches of prompts give the same bits; the shared expert
+    may have matrices of both kinds."""
+    from dsv4.ops.gemm.a8 import fp8_product_triton as plain
     from dsv4.ops.moe import experts_a8_triton as kernel
     from dsv4.ops.moe.experts import cases
+    from tests.ops.kernels.test_weight_interpreter import compare
 
     check_cases("experts")
     [case] = [case for case in cases() if "40x160" in case.name and "a8 rows" in case.name]
@@ -199,6 +204,26 @@ def check_experts() -> None:
     one = {key: value[9:10] if isinstance(value, torch.Tensor) else value
            for key, value in arguments.items()}  # fmt: skip
     assert torch.equal(kernel.run(**one), wanted[9:10])
+    by, used = arguments["by"], []
+
+    def multiply(*given: Any, **more: Any) -> None:  # the interpreter does not run Gluon
+        used.append(given[0].scales.shape[0] // given[0].num_steps)
+        plain.multiply_experts(*given, 32, **more)
+
+    prompt = SimpleNamespace(MOST_ROWS=32, multiply_experts=multiply)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "fits_prompts", lambda *weights: True)
+        patch.setattr(kernel, "import_module", lambda name: prompt)
+        assert torch.equal(kernel.run(**arguments), wanted)
+        assert used == [4, 4]
+        for name, bm in product(("shared_w13", "shared_w2"), (None, 16)):
+            wide = replace(by, **{name: getattr(by, name).dequantize().bfloat16()})
+            mixed = {**arguments, "by": wide}
+            assert kernel.supports(**mixed) is None
+            found = kernel.run(**mixed, bm=bm)
+            label = f"{name} in bf16, tiles {bm}"
+            compare(label, OPS["experts"].reference(**mixed), found, case.atol, case.rtol)
+        assert len(used) == 6
 
 
 if __name__ == "__main__":
