@@ -333,16 +333,17 @@ def test_the_plan_knows_what_rows_quantised_to_a8_take(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(kernel, "workspace", room)
     monkeypatch.setattr(kernel, "_a8_rows_kernel", Launch())
+    monkeypatch.setattr(kernel, "_gather_rows_kernel", Launch())
     groups = SimpleNamespace(sorted_pairs=None)
     inner, hidden, chosen = config.moe_intermediate_size, config.hidden_size, 6
     with assume(KNOWN[90]):
         for columns in (hidden, config.q_lora_rank, config.o_groups * config.o_lora_rank):
             kernel.make_a8_rows(torch.empty(tokens, columns, device="meta"), "a8_rows")
-        h, x = (torch.empty(tokens, n, device="meta") for n in (2 * inner, hidden))
+        x, h = (torch.empty(tokens, n, device="meta") for n in (hidden, 2 * inner))
         kernel.make_a8_rows(h, "a8_shared", limit=10.0)
-        kernel.make_a8_rows(x, "a8_pairs", groups=groups, chosen=chosen, copies=4)
+        kernel.gather_rows(kernel.make_a8_rows(x, "a8_rows"), groups, chosen, "a8_pairs")
         z = torch.empty(chosen * tokens, inner, device="meta")
-        kernel.make_a8_rows(z, "a8_pairs", copies=4)
+        kernel.make_a8_rows(z, "a8_pairs", copies=kernel.COPIES)
     assert sum(held.values()) == tokens * a8_bytes(config)
     wide, narrow = (step_bytes(24 * 10**9, config, tokens, asked) for asked in ("a8", "auto"))
     assert wide - narrow == tokens * a8_bytes(config)

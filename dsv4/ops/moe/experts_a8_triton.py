@@ -4,8 +4,8 @@
 Pairs are sorted by expert and split into tiles, which gather the quantised rows of their tokens.
 The first product clamps, activates, weights and rounds to bf16, one launch quantises the result,
 and the second writes each pair's row. Rows are summed in the order of a token's experts, the shared
-one last. In prompts (gemm/a8/fp8_prompt_gluon.py) each pair has its own quantised row, next to
-those of its expert.
+one last. In prompts (gemm/a8/fp8_prompt_gluon.py) each pair has its own copy of its token's
+quantised row, next to those of its expert.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ from dsv4.ops.core.launch import a8_reason, rows_reason
 from dsv4.ops.core.workspace import workspace
 from dsv4.ops.gemm.a8 import linear_a8_triton
 from dsv4.ops.gemm.a8.fp8_product_triton import choose_rows, fits_prompts, multiply_experts
-from dsv4.ops.gemm.a8.fp8_rows_triton import EARLY_ROWS, make_a8_rows
+from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, EARLY_ROWS, gather_rows, make_a8_rows
 from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
 from dsv4.ops.moe import experts_triton
 from dsv4.ops.moe.experts_end_triton import combine
@@ -55,9 +55,9 @@ def run(x, experts, weights, by, bm=None):
     if bm is None and num_pairs >= PROMPT_ROWS * num_experts and fits_prompts(w13, w2):
         prompt = import_module("dsv4.ops.gemm.a8.fp8_prompt_gluon")
         grouped = group_by_expert(experts, num_experts, prompt.MOST_ROWS)
-        rows = make_a8_rows(x, "a8_pairs", groups=grouped.groups, chosen=chosen, copies=4)
+        rows = gather_rows(rows, grouped.groups, chosen, "a8_pairs")
         prompt.multiply_experts(rows, w13, z, grouped, weights=weights, limit=by.limit)
-        rows = make_a8_rows(z, "a8_pairs", copies=4)
+        rows = make_a8_rows(z, "a8_pairs", copies=COPIES)
         prompt.multiply_experts(rows, w2, partial_sums, grouped)
     else:
         bm = bm or choose_rows(num_pairs / num_experts, most=128)

@@ -11,7 +11,12 @@ from tests.ops.kernels.compiling import Launch, check_limits, compiled_facts, co
 
 NUMBERS = {  # of kernels; what the interpreter does not run is compiled by every test run
     "prompts": {"_a8_prompt_kernel": 4},
-    "all": {"_a8_kernel": 13, "_a8_rows_kernel": 3, "_a8_prompt_kernel": 6},
+    "all": {
+        "_a8_kernel": 13,
+        "_a8_rows_kernel": 3,
+        "_gather_rows_kernel": 1,
+        "_a8_prompt_kernel": 6,
+    },
 }
 
 
@@ -19,7 +24,7 @@ NUMBERS = {  # of kernels; what the interpreter does not run is compiled by ever
 def test_kernels_compile(cases: str) -> None:
     pytest.importorskip("triton", reason="the compiler is absent")
     rows = compiled_facts("tests.ops.kernels.test_a8_compile", 90, cases)
-    products = [row for row in rows if row["kernel"] != "_a8_rows_kernel"]
+    products = [row for row in rows if not row["kernel"].endswith("_rows_kernel")]
     kernels = [row["kernel"] for row in rows]
     assert {name: kernels.count(name) for name in kernels} == NUMBERS[cases]
     for row in rows:
@@ -51,7 +56,7 @@ ONLY_IN_ALL = {
 def all_launches() -> Iterator[Launch]:
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
     from dsv4.ops.gemm.a8.fp8_product_triton import multiply_experts, multiply_rows
-    from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, make_a8_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import A8Rows, gather_rows, make_a8_rows
     from dsv4.ops.gemm.weights.a8 import A8Fp8, A8Mxfp4
     from dsv4.ops.moe.group_by_expert_triton import ExpertGroups, ExpertTiles
     from tests.ops.kernels.test_weight_compile import as_on_hopper
@@ -62,6 +67,8 @@ def all_launches() -> Iterator[Launch]:
     yield "a8 rows of a shared expert", lambda: make_a8_rows(x[:16].float(), "rows", limit=10.0)
     yield "a8 rows of a prompt", lambda: make_a8_rows(x, "rows", copies=4)
     rows = A8Rows(x.to(torch.float8_e4m3fn), torch.zeros(32, 256))
+    grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 6 * 256, dtype=torch.int32)), 4)
+    yield "a8 rows of experts", lambda: gather_rows(rows, grouped.groups, 6, "pairs")
     matrix = A8Fp8(torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn), torch.ones(8, 32))
     for bm in (16, 32, 64):
         out = torch.empty(256, 1024, dtype=torch.bfloat16)
@@ -72,7 +79,6 @@ def all_launches() -> Iterator[Launch]:
             f"a8 fp8 prompt {ranges} {dtype}",
             lambda w=weight, out=out: prompt.multiply_rows(rows, w, out),
         )
-    grouped = ExpertTiles(ExpertGroups(*torch.zeros(4, 256, dtype=torch.int32)), 4)
     words, shifts = torch.zeros(2, 8, 32, 64, 16, dtype=torch.int32), torch.zeros(2, 8, 32, 64)
     for up in (True, False):
         weight = A8Mxfp4(words, shifts.int(), torch.ones(2), 512, 4096, up)

@@ -165,7 +165,7 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
     own scale, so a scale, a weight or a row that is read too late or too early changes bits."""
     from dsv4.ops.gemm.a8 import fp8_product_triton as plain
     from dsv4.ops.gemm.a8 import fp8_prompt_gluon as prompt
-    from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
+    from dsv4.ops.gemm.a8.fp8_rows_triton import gather_rows, make_a8_rows
     from dsv4.ops.gemm.weights.a8 import A8Fp8
     from dsv4.ops.moe.group_by_expert_triton import group_by_expert
     from dsv4.tools.bench_ops import random_a8_mxfp4
@@ -202,10 +202,9 @@ def test_prompts_repeat_their_bits_while_programs_walk_over_many_tiles() -> None
         dtype = torch.bfloat16 if more else torch.float32
         wanted, found = (torch.empty(8192 * 6, size, dtype=dtype, device="cuda") for _ in "ab")
         grouped = group_by_expert(chosen, 256, 128)
-        rows = make_a8_rows(x, "test", groups=grouped.groups, chosen=6)
+        rows = gather_rows(make_a8_rows(x, "test"), grouped.groups, 6, "pairs")
         plain.multiply_experts(rows, weight, wanted, grouped, 128, **more)
         grouped = group_by_expert(chosen, 256, prompt.MOST_ROWS)
-        rows = make_a8_rows(x, "test", groups=grouped.groups, chosen=6, copies=4)
 
         def run(rows=rows, weight=weight, out=found, grouped=grouped, more=more) -> None:
             prompt.multiply_experts(rows, weight, out, grouped, **more)

@@ -126,20 +126,15 @@ def test_tolerances_allow_what_the_tensor_core_cuts(
 
 
 def check_rows() -> None:
-    """The same bytes as the reference; rows of groups; NaN or Inf in a row."""
+    """The same bytes as the reference; NaN or Inf in a row."""
     from dsv4.ops.gemm.a8.fp8_rows_triton import make_a8_rows
-    from dsv4.ops.moe.group_by_expert_triton import group_by_expert
 
     x = torch.randn(7, 300) * torch.logspace(-4, 4, 7)[:, None]
     x[1], x[2, 5], x[3, 299], x[4, 128] = 0, float("nan"), float("-inf"), 1e4
-    experts = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 2], [0, 1], [2, 0], [1, 0]])
-    grouped = group_by_expert(experts, 3, 16)
     for rows, source in (
         (make_a8_rows(x, "one"), x),
         (make_a8_rows(x.bfloat16(), "two"), x.bfloat16()),
-        (make_a8_rows(x, "three", groups=grouped.groups, chosen=2),
-         x[grouped.groups.sorted_pairs[:14].long() // 2]),
-    ):  # fmt: skip
+    ):
         codes, scales = quantize_a8(torch.nn.functional.pad(source.float(), (0, 84)))
         assert torch.equal(rows.codes.float().nan_to_num(999), codes.float().nan_to_num(999))
         found, finite = rows.scales[:, : rows.num_rows].T, codes[:, ::128].float().isfinite()
@@ -148,6 +143,40 @@ def check_rows() -> None:
     copies = make_a8_rows(x, "four", copies=4).scales.view(4, 3, 8)
     for i in range(4):
         assert torch.equal(copies[i, :, : 7 - i], single[:, i:])
+    for tokens, chosen, columns in ((0, 2, 128), (1, 1, 128), (7, 2, 300), (23, 3, 700)):
+        check_gathered(tokens, chosen, columns)
+
+
+def check_gathered(tokens: int, chosen: int, columns: int) -> None:
+    """Each pair's row has its token's bytes, in tall rows and in single ones; nothing is written
+    beyond them, and the pairs of a padding token are the last ones."""
+    from dsv4.ops.core.workspace import workspace
+    from dsv4.ops.gemm.a8.fp8_rows_triton import COPIES, gather_rows, make_a8_rows
+    from dsv4.ops.moe.group_by_expert_triton import group_by_expert
+
+    x = torch.randn(tokens, columns) * torch.logspace(-4, 4, tokens)[:, None]
+    x[2:3, 5], x[3:4] = float("nan"), 0
+    experts = torch.rand(tokens, 5).argsort(1)[:, :chosen].contiguous()
+    experts[4:5] = -1
+    grouped = group_by_expert(experts, 5, 16).groups
+    order = grouped.sorted_pairs[: tokens * chosen].long() // chosen
+    rows = make_a8_rows(x, "tokens", copies=1 + 3 * (chosen % 2))
+    count, steps = tokens * chosen, rows.num_steps
+    stride = -(-count // 4) * 4
+    codes = workspace(x.device, "pairs_codes", count * steps * 128 + 9000, torch.uint8)
+    scales = workspace(x.device, "pairs_scales", 4 * steps * stride + 9000, torch.float32)
+    codes.fill_(0x7F)
+    scales.fill_(float("nan"))
+    pairs = gather_rows(rows, grouped, chosen, "pairs")
+    assert pairs.codes.shape == (count, steps * 128)
+    assert torch.equal(pairs.codes.view(torch.uint8), rows.codes.view(torch.uint8)[order])
+    assert (codes[count * steps * 128 :] == 0x7F).all()
+    wanted = torch.full((COPIES, steps, stride), float("nan"))
+    for i in range(COPIES):
+        wanted[i, :, : max(count - i, 0)] = rows.scales[:steps, order[i:]]
+    assert torch.equal(pairs.scales.isnan().view_as(wanted), wanted.isnan())
+    assert torch.equal(pairs.scales.view_as(wanted).nan_to_num(7), wanted.nan_to_num(7))
+    assert scales[4 * steps * stride :].isnan().all()
 
 
 def check_cases(name: str) -> None:
