@@ -224,14 +224,16 @@ def test_a_row_does_not_depend_on_the_others(name: str, case: Case) -> None:
             assert same_bits(all_rows[chosen], some), f"{count} of {rows} rows"
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="about MKL's threads")
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_products_do_not_depend_on_threads(threads: int) -> None:
-    """One tile, where MKL divides sums between threads, beside several: lengths that it did."""
+    """One tile beside several. MKL divides long sums of a lone tile between threads, and gives
+    them blocks of columns, of which the last one may be narrow: sizes where it showed."""
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(2)
+    long = ((160, 70), (192, 128), (320, 96), (384, 64), (640, 33), (1040, 200))
+    narrow = ((32, 17), (64, 24), (31, 7), (128, 100), (512, 200))
     try:
-        for k, n in ((160, 70), (192, 128), (320, 96), (384, 64), (640, 33), (1040, 200)):
+        for k, n in (*long, *narrow):
             x, weight = (torch.randn(m, k, generator=generator) for m in (17, n))
             torch.set_num_threads(1)
             wanted = matmul_rows(x, weight)
@@ -240,6 +242,18 @@ def test_products_do_not_depend_on_threads(threads: int) -> None:
                 assert same_bits(matmul_rows(x[rows], weight), wanted[rows]), (k, n, rows)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("k", [31, 64, 512])
+def test_columns_do_not_depend_on_the_others(k: int) -> None:
+    """Ranks hold slices of a matrix, which may be narrow."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(m, k, generator=generator) for m in (9, 96))
+    wanted = matmul_rows(x, weight)
+    for width in (1, 4, 6, 8, 12, 24, 32):
+        for first in range(0, 96, width):
+            own = slice(first, first + width)
+            assert same_bits(matmul_rows(x, weight[own]), wanted[:, own]), own
 
 
 def stretched(name: str, arguments: Arguments) -> Arguments:

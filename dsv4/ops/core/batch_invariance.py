@@ -2,10 +2,13 @@
 
 A BLAS changes its order of summation with the number of rows. The references therefore multiply
 exactly ROW_TILE rows at a time, the last tile padded with zeros; many tiles are one batched product
-of equal parts. With very few columns the order also depends on a row's place in its tile, so there
-are at least MIN_COLUMNS of them. With several threads MKL also divides the sum of a tile that is
-alone, unless its length is a multiple of K_TILE or short; so it is padded, and the number of
-threads changes nothing. A row's result then depends only on that row.
+of equal parts. It also sums in another order where only a few columns are left: in a narrow matrix,
+or behind the blocks of 16 columns that threads share. So their number is padded to a multiple of
+COLUMN_TILE, and a column's bits do not depend on the others (ranks hold slices of a matrix). With
+several threads MKL also divides the sum of a tile that is alone, unless its length is a multiple of
+K_TILE or short; so it is padded, and the number of threads changes nothing. A row's result then
+depends only on that row. Where a library changes its order depends on the CPU:
+tests/ops/test_references.py tells whether these rules hold on yours.
 
 torch's sigmoid, silu, softplus and softmax round the last few elements of a tensor differently from
 the others; exp and log1p do not. So the former are built from the latter here.
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 ROW_TILE = 8
-MIN_COLUMNS = 8
+COLUMN_TILE = 16
 K_TILE = 256
 
 
@@ -28,28 +31,31 @@ def pad_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def is_even(k: int) -> bool:
-    """Whether sums of `k` products need no padding."""
-    return k <= K_TILE // 2 or k % K_TILE == 0
+def is_whole(n: int, k: int) -> bool:
+    """Whether a matrix `[n, k]` needs no padding."""
+    return n % COLUMN_TILE == 0 and (k <= K_TILE // 2 or k % K_TILE == 0)
+
+
+def pad_matrix(weight: Tensor) -> Tensor:
+    """`weight` with zeros, so that it is whole."""
+    n, k = weight.shape
+    if is_whole(n, k):
+        return weight
+    return pad(weight, (0, -k % K_TILE if k > K_TILE // 2 else 0, 0, -n % COLUMN_TILE))
 
 
 def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 `x @ weight.T`, `[rows, k] x [n, k] -> [rows, n]`, independent for each row."""
     num_rows, num_columns = x.shape[0], weight.shape[0]
-    weight = weight.float()
-    if num_columns < MIN_COLUMNS:
-        missing = MIN_COLUMNS - num_columns
-        weight = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])])
-        return matmul_rows(x, weight)[:, :num_columns]
-    if not is_even(x.shape[1]):
-        x, weight = (pad(t.float(), (0, -t.shape[1] % K_TILE)) for t in (x, weight))
-    padded = pad_rows(x.float())
+    weight = pad_matrix(weight.float())
+    padded = pad_rows(pad(x.float(), (0, weight.shape[1] - x.shape[1])))
     if padded.shape[0] == ROW_TILE:
         product = linear(padded, weight)
     else:
         tiles = padded.reshape(-1, ROW_TILE, padded.shape[1])
         product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1)).flatten(0, 1)
-    return product if product.shape[0] == num_rows else product[:num_rows]
+    whole = product.shape == (num_rows, num_columns)
+    return product if whole else product[:num_rows, :num_columns]
 
 
 def sigmoid(x: Tensor) -> Tensor:

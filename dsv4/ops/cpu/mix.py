@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.batch_invariance import MIN_COLUMNS, ROW_TILE, is_even, matmul_rows
+from dsv4.ops.core.batch_invariance import ROW_TILE, matmul_rows
 from dsv4.ops.cpu.arrays import Array, RowNorm, fp32, kept, tensor
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.mhc.mix import (
@@ -111,11 +111,11 @@ class Scratch:
 
     def logits(self, site: MixSite) -> Array:
         columns, row_scale, base, _ = site.arrays
-        if columns.shape[1] < MIN_COLUMNS or not is_even(columns.shape[0]):
-            product = matmul_rows(self.tile, site.fn)
-        else:
+        if len(columns) == self.tile.shape[1]:
             product = torch.mm(self.tile, columns)
-        logits: Array = product.numpy()[: self.count]
+        else:  # its sums need padding
+            product = matmul_rows(self.tile, site.fn)
+        logits: Array = product.numpy()[: self.count, : len(base)]
         logits *= self.norm.inverse_rms(site.eps)
         logits *= row_scale
         logits += base

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.ops.core.batch_invariance import matmul_rows, sigmoid, softmax
+from dsv4.ops.core.batch_invariance import matmul_rows, pad_matrix, sigmoid, softmax
 from dsv4.ops.core.op import AnyOp, Arguments, Case, Kernel, Op, check, check_shape
 from dsv4.ops.gemm.split_k import PartialSums
 from dsv4.ops.norm.rms_norm import rms_norm_reference
@@ -45,9 +45,9 @@ class MixSite:
 
     @cached_property
     def arrays(self) -> tuple[Tensor, Any, Any, Any]:
-        """On a CPU: fn transposed, and row_scale, base and norm for numpy."""
+        """On a CPU: fn padded and transposed, and row_scale, base and norm for numpy."""
         norm: Any = self.norm.float().numpy()
-        return self.fn.t(), self.row_scale.numpy(), self.base.numpy(), norm
+        return pad_matrix(self.fn).t(), self.row_scale.numpy(), self.base.numpy(), norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,9 @@ def dot(self, a, b, acc, precision, imprecise):
         return Handle(product.astype(acc.data.dtype) + acc.data, kind)
     if a.dtype.scalar.primitive_bitwidth == 16:
         return Handle(_down(_by_sixteens(_f32(a), _f32(b), _f32(acc)), kind), kind)
-    return Handle(_down(_f32(a) @ _f32(b) + _f32(acc), kind), kind)
+    # exact for FP8, so that no library's order of summation shows
+    product = (_f32(a).astype(np.float64) @ _f32(b).astype(np.float64)).astype(np.float32)
+    return Handle(_down(product + _f32(acc), kind), kind)
 
 
 def _by_sixteens(a, b, acc):
