@@ -182,9 +182,12 @@ def _sums(half, at, scale, b, begin, end, P: gl.constexpr, T: gl.constexpr):
     """fp32 `[64, 64]` per piece, over the steps `begin` to `end`; `half`: which 64 weight rows."""
     FLIGHT: gl.constexpr = T.flight if T.flight < P else P
     sums = _zeros(P)
+    if T.fp8:
+        next_factor = gl.load(scale + gl.minimum(begin, end - 1))
     for step in range(begin, end):
-        if T.fp8:
-            factor = gl.load(scale + step)
+        if T.fp8:  # on its way during a step: products would wait for it
+            factor = next_factor
+            next_factor = gl.load(scale + gl.minimum(step + 1, end - 1))
         slot = at % T.stages
         mbarrier.wait(b.full.index(slot), at // T.stages & 1)
         a = _weights(b, slot, half, T)
