@@ -446,10 +446,14 @@ def test_a_full_queue_of_guides(troubled: Engine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_compiler_that_dies_is_started_again(troubled: Engine) -> None:
+    """Its child, which would sleep on, ends with it."""
     process = troubled._guides._process._process
     assert process is not None
     troubled.add(Request("slow", (1,), SamplingParams(guide=Guide("choice", ["slow death"]))))
+    wait_for(lambda: len(children_of(process.pid)) == 1)
+    [child] = children_of(process.pid)
     process.kill()
+    wait_for(lambda: not Path(f"/proc/{child}").exists(), 50)
     [end] = [output for output in iter_until_done(troubled) if output.finished]
     assert "try again" in (end.error or "")
     assert not end.refused

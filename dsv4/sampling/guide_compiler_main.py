@@ -101,6 +101,7 @@ class Host:
         if pid == 0:
             try:
                 os.close(ours)
+                self._line.close()  # or the engine would not see that this child's parent is gone
                 with open(theirs, "wb") as file:
                     file.write(_answer(job, self._info))
             finally:
