@@ -33,7 +33,7 @@ from dsv4.chat.encode import encode_prompt
 from dsv4.chat.output.answer import AnswerText
 from dsv4.chat.tokenizer import Tokenizer
 from dsv4.config import EngineConfig, EngineOptions, ModelConfig
-from dsv4.errors import CapacityError, Dsv4Error, RequestError
+from dsv4.errors import CapacityError, Dsv4Error, RankError, RequestError
 from dsv4.pipeline import Failure, Pipeline
 from dsv4.request import (
     Completion,
@@ -136,11 +136,13 @@ class Engine:
         *,
         progress: Progress | None = None,
         warm_up_progress: Progress | None = None,
+        rank_failed: Callable[[RankError], None] | None = None,
         **choices: Unpack[EngineOptions],
     ) -> "Engine":
         """`model`: a folder or an embedded model; `choices`: fields of EngineConfig. `progress`
-        receives (bytes read, total), `warm_up_progress` (steps done, total)."""
-        loaded = load_ranks(model, EngineConfig.make(**choices), progress)
+        receives (bytes read, total), `warm_up_progress` (steps done, total), and `rank_failed`, on
+        another thread and even while this waits, why no step can run any more."""
+        loaded = load_ranks(model, EngineConfig.make(**choices), progress, rank_failed)
         has_tokenizer = (loaded.folder / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(loaded.folder) if has_tokenizer else None
         has_system = tokenizer is not None and tokenizer.special.system is not None
@@ -181,9 +183,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step of everything that can run; returns the new outputs by request."""
         buffered, self._buffered = self._buffered, []
-        audit_ids = set()
-        if self._audit is not None:
-            audit_ids = {name for name, live in self._live.items() if live.audits is not None}
+        lives = () if self._audit is None else self._live.items()
+        audit_ids = {name for name, live in lives if live.audits is not None}
         outputs = self._expire() + self._begin_guided() + self._run_step()
         return buffered + [output for output in outputs if output.request_id not in audit_ids]
 
@@ -574,11 +575,10 @@ class Engine:
         if not self.listeners:
             return
         phases = ("schedule", "run", "accept")
+        spans = [b - a for a, b in itertools.pairwise(clock)]
         stats = self.stats()
         values = {
-            "phases_s": dict(
-                zip(phases, [b - a for a, b in itertools.pairwise(clock)], strict=True)
-            ),
+            "phases_s": dict(zip(phases, spans, strict=True)),
             "num_tokens": sum(item.num_new for item in scheduled),
             "num_sampled": sum(item.samples for item in scheduled),
             "num_running": stats.num_running,

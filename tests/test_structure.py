@@ -110,7 +110,8 @@ LINE_BUDGET = {
     "util": 790,  # most of it config.json in three spellings, and its mistakes; 55: rates of GPUs
     "formats": 1500,
     # 300 for other nodes: keys, joining, torchrun; 90 for failures at start, of links, of parents
-    "parallel": 1700,
+    # 30 for names in time: when a command is late, while ranks connect, told to who owns the engine
+    "parallel": 1730,
     # Its own lines, and what other issues added to its files; their own files are counted apart
     "ops": OWN_OPS_LINES + sum(count for count, _ in LINES_IN_FILES_OF_OPS.values()),
     # 170 for experts split over ranks, their count, an echo; 320 for fusions of few rows on a CPU
@@ -136,7 +137,8 @@ LINE_BUDGET = {
     # 20 for swaps that fail, and counts of more steps
     # 114 for what a forecast of ranks assumes, what ranks compare, and the fullest rank's plan
     # 50 for the threads of two engines, 16 for fewer launches of drafts
-    "runner": 5834,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
+    # 22 for an owner that hears of a failed rank
+    "runner": 5856,  # 120 for ranks on GPUs, 90 for several steps in flight, 30 for split experts
     "server": 4900,  # three protocols with the fields that clients of other servers send
     # 550 lines for traffic at an engine and at a server, its figures and its picture
     # 450 for experts in host memory: their bench and plan

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from dsv4.errors import RankError
 
@@ -147,6 +148,36 @@ class ForkServer:
             with self._changed:
                 self._gone = True
                 self._changed.notify_all()
+
+
+class ProcessHost(Protocol):
+    """Where rank processes run: a `ForkServer` here, or another node."""
+
+    @property
+    def is_gone(self) -> bool: ...
+
+    def status(self, pid: int, timeout: float) -> int | None: ...
+
+    def kill(self, pids: list[int]) -> None: ...
+
+
+@dataclass
+class Member:
+    """A rank other than 0, started but not yet told anything."""
+
+    pid: int
+    connection: socket.socket
+    host: ProcessHost
+    node: int = 0
+    address: str = ""  # where other ranks reach it; empty: same as rank 0
+    model: str | None = None  # its node's path to the files, if not rank 0's
+
+
+def start_members(count: int, module: str) -> list[Member]:
+    """Start ranks on this machine; each runs `main` of `module`."""
+    server = ForkServer.of(module)
+    pids, sockets = server.start(count, START_SECONDS)
+    return [Member(pid, end, server) for pid, end in zip(pids, sockets, strict=True)]
 
 
 def _wait_for_orphan(pid: int, timeout: float) -> None:

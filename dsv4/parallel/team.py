@@ -1,64 +1,40 @@
 """How rank 0 drives the other ranks: commands out, signs of life in, and if one fails, all end.
 
-A thread watches for a rank that ends, fails alone or gives no sign of life for `timeout` seconds
-(twice that while ranks start), and for a command that does not finish in time. It keeps and logs
+A thread watches for a rank that ends, fails alone or gives no sign of life for half of `timeout`
+(all of it while ranks start), and for a command that does not finish in time. It keeps and logs
 the first cause and kills all ranks; every later call raises that cause as a `RankError`. Over Gloo
 on one machine that also ends whatever rank 0 is waiting for. It does not across a cut link, with
-NCCL or in a kernel that waits: there a server's engine process ends itself.
+NCCL or in a kernel that waits: there a server's engine process, which hears of it, ends itself.
 """
 
 import logging
 import select
 import signal
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeVar
 
 from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, RankMessage
-from dsv4.parallel.fork_server import START_SECONDS, ForkServer
+from dsv4.parallel.fork_server import Member
 from dsv4.parallel.nodes import RemoteNode
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+RankFailed = Callable[[RankError], None]
+
+# Of `timeout`. A server gives up after all of it: by then the rank must have a name.
+SILENT, LATE = 0.5, 0.9
+QUIET = 0.25  # two pings; of a rank that stopped while a command that is late ran
 GRACE_SECONDS = 2.0  # for all ranks to report the same failure
 END_SECONDS = 5.0
 LEAST_START_SILENCE = 5.0  # seconds; what loads a model may hold the interpreter for a while
-
-
-class ProcessHost(Protocol):
-    """Where rank processes run: a `ForkServer` here, or another node."""
-
-    @property
-    def is_gone(self) -> bool: ...
-
-    def status(self, pid: int, timeout: float) -> int | None: ...
-
-    def kill(self, pids: list[int]) -> None: ...
-
-
-@dataclass
-class Member:
-    """A rank other than 0, started but not yet told anything."""
-
-    pid: int
-    connection: socket.socket
-    host: ProcessHost
-    node: int = 0
-    address: str = ""  # where other ranks reach it; empty: same as rank 0
-    model: str | None = None  # its node's path to the files, if not rank 0's
-
-
-def start_members(count: int, module: str) -> list[Member]:
-    """Start ranks on this machine; each runs `main` of `module`."""
-    server = ForkServer.of(module)
-    pids, sockets = server.start(count, START_SECONDS)
-    return [Member(pid, end, server) for pid, end in zip(pids, sockets, strict=True)]
 
 
 @dataclass
@@ -67,6 +43,7 @@ class _Rank:
     member: Member
     link: Link
     last_message: float = field(default_factory=time.monotonic)  # when it came
+    moved: float = 0.0  # when it finished a command, or got one and had finished all others
     finished: int = 0  # the last command it has finished
     said: dict[str, RankMessage] = field(default_factory=dict)  # the last message of each kind
     failed: tuple[int, str, float] | None = None  # command, error, when
@@ -78,12 +55,18 @@ class _Rank:
 
 
 class Team:
-    def __init__(self, members: Sequence[Member], timeout: float, tp: int = 1) -> None:
-        """`members`: ranks 1 and up. Every `tp` adjacent ranks have byte-identical state."""
-        self.timeout, self._tp = timeout, tp
+    def __init__(
+        self,
+        members: Sequence[Member],
+        timeout: float,
+        tp: int = 1,
+        rank_failed: RankFailed | None = None,
+    ) -> None:
+        """`members`: ranks 1 and up. Every `tp` adjacent ranks have byte-identical state.
+        `timeout`: of a step; `rank_failed` is called on a thread of its own."""
+        self.timeout, self._tp, self._rank_failed = timeout, tp, rank_failed
         self._ranks = [_Rank(i + 1, m, Link(m.connection)) for i, m in enumerate(members)]
         self._sent = 0
-        self._sent_at = time.monotonic()
         self._changed = threading.Condition()
         self._failure: RankError | None = None
         self._is_ready = self._is_closed = False
@@ -138,11 +121,12 @@ class Team:
         in its tensor group."""
         self.check()
         self._sent += 1
-        self._sent_at = time.monotonic()
         made = [
             Command(self._sent, kind, tuple(numbers), line).to_message() for numbers, line in parts
         ]
         for rank in self._ranks:
+            if rank.finished == self._sent - 1:
+                rank.moved = time.monotonic()
             self._send(rank, *made[rank.number % len(made)])
 
     def wait_for(self, kind: str, progress: Callable[[], None] | None = None) -> list[RankMessage]:
@@ -156,11 +140,30 @@ class Team:
             self.check()
             return [rank.said[kind] for rank in self._ranks]
 
+    def unless_one_fails(self, work: Callable[[], T]) -> T:
+        """Rank 0's part of what all ranks start together, on a thread: if a rank fails, that may
+        wait for it for minutes, and is left alone."""
+        found: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                found.set_result(work())
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not futures.wait([found], 0.1).done:
+            self.check()
+        return found.result()
+
     def ready(self) -> None:
         """From here on the time of commands and the shorter silence count."""
-        for rank in self._ranks:
-            rank.last_message = time.monotonic()
+        self._begin_clocks(time.monotonic())
         self._is_ready = True
+
+    def _begin_clocks(self, now: float) -> None:
+        for rank in self._ranks:
+            rank.last_message = rank.moved = now
 
     def compare(self, checksum: int) -> None:
         """Rank 0's own answer to the newest command, a `check`."""
@@ -183,6 +186,8 @@ class Team:
 
     def _settle(self, error: Exception) -> None:
         """Rank 0 failed: returns if the others failed alike, else raises why all ranks end."""
+        if error is self._failure:
+            return
         text = describe(error)
         with self._changed:
             self._own_failure = self._sent
@@ -241,7 +246,7 @@ class Team:
 
     def _watch(self) -> None:
         """Reads the ranks' messages, pings them, and notices silence and delays."""
-        turn, pinged = max(0.05, min(1.0, self.timeout / 8)), 0.0
+        turn, pinged = max(0.05, min(1.0, self.timeout / 16)), 0.0
         last = time.monotonic()
         while not self._is_closed and self._failure is None:
             try:
@@ -254,14 +259,12 @@ class Team:
                         self._take(rank)
                 self._changed.notify_all()
                 now = time.monotonic()
-                if now - last > self.timeout / 2 + turn:  # this process itself was stalled
-                    for rank in self._ranks:
-                        rank.last_message = now
-                    self._sent_at = now
+                if now - last > self.timeout / 4 + turn:  # this process itself was stalled
+                    self._begin_clocks(now)
                 last = now
                 if self._failure is None and not self._is_closed:
                     self._look_at_clocks(now)
-            if now - pinged > self.timeout / 4 and self._failure is None:
+            if now - pinged > self.timeout / 8 and self._failure is None:
                 pinged = now
                 self._ping()
 
@@ -286,7 +289,8 @@ class Team:
         kind = message.get("kind", "")
         rank.said[kind] = message
         if kind in ("done", "pong"):
-            rank.finished = max(rank.finished, message["n"])
+            if message["n"] > rank.finished:
+                rank.finished, rank.moved = message["n"], rank.last_message
             if "sum" in message:
                 self._take_sum(message["n"], rank.number, message["sum"])
         elif kind == "failed":
@@ -320,14 +324,18 @@ class Team:
         if lost:
             self._fail(self._how_it_ended(lost[0]))
             return
-        limit = self.timeout if self._is_ready else max(2 * self.timeout, LEAST_START_SILENCE)
+        waiting = [r for r in self._ranks if self._is_ready and r.finished < self._sent]
+        late = [r for r in waiting if now - r.moved > LATE * self.timeout]
+        limit = self.timeout * (QUIET if late else SILENT)
+        if not self._is_ready:
+            limit = max(self.timeout, LEAST_START_SILENCE)
         silent = [r for r in self._ranks if now - r.last_message > limit]
         if silent:
             names = ", ".join(r.name for r in silent)
-            late = max(now - r.last_message for r in silent)
+            longest = max(now - r.last_message for r in silent)
             behind = f"last finished command {min(r.finished for r in silent)} of {self._sent}"
             where = behind if self._is_ready else "it was starting"
-            self._fail(f"{names} gave no sign of life for {late:.1f} s; {where}")
+            self._fail(f"{names} gave no sign of life for {longest:.1f} s; {where}")
             return
         broken = [r for r in self._ranks if r.failed and now - r.failed[2] > GRACE_SECONDS]
         if broken and self._own_failure != self._sent:
@@ -335,13 +343,12 @@ class Team:
             assert rank.failed is not None
             self._fail(f"rank {rank.number} failed in command {rank.failed[0]}: {rank.failed[1]}")
             return
-        waiting = [r for r in self._ranks if self._is_ready and r.finished < self._sent]
-        if waiting and now - self._sent_at > 2 * self.timeout:
-            least = min(r.finished for r in waiting)
-            names = ", ".join(f"rank {r.number}" for r in waiting if r.finished == least)
+        if late:
+            least = min(r.finished for r in late)
+            names = ", ".join(r.name for r in late if r.finished == least)
             self._fail(
-                f"{names} did not finish command {least + 1} within {2 * self.timeout:g} s; raise "
-                "step_timeout if steps may take that long"
+                f"{names} did not finish command {least + 1} within {LATE * self.timeout:g} s; "
+                "raise step_timeout if steps may take that long"
             )
 
     def _all_failed(self) -> bool:
@@ -365,12 +372,14 @@ class Team:
 
     def _fail(self, message: str) -> None:
         if self._failure is None:
-            self._end_with(message)
-            log.error("%s", self._failure)
+            log.error("%s; all ranks end", message)
+            self._end_with(message, self._rank_failed)
         self._changed.notify_all()
 
-    def _end_with(self, message: str) -> None:
+    def _end_with(self, message: str, told: RankFailed | None = None) -> None:
         self._failure = RankError(f"{message}; all ranks end")
+        if told is not None:  # it may take its time, and so may telling other nodes
+            threading.Thread(target=told, args=(self._failure,), daemon=True).start()
         for node in self._remote_nodes():
             node.fail(str(self._failure), is_starting=not self._is_ready)
         self._kill()

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -26,6 +27,8 @@ class Faulty(follower.Follower):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.fault == "digest":
             told = {**told, "digest": "0" * 32}
+        if self.fault == "dies connecting":
+            follower.connect = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._start(told)
@@ -35,6 +38,8 @@ class Faulty(follower.Follower):
             for pool, part in runner.state._pools.values():
                 assert pool == "window" or part.numel()
                 part.view(torch.float32).mul_(1.0001)  # NaN, where nothing is, stays
+        if command.number == 3 and self.fault == "hangs":
+            threading.Event().wait()  # the thread that answers pings does not
         if command.number == 3 and self.fault == "raises":
             raise ValueError("a wrong number")
         if command.number == 3 and self.fault == "alike":

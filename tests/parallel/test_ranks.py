@@ -4,8 +4,10 @@ The processes come from one fork server, so torch is imported once for all tests
 """
 
 import os
+import queue
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -19,8 +21,9 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import Engine
 from dsv4.errors import KernelError, OptionError, RankError
+from dsv4.parallel import fork_server
 from dsv4.parallel import team as team_module
-from dsv4.parallel.fork_server import ForkServer
+from dsv4.parallel.fork_server import ForkServer, Member
 from dsv4.parallel.layout import allowed_tp
 from dsv4.request import Request, SamplingParams
 from dsv4.runner.drafts import verify
@@ -316,6 +319,89 @@ def test_the_process_that_starts_ranks_is_killed(
     load(folder, loaded)  # by another one
 
 
+def test_a_rank_that_hangs_is_named_in_time(
+    folder: Path, faulty: None, loaded: list[Engine]
+) -> None:
+    """It answers pings. A server would end rank 0 after step_timeout, without the name."""
+    engine = load(folder, loaded, "hangs", step_timeout=2.0)
+    pids = ranks_of(engine)
+    words = f"rank 1 (process {pids[0]}) did not finish command 3 within 1.8 s; raise step_timeout"
+    check_broken(engine, pids, words, 2.0)
+
+
+class Host:
+    is_gone = False
+
+    def status(self, pid: int, timeout: float) -> int | None:
+        return None
+
+    def kill(self, pids: list[int]) -> None:
+        pass
+
+
+@pytest.fixture
+def team() -> Iterator[team_module.Team]:
+    """Of ranks 1 and 2, which say nothing, in a step that may take 1,000 s."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    members = [Member(10 + i, ours, Host()) for i, (ours, _) in enumerate(pairs, 1)]
+    made = team_module.Team(members, 1000.0)
+    made.ready()
+    yield made
+    made.close()
+    for _, theirs in pairs:
+        theirs.close()
+
+
+def look(team: team_module.Team, seconds: float, *heard: float, finished: int = 0) -> str:
+    """What the watch finds after `seconds`, having heard of the ranks at these times."""
+    begin = time.monotonic()
+    with team._changed:
+        for rank, then in zip(team._ranks, heard, strict=True):
+            rank.last_message = begin + then
+        if finished:
+            team._ranks[0].finished, team._ranks[0].moved = finished, begin + 500
+        team._look_at_clocks(begin + seconds)
+    return str(team.failure or "")
+
+
+def test_a_rank_that_stops_in_a_slow_step_is_named_in_time(team: team_module.Team) -> None:
+    """Half of step_timeout after its last word would be too late."""
+    team.command("share")
+    assert look(team, 890, 880, 600) == ""
+    assert look(team, 910, 900, 600).startswith(
+        "rank 2 (process 12) gave no sign of life for 310.0 s; last finished command 0 of 1"
+    )
+
+
+def test_each_command_has_its_own_time(team: team_module.Team) -> None:
+    """That of a rank begins when it has finished the one before."""
+    team.command("share")
+    team.command("share")
+    assert look(team, 890, 880, 880, finished=1) == ""
+    late = look(team, 910, 900, 900)
+    assert late.startswith("rank 2 (process 12) did not finish command 1 within 900 s; raise step")
+
+
+def test_a_command_for_an_idle_rank_begins_its_time(team: team_module.Team) -> None:
+    with team._changed:
+        for rank in team._ranks:
+            rank.moved -= 5000
+    team.command("share")
+    assert look(team, 890, 880, 880) == ""
+
+
+def test_an_idle_engine_tells_of_a_rank_that_failed(
+    folder: Path, faulty: None, loaded: list[Engine]
+) -> None:
+    heard: queue.SimpleQueue[RankError] = queue.SimpleQueue()
+    engine = load(folder, loaded, rank_failed=heard.put)
+    [pid] = ranks_of(engine)
+    os.kill(pid, signal.SIGKILL)
+    error = heard.get(timeout=BUSY_SECONDS)
+    assert f"rank 1 (process {pid}) was ended by signal 9" in str(error)
+    assert engine.failure is error
+
+
 @pytest.mark.parametrize("attention", ["tp", "dp"])
 def test_a_rank_that_fails_alone(
     folder: Path, faulty: None, loaded: list[Engine], attention: str
@@ -389,6 +475,12 @@ def test_starts_that_fail(folder: Path, faulty: None, loaded: list[Engine]) -> N
         load(folder, loaded, "digest")
     with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was ended by signal 9"):
         load(folder, loaded, "dies")
+    heard: queue.SimpleQueue[RankError] = queue.SimpleQueue()
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 \(process \d+\) was ended by signal 9"):
+        load(folder, loaded, "dies connecting", rank_failed=heard.put)  # Gloo would wait 120 s
+    assert time.monotonic() - begin < BUSY_SECONDS
+    assert "was ended by signal 9" in str(heard.get(timeout=BUSY_SECONDS))
     load(folder, loaded, "slow", step_timeout=1.0)  # slower than a step may be
 
 
@@ -404,7 +496,7 @@ def test_a_rank_that_stops_while_it_starts(
 
 def test_ranks_that_never_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "FOLLOWER", "tests.parallel.never_ready")
-    monkeypatch.setattr(team_module, "START_SECONDS", 0.5)
+    monkeypatch.setattr(fork_server, "START_SECONDS", 0.5)
     with pytest.raises(RankError, match=r"the process that starts ranks gave no answer within 0.5"):
         Engine.load(folder, device="cpu", tp=2)
     server = ForkServer._known[os.getpid(), "tests.parallel.never_ready"]

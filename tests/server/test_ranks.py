@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -110,6 +111,10 @@ def test_stages_answer_like_one_process(tiny: Server, layout: str) -> None:
             wait_for(lambda: "dsv4:home_tokens_fullest_total{" in _metrics(server))
         left = ranks(server.engine_pid)
         assert len(left) == LAYOUTS[layout]  # the nursery and all but rank 0
+        if layout == "--pp 3":
+            os.kill(left[-1], signal.SIGKILL)  # nothing runs
+            name = rf"rank \d \(process {left[-1]}\) was ended by signal 9"
+            wait_for(lambda: re.match(name, _health(server).get("error", "")) is not None)
     finally:
         assert server.stop() == 0
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
@@ -118,6 +123,11 @@ def test_stages_answer_like_one_process(tiny: Server, layout: str) -> None:
 def _metrics(server: Server) -> str:
     with server.client() as client:
         return client.get("/metrics").text
+
+
+def _health(server: Server) -> dict[str, Any]:
+    with server.client() as client:
+        return dict(client.get("/health").json())
 
 
 def _is_ready(server: Server) -> bool:

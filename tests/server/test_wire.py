@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4.chat import V4_OFFICIAL, encode_prompt
-from dsv4.errors import OptionError
+from dsv4.errors import OptionError, RankError
 from dsv4.request import Guide, Output, Request, SamplingParams, TokenLogprobs
 from dsv4.server.answers import Answers
 from dsv4.server.api_error import ApiError
@@ -20,6 +20,7 @@ from dsv4.server.generation import GenerationPlan
 from dsv4.server.metrics import RequestRecord
 from dsv4.server.options import ServerOptions
 from dsv4.server.service import Service
+from dsv4.server.worker import main as engine_module
 from dsv4.server.worker.link import MAX_TOKENS, EngineLink
 from dsv4.server.worker.mailbox import MAX_UNREAD, Mailbox, Scores
 from dsv4.server.worker.main import Worker, _Scoring
@@ -289,6 +290,45 @@ def test_an_engine_that_is_silent_while_it_loads_is_ended(silence: float, is_end
 
     asyncio.run(run())
     assert ends == ["killed"] * is_ended
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "is_ended"),
+    [((), 70.0, True), (({"rank": 1},), 70.0, False), (({"rank": 1},), 100.0, True)],
+)
+def test_several_ranks_may_name_who_hangs_first(
+    ranks: tuple[Any, ...], seconds: float, is_ended: bool
+) -> None:
+    ends: list[str] = []
+
+    async def run() -> None:
+        link = EngineLink("tiny", {}, lambda message: None, max_waiting=1)
+        link.state, link.stats = "ready", {"ranks": ranks}
+        link._turned_at = time.monotonic() - seconds
+        process: Any = SimpleNamespace(kill=lambda: ends.append("killed"))
+        await asyncio.wait([asyncio.create_task(link._watch(process))], timeout=0.8)
+        assert ("no progress" in link._ending) == is_ended
+
+    asyncio.run(run())
+    assert ends == ["killed"] * is_ended
+
+
+@pytest.mark.parametrize(("turned_at", "kind"), [(None, "failed"), (1.0, "ending")])
+def test_a_failed_rank_ends_the_engine_process(
+    monkeypatch: pytest.MonkeyPatch, turned_at: float | None, kind: str
+) -> None:
+    """While it loads, nothing has to be started again."""
+    codes: list[int] = []
+    monkeypatch.setattr(engine_module, "END_SECONDS", 0.0)
+    monkeypatch.setattr(engine_module.os, "_exit", codes.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        heartbeat: Any = SimpleNamespace(turned_at=turned_at)
+        engine_module._end_with_ranks(RankError("rank 1 is gone"), Channel(ours), heartbeat)
+        message = Channel(theirs).receive()
+    assert message is not None
+    assert (message["kind"], message["error"]) == (kind, "rank 1 is gone")
+    assert codes == [70]
 
 
 def test_requests_end_before_their_engine_process_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.probe import probe
 from dsv4.parallel.team import describe
 from dsv4.runner.ranks.devices import check_own_gpu
-from dsv4.runner.ranks.start import connect, digest, load_rank
+from dsv4.runner.ranks.start import build, connect, digest, load_rank
 from dsv4.runner.ranks.state_copier import COPIES, copy_state
 from dsv4.runner.ranks.versions import differences, versions
 from dsv4.runner.runner import Runner
@@ -94,7 +94,8 @@ class Follower:
         message, _ = self._inbox.get()
         assert message["kind"] == "connect", message
         meeting = told["store"], told["timeout"], told["address"], told["comm"]
-        model = connect(layout, config, weights, settings, *meeting)
+        comm = connect(layout, config, settings, *meeting)
+        model = build(layout, comm, config, weights, settings)
         self._link.send({"kind": "connected"})
         runner = Runner(model, settings)
         self._link.send({"kind": "ready"})

@@ -22,9 +22,9 @@ from dsv4 import __version__
 from dsv4.config import EngineConfig
 from dsv4.errors import OptionError, RankError
 from dsv4.parallel.commands import Link
+from dsv4.parallel.fork_server import Member, start_members
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.nodes import Head, connect_to, greet
-from dsv4.parallel.team import Member, start_members
 
 LOOPBACK = "127.0.0.1"
 _STORE_SECONDS = 30.0  # least timeout for reaching a store

@@ -18,8 +18,9 @@ from dsv4.formats.quantized import Weight
 from dsv4.model.exchange import Exchange
 from dsv4.model.transformer import Transformer
 from dsv4.ops import engine_ops
+from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout
-from dsv4.parallel.team import Team
+from dsv4.parallel.team import RankFailed, Team
 from dsv4.runner.load import (
     LoadedModel,
     Model,
@@ -49,7 +50,10 @@ SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, for the digest
 
 
 def load_ranks(
-    model: Model, choices: EngineConfig, progress: Progress | None = None
+    model: Model,
+    choices: EngineConfig,
+    progress: Progress | None = None,
+    rank_failed: RankFailed | None = None,
 ) -> LoadedModel:
     """`load_model` on the chosen number of ranks. A torchrun process above rank 0 follows rank 0
     to the end and does not return."""
@@ -58,10 +62,14 @@ def load_ranks(
     _check_nodes(prepared)
     if prepared.layout.world == 1:
         return load_model(prepared, choices, progress)
-    return start_ranks(prepared, progress)
+    return start_ranks(prepared, progress, rank_failed)
 
 
-def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
+def start_ranks(
+    prepared: PreparedModel,
+    progress: Progress | None = None,
+    rank_failed: RankFailed | None = None,
+) -> LoadedModel:
     """Start the other ranks and load this one; all read in parallel."""
     begin = time.perf_counter()
     choices, layout = prepared.choices, prepared.layout
@@ -69,8 +77,7 @@ def start_ranks(prepared: PreparedModel, progress: Progress | None = None) -> Lo
     kind = choose_comm(choices.comm, prepared.settings, layout, choices.nodes)
     host = head_host(choices)
     members = find_members(choices, layout, FOLLOWER)
-    # half the timeout: a stuck rank is named before a server gives up
-    team = Team(members, choices.step_timeout / 2, layout.tp)
+    team = Team(members, choices.step_timeout, layout.tp, rank_failed)
     try:
         with meeting_place(host) as store:
             model = _start_together(prepared, team, kind, store, host, progress)
@@ -129,7 +136,10 @@ def _start_together(
     team.wait_for("loaded")
     team.tell([{"kind": "connect"}] * (layout.world - 1))
     with team.together():
-        model = connect(layout, config, weights, settings, store, timeout, host, kind)
+        comm = team.unless_one_fails(
+            lambda: connect(layout, config, settings, store, timeout, host, kind)
+        )
+        model = build(layout, comm, config, weights, settings)
     team.wait_for("connected")
     return model
 
@@ -177,17 +187,27 @@ def load_rank(
 def connect(
     layout: RankLayout,
     config: ModelConfig,
-    weights: dict[str, Weight],
     settings: Settings,
     store: str,
     timeout: float,
     address: str,
     kind: str,
-) -> Transformer:
+) -> Comm:
     """Called by all ranks together once each has loaded, so none waits long. `address`: this
     rank's, for the others; `kind`: from `choose_comm`."""
+    if settings.device != "cpu":
+        torch.cuda.set_device(settings.device)  # of this thread
     place = open_store(store, layout.world, timeout)
-    comm = open_comm(kind, layout, config, settings, place, timeout, address)
+    return open_comm(kind, layout, config, settings, place, timeout, address)
+
+
+def build(
+    layout: RankLayout,
+    comm: Comm,
+    config: ModelConfig,
+    weights: dict[str, Weight],
+    settings: Settings,
+) -> Transformer:
     exchange = Exchange(layout, comm, config)
     return Transformer(config, weights, getattr(torch, settings.dtype), exchange)
 

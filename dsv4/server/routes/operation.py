@@ -15,11 +15,13 @@ router = make_router()
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 while the engine's loop responds; with several ranks, also the state of each."""
+    """200 while the engine's loop responds, else why it restarts; the state of several ranks."""
     link = request.app.state.service.link
     status = 200 if link.is_healthy else 503
     state = "stalled" if link.state == "ready" else link.state
     body: dict[str, Any] = {"status": "ok" if status == 200 else state}
+    if status != 200 and link.error:
+        body["error"] = link.error
     if link.stats.get("ranks"):
         body["ranks"] = link.stats["ranks"]
     return JSONResponse(body, status)

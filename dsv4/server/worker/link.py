@@ -34,6 +34,7 @@ MESSAGES_A_TURN = 8  # read before streams may write; late ones then write sever
 MAX_TOKENS = 1 << 24  # of running and waiting prompts; beyond this requests are refused
 BEAT_LATE_SECONDS = 3.0  # without a heartbeat the engine is not ready; one comes every 0.5 s
 SILENT_SECONDS = 300.0  # without a heartbeat from a loading engine
+RANKS_STEP = 1.5  # of step_timeout: several ranks have a watch of their own, which names who hangs
 END_SECONDS = 0.5  # for an engine process to end on its own
 RANKS_END_SECONDS = 6.0  # if it said that it ends; it takes at most 5 itself
 FLUSH_SECONDS = 60.0  # for an engine with a prefix store to write it at shutdown
@@ -57,6 +58,7 @@ class RequestLink(ABC):
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._scores: dict[str, Scores] = {}
         self.state = "starting"
+        self.error = ""  # why it had to restart, until it is ready
         self.facts: WireMessage = {}
         self.stats: WireMessage = {}
         self.num_restarts = 0
@@ -291,6 +293,7 @@ class EngineLink(RequestLink):
         self.state = "restarting" if self.facts else "starting"
         self.num_restarts += bool(self.facts)
         self.stats = {}
+        self.error = self._ending or "the engine process ended"
         why = self._ending or "the engine stopped in the middle of this request"
         error = f"{why}; it is being restarted"
         self.fail_all(ApiError(503, error, code="engine_died", retry_after=2))
@@ -335,10 +338,12 @@ class EngineLink(RequestLink):
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
-            is_stuck = self.state == "ready" and now - self._turned_at > self._step_timeout
+            limit = self._step_timeout * (RANKS_STEP if self.stats.get("ranks") else 1)
+            is_stuck = self.state == "ready" and now - self._turned_at > limit
             if is_stuck or now - self._heard_at > max(self._step_timeout, SILENT_SECONDS):
                 age = now - (self._turned_at if is_stuck else self._heard_at)
-                log.error("the engine made no progress for %.0f s; it is ended", age)
+                self._ending = f"the engine made no progress for {age:.0f} s"
+                log.error("%s; it is ended", self._ending)
                 process.kill()  # the reader sees EOF
                 return
 
@@ -373,7 +378,7 @@ class EngineLink(RequestLink):
             self._deliver_answer(message)
         else:
             if kind == "ready":
-                self.facts, self.state = message["facts"], "ready"
+                self.facts, self.state, self.error = message["facts"], "ready", ""
             elif kind == "failed":
                 # Before the first success this is a user error; later, files may reappear.
                 self.state = "restarting" if self.facts else "failed"

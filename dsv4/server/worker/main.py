@@ -17,7 +17,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from dsv4.cache.geometry import POOLS
 from dsv4.config import EngineConfig
 from dsv4.engine import Engine
-from dsv4.errors import CapacityError, Dsv4Error, NumericsError, RequestError
+from dsv4.errors import CapacityError, Dsv4Error, NumericsError, RankError, RequestError
 from dsv4.request import Output, SamplingParams
 from dsv4.runner.load import prepare
 from dsv4.server.worker.wire import (
@@ -44,7 +44,6 @@ STATS_SECONDS = 0.5
 STEP_BOUNDS = tuple(2**power for power in range(15))  # of tokens in a step
 MAX_PIECE = 4096  # log-probabilities in one message
 BEAT_SECONDS = 0.5  # between heartbeats, also during a long step
-LOOK_SECONDS = 0.1  # between looks at the ranks
 END_SECONDS = 5.0  # for the engine's thread to end by itself once a rank has failed
 
 
@@ -65,39 +64,41 @@ def _run(channel: Channel) -> int:
         handler.addFilter(escape_arguments)
     heartbeat = Heartbeat(channel)
     try:
-        engine = _load(start, channel)
+        engine = _load(start, channel, lambda error: _end_with_ranks(error, channel, heartbeat))
     except Dsv4Error as error:
-        channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
+        _say_failed(channel, error)
         return error.exit_code
-    if engine.stats().ranks:
-        threading.Thread(target=_end_with_ranks, args=(engine, channel), daemon=True).start()
+    heartbeat.turned_at = time.monotonic()
     with contextlib.suppress(ConnectionError):  # the web process ended during a step
         Worker(engine, channel, heartbeat).run()
     engine.close()
     return 0 if engine.failure is None else engine.failure.exit_code
 
 
-def _end_with_ranks(engine: Engine, channel: Channel) -> None:
-    """A thread: once a rank has failed, report it and end this process. The engine's own thread
+def _end_with_ranks(error: RankError, channel: Channel, heartbeat: "Heartbeat") -> None:
+    """On a thread, once a rank has failed: report it and end this process. The engine's own thread
     may never stop waiting for that rank; the web process starts all of them again."""
-    while (error := engine.failure) is None:
-        time.sleep(LOOK_SECONDS)
-    # sending may block
-    threading.Thread(target=_say_ending, args=(channel, str(error)), daemon=True).start()
+    say = _say_failed if heartbeat.turned_at is None else _say_ending
+    threading.Thread(target=say, args=(channel, error), daemon=True).start()  # it may block
     time.sleep(END_SECONDS)
     os._exit(error.exit_code)
 
 
-def _say_ending(channel: Channel, error: str) -> None:
+def _say_failed(channel: Channel, error: Dsv4Error) -> None:
     with contextlib.suppress(OSError):
-        channel.send({"kind": "ending", "error": error})
+        channel.send({"kind": "failed", "error": str(error), "exit_code": error.exit_code})
 
 
-def _load(start: WireMessage, channel: Channel) -> Engine:
+def _say_ending(channel: Channel, error: Dsv4Error) -> None:
+    with contextlib.suppress(OSError):
+        channel.send({"kind": "ending", "error": str(error)})
+
+
+def _load(start: WireMessage, channel: Channel, rank_failed: Callable[[RankError], None]) -> Engine:
     prepared = prepare(start["model"], EngineConfig.make(**start["choices"]))
     channel.send({"kind": "plan", "text": str(prepared)})
     load, warm = _progress_sender(channel, "load"), _progress_sender(channel, "warm-up")
-    engine = Engine.load(prepared, progress=load, warm_up_progress=warm)
+    engine = Engine.load(prepared, progress=load, warm_up_progress=warm, rank_failed=rank_failed)
     warm_up = SamplingParams(max_tokens=2, temperature=0)
     engine.generate([[engine.config.bos_id]], warm_up)  # runs every op once; nothing is built later
     channel.send(_stats(engine))  # so that statistics exist when it is ready
@@ -226,12 +227,13 @@ class Worker:
             outputs = self._engine.step()
             failure = self._engine.failure
             if failure is not None:  # the web process ends all requests with this
-                _say_ending(self._channel, str(failure))
+                _say_ending(self._channel, failure)
                 return
             if outputs:
                 found = [self._to_wire(output) for output in outputs]
                 self._channel.send({"kind": "outputs", "outputs": found})
             self._watch.forget_finished()
+            self._heartbeat.turned_at = time.monotonic()
             self._score_on()
             self._send_stats()
 
