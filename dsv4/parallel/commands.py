@@ -11,7 +11,6 @@ missing or repeated one is refused. No torch, no pickle.
 
 import contextlib
 import json
-import select
 import socket
 import threading
 import zlib
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4.errors import RankError
+from dsv4.util.readiness import writable
 
 LENGTH_BYTES = 4
 MAX_HEADER, MAX_LINE = 1 << 24, 1 << 30
@@ -96,9 +96,8 @@ class Link:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            _, writable, _ = select.select([], [self._connection], [], 0)
             header = json.dumps({**message, "size": 0}, separators=(",", ":")).encode()
-            if writable:
+            if writable([self._connection], 0):
                 self._connection.sendall(len(header).to_bytes(LENGTH_BYTES, "big") + header)
         finally:
             self._lock.release()

@@ -13,7 +13,6 @@ import ctypes
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from dsv4.errors import RankError
+from dsv4.util.readiness import readable
 
 _MESSAGE = 1 << 16
 _POLL_SECONDS = 0.05
@@ -187,7 +187,7 @@ def _wait_for_orphan(pid: int, timeout: float) -> None:
     except (OSError, AttributeError):  # it is gone, or this system has no such call
         return
     try:
-        select.select([process], [], [], max(0.0, timeout))
+        readable([process], timeout)
     finally:
         os.close(process)
 
@@ -197,8 +197,7 @@ def serve(control: socket.socket, module: str) -> None:
     follow = importlib.import_module(module).main
     children: set[int] = set()
     while True:
-        readable, _, _ = select.select([control], [], [], _POLL_SECONDS)
-        if readable:
+        if readable([control], _POLL_SECONDS):
             data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 64)
             if not data:
                 break

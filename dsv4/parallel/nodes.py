@@ -16,7 +16,6 @@ import ipaddress
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from dsv4.errors import OptionError, RankError
 from dsv4.parallel.commands import Link, RankMessage
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
+from dsv4.util.readiness import readable
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +219,8 @@ class Head:
                 if passed - told > TELL_SECONDS:
                     told = passed
                     log.warning("waiting at %s for node %s", where, names)
-                readable, _, _ = select.select([self._server], [], [], RETRY_SECONDS)
-                if readable and self._free.acquire(timeout=RETRY_SECONDS):
+                ready = readable([self._server], RETRY_SECONDS)
+                if ready and self._free.acquire(timeout=RETRY_SECONDS):
                     what = (*self._server.accept(), nodes, ranks_each)
                     threading.Thread(target=self._greet, args=what, daemon=True).start()
         except BaseException as error:
@@ -363,8 +363,7 @@ def _serve(by: Joining, key: bytes, control: socket.socket, tell: Callable[[str]
     running, in_order = set(pids), False
     try:
         while True:
-            readable, _, _ = select.select([control], [], [], 0.05)
-            found = link.receive() if readable else ({"kind": ""}, b"")
+            found = link.receive() if readable([control], 0.05) else ({"kind": ""}, b"")
             if found is None:
                 break
             message = found[0]

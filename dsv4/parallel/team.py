@@ -8,7 +8,6 @@ NCCL or in a kernel that waits: there a server's engine process, which hears of 
 """
 
 import logging
-import select
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, RankMessage
 from dsv4.parallel.fork_server import Member
 from dsv4.parallel.nodes import RemoteNode
+from dsv4.util.readiness import readable
 
 log = logging.getLogger(__name__)
 
@@ -250,12 +250,12 @@ class Team:
         last = time.monotonic()
         while not self._is_closed and self._failure is None:
             try:
-                readable, _, _ = select.select([r.link for r in self._ranks], [], [], turn)
+                ready = readable([r.link for r in self._ranks], turn)
             except (OSError, ValueError):
                 return  # closed meanwhile
             with self._changed:
                 for rank in self._ranks:
-                    if rank.link in readable and not self._is_closed:
+                    if rank.link in ready and not self._is_closed:
                         self._take(rank)
                 self._changed.notify_all()
                 now = time.monotonic()

@@ -1,3 +1,7 @@
+import gc
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,3 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(path, config, random_weights(config, 1))
     (path / "tokenizer.json").write_bytes(BYTE_TOKENIZER.read_bytes())
     return path
+
+
+@pytest.fixture
+def many_open() -> Iterator[None]:
+    """As in a server with many clients: new descriptors are above those `select.select` takes."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("this system allows fewer descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    gc.collect()  # what is closed later would make room below
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 1100:
+        taken.append(os.dup(taken[0]))
+    yield
+    for descriptor in taken:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)

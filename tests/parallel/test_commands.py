@@ -1,18 +1,21 @@
 """Commands survive the wire; lost, repeated, damaged and senseless ones are refused."""
 
 import json
+import os
 import random
-import select
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dsv4.errors import RankError
+from dsv4.parallel import commands
 from dsv4.parallel.commands import COMMANDS, Command, Link
 from dsv4.runner.step.line import step_line
 from dsv4.runner.step.shape import StepShape
+from dsv4.util.readiness import readable, writable
 
 Ends = tuple[Link, Link, socket.socket]
 
@@ -106,7 +109,33 @@ def test_a_ping_does_not_wait_for_a_rank_that_reads_nothing(ends: Ends) -> None:
 
 
 def _unwritable(raw: socket.socket) -> list[socket.socket]:
-    return [] if select.select([], [raw], [], 0.01)[1] else [raw]
+    return [] if writable([raw], 0.01) else [raw]
+
+
+def test_descriptors_of_any_number(many_open: None) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert min(ours.fileno(), theirs.fileno()) > 1023
+        assert readable([ours, theirs], 0.0) == []
+        assert writable([ours, theirs], 0.0) == [ours, theirs]
+        Link(ours).try_send({"kind": "ping"})
+        assert readable([ours, theirs], 60.0) == [theirs]
+        assert readable([ours.fileno(), theirs.fileno()], 0.0) == [theirs.fileno()]
+        ours.close()
+        assert readable([theirs], 60.0) == [theirs]
+        with pytest.raises(ValueError, match="negative"):
+            readable([ours], 0.0)
+        number = theirs.detach()
+        os.close(number)
+        with pytest.raises(OSError, match="was closed while"):
+            readable([number], 0.0)
+
+
+def test_select_is_used_nowhere() -> None:
+    """It raises for descriptors above 1023."""
+    package = Path(commands.__file__).parents[1]
+    found = [path for path in package.rglob("*.py") if "select.select(" in path.read_text()]
+    assert not found
 
 
 def test_a_decode_command_is_small() -> None:

@@ -216,6 +216,21 @@ def test_prefixes_on_disk(folder: Path, tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_ranks_of_a_process_with_many_descriptors(
+    folder: Path, many_open: None, loaded: list[Engine]
+) -> None:
+    engine = load(folder, loaded)
+    assert engine._runner.team is not None
+    assert engine._runner.team.members[0].connection.fileno() > 1023
+    assert len(engine.generate([[5, 6, 7]], PARAMS)[0].token_ids) == 6
+    server = ForkServer("dsv4.parallel.fork_server")  # its `main` takes no socket
+    assert server._control.fileno() > 1023
+    [pid], [connection] = server.start(1, BUSY_SECONDS)
+    assert server.status(pid, BUSY_SECONDS) == 1
+    connection.close()
+    server._release()
+
+
 def test_no_process_is_left_behind(folder: Path) -> None:
     engine = Engine.load(folder, device="cpu", tp=2, pp=2)
     pids = ranks_of(engine)

@@ -12,7 +12,6 @@ imported torch but not touched the GPU; they end with the process that started t
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import time
@@ -29,6 +28,7 @@ from dsv4.parallel.commands import Link, RankMessage
 from dsv4.parallel.fork_server import START_SECONDS, ForkServer
 from dsv4.tools.doctor.device.ops import OpResult, Task, arguments_of, check_case, task_cases
 from dsv4.tools.doctor.device.steps import STEP
+from dsv4.util.readiness import readable
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ class WorkerPool:
         try:
             self._start(count)
             while self._workers:
-                readable, _, _ = select.select(self._workers, [], [], 0.2)
-                for worker in readable:
+                for worker in readable(self._workers, 0.2):
                     received = worker.link.receive()
                     if received is None:
                         yield from self._ended(worker, end)
@@ -106,8 +105,8 @@ class WorkerPool:
             self._start(1)
             [worker] = self._workers
             while (now := time.monotonic()) < until:
-                readable, _, _ = select.select([worker], [], [], min(0.2, until - now))
-                received = worker.link.receive() if readable else ({"kind": "none"}, b"")
+                ready = readable([worker], min(0.2, until - now))
+                received = worker.link.receive() if ready else ({"kind": "none"}, b"")
                 kind = None if received is None else received[0]["kind"]
                 if kind == "ready":
                     pairs = [asdict(task) for task in tasks]
