@@ -45,6 +45,7 @@ def plan(
     pp: int = typer.Option(1, min=1, help="and its stages."),
     experts: str = typer.Option("whole", help="Of a rank: whole ones, or split: a part of each."),
     attention: str = typer.Option("tp", help="Of a rank: some heads (tp), or sequences (dp)."),
+    comm: str = typer.Option("auto", help="Between ranks: auto, symmetric or nccl."),
     weights: str | None = typer.Option(
         None, help="official, nvfp4, nvfp4-all, fp8, base, bf16; default: as stored."
     ),
@@ -68,7 +69,7 @@ def plan(
         raise OptionError(f"found {len(context)} contexts with --users, expected one")
     folder = None if model in SHAPES else model_folder(model)
     texts: dict[str, Any] = {"kv_format": kv_format, "index_format": index_format}
-    texts |= {"experts": experts, "attention": attention}  # EngineConfig checks them
+    texts |= {"experts": experts, "attention": attention, "comm": comm}  # EngineConfig checks them
     choices = EngineConfig(
         **texts,
         chunk_tokens=chunk_tokens,
@@ -228,7 +229,7 @@ def _print_ledger(result: LayoutPlan, console: Console) -> None:
         rows[f"weights: {group}"] = [size_text(s.weight_bytes.get(group, 0)) for s in result.stages]
     for label, name in (
         ("  of these: shared by ranks", "shared_bytes"),
-        ("exchange buffers", "exchange_bytes"),
+        ("for exchanges", "exchange_bytes"),
         ("kept free for a step", "step_bytes"),
         ("left for state", "free_bytes"),
     ):

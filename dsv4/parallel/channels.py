@@ -1,7 +1,8 @@
-"""Sizes of the buffers between GPUs that write to each other's memory. No torch.
+"""Memory that exchanges between GPUs need. No torch.
 
-The plan and the engine use the same function. A channel has two halves, used in turn; data that
-does not fit a half is exchanged in several rounds.
+GPUs that write to each other's memory have channels; the plan and the engine use the same function.
+A channel has two halves, used in turn; data that does not fit a half is exchanged in several
+rounds. NCCL has buffers of its own, and moves tensors that exist only while it does.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ ROWS_FROM = 64  # ranks own rows in steps of at least this many; the bits are th
 MOST_BYTES = 64 << 20  # per half
 ALIGNED = 256
 SHARED_BYTES = 256 << 10  # per rank, in the channel between all ranks
+NCCL_BYTES = 500 * 10**6  # of a communicator, assumed: NVIDIA/nccl#864 tells of more and of less
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,27 @@ def channel_bytes(
         aligned(logits),
         aligned(SHARED_BYTES * layout.world),
     )
+
+
+def exchange_bytes(
+    config: ModelConfig, layout: RankLayout, chunk_tokens: int, max_sequences: int, comm: str
+) -> int:
+    """GPU memory of a rank for exchanges over this back end."""
+    if layout.world == 1:
+        return 0
+    if comm == "symmetric":
+        return channel_bytes(config, layout, chunk_tokens, max_sequences).held(layout)
+    ends = layout.pp > 1 and layout.rank in (0, layout.logits_rank)
+    moved = _moved_bytes(config, layout, chunk_tokens + max_sequences - 1)
+    return NCCL_BYTES * (1 + (layout.tp > 1) + ends) + moved
+
+
+def _moved_bytes(config: ModelConfig, layout: RankLayout, rows: int) -> int:
+    """The largest exchange of a prompt, to the owners of its rows: as sent, as received, and as
+    received in the order of rows (`ShardedRows.to_owners`)."""
+    c, tp = config, layout.tp
+    if tp == 1:
+        return 0
+    chosen = 1 / tp if layout.split_experts else c.num_experts_per_tok
+    groups = 0 if layout.data_attention else c.o_groups * c.o_lora_rank * 2 // tp
+    return 3 * rows * max(int(chosen * c.hidden_size) * 4, groups)

@@ -170,7 +170,7 @@ def prepare(name: str, choices: EngineConfig) -> PreparedModel:
         room = state_memory("cpu", config, 0, has_gpu=False) // layout.world
         stages = [(layers, room) for layers in layout.stages] or [(None, room)]
     else:
-        stages = stage_memory(sizes, layout, devices.cluster(choices.nodes), choices)
+        stages = stage_memory(sizes, layout, devices.cluster(choices.nodes, choices.comm), choices)
     if experts is not None:
         settings = experts.settings
     else:

@@ -1,5 +1,6 @@
 """The layout that an engine takes: as asked, or what `plan` recommends for the GPUs it finds."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from dsv4.runner.ranks.choose_layout import Devices, LayoutChoice, choose_layout
 from dsv4.runner.ranks.cluster import GPUS, Cluster, published_rates
 from dsv4.runner.ranks.devices import check_devices, check_own_gpu
 from dsv4.runner.ranks.forecast import WeightSizes
-from dsv4.runner.settings import resolve
+from dsv4.runner.settings import StageMemory, resolve
 from dsv4.tools.plan_weights import parameter_bytes, scheme_named
 
 GB = 10**9
@@ -158,6 +159,22 @@ def test_state_is_sized_for_each_stage() -> None:
             assert held.state_bytes(settings.max_context, settings.max_sequences) <= room
         found.append(settings.max_sequences)
     assert found[1] >= 2 * found[0]
+
+
+def test_an_engine_counts_the_exchange_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL, which was asked for, less is left for sequences."""
+    free: list[int] = []
+
+    def memory(*about: Any) -> Sequence[StageMemory]:
+        found = stage_memory(*about)
+        free.append(found[0][1])
+        return found
+
+    monkeypatch.setattr(load, "find_devices", lambda device: Devices(2, "NVIDIA H200", 8 * GB))
+    monkeypatch.setattr(load, "stage_memory", memory)
+    for comm in ("auto", "nccl"):
+        load.prepare("tiny", EngineConfig.make(tp=2, comm=comm))
+    assert free[1] < free[0]
 
 
 def test_an_engine_without_options_uses_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,21 @@ every cluster that people use."""
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
+from torch import Tensor
 from typer.testing import CliRunner
 
 from dsv4.cache.geometry import Geometry
+from dsv4.cli import app as cli
 from dsv4.cli.bench.parallel import parallel
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import OptionError
-from dsv4.parallel.channels import channel_bytes
+from dsv4.model.exchange import ShardedRows
+from dsv4.parallel.channels import NCCL_BYTES, channel_bytes, exchange_bytes
 from dsv4.parallel.layout import RankLayout
 from dsv4.runner.ranks.choose_layout import recommend, stage_memory
 from dsv4.runner.ranks.cluster import Cluster
@@ -305,6 +310,70 @@ def test_buffers_of_exchanges_follow_the_model() -> None:
     assert found.held(last) == 2 * (2 * (256 << 10) + streams + logits)
     small = channel_bytes(small_config(), RankLayout(2), 256, 4)
     assert small.tensor < 1 << 20
+
+
+def test_what_nccl_needs_is_counted_instead() -> None:
+    """By hand for Flash: communicators of all ranks, of a stage and for logits; and of a chunk's
+    rows six pairs of fp32 to send, received, and in order."""
+
+    def found(layout: RankLayout) -> int:
+        return exchange_bytes(FLASH, layout, 2048, 32, "nccl")
+
+    assert found(RankLayout(1)) == 0
+    assert found(RankLayout(2)) == 2 * NCCL_BYTES + 3 * 2079 * 6 * 4096 * 4
+    stages = (range(15), range(15, 30), range(30, 43))
+    one_each = [found(RankLayout(1, 3, rank, stages)) for rank in range(3)]
+    assert one_each == [2 * NCCL_BYTES, NCCL_BYTES, 2 * NCCL_BYTES]  # the ends send logits
+    split = RankLayout(4, split_experts=True)  # less than the rows of groups
+    assert found(split) == 2 * NCCL_BYTES + 3 * 2079 * (8 * 1024 // 4) * 2
+    by = {
+        comm: plan_of("flash", "h200", 2, tp=2, comm=comm).stages[0]
+        for comm in ("auto", "symmetric", "nccl")
+    }
+    assert by["symmetric"] == by["auto"]
+    assert by["auto"].exchange_bytes == channel_bytes(FLASH, RankLayout(2), 2048, 32).held(
+        RankLayout(2)
+    )
+    assert by["nccl"].exchange_bytes == found(RankLayout(2))
+    more = by["nccl"].exchange_bytes - by["auto"].exchange_bytes
+    assert by["nccl"].free_bytes == by["auto"].free_bytes - more
+
+
+def test_the_tensors_that_nccl_moves() -> None:
+    """Pairs of 66 rows, of which rank 0 owns 33."""
+    config, layout, moved = small_config(), RankLayout(2), []
+
+    class Stub:
+        pushes = None
+
+        def exchange(self, out: Tensor, x: Tensor, sent: list[int], received: list[int]) -> None:
+            moved.extend([out, x])
+
+    width = config.num_experts_per_tok * config.hidden_size
+    ends: Any = layout, Stub(), config
+    ordered = ShardedRows(*ends, [33, 33]).to_owners(torch.zeros(66, width))
+    held = sum(x.nbytes for x in [*moved, ordered])
+    assert exchange_bytes(config, layout, 65, 2, "nccl") == 2 * NCCL_BYTES + held
+
+
+def test_the_plan_takes_the_exchange_that_serve_takes() -> None:
+    plan = plan_of("flash", "h200", 2, tp=2, comm="nccl")
+    assert plan.cluster.comm(2) == "nccl"
+    assert plan.commands == ["dsv4 serve MODEL --tp 2 --comm nccl"]
+    assert (
+        "12 us an exchange by NCCL (assumed: every GPU can write to its peers; but comm="
+        in (assumptions(plan.cluster)[2])
+    )
+    assert plan_of("flash", "rtx-pro-6000", 2, comm="symmetric").cluster.comm(2) == "symmetric"
+    for comm, nodes, words in (
+        ("symmetric", 2, "comm is 'symmetric' on 2 nodes, expected auto or nccl"),
+        ("gloo", 1, "comm is 'gloo' on GPUs, expected auto, symmetric or nccl"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            plan_of("flash", "h200", 2 * nodes, nodes, comm=comm)
+    asked = ["plan", "flash", "--gpus", "2", "--tp", "2", "--comm", "nccl", "--json"]
+    found = json.loads(CliRunner().invoke(cli, asked).stdout)
+    assert found["stages"][0]["exchange_bytes"] == plan.stages[0].exchange_bytes
 
 
 def test_more_exchange_time_makes_stages_better() -> None:

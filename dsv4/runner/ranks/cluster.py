@@ -110,6 +110,14 @@ class Interconnect:
         return replace(self, store_us=self.exchange_us if peers else None)
 
 
+def check_comm(comm: str, nodes: int) -> None:
+    """Refuse what GPUs cannot use."""
+    if comm == "gloo":
+        raise OptionError("comm is 'gloo' on GPUs, expected auto, symmetric or nccl")
+    if nodes > 1 and comm == "symmetric":
+        raise OptionError(f"comm is 'symmetric' on {nodes} nodes, expected auto or nccl")
+
+
 LINKS = {
     link.name: link
     for link in (
@@ -145,6 +153,14 @@ class Cluster:
         rates = gpu_rates(gpu)
         chosen = LINKS[link or rates.link]
         return cls(rates, gpus, nodes, memory or int(rates.memory_gb * 1e9), chosen)
+
+    def using(self, comm: str) -> "Cluster":
+        """As engines with this option exchange."""
+        check_comm(comm, self.nodes)
+        link = self.link.with_peers({"nccl": False, "symmetric": True}.get(comm))
+        if link != self.link:
+            link = replace(link, source=f"{link.source}; but comm={comm}")
+        return replace(self, link=link)
 
     @property
     def per_node(self) -> int:

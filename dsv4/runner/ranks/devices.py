@@ -13,6 +13,7 @@ from dsv4.parallel.comm import Comm
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.probe import probe
 from dsv4.parallel.torch_comm import TorchComm
+from dsv4.runner.ranks.cluster import check_comm
 from dsv4.runner.settings import Settings
 
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own variable, for experiments
@@ -54,14 +55,11 @@ def check_own_gpu(device: str, layout: RankLayout) -> None:
 def choose_comm(asked: str, settings: Settings, layout: RankLayout, nodes: int) -> str:
     """`symmetric` where every GPU may write to every other's memory, else `nccl`; `gloo` on CPUs.
     Rank 0 decides for all."""
-    if nodes > 1 and asked == "symmetric":
-        raise OptionError(f"comm is 'symmetric' on {nodes} nodes, expected auto or nccl")
     if settings.device == "cpu":
         if asked not in ("auto", "gloo"):
             raise OptionError(f"comm is {asked!r} on a CPU, expected auto or gloo")
         return "gloo"
-    if asked == "gloo":
-        raise OptionError("comm is 'gloo' on GPUs, expected auto, symmetric or nccl")
+    check_comm(asked, nodes)
     if nodes > 1:
         _warn_of_old_nccl()
     if nodes > 1 or asked == "nccl":

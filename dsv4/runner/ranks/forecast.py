@@ -17,7 +17,7 @@ from dsv4.cache.geometry import POOLS, Geometry
 from dsv4.checkpoint.names import parameters
 from dsv4.checkpoint.rank_slices import held_parts
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.parallel.channels import channel_bytes
+from dsv4.parallel.channels import exchange_bytes
 from dsv4.parallel.layout import RankLayout, allowed_tp, balance
 from dsv4.runner.ranks.cluster import Cluster
 from dsv4.runner.ranks.exchange_times import (
@@ -234,11 +234,11 @@ def rank_stages(
     max_sequences: int = SEQUENCES,
     activations: str = "auto",
 ) -> Iterator[tuple[int, int, int]]:
-    """For a rank of each stage: bytes of weights, of exchange buffers, and left over."""
-    channels = channel_bytes(sizes.config, layout, chunk_tokens, max_sequences)
+    """For a rank of each stage: bytes of weights, for exchanges, and left over."""
+    steps = chunk_tokens, max_sequences, cluster.comm(layout.world)
     room = cluster.memory - step_bytes(cluster.memory, sizes.config, chunk_tokens, activations)
     for first in (replace(layout, rank=stage * layout.tp) for stage in range(layout.pp)):
-        held, exchange = sizes.held(first), channels.held(first)
+        held, exchange = sizes.held(first), exchange_bytes(sizes.config, first, *steps)
         yield held, exchange, room - held - exchange
 
 

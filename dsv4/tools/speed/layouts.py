@@ -87,6 +87,7 @@ def plan_layouts(
     """Every layout of `cluster`, or `only` these; `choices` with tp and pp name the one shown."""
     config, sizes = model.config, WeightSizes(model.config, model.nbytes)
     choices = replace(choices or EngineConfig(), device="cuda")
+    cluster = cluster.using(choices.comm)
     geometry = resolve(choices, config, has_gpu=True, memory_bytes=2**62).geometry(config)
     asked = None if choices.tp == "auto" else (choices.tp, choices.pp)
     wanted = list(only) or layouts(config, cluster, choices)
@@ -178,7 +179,7 @@ def _ledger(
 def serve_commands(tp: int, pp: int, cluster: Cluster, choices: EngineConfig) -> list[str]:
     """For the first node, and for every other one."""
     command = f"dsv4 serve MODEL {layout_options(tp, pp, cluster)}".rstrip()
-    for name in ("experts", "attention"):
+    for name in ("experts", "attention", "comm"):
         if (given := getattr(choices, name)) != getattr(EngineConfig, name):
             command += f" --{name} {given}"
     if tp * pp <= cluster.per_node:
