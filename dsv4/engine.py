@@ -51,8 +51,8 @@ from dsv4.runner.load import LoadedModel, Model, disk_store
 from dsv4.runner.ranks.start import load_ranks
 from dsv4.runner.runner import Chunk, Runner
 from dsv4.sampling import NO_TEXT, Guides, Matcher, MinTokens, PendingGuide, SamplingRow
-from dsv4.scheduler import Audit, AuditedAnswer, ScheduledTokens, Scheduler, SequenceState
-from dsv4.scheduler.drafts import Drafting, Given, Lookup
+from dsv4.scheduler import Audit, AuditedAnswer, Drafting, ScheduledTokens, Scheduler, SequenceState
+from dsv4.scheduler.drafters import Given, Lookup
 from dsv4.scheduler.home import open_homes
 from dsv4.util.astream import AsyncStreams
 from dsv4.util.events import Event, Listener

@@ -28,7 +28,7 @@ from dsv4.request import TokenLogprobs
 from dsv4.runner.runner import PENDING, Chunk, Runner, SubmittedStep
 from dsv4.sampling import SamplingRow
 from dsv4.scheduler import ScheduledTokens, Scheduler, SequenceState
-from dsv4.scheduler.drafts import Drafting, Given
+from dsv4.scheduler.drafts import Drafting
 
 MANY_WAITED = 8  # steps in a row that waited for the host: more will
 
@@ -244,6 +244,7 @@ class Pipeline:
                     self._runner.pages.retract(item.sequence.pages, item.num_new - count)
             if self._ahead is None:  # otherwise no boundary was in reach
                 self._scheduler.done(step.scheduled, has_tokens=True)
+        drafting.check_given([sequence for sequence in step.sampled if self._is_live(sequence)])
         if not step.submitted.is_drawn:
             places = [place for place, s in enumerate(step.sampled) if self._is_live(s)]
             self._queue_drafts(step, places, step.taken)
@@ -281,9 +282,7 @@ class Pipeline:
             for place, found in pending.wait().items():
                 sequence = step.sampled[place]
                 if self._is_live(sequence) and sequence.may_draft:
-                    drafter = drafting.drafter_of(sequence)
-                    assert isinstance(drafter, Given)
-                    drafter.give(len(sequence.token_ids), found.token_ids, found.chances)
+                    drafting.give(sequence, found.token_ids, found.chances)
         except Exception as error:
             drafting.switch_off(error)
 

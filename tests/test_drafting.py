@@ -38,7 +38,8 @@ from dsv4.runner.load import LoadedModel, load_model, prepare
 from dsv4.runner.plan import DraftPart
 from dsv4.runner.runner import Runner
 from dsv4.runner.settings import resolve
-from dsv4.scheduler.drafts import Acceptance, Drafting, Given, Lookup, StepTimes, num_worth
+from dsv4.scheduler.drafters import Given, Lookup
+from dsv4.scheduler.drafts import Acceptance, Drafting, StepTimes, num_worth
 from dsv4.scheduler.sequence import SequenceState
 from dsv4.server.metrics import EngineMetrics
 from dsv4.server.worker.wire import output_from_wire, output_to_wire
@@ -272,10 +273,14 @@ def test_drafts_do_not_depend_on_where_rows_are_drawn(
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("draft", ["lookup", "mtp", "dspark"])
 def test_nan_ends_one_request_with_drafts(
-    draft: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    draft: str,
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Between drafts that are right, and with the next step in flight: the tokens before it stay,
-    and the other answer keeps its bits."""
+    and the other answer keeps its bits and its drafts: NaN in those of the failing one is not the
+    drafter's fault."""
     monkeypatch.setattr(dsv4.runner.drafts.verify, "TOGETHER_ON_CPU", together)
     sound, failing = requests_of("seeded")
     whole = plain("seeded")
@@ -291,8 +296,11 @@ def test_nan_ends_one_request_with_drafts(
     failed = found[failing.id]
     assert (failed.finish_reason, failed.token_ids) == ("error", tokens[: tokens.index(bad) + 1])
     assert "gave NaN" in (failed.error or "")
-    assert engine.stats().num_drafted > 0
+    assert [r.message for r in caplog.records if "drafting is off" in r.message] == []
+    before = engine.stats().num_drafted
+    assert before > 0
     check(engine, "seeded")
+    assert engine.stats().num_drafted > before
 
 
 class Eager:

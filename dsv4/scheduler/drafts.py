@@ -1,6 +1,5 @@
-"""Drafts and how many are worth verifying. Long because cost, chance and choice belong together.
+"""Drafts, and how many are worth verifying. No tensors.
 
-Tokens proposed for the next step; no tensors.
 A drafter proposes; the step verifies (docs/drafting.md). Nothing here can change an answer, only
 how many tokens a step adds to it. Verifying costs time, so drafts are taken in order of survival,
 the chance that they and all before them are right, as long as that raises the step's tokens per
@@ -16,16 +15,15 @@ import logging
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dsv4.cache.geometry import SHARED_TOKENS
+from dsv4.errors import KernelError
+from dsv4.scheduler.drafters import Drafter, Given, Lookup
 from dsv4.scheduler.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
-NGRAMS = (4, 3, 2)
-MOST_INDEXED = 8192  # newest tokens of a sequence that a drafter searches
-INDEXED_AT_ONCE = 2048  # tokens of a long prompt indexed per step
 PRIOR, PRIOR_WEIGHT = 0.7, 5  # acceptance of a place before anything is known; worth observations
 FORGET = 0.04  # weight of the newest observation, once there are many
 REST_AFTER = 4  # steps in a row without a draft worth its cost
@@ -37,56 +35,6 @@ LEAST_GAIN = 0.88, 0.95  # in tokens per ms relative to plain decoding: at first
 TRIES = 2  # measurements of a row count before its cost counts as known
 JUDGED_AFTER = 16  # steps with drafts: the first ones are slow for other reasons too
 FEW_ACCEPTED, MANY_DRAFTS = 0.2, 1000  # worth one warning
-
-
-class Drafter(Protocol):
-    """Drafts for one sequence."""
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]: ...
-
-
-class Lookup:
-    """Proposes what followed the newest earlier occurrence of the last tokens."""
-
-    def __init__(self, sequence: SequenceState) -> None:
-        self._places: dict[tuple[int, ...], int] = {}  # last tokens -> place of what followed
-        self._next = -1  # the first token that is not indexed yet
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """`tokens`: the whole sequence, which only grows."""
-        end = len(tokens)
-        if self._next < 0:
-            self._next = max(1, end - MOST_INDEXED)
-        for place in range(self._next, min(end, self._next + INDEXED_AT_ONCE)):
-            for n in NGRAMS:
-                if place >= n:
-                    self._places[tuple(tokens[place - n : place])] = place
-            self._next = place + 1
-        if self._next < end:
-            return []
-        for n in NGRAMS:
-            first = self._places.get(tuple(tokens[end - n :])) if end >= n else None
-            if first is not None:
-                found: list[int] = []
-                for at in range(first, first + most):  # a repetition continues into its own drafts
-                    found.append(tokens[at] if at < end else found[at - end])
-                return found
-        return []
-
-
-class Given:
-    """Drafts that a block of the model made after the last step."""
-
-    def __init__(self, sequence: SequenceState | None = None) -> None:
-        self._at, self._drafts = 0, list[int]()
-        self.chances: Sequence[float] = ()  # of each, if those before are right; empty: unknown
-
-    def give(self, length: int, drafts: list[int], chances: Sequence[float] = ()) -> None:
-        """Set the drafts that follow the first `length` tokens."""
-        self._at, self._drafts, self.chances = length, drafts, chances
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        return self._drafts[:most] if len(tokens) == self._at else []
 
 
 class Acceptance:
@@ -369,7 +317,7 @@ class Drafting:
             return []
         self._acceptance(sequence)
         try:
-            drafts = self.drafter_of(sequence).propose(sequence.token_ids, most)[:most]
+            drafts = self._drafter_of(sequence).propose(sequence.token_ids, most)[:most]
             ids = list(itertools.takewhile(lambda token: 0 <= token < self._vocab_size, drafts))
         except Exception as error:  # answers go on without drafts
             self.switch_off(error)
@@ -382,10 +330,23 @@ class Drafting:
             log.error("drafting is off for request %r: %s", sequence.request.id, error)
             return []
 
-    def drafter_of(self, sequence: SequenceState) -> Drafter:
+    def _drafter_of(self, sequence: SequenceState) -> Drafter:
         if sequence.drafter is None:
             sequence.drafter = self._make(sequence)
         return sequence.drafter
+
+    def give(self, sequence: SequenceState, drafts: list[int], chances: Sequence[float]) -> None:
+        """Set the drafts that the model's blocks made after a sequence's newest token."""
+        drafter = self._drafter_of(sequence)
+        assert isinstance(drafter, Given)
+        drafter.give(len(sequence.token_ids), drafts, chances)
+
+    def check_given(self, sequences: Sequence[SequenceState]) -> None:
+        """These have drawn a token from finite logits: NaN in the drafts before it was the draft
+        block's own, not the request's."""
+        given = [s.drafter for s in sequences if isinstance(s.drafter, Given)]
+        if not self.is_off and any(drafter.was_nan for drafter in given):
+            self.switch_off(KernelError("the draft blocks' logits are no numbers (NaN)"))
 
     def observe(self, sequence: SequenceState, num_drafts: int, num_accepted: int) -> None:
         """Record how many drafts of a sequence were verified, and how many were right."""

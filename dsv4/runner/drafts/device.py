@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.kinds import SwaState
-from dsv4.errors import KernelError
 from dsv4.model.draft import DraftModel, DSpark, MtpBlock
 from dsv4.model.inputs import StepInputs
 from dsv4.model.transformer import DraftTaps
@@ -35,7 +34,8 @@ WHOLE_SEQUENCES = 8  # of a verify step that is one graph with its drafts
 
 @dataclass(frozen=True)
 class Drafted:
-    """A sequence's drafts, and the chance of each if those before it are right; empty: unknown."""
+    """A sequence's drafts, and the chance of each if those before it are right; empty: unknown. The
+    first draft is -1 if logits were NaN."""
 
     token_ids: list[int]
     chances: list[float]
@@ -57,8 +57,6 @@ class PendingDrafts:
     def wait(self) -> dict[int, Drafted]:
         if self.event is not None:
             self.event.synchronize()
-        if (self.token_ids < 0).any():
-            raise KernelError("the draft blocks' logits are no numbers (NaN)")
         chances: list[list[float]] = [[] for _ in self.places]
         if self.chances is not None:
             chances = self.chances.tolist()
