@@ -660,6 +660,26 @@ def test_numbers_that_are_none_on_a_gpu_switch_drafting_off(
     assert num_drawn < 60
 
 
+def test_a_prefix_from_a_rest_switches_nothing_off() -> None:
+    """Draft blocks store no keys in a long rest, so a prefix cached then has none: unwritten pages
+    are NaN. That costs the request that starts from it its drafts, and at most another rest."""
+    engine = make_engine("mtp", 3, prefix_cache=True)
+    assert engine._drafting is not None
+    engine._drafting._rest = 4000
+    prompt = tuple(random.Random(1).choices(range(256), k=120))
+    params = SamplingParams(max_tokens=150, temperature=0.0, stop_ids=())
+    first = answer(engine, [Request("first", prompt, params)])["first"]
+    engine._drafting._rest = 0
+    longer = prompt + first.token_ids[:138]  # the window of 16 holds cached tokens
+    second = answer(engine, [Request("second", longer, replace(params, max_tokens=40))])["second"]
+    assert second.num_cached == 256
+    assert engine.stats().num_drafted == 0
+    assert not engine._drafting.is_off
+    engine._drafting._rest = 0
+    check(engine, "greedy")
+    assert engine.stats().num_drafted > 0
+
+
 def test_a_block_that_fails_switches_drafting_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

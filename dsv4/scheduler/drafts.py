@@ -343,9 +343,10 @@ class Drafting:
 
     def check_given(self, sequences: Sequence[SequenceState]) -> None:
         """These have drawn a token from finite logits: NaN in the drafts before it was the draft
-        block's own, not the request's."""
-        given = [s.drafter for s in sequences if isinstance(s.drafter, Given)]
-        if not self.is_off and any(drafter.was_nan for drafter in given):
+        block's own, not the request's. A cached prefix may lack draft keys if it comes from a rest,
+        so only those that have left it behind tell."""
+        given = [s.drafter for s in sequences if _computed_its_window(s)]
+        if not self.is_off and any(isinstance(d, Given) and d.was_nan for d in given):
             self.switch_off(KernelError("the draft blocks' logits are no numbers (NaN)"))
 
     def observe(self, sequence: SequenceState, num_drafts: int, num_accepted: int) -> None:
@@ -368,3 +369,10 @@ class Drafting:
                 stats.num_drafts,
                 stats.accepted_by_place[0],
             )
+
+
+def _computed_its_window(sequence: SequenceState) -> bool:
+    if sequence.num_preemptions:  # it may have begun again from any prefix
+        return False
+    cached = sequence.num_cached or 0
+    return not cached or sequence.num_computed - cached > SHARED_TOKENS
