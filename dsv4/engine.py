@@ -557,8 +557,10 @@ class Engine:
     def _fail(self, sequences: Sequence[SequenceState], error: Exception) -> list[Output]:
         log.error("a step failed: %s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         reason = str(error) if isinstance(error, Dsv4Error) else f"internal error: {error}"
+        code = error.code if isinstance(error, Dsv4Error) else None
         live = filter(self._is_live, sequences)  # some may have ended in the step before
-        return [self._finish(sequence, "error", error=reason) for sequence in live]
+        ends = (self._finish(sequence, "error", error=reason) for sequence in live)
+        return [replace(end, error_code=code) for end in ends]
 
     # --- events -------------------------------------------------------------------------------
 

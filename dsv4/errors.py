@@ -20,6 +20,7 @@ class Dsv4Error(Exception):
     """Base of all errors shown to the user without a traceback."""
 
     exit_code = 1
+    code: str | None = None  # by which a server names it to clients
 
 
 class OptionError(Dsv4Error):
@@ -47,6 +48,8 @@ class StallError(Dsv4Error):
 
 
 class NumericsError(Dsv4Error):
+    code = "numerics_error"
+
     def __init__(self) -> None:
         super().__init__(
             "the model gave NaN or infinities for this request, expected finite logits; "

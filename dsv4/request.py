@@ -305,6 +305,7 @@ class Output:
     stop_reason: str | int | None = None  # the stop string or id that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None  # why it was aborted or failed
+    error_code: str | None = None  # "numerics_error" if its logits were NaN or infinite
     refused: bool = False  # the request is at fault, not the engine
     num_cached: int | None = None  # prompt tokens from the prefix cache; first and last output
     num_drafted: int = 0  # in the last output, for the whole answer: drafts verified,

@@ -327,4 +327,4 @@ def failure(output: Output, name: str) -> ApiError:
     log.error("%s: the engine ended it (%s): %s", name, output.finish_reason, output.error)
     if output.finish_reason == "abort":
         return ApiError(503, f"the request was aborted: {output.error or 'no reason given'}")
-    return internal_error(name)
+    return internal_error(name, output.error_code, output.error)

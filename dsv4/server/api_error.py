@@ -49,7 +49,8 @@ class ApiError(HTTPException):
     def body(self, path: str) -> dict[str, Any]:
         if "/messages" in path:
             kind = _ANTHROPIC_TYPES.get(self.status_code, "invalid_request_error")
-            more = {} if self.details is None else {"details": self.details}
+            details = self.details or ({"error_code": self.code} if self.code else None)
+            more = {} if details is None else {"details": details}
             return {"type": "error", "error": {"type": kind, "message": self.message, **more}}
         kind = _TYPES.get(self.status_code, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -82,6 +83,9 @@ def bad_fields(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, message, param=name)
 
 
-def internal_error(request_id: str) -> ApiError:
+def internal_error(request_id: str, code: str | None = None, text: str | None = None) -> ApiError:
+    """Of the engine's errors only those with a name are told to the client."""
+    if code is not None:
+        return ApiError(500, str(text), code=code)
     message = f"the server failed; its log tells more under the request id {request_id}"
     return ApiError(500, message, code="internal_error")

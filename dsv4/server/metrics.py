@@ -193,7 +193,9 @@ class Metrics:
         self._prompt_size = self._histogram("request_prompt_tokens", _TOKENS)
         self._output_size = self._histogram("request_generation_tokens", _TOKENS)
         self._lag = self._histogram("event_loop_lag_seconds", _SHORT)
+        errors = self._counter("request_errors", "Requests that the engine failed by name", "code")
         link.on_first_token = self._observe_first_token
+        link.on_error = lambda code: errors.labels(**self._labels, code=code).inc()
 
     def _observe_first_token(self, waited_s: float, computed_s: float) -> None:
         self._queue.observe(waited_s)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from dsv4.chat import Tokenizer
 from dsv4.cli import main
 from dsv4.server.worker.wire import Channel
+from dsv4.util.models import model_folder
 from tests.server.support import ASK, PATIENCE_S, Server, in_background, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -89,6 +92,44 @@ def test_the_real_engine_is_restarted(tiny: Server) -> None:
     wait_for(lambda: status(tiny, "/ready") == 200, 90)
     assert tiny.engine_pid != old
     assert tiny.post(CHAT, body).status_code == 200
+
+
+def test_numbers_that_are_none_are_named_in_every_form(own: Callable[..., Server]) -> None:
+    """A prompt whose activations are NaN: the same error everywhere, counted; others go on."""
+    [bad, *_] = Tokenizer.from_folder(model_folder("tiny")).encode_with_specials("§")
+    env = {"FAKE_ENGINE": "poisoned_engine.py", "POISONED": str(bad)}
+    server, text = own("--device", "cpu", env=env).wait(), "what is §?"
+    said = [{"role": "user", "content": text}]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": said}),
+        ("/v1/completions", {"prompt": text}),
+        (CHAT, {"messages": ASK, "logit_bias": {bad: 100}}),  # at its second token
+        ("/v1/completions", {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 0}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/messages", {"messages": said, "max_tokens": 9}),
+    ]
+    running = in_background(lambda: server.post(CHAT, {"messages": ASK, "max_tokens": 60}))
+    for path, body in asked:
+        for stream in (False, True):
+            answer = server.post(path, {**body, "stream": stream})
+            is_whole = not stream or "echo" in body  # scored before the stream begins
+            assert answer.status_code == (500 if is_whole else 200), answer.text
+            last = answer.text if is_whole else re.findall(r"^data: ({.*)$", answer.text, re.M)[-1]
+            found = json.loads(last)
+            error = found["error"] if "error" in found else found["response"]["error"]
+            code = error["details"]["error_code"] if "messages" in path else error["code"]
+            assert code == "numerics_error"
+            assert "NaN or infinities" in error["message"]
+            assert not is_whole or answer.headers["x-should-retry"] == "false"
+    assert running.result(PATIENCE_S).status_code == 200
+    with server.client() as client:
+        metrics = client.get("/metrics").text
+    for name in (
+        'request_errors_total{code="numerics_error"',
+        'success_total{finished_reason="error"',
+    ):
+        assert re.findall(re.escape(name) + r".*} (\S+)", metrics) == [f"{2 * len(asked)}.0"], name
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize("how", ["stopped", "stuck"])

@@ -62,6 +62,7 @@ REQUESTS = [
 OUTPUTS = [
     Output("a", (1,), "é"),
     Output("b", (), "", "error", error="broken", refused=True, num_cached=0),
+    Output("b", (), "", "error", error="NaN", error_code="numerics_error"),
     Output("c", (1, 2), "x", "stop", "x", (TokenLogprobs(1, -0.5, ((2, -1.0),)),), num_cached=3),
 ]
 

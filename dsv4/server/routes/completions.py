@@ -171,7 +171,9 @@ class _Run:
             for answer in self._answers:
                 await self._begin(answer)
         except BaseException as error:
-            self._close("refused" if isinstance(error, ApiError) else "abort")
+            finish = "refused" if isinstance(error, ApiError) else "abort"
+            failed = isinstance(error, ApiError) and error.status_code == 500  # scoring a prompt
+            self._close("error" if failed else finish)
             raise
 
     async def _begin(self, answer: _Answer) -> None:

@@ -65,6 +65,7 @@ class RequestLink(ABC):
         self.prefix_keys = ""  # of the engine's cached prefixes, in hexadecimal
         # called with a request's queue and prefill seconds before its first token
         self.on_first_token: Callable[[float, float], None] = lambda waited, computed: None
+        self.on_error: Callable[[str], None] = lambda code: None  # called with an error's name
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -146,7 +147,8 @@ class RequestLink(ABC):
             raise bad_request(RequestError(message["error"]))
         if message["kind"] == "broken":
             log.error("%s: a prompt could not be scored: %s", name, message["error"])
-            raise internal_error(name)
+            self._note_error(message.get("code"))
+            raise internal_error(name, message.get("code"), message["error"])
         return scores.found
 
     def forget(self, name: str) -> None:
@@ -191,11 +193,16 @@ class RequestLink(ABC):
             else:
                 answer.set_exception(bad_request(RequestError(message["error"])))
 
+    def _note_error(self, code: str | None) -> None:
+        if code is not None:
+            self.on_error(code)
+
     def _deliver_outputs(self, messages: list[WireMessage]) -> None:
         for message in messages:
             if "times" in message and message["id"].endswith("-0"):  # its first phase
                 self.on_first_token(*message["times"])
             output = output_from_wire(message)
+            self._note_error(output.error_code)
             box = self._live.get(output.request_id)
             if box is None:
                 continue  # aborted in the meantime

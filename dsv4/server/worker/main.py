@@ -296,7 +296,7 @@ class Worker:
             best, tokens = torch.topk(rows, min(top, rows.shape[1]))
             following = torch.tensor(ids[place : place + len(rows)], device=rows.device)
             chosen = rows.gather(1, following.unsqueeze(1)).squeeze(1)
-            if bool(chosen.isnan().any()):
+            if not bool(chosen.isfinite().all()):
                 raise NumericsError
             found = zip(
                 following.tolist(), chosen.tolist(), tokens.tolist(), best.tolist(), strict=True
@@ -327,6 +327,8 @@ class Worker:
             if self._engine.failure is not None:
                 return
             answer = {"kind": "broken", "error": str(error)}
+            if isinstance(error, Dsv4Error):
+                answer["code"] = error.code
         else:
             if chunk is not None:
                 self._send_scores(job, chunk)

@@ -116,6 +116,7 @@ def output_to_wire(output: Output) -> WireMessage:
         message["finish"] = output.finish_reason
         message["stop"] = output.stop_reason
         message["error"] = output.error
+        message["code"] = output.error_code
         message["refused"] = output.refused
         message["drafts"] = (output.num_drafted, output.num_accepted)
     return message
@@ -131,6 +132,7 @@ def output_from_wire(message: WireMessage) -> Output:
         stop_reason=message.get("stop"),
         logprobs=logprobs_from_wire(message.get("logprobs", ())),
         error=message.get("error"),
+        error_code=message.get("code"),
         refused=message.get("refused", False),
         num_cached=message.get("cached"),
         num_drafted=num_drafted,
