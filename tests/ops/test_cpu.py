@@ -1,6 +1,7 @@
 """The variants of ops for few rows on a CPU give the bits of their references."""
 
 import inspect
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,45 @@ def test_experts(rows: int, width: Activations) -> None:
     found = [run(**arguments) for run in (OPS["experts"].reference, OPS["experts"].cpu_function)]
     real = experts[:, 0] >= 0  # the result of a padding row is undefined
     assert same_bits(found[0][real], found[1][real])
+
+
+UNUSUAL = (math.nan, math.inf, -math.inf, 1e4, 0.0)
+
+
+def check_unusual(op: AnyOp, arguments: dict[str, Any]) -> None:
+    """Of eight rows the first hold UNUSUAL: no numbers but NaN where the row is not finite, those
+    of the others as ever, and zeros for zeros; by the reference and by the CPU's variant."""
+    x = arguments["x"]
+    unusual = x.clone()
+    for row, value in enumerate(UNUSUAL):
+        unusual[row, ..., slice(None) if math.isfinite(value) else 5] = value
+    for run in (op.reference, op.cpu_function):
+        assert run is not None
+        pairs = [list(leaves(run(**{**arguments, "x": rows}))) for rows in (x, unusual)]
+        for (path, usual), (_, found) in zip(*pairs, strict=True):
+            assert found[:3].isnan().all(), path
+            assert found[3].isfinite().all(), path
+            assert found[3].any(), path
+            assert not found[4].any(), path
+            assert same_bits(found[5:], usual[5:]), path
+
+
+@pytest.mark.parametrize("width", ["a8", "a4"])
+def test_rows_with_nan_infinities_large_numbers_and_zeros(width: Activations) -> None:
+    x = random(8, 288).bfloat16()
+    weights = [
+        UnpackedTensor(random(n, 288), activations=width, k_ranges=n // 20) for n in (20, 40)
+    ]
+    dtypes = [torch.bfloat16, torch.float32]
+    check_unusual(OPS["linear"], {"x": x, "weights": weights, "out_dtypes": dtypes})
+    groups = UnpackedTensor(random(48, 96), activations=width)
+    check_unusual(OPS["grouped_linear"], {"x": x.view(8, 3, 96), "weight": groups})
+    sizes = {"w13": (5, 128, 288), "w2": (5, 288, 64)}
+    sizes |= {"shared_w13": (128, 288), "shared_w2": (288, 64)}
+    given = {n: UnpackedTensor(random(*s) * 0.1, activations=width) for n, s in sizes.items()}
+    experts = torch.stack([torch.tensor([row % 3, 3 + row % 2]) for row in range(8)])
+    by = {"experts": experts, "weights": random(8, 2).sigmoid(), "by": Experts(**given, limit=1.5)}
+    check_unusual(OPS["experts"], {"x": x, **by})
 
 
 @pytest.mark.parametrize("ratio", [4, 128])

@@ -1,6 +1,7 @@
 """The option `activations`: who gets which width, why, and that the references round."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,16 @@ from dsv4.tools.doctor.examine import examine_model
 from dsv4.tools.doctor.subject import open_subject
 from dsv4.tools.formulas import as_multiplied, expert
 from tests.checkpoint.writers import made, save
+from tests.models import spoiled
 
 HOPPER = GpuFacts((9, 0), (3, 6), (13, 0))
 BLACKWELL = GpuFacts((10, 0), (3, 6), (13, 0))
 STATIONS = {"project", "output", "experts"}  # of products with few bits
+MIXED = {
+    "layers.1.ffn.experts.": "modelopt-experts",  # NVFP4
+    "layers.1.attn.": "plain-official",  # BF16
+    "layers.2.ffn.": "plain-official",
+}
 FIXED = ("compressor", "indexer", "router", "embedding and head")
 
 
@@ -48,11 +55,11 @@ FIXED = ("compressor", "indexer", "router", "embedding and head")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     names = ("modelopt-full", "official", "plain-official")
     files = {name: made(name) for name in names}
-    files["mixed"] = made("official")  # MXFP4 experts, but NVFP4 in one layer
-    experts = "layers.1.ffn.experts."
-    kept = {n: v for n, v in files["mixed"].disk.items() if not n.startswith(experts)}
-    other = made("modelopt-experts").disk.items()
-    files["mixed"].disk = kept | {n: v for n, v in other if n.startswith(experts)}
+    files["mixed"] = made("official")  # FP8 and MXFP4 experts, but others in some layers
+    for part, name in MIXED.items():
+        kept = {n: v for n, v in files["mixed"].disk.items() if not n.startswith(part)}
+        other = made(name).disk.items()
+        files["mixed"].disk = kept | {n: v for n, v in other if n.startswith(part)}
     return {name: save(files[name], tmp_path_factory.mktemp(name)) for name in files}
 
 
@@ -263,7 +270,8 @@ def test_each_width_gives_its_own_numbers(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "width"), [("modelopt-full", "a4"), ("modelopt-full", "a8"), ("official", "a4")]
+    ("layout", "width"),
+    [("modelopt-full", "a4"), ("modelopt-full", "a8"), ("official", "a4"), ("mixed", "a8")],
 )
 def test_the_whole_model_equals_the_formulas(
     folders: dict[str, Path], layout: str, width: str
@@ -309,12 +317,13 @@ def test_references_round_their_input(width: str) -> None:
     assert _furthest(grouped_linear(heads, grouped), wanted) < 1e-5
 
 
+@pytest.mark.parametrize("width", ["a8", "a4"])
 @pytest.mark.parametrize("group", ["routed", "shared"])
-def test_experts_round_before_both_matrices(group: str) -> None:
+def test_experts_round_before_both_matrices(group: str, width: str) -> None:
     g = torch.Generator().manual_seed(4)
-    widths = {"routed": "a4", "shared": "a16"} if group == "routed" else {"routed": "a16"}
-    widths.setdefault("shared", "a4")
+    widths = {"routed": "a16", "shared": "a16", group: width}
     x = torch.randn(6, 64, generator=g)
+    x[1], x[2] = x[1] * 1e4, 0
     chosen = torch.tensor([[0, 2]] * 3 + [[1, 2]] * 3)
     weights = torch.rand(6, 2, generator=g)
     w13, w2 = (_weight(g, 3, *s, width=widths["routed"]) for s in ((96, 64), (64, 48)))
@@ -347,3 +356,34 @@ def test_answers_stay_the_same_in_any_batch(
     together = engine.generate(prompts, params)
     alone = [engine.generate([prompt], params)[0] for prompt in prompts]
     assert [a.logprobs for a in together] == [a.logprobs for a in alone]
+
+
+def test_formats_of_a_layer_get_their_own_width(folders: dict[str, Path]) -> None:
+    checkpoint, widths = opened(folders["mixed"]), choose_activations("a8", None).widths
+    found = {name: width_of(source, widths) for name, source in checkpoint.sources.items()}
+    for part, wanted in (("attn.wq_b.weight", "8 16 8 8"), ("ffn.experts.w13", "8 8 16 8"),
+                         ("ffn.shared_experts.w2", "8 8 16 8")):  # fmt: skip
+        assert [found[f"layers.{i}.{part}"] for i in range(4)] == [f"a{n}" for n in wanted.split()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e4, 0.0])
+def test_a_token_of_unusual_numbers_concerns_its_request_alone(
+    folders: dict[str, Path], value: float
+) -> None:
+    """In layers of several formats with a8; large numbers and zeros are numbers."""
+    engine = Engine.load(str(folders["mixed"]), device="cpu", activations="a8", prefix_cache=False)
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=1, stop_ids=())
+    prompts = [[0, *range(3, 30)], [0, 40, 5, 41], [0, *range(7, 11)]]
+    usual = engine.generate(prompts, params)
+    assert 40 not in {token for answer in usual for token in answer.token_ids}
+    with spoiled(engine, 40, value):
+        found = engine.generate(prompts, params)
+        alone = engine.generate(prompts[1:2], params)[0]
+    for number in (0, 2):
+        assert found[number].logprobs == usual[number].logprobs
+    if math.isfinite(value):
+        assert found[1].finish_reason == "length"
+        assert found[1].logprobs == alone.logprobs != usual[1].logprobs
+    else:
+        assert (found[1].finish_reason, found[1].token_ids) == ("error", ())
+        assert "gave NaN" in (found[1].error or "")

@@ -204,17 +204,22 @@ def check_linear() -> None:
 
     check_cases("linear")
     weight = random_a8_fp8(72, 1056, torch.Generator().manual_seed(2))
-    x = torch.randn(20, 1056)
-    x[3, 7], x[5], x[6] = float("inf"), 0, x[6] * 1e4
-    found = []
-    for rows, bm, parallel in ((x, 16, True), (x, 64, False), (x[6:7], 16, None)):
+    sound = torch.randn(20, 1056)
+    x, found, bad = sound.clone(), [], [3, 8, 17]  # in groups of 128 columns, in the short one
+    x[3, 7], x[8, 1055], x[17, 500] = float("inf"), float("nan"), float("-inf")
+    x[5], x[6] = 0, x[6] * 1e4
+    for rows, bm, parallel in (
+        (x, 16, True), (x, 64, False), (x[6:7], 16, None), (sound, 16, True)
+    ):  # fmt: skip
         out = torch.full((len(rows), 72), float("nan"))
         multiply_rows(make_a8_rows(rows, "rows"), weight, out, bm=bm, parallel=parallel)
         found.append(out)
     assert torch.equal(found[0].nan_to_num(7e7), found[1].nan_to_num(7e7))
     assert torch.equal(found[2], found[0][6:7])
-    assert found[0].isnan().all(1).nonzero().flatten().tolist() == [3]
+    assert found[0].isnan().all(1).nonzero().flatten().tolist() == bad
     assert (found[0][5] == 0).all()
+    others = [row for row in range(20) if row not in (*bad, 5, 6)]
+    assert torch.equal(found[0][others], found[3][others])
 
 
 def check_experts() -> None:
@@ -245,6 +250,13 @@ def check_experts() -> None:
         patch.setattr(kernel, "import_module", lambda name: prompt)
         assert torch.equal(kernel.run(**arguments), wanted)
         assert used == [4, 4]
+        x = arguments["x"].clone()
+        x[0, 5], x[1, 39], x[2], x[3] = float("nan"), float("inf"), 1e4, 0
+        found = kernel.run(**{**arguments, "x": x})
+        assert found[:2].isnan().all()
+        assert torch.equal(found[4:], wanted[4:])
+        assert torch.equal(found[2:4], kernel.run(**{**arguments, "x": x}, bm=16)[2:4])
+        del used[2:]
         for name, bm in product(("shared_w13", "shared_w2"), (None, 16)):
             wide = replace(by, **{name: getattr(by, name).dequantize().bfloat16()})
             mixed = {**arguments, "by": wide}
