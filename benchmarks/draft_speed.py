@@ -331,7 +331,7 @@ class Trial:
         return {1: drafting.plain.near(1) or 0.0, **drafting.times._ms}
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", default="flash", help="flash, pro or trial")
     parser.add_argument("--layers", type=int, default=None)
@@ -346,7 +346,11 @@ def main() -> None:
     parser.add_argument("--experts", type=float, default=0.0, help="that two rows visit")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--record", type=Path)
-    trial = Trial(parser.parse_args())
+    return parser
+
+
+def main() -> None:
+    trial = Trial(make_parser().parse_args())
     trial.run_plain()
     for most in map(int, trial.args.draft_tokens.split(",")):
         trial.run_drafts(most)

@@ -4,136 +4,165 @@
     python scripts/gpu_check.py --out DIR tests tiny quality        # there
     python scripts/gpu_check.py --out DIR decode prefill pro memory
     python scripts/gpu_check.py --out DIR ops state compare parallel slices
+    python scripts/gpu_check.py --out DIR confirm                   # these: one call each
+    python scripts/gpu_check.py --out DIR --beside OTHER beside     # OTHER: another commit's tree
+    python scripts/gpu_check.py --out DIR drafts | one_gpu | a8
 
-A part that fails or runs out of time does not stop the others; what it wrote stays. Everything
+A part that fails or runs out of time does not stop the others; what it wrote stays. Each takes less
+than ten minutes. An OTHER in a folder that git ignores, like build/beside, can be carried along:
+`git archive COMMIT | tar -x -C build/beside`. `gpu_jobs.py` lists what parts run. Everything
 printed also goes to DIR/log.txt, results to DIR/<part>.jsonl. `pack` copies what the tests need
 besides torch into build/gpu_site, for machines on which nothing can be installed.
 """
 
 import argparse
+import json
 import os
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.gpu_jobs import PART_LIMIT_S, PARTS, ROOT, ROUNDS, Job, Place, stages_of
+
 SITE = ROOT / "build" / "gpu_site"
 PURE = (
     "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "typer", "click", "rich",
-    "shellingham", "markdown_it", "mdurl", "annotated_doc",
+    "shellingham", "markdown_it", "mdurl", "annotated_doc", "pytest_timeout",
 )  # fmt: skip
+LEAST_S, GRACE_S = 10.0, 10.0  # a job needs to start, and gets to end after an interrupt
 TOLERANCE = 0.03  # docs/numerics.md, "A CPU and a GPU"
+OUT, DEVICE = Path("out"), "cuda"
 # most important first: a time limit cuts off what matters least
 DECODE = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 131072), (1, 1048576), (32, 131072))
 PRO = ((1, 4096), (32, 4096), (1, 1048576))
 
 
-@dataclass(frozen=True)
-class Job:
-    label: str
-    arguments: list[str]  # of python
-    limit_s: float
-
-
-def pytest_job(label: str, limit_s: float, *arguments: str) -> Job:
-    options = ["-m", "pytest", "-q", "-m", "gpu", "-W", "ignore", "-p", "no:cacheprovider"]
-    return Job(label, [*options, *arguments], limit_s)
-
-
-def own_job(part: str, limit_s: float) -> Job:
-    return Job(part, [str(Path(__file__)), "--run", part], limit_s)
-
-
-def jobs_of(part: str) -> list[Job]:
-    """Jobs of one part run side by side."""
-    if part == "tests":
-        kernels = "tests/ops/kernels"
-        return [
-            pytest_job("graphs", 420, "tests/runner/test_graphs_gpu.py"),
-            pytest_job("weights", 420, f"{kernels}/test_weight_gpu.py"),
-            pytest_job("state cases", 420, f"{kernels}/test_state_gpu.py", "-k", "test_cases"),
-            pytest_job("state sizes", 420, f"{kernels}/test_state_gpu.py", "-k", "model_sizes"),
-            pytest_job(
-                "state bits", 420, f"{kernels}/test_state_gpu.py", "-k",
-                "not test_cases and not model_sizes",
-            ),
-        ]  # fmt: skip
-    if part == "parallel":  # side by side on one GPU they would wait for each other
-        ranks = ["tests/parallel/test_ranks_gpu.py", "tests/ops/kernels/test_sharded_gpu.py"]
-        return [pytest_job("ranks", 600, *ranks)]
-    if part == "slices":
-        bench = ["-m", "dsv4", "bench", "parallel", "--slices", "flash", "--layers", "8"]
-        return [Job("slices", [*bench, "--record", str(OUT / "slices.jsonl")], 180)]
-    limits = {"tiny": 150, "decode": 330, "prefill": 120, "pro": 180}
-    limits |= {"ops": 240, "state": 180, "compare": 150, "memory": 150}
-    limits["quality"] = 240
-    return [own_job(part, limits[part])]
-
-
-PARTS = (
-    "tests", "tiny", "decode", "prefill", "pro", "ops", "state", "compare", "memory",
-    "quality", "parallel", "slices",
-)  # fmt: skip
-
-
 class Log:
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._lock = threading.Lock()
+        self._path, self._lock = path, threading.Lock()
 
     def __call__(self, label: str, text: str) -> None:
         line = f"[{label}] {text.rstrip()}"
-        with self._lock:
-            self._file.write(line + "\n")
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            say(line)
 
 
-def run_job(job: Job, log: Log, failed: list[str]) -> None:
+def run_job(job: Job, log: Log, failed: list[str], deadline: float) -> None:
     begin = time.monotonic()
+    limit = min(job.limit_s, deadline - begin)
+    if limit < LEAST_S:
+        failed.append(job.label)
+        log(job.label, "not started: no time left for this part")
+        return
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "DSV4_CHECK_OUT": str(OUT)}
-    paths = [str(ROOT), *([str(SITE)] if SITE.is_dir() else [])]
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # jobs name what they need
+    environment["GIT_CEILING_DIRECTORIES"] = str(job.tree.parent)  # its own commit or none
+    paths = [str(job.tree), *([str(SITE)] if SITE.is_dir() else [])]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, *job.arguments],
-        cwd=ROOT,
+        cwd=job.tree,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # ended with its own processes
     )
-    timer = threading.Timer(job.limit_s, process.kill)
-    timer.start()
+    # pytest tells what failed so far when interrupted
+    timers = [
+        threading.Timer(limit, end_group, (process, signal.SIGINT)),
+        threading.Timer(limit + GRACE_S, end_group, (process, signal.SIGKILL)),
+    ]
+    for timer in timers:
+        timer.start()
     assert process.stdout is not None
     for line in process.stdout:
         log(job.label, line)
+        if job.record is not None:
+            collect_rounds()
+    process.stdout.close()
     code = process.wait()
-    late = not timer.is_alive()
-    timer.cancel()
+    late = not timers[0].is_alive()
+    for timer in timers:
+        timer.cancel()
     took = time.monotonic() - begin
     if code != 0:
         failed.append(job.label)
     log(job.label, f"{'out of time' if late else f'exit {code}'} after {took:.0f} s")
 
 
-def run_parts(parts: list[str]) -> int:
+def end_group(process: subprocess.Popen[str], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def run_parts(parts: list[str], place: Place) -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     log = Log(OUT / "log.txt")
     failed: list[str] = []
+    shutil.rmtree(ROUNDS, ignore_errors=True)
     for part in parts:
-        threads = [
-            threading.Thread(target=run_job, args=(job, log, failed)) for job in jobs_of(part)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        deadline = time.monotonic() + PART_LIMIT_S
+        for stage in stages_of(part, place):
+            threads = [
+                threading.Thread(target=run_job, args=(job, log, failed, deadline)) for job in stage
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if part == "beside":
+            for line in differences(collect_rounds()):
+                log(part, line)
     log("all", f"failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
+
+
+# --- two trees side by side -----------------------------------------------------------------------
+
+
+def collect_rounds() -> list[dict[str, Any]]:
+    """All rounds so far in one record, since few files come back from some machines."""
+    found = []
+    for path in sorted(ROUNDS.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+        tree, _, number = path.stem.split()
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found.append({"tree": tree, "round": int(number), **json.loads(line)})
+    text = "".join(json.dumps(row) + "\n" for row in found)
+    (OUT / "beside.jsonl").write_text(text, encoding="utf-8")
+    return found
+
+
+def differences(rows: list[dict[str, Any]]) -> list[str]:
+    """For each size, the median of this tree against the other's, in percent."""
+    times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for row in rows:
+        if "result" in row:
+            result = row["result"]
+            size = tuple(result[name] for name in ("what", "batch", "context"))
+            times.setdefault(size, {}).setdefault(row["tree"], []).append(result["ms"])
+    lines = []
+    for (what, batch, context), by in times.items():
+        name = f"{what} {batch} x {context}"
+        if len(by) < 2:
+            lines.append(f"{name}: only of {', '.join(by)}")
+            continue
+        this, other = (statistics.median(by[tree]) for tree in ("this", "other"))
+        spread = max((max(found) - min(found)) / min(found) for found in by.values())
+        lines.append(
+            f"{name}: this {this:.4f} ms, other {other:.4f} ms, {100 * (this / other - 1):+.2f} %; "
+            f"rounds differ by {100 * spread:.2f} %"
+        )
+    return lines or ["nothing was timed"]
 
 
 # --- the parts that are not tests: run in a process of their own ---------------------------------
@@ -162,19 +191,6 @@ def run_decode(part: str, shape: str, layers: int, cases: tuple[tuple[int, int],
         write_record(OUT / f"{part}.jsonl", rows)
         if len(rows) == 2:
             (OUT / f"{part}.svg").write_text(picture(row), encoding="utf-8")
-
-
-def run_prefill() -> None:
-    from dsv4.tools.speed.prompts import time_prompt
-    from dsv4.tools.speed.report import lines_of, write_record
-    from dsv4.tools.speed.steps import Bench
-
-    bench = Bench(*SMALL or ("flash", 36), DEVICE)
-    rows: list = [bench.ceilings]
-    for tokens in (64,) if SMALL else (8192, 2048):
-        rows.append(time_prompt(bench, tokens, 0))
-        say("\n".join(lines_of(rows[-1])))
-        write_record(OUT / "prefill.jsonl", rows)
 
 
 def run_compare() -> None:
@@ -214,8 +230,6 @@ def run_state() -> None:
 
 def run_memory() -> None:
     """The memory an engine with Flash layers uses when ready, next to the plan's figure."""
-    import json
-
     import torch
 
     from dsv4.config import EngineConfig
@@ -285,8 +299,6 @@ def run_tiny() -> None:
 
 def run_quality() -> None:
     """The embedded model's table of skills on this GPU, next to a CPU's."""
-    import json
-
     from dsv4 import Engine
     from dsv4.tools.bench_ops import run_facts
     from dsv4.tools.quality.measure import Score, measure, perplexity, read_items
@@ -322,7 +334,6 @@ RUNS = {
     "quality": run_quality,
     "decode": lambda: run_decode("decode", *(SMALL or ("flash", 36)), SMALL_CASES or DECODE),
     "pro": lambda: run_decode("pro", *(SMALL or ("pro", 9)), SMALL_CASES or PRO),
-    "prefill": run_prefill,
     "compare": run_compare,
     "ops": run_ops,
     "state": run_state,
@@ -352,12 +363,18 @@ def pack() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, "pack", []])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("DSV4_CHECK_OUT", "out")))
     parser.add_argument("--run", choices=sorted(RUNS), help="one part, in this process")
     parser.add_argument("--small", action="store_true", help="a trial on a CPU with a tiny shape")
+    parser.add_argument("--beside", type=Path, help="the other tree, for the part of that name")
+    return parser
+
+
+if __name__ == "__main__":
+    parser = make_parser()
     options = parser.parse_args()
     OUT = options.out.resolve()
     small = options.small or os.environ.get("DSV4_CHECK_SMALL") == "1"
@@ -371,4 +388,10 @@ if __name__ == "__main__":
         OUT.mkdir(parents=True, exist_ok=True)
         RUNS[options.run]()
         sys.exit(0)
-    sys.exit(pack() if options.parts == ["pack"] else run_parts(options.parts))
+    if options.parts == ["pack"]:
+        sys.exit(pack())
+    if "beside" in options.parts:
+        if options.beside is None or not (options.beside / "dsv4" / "__main__.py").is_file():
+            parser.error(f"--beside is {options.beside}, expected a folder with another tree")
+        options.beside = options.beside.resolve()
+    sys.exit(run_parts(options.parts, Place(OUT, small, options.beside)))

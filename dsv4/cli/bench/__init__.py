@@ -52,6 +52,8 @@ def ops(
     stage, total = StageStatus(Console(stderr=True)), num_results(shape, counts, only)
     for row in bench_ops(shape, counts, only):
         rows.append(row)
+        if record is not None:
+            write_record(record, rows)  # after each row, so that an interrupted run is kept
         if isinstance(row, Ceilings):
             console.print(f"read {row.read_gbs:.0f} GB/s, bf16 {row.matrix_tflops:.0f} TFLOP/s")
             stage("timing ops", 0, total)
@@ -64,7 +66,6 @@ def ops(
     stage.pause()
     _print_rows(console, "op,us,spread,GB/s,TFLOP/s,floor us,ratio", table)
     if record is not None:
-        write_record(record, rows)
         console.print(f"recorded in {record}")
 
 
