@@ -10,7 +10,8 @@
 
 A part that fails or runs out of time does not stop the others; what it wrote stays. Each takes less
 than ten minutes. An OTHER in a folder that git ignores, like build/beside, can be carried along:
-`git archive COMMIT | tar -x -C build/beside`. `gpu_jobs.py` lists what parts run. Everything
+`git archive COMMIT | tar -x -C build/beside`; copy this tree's dsv4/tools/speed/prompts.py to one
+like 861df37, whose bench did not capture prompts. `gpu_jobs.py` lists what parts run. Everything
 printed also goes to DIR/log.txt, results to DIR/<part>.jsonl. `pack` copies what the tests need
 besides torch into build/gpu_site, for machines on which nothing can be installed.
 """

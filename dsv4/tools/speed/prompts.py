@@ -1,4 +1,4 @@
-"""Times prompts, or chunks of long ones, against the floor of their products and bytes."""
+"""Times prompts, or chunks of long ones, as graphs, against the floor of products and bytes."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from dsv4.tools.speed.model import (
     step_bytes,
 )
 from dsv4.tools.speed.profile import profile_step
-from dsv4.tools.speed.steps import Bench, StepResult, compile_ahead, elapsed_ms, give_back
+from dsv4.tools.speed.steps import Bench, StepResult, captured, elapsed_ms, give_back
 
 
 def prompt_inputs(state: FilledState, tokens: int, position: int = 0) -> StepInputs:
@@ -39,13 +39,14 @@ def time_prompt(bench: Bench, tokens: int, position: int) -> StepResult:
     context = position + tokens
     state = filled_state(bench.config, 1, context, bench.device, chunk_tokens=tokens)
     inputs = prompt_inputs(state, tokens, position)
-    compile_ahead(lambda: bench.model(inputs, state.layers), bench.device)
+
+    def step() -> None:
+        bench.model(inputs, state.layers)
+
+    replay = captured(step, bench.device)
     repeats = 1 if bench.device.type == "cpu" else 3
-    times = [
-        elapsed_ms(lambda: bench.model(inputs, state.layers), bench.device)
-        for _ in range(1 + repeats)
-    ][1:]
-    profile = profile_step(lambda: bench.model(inputs, state.layers), bench.device)
+    times = [elapsed_ms(replay, bench.device) for _ in range(1 + repeats)][1:]
+    profile = profile_step(replay, bench.device)
     families = step_bytes(bench.config, bench.sizes, tokens, context, 1.0)
     found = bench.result(
         ("prefill", 1, tokens, tokens),

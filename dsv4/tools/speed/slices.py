@@ -31,7 +31,7 @@ from dsv4.tools.speed.model import (
     start_at,
 )
 from dsv4.tools.speed.prompts import prompt_inputs
-from dsv4.tools.speed.steps import REPLAYS, captured, compile_ahead, elapsed_ms
+from dsv4.tools.speed.steps import REPLAYS, captured, elapsed_ms
 
 
 class EchoComm:
@@ -161,7 +161,6 @@ def _decode_ms(
         decode_step(model, state.layers, state)
 
     begin()
-    compile_ahead(step, device)
     run = captured(step, device)
     count = 1 if device.type == "cpu" else REPLAYS
     begin()
@@ -180,7 +179,6 @@ def _prefill_ms(
     def step() -> None:
         model(inputs, state.layers)
 
-    compile_ahead(step, device)
     run = captured(step, device)
     run()
     return elapsed_ms(run, device), _rest_ms(model, state, batch, device)
@@ -196,7 +194,6 @@ def _rest_ms(model: Transformer, state: FilledState, batch: int, device: torch.d
         buffers.logits[:batch].copy_(model.exchange.logits(rows, model.head))
         sample_tokens(buffers, batch)
 
-    compile_ahead(rest, device)
     run = captured(rest, device)
     count = 1 if device.type == "cpu" else REPLAYS
     run()

@@ -92,8 +92,6 @@ class Bench:
         """`traces`: where to add one layer of each kind, kernel by kernel."""
         state = filled_state(self.config, batch, context, self.device)
         runs = {"all": self.model, **self._models_of_a_kind()}
-        start_at(state, max(context - 8, 0))
-        compile_ahead(lambda: decode_step(self.model, state.layers, state), self.device)
         timed = {}
         for name, model in runs.items():
             layers = _layers_of(self.model, model, state.layers)
@@ -136,7 +134,6 @@ class Bench:
             decode_step(self.model, state.layers, state)
 
         start_at(state, max(context - BLOCK, 0), same=same)
-        compile_ahead(step, self.device)
         replay = captured(step, self.device)
         count = 1 if self.device.type == "cpu" else REPLAYS
         times = []
@@ -283,7 +280,8 @@ def give_back(device: torch.device) -> None:
 
 
 def captured(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """The step as a graph, after a run that compiles it; on a CPU the step itself."""
+    """The step as a graph, compiled on all cores and run once; on a CPU the step itself."""
+    compile_ahead(step, device)
     step()
     if device.type == "cpu":
         return step
