@@ -232,7 +232,7 @@ def load_model(
         tell_activations(checkpoint, prepared.choices.activations, prepared.gpu)
         if prepared.experts is not None and prepared.experts.budget is not None:
             examples = partial(_one_expert, checkpoint, settings)
-            placed = open_experts(prepared.experts, config, settings, examples)
+            placed = open_experts(prepared.experts, config, settings, examples, folder)
         try:
             weights = read_weights(checkpoint, settings, progress=progress, placed=placed)
         except BaseException:

@@ -1,6 +1,8 @@
 """Experts that do not all fit: the same answers, whatever stays and whatever moves."""
 
+import json
 import random
+import shutil
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from dsv4.runner import load
 from dsv4.runner.experts import swapper
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.experts.usage import ExpertUse, read_profile, write_profile
+from dsv4.runner.experts.usage import ExpertProfile, ExpertUse, read_profile, write_profile
 from tests.checkpoint import writers
 from tests.models import write_fast_model
 
@@ -150,7 +152,10 @@ def test_what_is_visited_most_becomes_resident(
     engine.close()
     again = Engine.load(folder, expert_memory=2e-4, expert_profile=str(path))
     assert swapper_of(again).residency.resident[0, visited].all()
-    assert read_profile(path, 3, 6)[0, visited].min() > 30
+    profile = swapper_of(again).profile
+    assert profile is not None
+    assert profile.model == folder.name
+    assert read_profile(profile, 3, 6)[0, visited].min() > 30
     again.close()
 
 
@@ -293,13 +298,41 @@ def test_a_profile_that_fails_gives_memory_back(
 def test_profiles_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     visits = np.array([[0.5, 3.0], [1.0, 0.0]])
-    assert not read_profile(path, 2, 2).any()  # none yet
-    write_profile(path, visits)
-    assert (read_profile(path, 2, 2) == visits).all()
+    profile = ExpertProfile(path, "flash", "1234")
+    assert not read_profile(profile, 2, 2).any()  # none yet
+    write_profile(profile, visits)
+    assert (read_profile(profile, 2, 2) == visits).all()
     assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
     with pytest.raises(OptionError, match="another model: 2 layers of 2 experts"):
-        read_profile(path, 43, 256)
+        read_profile(profile, 43, 256)
     for text in ("{", "[]", '{"format": "other"}', path.read_text().replace("0.5", "NaN")):
         path.write_text(text)
         with pytest.raises(OptionError, match="is no profile of experts"):
-            read_profile(path, 2, 2)
+            read_profile(profile, 2, 2)
+
+
+def test_a_profile_of_other_weights_is_refused(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another model of the same shape differs in its values alone; an older profile names none."""
+    path, other = tmp_path / "profile.json", tmp_path / "tuned"
+    choices: dict[str, Any] = {"expert_memory": 2e-4, "expert_profile": str(path), "draft": "off"}
+    Engine.load(folder, **choices).close()
+    shutil.copytree(folder, other)
+    Engine.load(other, **choices).close()  # the same files elsewhere
+    [weights] = other.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2 :] = bytes(value ^ 1 for value in data[len(data) // 2 :])
+    weights.write_bytes(data)
+    before = path.read_text()
+    with pytest.raises(OptionError) as refused:
+        Engine.load(other, **choices)
+    assert "of another model, 'tuned'; this one, 'tuned', has other weights" in str(refused.value)
+    assert path.read_text() == before
+    found = json.loads(before)
+    path.write_text(json.dumps({k: v for k, v in found.items() if k not in ("model", "digest")}))
+    caplog.clear()
+    Engine.load(folder, **choices).close()
+    says = f"does not say of which model it is; it is used, and will say {folder.name!r}"
+    assert says in caplog.text
+    assert json.loads(path.read_text())["model"] == folder.name

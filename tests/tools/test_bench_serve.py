@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dsv4 import Engine
 from dsv4.cli import app
 from dsv4.errors import OptionError
-from dsv4.runner.experts.usage import read_profile
+from dsv4.runner.experts.usage import ExpertProfile, read_profile
 from dsv4.tools.speed.serving.http import engine_flags, replay_http, server_share, serving
 from dsv4.tools.speed.serving.serve import (
     GPU_LENGTHS,
@@ -240,7 +240,9 @@ def test_bench_writes_the_profile_of_experts(tmp_path: Path) -> None:
     command += ["--expert-memory", "0.0001", "--expert-profile", str(path)]
     result = CliRunner().invoke(app, [*command, "--load", "rate=0,requests=2,in=5,out=4"])
     assert result.exit_code == 0, result.output
-    assert (read_profile(path, 2, 8).sum(1) > 8).all()  # two experts or more in every step
+    assert (
+        read_profile(ExpertProfile(path, "any", "random"), 2, 8).sum(1) > 8
+    ).all()  # two experts or more in every step
 
 
 def test_wrong_use() -> None:

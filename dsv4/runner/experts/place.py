@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dsv4.cache.fingerprint import sampled_digest
 from dsv4.config import ModelConfig
 from dsv4.formats.quantized import Weight
 from dsv4.ops.moe.placed import BlockLayout
@@ -15,7 +16,7 @@ from dsv4.runner.experts.choose_memory import ExpertChoice
 from dsv4.runner.experts.host_memory import free_host_memory
 from dsv4.runner.experts.residency import Residency
 from dsv4.runner.experts.swapper import Swapper
-from dsv4.runner.experts.usage import ExpertUse, read_profile
+from dsv4.runner.experts.usage import ExpertProfile, ExpertUse, read_profile
 from dsv4.runner.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -54,13 +55,20 @@ def open_experts(
     config: ModelConfig,
     settings: Settings,
     examples: Callable[[], tuple[Weight, Weight]],
+    folder: Path | None = None,
 ) -> PlacedWeights:
-    """Allocate slots, host memory and tables, before the first expert is read."""
+    """Allocate slots, host memory and tables, before the first expert is read. `folder`: of the
+    model; None: random weights."""
     layout = BlockLayout.of(*examples())
     counts = config.num_layers, config.num_experts, layout.nbytes
     budget = fit_experts(choice.room, *counts, config.num_experts_per_tok) or _all_but_one(*counts)
-    path = None if settings.expert_profile is None else Path(settings.expert_profile)
-    return PlacedWeights(make_swapper(layout, budget, path, torch.device(settings.device)))
+    profile = None
+    if settings.expert_profile is not None:
+        about = "random weights", "random"
+        if folder is not None:
+            about = folder.resolve().name, sampled_digest(folder)
+        profile = ExpertProfile(Path(settings.expert_profile), *about)
+    return PlacedWeights(make_swapper(layout, budget, profile, torch.device(settings.device)))
 
 
 def _all_but_one(layers: int, experts: int, block_bytes: int) -> ExpertBudget:
@@ -69,7 +77,7 @@ def _all_but_one(layers: int, experts: int, block_bytes: int) -> ExpertBudget:
 
 
 def make_swapper(
-    layout: BlockLayout, budget: ExpertBudget, profile: Path | None, device: torch.device
+    layout: BlockLayout, budget: ExpertBudget, profile: ExpertProfile | None, device: torch.device
 ) -> Swapper:
     shape = budget.num_layers, budget.num_experts
     use = ExpertUse(np.zeros(shape) if profile is None else read_profile(profile, *shape))

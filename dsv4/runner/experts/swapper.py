@@ -7,14 +7,13 @@ share of the step's time. Counts are read back without waiting for them.
 import atexit
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4.runner.experts.budget import COPY_GBS
 from dsv4.runner.experts.residency import Residency
-from dsv4.runner.experts.usage import ExpertUse, write_profile
+from dsv4.runner.experts.usage import ExpertProfile, ExpertUse, write_profile
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class Swapper:
         self,
         residency: Residency,
         use: ExpertUse,
-        profile: Path | None = None,
+        profile: ExpertProfile | None = None,
         time_share: float = TIME_SHARE,
     ) -> None:
         self.residency, self.use, self.profile = residency, use, profile

@@ -1,14 +1,17 @@
 """Which experts are worth a slot: how often steps visit them, kept in a profile."""
 
 import json
-import math
+import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dsv4.errors import OptionError
+
+log = logging.getLogger(__name__)
 
 FORMAT = "dsv4 expert profile 1"
 KEPT = 0.98  # share of past visits kept with every reading of the counts
@@ -59,11 +62,21 @@ class ExpertUse:
         return found
 
 
-def write_profile(path: Path, visits: Any) -> None:
+@dataclass(frozen=True)
+class ExpertProfile:
+    """The file, and whose counts it keeps. Equal `digest`s are the same model."""
+
+    path: Path
+    model: str
+    digest: str
+
+
+def write_profile(profile: ExpertProfile, visits: Any) -> None:
     """Write the whole file or nothing."""
+    path, about = profile.path, {"format": FORMAT, "model": profile.model, "digest": profile.digest}
     rows = [[round(float(value), 3) for value in row] for row in visits]
     layers, experts = visits.shape
-    text = json.dumps({"format": FORMAT, "layers": layers, "experts": experts, "visits": rows})
+    text = json.dumps({**about, "layers": layers, "experts": experts, "visits": rows})
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         beside.write_text(text + "\n", encoding="utf-8")
@@ -72,8 +85,9 @@ def write_profile(path: Path, visits: Any) -> None:
         beside.unlink(missing_ok=True)
 
 
-def read_profile(path: Path, layers: int, experts: int) -> Any:
+def read_profile(profile: ExpertProfile, layers: int, experts: int) -> Any:
     """Visits `[layers, experts]`; zeros if the file does not exist yet."""
+    path = profile.path
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROFILE_BYTES + 1)
@@ -102,10 +116,14 @@ def read_profile(path: Path, layers: int, experts: int) -> Any:
             f"expert_profile {path} is of another model: {shape[0]} layers of {shape[1]} experts, "
             f"this one has {layers} of {experts}; give a file of its own"
         )
+    if "digest" not in found:
+        log.warning(
+            "expert_profile %s does not say of which model it is; it is used, and will say %r",
+            path, profile.model,
+        )  # fmt: skip
+    elif found["digest"] != profile.digest:
+        raise OptionError(
+            f"expert_profile {path} is of another model, {found.get('model')!r}; this one, "
+            f"{profile.model!r}, has other weights; give a file of its own, or delete it"
+        )
     return visits
-
-
-def zipf(experts: int, exponent: float) -> list[float]:
-    """The chance of each expert, by rank."""
-    weights = [rank**-exponent for rank in range(1, experts + 1)]
-    return [weight / math.fsum(weights) for weight in weights]

@@ -14,13 +14,14 @@ import threading
 
 import numpy as np
 
+from dsv4.cache.fingerprint import sampled_digest
 from dsv4.errors import RankError
 from dsv4.parallel.commands import Command, Link, RankMessage
 from dsv4.parallel.layout import RankLayout
 from dsv4.parallel.probe import probe
 from dsv4.parallel.team import describe
 from dsv4.runner.ranks.devices import check_own_gpu
-from dsv4.runner.ranks.start import build, connect, digest, load_rank
+from dsv4.runner.ranks.start import build, connect, load_rank
 from dsv4.runner.ranks.state_copier import COPIES, copy_state
 from dsv4.runner.ranks.versions import differences, versions
 from dsv4.runner.runner import Runner
@@ -78,8 +79,8 @@ class Follower:
         other = differences(versions(settings.device), told["versions"])
         if other:
             raise RankError(f"found {other} as on rank 0; use the same on all ranks")
-        folder = str(model_folder(told["folder"]))
-        found = digest(folder)
+        folder = model_folder(told["folder"])
+        found = sampled_digest(folder)
         if found != told["digest"]:
             raise RankError(
                 f"found another checkpoint here ({found[:12]}), expected rank 0's "

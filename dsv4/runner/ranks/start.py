@@ -1,15 +1,14 @@
 """How ranks start: each reads its slices, all connect, each builds its part of the model."""
 
-import hashlib
 import importlib
 import logging
-import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+from dsv4.cache.fingerprint import sampled_digest
 from dsv4.checkpoint.rank_slices import selection
 from dsv4.checkpoint.reader import open_checkpoint
 from dsv4.config import EngineConfig, ModelConfig
@@ -45,8 +44,6 @@ from dsv4.util.models import BUILTIN_MODELS
 from dsv4.util.progress import Progress
 
 log = logging.getLogger(__name__)
-
-SAMPLES, SAMPLE_BYTES = 16, 4096  # of each file, for the digest
 
 
 def load_ranks(
@@ -98,7 +95,7 @@ def _start_together(
     progress: Progress | None,
 ) -> Transformer:
     choices, settings, config = prepared.choices, prepared.settings, prepared.config
-    layout, folder, timeout = prepared.layout, str(prepared.folder), choices.step_timeout
+    layout, folder, timeout = prepared.layout, prepared.folder, choices.step_timeout
     settings = replace(settings, device=device_of(settings.device, 0, 1))
     common = {
         "kind": "load",
@@ -110,7 +107,7 @@ def _start_together(
         "comm": kind,
         "store": store,
         "timeout": timeout,
-        "digest": digest(folder),
+        "digest": sampled_digest(folder),
         "versions": versions(settings.device),
         "log_level": logging.getLogger().getEffectiveLevel(),
     }
@@ -174,12 +171,12 @@ def check_layout(prepared: PreparedModel) -> None:
 
 
 def load_rank(
-    folder: str, settings: Settings, layout: RankLayout, progress: Progress | None
+    folder: Path, settings: Settings, layout: RankLayout, progress: Progress | None
 ) -> tuple[dict[str, Weight], ModelConfig]:
-    config = ModelConfig.from_folder(Path(folder))
+    config = ModelConfig.from_folder(folder)
     if settings.device != "cpu":
         torch.cuda.set_device(settings.device)
-    checkpoint = open_checkpoint(Path(folder), config)
+    checkpoint = open_checkpoint(folder, config)
     with engine_ops(settings.ops).active():
         return read_weights(checkpoint, settings, selection(layout, config), progress), config
 
@@ -224,19 +221,3 @@ def follow_torchrun(timeout: float) -> None:
 def _shared_name(folder: Path) -> str:
     """The name of an embedded model, whose path differs between nodes; otherwise the path."""
     return folder.name if folder.parent == BUILTIN_MODELS else str(folder)
-
-
-def digest(folder: str) -> str:
-    """Digest of a checkpoint: config, headers and samples of the values."""
-    found = hashlib.blake2b(digest_size=16)
-    found.update((Path(folder) / "config.json").read_bytes())
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with open(path, "rb") as file:
-            start = file.read(8)
-            found.update(path.name.encode() + start)
-            found.update(file.read(int.from_bytes(start, "little")))
-            first, size = file.tell(), os.fstat(file.fileno()).st_size
-            for sample in range(SAMPLES):  # a retrained model has the same headers
-                file.seek(first + (size - first) * sample // SAMPLES)
-                found.update(file.read(SAMPLE_BYTES))
-    return found.hexdigest()
